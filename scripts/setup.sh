@@ -115,7 +115,7 @@ ringattn_install() {
     --config-settings=build-dir="$(ringattn_build_dir)" \
     --config-settings=cmake.define.RINGATTN_PTXAS_VERBOSE=ON \
     --config-settings=cmake.define.CMAKE_CUDA_COMPILER_LAUNCHER="python3;$ringattn_root/scripts/record_ptxas.py" \
-    --editable "$ringattn_root[$ringattn_extras]" || return 1
+    --editable "${ringattn_root}[${ringattn_extras}]" || return 1
   echo "$fingerprint" >"$stamp"
 }
 

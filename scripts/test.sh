@@ -10,7 +10,7 @@
 # JUnit files go to build/test-results.
 
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 
 parts=()
 while [ $# -gt 0 ]; do
@@ -27,8 +27,8 @@ done
 [ ${#parts[@]} -eq 0 ] && parts=(lint cpp spills python)
 pytest_arguments=("$@")
 
-extras=test
-[[ " ${parts[*]} " == *" lint "* ]] && extras=test,lint
+extras="test"
+[[ " ${parts[*]} " == *" lint "* ]] && extras="test,lint"
 # shellcheck source=scripts/setup.sh
 . scripts/setup.sh "$extras" || exit 1
 build="$(ringattn_build_dir)"
