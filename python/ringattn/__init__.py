@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ring attention for PyTorch: exact attention over a sequence spread across ranks.
+
+Tensors are ``[B, S_r, H, D]``: batch, tokens of this rank, heads, head dimension. Keys and values
+keep their own ``H_kv`` heads, ``H % H_kv == 0``.
+"""
+
+from ringattn import _library, testing  # the library comes first: it defines the operators
+from ringattn.functional import (
+    RotatedKV,
+    block_attention,
+    decode_attention,
+    merge_states,
+    ring_attention,
+    rotate_kv,
+    synchronize,
+)
+from ringattn.modules import RingAttention
+from ringattn.partition import Partition
+from ringattn.timings import StepTiming, Timings, record_timings
+
+__version__ = _library.VERSION
+
+__all__ = [
+    "Partition",
+    "RingAttention",
+    "RotatedKV",
+    "StepTiming",
+    "Timings",
+    "block_attention",
+    "decode_attention",
+    "merge_states",
+    "record_timings",
+    "ring_attention",
+    "rotate_kv",
+    "synchronize",
+    "testing",
+]

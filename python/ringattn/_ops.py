@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operators need on the Python side: fake kernels, flop formulas, and how they are called.
+
+Schemas and kernels are C++ (``csrc/ops/library.cpp``). The group travels as its name.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.utils.flop_counter import register_flop_formula
+
+from ringattn import _library  # noqa: F401  defines the operators
+from ringattn.partition import Partition
+
+_PREFIX = "ringattn: "
+_ops = torch.ops.ringattn
+
+
+def call(operator: Callable[..., Any], *args: Any) -> Any:
+    """Calls an operator or a function of ``_C``; what it says about a caller's arguments becomes a
+    ValueError. Failures of the other kind (a peer died, a timeout) pass through unchanged."""
+    if torch.compiler.is_compiling():
+        return operator(*args)
+    try:
+        return operator(*args)
+    except dist.DistBackendError:
+        raise
+    except RuntimeError as error:
+        message = str(error)
+        if not message.startswith(_PREFIX):
+            raise
+        # With TORCH_SHOW_CPP_STACKTRACES=1 the C++ stack follows the sentence.
+        sentence = message.removeprefix(_PREFIX).split("\nException raised from")[0]
+        raise ValueError(sentence) from None
+
+
+def _rank_in(group_name: str) -> int:
+    return _resolve_process_group(GroupName(group_name)).rank() if group_name else 0
+
+
+# Fake kernels: shapes and dtypes without data, for torch.compile, export and FakeTensorMode.
+
+
+def _new_lse(q: torch.Tensor) -> torch.Tensor:  # [B, H, S_q]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty([q.size(0), q.size(2), q.size(1)], dtype=dtype)
+
+
+@torch.library.register_fake("ringattn::block_attention")
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, diagonal: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), _new_lse(q)
+
+
+@torch.library.register_fake("ringattn::block_attention_")
+def _(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    diagonal: int | None,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("ringattn::merge_states_")
+def _(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> None:
+    return None
+
+
+@torch.library.register_fake("ringattn::ring_forward")
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    order: Sequence[int],
+    layout: str,
+    causal: bool,
+    scale: float,
+    group_name: str,
+    transport: str,
+    depth: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), _new_lse(q)
+
+
+@torch.library.register_fake("ringattn::rotate_kv")
+def _(
+    kv: torch.Tensor,
+    lengths: Sequence[int],
+    order: Sequence[int],
+    group_name: str,
+    transport: str,
+) -> torch.Tensor:
+    place = list(order).index(_rank_in(group_name))
+    rows = lengths[order[place - 1]]
+    return kv.new_empty([2, kv.size(1), rows, kv.size(3), kv.size(4)])
+
+
+@torch.library.register_fake("ringattn::wait_kv")
+def _(received: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(received)
+
+
+@torch.library.register_fake("ringattn::decode_attention")
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, group_name: str
+) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+# Flop formulas: 4 * D operations (two products of a multiplication and an addition each) for every
+# head and every visible pair of a query and a key.
+
+
+def _triangle(rows: int) -> int:
+    """1 + 2 + ... + rows; 0 for no or negative rows."""
+    return rows * (rows + 1) // 2 if rows > 0 else 0
+
+
+def _visible_pairs(num_queries: int, num_keys: int, diagonal: int | None) -> int:
+    """Pairs (i, j) of a query row and a key column with ``j - i <= diagonal``."""
+    if diagonal is None:
+        return num_queries * num_keys
+    # Row i sees i + diagonal + 1 keys, less those past the last one; never fewer than none.
+    seen = _triangle(num_queries + diagonal) - _triangle(diagonal)
+    past = _triangle(num_queries + diagonal - num_keys) - _triangle(diagonal - num_keys)
+    return seen - past
+
+
+def _pair_flops(q_shape: Sequence[int]) -> int:
+    batch, _, num_heads, head_dim = q_shape
+    return 4 * head_dim * num_heads * batch
+
+
+@register_flop_formula(_ops.block_attention)
+def _block_attention_flops(
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    v_shape: Sequence[int],
+    scale: float,
+    diagonal: int | None,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    return _pair_flops(q_shape) * _visible_pairs(q_shape[1], k_shape[1], diagonal)
+
+
+@register_flop_formula(_ops.block_attention_)
+def _block_attention_into_state_flops(
+    out_shape: Sequence[int], lse_shape: Sequence[int], *args: Any, **kwargs: Any
+) -> int:
+    return _block_attention_flops(*args, **kwargs)
+
+
+@register_flop_formula(_ops.ring_forward)
+def _ring_forward_flops(
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    v_shape: Sequence[int],
+    lengths: Sequence[int],
+    order: Sequence[int],
+    layout: str,
+    causal: bool,
+    scale: float,
+    group_name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """This rank's share: its queries against all keys they see."""
+    partition = Partition(layout, tuple(lengths), tuple(order))
+    if not causal:
+        return _pair_flops(q_shape) * q_shape[1] * partition.seq_len
+    segments = partition.segments(_rank_in(group_name))
+    pairs = sum(_triangle(stop) - _triangle(start) for start, stop in segments)
+    return _pair_flops(q_shape) * pairs
+
+
+@register_flop_formula(_ops.decode_attention)
+def _decode_attention_flops(
+    q_shape: Sequence[int], k_shape: Sequence[int], *args: Any, **kwargs: Any
+) -> int:
+    """This rank's share: all queries against its own keys."""
+    return _pair_flops(q_shape) * q_shape[1] * k_shape[1]

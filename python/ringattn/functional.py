@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention functions: what callers may give is checked here, the operators do the rest."""
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ringattn import _C, _library
+from ringattn._group import Group, Ring, resolve_group
+from ringattn._ops import call
+from ringattn.partition import Partition
+
+_ops = torch.ops.ringattn
+
+# Keywords of torch's scaled_dot_product_attention and what to write instead.
+_REFUSED_KEYWORDS = {
+    "attn_mask": "attention is causal, or over all keys",
+    "dropout_p": "attention has no dropout here",
+    "is_causal": "causality is causal= (ring_attention) or diagonal=0 (block_attention)",
+    "enable_gqa": "fewer key/value heads than query heads are always allowed",
+}
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    partition: Partition | None = None,
+    *,
+    group: Group = None,
+    causal: bool = True,
+    scale: float | None = None,
+    transport: str = "auto",
+    depth: int | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    partition: Partition | None = None,
+    *,
+    group: Group = None,
+    causal: bool = True,
+    scale: float | None = None,
+    transport: str = "auto",
+    depth: int | None = None,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    partition: Partition | None = None,
+    *,
+    group: Group = None,
+    causal: bool = True,
+    scale: float | None = None,
+    transport: str = "auto",
+    depth: int | None = None,
+    return_lse: bool = False,
+    **refused: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention over a sequence spread across ranks. Collective: every rank of the group
+    calls it.
+
+    Key/value blocks travel around the ring while attention runs; each is folded into a float32
+    state (float64 for float64), which is rounded once, at the end. The same inputs give the same
+    bits.
+
+    Args:
+        q: queries of this rank, ``[B, S_r, H, D]``, in position order, float16, bfloat16 or float32
+            on CPU or CUDA, float64 on CPU. D is a multiple of 8, at most 256. S_r may be 0.
+        k: keys of this rank, ``[B, S_r, H_kv, D]``, ``H % H_kv == 0``, dtype and device of ``q``.
+        v: values of this rank, like ``k``.
+        partition: who owns which tokens; None means the even zigzag partition of ``W * S_r``
+            tokens. All ranks give the same one.
+        group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group. Without any
+            process group there is a single rank.
+        causal: a query sees the keys at its own and at earlier positions; otherwise all keys.
+        scale: of the scores, any finite number; None means ``1 / sqrt(D)``.
+        transport: how blocks travel: "auto", "process_group", "nccl", or what else the build has
+            (``python -m ringattn info`` lists it).
+        depth: how many blocks may be under way ahead of the one being attended to, at least 1; None
+            leaves it to the transport. More than ``W - 1`` means ``W - 1``.
+        return_lse: also return the log-sum-exp of the scaled scores.
+
+    Returns:
+        out ``[B, S_r, H, D]`` in the dtype of ``q``; with ``return_lse`` also lse ``[B, H, S_r]``,
+        natural log, float32 (float64 for float64), -inf for a query that sees no key.
+
+    Raises:
+        ValueError: an argument that breaks a rule above, ranks that disagree about them (on all
+            ranks, when a combination is first used), inputs that require grad under grad mode,
+            DTensors, ``torch.vmap``, and ``attn_mask``, ``dropout_p``, ``is_causal`` or
+            ``enable_gqa``.
+        torch.distributed.DistBackendError: a peer died or never arrived; it names the rank and the
+            step. On CUDA it may come from the next call, see :func:`synchronize`.
+
+    Ring attention: Liu et al., https://arxiv.org/abs/2310.01889. Merging partial results by their
+    log-sum-exp: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
+    """
+    ring = resolve_group(group)
+    try:
+        _check_keywords("ring_attention", refused)
+        _check_tensors(q=q, k=k, v=v)
+        _check_dims("q", q, "[B, S_r, H, D]")
+        _check_collective(q=q, k=k, v=v)
+        if partition is None:
+            lengths = [q.size(1)] * ring.world_size
+            order, layout = list(range(ring.world_size)), "zigzag"
+        else:
+            lengths, order, layout = _partition_arguments(partition)
+        scale = _finite_scale(scale, q)
+        depth = _clamp_depth(depth, ring)
+    except ValueError as error:
+        _tell_peers(ring, error)
+        raise
+    out, lse = call(
+        _ops.ring_forward,
+        *(q, k, v, lengths, order, layout, causal, scale, ring.name, transport, depth),
+    )
+    return (out, lse) if return_lse else out
+
+
+def block_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    diagonal: int | None = None,
+    **refused: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of some queries on some keys, on one device and without a group: one step of a
+    ring.
+
+    Args:
+        q: ``[B, S_q, H, D]``, float16, bfloat16 or float32 on CPU or CUDA, float64 on CPU. D is a
+            multiple of 8, at most 256.
+        k: ``[B, S_k, H_kv, D]``, ``H % H_kv == 0``, dtype and device of ``q``.
+        v: like ``k``.
+        scale: of the scores, any finite number; None means ``1 / sqrt(D)``.
+        diagonal: as in ``torch.tril``: query row i sees key column j when ``j - i <= diagonal``; 0
+            is causal. None masks nothing.
+
+    Returns:
+        out ``[B, S_q, H, D]`` in the dtype of ``q``, and lse ``[B, H, S_q]``, natural log, float32
+        (float64 for float64). A query that sees no key has out 0 and lse -inf.
+
+    Raises:
+        ValueError: an argument that breaks a rule above, inputs that require grad under grad mode,
+            DTensors, ``torch.vmap``, keywords of ``scaled_dot_product_attention``.
+
+    The tiled computation with running maximum and sum is FlashAttention (Dao et al.,
+    https://arxiv.org/abs/2205.14135).
+    """
+    _check_keywords("block_attention", refused)
+    _check_tensors(q=q, k=k, v=v)
+    _check_dims("q", q, "[B, S_q, H, D]")
+    out, lse = call(_ops.block_attention, q, k, v, _finite_scale(scale, q), diagonal)
+    return out, lse
+
+
+def merge_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each. Exact.
+
+    Args:
+        out_a: ``[B, S, H, D]``, any floating dtype.
+        lse_a: ``[B, H, S]``, natural log, any floating dtype.
+        out_b: like ``out_a``.
+        lse_b: like ``lse_a``.
+
+    Returns:
+        A new state: out ``[B, S, H, D]`` and lse ``[B, H, S]``, both float32, float64 where any
+            input
+        is float64. The state (0, -inf) is neutral.
+
+    Raises:
+        ValueError: shapes or devices that do not go together, dtypes that are not floating, inputs
+            that require grad under grad mode, DTensors, ``torch.vmap``.
+
+    Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
+    """
+    states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    _check_tensors(**states)
+    for name, state in states.items():
+        if not state.is_floating_point():
+            raise ValueError(f"{name} must have a floating dtype, got {state.dtype}")
+    double = any(state.dtype == torch.float64 for state in states.values())
+    dtype = torch.float64 if double else torch.float32
+    out, lse = (
+        state.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        for state in (out_a, lse_a)
+    )
+    call(_ops.merge_states_, out, lse, out_b.to(dtype), lse_b.to(dtype))
+    return out, lse
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_shard: torch.Tensor,
+    v_shard: torch.Tensor,
+    *,
+    group: Group = None,
+    scale: float | None = None,
+    **refused: object,
+) -> torch.Tensor:
+    """Attention of the newest tokens on a key/value cache spread across ranks. Collective.
+
+    Each rank attends to its own cached keys; the partial results are merged in rank order on every
+    rank, so the result is bit-identical on all of them.
+
+    Args:
+        q: ``[B, T, H, D]``, the same on all ranks; dtypes and head dimensions as in
+            :func:`ring_attention`.
+        k_shard: this rank's cached keys, ``[B, N_r, H_kv, D]``, ``H % H_kv == 0``; any number of
+            them, 0 included. All are visible to all queries.
+        v_shard: this rank's cached values, like ``k_shard``.
+        group: as in :func:`ring_attention`.
+        scale: of the scores, any finite number; None means ``1 / sqrt(D)``.
+
+    Returns:
+        out ``[B, T, H, D]`` in the dtype of ``q``, 0 where no rank has a key.
+
+    Raises:
+        ValueError, torch.distributed.DistBackendError: as in :func:`ring_attention`.
+
+    The split over keys is Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html),
+    here over ranks.
+    """
+    ring = resolve_group(group)
+    try:
+        _check_keywords("decode_attention", refused)
+        _check_tensors(q=q, k_shard=k_shard, v_shard=v_shard)
+        _check_dims("q", q, "[B, T, H, D]")
+        _check_collective(q=q, k_shard=k_shard, v_shard=v_shard)
+        scale = _finite_scale(scale, q)
+    except ValueError as error:
+        _tell_peers(ring, error)
+        raise
+    out: torch.Tensor = call(_ops.decode_attention, q, k_shard, v_shard, scale, ring.name)
+    return out
+
+
+class RotatedKV:
+    """A key/value block on its way here, from :func:`rotate_kv`. It keeps the block that was sent
+    alive until the transfer is over. Not thread safe."""
+
+    def __init__(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        self._received = received  # [2, B, S_previous, H_kv, D], filled by the side stream
+        self._sent: torch.Tensor | None = sent  # [2, B, S_r, H_kv, D]
+
+    def wait(self) -> torch.Tensor:
+        """The previous rank's block, ``[2, B, S_previous, H_kv, D]``: work queued after this call,
+        on the current stream, sees it. Waiting twice returns the same tensor.
+
+        Raises:
+            torch.distributed.DistBackendError: a peer died or never arrived.
+        """
+        if self._sent is not None:
+            self._received = call(_ops.wait_kv, self._received, self._sent)
+            self._sent = None
+        return self._received
+
+
+def rotate_kv(
+    kv: torch.Tensor, partition: Partition, *, group: Group = None, transport: str = "auto"
+) -> RotatedKV:
+    """Starts one hop of a ring: sends this rank's block to the next rank of the partition's order
+    and receives the previous one's, cyclic. Returns at once. Collective.
+
+    Args:
+        kv: keys and values stacked, ``[2, B, S_r, H_kv, D]``; it must not be written to before the
+            wait.
+        partition: who owns which tokens.
+        group: as in :func:`ring_attention`.
+        transport: as in :func:`ring_attention`.
+
+    Returns:
+        A :class:`RotatedKV`; its ``wait()`` returns the previous rank's block.
+
+    Raises:
+        ValueError, torch.distributed.DistBackendError: as in :func:`ring_attention`.
+    """
+    ring = resolve_group(group)
+    try:
+        _check_tensors(kv=kv)
+        _check_dims("kv", kv, "[2, B, S_r, H_kv, D]")
+        _check_collective(kv=kv)
+        lengths, order, _ = _partition_arguments(partition)
+    except ValueError as error:
+        _tell_peers(ring, error)
+        raise
+    received = call(_ops.rotate_kv, kv, lengths, order, ring.name, transport)
+    return RotatedKV(received, kv)
+
+
+def synchronize(group: Group = None) -> None:
+    """Waits until the calls of this rank are done, and raises what went wrong in them.
+
+    On CUDA a call returns before its work is done; when a peer dies, the results are filled with
+    NaN and the error is raised by the next call or by this one.
+
+    Args:
+        group: as in :func:`ring_attention`.
+
+    Raises:
+        ValueError: a group this process is not in.
+        torch.distributed.DistBackendError: a peer died or never arrived.
+    """
+    call(_C.synchronize, resolve_group(group).name)
+
+
+def _check_keywords(function: str, refused: dict[str, Any]) -> None:
+    for name, value in refused.items():
+        if name not in _REFUSED_KEYWORDS:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(f"{name} must be left out ({_REFUSED_KEYWORDS[name]}), got {got}")
+
+
+def _check_tensors(**tensors: torch.Tensor) -> None:
+    """What an operator cannot say by itself: it would not be reached, or not with these tensors."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{name} must be a plain tensor that holds this rank's rows, got a DTensor "
+                "(use its to_local())"
+            )
+        if tensor.device.type not in _library.DEVICES:
+            raise ValueError(
+                f"{name} must be on a device with a kernel ({', '.join(_library.DEVICES)}), "
+                f"got {tensor.device}"
+            )
+
+
+def _check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
+    if tensor.dim() != shape.count(",") + 1:
+        raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
+
+
+def _check_collective(**tensors: torch.Tensor) -> None:
+    """What the dispatcher would refuse before the operator could tell the peers."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise ValueError(
+                f"{name} must not require grad because there is no backward yet, got a tensor that "
+                "does (detach it, or call under torch.no_grad())"
+            )
+        if torch._C._functorch.is_batchedtensor(tensor):
+            raise ValueError(
+                f"{name} must not be batched by torch.vmap, got a tensor that is (B is the batch)"
+            )
+
+
+def _partition_arguments(partition: Partition) -> tuple[list[int], list[int], str]:
+    if not isinstance(partition, Partition):
+        raise ValueError(f"partition must be a Partition, got {type(partition).__name__}")
+    return list(partition.lengths), list(partition.order), partition.layout
+
+
+def _finite_scale(scale: float | None, q: torch.Tensor) -> float:
+    if scale is None:
+        # D 0 is the operator's to refuse.
+        return 1 / math.sqrt(q.size(-1)) if q.size(-1) > 0 else 1.0
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)
+
+
+def _clamp_depth(depth: int | None, ring: Ring) -> int | None:
+    if depth is None:
+        return None
+    if not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"depth must be None or an integer of at least 1, got {depth!r}")
+    return min(depth, max(1, ring.world_size - 1))
+
+
+def _tell_peers(ring: Ring, error: ValueError) -> None:
+    """So that all ranks fail at once and name this one, instead of waiting for it."""
+    if ring.world_size > 1:
+        _C.refuse_call(ring.name, str(error))

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``python -m ringattn info`` prints: versions, kernels, devices, peer access, transports."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from ringattn import _C, _library
+from ringattn._group import resolve_group
+
+
+def _build_lines() -> Iterator[tuple[str, str]]:
+    build = _C.build_info()
+    families = build["kernel_families"]
+    assert isinstance(families, list)
+    yield "ringattn", _library.VERSION
+    yield "torch", f"{torch.__version__} (built for {build['torch_version']})"
+    if build["cuda"]:
+        yield "CUDA", f"{torch.version.cuda} (built for {build['cuda_version']})"
+        yield "NCCL", f"built for {build['nccl_version']}"
+    else:
+        yield "CUDA", "not built"
+    yield "kernels", ", ".join(families)
+
+
+def _device_lines() -> Iterator[tuple[str, str]]:
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_devices == 0:
+        yield "devices", f"cpu ({torch.get_num_threads()} threads), no CUDA device"
+    for index in range(num_devices):
+        properties = torch.cuda.get_device_properties(index)
+        yield (
+            f"cuda:{index}",
+            f"{properties.name}, sm_{properties.major}{properties.minor}, "
+            f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB",
+        )
+    for index in range(num_devices):
+        peers = [
+            other
+            for other in range(num_devices)
+            if other != index and torch.cuda.can_device_access_peer(index, other)
+        ]
+        if num_devices > 1:
+            reached = ", ".join(f"cuda:{peer}" for peer in peers) or "none"
+            yield f"peers of cuda:{index}", reached
+
+
+def _transport_lines() -> Iterator[tuple[str, str]]:
+    yield "transports", ", ".join(_C.transports())
+    ring = resolve_group(None)
+    if ring.world_size == 1:
+        yield "auto", "a single rank: nothing travels"
+        return
+    for device_type in _library.DEVICES:
+        on_cuda = device_type == "cuda"
+        if on_cuda and not torch.cuda.is_available():
+            continue
+        picked = _C.resolve_transport("auto", ring.name, on_cuda)
+        yield f"auto on {device_type}", f"{picked}: {_why(picked, on_cuda)}"
+
+
+def _why(transport: str, on_cuda: bool) -> str:
+    backend = dist.get_backend()
+    if transport == "process_group":
+        return f"blocks go through the process group's own backend ({backend})"
+    assert on_cuda  # only the process group carries CPU tensors
+    return f"all ranks have CUDA tensors and the group's backend is {backend}"
+
+
+def main() -> None:
+    """Prints one line per fact, names padded to one column."""
+    lines = [*_build_lines(), *_device_lines(), *_transport_lines()]
+    width = max(len(name) for name, _ in lines)
+    for name, fact in lines:
+        print(f"{name:<{width}}  {fact}")

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ring attention as a module."""
+
+import torch
+from torch import nn
+
+from ringattn._group import Group
+from ringattn.functional import ring_attention
+from ringattn.partition import Partition
+
+
+class RingAttention(nn.Module):
+    """:func:`ringattn.ring_attention` with its options held: a drop-in for the attention core of a
+    model, without parameters.
+
+    Args:
+        group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group.
+        causal: a query sees the keys at its own and at earlier positions.
+        scale: of the scores; None means ``1 / sqrt(D)``.
+        transport: how blocks travel, see :func:`ringattn.ring_attention`.
+        depth: how many blocks may be under way ahead of the one being attended to.
+
+    The method is ring attention (Liu et al., https://arxiv.org/abs/2310.01889).
+    """
+
+    def __init__(
+        self,
+        group: Group = None,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        transport: str = "auto",
+        depth: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.causal = causal
+        self.scale = scale
+        self.transport = transport
+        self.depth = depth
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        partition: Partition | None = None,
+    ) -> torch.Tensor:
+        """out ``[B, S_r, H, D]`` of this rank's queries, in the dtype of ``q``. Collective; shapes
+        and errors as in :func:`ringattn.ring_attention`."""
+        out = ring_attention(
+            q,
+            k,
+            v,
+            partition,
+            group=self.group,
+            causal=self.causal,
+            scale=self.scale,
+            transport=self.transport,
+            depth=self.depth,
+        )
+        assert isinstance(out, torch.Tensor)  # no lse was asked for
+        return out
+
+    def extra_repr(self) -> str:
+        return (
+            f"causal={self.causal}, scale={self.scale}, "
+            f"transport={self.transport!r}, depth={self.depth}"
+        )

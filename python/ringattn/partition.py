@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who owns which tokens.
+
+The arithmetic is that of ``csrc/partition/partition.cpp``, in plain Python integers so that
+``torch.compile`` traces it with symbolic lengths; the tests hold the two together.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ringattn._group import Group, resolve_group
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    try:
+        # Note: what is an int already stays as it is, symbolic integers among them.
+        return tuple(v if isinstance(v, int) else operator.index(v) for v in values)
+    except TypeError:
+        raise ValueError(f"{name} must be integers, got {values!r}") from None
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which positions of a sequence each rank owns.
+
+    ``zigzag``: the ranks are nested, the first in ``order`` outermost. Each owns a piece of the
+    head of the sequence, ``S_r // 2`` tokens, and the mirror piece at the tail, the rest of its
+    ``S_r`` tokens. Causal work of rank i's queries on rank j's keys is then ``S_i * S_j / 2`` for
+    any lengths (exactly for even ones, within half a row for odd ones), so a rank's work is
+    proportional to its tokens. ``contiguous``: one piece per rank, one after the other in
+    ``order``.
+
+    Immutable, hashable, comparable and picklable.
+
+    Args:
+        layout: "zigzag" or "contiguous".
+        lengths: tokens of each rank, ``[W]``; 0 is a rank without tokens.
+        order: ranks outermost first (zigzag) or first to last (contiguous); empty means ``0 ..
+            W-1``. Key/value blocks visit in this order.
+
+    Raises:
+        ValueError: an unknown layout, no ranks, lengths that are not non-negative integers, an
+            order that is not a permutation of the ranks.
+
+    The symmetry argument: a set of positions that is its own mirror image sees, causally, half of
+        any
+    other such set. Head/tail pairing is Llama 3's context parallelism
+    (https://arxiv.org/abs/2407.21783, section 3.3.2), here with unequal pieces.
+    """
+
+    layout: str
+    lengths: tuple[int, ...]
+    order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        lengths = _integers("lengths", self.lengths)
+        order = _integers("order", self.order) or tuple(range(len(lengths)))
+        if self.layout not in LAYOUTS:
+            raise ValueError(f'layout must be "zigzag" or "contiguous", got {self.layout!r}')
+        if not lengths:
+            raise ValueError("lengths must name at least one rank, got none")
+        for length in lengths:
+            if length < 0:
+                raise ValueError(f"lengths must not be negative, got {length}")
+        if sorted(order) != list(range(len(lengths))):
+            raise ValueError(
+                f"order must name each of the {len(lengths)} ranks once, got {list(order)}"
+            )
+        object.__setattr__(self, "lengths", lengths)
+        object.__setattr__(self, "order", order)
+
+    @classmethod
+    def zigzag(cls, lengths: Sequence[int], order: Sequence[int] | None = None) -> Partition:
+        """Nested head and tail pieces: rank r owns ``lengths[r]`` tokens. See
+        :class:`Partition`."""
+        return cls("zigzag", _integers("lengths", lengths), _integers("order", order or ()))
+
+    @classmethod
+    def contiguous(cls, lengths: Sequence[int], order: Sequence[int] | None = None) -> Partition:
+        """One piece per rank: rank r owns ``lengths[r]`` tokens. See :class:`Partition`."""
+        return cls("contiguous", _integers("lengths", lengths), _integers("order", order or ()))
+
+    @classmethod
+    def even(cls, seq_len: int, world_size: int, layout: str = "zigzag") -> Partition:
+        """``seq_len`` tokens over ``world_size`` ranks; lengths differ by at most one, the lower
+        ranks have the longer ones.
+
+        Raises:
+            ValueError: no ranks, a negative number of tokens, an unknown layout.
+        """
+        if world_size < 1:
+            raise ValueError(f"world_size must be positive, got {world_size}")
+        if seq_len < 0:
+            raise ValueError(f"seq_len must not be negative, got {seq_len}")
+        short, num_longer = seq_len // world_size, seq_len % world_size
+        lengths = tuple(short + (1 if rank < num_longer else 0) for rank in range(world_size))
+        return cls(layout, lengths)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the whole sequence, S."""
+        return sum(self.lengths)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, W."""
+        return len(self.lengths)
+
+    def segments(self, rank: int) -> list[tuple[int, int]]:
+        """What ``rank`` owns: ``[(start, stop), ...]``, ascending, at most two pieces (head and
+        tail) under zigzag and one under contiguous; empty pieces are left out.
+
+        Raises:
+            ValueError: a rank out of range.
+        """
+        self._check_rank(rank)
+        return [piece for owner, piece in self._pieces() if owner == rank and piece[0] < piece[1]]
+
+    def position_ids(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
+        """Positions of the tokens of ``rank``, ascending, int64 ``[S_r]``: what a rotary embedding
+        needs.
+
+        Raises:
+            ValueError: a rank out of range.
+        """
+        pieces = [
+            torch.arange(start, stop, dtype=torch.int64, device=device)
+            for start, stop in self.segments(rank)
+        ]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
+
+    def owner(self, position: int) -> int:
+        """The rank that owns ``position``.
+
+        Raises:
+            ValueError: a position outside ``[0, seq_len)``.
+        """
+        for rank, (start, stop) in self._pieces():
+            if start <= position < stop:
+                return rank
+        raise ValueError(f"position must lie in [0, {self.seq_len}), got {position}")
+
+    def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
+        """The rows of ``rank`` out of a global tensor, in position order; differentiable.
+
+        Args:
+            x: S rows along ``dim``, any other dimensions, dtype and device.
+            rank: whose rows.
+            dim: the sequence dimension.
+
+        Returns:
+            ``x`` with S_r rows along ``dim``; a view of ``x`` where the rows lie in one piece.
+
+        Raises:
+            ValueError: a rank or dimension out of range, ``x`` without S rows.
+        """
+        self._check_rank(rank)
+        dim = _check_dim("x", x, dim)
+        if x.size(dim) != self.seq_len:
+            raise ValueError(f"x must have {self.seq_len} rows in dim {dim}, got {x.size(dim)}")
+        pieces = [x.narrow(dim, start, stop - start) for start, stop in self.segments(rank)]
+        if not pieces:
+            return x.narrow(dim, 0, 0)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
+        """The global tensor out of one tensor per rank, the inverse of :meth:`shard`;
+        differentiable.
+
+        Args:
+            shards: W tensors in rank order, the r-th with S_r rows along ``dim``.
+            dim: the sequence dimension.
+
+        Returns:
+            A new tensor with S rows along ``dim``.
+
+        Raises:
+            ValueError: another number of tensors than W, a dimension out of range, a tensor without
+                S_r rows.
+        """
+        if len(shards) != self.world_size:
+            raise ValueError(f"shards must be {self.world_size} tensors, got {len(shards)}")
+        offsets = [0] * self.world_size  # rows of each rank that are placed already
+        placed: list[tuple[int, torch.Tensor]] = []
+        for rank, (start, stop) in sorted(self._pieces(), key=lambda piece: piece[1]):
+            shard = shards[rank]
+            axis = _check_dim(f"shard {rank}", shard, dim)
+            if shard.size(axis) != self.lengths[rank]:
+                raise ValueError(
+                    f"shard {rank} must have {self.lengths[rank]} rows in dim {axis}, "
+                    f"got {shard.size(axis)}"
+                )
+            placed.append((axis, shard.narrow(axis, offsets[rank], stop - start)))
+            offsets[rank] += stop - start
+        return torch.cat([piece for _, piece in placed], placed[0][0])
+
+    def gather(self, x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.Tensor:
+        """The global tensor on every rank, out of each rank's own rows. Collective: every rank of
+        the group calls it, with equal dtypes and equal sizes but along ``dim``.
+
+        Args:
+            x: the S_r rows of this rank along ``dim``, any dtype.
+            group: as in :func:`ringattn.ring_attention`.
+            dim: the sequence dimension.
+
+        Returns:
+            A new tensor with S rows along ``dim``.
+
+        Raises:
+            ValueError: a group this process is not in or whose size is not W, ``x`` without S_r
+                rows, ``x`` that requires grad under grad mode (the gathered rows are not
+                differentiable).
+        """
+        ring = resolve_group(group)
+        if ring.world_size != self.world_size:
+            raise ValueError(f"group must have {self.world_size} ranks, got {ring.world_size}")
+        dim = _check_dim("x", x, dim)
+        rows = self.lengths[ring.rank]
+        if x.size(dim) != rows:
+            raise ValueError(f"x must have {rows} rows in dim {dim}, got {x.size(dim)}")
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(
+                "x must not require grad because gather has no backward, got a tensor that does "
+                "(detach it, or call gather under torch.no_grad())"
+            )
+        if ring.world_size == 1:
+            return self.unshard([x], dim)
+        # Every rank sends as many rows as the longest has, as bytes: so any backend takes any
+        # dtype.
+        by_row = x.movedim(dim, 0)
+        padded = by_row.new_zeros(max(self.lengths), *by_row.shape[1:])
+        padded.narrow(0, 0, rows).copy_(by_row)
+        blocks = [torch.empty_like(padded) for _ in range(ring.world_size)]
+        dist.all_gather(
+            [block.view(-1).view(torch.uint8) for block in blocks],
+            padded.view(-1).view(torch.uint8),
+            group=ring.process_group,
+        )
+        shards = [
+            block.narrow(0, 0, length).movedim(0, dim)
+            for block, length in zip(blocks, self.lengths, strict=True)
+        ]
+        return self.unshard(shards, dim)
+
+    def _pieces(self) -> list[tuple[int, tuple[int, int]]]:
+        """(rank, (start, stop)) of every rank's head piece and tail piece, empty ones included. A
+        contiguous piece is a head without a tail."""
+        pieces = []
+        head_start, tail_stop = 0, self.seq_len
+        for rank in self.order:
+            length = self.lengths[rank]
+            head = length // 2 if self.layout == "zigzag" else length
+            tail = length - head
+            pieces.append((rank, (head_start, head_start + head)))
+            pieces.append((rank, (tail_stop - tail, tail_stop)))
+            head_start, tail_stop = head_start + head, tail_stop - tail
+        return pieces
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank must lie in [0, {self.world_size}), got {rank}")
+
+
+def _check_dim(name: str, x: torch.Tensor, dim: int) -> int:
+    """``dim`` counted from the front."""
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be a dimension of {name} with shape {list(x.shape)}, got {dim}")
+    return dim % x.dim()

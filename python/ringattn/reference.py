@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole ring in pure torch, in one process: slow and obvious, what tests compare with.
+
+Everything is computed in the dtype of the inputs; give float64 for a reference. No code is shared
+with
+the operators: which keys a query sees comes from positions alone.
+"""
+
+import math
+
+import torch
+
+from ringattn.partition import Partition
+
+
+def masked_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense attention under any mask.
+
+    Args:
+        q: ``[B, S_q, H, D]``.
+        k: ``[B, S_k, H_kv, D]``.
+        v: ``[B, S_k, H_kv, D]``.
+        visible: bool ``[S_q, S_k]``, which query sees which key.
+        scale: of the scores; None means ``1 / sqrt(D)``.
+
+    Returns:
+        out ``[B, S_q, H, D]`` and lse ``[B, H, S_q]`` (natural log), in the dtype of ``q``; a query
+        that sees no key has out 0 and lse -inf.
+    """
+    scale = 1 / math.sqrt(q.size(-1)) if scale is None else scale
+    group_size = q.size(2) // k.size(2)
+    k, v = (x.repeat_interleave(group_size, dim=2) for x in (k, v))
+    scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).masked_fill(~visible, -math.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    # The clamp is for rows that see nothing: -inf - -inf would be NaN.
+    weights = torch.exp(scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1))
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    diagonal: int | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`ringattn.block_attention` computes: query row i sees key column j when
+    ``j - i <= diagonal``; None masks nothing. Shapes as in :func:`masked_attention`."""
+    visible = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device)
+    return masked_attention(q, k, v, visible if diagonal is None else visible.tril(diagonal), scale)
+
+
+def merge_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint sets of keys. out ``[B, S, H, D]``, lse ``[B, H,
+    S]``."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # both sides empty: weights 0
+    weight_a, weight_b = (
+        torch.exp(side - finite).transpose(1, 2).unsqueeze(-1) for side in (lse_a, lse_b)
+    )
+    return out_a * weight_a + out_b * weight_b, lse
+
+
+def rank_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    partition: Partition,
+    rank: int,
+    causal: bool = True,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one rank of a ring returns, block after block as they visit.
+
+    Args:
+        q: the whole sequence, ``[B, S, H, D]``; so are k and v, ``[B, S, H_kv, D]``.
+        partition: who owns which tokens.
+        rank: whose rows are computed.
+        causal: a query sees the keys at its own and at earlier positions.
+        scale: of the scores; None means ``1 / sqrt(D)``.
+
+    Returns:
+        out ``[B, S_r, H, D]`` and lse ``[B, H, S_r]``, in the dtype of ``q``.
+    """
+    queries, query_at = partition.shard(q, rank), partition.position_ids(rank, q.device)
+    out = torch.zeros_like(queries)
+    lse = queries.new_full((q.size(0), q.size(2), queries.size(1)), -math.inf)
+    place = partition.order.index(rank)
+    for step in range(partition.world_size):
+        source = partition.order[place - step]  # the own block, then those of the ranks before
+        key_at = partition.position_ids(source, q.device)
+        visible = torch.ones(len(query_at), len(key_at), dtype=torch.bool, device=q.device)
+        if causal:
+            visible = key_at[None, :] <= query_at[:, None]
+        block = masked_attention(
+            queries, partition.shard(k, source), partition.shard(v, source), visible, scale
+        )
+        out, lse = merge_states(out, lse, *block)
+    return out, lse
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    partition: Partition,
+    causal: bool = True,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All ranks of a ring, one after the other; arguments as in :func:`rank_attention`.
+
+    Returns:
+        out ``[B, S, H, D]`` and lse ``[B, H, S]`` of the whole sequence.
+    """
+    states = [
+        rank_attention(q, k, v, partition, rank, causal, scale)
+        for rank in range(partition.world_size)
+    ]
+    outs, lses = zip(*states, strict=True)
+    return partition.unshard(outs, dim=1), partition.unshard(lses, dim=2)

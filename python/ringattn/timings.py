@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of ring calls goes: one record per visiting block."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ringattn import _C
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """One visiting block of one ring call, in milliseconds. From CUDA events on CUDA, from a steady
+    clock on CPU."""
+
+    call: int  # which ring call inside the context, counted from 0: a model's layers
+    source: int  # the rank that owns the block
+    kind: str  # "own" or "remote"
+    attention_ms: float  # computing; 0 where nothing is visible
+    transfer_ms: float  # bringing the block here; 0 for the own one
+    wait_ms: float  # attention stood still because the block was not here yet
+
+
+@dataclass
+class Timings:
+    """What :func:`record_timings` fills when its context ends."""
+
+    steps: list[StepTiming] = field(default_factory=list)
+
+    def summary(self) -> dict[str, float]:
+        """The steps added up.
+
+        Returns:
+            ``calls`` (number of ring calls), ``steps`` (number of visiting blocks), and in
+            milliseconds ``attention_ms``, ``own_attention_ms``, ``remote_attention_ms``,
+            ``transfer_ms``, ``wait_ms``.
+        """
+        own = sum(step.attention_ms for step in self.steps if step.kind == "own")
+        remote = sum(step.attention_ms for step in self.steps if step.kind == "remote")
+        return {
+            "calls": len({step.call for step in self.steps}),
+            "steps": len(self.steps),
+            "attention_ms": own + remote,
+            "own_attention_ms": own,
+            "remote_attention_ms": remote,
+            "transfer_ms": sum(step.transfer_ms for step in self.steps),
+            "wait_ms": sum(step.wait_ms for step in self.steps),
+        }
+
+
+_recording = False
+
+
+@contextmanager
+def record_timings() -> Iterator[Timings]:
+    """Records every ring call of this process inside the context; costs nothing when it is off.
+
+    Yields:
+        A :class:`Timings`; its ``steps`` are there once the context has ended, also by an
+        exception. On CUDA the end of the context waits for the recorded work.
+
+    Raises:
+        ValueError: another recording is going on.
+    """
+    global _recording
+    if _recording:
+        raise ValueError(
+            "record_timings must not be nested, got a second recording in this process"
+        )
+    timings = Timings()
+    _C.start_recording()
+    _recording = True
+    try:
+        yield timings
+    finally:
+        _recording = False
+        timings.steps = [
+            StepTiming(
+                step.call,
+                step.source,
+                step.kind,
+                step.attention_ms,
+                step.transfer_ms,
+                step.wait_ms,
+            )
+            for step in _C.stop_recording()
+        ]
