@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks share: problems and their float64 check, interleaved timing, reports.
+
+Times are medians over rounds; in each round every contestant runs once, so that clocks and
+temperature treat all alike. Across ranks the slowest one counts, sample by sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+# ---- problems ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem: the global tensors, equal on every rank, and what of them to check."""
+
+    q: torch.Tensor  # [B, S, H, D]
+    k: torch.Tensor  # [B, S, H_kv, D]
+    v: torch.Tensor  # [B, S, H_kv, D]
+    causal: bool
+
+    @classmethod
+    def random(
+        cls,
+        seq_len: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        causal: bool,
+        batch: int = 1,
+    ) -> Problem:
+        """Unit-normal tensors, the same on every rank."""
+        generator = torch.Generator(device).manual_seed(0)
+        q, k, v = (
+            torch.randn(
+                batch, seq_len, num, head_dim, generator=generator, device=device, dtype=dtype
+            )
+            for num in (heads, kv_heads, kv_heads)
+        )
+        return cls(q, k, v, causal)
+
+    @property
+    def seq_len(self) -> int:
+        return self.q.size(1)
+
+    @property
+    def flops(self) -> float:
+        """Two matrix products over the pairs that the mask lets through."""
+        batch, seq_len, heads, head_dim = self.q.shape
+        pairs = seq_len * (seq_len + 1) / 2 if self.causal else seq_len**2
+        return 4.0 * batch * heads * head_dim * pairs
+
+    def expanded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V repeated to H heads, for those who cannot group queries. [B, S, H, D]."""
+        repeats = self.q.size(2) // self.k.size(2)
+        return self.k.repeat_interleave(repeats, 2), self.v.repeat_interleave(repeats, 2)
+
+    def max_error(self, out: torch.Tensor, positions: torch.Tensor, samples: int = 32) -> float:
+        """Largest difference from float64 attention, over some rows.
+
+        out: [B, S_r, H, D]; positions: int64 [S_r], where its rows stand in the sequence.
+        """
+        if positions.numel() == 0:
+            return 0.0
+        stride = max(1, positions.numel() // samples)
+        rows = torch.arange(positions.numel() - 1, -1, -stride, device=positions.device)
+        asked = positions[rows]  # [R]
+        hidden = torch.arange(self.seq_len, device=out.device) > asked[:, None]  # [R, S]
+        repeats = self.q.size(2) // self.k.size(2)
+        worst = 0.0
+        for head in range(self.q.size(2)):
+            q = self.q[:, asked, head].double()  # [B, R, D]
+            k = self.k[:, :, head // repeats].double()  # [B, S, D]
+            v = self.v[:, :, head // repeats].double()
+            scores = q @ k.transpose(1, 2) / math.sqrt(q.size(-1))  # [B, R, S]
+            if self.causal:
+                scores.masked_fill_(hidden, -math.inf)
+            error = (scores.softmax(-1) @ v - out[:, rows, head].double()).abs().max().item()
+            # max() of Python would drop a NaN.
+            worst = error if math.isnan(error) else max(worst, error)
+            if math.isnan(worst):
+                break
+        return worst
+
+
+# ---- ranks -------------------------------------------------------------------------------------
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@contextlib.contextmanager
+def process_group(device: str) -> Iterator[torch.device]:
+    """The group that torchrun describes, if it does, and the device of this rank."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    on = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(on)
+    if "WORLD_SIZE" not in os.environ:
+        yield on
+        return
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield on
+    finally:
+        dist.destroy_process_group()
+
+
+def from_all_ranks(values: Sequence[float]) -> torch.Tensor:
+    """What every rank gave, float64 [W, len(values)], on every rank."""
+    own = torch.tensor(values, dtype=torch.float64)
+    if not dist.is_initialized():
+        return own[None]
+    own = own.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+    gathered = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(gathered, own)
+    return torch.stack(gathered).cpu()
+
+
+# ---- timing ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Something to time: `call` is timed, `around` is entered before and left after it."""
+
+    name: str
+    call: Callable[[], torch.Tensor]  # -> out [B, S_r, H, D], a view of any strides
+    positions: torch.Tensor  # int64 [S_r]: where the rows of out stand in the sequence
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    note: str = ""
+    alone: bool = False  # rank 0 runs it while the others wait, for what uses the whole machine
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds over the rounds."""
+
+    samples: Sequence[float]  # of the slowest rank
+    own_samples: Sequence[float]  # of this rank
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def own_median(self) -> float:
+        return statistics.median(self.own_samples)
+
+    def columns(self) -> dict[str, float]:
+        """Median and spread, as tables name them."""
+        return {"ms": self.median, "p10": self.quantile(0.1), "p90": self.quantile(0.9)}
+
+    def quantile(self, share: float) -> float:
+        ordered = sorted(self.samples)
+        return ordered[round(share * (len(ordered) - 1))]
+
+
+def measure(
+    contestants: Sequence[Contestant], device: torch.device, *, rounds: int, warmup: int
+) -> dict[str, Timing]:
+    """Times all contestants, one after the other in every round."""
+    own: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    for count in range(-warmup, rounds):
+        for contestant in contestants:
+            sample = _sample(contestant, device)
+            if count >= 0:
+                own[contestant.name].append(sample)
+    return {
+        name: Timing(from_all_ranks(samples).amax(0).tolist(), samples)
+        for name, samples in own.items()
+    }
+
+
+def _sample(contestant: Contestant, device: torch.device) -> float:
+    """Milliseconds of one call, all ranks having started together."""
+    with contestant.around():
+        if dist.is_initialized():
+            dist.barrier()
+        if contestant.alone and rank() != 0:
+            elapsed = 0.0
+        elif device.type == "cuda":
+            elapsed = _sample_cuda(contestant.call)
+        else:
+            start = time.perf_counter()
+            contestant.call()
+            elapsed = 1e3 * (time.perf_counter() - start)
+        if contestant.alone and dist.is_initialized():
+            dist.barrier()
+    return elapsed
+
+
+def _sample_cuda(call: Callable[[], Any]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # The device is busy while the host enqueues: what is timed is the device, not Python.
+    torch.cuda._sleep(1_000_000)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def max_error(contestant: Contestant, problem: Problem) -> float:
+    """Largest error of one call over sampled rows of all ranks; NaN if it is NaN on any."""
+    error = 0.0
+    with contestant.around():
+        if rank() == 0 or not contestant.alone:
+            error = problem.max_error(contestant.call(), contestant.positions)
+    return from_all_ranks([error]).max().item()
+
+
+# ---- reports -----------------------------------------------------------------------------------
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What a reader needs to believe or repeat a figure."""
+    facts = {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "ringattn": importlib.metadata.version("ringattn"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "ranks": str(world_size()),
+    }
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        facts["device"] = f"{torch.cuda.get_device_name(device)} ({count} in this machine)"
+        facts["cuda"] = str(torch.version.cuda)
+        facts["cudnn"] = str(torch.backends.cudnn.version())
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    else:
+        facts["device"] = f"{_cpu_name()}, {os.cpu_count()} cores"
+        facts["threads of a rank"] = str(torch.get_num_threads())
+    return facts
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    if not commit:
+        return "unknown"
+    changed = git(
+        "status", "--porcelain", "--untracked-files=no", "--", "../csrc", "../python", "."
+    )
+    return commit + (" with changes" if changed else "")
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+@dataclass
+class Report:
+    """A `#` header and a table; printed by rank 0, written as Markdown, CSV and JSON."""
+
+    title: str
+    header: dict[str, str]
+    columns: Sequence[str]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def start(self) -> None:
+        if rank() == 0:
+            print(f"# {self.title}")
+            for name, value in self.header.items():
+                print(f"# {name}: {value}")
+            print("  ".join(f"{name:>{self._width(name)}}" for name in self.columns), flush=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keys are column names; what is left out stays empty."""
+        if unknown := set(row) - set(self.columns):
+            raise ValueError(f"keys of a row must be columns, got {sorted(unknown)}")
+        self.rows.append(row)
+        if rank() == 0:
+            cells = (f"{_text(row.get(name)):>{self._width(name)}}" for name in self.columns)
+            print("  ".join(cells), flush=True)
+
+    def remark(self, text: str) -> None:
+        """A line that belongs to the header, said once."""
+        if text not in self.header.values():
+            self.header[f"remark {len(self.header)}"] = text
+            if rank() == 0:
+                print(f"# {text}", flush=True)
+
+    def write(self, stem: str | None) -> None:
+        """`stem`.md, .csv and .json; nothing without a stem."""
+        if stem is None or rank() != 0:
+            return
+        Path(stem).parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"# {self.title}", "", "```"]
+        lines += [f"{name}: {value}" for name, value in self.header.items()]
+        lines += ["```", "", "| " + " | ".join(self.columns) + " |"]
+        lines.append("|" + " --- |" * len(self.columns))
+        for row in self.rows:
+            lines.append("| " + " | ".join(_text(row.get(name)) for name in self.columns) + " |")
+        Path(f"{stem}.md").write_text("\n".join(lines) + "\n")
+        with Path(f"{stem}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        content = {"title": self.title, "header": self.header, "rows": self.rows}
+        Path(f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+    def _width(self, name: str) -> int:
+        return max(len(name), 40 if name == "what" else 8)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        if value == 0 or 0.01 <= abs(value) < 1e5:
+            return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+        return f"{value:.1e}"
+    return str(value)
+
+
+def integers(text: str) -> list[int]:
+    """ "1024,2048" as numbers."""
+    return [int(part) for part in text.split(",")]
+
+
+def common_arguments(description: str | None) -> argparse.ArgumentParser:
+    """--device, --rounds, --warmup and --out, alike in every benchmark."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--rounds", type=int, default=20, help="samples of each contestant")
+    parser.add_argument("--warmup", type=int, default=3, help="rounds that do not count")
+    parser.add_argument("--out", metavar="STEM", help="write STEM.md, STEM.csv and STEM.json")
+    return parser

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ring attention over all ranks, beside one device, PyTorch's context_parallel and other rings.
+
+    torchrun --nproc-per-node 4 benchmarks/ring.py --seq-lens 16384,65536,131072 --out build/ring
+    torchrun --nproc-per-node 2 benchmarks/ring.py --device cpu --dtype float32 --heads 8
+
+Every row is measured in one run. Ideal is the time of the fastest kernel on one device for the
+whole problem, divided by W (for devices that differ: divided by the sum of their speeds). On CPU
+the ranks share the cores of one machine, so ideal is one process that uses all of them. `wait
+share` is the part of a ring's time in which attention stood still because a block had not
+arrived, on the worst rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import partial
+
+import ringattn
+import torch
+from attention import contestants as single_device_contestants
+from harness import (
+    DTYPES,
+    Contestant,
+    Problem,
+    Report,
+    Timing,
+    common_arguments,
+    environment,
+    from_all_ranks,
+    integers,
+    max_error,
+    measure,
+    process_group,
+    rank,
+    world_size,
+)
+from peers import ring_flash_attn_package, torch_context_parallel, zigzag_on_torch
+
+PEERS = {
+    "context_parallel": torch_context_parallel,
+    "zigzag on torch": zigzag_on_torch,
+    "ring_flash_attn": ring_flash_attn_package,
+}
+COLUMNS = ["S", "what", "ms", "p10", "p90", "share of ideal", "wait share", "max error", "note"]
+
+
+def rings(problem: Problem, transports: list[str], layouts: list[str]) -> list[Contestant]:
+    """ringattn.ring_attention, for each transport and layout."""
+    found = []
+    for layout in layouts:
+        partition = ringattn.Partition.even(problem.seq_len, world_size(), layout)
+        q, k, v = (partition.shard(x, rank()) for x in (problem.q, problem.k, problem.v))
+        positions = partition.position_ids(rank(), problem.q.device)
+        for transport in transports:
+            call = partial(
+                ringattn.ring_attention,
+                *(q, k, v, partition),
+                causal=problem.causal,
+                transport=transport,
+            )
+            found.append(Contestant(f"ringattn {layout} {transport}", call, positions))
+    return found
+
+
+def singles(problem: Problem) -> list[Contestant]:
+    """One device on the whole problem: each rank its own, on CPU rank 0 with all cores."""
+    found = [item for item in single_device_contestants(problem) if item.name != "ringattn fold"]
+    if not problem.q.is_cuda:
+        found = [alone_with_all_cores(contestant) for contestant in found]
+    return [dataclasses.replace(item, name=f"one device: {item.name}") for item in found]
+
+
+def alone_with_all_cores(contestant: Contestant) -> Contestant:
+    def call() -> torch.Tensor:
+        before = torch.get_num_threads()
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        try:
+            with contestant.around():
+                return contestant.call()
+        finally:
+            torch.set_num_threads(before)
+
+    return Contestant(contestant.name, call, contestant.positions, alone=True)
+
+
+def ideal_ms(alone: list[Contestant], timings: dict[str, Timing]) -> float:
+    """The fastest single device's time, divided by the sum of the ranks' speeds relative to it."""
+    if alone[0].alone:
+        return min(timings[contestant.name].median for contestant in alone)
+    own_best = min(timings[contestant.name].own_median for contestant in alone)
+    return 1.0 / (1.0 / from_all_ranks([own_best])).sum().item()
+
+
+def wait_share(call, rounds: int = 3) -> float:
+    """Part of a ring call's time in which attention waited for data; the worst rank's."""
+    with ringattn.record_timings() as timings:
+        for _ in range(rounds):
+            call()
+    total = timings.summary()
+    share = total["wait_ms"] / max(total["wait_ms"] + total["attention_ms"], 1e-9)
+    return from_all_ranks([share]).max().item()
+
+
+def compete(report: Report, problem: Problem, arguments) -> None:
+    """One problem: a row for each contestant."""
+    ours = rings(problem, arguments.transports.split(","), arguments.layouts.split(","))
+    alone = singles(problem)
+    peers = []
+    for name, peer in PEERS.items():
+        if reason := peer.available(problem):
+            report.remark(f"{name} left out: {reason}")
+        else:
+            peers += peer.prepare(problem)
+
+    field = [*ours, *alone, *peers]
+    errors = {contestant.name: max_error(contestant, problem) for contestant in field}
+    timings = measure(field, problem.q.device, rounds=arguments.rounds, warmup=arguments.warmup)
+    ideal = ideal_ms(alone, timings)
+    for contestant in field:
+        timing = timings[contestant.name]
+        in_ring = contestant not in alone
+        report.add(
+            {
+                "S": problem.seq_len,
+                "what": contestant.name,
+                **timing.columns(),
+                "share of ideal": ideal / timing.median if in_ring else None,
+                "wait share": wait_share(contestant.call) if contestant in ours else None,
+                "max error": errors[contestant.name],
+                "note": contestant.note,
+            }
+        )
+
+
+def main() -> None:
+    parser = common_arguments(__doc__)
+    parser.add_argument("--seq-lens", type=integers, default=[8192], help="S, with commas")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--dense", action="store_true", help="no causal mask")
+    parser.add_argument("--transports", default="auto", help="with commas")
+    parser.add_argument("--layouts", default="zigzag,contiguous", help="with commas")
+    arguments = parser.parse_args()
+
+    with process_group(arguments.device) as device:
+        mask = "dense" if arguments.dense else "causal"
+        header = environment(device) | {
+            "tensors": f"B 1, H {arguments.heads}, H_kv {arguments.kv_heads}, "
+            f"D {arguments.head_dim}, {arguments.dtype}, {mask}",
+            "rounds": f"{arguments.rounds} after {arguments.warmup} of warm-up, medians",
+            "ideal": "one process with all cores"
+            if device.type == "cpu"
+            else "the fastest kernel on one device, divided by W",
+        }
+        report = Report(f"Ring attention over {world_size()} ranks", header, COLUMNS)
+        report.start()
+        for seq_len in arguments.seq_lens:
+            problem = Problem.random(
+                seq_len,
+                arguments.heads,
+                arguments.kv_heads,
+                arguments.head_dim,
+                dtype=DTYPES[arguments.dtype],
+                device=device,
+                causal=not arguments.dense,
+            )
+            compete(report, problem, arguments)
+        report.write(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
