@@ -53,8 +53,9 @@ class Room:
 ROOMS = {
     "core": Room(),
     "partition": Room(rooms=("core",)),
-    "attention": Room(rooms=("core",), libraries=("torch",)),
+    "attention": Room(rooms=("core",), libraries=("torch", "cuda")),
     "attention/params.h": Room(rooms=("core",)),
+    "attention/cpu": Room(rooms=("core", "attention"), libraries=("torch",)),
     "attention/cuda": Room(rooms=("core", "attention/params.h"), libraries=("cuda",)),
     "transport": Room(rooms=("core",), libraries=("torch", "cuda")),
     "transport/cuda": Room(rooms=("core",), libraries=("cuda",)),
@@ -71,6 +72,7 @@ ROOMS = {
 # Single files that may see one library more, and why. A new line here needs a reason in review.
 EXCEPTIONS = {
     "transport/nccl.cpp": {"nccl": "the only caller of NCCL"},
+    "transport/process_group.cpp": {"c10d": "the only one that knows process groups and stores"},
 }
 
 
