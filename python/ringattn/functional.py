@@ -354,15 +354,13 @@ def _check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
 
 def _check_collective(**tensors: torch.Tensor) -> None:
     """What the dispatcher would refuse before the operator could tell the peers."""
-    if torch.compiler.is_compiling():
-        return
     for name, tensor in tensors.items():
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise ValueError(
                 f"{name} must not require grad because there is no backward yet, got a tensor that "
                 "does (detach it, or call under torch.no_grad())"
             )
-        if torch._C._functorch.is_batchedtensor(tensor):
+        if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(tensor):
             raise ValueError(
                 f"{name} must not be batched by torch.vmap, got a tensor that is (B is the batch)"
             )

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs functions in the processes of a real process group, and hands back what each rank returned.
+
+A pool keeps its processes, so that a suite starts them once per number of ranks. A function is any
+function of a test module; it is called with the given arguments on every rank at once and asks
+:func:`this` about its rank and device.
+"""
+
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 120.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "ringattn"])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a function runs."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    store: dist.Store
+
+
+_this: Place | None = None
+
+
+def this() -> Place:
+    """The rank this process is."""
+    assert _this is not None, "only the processes of a pool have a rank"
+    return _this
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call did on one rank. ``died``: the process ended instead of answering."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None  # name of the exception's type
+    message: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+    died: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and not self.died
+
+
+class RanksFailed(AssertionError):
+    """A call that should have succeeded on every rank did not."""
+
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
+        failed = [outcome for outcome in outcomes if not outcome.ok]
+        lines = [f"{len(failed)} of {len(outcomes)} ranks failed"]
+        for outcome in failed:
+            what = "the process ended" if outcome.died else outcome.traceback
+            lines.append(f"--- rank {outcome.rank} ---\n{what}")
+        super().__init__("\n".join(lines))
+
+
+def _serve(
+    rank: int,
+    world_size: int,
+    device_type: str,
+    port: int,
+    timeout_s: float,
+    connection: Any,
+) -> None:
+    """Body of a process: join the group, then answer calls until the pool closes."""
+    global _this
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeout_s)
+    # The pool holds the store, as torchrun's agent does: it outlives every rank.
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    _this = Place(rank, world_size, device, store)
+    while True:
+        try:
+            function, args, kwargs = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            break
+        if function is None:
+            break
+        start = time.monotonic()
+        try:
+            outcome = Outcome(rank, _to_cpu(function(*args, **kwargs)))
+        except BaseException as error:
+            outcome = Outcome(
+                rank,
+                error=type(error).__name__,
+                message=str(error),
+                traceback=traceback.format_exc(),
+                seconds=time.monotonic() - start,
+            )
+        connection.send_bytes(pickle.dumps(outcome))
+    # No orderly end of the group: peers may be gone, and nobody is to be waited for.
+    os._exit(0)
+
+
+def _to_cpu(value: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), value)
+
+
+class RankPool:
+    """W processes of one group: gloo on CPU, NCCL with one GPU per rank on CUDA."""
+
+    def __init__(
+        self, world_size: int, device_type: str = "cpu", timeout_s: float = GROUP_TIMEOUT_S
+    ) -> None:
+        self.world_size = world_size
+        self.device_type = device_type
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._connections, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve,
+                args=(rank, world_size, device_type, self._store.port, timeout_s, theirs),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self.processes.append(process)
+
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        **kwargs: Any,
+    ) -> list[Outcome]:
+        """Calls ``function(*args, **kwargs)`` on every rank. A rank that does not answer in time fails
+        the test and closes the pool."""
+        request = pickle.dumps((function, args, kwargs))
+        for connection in self._connections:
+            with suppress(BrokenPipeError, ConnectionResetError):  # seen as a death below
+                connection.send_bytes(request)
+        deadline = time.monotonic() + call_timeout_s
+        answers = []
+        for rank, connection in enumerate(self._connections):
+            try:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    self.close()
+                    raise AssertionError(
+                        f"every rank must answer within {call_timeout_s} s, "
+                        f"got nothing from rank {rank} in {function.__name__}{args}"
+                    )
+                answers.append(pickle.loads(connection.recv_bytes()))
+            except (EOFError, ConnectionResetError):
+                answers.append(Outcome(rank, died=True))
+        return answers
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls ``function(*args, **kwargs)`` on every rank and returns what each returned, tensors on
+        the CPU; RanksFailed where one raised."""
+        outcomes = self.outcomes(function, *args, **kwargs)
+        if not all(outcome.ok for outcome in outcomes):
+            raise RanksFailed(outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        """Ends the processes; those that do not go by themselves are killed."""
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.send_bytes(pickle.dumps((None, (), {})))
+        for process in self.processes:
+            process.join(timeout=1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for connection in self._connections:
+            connection.close()
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests share: devices, and process groups of 1 to 4 ranks that are started once."""
+
+import os
+from collections.abc import Callable, Iterator
+
+# Before torch is imported, here and in the processes of the pools: all ranks share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from _distributed import RankPool  # noqa: E402
+
+MAX_WORLD_SIZE = 4
+
+#: (device type, number of ranks) with the marks that skip it where it cannot run.
+RINGS = [
+    *(pytest.param(("cpu", size), id=f"cpu-{size}") for size in range(1, MAX_WORLD_SIZE + 1)),
+    pytest.param(("cuda", 1), id="cuda-1", marks=pytest.mark.cuda),
+    *(
+        pytest.param(("cuda", size), id=f"cuda-{size}", marks=pytest.mark.multi_gpu)
+        for size in range(2, MAX_WORLD_SIZE + 1)
+    ),
+]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    num_devices = torch.cuda.device_count()
+    if item.get_closest_marker("cuda") and num_devices < 1:
+        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("multi_gpu"):
+        size = item.callspec.params["ring"][1] if hasattr(item, "callspec") else 2
+        if num_devices < size:
+            pytest.skip(f"needs {size} CUDA devices")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every single device there is."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[Callable[..., RankPool]]:
+    """``rank_pool(world_size, device_type="cpu")``: the pool of that size, started on first use and
+    started again after a test that lost one of its processes."""
+    pools: dict[tuple[int, str], RankPool] = {}
+
+    def get(world_size: int, device_type: str = "cpu") -> RankPool:
+        key = (world_size, device_type)
+        if key in pools and not pools[key].alive:
+            pools.pop(key).close()
+        if key not in pools:
+            pools[key] = RankPool(world_size, device_type)
+        return pools[key]
+
+    yield get
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(params=RINGS)
+def ring(request: pytest.FixtureRequest, rank_pool: Callable[..., RankPool]) -> RankPool:
+    """A process group of every size, on every kind of device there is."""
+    device_type, world_size = request.param
+    return rank_pool(world_size, device_type)
