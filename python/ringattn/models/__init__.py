@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Language models whose sequences are spread over ranks."""
+
+from pathlib import Path
+
+from ringattn.models.cache import ShardedKVCache
+from ringattn.models.llama import LLaMA, LLaMABlock, LLaMAConfig, LLaMAHeadless
+from ringattn.models.loading import load_model
+
+__all__ = [
+    "LLaMA",
+    "LLaMABlock",
+    "LLaMAConfig",
+    "LLaMAHeadless",
+    "ShardedKVCache",
+    "demo_model_path",
+    "load_model",
+]
+
+
+def demo_model_path() -> Path:
+    """Folder of the model that comes with the package: a small byte-level LLaMA in Hugging Face's
+    format, whose token ids are bytes."""
+    return Path(__file__).parent / "pydoc_llama"

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys and values of a sequence, spread over the ranks."""
+
+from collections.abc import Sequence
+
+import torch
+
+_GROWTH = 1.5  # how much larger a rank's storage becomes when it is full
+
+
+def least_loaded(lengths: Sequence[int]) -> int:
+    """The rank that holds the fewest tokens, the lowest of them where several do."""
+    return min(range(len(lengths)), key=lengths.__getitem__)
+
+
+class ShardedKVCache:
+    """This rank's share of the keys and values of all layers of a model.
+
+    Which rank holds what is plain arithmetic on lengths that all ranks know: nothing is exchanged.
+    A new token goes to the least loaded rank. Storage is allocated once for the tokens announced;
+    past them it grows by half, so a token is copied a bounded number of times however many follow.
+
+    Use: one ``store`` per layer for the prompt; then, for each new token, ``advance`` once and
+    ``append`` once per layer. Not thread safe; it owns its storage, and what ``view`` and
+    ``append`` return is valid until the next ``advance``.
+
+    Args:
+        num_layers: layers of the model.
+        lengths: tokens of the prompt that each rank holds, ``[W]``.
+        rank: this rank.
+        batch: B.
+        num_kv_heads: H_kv.
+        head_dim: D.
+        new_tokens: how many tokens will be appended, as far as is known; room is made for them.
+        dtype: of keys and values.
+        device: where they lie.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        lengths: Sequence[int],
+        rank: int,
+        *,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        new_tokens: int = 0,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.rank = rank
+        self.lengths = list(lengths)  # tokens of each rank, [W]
+        self.owner: int | None = None  # the rank that holds the newest token; None: the prompt
+        announced = list(lengths)
+        for _ in range(new_tokens):
+            announced[least_loaded(announced)] += 1
+        self._layers = [  # per layer: [2, B, capacity, H_kv, D], keys first
+            torch.empty(
+                2, batch, announced[rank], num_kv_heads, head_dim, dtype=dtype, device=device
+            )
+            for _ in range(num_layers)
+        ]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of this rank that there is storage for."""
+        return self._layers[0].size(2) if self._layers else 0
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens that all ranks hold together."""
+        return sum(self.lengths)
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes one layer's keys and values of this rank's part of the prompt, each
+        ``[B, S_r, H_kv, D]``."""
+        keys, values = self.view(layer)
+        keys.copy_(k)
+        values.copy_(v)
+
+    def advance(self) -> int:
+        """Makes room for one more token on the least loaded rank, in every layer, and returns that
+        rank. Every rank calls it, once per token."""
+        self.owner = least_loaded(self.lengths)
+        self.lengths[self.owner] += 1
+        if self.lengths[self.rank] > self.capacity:
+            self._grow(max(self.lengths[self.rank], int(self.capacity * _GROWTH)))
+        return self.owner
+
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the newest token's key and value, each ``[B, 1, H_kv, D]``, where this rank is its
+        owner.
+
+        Returns:
+            :meth:`view` of the layer.
+        """
+        keys, values = self.view(layer)
+        if self.owner == self.rank:
+            keys[:, -1:].copy_(k)
+            values[:, -1:].copy_(v)
+        return keys, values
+
+    def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's keys and values of one layer, each ``[B, N_r, H_kv, D]``, without a copy."""
+        keys, values = self._layers[layer].narrow(2, 0, self.lengths[self.rank]).unbind(0)
+        return keys, values
+
+    def _grow(self, capacity: int) -> None:
+        for layer, old in enumerate(self._layers):  # one by one: never two caches at a time
+            shape = list(old.shape)
+            shape[2] = capacity
+            grown = old.new_empty(shape)
+            grown.narrow(2, 0, old.size(2)).copy_(old)
+            self._layers[layer] = grown

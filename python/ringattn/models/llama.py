@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLaMA over a ring of ranks, with the structure and names of IBM's Foundation Model Stack.
+
+Every rank holds all weights and some of the tokens. Ranks meet in one place only, in
+:class:`LLaMAAttention`: a prompt goes through the ring, a new token through the sharded cache.
+
+Architecture: Touvron et al., https://arxiv.org/abs/2302.13971, and Llama 3,
+https://arxiv.org/abs/2407.21783. Weights of Hugging Face give the logits of Hugging Face.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ringattn import _C
+from ringattn._group import Group, Ring, resolve_group
+from ringattn._ops import call
+from ringattn.functional import block_attention
+from ringattn.models.cache import ShardedKVCache
+from ringattn.models.rope import RotaryEmbedding, Rotation, rope_type, rotate
+from ringattn.modules import RingAttention
+from ringattn.partition import Partition
+
+#: A group as everywhere in ringattn, or "single": this process alone, whatever groups there are.
+ModelGroup = Group | Literal["single"]
+
+
+@dataclass(frozen=True)
+class LLaMAConfig:
+    """Shape of a LLaMA. Names are those of FMS; sizes count elements, lengths count tokens.
+
+    Raises:
+        ValueError: sizes that are not positive, heads that do not divide, a head dimension that the
+            attention kernels do not have, an unknown kind of RoPE scaling.
+    """
+
+    src_vocab_size: int = 32000
+    emb_dim: int = 4096
+    nlayers: int = 32
+    nheads: int = 32
+    kvheads: int = 0  # 0: as many as nheads
+    head_dim: int = 0  # 0: emb_dim / nheads
+    hidden_dim: int = 11008  # of the feed-forward layers
+    norm_eps: float = 1e-5
+    max_expected_seq_len: int = 4096  # positions the model was trained for; more are refused
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, float | str] = field(default_factory=dict)  # as in Hugging Face
+    attn_bias: bool = False
+    mlp_bias: bool = False
+    tie_heads: bool = False  # the head's weight is the embedding's
+    eos_ids: tuple[int, ...] = ()  # any of them ends a sequence
+    pad_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("src_vocab_size", "emb_dim", "nlayers", "nheads", "hidden_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        object.__setattr__(self, "kvheads", self.kvheads or self.nheads)
+        if self.kvheads < 1 or self.nheads % self.kvheads != 0:
+            raise ValueError(
+                f"nheads must be a multiple of kvheads {self.kvheads}, got {self.nheads}"
+            )
+        object.__setattr__(self, "head_dim", self.head_dim or self.emb_dim // self.nheads)
+        if self.head_dim % 8 != 0 or not 0 < self.head_dim <= 256:
+            raise ValueError(f"head_dim must be a multiple of 8, at most 256, got {self.head_dim}")
+        rope_type(self.rope_scaling)
+
+    def updated(self, **changes: Any) -> LLaMAConfig:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+class LLaMAAttention(nn.Module):
+    """Self-attention with grouped key/value heads: the one layer that talks to other ranks."""
+
+    def __init__(self, config: LLaMAConfig, ring: Ring, **factory: Any) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.nheads, config.kvheads
+        self.head_dim = config.head_dim
+        self.scale = 1 / math.sqrt(config.head_dim)
+        self.group_name = ring.name
+        width = config.nheads * config.head_dim
+        kv_width = config.kvheads * config.head_dim
+        self.qkv = nn.Linear(config.emb_dim, width + 2 * kv_width, config.attn_bias, **factory)
+        self.dense = nn.Linear(width, config.emb_dim, config.attn_bias, **factory)
+        self.ring_attention = _attention_core(ring)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        partition: Partition | None,
+        cache: ShardedKVCache | None,
+        layer: int,
+    ) -> torch.Tensor:
+        """``[B, S_r, E]`` to the same shape; see :meth:`LLaMAHeadless.forward`."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S_r, H + 2 H_kv, D]
+        qk = rotate(heads[:, :, : -self.num_kv_heads], rotation)
+        q, k = qk[:, :, : self.num_heads], qk[:, :, self.num_heads :]
+        v = heads[:, :, -self.num_kv_heads :]
+        if partition is not None:
+            if cache is not None:
+                cache.store(layer, k, v)
+            out = self.ring_attention(q, k, v, partition)
+        else:
+            assert cache is not None  # a new token without a cache has nothing to attend to
+            keys, values = cache.append(layer, k, v)
+            # Note: the operator itself, because the checks of ringattn.decode_attention cost as
+            # much time as a small kernel, in every layer of every token.
+            out = call(
+                torch.ops.ringattn.decode_attention, q, keys, values, self.scale, self.group_name
+            )
+        return self.dense(out.flatten(2))
+
+
+class _LoneAttention(RingAttention):
+    """Attention of one rank in a process that belongs to a default group of several."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        partition: Partition | None = None,
+    ) -> torch.Tensor:
+        return block_attention(q, k, v, scale=self.scale, diagonal=0)[0]
+
+
+def _attention_core(ring: Ring) -> RingAttention:
+    if ring.process_group is None and dist.is_initialized():
+        return _LoneAttention()
+    return RingAttention(ring.process_group)
+
+
+class GatedLinearUnit(nn.Module):
+    """SwiGLU feed-forward layer (Shazeer, https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, config: LLaMAConfig, **factory: Any) -> None:
+        super().__init__()
+        # Gate rows first, then up rows: one product reads the input once.
+        self.wg1 = nn.Linear(config.emb_dim, 2 * config.hidden_dim, config.mlp_bias, **factory)
+        self.w2 = nn.Linear(config.hidden_dim, config.emb_dim, config.mlp_bias, **factory)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.wg1(x).chunk(2, -1)
+        return self.w2(F.silu(gate) * up)
+
+
+class LLaMABlock(nn.Module):
+    """One layer: attention, then feed-forward, each with a norm before and a residual around it."""
+
+    def __init__(self, config: LLaMAConfig, ring: Ring, **factory: Any) -> None:
+        super().__init__()
+        self.ln = nn.RMSNorm(config.emb_dim, config.norm_eps, **factory)
+        self.attn = LLaMAAttention(config, ring, **factory)
+        self.ff_ln = nn.RMSNorm(config.emb_dim, config.norm_eps, **factory)
+        self.ff_sub_layer = GatedLinearUnit(config, **factory)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        partition: Partition | None,
+        cache: ShardedKVCache | None,
+        layer: int,
+    ) -> torch.Tensor:
+        """``[B, S_r, E]`` to the same shape; see :meth:`LLaMAHeadless.forward`."""
+        x = x + self.attn(self.ln(x), rotation, partition, cache, layer)
+        return x + self.ff_sub_layer(self.ff_ln(x))
+
+
+class LLaMAHeadless(nn.Module):
+    """Embedding, layers and final norm: tokens of this rank to their hidden states."""
+
+    def __init__(self, config: LLaMAConfig, ring: Ring, **factory: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.embedding = nn.Embedding(config.src_vocab_size, config.emb_dim, **factory)
+        self.layers = nn.ModuleList(
+            LLaMABlock(config, ring, **factory) for _ in range(config.nlayers)
+        )
+        self.dec_norm = nn.RMSNorm(config.emb_dim, config.norm_eps, **factory)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        partition: Partition | None = None,
+        cache: ShardedKVCache | None = None,
+    ) -> torch.Tensor:
+        """Hidden states of this rank's tokens, or of one new token. Collective.
+
+        Args:
+            token_ids: int64 ``[B, S_r]``, in position order.
+            position_ids: int64 ``[S_r]``, their places in the whole sequence.
+            partition: who owns which tokens of a prompt, which goes through the ring. None: one new
+                token, the same on every rank, is appended to the cache and attends to all of it.
+            cache: receives the prompt's keys and values; holds those of the sequence so far, after
+                its :meth:`~ShardedKVCache.advance`, for a new token.
+
+        Returns:
+            ``[B, S_r, E]``.
+        """
+        x = self.embedding(token_ids)
+        rotation = self.rotary(position_ids)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rotation, partition, cache, index)
+        return self.dec_norm(x)
+
+
+class LLaMA(nn.Module):
+    """A LLaMA whose sequence is spread over the ranks of a group.
+
+    Args:
+        config: its shape.
+        group: ProcessGroup, one-dimensional DeviceMesh, None for the default group, or "single"
+            for this process alone.
+        device: where the weights lie.
+        dtype: of the weights.
+
+    Weights are drawn at random (normal, standard deviation 0.02); :func:`load_model` reads them
+    from files. Until ring attention has a backward, calls run under ``torch.no_grad()`` or with
+    weights that do not require grad.
+    """
+
+    def __init__(
+        self,
+        config: LLaMAConfig,
+        *,
+        group: ModelGroup = "single",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.ring = Ring("", 0, 1, None) if isinstance(group, str) else resolve_group(group)
+        if isinstance(group, str) and group != "single":
+            raise ValueError(f'group must be a group, None or "single", got {group!r}')
+        factory = {"device": device, "dtype": dtype}
+        self.base_model = LLaMAHeadless(config, self.ring, **factory)
+        self.head = (  # None: the embedding's weight is the head's
+            None
+            if config.tie_heads
+            else nn.Linear(config.emb_dim, config.src_vocab_size, bias=False, **factory)
+        )
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draws all weights anew: normal with standard deviation ``std``; norms 1, biases 0."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(0, std)
+                if isinstance(bias := getattr(module, "bias", None), torch.Tensor):
+                    bias.zero_()
+            elif isinstance(module, nn.RMSNorm):
+                module.weight.fill_(1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.base_model.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights, and of the logits."""
+        return self.base_model.embedding.weight.dtype
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        partition: Partition | None = None,
+        *,
+        sharded: bool = False,
+    ) -> torch.Tensor:
+        """Logits of this rank's tokens, ``[B, S_r, V]``. Collective: every rank calls it.
+
+        Args:
+            token_ids: int64, the whole sequence ``[B, S]`` on every rank, or with ``sharded`` this
+                rank's tokens ``[B, S_r]`` in position order.
+            partition: who owns which tokens; None is the even zigzag partition.
+            sharded: whether ``token_ids`` are this rank's own already.
+
+        Raises:
+            ValueError: a partition for another number of ranks or tokens, more tokens than the
+                model was trained for, and what :func:`ringattn.ring_attention` raises.
+        """
+        try:
+            partition = self.check(token_ids, partition, sharded=sharded)
+        except ValueError as error:
+            if self.ring.world_size > 1:  # no other rank shall wait for this one
+                _C.refuse_call(self.ring.name, str(error))
+            raise
+        local_ids = token_ids if sharded else partition.shard(token_ids, self.ring.rank)
+        position_ids = partition.position_ids(self.ring.rank, device=local_ids.device)
+        return self.project(self.base_model(local_ids, position_ids, partition))
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states ``[..., E]`` to logits ``[..., V]``."""
+        weight = self.base_model.embedding.weight if self.head is None else self.head.weight
+        return F.linear(hidden, weight)
+
+    def check(
+        self,
+        token_ids: torch.Tensor,
+        partition: Partition | None,
+        *,
+        sharded: bool = False,
+        new_tokens: int = 0,
+    ) -> Partition:
+        """The partition of a call, if its arguments hold; nothing is sent.
+
+        Args:
+            token_ids: as in :meth:`forward`.
+            partition: as in :meth:`forward`.
+            sharded: as in :meth:`forward`.
+            new_tokens: how many tokens are to follow, for the length the model was trained for.
+
+        Raises:
+            ValueError: as in :meth:`forward`.
+        """
+        world_size, rank = self.ring.world_size, self.ring.rank
+        if not isinstance(token_ids, torch.Tensor) or token_ids.dim() != 2:
+            got = getattr(token_ids, "shape", type(token_ids).__name__)
+            raise ValueError(f"token_ids must be a tensor [B, S], got {got}")
+        if token_ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"token_ids must be int64 or int32, got {token_ids.dtype}")
+        given = token_ids.size(1)
+        if partition is None:
+            partition = Partition.even(given * world_size if sharded else given, world_size)
+        if not isinstance(partition, Partition):
+            raise ValueError(f"partition must be a Partition, got {type(partition).__name__}")
+        if partition.world_size != world_size:
+            raise ValueError(f"partition must have {world_size} ranks, got {partition.world_size}")
+        expected = partition.lengths[rank] if sharded else partition.seq_len
+        if given != expected:
+            raise ValueError(
+                f"token_ids must have the {expected} tokens of "
+                f"{f'rank {rank}' if sharded else 'the partition'}, got {given}"
+            )
+        total = partition.seq_len + new_tokens
+        if total > self.config.max_expected_seq_len:
+            raise ValueError(
+                f"sequence must have at most the {self.config.max_expected_seq_len} tokens the "
+                f"model was trained for, got {total}"
+            )
+        return partition

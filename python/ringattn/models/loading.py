@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face LLaMA directories: ``config.json`` and one or many ``*.safetensors``."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ringattn.models.llama import LLaMA, LLaMABlock, LLaMAConfig, ModelGroup
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
+
+
+def load_model(
+    path: str | Path,
+    *,
+    group: ModelGroup = "single",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> LLaMA:
+    """A LLaMA with the weights of a Hugging Face directory, in eval mode, without gradients.
+
+    Files are memory-mapped; each tensor goes straight to its place on ``device``, in ``dtype``.
+
+    Args:
+        path: folder with ``config.json`` (of transformers 4 or 5) and ``model.safetensors``, or the
+            shards that ``model.safetensors.index.json`` names, or other ``*.safetensors``.
+        group: over whose ranks sequences will be spread, see :class:`LLaMA`; "single" is this
+            process alone, None the default group. Every rank loads all weights.
+        device: where the weights shall lie.
+        dtype: floating type of the weights, whatever the files have.
+
+    Raises:
+        FileNotFoundError: no folder, no ``config.json``, no safetensors.
+        ValueError: another kind of model, weights that are missing, unknown, broken or of another
+            shape, a dtype that is not floating.
+    """
+    folder = Path(path)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating torch.dtype, got {dtype}")
+    model = LLaMA(read_config(folder), group=group, device="meta", dtype=dtype)
+    model.to_empty(device=device)
+    model.requires_grad_(False)
+    _fill(model, _weight_files(folder))
+    return model.eval()
+
+
+def read_config(folder: str | Path) -> LLaMAConfig:
+    """The ``config.json`` of a Hugging Face LLaMA directory.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not JSON, or of a model that is not a LLaMA as built here.
+    """
+    return config_from_hf(read_json(Path(folder) / "config.json"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError where there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, got {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> LLaMAConfig:
+    """Our names for the fields of Hugging Face's ``LlamaConfig``.
+
+    Raises:
+        ValueError: a missing field, or a value that this LLaMA does not have.
+    """
+    _must_be(hf, "model_type", "llama")
+    _must_be(hf, "hidden_act", "silu")
+    _must_be(hf, "quantization_config", None)
+
+    def field(name: str) -> Any:
+        if hf.get(name) is None:
+            raise ValueError(f"config.json must have {name!r}, got only {', '.join(sorted(hf))}")
+        return hf[name]
+
+    max_positions = field("max_position_embeddings")
+    # transformers 5 keeps in rope_parameters what 4 has in rope_theta and rope_scaling.
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0 or hf.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor must be 1, got another in config.json")
+    if rope.get("rope_type", rope.get("type")) == "llama3":
+        rope.setdefault("original_max_position_embeddings", max_positions)
+    eos = hf.get("eos_token_id")
+    return LLaMAConfig(
+        src_vocab_size=field("vocab_size"),
+        emb_dim=field("hidden_size"),
+        nlayers=field("num_hidden_layers"),
+        nheads=field("num_attention_heads"),
+        kvheads=hf.get("num_key_value_heads") or 0,
+        head_dim=hf.get("head_dim") or 0,
+        hidden_dim=field("intermediate_size"),
+        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        max_expected_seq_len=max_positions,
+        rope_theta=float(theta),
+        rope_scaling=rope,
+        attn_bias=bool(hf.get("attention_bias")),
+        mlp_bias=bool(hf.get("mlp_bias")),
+        tie_heads=bool(hf.get("tie_word_embeddings")),
+        eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        pad_id=hf.get("pad_token_id"),
+    )
+
+
+def _must_be(hf: Mapping[str, Any], name: str, expected: Any) -> None:
+    if hf.get(name, expected) != expected:
+        raise ValueError(f"{name} must be {expected!r} in config.json, got {hf[name]!r}")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / _INDEX).exists():
+        names = sorted(set(read_json(folder / _INDEX).get("weight_map", {}).values()))
+        files = [folder / name for name in names]
+    elif (folder / _SINGLE_FILE).exists():
+        files = [folder / _SINGLE_FILE]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.exists()]
+    if missing or not files:
+        raise FileNotFoundError(f"{folder} must hold {', '.join(missing) or '*.safetensors'}")
+    return files
+
+
+@torch.no_grad()
+def _fill(model: LLaMA, files: list[Path]) -> None:
+    """Copies every tensor of the files to its place in the model."""
+    places = dict(_places(model))
+    filled: set[str] = set()
+    unknown: list[str] = []
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118  the handle is not iterable
+                    if name in places:
+                        _copy(name, weights.get_tensor(name), places[name])
+                        filled.add(name)
+                    elif not _is_redundant(name, model.config):
+                        unknown.append(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file.name} must be a whole safetensors file, got {error}") from None
+    if missing := sorted(places.keys() - filled):
+        raise ValueError(f"weights must have {_some(missing)}, got files without")
+    if unknown:
+        raise ValueError(f"weights must be those of config.json's model, got also {_some(unknown)}")
+
+
+def _copy(name: str, weight: torch.Tensor, place: torch.Tensor) -> None:
+    if weight.shape != place.shape:
+        raise ValueError(f"{name} must have shape {list(place.shape)}, got {list(weight.shape)}")
+    # To the device first: it converts faster than the host does.
+    place.copy_(weight.to(place.device))
+
+
+def _is_redundant(name: str, config: LLaMAConfig) -> bool:
+    """Files may repeat a tied head, and old ones hold RoPE's frequencies."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_heads)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _places(model: LLaMA) -> Iterator[tuple[str, torch.Tensor]]:
+    """Hugging Face's name of every tensor, and where it lies in the model."""
+    yield "model.embed_tokens.weight", model.base_model.embedding.weight
+    yield "model.norm.weight", model.base_model.dec_norm.weight
+    if model.head is not None:
+        yield "lm_head.weight", model.head.weight
+    for index, block in enumerate(model.base_model.layers):
+        assert isinstance(block, LLaMABlock)
+        for module, rows in _parts(block, model.config):
+            for kind, parameter in module.named_parameters():  # weight; bias where there is one
+                for name, place in zip(rows, parameter.split(list(rows.values())), strict=True):
+                    yield f"model.layers.{index}.{name}.{kind}", place
+
+
+def _parts(block: LLaMABlock, config: LLaMAConfig) -> list[tuple[nn.Module, dict[str, int]]]:
+    """Each layer of a block with Hugging Face's names for its rows: a fused one has several."""
+    q_rows, kv_rows = config.nheads * config.head_dim, config.kvheads * config.head_dim
+    qkv = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
+    gate_up = {"mlp.gate_proj": config.hidden_dim, "mlp.up_proj": config.hidden_dim}
+    return [
+        (block.ln, {"input_layernorm": config.emb_dim}),
+        (block.attn.qkv, qkv),
+        (block.attn.dense, {"self_attn.o_proj": config.emb_dim}),
+        (block.ff_ln, {"post_attention_layernorm": config.emb_dim}),
+        (block.ff_sub_layer.wg1, gate_up),
+        (block.ff_sub_layer.w2, {"mlp.down_proj": config.emb_dim}),
+    ]
