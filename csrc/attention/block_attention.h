@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "core/export.h"
+#include "core/shape.h"
+
+// Block attention on tensors of any device that has kernels. Arguments have been checked by the
+// caller.
+
+namespace ringattn {
+
+/// float64 for float64 inputs, float32 for all others: the type of states, lse and every partial
+/// result.
+RINGATTN_API at::ScalarType state_dtype(at::ScalarType dtype);
+
+/// Where the result of one call goes, and what it is merged with. Shapes are those of the call's
+/// rows.
+struct AttentionResult {
+  at::Tensor out;    // [B, S_q, H, D], q's dtype: rows [final_begin, final_end) are written;
+                     // undefined if none
+  at::Tensor state;  // [B, S_q, H, D], state dtype: the other rows; undefined if every row is final
+                     // and nothing is folded
+  at::Tensor lse;    // [B, H, S_q], state dtype
+  bool fold = false;  // state and lse hold earlier keys
+  int64_t final_begin = 0;
+  int64_t final_end = 0;
+};
+
+/// Attends q [B, S_q, H, D] to k, v [B, S_k, H_kv, D] under `diagonal`, folds the earlier state in
+/// where there is one, and writes `result`. Any strides. On CUDA: runs on the current stream.
+RINGATTN_API void block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  double scale, std::optional<int64_t> diagonal,
+                                  const AttentionResult& result);
+
+/// The same, alone: out [B, S_q, H, D] in `out_dtype` and lse [B, H, S_q].
+RINGATTN_API std::pair<at::Tensor, at::Tensor> block_attention(const at::Tensor& q,
+                                                               const at::Tensor& k,
+                                                               const at::Tensor& v, double scale,
+                                                               std::optional<int64_t> diagonal,
+                                                               at::ScalarType out_dtype);
+
+}  // namespace ringattn

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/cpu/block_attention.h"
+
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "attention/merge_states.h"
+
+namespace ringattn::cpu {
+namespace {
+
+struct State {
+  at::Tensor out;  // [B, S_q, H, D], state dtype
+  at::Tensor lse;  // [B, H, S_q]
+};
+
+State empty_state(const at::Tensor& q) {
+  const auto options = q.options();
+  return {at::zeros(q.sizes(), options),
+          at::full({q.size(0), q.size(2), q.size(1)}, -std::numeric_limits<double>::infinity(),
+                   options)};
+}
+
+// ATen's CPU flash kernel; `causal` is diagonal 0. Every row sees a key here: the kernel returns
+// lse 0 for one that does not, and dies on an empty tensor.
+State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                      bool causal) {
+  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
+      q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), /*dropout_p=*/0.0, causal,
+      /*attn_mask=*/{}, scale);
+  return {out.transpose(1, 2), lse};
+}
+
+// Any diagonal is made of at most two calls that the kernel has: rows that see nothing are cut off,
+// and keys that every row sees are split from those under the triangle.
+//
+//   diagonal < 0: rows i < -diagonal see nothing; the others are the triangle of diagonal 0.
+//   diagonal > 0: every row sees keys j < diagonal; the keys after them are the triangle of
+//   diagonal 0.
+State attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+             std::optional<int64_t> diagonal) {
+  const int64_t num_queries = q.size(1);
+  const int64_t num_keys = k.size(1);
+  const int64_t offset = diagonal.value_or(num_keys);
+  if (q.numel() == 0 || k.numel() == 0 || offset <= -num_queries) return empty_state(q);
+  if (offset >= num_keys - 1) return flash_attention(q, k, v, scale, /*causal=*/false);
+  if (offset == 0) return flash_attention(q, k, v, scale, /*causal=*/true);
+
+  if (offset < 0) {
+    State state = empty_state(q);
+    const State seeing =
+        flash_attention(q.narrow(1, -offset, num_queries + offset), k, v, scale, true);
+    state.out.narrow(1, -offset, num_queries + offset).copy_(seeing.out);
+    state.lse.narrow(2, -offset, num_queries + offset).copy_(seeing.lse);
+    return state;
+  }
+  State state = flash_attention(q, k.narrow(1, 0, offset), v.narrow(1, 0, offset), scale, false);
+  const int64_t rest = num_keys - offset;
+  const State triangle =
+      flash_attention(q, k.narrow(1, offset, rest), v.narrow(1, offset, rest), scale, true);
+  merge_states_(state.out, state.lse, triangle.out, triangle.lse);
+  return state;
+}
+
+}  // namespace
+
+void block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                     std::optional<int64_t> diagonal, const AttentionResult& result) {
+  const auto wide = state_dtype(q.scalar_type());
+  const auto unit_stride = [wide](const at::Tensor& x) {
+    const at::Tensor widened = x.to(wide);
+    return widened.stride(-1) == 1 ? widened : widened.contiguous();
+  };
+  State state = attend(unit_stride(q), unit_stride(k), unit_stride(v), scale, diagonal);
+  if (result.fold) {
+    merge_states_(result.state, result.lse, state.out, state.lse);
+    state.out = result.state;
+  } else {
+    result.lse.copy_(state.lse);
+    if (result.state.defined()) result.state.copy_(state.out);
+  }
+  if (result.out.defined()) {
+    const int64_t num_final = result.final_end - result.final_begin;
+    result.out.narrow(1, result.final_begin, num_final)
+        .copy_(state.out.narrow(1, result.final_begin, num_final));
+  }
+}
+
+}  // namespace ringattn::cpu

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "attention/block_attention.h"
+
+namespace ringattn::cpu {
+
+/// See ringattn::block_attention. Half types are widened first: nothing is rounded before the
+/// result is.
+void block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                     std::optional<int64_t> diagonal, const AttentionResult& result);
+
+}  // namespace ringattn::cpu

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/decode_attention.h"
+
+#include <ATen/ops/empty.h>
+
+#include "attention/block_attention.h"
+#include "attention/merge_states.h"
+
+#ifdef RINGATTN_WITH_CUDA
+#include <ATen/cuda/CUDAContextLight.h>
+
+#include "attention/cuda/decode_attention.h"
+#include "attention/kernel_params.h"
+#endif
+
+namespace ringattn {
+namespace {
+
+// The two halves of a partial: out [..., B, T, H, D] and lse [..., B, H, T].
+std::pair<at::Tensor, at::Tensor> split(const at::Tensor& partials, const at::Tensor& q) {
+  const int64_t states = partials.numel() / (q.numel() + q.numel() / q.size(3));
+  const at::Tensor rows = partials.view({states, -1});
+  return {rows.narrow(1, 0, q.numel()).view({states, q.size(0), q.size(1), q.size(2), q.size(3)}),
+          rows.narrow(1, q.numel(), q.numel() / q.size(3))
+              .view({states, q.size(0), q.size(2), q.size(1)})};
+}
+
+}  // namespace
+
+at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          double scale) {
+  const auto wide = q.options().dtype(state_dtype(q.scalar_type()));
+  at::Tensor partial = at::empty({q.numel() + q.numel() / q.size(3)}, wide);
+  if (q.numel() == 0) return partial;
+  const auto [outs, lses] = split(partial, q);
+  const at::Tensor out = outs.select(0, 0), lse = lses.select(0, 0);
+#ifdef RINGATTN_WITH_CUDA
+  if (q.is_cuda()) {
+    const at::Tensor queries = kernel_ready(q), keys = kernel_ready(k), values = kernel_ready(v);
+    DecodeAttentionParams params;
+    params.q = strided(queries);
+    params.k = strided(keys);
+    params.v = strided(values);
+    params.out = out.data_ptr<float>();
+    params.lse = lse.data_ptr<float>();
+    params.batch = q.size(0);
+    params.num_queries = q.size(1);
+    params.num_keys = k.size(1);
+    params.num_heads = q.size(2);
+    params.num_kv_heads = k.size(2);
+    params.head_dim = q.size(3);
+    params.scale = scale;
+    params.dtype = data_type(q.scalar_type());
+    const int num_sms = at::cuda::getDeviceProperties(q.device().index())->multiProcessorCount;
+    const at::Tensor workspace = at::empty({cuda::decode_workspace_floats(params, num_sms)}, wide);
+    params.workspace = workspace.data_ptr<float>();
+    check_launch(cuda::decode_attention(params, num_sms, current_stream(q)), "decode_attention");
+    return partial;
+  }
+#endif
+  AttentionResult result;
+  result.state = out;
+  result.lse = lse;
+  block_attention(q, k, v, scale, /*diagonal=*/{}, result);
+  return partial;
+}
+
+at::Tensor merge_partials(const at::Tensor& partials, const at::Tensor& q) {
+  if (q.numel() == 0) return at::empty(q.sizes(), q.options());
+  const auto [outs, lses] = split(partials, q);
+  return merge_all_states(outs, lses, q.scalar_type());
+}
+
+}  // namespace ringattn

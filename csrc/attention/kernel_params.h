@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "attention/params.h"
+
+// From tensors to what kernels are told. Only for builds with CUDA.
+
+namespace ringattn {
+
+inline DataType data_type(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return DataType::kFloat16;
+    case at::kBFloat16:
+      return DataType::kBFloat16;
+    case at::kFloat:
+      return DataType::kFloat32;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "no kernel for dtype ", dtype);
+  }
+}
+
+inline Strided strided(const at::Tensor& x) {  // [B, S, H, D]
+  return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+}
+
+/// Kernels copy 16 bytes at a time: every row of every head must begin at a multiple of 16 bytes,
+/// and D must be dense.
+inline bool is_kernel_ready(const at::Tensor& x) {
+  const int64_t vector = 16 / x.element_size();
+  bool ready = x.stride(3) == 1 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
+  for (int64_t dim = 0; dim < 3; ++dim) {
+    ready = ready && (x.size(dim) == 1 || x.stride(dim) % vector == 0);
+  }
+  return ready;
+}
+
+/// x itself, or a copy where its strides or address do not suit the kernels.
+inline at::Tensor kernel_ready(const at::Tensor& x) {
+  return x.numel() == 0 || is_kernel_ready(x) ? x : x.clone(at::MemoryFormat::Contiguous);
+}
+
+inline at::Tensor unit_last_stride(const at::Tensor& x) {
+  return x.stride(-1) == 1 || x.size(-1) <= 1 ? x : x.contiguous();
+}
+
+/// A tensor that a kernel reads and writes: itself, or a copy that is written back at the end of
+/// the scope.
+class InPlace {
+ public:
+  explicit InPlace(const at::Tensor& x)
+      : target_(x),
+        tensor_(x.numel() == 0 || (x.dim() == 4 ? is_kernel_ready(x) : x.stride(-1) == 1)
+                    ? x
+                    : x.clone(at::MemoryFormat::Contiguous)) {}
+  ~InPlace() noexcept(false) {
+    if (!tensor_.is_same(target_)) target_.copy_(tensor_);
+  }
+  InPlace(const InPlace&) = delete;
+  InPlace& operator=(const InPlace&) = delete;
+
+  const at::Tensor& tensor() const { return tensor_; }
+
+ private:
+  at::Tensor target_;
+  at::Tensor tensor_;
+};
+
+inline cudaStream_t current_stream(const at::Tensor& x) {
+  return c10::cuda::getCurrentCUDAStream(x.device().index()).stream();
+}
+
+inline void check_launch(cudaError_t error, const char* kernel) {
+  TORCH_CHECK(error == cudaSuccess, "launching ", kernel, " failed: ", cudaGetErrorString(error));
+}
+
+}  // namespace ringattn

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "core/shape.h"
+
+// What a kernel is told. Plain data: no torch, no CUDA types, so that every kernel family and every
+// host of one can include it.
+
+namespace ringattn {
+
+enum class DataType : int8_t { kFloat16, kBFloat16, kFloat32 };
+
+/// Strided memory of shape [B, S, H, D]; strides in elements, the stride of D is 1.
+struct Strided {
+  void* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t row_stride = 0;
+  int64_t head_stride = 0;
+};
+
+/// One call of block attention: S_q query rows against S_k keys under one diagonal, folded into a
+/// state where there is one.
+///
+/// Every row's result goes to exactly one place: rows in [final_begin, final_end) are rounded to
+/// `dtype` and written to `out`; the others are written to `state`, in float32. With `fold`, state
+/// and lse already hold earlier keys and the result of each row is merged with them first (also of
+/// the rows that then leave through `out`).
+struct BlockAttentionParams {
+  Strided q;    // [B, S_q, H, D], dtype
+  Strided k;    // [B, S_k, H_kv, D], dtype
+  Strided v;    // [B, S_k, H_kv, D], dtype
+  Strided out;  // [B, S_q, H, D], dtype; null data when no row is final
+  Strided
+      state;  // [B, S_q, H, D], float32; null data when nothing is folded and every row is final
+  float* lse = nullptr;  // [B, H, S_q], stride of S_q is 1
+  int64_t lse_batch_stride = 0;
+  int64_t lse_head_stride = 0;
+
+  int32_t batch = 0;
+  int32_t num_queries = 0;   // S_q
+  int32_t num_keys = 0;      // S_k
+  int32_t num_heads = 0;     // H
+  int32_t num_kv_heads = 0;  // H_kv
+  int32_t head_dim = 0;      // D: a multiple of 8, at most 256
+  int32_t diagonal = 0;      // in [-S_q, S_k]; S_k: no mask
+  int32_t final_begin = 0;
+  int32_t final_end = 0;
+  float scale = 1.0f;  // finite, any sign, 0 included
+  DataType dtype = DataType::kBFloat16;
+  bool fold = false;
+};
+
+/// Few queries, many keys, all of them visible: keys are split over thread blocks and the partial
+/// results merged in a fixed order. The result is a float32 state.
+struct DecodeAttentionParams {
+  Strided q;                   // [B, S_q, H, D], dtype
+  Strided k;                   // [B, S_k, H_kv, D], dtype
+  Strided v;                   // [B, S_k, H_kv, D], dtype
+  float* out = nullptr;        // [B, S_q, H, D], float32, contiguous
+  float* lse = nullptr;        // [B, H, S_q], contiguous
+  float* workspace = nullptr;  // decode_workspace_floats() floats, contents irrelevant
+
+  int32_t batch = 0;
+  int32_t num_queries = 0;
+  int32_t num_keys = 0;
+  int32_t num_heads = 0;
+  int32_t num_kv_heads = 0;
+  int32_t head_dim = 0;
+  float scale = 1.0f;
+  DataType dtype = DataType::kBFloat16;
+};
+
+/// Folds `num_states` states, one after the other in order, into one: the cross-rank merge of
+/// decode (in memory one behind the other) and merge_states_.
+struct MergeStatesParams {
+  Strided out;           // [B, S_q, H, D], out_dtype
+  float* lse = nullptr;  // [B, H, S_q], may be null: nobody asks for it
+  int64_t lse_batch_stride = 0;
+  int64_t lse_head_stride = 0;
+  bool fold =
+      false;  // out (then float32) and lse hold a state that comes before the first of `states`
+
+  Strided states;                     // [B, S_q, H, D], float32, the first state
+  const float* states_lse = nullptr;  // [B, H, S_q], of the first state
+  int64_t states_lse_batch_stride = 0;
+  int64_t states_lse_head_stride = 0;
+  int64_t next_state = 0;      // elements from one state's out to the next one's
+  int64_t next_state_lse = 0;  // and from lse to lse
+  int32_t num_states = 0;
+
+  int32_t batch = 0;
+  int32_t num_queries = 0;
+  int32_t num_heads = 0;
+  int32_t head_dim = 0;
+  DataType out_dtype = DataType::kFloat32;
+};
+
+}  // namespace ringattn

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// ringattn._C: plain values in, plain values out. Tensors go through torch.ops.ringattn.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/version.h>
+
+#include "partition/schedule.h"
+#include "ring/timings.h"
+#include "transport/ring_group.h"
+
+#ifdef RINGATTN_WITH_CUDA
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+#endif
+
+namespace py = pybind11;
+
+namespace ringattn {
+namespace {
+
+using Lengths = std::vector<int64_t>;
+
+Partition partition(const std::string& layout, const Lengths& lengths, const Lengths& order) {
+  return Partition(parse_layout(layout), lengths, order);
+}
+
+void check_rank(const Partition& partition, int64_t rank) {
+  if (rank < 0 || rank >= partition.world_size()) {
+    throw std::invalid_argument("rank must be from 0 to " +
+                                std::to_string(partition.world_size() - 1) + ", got " +
+                                std::to_string(rank));
+  }
+}
+
+std::vector<std::pair<int64_t, int64_t>> segments(const std::string& layout, const Lengths& lengths,
+                                                  const Lengths& order, int64_t rank) {
+  const Partition owned = partition(layout, lengths, order);
+  check_rank(owned, rank);
+  std::vector<std::pair<int64_t, int64_t>> pieces;
+  for (const Segment& piece : owned.segments(rank)) pieces.emplace_back(piece.begin, piece.end);
+  return pieces;
+}
+
+std::vector<Visit> visits(const std::string& layout, const Lengths& lengths, const Lengths& order,
+                          int64_t rank, bool causal) {
+  const Partition owned = partition(layout, lengths, order);
+  check_rank(owned, rank);
+  return schedule(owned, rank, causal);
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["torch_version"] = TORCH_VERSION;
+  py::list families;
+#ifdef RINGATTN_WITH_CUDA
+  info["cuda"] = true;
+  info["cuda_version"] =
+      std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+  info["nccl_version"] = std::to_string(NCCL_MAJOR) + "." + std::to_string(NCCL_MINOR) + "." +
+                         std::to_string(NCCL_PATCH);
+  families.append("sm80");
+#else
+  info["cuda"] = false;
+  info["cuda_version"] = py::none();
+  info["nccl_version"] = py::none();
+#endif
+  info["kernel_families"] = families;
+  return info;
+}
+
+std::vector<std::string> transports() {
+#ifdef RINGATTN_WITH_CUDA
+  return {"process_group", "nccl"};
+#else
+  return {"process_group"};
+#endif
+}
+
+}  // namespace
+}  // namespace ringattn
+
+PYBIND11_MODULE(_C, m) {
+  using namespace ringattn;  // NOLINT: this is the whole program
+  m.doc() = "Partition arithmetic, timings and group state of libringattn, as plain values.";
+
+  py::class_<Visit>(m, "Visit")
+      .def_readonly("source", &Visit::source)
+      .def_readonly("query_begin", &Visit::query_begin)
+      .def_readonly("query_end", &Visit::query_end)
+      .def_readonly("key_end", &Visit::key_end)
+      .def_readonly("diagonal", &Visit::diagonal)
+      .def_property_readonly("rows_received", [](const Visit& visit) { return visit.key_end; });
+  m.def("segments", &segments, py::arg("layout"), py::arg("lengths"), py::arg("order"),
+        py::arg("rank"));
+  m.def("schedule", &visits, py::arg("layout"), py::arg("lengths"), py::arg("order"),
+        py::arg("rank"), py::arg("causal"));
+
+  py::class_<StepTiming>(m, "StepTiming")
+      .def_readonly("call", &StepTiming::call)
+      .def_readonly("source", &StepTiming::source)
+      .def_property_readonly("kind",
+                             [](const StepTiming& step) { return step.own ? "own" : "remote"; })
+      .def_readonly("attention_ms", &StepTiming::attention_ms)
+      .def_readonly("transfer_ms", &StepTiming::transfer_ms)
+      .def_readonly("wait_ms", &StepTiming::wait_ms);
+  m.def("start_recording", [] { Recorder::get().start(); });
+  m.def(
+      "stop_recording", [] { return Recorder::get().stop(); },
+      py::call_guard<py::gil_scoped_release>());
+  m.def("set_slowdown", &set_slowdown, py::arg("factor"));
+
+  m.def(
+      "refuse_call",
+      [](const std::string& group_name, const std::string& message) {
+        const auto group = RingGroup::resolve(group_name);
+        if (group->size() > 1) group->refuse_call(message);
+      },
+      py::arg("group_name"), py::arg("message"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "synchronize",
+      [](const std::string& group_name) { RingGroup::resolve(group_name)->synchronize(); },
+      py::arg("group_name"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "resolve_transport",
+      [](const std::string& transport, bool cuda) {
+        return resolve_transport(transport, cuda ? c10::kCUDA : c10::kCPU);
+      },
+      py::arg("transport"), py::arg("cuda"));
+  m.def("transports", &transports);
+  m.def("build_info", &build_info);
+}

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+
+#include "ops/checks.h"
+
+// What PyTorch's transformations do to the operators, for all of them at once.
+
+namespace ringattn {
+namespace {
+
+using Stack = torch::jit::Stack;
+
+template <typename Visit>
+void for_each_tensor(const c10::OperatorHandle& op, Stack& stack, const Visit& visit) {
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    c10::IValue& value = stack[stack.size() - arguments.size() + i];
+    if (value.isTensor()) visit(arguments[i].name(), value);
+  }
+}
+
+// There is no backward: a result that silently is a constant would train a wrong model.
+void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  if (c10::GradMode::is_enabled()) {
+    for_each_tensor(op, *stack, [&](const std::string& name, const c10::IValue& value) {
+      RINGATTN_CHECK(
+          !value.toTensor().requires_grad(), name, " must not require grad: ", op.schema().name(),
+          " has no backward yet (use torch.no_grad() or detach()), got ", "requires_grad=True");
+    });
+  }
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+// q, k, v and kv follow autocast as in PyTorch's own attention; states keep their dtype.
+template <c10::DeviceType device_type>
+void autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
+  const auto dtype = at::autocast::get_autocast_dtype(device_type);
+  constexpr std::array<const char*, 4> kInputs = {"q", "k", "v", "kv"};
+  for_each_tensor(op, *stack, [&](const std::string& name, c10::IValue& value) {
+    if (std::find(kInputs.begin(), kInputs.end(), name) == kInputs.end()) return;
+    value = at::autocast::cached_cast(dtype, value.toTensor(), device_type);
+  });
+  op.callBoxed(stack);
+}
+
+void refuse_vmap(const c10::OperatorHandle& op, Stack* stack) {
+  RINGATTN_CHECK(false, op.schema().name(),
+                 " must be called outside of torch.vmap, got a batched tensor: ",
+                 "use the batch dimension of q, k and v instead");
+}
+
+constexpr std::array<const char*, 7> kOperators = {
+    "block_attention", "block_attention_", "merge_states_",   "ring_forward",
+    "rotate_kv",       "wait_kv",          "decode_attention"};
+
+TORCH_LIBRARY_IMPL(ringattn, Autograd, m) {
+  for (const char* op : kOperators) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_gradients>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(ringattn, AutocastCPU, m) {
+  for (const char* op : kOperators) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&autocast<c10::kCPU>>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(ringattn, AutocastCUDA, m) {
+  for (const char* op : kOperators) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&autocast<c10::kCUDA>>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(ringattn, FuncTorchBatched, m) {
+  for (const char* op : kOperators) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
+  }
+}
+
+}  // namespace
+}  // namespace ringattn

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <vector>
+
+#include "core/shape.h"
+#include "partition/partition.h"
+#include "transport/agreement.h"
+
+// What operators ask of their arguments, once: below this room nobody checks again. A refusal reads
+// "subject must rule, got value". The prefix tells the Python layer that the caller is to blame.
+#define RINGATTN_CHECK(condition, ...) TORCH_CHECK(condition, "ringattn: ", __VA_ARGS__)
+
+namespace ringattn {
+
+/// q [B, S_q, H, D] and k, v [B, S_k, H_kv, D] fit each other and a kernel.
+void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale);
+
+/// (out, lse) is a state over the rows of q.
+void check_state(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& q);
+
+/// The partition that these arguments describe, over `world_size` ranks.
+Partition check_partition(const std::vector<int64_t>& lengths, const std::vector<int64_t>& order,
+                          const std::string& layout, int64_t world_size);
+
+/// Values for a Signature.
+std::string to_text(const std::vector<int64_t>& values);
+std::string to_text(double value);
+std::string to_text(bool value);
+
+}  // namespace ringattn

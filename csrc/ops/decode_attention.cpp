@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/decode_attention.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include "ops/checks.h"
+#include "transport/ring_group.h"
+
+namespace ringattn {
+namespace {
+
+// Not the number of keys: every rank holds as many as it likes.
+Signature signature(const at::Tensor& q, const at::Tensor& k, double scale) {
+  return {{"operator", "decode_attention"},
+          {"shape of q", to_text(q.sizes().vec())},
+          {"key heads", std::to_string(k.size(2))},
+          {"dtype", c10::toString(q.scalar_type())},
+          {"device type", c10::DeviceTypeName(q.device().type())},
+          {"scale", to_text(scale)}};
+}
+
+at::Tensor decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               double scale, c10::string_view group_name) {
+  const c10::DeviceGuard guard(q.device());
+  const auto group = group_name.empty() ? nullptr : RingGroup::resolve(std::string(group_name));
+  if (!group || group->size() == 1) {
+    check_attention(q, k, v, scale);
+    return merge_partials(decode_partial(q, k, v, scale), q);
+  }
+  const int64_t call = group->begin_call([&] {
+    check_attention(q, k, v, scale);
+    return signature(q, k, scale);
+  });
+  auto& transport = group->transport("auto", q.device());
+  const at::Tensor partials = transport.all_gather(decode_partial(q, k, v, scale), call);
+  const at::Tensor out = merge_partials(partials, q);
+  transport.guard({out});
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(ringattn, CPU, m) { m.impl("decode_attention", &decode_attention_op); }
+
+#ifdef RINGATTN_WITH_CUDA
+TORCH_LIBRARY_IMPL(ringattn, CUDA, m) { m.impl("decode_attention", &decode_attention_op); }
+#endif
+
+}  // namespace
+}  // namespace ringattn

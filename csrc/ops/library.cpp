@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <torch/library.h>
+
+// Every operator of this package. Kernels are registered beside their code, in the file of the same
+// name; gradients, autocast and vmap in autograd.cpp; shapes for tracing in
+// python/ringattn/_ops.py.
+//
+//   q [B, S_q, H, D]; k, v [B, S_k, H_kv, D]; out like q; lse [B, H, S_q], float32 (float64 for
+//   float64). diagonal as in torch.tril, none: no mask. group_name: a process group's name, "" is a
+//   single rank.
+
+TORCH_LIBRARY(ringattn, m) {
+  m.def(
+      "block_attention(Tensor q, Tensor k, Tensor v, float scale, SymInt? diagonal)"
+      " -> (Tensor out, Tensor lse)");
+  // Folds into a state: out [B, S_q, H, D] and lse, float32 (float64 for float64 inputs).
+  m.def(
+      "block_attention_(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, float scale,"
+      " SymInt? diagonal) -> ()");
+  m.def("merge_states_(Tensor(a!) out, Tensor(b!) lse, Tensor other_out, Tensor other_lse) -> ()");
+  // q, k, v: this rank's rows, in position order.
+  m.def(
+      "ring_forward(Tensor q, Tensor k, Tensor v, SymInt[] lengths, int[] order, str layout, bool "
+      "causal,"
+      " float scale, str group_name, str transport, int? depth) -> (Tensor out, Tensor lse)");
+  // kv [2, B, S_r, H_kv, D] -> that of the rank before this one in the order, cyclic; filled by the
+  // side stream.
+  m.def(
+      "rotate_kv(Tensor kv, SymInt[] lengths, int[] order, str group_name, str transport) -> "
+      "Tensor");
+  // Orders the current stream after the transfer, keeps `sent` alive until then, returns
+  // `received`.
+  m.def("wait_kv(Tensor received, Tensor sent) -> Tensor");
+  // q [B, T, H, D], the same on all ranks; k, v: the keys that this rank holds, any number, all
+  // visible.
+  m.def("decode_attention(Tensor q, Tensor k, Tensor v, float scale, str group_name) -> Tensor");
+}

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ring/ring_forward.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "ops/checks.h"
+#include "transport/ring_group.h"
+
+namespace ringattn {
+namespace {
+
+struct Arguments {
+  const at::Tensor &q, &k, &v;
+  std::vector<int64_t> lengths, order;
+  std::string layout;
+  bool causal;
+  double scale;
+  std::string transport;
+  std::optional<int64_t> depth;
+};
+
+Partition check(const Arguments& args, int64_t rank, int64_t world_size) {
+  check_attention(args.q, args.k, args.v, args.scale);
+  Partition partition = check_partition(args.lengths, args.order, args.layout, world_size);
+  const int64_t rows = partition.length(rank);
+  RINGATTN_CHECK(args.q.size(1) == rows, "q must have the ", rows,
+                 " rows that the partition gives rank ", rank, ", got ", args.q.size(1));
+  RINGATTN_CHECK(args.k.size(1) == rows, "k must have the ", rows,
+                 " rows that the partition gives rank ", rank, ", got ", args.k.size(1));
+  RINGATTN_CHECK(args.depth.value_or(1) >= 1, "depth must be at least 1, got ", *args.depth);
+  resolve_transport(args.transport, args.q.device().type());
+  return partition;
+}
+
+// Not the depth: how far ahead a rank receives is its own affair.
+Signature signature(const Arguments& args, const Partition& partition) {
+  return {{"operator", "ring_forward"},
+          {"lengths", to_text(partition.lengths())},
+          {"order", to_text(partition.order())},
+          {"layout", args.layout},
+          {"dtype", c10::toString(args.q.scalar_type())},
+          {"device type", c10::DeviceTypeName(args.q.device().type())},
+          {"batch size", std::to_string(args.q.size(0))},
+          {"query heads", std::to_string(args.q.size(2))},
+          {"key heads", std::to_string(args.k.size(2))},
+          {"head dimension", std::to_string(args.q.size(3))},
+          {"causal", to_text(args.causal)},
+          {"scale", to_text(args.scale)},
+          {"transport", resolve_transport(args.transport, args.q.device().type())}};
+}
+
+std::tuple<at::Tensor, at::Tensor> ring_forward_op(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::IntArrayRef lengths,
+    at::IntArrayRef order, c10::string_view layout, bool causal, double scale,
+    c10::string_view group_name, c10::string_view transport, std::optional<int64_t> depth) {
+  const Arguments args{q,
+                       k,
+                       v,
+                       lengths.vec(),
+                       order.vec(),
+                       std::string(layout),
+                       causal,
+                       scale,
+                       std::string(transport),
+                       depth};
+  const c10::DeviceGuard guard(q.device());
+  const auto group = group_name.empty() ? nullptr : RingGroup::resolve(std::string(group_name));
+  if (!group || group->size() == 1) {
+    const Partition partition = check(args, 0, 1);
+    return ring_forward(q, k, v, RingCall{partition, 0, causal, scale}, nullptr);
+  }
+  std::optional<Partition> partition;
+  const int64_t call = group->begin_call([&] {
+    partition = check(args, group->rank(), group->size());
+    return signature(args, *partition);
+  });
+  RingCall ring{*partition, group->rank(), causal, scale};
+  ring.depth = depth.value_or(group->size());
+  ring.number = call;
+  return ring_forward(q, k, v, ring, &group->transport(args.transport, q.device()));
+}
+
+TORCH_LIBRARY_IMPL(ringattn, CPU, m) { m.impl("ring_forward", &ring_forward_op); }
+
+#ifdef RINGATTN_WITH_CUDA
+TORCH_LIBRARY_IMPL(ringattn, CUDA, m) { m.impl("ring_forward", &ring_forward_op); }
+#endif
+
+}  // namespace
+}  // namespace ringattn

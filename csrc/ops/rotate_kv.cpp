@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "ops/checks.h"
+#include "transport/ring_group.h"
+
+namespace ringattn {
+namespace {
+
+// Transfers that wait_kv has not been called for, by the storage that they fill.
+class Pending {
+ public:
+  struct Rotation {
+    std::shared_ptr<RingGroup> group;  // first: it must outlive the transfer
+    at::Tensor sent;
+    at::Tensor received;
+    std::unique_ptr<Transfer> transfer;  // null: nothing had to travel
+  };
+
+  void add(Rotation rotation) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    drop_abandoned();
+    const auto* storage = rotation.received.storage().unsafeGetStorageImpl();
+    rotations_.insert_or_assign(storage, std::move(rotation));
+  }
+
+  Rotation take(const at::Tensor& received) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = rotations_.find(received.storage().unsafeGetStorageImpl());
+    RINGATTN_CHECK(
+        found != rotations_.end(),
+        "received must be a tensor that rotate_kv returned and nobody has waited for, got one "
+        "that nothing fills");
+    Rotation rotation = std::move(found->second);
+    rotations_.erase(found);
+    return rotation;
+  }
+
+ private:
+  // Results that the caller has let go of: nobody else holds their storage. They must still arrive.
+  void drop_abandoned() {
+    for (auto entry = rotations_.begin(); entry != rotations_.end();) {
+      if (entry->second.received.storage().use_count() > 1) {
+        ++entry;
+        continue;
+      }
+      if (entry->second.transfer) entry->second.transfer->finish();
+      entry = rotations_.erase(entry);
+    }
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<const c10::StorageImpl*, Rotation> rotations_;
+};
+
+Pending& pending() {
+  static Pending* const all = new Pending;  // never destroyed: CUDA may be gone before it would be
+  return *all;
+}
+
+Partition check(const at::Tensor& kv, const std::vector<int64_t>& lengths,
+                const std::vector<int64_t>& order, const std::string& transport, int64_t rank,
+                int64_t world_size) {
+  RINGATTN_CHECK(kv.dim() == 5 && kv.size(0) == 2, "kv must have shape [2, B, S_r, H_kv, D], got ",
+                 kv.sizes());
+  RINGATTN_CHECK(kv.is_cpu() || kv.is_cuda(), "kv must be on a CPU or CUDA device, got ",
+                 kv.device());
+  RINGATTN_CHECK(kv.is_floating_point(), "kv must be of a floating point dtype, got ",
+                 kv.scalar_type());
+  // Who sends to whom is a matter of the order alone; both layouts have the same.
+  Partition partition = check_partition(lengths, order, "contiguous", world_size);
+  RINGATTN_CHECK(kv.size(2) == partition.length(rank), "kv must have the ", partition.length(rank),
+                 " rows that the partition gives rank ", rank, ", got ", kv.size(2));
+  resolve_transport(transport, kv.device().type());
+  return partition;
+}
+
+Signature signature(const at::Tensor& kv, const Partition& partition,
+                    const std::string& transport) {
+  return {{"operator", "rotate_kv"},
+          {"lengths", to_text(partition.lengths())},
+          {"order", to_text(partition.order())},
+          {"dtype", c10::toString(kv.scalar_type())},
+          {"device type", c10::DeviceTypeName(kv.device().type())},
+          {"batch size", std::to_string(kv.size(1))},
+          {"key heads", std::to_string(kv.size(3))},
+          {"head dimension", std::to_string(kv.size(4))},
+          {"transport", resolve_transport(transport, kv.device().type())}};
+}
+
+at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntArrayRef order,
+                        c10::string_view group_name, c10::string_view transport_name) {
+  const c10::DeviceGuard guard(kv.device());
+  const std::string transport(transport_name);
+  Pending::Rotation rotation;
+  if (!group_name.empty()) rotation.group = RingGroup::resolve(std::string(group_name));
+  if (!rotation.group || rotation.group->size() == 1) {
+    check(kv, lengths.vec(), order.vec(), transport, 0, 1);
+    rotation.received = kv.clone(at::MemoryFormat::Contiguous);
+  } else {
+    RingGroup& group = *rotation.group;
+    std::optional<Partition> partition;
+    Message message;
+    message.call = group.begin_call([&] {
+      partition = check(kv, lengths.vec(), order.vec(), transport, group.rank(), group.size());
+      return signature(kv, *partition, transport);
+    });
+    message.step = 1;
+    message.destination = partition->neighbour(group.rank(), 1);
+    message.source = partition->neighbour(group.rank(), -1);
+    rotation.sent = kv.contiguous();
+    rotation.received = at::empty(
+        {2, kv.size(1), partition->length(message.source), kv.size(3), kv.size(4)}, kv.options());
+    if (rotation.sent.numel() > 0) message.send = rotation.sent;
+    if (rotation.received.numel() > 0) message.receive = rotation.received;
+    if (message.send.defined() || message.receive.defined()) {
+      rotation.transfer = group.transport(transport, kv.device()).start(message);
+    }
+  }
+  const at::Tensor received = rotation.received;
+  pending().add(std::move(rotation));
+  return received;
+}
+
+at::Tensor wait_kv_op(const at::Tensor& received, const at::Tensor& sent) {
+  const c10::DeviceGuard guard(received.device());
+  const Pending::Rotation rotation = pending().take(received);
+  if (rotation.transfer) {
+    rotation.transfer->wait();
+    rotation.transfer->finish();
+    if (rotation.group) rotation.group->transport("auto", received.device()).guard({received});
+  }
+  return received;
+}
+
+TORCH_LIBRARY_IMPL(ringattn, CPU, m) {
+  m.impl("rotate_kv", &rotate_kv_op);
+  m.impl("wait_kv", &wait_kv_op);
+}
+
+#ifdef RINGATTN_WITH_CUDA
+TORCH_LIBRARY_IMPL(ringattn, CUDA, m) {
+  m.impl("rotate_kv", &rotate_kv_op);
+  m.impl("wait_kv", &wait_kv_op);
+}
+#endif
+
+}  // namespace
+}  // namespace ringattn

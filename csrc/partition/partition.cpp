@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "partition/partition.h"
+
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+namespace ringattn {
+
+Layout parse_layout(const std::string& name) {
+  if (name == "zigzag") return Layout::kZigzag;
+  if (name == "contiguous") return Layout::kContiguous;
+  throw std::invalid_argument("layout must be \"zigzag\" or \"contiguous\", got \"" + name + "\"");
+}
+
+const char* layout_name(Layout layout) {
+  return layout == Layout::kZigzag ? "zigzag" : "contiguous";
+}
+
+Partition::Partition(Layout layout, std::vector<int64_t> lengths, std::vector<int64_t> order)
+    : layout_(layout), lengths_(std::move(lengths)), order_(std::move(order)) {
+  const int64_t world_size = this->world_size();
+  if (world_size == 0) throw std::invalid_argument("lengths must name at least one rank, got none");
+  for (int64_t length : lengths_) {
+    if (length < 0) {
+      throw std::invalid_argument("lengths must not be negative, got " + std::to_string(length));
+    }
+    seq_len_ += length;
+  }
+  if (order_.empty()) {
+    order_.resize(world_size);
+    std::iota(order_.begin(), order_.end(), 0);
+  }
+  if (static_cast<int64_t>(order_.size()) != world_size) {
+    throw std::invalid_argument("order must name each of the " + std::to_string(world_size) +
+                                " ranks once, got " + std::to_string(order_.size()) + " entries");
+  }
+  place_.assign(world_size, -1);
+  for (int64_t place = 0; place < world_size; ++place) {
+    const int64_t rank = order_[place];
+    if (rank < 0 || rank >= world_size || place_[rank] != -1) {
+      throw std::invalid_argument("order must name each of the " + std::to_string(world_size) +
+                                  " ranks once, got rank " + std::to_string(rank) +
+                                  " out of range or twice");
+    }
+    place_[rank] = place;
+  }
+}
+
+int64_t Partition::head_length(int64_t rank) const {
+  return layout_ == Layout::kZigzag ? length(rank) / 2 : 0;
+}
+
+int64_t Partition::neighbour(int64_t rank, int64_t distance) const {
+  const int64_t world_size = this->world_size();
+  return order_[((place(rank) + distance) % world_size + world_size) % world_size];
+}
+
+std::vector<Segment> Partition::segments(int64_t rank) const {
+  int64_t before = 0;  // tokens of the ranks ahead in the order, at the head of the sequence
+  int64_t after = 0;   // and at its tail
+  for (int64_t ahead = 0; ahead < place(rank); ++ahead) {
+    const int64_t other = order_[ahead];
+    const int64_t head = layout_ == Layout::kZigzag ? head_length(other) : length(other);
+    before += head;
+    after += length(other) - head;
+  }
+  std::vector<Segment> owned;
+  if (layout_ == Layout::kContiguous) {
+    owned.push_back({before, before + length(rank)});
+  } else {
+    const int64_t head = head_length(rank);
+    const int64_t tail = length(rank) - head;
+    owned.push_back({before, before + head});
+    owned.push_back({seq_len_ - after - tail, seq_len_ - after});
+  }
+  std::vector<Segment> segments;
+  for (const Segment& piece : owned) {
+    if (piece.begin < piece.end) segments.push_back(piece);
+  }
+  return segments;
+}
+
+}  // namespace ringattn

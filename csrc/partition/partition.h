@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/export.h"
+#include "core/shape.h"
+
+namespace ringattn {
+
+enum class Layout { kZigzag, kContiguous };
+
+/// "zigzag" or "contiguous"; std::invalid_argument otherwise.
+RINGATTN_API Layout parse_layout(const std::string& name);
+RINGATTN_API const char* layout_name(Layout layout);
+
+/// Positions [begin, end) of the sequence.
+struct Segment {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+/// Who owns which tokens.
+///
+/// contiguous: the ranks own one piece each, one after the other in `order`.
+/// zigzag: the ranks are nested, the first in `order` outermost. Each owns a piece of the head of
+/// the sequence, S_r / 2 tokens, and the mirror piece at the tail, the rest of its S_r tokens.
+/// Causal work of rank i's queries on rank j's keys is then S_i * S_j / 2, whatever the lengths.
+class RINGATTN_API Partition {
+ public:
+  /// `order` empty: 0 .. W-1. Throws std::invalid_argument for no ranks, negative lengths, an order
+  /// that is not a permutation.
+  Partition(Layout layout, std::vector<int64_t> lengths, std::vector<int64_t> order = {});
+
+  Layout layout() const { return layout_; }
+  const std::vector<int64_t>& lengths() const { return lengths_; }
+  const std::vector<int64_t>& order() const { return order_; }
+  int64_t world_size() const { return static_cast<int64_t>(lengths_.size()); }
+  int64_t seq_len() const { return seq_len_; }
+
+  /// Tokens of `rank`.
+  int64_t length(int64_t rank) const { return lengths_.at(rank); }
+  /// Tokens of `rank` that lie in the head piece (zigzag), 0 under contiguous.
+  int64_t head_length(int64_t rank) const;
+  /// Where `rank` stands in `order`.
+  int64_t place(int64_t rank) const { return place_.at(rank); }
+  /// The rank `distance` places after `rank` in `order`, cyclic; negative distances go back.
+  int64_t neighbour(int64_t rank, int64_t distance) const;
+  /// What `rank` owns, ascending; empty pieces are left out.
+  std::vector<Segment> segments(int64_t rank) const;
+
+ private:
+  Layout layout_;
+  std::vector<int64_t> lengths_;  // [W], tokens of each rank
+  std::vector<int64_t> order_;    // [W], ranks
+  std::vector<int64_t> place_;    // [W], inverse of order_
+  int64_t seq_len_ = 0;
+};
+
+}  // namespace ringattn

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "partition/schedule.h"
+
+#include <algorithm>
+
+namespace ringattn {
+namespace {
+
+Visit visit(const Partition& partition, int64_t rank, int64_t source, bool causal) {
+  Visit visit;
+  visit.source = source;
+  visit.query_end = partition.length(rank);
+  visit.key_end = partition.length(source);
+  if (causal && source == rank) {
+    visit.diagonal = 0;  // rows lie in position order, under both layouts
+  } else if (causal && partition.place(source) < partition.place(rank)) {
+    // The block lies around mine (zigzag: its head half is before all my rows, its tail half after
+    // them) or before mine (contiguous).
+    if (partition.layout() == Layout::kZigzag) visit.key_end = partition.head_length(source);
+  } else if (causal) {
+    // The block is nested inside mine (zigzag: after my head, before my tail) or after mine
+    // (contiguous).
+    visit.query_begin = partition.layout() == Layout::kZigzag ? partition.head_length(rank)
+                                                              : partition.length(rank);
+  }
+  if (visit.num_queries() == 0 || visit.key_end == 0) {
+    visit.query_begin = visit.query_end = visit.key_end = 0;
+    visit.diagonal.reset();
+  }
+  return visit;
+}
+
+}  // namespace
+
+std::vector<Visit> schedule(const Partition& partition, int64_t rank, bool causal) {
+  std::vector<Visit> visits;
+  for (int64_t step = 0; step < partition.world_size(); ++step) {
+    visits.push_back(visit(partition, rank, partition.neighbour(rank, -step), causal));
+  }
+  // Every visit reaches from some row to the last one, so what no later visit reaches is a range
+  // too.
+  int64_t reached_later = partition.length(rank);
+  for (auto visit = visits.rbegin(); visit != visits.rend(); ++visit) {
+    if (!visit->visible()) continue;
+    visit->final_begin = std::min(visit->query_begin, reached_later);
+    visit->final_end = reached_later;
+    reached_later = visit->final_begin;
+  }
+  return visits;
+}
+
+}  // namespace ringattn

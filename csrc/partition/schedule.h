@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "partition/partition.h"
+
+namespace ringattn {
+
+/// One visiting block: which rows of this rank meet which rows of the block.
+struct Visit {
+  int64_t source = 0;  // the rank that owns the block
+
+  // Query rows [query_begin, S_r) attend to key rows [0, key_end) of the block under `diagonal`,
+  // counted from those rows. Nothing visible: query_begin == query_end and key_end == 0.
+  int64_t query_begin = 0;
+  int64_t query_end = 0;
+  int64_t key_end = 0;
+  std::optional<int64_t> diagonal;  // absent: every one of those rows sees every one of those keys
+
+  // Rows [final_begin, final_end) of this rank are not visited again: their result is complete.
+  int64_t final_begin = 0;
+  int64_t final_end = 0;
+
+  int64_t num_queries() const { return query_end - query_begin; }
+  bool visible() const { return num_queries() > 0; }
+};
+
+/// The blocks that visit `rank`, in visiting order: its own first, then those of the ranks before
+/// it in the partition's order, cyclic. One entry for every rank, also where nothing is visible.
+/// Nothing masked is ever computed: every visit is one call, dense or under one diagonal.
+RINGATTN_API std::vector<Visit> schedule(const Partition& partition, int64_t rank, bool causal);
+
+}  // namespace ringattn

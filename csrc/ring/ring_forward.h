@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "core/export.h"
+#include "partition/schedule.h"
+#include "transport/transport.h"
+
+namespace ringattn {
+
+/// One ring call, from the view of `rank`.
+struct RingCall {
+  const Partition& partition;
+  int64_t rank = 0;
+  bool causal = true;
+  double scale = 1.0;
+  int64_t depth = 1;   // blocks in flight ahead of the one being attended, 1 .. W-1
+  int64_t number = 0;  // of the call in its group
+};
+
+/// Exact attention of this rank's queries over the whole sequence.
+///
+/// q [B, S_r, H, D], k, v [B, S_r, H_kv, D]: this rank's rows in position order. `transport` may be
+/// null for a single rank. Returns out like q, contiguous, and lse [B, H, S_r]. Partial results
+/// stay in the state's dtype from the first block to the last; every row is rounded once, by the
+/// last call that visits it.
+RINGATTN_API std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& q,
+                                                            const at::Tensor& k,
+                                                            const at::Tensor& v,
+                                                            const RingCall& call,
+                                                            Transport* transport);
+
+}  // namespace ringattn

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ring/timings.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <atomic>
+#include <utility>
+
+namespace ringattn {
+namespace {
+
+std::atomic<double> slowdown_factor{1.0};
+
+}  // namespace
+
+Stamp::Stamp(c10::Device device) : time_(std::chrono::steady_clock::now()) {
+  if (device.is_cpu()) return;
+  event_ = std::make_shared<c10::Event>(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+  event_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+double Stamp::until(const Stamp& later) const {
+  if (!event_) return std::chrono::duration<double, std::milli>(later.time_ - time_).count();
+  later.event_->synchronize();
+  return event_->elapsedTime(*later.event_);
+}
+
+Recorder& Recorder::get() {
+  static Recorder recorder;
+  return recorder;
+}
+
+void Recorder::start() {
+  pending_.clear();
+  num_calls_ = 0;
+  on_ = true;
+}
+
+std::vector<StepTiming> Recorder::stop() {
+  on_ = false;
+  std::vector<StepTiming> steps;
+  for (const auto& finish : pending_) steps.push_back(finish());
+  pending_.clear();
+  return steps;
+}
+
+void set_slowdown(double factor) { slowdown_factor = factor; }
+
+double slowdown() { return slowdown_factor; }
+
+}  // namespace ringattn

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/export.h"
+
+// What a ring did, step by step. Off, it costs one test of a flag per call.
+
+namespace ringattn {
+
+/// One visiting block, as plain values.
+struct StepTiming {
+  int64_t call = 0;           // 0, 1, ...: ring calls since recording began
+  int64_t source = 0;         // the rank whose block it was
+  bool own = false;           // the block was this rank's own
+  double attention_ms = 0.0;  // 0 where nothing was visible
+  double transfer_ms = 0.0;   // from the start of the block's transfer to its arrival
+  double wait_ms = 0.0;       // how long attention stood still for the block
+};
+
+/// A point in time of the current stream (an accelerator) or of this thread (CPU).
+class Stamp {
+ public:
+  explicit Stamp(c10::Device device);
+  /// Milliseconds from this point to `later`; waits for the stream to reach it.
+  double until(const Stamp& later) const;
+
+ private:
+  std::shared_ptr<c10::Event> event_;  // null on CPU
+  std::chrono::steady_clock::time_point time_;
+};
+
+/// Collects the timings of the ring calls of this process while recording is on.
+class RINGATTN_API Recorder {
+ public:
+  static Recorder& get();
+
+  void start();
+  /// Ends recording; waits for the streams. Returns what was recorded since start().
+  std::vector<StepTiming> stop();
+  bool on() const { return on_; }
+
+  /// Number of the ring call that begins now.
+  int64_t begin_call() { return num_calls_++; }
+  /// `finish` computes one step's timing, later, when stop() is called.
+  void add(std::function<StepTiming()> finish) { pending_.push_back(std::move(finish)); }
+
+ private:
+  bool on_ = false;
+  int64_t num_calls_ = 0;
+  std::vector<std::function<StepTiming()>> pending_;
+};
+
+/// For the study of unequal ranks: every ring step of this process computes `factor` (>= 1) times
+/// as much.
+RINGATTN_API void set_slowdown(double factor);
+RINGATTN_API double slowdown();
+
+}  // namespace ringattn

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/agreement.h"
+
+#include <c10/util/Exception.h>
+
+#include <sstream>
+
+namespace ringattn {
+namespace {
+
+constexpr char kAsks = 'a';     // first letter of what a rank publishes: its signature follows,
+constexpr char kRefuses = 'r';  // or why it refuses
+
+std::string key(int64_t call, int64_t rank) {
+  return "call/" + std::to_string(call) + "/" + std::to_string(rank);
+}
+
+// One "name=value" a line: comparable, and a difference can be named.
+std::string to_text(const Signature& signature) {
+  std::string text;
+  for (const auto& [name, value] : signature) text += name + "=" + value + "\n";
+  return text;
+}
+
+struct Difference {
+  std::string name, mine, theirs;
+};
+
+Difference first_difference(const std::string& mine, const std::string& theirs) {
+  std::istringstream my_lines(mine), their_lines(theirs);
+  std::string my_line, their_line;
+  while (std::getline(my_lines, my_line) && std::getline(their_lines, their_line)) {
+    if (my_line == their_line) continue;
+    const auto value = [](const std::string& line) { return line.substr(line.find('=') + 1); };
+    return {my_line.substr(0, my_line.find('=')), value(my_line), value(their_line)};
+  }
+  return {"call", mine, theirs};
+}
+
+}  // namespace
+
+void Agreement::join(int64_t call, const Signature& signature) {
+  const std::string mine = to_text(signature);
+  if (agreed_.count(mine)) return;
+  publish(call, kAsks + mine);
+
+  // All answers are read before any is judged, so that every rank has the same to say.
+  const auto deadline = std::chrono::steady_clock::now() + peers_.timeout() * 4 / 5;
+  std::vector<std::string> words(peers_.size());
+  for (int64_t rank = 0; rank < peers_.size(); ++rank) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+        deadline - std::chrono::steady_clock::now());
+    const auto word = peers_.get(key(call, rank), std::max(left, std::chrono::milliseconds(1)));
+    TORCH_CHECK_WITH(DistBackendError, word.has_value(), "rank ", rank,
+                     " did not come to step 0 of ", signature.front().second,
+                     " within the group's timeout of ", peers_.timeout().count(), " ms");
+    words[rank] = *word;
+  }
+  for (int64_t rank = 0; rank < peers_.size(); ++rank) {
+    TORCH_CHECK(words[rank].front() != kRefuses, "ringattn: rank ", rank, ": ",
+                words[rank].substr(1));
+  }
+  for (int64_t rank = 0; rank < peers_.size(); ++rank) {
+    if (words[rank] == words[0]) continue;
+    const Difference difference = first_difference(words[0].substr(1), words[rank].substr(1));
+    TORCH_CHECK(false, "ringattn: ranks must agree on ", difference.name, ", got ", difference.mine,
+                " on rank 0 and ", difference.theirs, " on rank ", rank);
+  }
+  agreed_.insert(mine);
+
+  // Every rank has come here, so every rank has read all that was said before.
+  for (const std::string& earlier : published_) {
+    if (earlier != key(call, peers_.rank())) peers_.remove(earlier);
+  }
+  published_ = {key(call, peers_.rank())};
+}
+
+void Agreement::refuse(int64_t call, const std::string& message) {
+  publish(call, kRefuses + message);
+}
+
+std::optional<std::string> Agreement::refusal(int64_t call, int64_t rank) {
+  const auto word = peers_.get(key(call, rank), std::chrono::milliseconds(1));
+  if (!word || word->front() != kRefuses) return {};
+  return word->substr(1);
+}
+
+void Agreement::publish(int64_t call, const std::string& text) {
+  peers_.put(key(call, peers_.rank()), text);
+  published_.push_back(key(call, peers_.rank()));
+}
+
+}  // namespace ringattn

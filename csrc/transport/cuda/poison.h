@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace ringattn::cuda {
+
+/// Fills data [count] of floats that are `bytes` wide (2 or 4) with NaN if *failed is not 0 by the
+/// time the stream comes to it. `failed` is host memory that the device can read.
+cudaError_t poison_if_failed(void* data, int64_t count, int bytes, const int* failed,
+                             cudaStream_t stream);
+
+}  // namespace ringattn::cuda

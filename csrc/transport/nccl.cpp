@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+// The only place that knows nccl.h.
+
+#include "transport/nccl.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAEvent.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <nccl.h>
+
+#include <algorithm>
+#include <mutex>
+
+#include "transport/cuda/poison.h"
+#include "transport/ring_group.h"
+#include "transport/watchdog.h"
+
+namespace ringattn {
+namespace {
+
+#define RINGATTN_NCCL_CHECK(call)                                         \
+  do {                                                                    \
+    const ncclResult_t result = (call);                                   \
+    TORCH_CHECK_WITH(DistBackendError, result == ncclSuccess,             \
+                     #call " failed: ", ncclGetErrorString(result), " (", \
+                     ncclGetLastError(nullptr), ")");                     \
+  } while (false)
+
+using std::chrono::milliseconds;
+
+// The communicator, shared by the transport and by what the watchdog holds. Either may be the last.
+class Communicator {
+ public:
+  Communicator(RingGroup& group, c10::Device device)
+      : group_(group.weak_from_this()), device_(device) {
+    const c10::cuda::CUDAGuard guard(device);
+    C10_CUDA_CHECK(
+        cudaHostAlloc(&failed_, sizeof(int), cudaHostAllocMapped | cudaHostAllocPortable));
+    *failed_ = 0;
+
+    ncclUniqueId id;
+    if (group.rank() == 0) {
+      RINGATTN_NCCL_CHECK(ncclGetUniqueId(&id));
+      group.peers().put("nccl", std::string(id.internal, sizeof(id.internal)));
+    } else {
+      const auto word = group.peers().get("nccl", group.peers().timeout());
+      TORCH_CHECK_WITH(DistBackendError, word,
+                       "rank 0 did not come to step 0: it sent no NCCL identifier ",
+                       "within the group's timeout of ", group.peers().timeout().count(), " ms");
+      std::copy(word->begin(), word->end(), id.internal);
+    }
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 1;
+    RINGATTN_NCCL_CHECK(ncclCommInitRankConfig(&comm_, static_cast<int>(group.size()), id,
+                                               static_cast<int>(group.rank()), &config));
+  }
+
+  // Note: abort, not destroy. Destroying waits for the other ranks, and they may be gone.
+  ~Communicator() {
+    abort();
+    cudaFreeHost(failed_);
+  }
+
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  /// Ends everything in flight; `failed` first, for those that will read it once they are released.
+  void fail() {
+    *static_cast<volatile int*>(failed_) = 1;
+    abort();
+  }
+
+  /// Calls NCCL with the communicator. Note: the lock keeps the watchdog from aborting it in the
+  /// middle.
+  template <typename Calls>
+  void use(const Calls& calls) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (comm_ == nullptr) {
+      if (const auto group = group_.lock()) group->throw_if_failed();
+      TORCH_CHECK_WITH(DistBackendError, false, "the communicator of this group has been aborted");
+    }
+    calls(comm_);
+  }
+  const int* failed() const { return failed_; }
+  c10::Device device() const { return device_; }
+  std::shared_ptr<RingGroup> group() const { return group_.lock(); }
+
+ private:
+  void abort() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (comm_ == nullptr) return;
+    const c10::cuda::CUDAGuard guard(device_);
+    ncclCommAbort(comm_);
+    comm_ = nullptr;
+  }
+
+  std::weak_ptr<RingGroup> group_;
+  c10::Device device_;
+  std::mutex mutex_;  // guards comm_
+  ncclComm_t comm_ = nullptr;
+  int* failed_ = nullptr;  // pinned: the device reads it
+};
+
+// What runs on a stream between two events, and whom it waits for.
+struct InFlight {
+  std::shared_ptr<Communicator> communicator;
+  std::shared_ptr<at::cuda::CUDAEvent> started, done;
+  int64_t call = 0, step = 0;
+  std::vector<int64_t> suspects;
+  milliseconds patience{};
+};
+
+class WatchedTransfer : public Watched {
+ public:
+  WatchedTransfer(InFlight transfer, const void* owner)
+      : transfer_(std::move(transfer)), owner_(owner) {}
+
+  const void* owner() const override { return owner_; }
+  bool started() override { return transfer_.started->query(); }
+  bool done() override { return transfer_.done->query(); }
+  milliseconds timeout() const override { return transfer_.patience; }
+  void expire() override {
+    const auto group = transfer_.communicator->group();
+    if (group) {
+      group->fail(group->blame(transfer_.call, transfer_.step, transfer_.suspects,
+                               "no data came through NCCL"));
+    }
+    transfer_.communicator->fail();
+  }
+
+ private:
+  InFlight transfer_;
+  const void* owner_;
+};
+
+class NcclTransfer : public Transfer {
+ public:
+  NcclTransfer(std::shared_ptr<at::cuda::CUDAEvent> started,
+               std::shared_ptr<at::cuda::CUDAEvent> done, bool timed)
+      : started_(std::move(started)), done_(std::move(done)), timed_(timed) {}
+
+  void wait() override { done_->block(c10::cuda::getCurrentCUDAStream()); }
+  void finish() override {}
+  double elapsed_ms() override { return timed_ ? started_->elapsed_time(*done_) : 0.0; }
+
+ private:
+  std::shared_ptr<at::cuda::CUDAEvent> started_, done_;
+  bool timed_;
+};
+
+class NcclTransport : public MessageTransport {
+ public:
+  NcclTransport(RingGroup& group, c10::Device device)
+      : group_(group),
+        communicator_(std::make_shared<Communicator>(group, device)),
+        side_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index())) {
+    connect();
+  }
+
+  std::unique_ptr<Transfer> start(const Message& message) override {
+    check_device((message.send.defined() ? message.send : message.receive).device());
+    const auto started = new_event(message.timed), done = new_event(message.timed);
+    at::cuda::CUDAEvent ready;
+    ready.record(c10::cuda::getCurrentCUDAStream());
+    ready.block(side_);
+
+    started->record(side_);
+    communicator_->use([&](ncclComm_t comm) {
+      RINGATTN_NCCL_CHECK(ncclGroupStart());
+      if (message.send.defined()) {
+        RINGATTN_NCCL_CHECK(ncclSend(message.send.const_data_ptr(), message.send.nbytes(),
+                                     ncclUint8, static_cast<int>(message.destination), comm,
+                                     side_.stream()));
+      }
+      if (message.receive.defined()) {
+        RINGATTN_NCCL_CHECK(ncclRecv(message.receive.mutable_data_ptr(), message.receive.nbytes(),
+                                     ncclUint8, static_cast<int>(message.source), comm,
+                                     side_.stream()));
+      }
+      RINGATTN_NCCL_CHECK(ncclGroupEnd());
+    });
+    if (message.send.defined()) message.send.record_stream(side_);
+    if (message.receive.defined()) message.receive.record_stream(side_);
+    done->record(side_);
+
+    std::vector<int64_t> suspects;
+    if (message.receive.defined()) suspects.push_back(message.source);
+    if (message.send.defined()) suspects.push_back(message.destination);
+    watch(started, done, message.call, message.step, std::move(suspects));
+    return std::make_unique<NcclTransfer>(started, done, message.timed);
+  }
+
+  at::Tensor all_gather(const at::Tensor& mine, int64_t call) override {
+    check_device(mine.device());
+    at::Tensor all = at::empty({group_.size(), mine.numel()}, mine.options());
+    const auto started = new_event(false), done = new_event(false);
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    started->record(stream);
+    communicator_->use([&](ncclComm_t comm) {
+      RINGATTN_NCCL_CHECK(ncclAllGather(mine.const_data_ptr(), all.mutable_data_ptr(),
+                                        mine.nbytes(), ncclUint8, comm, stream.stream()));
+    });
+    done->record(stream);
+    watch(started, done, call, 0, {(group_.rank() + 1) % group_.size()});
+    return all;
+  }
+
+  void guard(const std::vector<at::Tensor>& results) override {
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    for (const at::Tensor& result : results) {
+      C10_CUDA_CHECK(cuda::poison_if_failed(result.mutable_data_ptr(), result.numel(),
+                                            static_cast<int>(result.element_size()),
+                                            communicator_->failed(), stream.stream()));
+    }
+  }
+
+ private:
+  // One byte between every two ranks. Note: NCCL connects a pair on its first message, and the host
+  // waits for that; it is done here, where all ranks have just come together, and never in the
+  // middle of a call.
+  void connect() {
+    const auto bytes =
+        at::empty({2, group_.size()}, at::TensorOptions(communicator_->device()).dtype(at::kByte));
+    const auto byte = [&](int64_t row, int64_t rank) {
+      return static_cast<uint8_t*>(bytes.mutable_data_ptr()) + row * group_.size() + rank;
+    };
+    communicator_->use([&](ncclComm_t comm) {
+      RINGATTN_NCCL_CHECK(ncclGroupStart());
+      for (int64_t rank = 0; rank < group_.size(); ++rank) {
+        if (rank == group_.rank()) continue;
+        RINGATTN_NCCL_CHECK(
+            ncclSend(byte(0, rank), 1, ncclUint8, static_cast<int>(rank), comm, side_.stream()));
+        RINGATTN_NCCL_CHECK(
+            ncclRecv(byte(1, rank), 1, ncclUint8, static_cast<int>(rank), comm, side_.stream()));
+      }
+      RINGATTN_NCCL_CHECK(ncclGroupEnd());
+    });
+    bytes.record_stream(side_);
+  }
+
+  static std::shared_ptr<at::cuda::CUDAEvent> new_event(bool timed) {
+    return std::make_shared<at::cuda::CUDAEvent>(timed ? cudaEventDefault : cudaEventDisableTiming);
+  }
+
+  void check_device(c10::Device device) const {
+    TORCH_CHECK(device == communicator_->device(), "ringattn: q must be on ",
+                communicator_->device(), ", where this group's communicator lives, got ", device);
+  }
+
+  void watch(std::shared_ptr<at::cuda::CUDAEvent> started,
+             std::shared_ptr<at::cuda::CUDAEvent> done, int64_t call, int64_t step,
+             std::vector<int64_t> suspects) {
+    Watchdog::get().watch(std::make_unique<WatchedTransfer>(
+        InFlight{communicator_, std::move(started), std::move(done), call, step,
+                 std::move(suspects), group_.peers().timeout() * 4 / 5},
+        &group_));
+  }
+
+  RingGroup& group_;
+  std::shared_ptr<Communicator> communicator_;
+  c10::cuda::CUDAStream side_;
+};
+
+}  // namespace
+
+std::unique_ptr<MessageTransport> make_nccl_transport(RingGroup& group, c10::Device device) {
+  return std::make_unique<NcclTransport>(group, device);
+}
+
+}  // namespace ringattn

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "core/export.h"
+#include "transport/message_transport.h"
+
+namespace ringattn {
+
+/// What a ring needs of a process group: who takes part, a store that all can read, and a
+/// transport. c10d stays behind this interface. Thread-safe.
+class RINGATTN_API Peers {
+ public:
+  virtual ~Peers() = default;
+
+  virtual int64_t rank() const = 0;
+  virtual int64_t size() const = 0;
+  /// How long a rank may keep the others waiting.
+  virtual std::chrono::milliseconds timeout() const = 0;
+  /// The group's name still means this group: names are reused after a group has been destroyed.
+  virtual bool current() const = 0;
+
+  /// The group's store. The keys are this group's alone, also among groups that had its name
+  /// before.
+  virtual void put(const std::string& key, const std::string& value) = 0;
+  /// Waits for the key; nothing when it did not come in time.
+  virtual std::optional<std::string> get(const std::string& key,
+                                         std::chrono::milliseconds patience) = 0;
+  virtual void remove(const std::string& key) = 0;
+
+  /// Messages through the group itself: gloo on CPU, NCCL on CUDA.
+  virtual std::unique_ptr<MessageTransport> transport(class RingGroup& group) = 0;
+};
+
+/// The process group of this name; throws where there is none.
+std::unique_ptr<Peers> find_peers(const std::string& group_name);
+
+}  // namespace ringattn

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// The only place that knows c10d.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "transport/peers.h"
+#include "transport/ring_group.h"
+
+namespace ringattn {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+// The group itself, as a transport, on CPU: the group's own threads (gloo) move the data.
+class CpuTransfer : public Transfer {
+ public:
+  CpuTransfer(RingGroup& group, c10d::ProcessGroup& process_group, const Message& message)
+      : group_(group), message_(message), start_(Clock::now()) {
+    const int tag = static_cast<int>(message.step);
+    if (message.send.defined()) {
+      std::vector<at::Tensor> tensors = {message_.send};
+      sending_ = process_group.send(tensors, static_cast<int>(message.destination), tag);
+    }
+    if (message.receive.defined()) {
+      std::vector<at::Tensor> tensors = {message_.receive};
+      receiving_ = process_group.recv(tensors, static_cast<int>(message.source), tag);
+    }
+  }
+
+  void wait() override {
+    complete(receiving_, message_.source);
+    if (elapsed_ms_ == 0.0)
+      elapsed_ms_ = std::chrono::duration<double, std::milli>(Clock::now() - start_).count();
+  }
+  void finish() override {
+    wait();
+    complete(sending_, message_.destination);
+  }
+  double elapsed_ms() override { return elapsed_ms_; }
+
+ private:
+  void complete(c10::intrusive_ptr<c10d::Work>& work, int64_t other) {
+    if (!work) return;
+    try {
+      work->wait(group_.peers().timeout() * 4 / 5);
+    } catch (const std::exception& error) {
+      const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
+      const std::string reason = c10_error ? c10_error->what_without_backtrace() : error.what();
+      group_.fail(group_.blame(message_.call, message_.step, {other}, reason));
+      group_.throw_if_failed();
+    }
+    work.reset();
+  }
+
+  RingGroup& group_;
+  Message message_;
+  c10::intrusive_ptr<c10d::Work> sending_, receiving_;
+  Clock::time_point start_;
+  double elapsed_ms_ = 0.0;
+};
+
+// The same on an accelerator: the group's library (NCCL) moves the data, ordered through a side
+// stream so that the current stream never waits for a transfer that it does not need yet.
+class DeviceTransfer : public Transfer {
+ public:
+  DeviceTransfer(c10d::ProcessGroup& process_group, c10::Stream side, const Message& message)
+      : message_(message),
+        started_(side.device_type(), flag(message)),
+        done_(side.device_type(), flag(message)) {
+    const c10::impl::VirtualGuardImpl device(side.device_type());
+    c10::Event ready(side.device_type());
+    ready.record(device.getStream(side.device()));
+    ready.block(side);
+
+    const c10::StreamGuard on_side(side);
+    started_.record(side);
+    process_group.startCoalescing(side.device_type());
+    if (message.send.defined()) {
+      std::vector<at::Tensor> tensors = {message.send};
+      process_group.send(tensors, static_cast<int>(message.destination), 0);
+      message.send.record_stream(side);
+    }
+    if (message.receive.defined()) {
+      std::vector<at::Tensor> tensors = {message.receive};
+      process_group.recv(tensors, static_cast<int>(message.source), 0);
+      message.receive.record_stream(side);
+    }
+    process_group.endCoalescing(side.device_type())->wait();  // of the side stream, not of the host
+    done_.record(side);
+  }
+
+  void wait() override {
+    const c10::impl::VirtualGuardImpl device(done_.device_type());
+    const at::Tensor& any = message_.receive.defined() ? message_.receive : message_.send;
+    done_.block(device.getStream(any.device()));
+  }
+  void finish() override {}
+  double elapsed_ms() override { return message_.timed ? started_.elapsedTime(done_) : 0.0; }
+
+ private:
+  static c10::EventFlag flag(const Message& message) {
+    return message.timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
+  }
+
+  Message message_;
+  c10::Event started_, done_;
+};
+
+class ProcessGroupTransport : public MessageTransport {
+ public:
+  ProcessGroupTransport(RingGroup& group, c10::intrusive_ptr<c10d::ProcessGroup> process_group)
+      : group_(group), process_group_(std::move(process_group)) {}
+
+  std::unique_ptr<Transfer> start(const Message& message) override {
+    const c10::Device device = (message.send.defined() ? message.send : message.receive).device();
+    if (device.is_cpu()) return std::make_unique<CpuTransfer>(group_, group_process(), message);
+    if (!side_) side_ = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, -1);
+    return std::make_unique<DeviceTransfer>(group_process(), *side_, message);
+  }
+
+  at::Tensor all_gather(const at::Tensor& mine, int64_t call) override {
+    at::Tensor all = at::empty({group_.size(), mine.numel()}, mine.options());
+    at::Tensor flat = all.view(-1), input = mine;
+    try {
+      group_process()._allgather_base(flat, input)->wait();
+    } catch (const c10::Error& error) {
+      group_.fail(group_.blame(call, 0, {(group_.rank() + 1) % group_.size()},
+                               error.what_without_backtrace()));
+      group_.throw_if_failed();
+    }
+    return all;
+  }
+
+ private:
+  c10d::ProcessGroup& group_process() {
+    const auto process_group = process_group_.lock();
+    TORCH_CHECK(process_group,
+                "ringattn: the process group must be alive, got one that was destroyed");
+    return *process_group;  // the registry, or whoever made the call, holds it
+  }
+
+  RingGroup& group_;
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group_;
+  std::optional<c10::Stream> side_;
+};
+
+class ProcessGroupPeers : public Peers {
+ public:
+  ProcessGroupPeers(std::string name, c10::intrusive_ptr<c10d::ProcessGroup> group)
+      : name_(std::move(name)),
+        group_(group),
+        rank_(group->getRank()),
+        size_(group->getSize()),
+        timeout_(find_timeout(*group)) {
+    if (size_ == 1) return;
+    // A clone has a connection of its own: waiting on it keeps nobody else from the store.
+    store_ = group->getStore()->clone();
+    const std::string counter = "ringattn/" + std::to_string(rank_);
+    prefix_ = "ringattn/" + std::to_string(store_->add(counter, 1)) + "/";
+  }
+
+  int64_t rank() const override { return rank_; }
+  int64_t size() const override { return size_; }
+  milliseconds timeout() const override { return timeout_; }
+
+  bool current() const override {
+    const auto group = group_.lock();
+    if (!group) return false;
+    try {
+      return c10d::resolve_process_group(name_).get() == group.get();
+    } catch (const c10::Error&) {
+      return false;  // the name is gone
+    }
+  }
+
+  void put(const std::string& key, const std::string& value) override {
+    if (store_) store_->set(prefix_ + key, value);
+  }
+
+  std::optional<std::string> get(const std::string& key, milliseconds patience) override {
+    if (!store_) return {};
+    try {
+      store_->wait({prefix_ + key}, patience);
+      return store_->get_to_str(prefix_ + key);
+    } catch (const std::exception&) {
+      return {};
+    }
+  }
+
+  void remove(const std::string& key) override {
+    if (store_) store_->deleteKey(prefix_ + key);
+  }
+
+  std::unique_ptr<MessageTransport> transport(RingGroup& group) override {
+    return std::make_unique<ProcessGroupTransport>(group, group_.lock());
+  }
+
+ private:
+  // The timeout that the group was made with; c10d's own default where no backend tells.
+  static milliseconds find_timeout(c10d::ProcessGroup& group) {
+    for (const auto type : {c10::kCPU, c10::kCUDA}) {
+      try {
+        return group.getBackend(type)->getBackendOptions()->timeout;
+      } catch (const c10::Error&) {
+        // no backend for this device type, or one that keeps its options to itself
+      }
+    }
+    return ::kBackendDefaultTimeout;
+  }
+
+  std::string name_;
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
+  int64_t rank_, size_;
+  milliseconds timeout_;
+  c10::intrusive_ptr<c10d::Store> store_;  // null for a single rank
+  std::string prefix_;
+};
+
+}  // namespace
+
+std::unique_ptr<Peers> find_peers(const std::string& group_name) {
+  return std::make_unique<ProcessGroupPeers>(group_name, c10d::resolve_process_group(group_name));
+}
+
+}  // namespace ringattn

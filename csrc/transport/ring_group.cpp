@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/ring_group.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "transport/watchdog.h"
+
+#ifdef RINGATTN_WITH_CUDA
+#include "transport/nccl.h"
+#endif
+
+namespace ringattn {
+namespace {
+
+constexpr const char* kPrefix = "ringattn: ";
+
+// Never destroyed: at the end of the process the driver may be gone before this would be.
+struct Groups {
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<RingGroup>> by_name;
+};
+
+Groups& groups() {
+  static Groups* const all = new Groups;
+  return *all;
+}
+
+std::string failed_key(int64_t call, int64_t rank) {
+  return "failed/" + std::to_string(call) + "/" + std::to_string(rank);
+}
+
+}  // namespace
+
+std::shared_ptr<RingGroup> RingGroup::resolve(const std::string& name) {
+  {
+    const std::lock_guard<std::mutex> lock(groups().mutex);
+    const auto known = groups().by_name.find(name);
+    if (known != groups().by_name.end() && known->second->peers().current()) return known->second;
+  }
+  collect();
+  auto group = std::make_shared<RingGroup>(find_peers(name));
+  const std::lock_guard<std::mutex> lock(groups().mutex);
+  groups().by_name[name] = group;
+  Watchdog::get().every_half_second(&RingGroup::collect);
+  return group;
+}
+
+void RingGroup::collect() {
+  std::vector<std::shared_ptr<RingGroup>>
+      dead;  // destroyed outside the lock: communicators take a while
+  const std::lock_guard<std::mutex> lock(groups().mutex);
+  auto& by_name = groups().by_name;
+  for (auto entry = by_name.begin(); entry != by_name.end();) {
+    if (entry->second->peers().current()) {
+      ++entry;
+    } else {
+      dead.push_back(std::move(entry->second));
+      entry = by_name.erase(entry);
+    }
+  }
+}
+
+RingGroup::RingGroup(std::unique_ptr<Peers> peers)
+    : peers_(std::move(peers)), agreement_(*peers_) {}
+
+std::string RingGroup::without_prefix(const std::string& message) {
+  return message.rfind(kPrefix, 0) == 0 ? message.substr(std::string(kPrefix).size()) : message;
+}
+
+void RingGroup::refuse_call(const std::string& message) {
+  agreement_.refuse(next_call_++, without_prefix(message));
+}
+
+MessageTransport& RingGroup::transport(const std::string& name, c10::Device device) {
+  const std::string resolved = resolve_transport(name, device.type());
+  auto& transport = transports_[resolved];
+  if (!transport) {
+#ifdef RINGATTN_WITH_CUDA
+    if (resolved == "nccl") transport = make_nccl_transport(*this, device);
+#endif
+    if (resolved == "process_group") transport = peers_->transport(*this);
+  }
+  return *transport;
+}
+
+std::string RingGroup::blame(int64_t call, int64_t step, const std::vector<int64_t>& suspects,
+                             const std::string& reason) {
+  int64_t blamed = suspects.front();
+  std::string refusal;
+  try {
+    // Those who wait in vain say so. Whoever says nothing is the one that the others wait for.
+    peers_->put(failed_key(call, rank()), std::to_string(step));
+    std::vector<int64_t> others = suspects;
+    for (int64_t other = 0; other < size(); ++other) {
+      if (other != rank() && !std::count(others.begin(), others.end(), other))
+        others.push_back(other);
+    }
+    auto grace = std::min(peers_->timeout() / 5, std::chrono::milliseconds(2000));
+    for (int64_t other : others) {
+      if (peers_->get(failed_key(call, other), grace)) {
+        grace = std::chrono::milliseconds(1);
+        continue;
+      }
+      blamed = other;
+      break;
+    }
+    refusal = agreement_.refusal(call, blamed).value_or("");
+  } catch (const std::exception&) {
+    // The store may have gone with the rank that died; then the first suspect is all that is known.
+  }
+  std::string sentence = "rank " + std::to_string(blamed) + " did not take part in step " +
+                         std::to_string(step) + " of the ring within the group's timeout of " +
+                         std::to_string(peers_->timeout().count()) + " ms";
+  if (!refusal.empty()) sentence += ", it refused the call: " + refusal;
+  return sentence + " (" + reason + "); the group cannot be used any more";
+}
+
+void RingGroup::fail(const std::string& message) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (failed_) return;
+  failure_ = message;
+  failed_ = true;
+}
+
+void RingGroup::throw_if_failed() {
+  if (!failed_) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_WITH(DistBackendError, false, failure_);
+}
+
+void RingGroup::synchronize() {
+  Watchdog::get().drain(this);
+  throw_if_failed();
+}
+
+std::string resolve_transport(const std::string& name, c10::DeviceType device_type) {
+  const bool cuda = device_type == c10::kCUDA;
+#ifdef RINGATTN_WITH_CUDA
+  constexpr bool kHasNccl = true;
+#else
+  constexpr bool kHasNccl = false;
+#endif
+  if (name == "auto") return cuda && kHasNccl ? "nccl" : "process_group";
+  TORCH_CHECK(name == "process_group" || name == "nccl",
+              "ringattn: transport must be \"auto\", \"process_group\" or \"nccl\", got \"", name,
+              "\"");
+  TORCH_CHECK(name != "nccl" || kHasNccl,
+              "ringattn: transport must be \"auto\" or \"process_group\" in a build without CUDA, "
+              "got \"nccl\"");
+  TORCH_CHECK(name != "nccl" || cuda,
+              "ringattn: transport \"nccl\" must be given CUDA tensors, got ", device_type,
+              " tensors");
+  return name;
+}
+
+}  // namespace ringattn

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "transport/agreement.h"
+#include "transport/peers.h"
+
+namespace ringattn {
+
+/// Everything ringattn keeps for one process group: the agreement of its ranks, its transports, and
+/// why it failed if it did. It lives and dies with the group: see resolve().
+class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
+ public:
+  /// The group of this name as it is now. What belonged to groups that have been destroyed since is
+  /// freed.
+  static std::shared_ptr<RingGroup> resolve(const std::string& name);
+  /// Frees what belongs to destroyed groups.
+  static void collect();
+
+  explicit RingGroup(std::unique_ptr<Peers> peers);
+
+  Peers& peers() { return *peers_; }
+  int64_t rank() const { return peers_->rank(); }
+  int64_t size() const { return peers_->size(); }
+
+  /// Begins a collective call: checks that the group has not failed, has `check` look at this
+  /// rank's arguments (a refusal reaches the other ranks too), and has all ranks agree on what is
+  /// asked for. Returns the number of the call.
+  template <typename Check>
+  int64_t begin_call(const Check& check) {
+    throw_if_failed();
+    const int64_t call = next_call_++;
+    Signature signature;
+    try {
+      signature = check();
+    } catch (const c10::Error& error) {
+      agreement_.refuse(call, without_prefix(error.what_without_backtrace()));
+      throw;
+    }
+    agreement_.join(call, signature);
+    return call;
+  }
+  /// This rank's part in a call, when its arguments were refused before they came here.
+  void refuse_call(const std::string& message);
+
+  /// `name` as the caller gave it ("auto" included), resolved for `device`.
+  MessageTransport& transport(const std::string& name, c10::Device device);
+
+  /// Which rank is to blame that a message of `call` at `step` did not get through, as a sentence.
+  /// Asks the store who else has failed. `suspects`: whom this rank was exchanging with.
+  std::string blame(int64_t call, int64_t step, const std::vector<int64_t>& suspects,
+                    const std::string& reason);
+  /// From now on every call throws this. Callable from any thread.
+  void fail(const std::string& message);
+  void throw_if_failed();
+  /// Waits until everything that this group has in flight is done or has failed; throws if it has.
+  void synchronize();
+
+ private:
+  static std::string without_prefix(const std::string& message);
+
+  std::unique_ptr<Peers> peers_;
+  Agreement agreement_;
+  std::map<std::string, std::unique_ptr<MessageTransport>> transports_;
+  int64_t next_call_ = 0;
+
+  std::mutex mutex_;  // guards failure_
+  std::string failure_;
+  std::atomic<bool> failed_{false};
+};
+
+/// The transport that `name` ("auto", "process_group", "nccl") means for tensors on `device_type`;
+/// a message that says what rules when there is none.
+RINGATTN_API std::string resolve_transport(const std::string& name, c10::DeviceType device_type);
+
+}  // namespace ringattn

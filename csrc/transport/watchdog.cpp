@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/watchdog.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+namespace ringattn {
+
+using Clock = std::chrono::steady_clock;
+
+Watchdog& Watchdog::get() {
+  // Never destroyed, and its thread is never joined: what it looks at belongs to the driver, which
+  // may be gone by the time static objects are destroyed.
+  static Watchdog* const watchdog = new Watchdog;
+  return *watchdog;
+}
+
+void Watchdog::start() {
+  if (running_) return;
+  running_ = true;
+  std::thread([this] { run(); }).detach();
+}
+
+void Watchdog::watch(std::unique_ptr<Watched> watched) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  owners_.push_back(watched->owner());
+  incoming_.push_back({std::move(watched)});
+  start();
+  changed_.notify_all();
+}
+
+void Watchdog::drain(const void* owner) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return !std::count(owners_.begin(), owners_.end(), owner); });
+}
+
+void Watchdog::every_half_second(void (*task)()) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  task_ = task;
+  start();
+  changed_.notify_all();
+}
+
+bool Watchdog::is_over(Entry& entry) {
+  try {
+    if (entry.watched->done()) return true;
+    if (entry.expired || !entry.watched->started()) return false;
+    const auto now = Clock::now();
+    if (entry.start == Clock::time_point{}) entry.start = now;
+    if (now - entry.start >= entry.watched->timeout()) {
+      entry.expired = true;
+      entry.watched->expire();
+    }
+    return false;
+  } catch (const std::exception&) {
+    return true;  // the device has failed: whoever uses it next is told by CUDA itself
+  }
+}
+
+void Watchdog::run() {
+  constexpr auto kGlance = std::chrono::milliseconds(5);
+  constexpr auto kHousekeeping = std::chrono::milliseconds(500);
+  auto next_housekeeping = Clock::now();
+  for (;;) {
+    void (*task)() = nullptr;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      const auto pause = entries_.empty() ? kHousekeeping : kGlance;
+      changed_.wait_for(lock, pause, [&] { return !incoming_.empty(); });
+      entries_.splice(entries_.end(), incoming_);
+      task = task_;
+    }
+    std::list<const void*> finished;
+    for (auto entry = entries_.begin(); entry != entries_.end();) {
+      if (!is_over(*entry)) {
+        ++entry;
+        continue;
+      }
+      finished.push_back(entry->watched->owner());
+      entry = entries_.erase(entry);
+    }
+    if (!finished.empty()) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (const void* owner : finished) {
+        owners_.erase(std::find(owners_.begin(), owners_.end(), owner));
+      }
+      changed_.notify_all();
+    }
+    if (task != nullptr && Clock::now() >= next_housekeeping) {
+      next_housekeeping = Clock::now() + kHousekeeping;
+      task();
+    }
+  }
+}
+
+}  // namespace ringattn
