@@ -110,7 +110,8 @@ def _serve(
             break
         start = time.monotonic()
         try:
-            outcome = Outcome(rank, _to_cpu(function(*args, **kwargs)))
+            value = _to_cpu(function(*args, **kwargs))
+            outcome = Outcome(rank, value, seconds=time.monotonic() - start)
         except BaseException as error:
             outcome = Outcome(
                 rank,

@@ -11,6 +11,8 @@ PyTorch is given the same inputs. Rounding the float64 reference to the result's
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +32,19 @@ _BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
 ]
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New tensors that nobody has written to hold NaN: who reads them is found out."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ring calls as the tests make them: one case, the same inputs on every rank, each its own rows."""
+
+from dataclasses import dataclass
+
+import torch
+from _distributed import RankPool, this
+from _numerics import Error, check_attention, poisoned_memory
+
+import ringattn
+from ringattn import Partition
+
+#: Lengths and order for each number of ranks: even, odd, lopsided, with empty ranks, reordered.
+SPLITS: dict[int, list[tuple[list[int], list[int] | None]]] = {
+    1: [([37], None), ([1], None), ([0], None)],
+    2: [([18, 18], None), ([20, 17], [1, 0]), ([1, 36], None), ([0, 37], None)],
+    3: [([12, 12, 12], None), ([5, 3, 29], [2, 0, 1]), ([0, 37, 0], None), ([13, 1, 8], [1, 2, 0])],
+    4: [
+        ([8, 8, 8, 8], None),
+        ([7, 0, 19, 11], [3, 1, 0, 2]),
+        ([1, 1, 0, 35], None),
+        ([0, 0, 0, 9], [1, 3, 2, 0]),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One ring call."""
+
+    partition: Partition
+    dtype: torch.dtype = torch.float32
+    causal: bool = True
+    batch: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    scale: float | None = None
+    transport: str = "auto"
+    depth: int | None = None
+    seed: int = 11
+
+    def inputs(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v of the whole sequence, the same wherever they are asked for."""
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = self.partition.seq_len
+        q = torch.randn(self.batch, rows, self.num_heads, self.head_dim, generator=generator)
+        k = torch.randn(self.batch, rows, self.num_kv_heads, self.head_dim, generator=generator)
+        v = torch.randn(self.batch, rows, self.num_kv_heads, self.head_dim, generator=generator)
+        q, k, v = (x.to(device, self.dtype) for x in (q, k, v))
+        return q, k, v
+
+    def local_inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows of this rank, on its device."""
+        q, k, v = self.inputs(this().device)
+        rank = this().rank
+        return tuple(self.partition.shard(x, rank) for x in (q, k, v))
+
+
+def ring_call(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of this rank."""
+    q, k, v = case.local_inputs()
+    with poisoned_memory():
+        return ringattn.ring_attention(
+            q,
+            k,
+            v,
+            case.partition,
+            causal=case.causal,
+            scale=case.scale,
+            transport=case.transport,
+            depth=case.depth,
+            return_lse=True,
+        )
+
+
+def whole(case: Case, states: list) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of the whole sequence, from those of each rank."""
+    outs, lses = zip(*states, strict=True)
+    return case.partition.unshard(outs), case.partition.unshard(lses, dim=2)
+
+
+def check_ring(ring: RankPool, case: Case) -> Error:
+    """Runs the case on every rank and holds the whole against the error rule."""
+    out, lse = whole(case, ring.run(ring_call, case))
+    # PyTorch's error, which ours is measured by, is that of the device the ring runs on.
+    on_device = [x.to(ring.device_type) for x in (out, lse, *case.inputs("cpu"))]
+    return check_attention(
+        *on_device,
+        diagonal=0 if case.causal else None,
+        scale=case.scale,
+        what=f"{ring.world_size} ranks, {case}",
+    )

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One block of attention on one device: any shape, dtype, diagonal and memory layout."""
+
+import math
+
+import pytest
+import torch
+from _numerics import check_attention, poisoned_memory
+from torch.utils.flop_counter import FlopCounterMode
+
+import ringattn
+from ringattn import reference
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def inputs(
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    batch: int = 2,
+    num_queries: int = 33,
+    num_keys: int = 47,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if device.type == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 is for the CPU")
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(batch, num_queries, num_heads, head_dim, generator=generator)
+    k = torch.randn(batch, num_keys, num_kv_heads, head_dim, generator=generator)
+    v = torch.randn(batch, num_keys, num_kv_heads, head_dim, generator=generator)
+    return tuple(x.to(device, dtype) for x in (q, k, v))
+
+
+def check(q, k, v, diagonal=None, scale=None, what=""):
+    with poisoned_memory():
+        out, lse = ringattn.block_attention(q, k, v, scale=scale, diagonal=diagonal)
+    return check_attention(out, lse, q, k, v, diagonal=diagonal, scale=scale, what=what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 256])
+@pytest.mark.parametrize("diagonal", [None, 0])
+def test_every_dtype_and_head_dimension(device, dtype, head_dim, diagonal):
+    check(*inputs(device, dtype, head_dim=head_dim), diagonal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 3), (8, 1), (12, 4)])
+def test_key_value_heads_are_shared_by_groups_of_query_heads(
+    device, dtype, num_heads, num_kv_heads
+):
+    check(*inputs(device, dtype, num_heads=num_heads, num_kv_heads=num_kv_heads), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("diagonal", [-100, -33, -32, -5, -1, 0, 1, 13, 14, 45, 46, 47, 100, None])
+def test_every_diagonal_of_a_rectangle(device, dtype, diagonal):
+    check(*inputs(device, dtype), diagonal)
+
+
+@pytest.mark.parametrize("num_queries", [0, 1, 63, 64, 65, 130, 257])
+@pytest.mark.parametrize("num_keys", [0, 1, 64, 127, 129, 300])
+def test_every_number_of_rows(device, num_queries, num_keys):
+    q, k, v = inputs(device, num_queries=num_queries, num_keys=num_keys)
+    check(q, k, v)
+    check(q, k, v, diagonal=num_keys - num_queries)
+    if device.type == "cuda":
+        check(q.bfloat16(), k.bfloat16(), v.bfloat16(), diagonal=0)
+
+
+def test_no_batch_is_no_rows(device):
+    check(*inputs(device, batch=0))
+
+
+def test_a_query_that_sees_no_key_has_out_0_and_lse_minus_infinity(device):
+    q, k, v = inputs(device)
+    out, lse = ringattn.block_attention(q, k, v, diagonal=-10)
+    assert (out[:, :10] == 0).all() and (lse[:, :, :10] == -math.inf).all()
+    assert torch.isfinite(lse[:, :, 10:]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0.0, 1.0, -0.125, 0.3])
+def test_any_finite_scale(device, dtype, scale):
+    check(*inputs(device, dtype), 0, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scores_far_above_the_range_of_the_exponential(device, dtype):
+    q, k, v = inputs(device, dtype)
+    q = q * 64
+    out, lse = ringattn.block_attention(q, k, v, diagonal=0, scale=1.0)
+    expected, expected_lse = reference.attention(q.double(), k.double(), v.double(), 0, 1.0)
+    assert expected_lse.max() > 1000
+    assert torch.isfinite(out).all()
+    tolerance = 1e-10 if dtype == torch.float64 else 2e-5 * float(expected_lse.abs().max())
+    assert (lse.double() - expected_lse).abs().max() < tolerance
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """The middle of three tensors that lie beside each other, as a fused projection leaves them."""
+    return torch.stack([torch.full_like(x, math.nan), x, torch.full_like(x, math.nan)], 3)[:, :, :, 1]
+
+
+def heads_first(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def dim_first(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 3).contiguous().transpose(1, 3)
+
+
+def misaligned(x: torch.Tensor) -> torch.Tensor:
+    memory = torch.full((x.numel() + 1,), math.nan, dtype=x.dtype, device=x.device)
+    memory[1:] = x.flatten()
+    return memory[1:].view(x.shape)
+
+
+def expanded(x: torch.Tensor) -> torch.Tensor:
+    return x[:1].expand(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("arrange", [packed, heads_first, dim_first, misaligned, expanded])
+def test_any_memory_layout(device, dtype, arrange):
+    check(*(arrange(x) for x in inputs(device, dtype)), 0, what=arrange.__name__)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_inputs_give_the_same_bits(device, dtype):
+    q, k, v = inputs(device, dtype, num_queries=200, num_keys=300)
+    first = ringattn.block_attention(q, k, v, diagonal=50)
+    second = ringattn.block_attention(q.clone(), k.clone(), v.clone(), diagonal=50)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row", [0, 9, 32])
+def test_nan_in_a_query_reaches_that_row_only(device, dtype, row):
+    q, k, v = inputs(device, dtype)
+    q[1, row, 2, 5] = math.nan
+    out, lse = ringattn.block_attention(q, k, v, diagonal=3)
+    expected = torch.zeros_like(lse, dtype=torch.bool)
+    expected[1, 2, row] = True
+    assert torch.equal(lse.isnan(), expected)
+    assert torch.equal(out.isnan(), expected.transpose(1, 2).unsqueeze(-1).expand(out.shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row", [0, 9, 31])
+def test_nan_in_a_key_reaches_the_rows_that_see_it(device, dtype, row):
+    q, k, v = inputs(device, dtype)
+    k[0, row, 1, 7] = math.nan
+    out, lse = ringattn.block_attention(q, k, v, diagonal=0)
+    expected = torch.zeros_like(lse, dtype=torch.bool)
+    expected[0, 2:, row:] = True  # the query heads of key/value head 1
+    assert torch.equal(lse.isnan(), expected)
+    assert torch.equal(out.isnan(), expected.transpose(1, 2).unsqueeze(-1).expand(out.shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_in_a_value_reaches_at_most_its_diagonal_tile(device, dtype):
+    q, k, v = inputs(device, dtype, num_queries=1100, num_keys=1100, batch=1)
+    v[0, 700, 1] = math.nan
+    out, lse = ringattn.block_attention(q, k, v, diagonal=0)
+    assert not lse.isnan().any()
+    assert out[:, 700:, 2:].isnan().all()
+    assert not out[:, : 700 - 512].isnan().any() and not out[:, :, :2].isnan().any()
+
+
+def empty_state(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full((q.size(0), q.size(2), q.size(1)), -math.inf, dtype=dtype, device=q.device)
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_folded_into_a_state_equal_one_block(device, dtype):
+    q, k, v = inputs(device, dtype)
+    scale = 1 / math.sqrt(q.size(-1))
+    out, lse = empty_state(q)
+    begin = 0
+    for size in (5, 0, 30, 12):
+        keys, values = (x[:, begin : begin + size] for x in (k, v))
+        # Key column j of this block is column begin + j of all.
+        torch.ops.ringattn.block_attention_(out, lse, q, keys, values, scale, 10 - begin)
+        begin += size
+    check_attention(out.to(dtype), lse, q, k, v, diagonal=10)
+
+
+def test_a_state_of_part_of_the_rows_may_be_folded_into(device):
+    q, k, v = inputs(device)
+    out, lse = empty_state(q)
+    rows = slice(11, 33)
+    torch.ops.ringattn.block_attention_(
+        out[:, rows], lse[:, :, rows], q[:, rows], k, v, 0.125, None
+    )
+    check_attention(out[:, rows], lse[:, :, rows], q[:, rows], k, v, scale=0.125)
+    assert (out[:, :11] == 0).all() and (lse[:, :, :11] == -math.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("diagonal", [None, 0])
+def test_operators_are_well_behaved(device, dtype, diagonal):
+    q, k, v = inputs(device, dtype)
+    torch.library.opcheck(torch.ops.ringattn.block_attention, (q, k, v, 0.1, diagonal))
+    torch.library.opcheck(
+        torch.ops.ringattn.block_attention_, (*empty_state(q), q, k, v, 0.1, diagonal)
+    )
+
+
+@pytest.mark.parametrize("diagonal", [None, 0, 7, -7, 1000, -1000])
+def test_flops_are_four_per_visible_pair_and_dimension(device, diagonal):
+    q, k, v = inputs(device)
+    visible = torch.ones(33, 47).tril(1000 if diagonal is None else diagonal).sum().item()
+    with FlopCounterMode(display=False) as counter:
+        ringattn.block_attention(q, k, v, diagonal=diagonal)
+    assert counter.get_total_flops() == 4 * 64 * 4 * 2 * visible
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.ringattn.block_attention_(*empty_state(q), q, k, v, 0.1, diagonal)
+    assert counter.get_total_flops() == 4 * 64 * 4 * 2 * visible
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_runs_in_its_dtype(device, dtype):
+    q, k, v = inputs(device)
+    with torch.autocast(device.type, dtype=dtype):
+        out, lse = ringattn.block_attention(q, k, v, diagonal=0)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    halves = [x.to(dtype) for x in (q, k, v)]
+    check_attention(out, lse, *halves, diagonal=0)
