@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks run, small and on CPU, and what they write can be read and is right."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 120
+
+
+def run(*command: str) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+
+
+def run_on_two_ranks(*command: str) -> None:
+    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command)
+
+
+def read(stem: Path) -> list[dict[str, str]]:
+    """Rows of the CSV, once Markdown and JSON were found to have as many."""
+    with Path(f"{stem}.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    content = json.loads(Path(f"{stem}.json").read_text())
+    assert len(content["rows"]) == len(rows) > 0
+    assert {"command", "commit", "torch", "device"} <= content["header"].keys()
+    table = [line for line in Path(f"{stem}.md").read_text().splitlines() if line.startswith("|")]
+    assert len(table) == len(rows) + 2
+    return rows
+
+
+SMALL = ["--device", "cpu", "--rounds", "2", "--warmup", "1"]
+HEADS = ["--heads", "4", "--kv-heads", "2", "--dtype", "float32"]
+
+
+def test_attention_benchmark_times_ours_beside_torch_and_all_are_exact(tmp_path: Path) -> None:
+    stem = tmp_path / "attention"
+    sizes = ["--seq-lens", "96", "--head-dims", "16,32"]
+    run("benchmarks/attention.py", *SMALL, *HEADS, *sizes, "--out", str(stem))
+    rows = read(stem)
+    assert {row["what"] for row in rows} == {"ringattn", "ringattn fold", "torch CPU"}
+    assert len(rows) == 2 * 2 * 3  # head dims, masks, contestants
+    assert all(float(row["ms"]) > 0 and float(row["max error"]) < 2e-6 for row in rows)
+
+
+def test_ring_benchmark_compares_rings_with_one_device(tmp_path: Path) -> None:
+    stem = tmp_path / "ring"
+    sizes = ["--seq-lens", "128", "--head-dim", "16"]
+    run_on_two_ranks("benchmarks/ring.py", *SMALL, *HEADS, *sizes, "--out", str(stem))
+    rows = {row["what"]: row for row in read(stem)}
+    rings = {"ringattn zigzag auto", "ringattn contiguous auto", "zigzag on torch CPU"}
+    assert rings < rows.keys()
+    assert {"one device: ringattn", "one device: torch CPU"} < rows.keys()
+    assert all(float(row["max error"]) < 2e-6 for row in rows.values())
+    assert all(float(rows[name]["share of ideal"]) > 0 for name in rings)
+    assert 0 <= float(rows["ringattn zigzag auto"]["wait share"]) <= 1
+
+
+def test_transport_benchmark_receives_what_was_sent(tmp_path: Path) -> None:
+    stem = tmp_path / "transport"
+    run_on_two_ranks("benchmarks/transport.py", *SMALL, "--kilobytes", "64,256", "--out", str(stem))
+    rows = read(stem)
+    assert len(rows) == 2 * 3
+    assert all(row["wrong"] == "0" and float(row["GB/s"]) > 0 for row in rows)
+
+
+def test_problem_sees_a_wrong_row_and_a_nan() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from harness import Problem
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    device = torch.device("cpu")
+    problem = Problem.random(32, 4, 2, 8, dtype=torch.float64, device=device, causal=True)
+    right = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (problem.q, problem.k, problem.v)),
+        is_causal=True,
+        enable_gqa=True,
+    ).transpose(1, 2)
+    positions = torch.arange(32)
+    assert problem.max_error(right, positions) < 1e-12
+    wrong = right.clone()
+    wrong[0, 5, 2, 3] += 0.5
+    assert problem.max_error(wrong, positions) == pytest.approx(0.5)
+    wrong[0, 7, 0, 0] = float("nan")
+    assert problem.max_error(wrong, positions) != problem.max_error(wrong, positions)
+    assert problem.max_error(right[:, 8:], positions[8:]) < 1e-12
