@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/cuda/sm80/block_attention_kernel.cuh"
+
+namespace ringattn::cuda::sm80 {
+
+template cudaError_t launch_block_attention<__half, 192>(const BlockAttentionParams&, cudaStream_t);
+
+}  // namespace ringattn::cuda::sm80

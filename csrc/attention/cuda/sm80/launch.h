@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "attention/params.h"
+
+// The portable kernel family: compute capability 8.0 and later. Each launcher is instantiated in a
+// file of its own (instantiations/), for Element in {__half, __nv_bfloat16, float} and the tile
+// sizes of head dims.
+
+namespace ringattn::cuda::sm80 {
+
+/// kHeadDim in {64, 96, 128, 192, 256}: the smallest that holds p.head_dim.
+template <typename Element, int kHeadDim>
+cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream);
+
+/// kHeadDim in {64, 128, 256}. With more than one split, states [splits][B, S_q, H, D] and, behind
+/// them, their lse [splits][B, H, S_q] go to p.workspace, otherwise the result to p.out and p.lse.
+/// num_keys > 0.
+template <typename Element, int kHeadDim>
+cudaError_t launch_decode_attention(const DecodeAttentionParams& p, int splits,
+                                    cudaStream_t stream);
+
+}  // namespace ringattn::cuda::sm80
