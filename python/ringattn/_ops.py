@@ -149,7 +149,6 @@ def _block_attention_flops(
     v_shape: Sequence[int],
     scale: float,
     diagonal: int | None,
-    *args: Any,
     **kwargs: Any,
 ) -> int:
     return _pair_flops(q_shape) * _visible_pairs(q_shape[1], k_shape[1], diagonal)
@@ -157,9 +156,16 @@ def _block_attention_flops(
 
 @register_flop_formula(_ops.block_attention_)
 def _block_attention_into_state_flops(
-    out_shape: Sequence[int], lse_shape: Sequence[int], *args: Any, **kwargs: Any
+    state_shape: Sequence[int],
+    lse_shape: Sequence[int],
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    v_shape: Sequence[int],
+    scale: float,
+    diagonal: int | None,
+    **kwargs: Any,
 ) -> int:
-    return _block_attention_flops(*args, **kwargs)
+    return _pair_flops(q_shape) * _visible_pairs(q_shape[1], k_shape[1], diagonal)
 
 
 @register_flop_formula(_ops.ring_forward)

@@ -319,7 +319,9 @@ def synchronize(group: Group = None) -> None:
         ValueError: a group this process is not in.
         torch.distributed.DistBackendError: a peer died or never arrived.
     """
-    call(_C.synchronize, resolve_group(group).name)
+    ring = resolve_group(group)
+    if ring.process_group is not None:  # a rank without a group has nobody to wait for
+        call(_C.synchronize, ring.name)
 
 
 def _check_keywords(function: str, refused: dict[str, Any]) -> None:

@@ -158,8 +158,8 @@ class RankPool:
         call_timeout_s: float = CALL_TIMEOUT_S,
         **kwargs: Any,
     ) -> list[Outcome]:
-        """Calls ``function(*args, **kwargs)`` on every rank. A rank that does not answer in time fails
-        the test and closes the pool."""
+        """Calls ``function(*args, **kwargs)`` on every rank. A rank that does not answer in time
+        fails the test and closes the pool."""
         request = pickle.dumps((function, args, kwargs))
         for connection in self._connections:
             with suppress(BrokenPipeError, ConnectionResetError):  # seen as a death below
@@ -180,8 +180,8 @@ class RankPool:
         return answers
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls ``function(*args, **kwargs)`` on every rank and returns what each returned, tensors on
-        the CPU; RanksFailed where one raised."""
+        """Calls ``function(*args, **kwargs)`` on every rank and returns what each returned, tensors
+        on the CPU; RanksFailed where one raised."""
         outcomes = self.outcomes(function, *args, **kwargs)
         if not all(outcome.ok for outcome in outcomes):
             raise RanksFailed(outcomes)

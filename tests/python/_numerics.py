@@ -7,7 +7,8 @@ float64   at most 1e-10
 float32   at most the larger of 2e-6 and twice the error of PyTorch's best float32 backend
 halves    max and rms at most twice those of PyTorch's own attention in that dtype, on one device
 
-PyTorch is given the same inputs. Rounding the float64 reference to the result's dtype is never an error.
+PyTorch is given the same inputs. Rounding the float64 reference to the result's dtype is never an
+error.
 """
 
 import math
@@ -17,9 +18,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 from ringattn import reference
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 FLOAT64_TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 2e-6

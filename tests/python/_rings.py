@@ -3,11 +3,10 @@
 
 from dataclasses import dataclass
 
+import ringattn
 import torch
 from _distributed import RankPool, this
 from _numerics import Error, check_attention, poisoned_memory
-
-import ringattn
 from ringattn import Partition
 
 #: Lengths and order for each number of ranks: even, odd, lopsided, with empty ranks, reordered.

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 # Before torch is imported, here and in the processes of the pools: all ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from _distributed import RankPool  # noqa: E402
+import pytest
+import torch
+from _distributed import RankPool
 
 MAX_WORLD_SIZE = 4
 

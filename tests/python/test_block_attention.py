@@ -4,12 +4,11 @@
 import math
 
 import pytest
+import ringattn
 import torch
 from _numerics import check_attention, poisoned_memory
-from torch.utils.flop_counter import FlopCounterMode
-
-import ringattn
 from ringattn import reference
+from torch.utils.flop_counter import FlopCounterMode
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -101,7 +100,9 @@ def test_scores_far_above_the_range_of_the_exponential(device, dtype):
 
 def packed(x: torch.Tensor) -> torch.Tensor:
     """The middle of three tensors that lie beside each other, as a fused projection leaves them."""
-    return torch.stack([torch.full_like(x, math.nan), x, torch.full_like(x, math.nan)], 3)[:, :, :, 1]
+    return torch.stack([torch.full_like(x, math.nan), x, torch.full_like(x, math.nan)], 3)[
+        :, :, :, 1
+    ]
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:

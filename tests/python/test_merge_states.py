@@ -5,10 +5,9 @@ import itertools
 import math
 
 import pytest
+import ringattn
 import torch
 from _numerics import measure, poisoned_memory
-
-import ringattn
 from ringattn import reference
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -21,7 +20,7 @@ def states(device: torch.device, dtype: torch.dtype = torch.float32, rows: int =
     return tuple(x.to(device, dtype) for x in (outs[0], lses[0], outs[1], lses[1]))
 
 
-@pytest.mark.parametrize(("out_dtype", "lse_dtype"), itertools.product(DTYPES, DTYPES))
+@pytest.mark.parametrize(("out_dtype", "lse_dtype"), list(itertools.product(DTYPES, DTYPES)))
 def test_any_floating_dtypes_give_a_wide_state(device, out_dtype, lse_dtype):
     if device.type == "cuda" and torch.float64 in (out_dtype, lse_dtype):
         pytest.skip("float64 is for the CPU")

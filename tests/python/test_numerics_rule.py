@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from _numerics import Error, allowed_error, check_attention, measure
-
 from ringattn import reference
 
 HALVES = [torch.float16, torch.bfloat16]

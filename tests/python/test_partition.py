@@ -7,8 +7,7 @@ import random
 
 import pytest
 import torch
-
-from ringattn import Partition, _C
+from ringattn import _C, Partition
 
 LENGTHS = [[1], [16], [5, 3, 8], [2, 2, 2, 2], [7, 0, 1], [0, 0, 3, 0], [0], [0, 0], [1, 1, 1]]
 

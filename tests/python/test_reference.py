@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-
 from ringattn import Partition, reference
 
 
@@ -68,7 +67,13 @@ def test_merged_states_equal_attention_over_all_keys(split):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("lengths", "order"),
-    [([17], None), ([8, 9], [1, 0]), ([0, 17], None), ([5, 3, 9], [2, 0, 1]), ([1, 0, 13, 3], None)],
+    [
+        ([17], None),
+        ([8, 9], [1, 0]),
+        ([0, 17], None),
+        ([5, 3, 9], [2, 0, 1]),
+        ([1, 0, 13, 3], None),
+    ],
 )
 def test_ring_equals_attention_on_one_device(layout, causal, lengths, order):
     q, k, v = inputs(17, 17)

@@ -5,15 +5,14 @@ import math
 from dataclasses import replace
 
 import pytest
+import ringattn
 import torch
 import torch.distributed as dist
 from _distributed import RankPool, this
 from _numerics import RMS_GROWTH, check_attention, measure
 from _rings import SPLITS, Case, check_ring, ring_call, whole
+from ringattn import _C, Partition, reference
 from torch.utils.flop_counter import FlopCounterMode
-
-import ringattn
-from ringattn import Partition, _C, reference
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 LAYOUTS = ["zigzag", "contiguous"]

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sharded cache: who holds a token, and that no token is copied for another."""
+
+import pytest
+import torch
+from ringattn.models.cache import ShardedKVCache, least_loaded
+
+LAYERS, BATCH, KV_HEADS, HEAD_DIM = 2, 2, 3, 8
+
+
+def new_cache(lengths: list[int], rank: int, new_tokens: int = 0) -> ShardedKVCache:
+    return ShardedKVCache(
+        LAYERS,
+        lengths,
+        rank,
+        batch=BATCH,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        new_tokens=new_tokens,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def rows(first: int, count: int, layer: int) -> torch.Tensor:
+    """[B, count, H_kv, D]: rows that tell token and layer."""
+    values = torch.arange(first, first + count, dtype=torch.float32) + 1000 * layer
+    return values[None, :, None, None].expand(BATCH, count, KV_HEADS, HEAD_DIM).contiguous()
+
+
+def test_a_new_token_goes_to_the_least_loaded_rank_the_lowest_where_several_are() -> None:
+    lengths = [4, 2, 3]
+    owners = []
+    for _ in range(6):
+        owners.append(least_loaded(lengths))
+        lengths[owners[-1]] += 1
+    assert owners == [1, 1, 2, 0, 1, 2]
+    assert lengths == [5, 5, 5]
+
+
+@pytest.mark.parametrize("new_tokens", [0, 3, 40])
+def test_ranks_together_hold_every_token_once_in_every_layer(new_tokens: int) -> None:
+    lengths, tokens = [5, 0, 2], 40
+    caches = [new_cache(lengths, rank, new_tokens) for rank in range(3)]
+    held: list[list[int]] = [list(range(0, 5)), [], list(range(5, 7))]
+    for rank, cache in enumerate(caches):
+        for layer in range(LAYERS):
+            k = rows(held[rank][0] if held[rank] else 0, lengths[rank], layer)
+            cache.store(layer, k, -k)
+    for token in range(7, 7 + tokens):
+        owners = {cache.advance() for cache in caches}
+        assert len(owners) == 1
+        held[owners.pop()].append(token)
+        for cache in caches:
+            for layer in range(LAYERS):
+                k = rows(token, 1, layer)
+                cache.append(layer, k, -k)
+    assert caches[0].lengths == caches[1].lengths == [16, 16, 15]
+    assert caches[0].seq_len == 47
+    for cache, tokens_held in zip(caches, held, strict=True):
+        for layer in range(LAYERS):
+            keys, values = cache.view(layer)
+            expected = torch.tensor(tokens_held, dtype=torch.float32) + 1000 * layer
+            assert torch.equal(keys, expected[None, :, None, None].expand_as(keys))
+            assert torch.equal(values, -keys)
+
+
+def test_announced_tokens_are_never_moved() -> None:
+    cache = new_cache([3000, 1000], rank=1, new_tokens=500)
+    address = cache.view(0)[0].data_ptr()
+    assert cache.capacity == 1500  # all of them come here: rank 0 has more to the end
+    for _ in range(500):
+        cache.advance()
+        keys, _ = cache.append(0, rows(0, 1, 0), rows(0, 1, 0))
+        assert keys.data_ptr() == address
+
+
+def test_tokens_past_the_announced_ones_move_storage_seldom() -> None:
+    cache = new_cache([100], rank=0)
+    moves, copied, address = 0, 0, cache.view(0)[0].data_ptr()
+    for _ in range(10_000):
+        held = cache.lengths[0]
+        cache.advance()
+        keys, _ = cache.append(0, rows(0, 1, 0), rows(0, 1, 0))
+        if keys.data_ptr() != address:
+            moves, copied, address = moves + 1, copied + held, keys.data_ptr()
+    assert moves <= 12  # 100 * 1.5 ** 12 > 10_000
+    assert copied <= 3 * 10_000  # a geometric series
+
+
+def test_views_share_the_storage() -> None:
+    cache = new_cache([4], rank=0, new_tokens=4)
+    cache.store(0, rows(0, 4, 0), rows(0, 4, 0))
+    keys, values = cache.view(0)
+    assert keys.shape == (BATCH, 4, KV_HEADS, HEAD_DIM)
+    keys.fill_(7)
+    values.fill_(8)
+    assert cache.view(0)[0].eq(7).all() and cache.view(0)[1].eq(8).all()

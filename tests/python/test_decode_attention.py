@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding from a cache that is spread across ranks."""
+
+from dataclasses import dataclass
+
+import pytest
+import ringattn
+import torch
+from _distributed import RankPool, this
+from _numerics import check_attention, poisoned_memory
+from torch.utils.flop_counter import FlopCounterMode
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+#: Cached keys of each rank.
+CACHES = {
+    1: [[17], [0], [300]],
+    2: [[5, 12], [0, 9], [129, 200]],
+    3: [[4, 4, 4], [0, 0, 11], [1, 160, 0]],
+    4: [[3, 0, 7, 1], [0, 0, 0, 2], [64, 65, 1, 130]],
+}
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One call."""
+
+    lengths: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    num_queries: int = 1
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    scale: float | None = None
+
+    def inputs(self, device: torch.device | str):
+        generator = torch.Generator().manual_seed(2)
+        rows = sum(self.lengths)
+        q = torch.randn(2, self.num_queries, self.num_heads, self.head_dim, generator=generator)
+        k = torch.randn(2, rows, self.num_kv_heads, self.head_dim, generator=generator)
+        v = torch.randn(2, rows, self.num_kv_heads, self.head_dim, generator=generator)
+        return tuple(x.to(device, self.dtype) for x in (q, k, v))
+
+    def local_inputs(self):
+        q, k, v = self.inputs(this().device)
+        rank = this().rank
+        return q, k.split(self.lengths, dim=1)[rank], v.split(self.lengths, dim=1)[rank]
+
+
+def decode(cache: Cache) -> torch.Tensor:
+    with poisoned_memory():
+        return ringattn.decode_attention(*cache.local_inputs(), scale=cache.scale)
+
+
+def check(ring: RankPool, cache: Cache) -> None:
+    if ring.device_type == "cuda" and cache.dtype == torch.float64:
+        pytest.skip("float64 is for the CPU")
+    outs = ring.run(decode, cache)
+    assert all(torch.equal(out, outs[0]) for out in outs), "the ranks must have the same bits"
+    on_device = [x.to(ring.device_type) for x in (outs[0], *cache.inputs("cpu"))]
+    check_attention(on_device[0], None, *on_device[1:], scale=cache.scale, what=f"{cache}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_every_rank_has_attention_over_all_keys(ring, dtype, num_queries):
+    for lengths in CACHES[ring.world_size]:
+        check(ring, Cache(tuple(lengths), dtype, num_queries))
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (8, 1)])
+def test_every_shape_of_heads(ring, head_dim, num_heads, num_kv_heads):
+    lengths = tuple(CACHES[ring.world_size][0])
+    for dtype in (torch.float32, torch.bfloat16):
+        check(ring, Cache(lengths, dtype, 1, num_heads, num_kv_heads, head_dim, scale=0.2))
+
+
+def test_no_keys_anywhere_give_zeros(ring):
+    outs = ring.run(decode, Cache((0,) * ring.world_size))
+    assert all((out == 0).all() for out in outs)
+
+
+def test_long_caches(ring):
+    lengths = tuple(1000 + 333 * rank for rank in range(ring.world_size))
+    check(ring, Cache(lengths, torch.bfloat16, num_heads=8))
+
+
+def step_by_step(num_steps: int) -> torch.Tensor:
+    """Keys are appended where there is room, as a generation does; every step is compared."""
+    generator = torch.Generator().manual_seed(4)
+    size = this().world_size
+    keys = [[] for _ in range(size)]
+    for step in range(num_steps):
+        q, k, v = torch.randn(3, 1, 1, 2, 16, generator=generator).to(this().device)
+        keys[step * step % size].append((k, v))
+        empty = torch.empty(1, 0, 2, 16, device=this().device)
+        mine = keys[this().rank]
+        shard = [torch.cat([empty, *(pair[i] for pair in mine)], dim=1) for i in (0, 1)]
+        out = ringattn.decode_attention(q, *shard)
+        everything = [pair for held in keys for pair in held]
+        whole = [torch.cat([pair[i] for pair in everything], dim=1) for i in (0, 1)]
+        expected, _ = ringattn.block_attention(q, *whole)
+        torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+    return out
+
+
+def test_a_growing_cache(ring):
+    outs = ring.run(step_by_step, 12)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def count_flops(cache: Cache) -> int:
+    with FlopCounterMode(display=False) as counter:
+        ringattn.decode_attention(*cache.local_inputs())
+    return counter.get_total_flops()
+
+
+def test_flops_are_those_of_the_own_keys(ring):
+    lengths = tuple(CACHES[ring.world_size][0])
+    assert ring.run(count_flops, Cache(lengths, num_queries=3)) == [
+        4 * 64 * 4 * 2 * 3 * length for length in lengths
+    ]
+
+
+def well_behaved(cache: Cache) -> None:
+    name = torch.distributed.group.WORLD.group_name
+    torch.library.opcheck(torch.ops.ringattn.decode_attention, (*cache.local_inputs(), 0.1, name))
+
+
+def test_the_operator_is_well_behaved(ring):
+    ring.run(well_behaved, Cache(tuple(CACHES[ring.world_size][0])))

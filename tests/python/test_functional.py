@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public surface: names, signatures, documentation, and what a single rank refuses."""
+
+import copy
+import inspect
+
+import pytest
+import ringattn
+import torch
+from ringattn import Partition
+
+PUBLIC = [getattr(ringattn, name) for name in ringattn.__all__ if name != "testing"]
+
+
+def operands(**changes):
+    given = {
+        "q": torch.randn(2, 6, 4, 16),
+        "k": torch.randn(2, 6, 2, 16),
+        "v": torch.randn(2, 6, 2, 16),
+    }
+    return list((given | changes).values())
+
+
+def test_all_names_are_there_and_sorted():
+    assert ringattn.__all__ == sorted(ringattn.__all__)
+    for name in ringattn.__all__:
+        assert hasattr(ringattn, name)
+
+
+@pytest.mark.parametrize("thing", PUBLIC, ids=lambda thing: thing.__name__)
+def test_everything_public_is_documented(thing):
+    assert inspect.getdoc(thing), f"{thing.__name__} must have a docstring"
+    if inspect.isfunction(thing):
+        text = inspect.getdoc(thing)
+        assert "Raises:" in text and (
+            "Returns:" in text or "Yields:" in text or thing.__name__ == "synchronize"
+        )
+        for name, parameter in inspect.signature(thing).parameters.items():
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                assert f"{name}: " in text, f"{thing.__name__} must say what {name} is"
+    if inspect.isclass(thing):
+        for name, member in vars(thing).items():
+            if not name.startswith("_") and callable(getattr(thing, name)):
+                assert inspect.getdoc(member), f"{thing.__name__}.{name} must have a docstring"
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (
+            ringattn.ring_attention,
+            "(q, k, v, partition=None, *, group=None, causal=True, scale=None, transport='auto', "
+            "depth=None, return_lse=False)",
+        ),
+        (ringattn.block_attention, "(q, k, v, *, scale=None, diagonal=None)"),
+        (ringattn.merge_states, "(out_a, lse_a, out_b, lse_b)"),
+        (ringattn.decode_attention, "(q, k_shard, v_shard, *, group=None, scale=None)"),
+        (ringattn.rotate_kv, "(kv, partition, *, group=None, transport='auto')"),
+        (ringattn.synchronize, "(group=None)"),
+        (
+            ringattn.RingAttention.__init__,
+            "(self, group=None, *, causal=True, scale=None, transport='auto', depth=None)",
+        ),
+        (ringattn.RingAttention.forward, "(self, q, k, v, partition=None)"),
+    ],
+)
+def test_signatures_are_fixed(function, expected):
+    parameters = inspect.signature(function).parameters.values()
+    bare = [
+        parameter.replace(annotation=parameter.empty)
+        for parameter in parameters
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    assert str(inspect.Signature(bare)) == expected
+
+
+def test_the_module_holds_its_options():
+    attention = ringattn.RingAttention(causal=False, scale=0.5, depth=2)
+    assert "causal=False" in repr(attention) and "scale=0.5" in repr(attention)
+    assert list(attention.parameters()) == [] and attention.state_dict() == {}
+    q, k, v = operands()
+    expected, _ = ringattn.block_attention(q, k, v, scale=0.5)
+    assert torch.equal(attention(q, k, v), expected)
+    assert torch.equal(copy.deepcopy(attention)(q, k, v), expected)
+
+
+ATTENTION_RULES = [
+    ({"q": torch.randn(6, 4, 16)}, "q must be .*, got shape"),
+    ({"q": [1.0]}, "q must be a tensor, got list"),
+    ({"k": None}, "k must be a tensor, got NoneType"),
+    ({"k": torch.randn(2, 6, 16)}, "k must have 4 dimensions"),
+    ({"q": torch.randn(2, 6, 5, 16)}, "query heads must be a multiple .* 2, got 5"),
+    ({"q": torch.randn(2, 6, 0, 16)}, "at least one head"),
+    ({"k": torch.randn(2, 6, 2, 24)}, "k must have the head dimension of q, 16, got 24"),
+    ({"v": torch.randn(2, 5, 2, 16)}, "v must have as many rows as k, 6, got 5"),
+    ({"v": torch.randn(2, 6, 4, 16)}, "v must have as many heads as k, 2, got 4"),
+    ({"k": torch.randn(1, 6, 2, 16)}, "k must have the batch size of q, 2, got 1"),
+    ({"v": torch.randn(2, 6, 2, 16).half()}, "v must have the dtype of q"),
+    ({"q": torch.randn(2, 6, 4, 16).cfloat()}, "q must be float16, bfloat16 or float32"),
+    ({"q": torch.ones(2, 6, 4, 16).long()}, "q must be float16, bfloat16 or float32"),
+    ({"q": torch.randn(2, 6, 4, 16, device="meta")}, "q must be on a device with a kernel"),
+    ({"v": torch.randn(2, 6, 2, 16, device="meta")}, "v must be on a device with a kernel"),
+    ({"q": torch.randn(2, 6, 4, 16, requires_grad=True)}, "q must not require grad"),
+    ({"v": torch.randn(2, 6, 2, 16, requires_grad=True)}, "v must not require grad"),
+    ({"scale": float("nan")}, "scale must be finite, got nan"),
+    ({"scale": float("inf")}, "scale must be finite, got inf"),
+    ({"attn_mask": torch.ones(6, 6)}, r"attn_mask must be left out .* got Tensor"),
+    ({"dropout_p": 0.1}, r"dropout_p must be left out .* got 0.1"),
+    ({"is_causal": True}, r"is_causal must be left out .* got True"),
+    ({"enable_gqa": True}, r"enable_gqa must be left out .* got True"),
+]
+
+
+def wide_heads(head_dim: int):
+    return [torch.randn(1, 4, 2, head_dim) for _ in range(3)]
+
+
+def call(function, changes, **more):
+    tensors = {name: changes[name] for name in changes if name in "qkv"}
+    others = {name: changes[name] for name in changes if name not in "qkv"}
+    return function(*operands(**tensors), **others, **more)
+
+
+@pytest.mark.parametrize("function", [ringattn.ring_attention, ringattn.block_attention])
+@pytest.mark.parametrize(("changes", "message"), ATTENTION_RULES)
+def test_wrong_attention_arguments_are_refused(function, changes, message):
+    with pytest.raises(ValueError, match=message):
+        call(function, changes)
+
+
+@pytest.mark.parametrize(
+    "function", [ringattn.ring_attention, ringattn.block_attention, ringattn.decode_attention]
+)
+def test_wrong_head_dimensions_are_refused(function):
+    for head_dim in (0, 4, 12, 264):
+        with pytest.raises(ValueError, match=f"multiple of 8 from 8 to 256, got {head_dim}"):
+            function(*wide_heads(head_dim))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            changes,
+            message.replace("k must", "k_?s?h?a?r?d? must").replace("v must", "v_?s?h?a?r?d? must"),
+        )
+        for changes, message in ATTENTION_RULES
+    ],
+)
+def test_wrong_decode_arguments_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        call(ringattn.decode_attention, changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"transport": "pigeon"}, 'transport must be .* got "pigeon"'),
+        ({"transport": "nccl"}, "nccl"),
+        ({"depth": 0}, "depth must be None or an integer of at least 1, got 0"),
+        ({"depth": -1}, "depth must be None or an integer of at least 1, got -1"),
+        ({"depth": 1.5}, "depth must be None or an integer of at least 1, got 1.5"),
+        ({"partition": (6,)}, "partition must be a Partition, got tuple"),
+        ({"partition": Partition.even(5, 1)}, "q must have the 5 rows .* got 6"),
+        ({"partition": Partition.even(12, 2)}, "lengths must have one entry .* got 2"),
+        ({"group": "world"}, "group must be a ProcessGroup, .* got str"),
+        (
+            {"group": torch.distributed.GroupMember.NON_GROUP_MEMBER},
+            "group must contain this process",
+        ),
+    ],
+)
+def test_wrong_ring_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ringattn.ring_attention(*operands(), **options)
+
+
+@pytest.mark.parametrize(
+    "function", [ringattn.ring_attention, ringattn.block_attention, ringattn.decode_attention]
+)
+def test_unknown_keywords_are_type_errors(function):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
+        function(*operands(), window=3)
+
+
+@pytest.mark.parametrize(
+    "function", [ringattn.ring_attention, ringattn.block_attention, ringattn.decode_attention]
+)
+def test_vmap_is_refused(function):
+    q, k, v = (torch.stack([x, x]) for x in operands())
+    with pytest.raises(ValueError, match="vmap"):
+        torch.vmap(lambda q: function(q, k[0], v[0]))(q)
+
+
+def test_double_precision_of_other_operands_is_not_converted():
+    q, k, v = operands()
+    with pytest.raises(ValueError, match="k must have the dtype of q"):
+        ringattn.ring_attention(q, k.double(), v.double())
+
+
+def test_inputs_that_require_grad_pass_without_grad_mode():
+    q, k, v = operands()
+    q.requires_grad_()
+    with torch.no_grad():
+        assert not ringattn.ring_attention(q, k, v).requires_grad
+    with torch.inference_mode():
+        ringattn.ring_attention(q, k, v)
+
+
+def test_distributed_tensors_are_refused(rank_pool):
+    rank_pool(2).run(refuse_distributed_tensors)
+
+
+def refuse_distributed_tensors() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v = operands()
+    spread = distribute_tensor(q, mesh, [Shard(1)])
+    for function in (ringattn.ring_attention, ringattn.block_attention):
+        with pytest.raises(ValueError, match="q must be a plain tensor .* got a DTensor"):
+            function(spread, k, v)
+
+
+def test_synchronize_without_a_group_returns():
+    ringattn.synchronize()

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A LLaMA over a ring computes what it computes on one rank, however its tokens are spread."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _distributed import RankPool, this
+from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
+from ringattn import Partition
+from ringattn.models import LLaMA, LLaMAConfig, load_model
+from ringattn.models.rope import RotaryEmbedding, inverse_frequencies, rotate
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+SEQ_LEN = 37
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    theirs = tiny_llama(rope_parameters=LLAMA3_ROPE)
+    return save(theirs, tmp_path_factory.mktemp("llama"))
+
+
+def logits_on_ring(
+    folder: Path, partition: Partition | None, sharded: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """Gathered logits [2, S, V]."""
+    model = load_model(folder, group=None, device=this().device, dtype=dtype)
+    ids = random_ids(2, SEQ_LEN).to(this().device)
+    whole = partition or Partition.even(SEQ_LEN, this().world_size)
+    if sharded:
+        logits = model(whole.shard(ids, this().rank), partition, sharded=True)
+    else:
+        logits = model(ids, partition)
+    return whole.gather(logits)
+
+
+PARTITIONS = [
+    (1, None),
+    (2, None),
+    (2, Partition.zigzag([37, 0])),
+    (2, Partition.contiguous([5, 32], order=[1, 0])),
+    (3, None),
+    (3, Partition.zigzag([0, 30, 7], order=[2, 0, 1])),
+]
+
+
+@pytest.mark.parametrize(("world_size", "partition"), PARTITIONS)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_together_equal_one_rank(
+    world_size: int,
+    partition: Partition | None,
+    sharded: bool,
+    folder: Path,
+    rank_pool: Callable[..., RankPool],
+) -> None:
+    if sharded and partition is None and SEQ_LEN % world_size != 0:
+        pytest.skip("shards without a partition have one length")
+    alone = load_model(folder)(random_ids(2, SEQ_LEN))
+    pool = rank_pool(world_size)
+    for logits in pool.run(logits_on_ring, folder, partition, sharded, torch.float32):
+        torch.testing.assert_close(logits, alone, atol=1e-4, rtol=0)
+
+
+@pytest.mark.cuda
+def test_cuda_equals_the_cpu(folder: Path) -> None:
+    ids = random_ids(2, SEQ_LEN)
+    expected = load_model(folder)(ids)
+    logits = load_model(folder, device="cuda")(ids.cuda()).cpu()
+    torch.testing.assert_close(logits, expected, atol=5e-3, rtol=0)
+
+
+def logits_of_a_single_rank(folder: Path) -> torch.Tensor:
+    ids = random_ids(2, SEQ_LEN)[:, : 10 + this().rank]  # no two ranks alike
+    shared = load_model(folder, group=None).alone()
+    logits = load_model(folder)(ids)
+    assert torch.equal(shared(ids), logits)
+    return logits
+
+
+def test_a_single_rank_needs_no_other_one_of_the_default_group(
+    folder: Path, rank_pool: Callable[..., RankPool]
+) -> None:
+    alone = load_model(folder)(random_ids(2, SEQ_LEN))
+    for rank, logits in enumerate(rank_pool(2).run(logits_of_a_single_rank, folder)):
+        torch.testing.assert_close(logits, alone[:, : 10 + rank], atol=1e-4, rtol=0)
+
+
+def test_alone_shares_the_weights(folder: Path) -> None:
+    model = load_model(folder)
+    for ours, theirs in zip(model.parameters(), model.alone().parameters(), strict=True):
+        assert ours.data_ptr() == theirs.data_ptr()
+        assert not theirs.requires_grad
+
+
+def wrong_calls(folder: Path, rank_that_errs: int) -> str:
+    model = load_model(folder, group=None)
+    partition = Partition.even(SEQ_LEN + (this().rank == rank_that_errs), this().world_size)
+    try:
+        model(random_ids(1, SEQ_LEN), partition)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_wrong_call_on_one_rank_fails_on_all_and_names_it(
+    folder: Path, rank_pool: Callable[..., RankPool]
+) -> None:
+    first, second = rank_pool(2).run(wrong_calls, folder, 1)
+    assert second == "token_ids must have the 38 tokens of the partition, got 37"
+    assert "rank 1" in first and second in first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((random_ids(5),), r"token_ids must be a tensor \[B, S\]"),
+        (([[1, 2]],), r"token_ids must be a tensor \[B, S\], got list"),
+        ((random_ids(1, 5).float(),), "token_ids must be int64 or int32, got torch.float32"),
+        ((random_ids(1, 5), [5]), "partition must be a Partition, got list"),
+        ((random_ids(1, 5), Partition.even(5, 2)), "partition must have 1 ranks, got 2"),
+        ((random_ids(1, 5), Partition.even(6, 1)), "the 6 tokens of the partition, got 5"),
+        ((random_ids(1, 129),), "at most the 128 tokens the model was trained for, got 129"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: tuple[Any, ...], message: str, folder: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_model(folder)(*arguments)
+
+
+def test_the_whole_trained_length_is_allowed(folder: Path) -> None:
+    assert load_model(folder)(random_ids(1, 128)).shape == (1, 128, 99)
+
+
+def test_weights_that_require_grad_are_refused_under_grad_mode() -> None:
+    model = LLaMA(LLaMAConfig(src_vocab_size=9, emb_dim=16, nlayers=1, nheads=2, hidden_dim=16))
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match="q must not require grad"):
+        model(ids)
+    with torch.no_grad():
+        assert model(ids).shape == (1, 3, 9)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 10000.0},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+        LLAMA3_ROPE,
+        {**LLAMA3_ROPE, "original_max_position_embeddings": 8192, "factor": 32.0},
+    ],
+)
+def test_rotation_is_that_of_transformers_at_any_positions(rope: dict[str, Any]) -> None:
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=256,
+            num_attention_heads=2,
+            max_position_embeddings=131072,
+            rope_parameters=dict(rope),
+        )
+    )
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    torch.testing.assert_close(
+        inverse_frequencies(128, rope["rope_theta"], scaling), theirs.inv_freq, rtol=1e-6, atol=0
+    )
+    positions = torch.tensor([0, 1, 77, 4096, 131071])
+    x = torch.randn(1, 5, 2, 128)
+    expected, _ = apply_rotary_pos_emb(x, x, *theirs(x, positions[None]), unsqueeze_dim=2)
+    ours = rotate(x, RotaryEmbedding(128, rope["rope_theta"], scaling)(positions))
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"emb_dim": 0}, "emb_dim must be positive, got 0"),
+        ({"nheads": 5, "kvheads": 2}, "nheads must be a multiple of kvheads 2, got 5"),
+        ({"head_dim": 264}, "head_dim must be a multiple of 8, at most 256, got 264"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_type must be one of .*, got 'dynamic'"),
+    ],
+)
+def test_wrong_configs_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLaMAConfig(**changes)
+
+
+def test_an_unknown_group_is_refused() -> None:
+    with pytest.raises(ValueError, match='group must be a group, None or "single", got \'world\''):
+        LLaMA(LLaMAConfig(nlayers=1, emb_dim=16, nheads=1), group="world", device="meta")

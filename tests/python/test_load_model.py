@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face directories of every kind give the logits that transformers gives."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
+from ringattn.models import demo_model_path, load_model
+from safetensors.torch import load_file, save_file
+
+TOLERANCE = 1e-4
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Sets fields of config.json; ``...`` removes one."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value != ...}))
+
+
+def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Sets tensors of model.safetensors; None removes one."""
+    weights = {**load_file(folder / "model.safetensors"), **changes}
+    kept = {name: tensor for name, tensor in weights.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1, "head_dim": 24},
+        {"attention_bias": True, "mlp_bias": True},
+        {"rope_parameters": LLAMA3_ROPE},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+        {"rms_norm_eps": 0.1},
+    ],
+    ids=["plain", "tied", "mha", "mqa", "bias", "llama3", "linear", "eps"],
+)
+def test_logits_agree_with_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
+    theirs = tiny_llama(**changes)
+    ours = load_model(save(theirs, tmp_path))
+    ids = random_ids(2, 101)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours(ids), theirs(ids).logits.detach(), atol=TOLERANCE, rtol=0)
+
+
+def test_many_files_load_like_one(tmp_path: Path) -> None:
+    theirs = tiny_llama()
+    ours = load_model(save(theirs, tmp_path, max_shard_size="40KB"))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    ids = random_ids(1, 40)
+    torch.testing.assert_close(ours(ids), theirs(ids).logits.detach(), atol=TOLERANCE, rtol=0)
+
+
+def test_files_of_any_name_load_without_an_index(tmp_path: Path) -> None:
+    theirs = tiny_llama()
+    save(theirs, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    ids = random_ids(1, 40)
+    logits = load_model(tmp_path)(ids)
+    torch.testing.assert_close(logits, theirs(ids).logits.detach(), atol=TOLERANCE, rtol=0)
+
+
+def test_weights_are_converted_to_the_dtype_asked_for(tmp_path: Path) -> None:
+    theirs = tiny_llama().bfloat16()
+    save(theirs, tmp_path)
+    ids = random_ids(1, 40)
+    exact = theirs.float()(ids).logits.detach()
+    ours = load_model(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(ours(ids), exact, atol=TOLERANCE, rtol=0)
+    assert load_model(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_bfloat16_is_no_less_exact_than_in_transformers(tmp_path: Path) -> None:
+    theirs = tiny_llama(rope_parameters=LLAMA3_ROPE)
+    ours = load_model(save(theirs, tmp_path), dtype=torch.bfloat16)
+    ids = random_ids(2, 101)
+    exact = theirs(ids).logits.detach()
+    error = (ours(ids).float() - exact).square().mean().sqrt()
+    their_error = (theirs.bfloat16()(ids).logits.detach().float() - exact).square().mean().sqrt()
+    assert error <= 1.2 * their_error
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_config_of_transformers_4_means_the_same(scaled: bool, tmp_path: Path) -> None:
+    rope = LLAMA3_ROPE if scaled else {"rope_type": "default", "rope_theta": 3000.0}
+    theirs = tiny_llama(rope_parameters=rope)
+    save(theirs, tmp_path)
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    edit_config(
+        tmp_path,
+        rope_parameters=...,
+        rope_theta=rope["rope_theta"],
+        rope_scaling=scaling if scaled else None,
+    )
+    ids = random_ids(1, 101)
+    logits = load_model(tmp_path)(ids)
+    torch.testing.assert_close(logits, theirs(ids).logits.detach(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("eos", "ends"), [(None, ()), (7, (7,)), ([7, 9], (7, 9)), (..., ())])
+def test_end_tokens_come_from_the_config(eos: Any, ends: tuple[int, ...], tmp_path: Path) -> None:
+    save(tiny_llama(), tmp_path)
+    edit_config(tmp_path, eos_token_id=eos)
+    assert load_model(tmp_path).config.eos_ids == ends
+
+
+def test_old_files_with_frequencies_and_a_repeated_tied_head_load(tmp_path: Path) -> None:
+    theirs = tiny_llama(tie_word_embeddings=True)
+    save(theirs, tmp_path)
+    extra = {
+        "lm_head.weight": theirs.lm_head.weight.detach().clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
+    edit_weights(tmp_path, **extra)
+    ids = random_ids(1, 40)
+    logits = load_model(tmp_path)(ids)
+    torch.testing.assert_close(logits, theirs(ids).logits.detach(), atol=TOLERANCE, rtol=0)
+
+
+def test_the_model_needs_no_gradients_and_is_in_eval_mode(tmp_path: Path) -> None:
+    model = load_model(save(tiny_llama(), tmp_path))
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_model_of_the_package_continues_text() -> None:
+    if not demo_model_path().exists():
+        pytest.skip("the package has no model")
+    model = load_model(demo_model_path())
+    text = torch.tensor([list(b"import os\n\ndef f(x):\n    retur")])
+    assert int(model(text)[0, -1].argmax()) == ord("n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mixtral"}, "model_type must be 'llama' in config.json, got 'mixtral'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ({"vocab_size": ...}, "config.json must have 'vocab_size'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of .*, got 'yarn'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_scaling must have 'factor'"),
+        ({"head_dim": 20}, "head_dim must be a multiple of 8, at most 256, got 20"),
+        ({"num_key_value_heads": 3}, "nheads must be a multiple of kvheads 3, got 4"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config must be None"),
+        ({"num_hidden_layers": 3}, "weights must have model.layers.2.* and 6 more, got files without"),
+        ({"num_hidden_layers": 1}, "got also model.layers.1.* and 6 more"),
+        ({"intermediate_size": 96}, r"shape \[96, 64\], got \[112, 64\]"),
+    ],
+)
+def test_other_models_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save(tiny_llama(), tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path)
+
+
+def test_a_missing_head_is_refused(tmp_path: Path) -> None:
+    save(tiny_llama(), tmp_path)
+    edit_weights(tmp_path, **{"lm_head.weight": None})
+    with pytest.raises(ValueError, match="weights must have lm_head.weight, got files without"):
+        load_model(tmp_path)
+
+
+def test_a_broken_file_is_refused(tmp_path: Path) -> None:
+    save(tiny_llama(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="model.safetensors must be a whole safetensors file"):
+        load_model(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        load_model(tmp_path)
+    save(tiny_llama(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"must hold \*.safetensors"):
+        load_model(tmp_path)
+
+
+def test_a_dtype_that_is_not_floating_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype must be a floating torch.dtype, got torch.int8"):
+        load_model(save(tiny_llama(), tmp_path), dtype=torch.int8)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recording where the time of a ring goes, and making a rank slow on purpose."""
+
+import time
+
+import pytest
+import ringattn
+import torch
+from _distributed import this
+from _rings import Case
+from ringattn import Partition, StepTiming, Timings
+
+
+def record(case: Case, num_calls: int) -> Timings:
+    q, k, v = case.local_inputs()
+    with ringattn.record_timings() as timings:
+        assert timings.steps == []
+        for _ in range(num_calls):
+            ringattn.ring_attention(q, k, v, case.partition, causal=case.causal)
+    return timings
+
+
+def test_one_step_for_every_visiting_block(ring):
+    size = ring.world_size
+    order = list(range(size))[::-1]
+    case = Case(Partition.zigzag([16] * size, order))
+    for rank, timings in enumerate(ring.run(record, case, 3)):
+        place = order.index(rank)
+        sources = [order[place - step] for step in range(size)]
+        assert [step.call for step in timings.steps] == [n for n in range(3) for _ in range(size)]
+        assert [step.source for step in timings.steps] == sources * 3
+        assert [step.kind for step in timings.steps] == (["own"] + ["remote"] * (size - 1)) * 3
+        for step in timings.steps:
+            assert step.attention_ms > 0
+            assert step.transfer_ms >= 0 and step.wait_ms >= 0
+            if step.kind == "own":
+                assert step.transfer_ms == 0 and step.wait_ms == 0
+
+
+def test_a_block_of_which_nothing_is_visible_takes_no_attention(ring):
+    case = Case(Partition.contiguous([16] * ring.world_size))
+    for rank, timings in enumerate(ring.run(record, case, 1)):
+        for step in timings.steps:
+            assert (step.attention_ms > 0) == (step.source <= rank)
+
+
+def nothing_outside() -> tuple[int, int]:
+    case = Case(Partition.even(8 * this().world_size, this().world_size))
+    q, k, v = case.local_inputs()
+    ringattn.ring_attention(q, k, v)
+    with ringattn.record_timings() as timings:
+        pass
+    ringattn.ring_attention(q, k, v)
+    return len(timings.steps)
+
+
+def test_calls_outside_are_not_recorded(ring):
+    assert ring.run(nothing_outside) == [0] * ring.world_size
+
+
+def test_summary_adds_up():
+    timings = Timings(
+        [
+            StepTiming(0, 1, "own", 2.0, 0.0, 0.0),
+            StepTiming(0, 0, "remote", 3.0, 1.5, 0.5),
+            StepTiming(1, 1, "own", 4.0, 0.0, 0.25),
+        ]
+    )
+    assert timings.summary() == {
+        "calls": 2,
+        "steps": 3,
+        "attention_ms": 9.0,
+        "own_attention_ms": 6.0,
+        "remote_attention_ms": 3.0,
+        "transfer_ms": 1.5,
+        "wait_ms": 0.75,
+    }
+    assert Timings().summary()["attention_ms"] == 0
+
+
+def test_a_recording_does_not_nest_and_ends_with_an_exception():
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(KeyError), ringattn.record_timings() as timings:
+        ringattn.ring_attention(q, q, q)
+        with pytest.raises(ValueError, match="must not be nested"):
+            with ringattn.record_timings():
+                pass
+        raise KeyError
+    assert len(timings.steps) == 1
+    with ringattn.record_timings() as timings:
+        pass
+    assert timings.steps == []
+
+
+def test_slowdown_multiplies_the_attention_time_and_changes_no_bit():
+    q = torch.randn(1, 1024, 4, 64)
+
+    def attention_ms() -> float:
+        times = []
+        for _ in range(5):
+            with ringattn.record_timings() as timings:
+                outs.append(ringattn.ring_attention(q, q, q))
+            times.append(timings.summary()["attention_ms"])
+        return min(times)
+
+    outs: list[torch.Tensor] = []
+    attention_ms()
+    alone = attention_ms()
+    with ringattn.testing.slowdown(4.0):
+        slow = attention_ms()
+        with ringattn.testing.slowdown(1.0):
+            inner = attention_ms()
+        again = attention_ms()
+    assert 3 < slow / alone < 6 and 3 < again / alone < 6
+    assert inner / alone < 2 and attention_ms() / alone < 2
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.0, -1.0, float("nan"), float("inf")])
+def test_slowdown_refuses_factors_below_one(factor):
+    with pytest.raises(ValueError, match="factor must be a finite number of at least 1, got"):
+        with ringattn.testing.slowdown(factor):
+            pass
+
+
+def one_slow_rank(case: Case) -> float:
+    q, k, v = case.local_inputs()
+    factor = 8.0 if this().rank == 0 else 1.0
+    with ringattn.testing.slowdown(factor), ringattn.record_timings() as timings:
+        start = time.perf_counter()
+        out = ringattn.ring_attention(q, k, v, case.partition, causal=False)
+        elapsed = time.perf_counter() - start
+    return timings, elapsed, out
+
+
+def test_peers_do_not_slow_down_with_a_slow_rank(rank_pool):
+    case = Case(Partition.even(1024, 2), batch=1, causal=False)
+    rank_pool(2).run(one_slow_rank, case)
+    (slow, *_), (fast, *_) = rank_pool(2).run(one_slow_rank, case)
+    assert slow.summary()["attention_ms"] > 3 * fast.summary()["attention_ms"]
