@@ -54,7 +54,7 @@ at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Te
     const int num_sms = at::cuda::getDeviceProperties(q.device().index())->multiProcessorCount;
     const at::Tensor workspace = at::empty({cuda::decode_workspace_floats(params, num_sms)}, wide);
     params.workspace = workspace.data_ptr<float>();
-    check_launch(cuda::decode_attention(params, num_sms, current_stream(q)), "decode_attention");
+    check_launch(cuda::decode_attention(params, current_stream(q)), "decode_attention");
     return partial;
   }
 #endif

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/ATen.h>
+
+#include "catch.h"
+#include "reference.h"
+#include "ring/ring_forward.h"
+#include "ring/timings.h"
+#include "transport/loopback.h"
+
+using ringattn::Block;
+using ringattn::Layout;
+using ringattn::LoopbackTransport;
+using ringattn::Partition;
+using ringattn::RingCall;
+using ringattn::testing::max_error;
+using ringattn::testing::reference_attention;
+
+namespace {
+
+constexpr double kScale = 0.4;
+
+at::Tensor shard(const at::Tensor& x, const Partition& partition, int64_t rank) {
+  std::vector<at::Tensor> pieces = {x.narrow(1, 0, 0)};
+  for (const auto& [begin, end] : partition.segments(rank)) {
+    pieces.push_back(x.narrow(1, begin, end - begin));
+  }
+  return at::cat(pieces, 1);
+}
+
+void check_ring(const Partition& partition, bool causal) {
+  const auto options = at::TensorOptions(at::kDouble);
+  const int64_t tokens = partition.seq_len();
+  const at::Tensor q = at::randn({2, tokens, 4, 8}, options),
+                   k = at::randn({2, tokens, 2, 8}, options),
+                   v = at::randn({2, tokens, 2, 8}, options);
+  const auto [expected, expected_lse] =
+      reference_attention(q, k, v, kScale, causal ? std::optional<int64_t>(0) : std::nullopt);
+
+  std::vector<Block> blocks;
+  for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
+    blocks.push_back({shard(k, partition, rank), shard(v, partition, rank)});
+  }
+  LoopbackTransport transport(blocks);
+  for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
+    const auto [out, lse] =
+        ringattn::ring_forward(shard(q, partition, rank), blocks[rank].k, blocks[rank].v,
+                               RingCall{partition, rank, causal, kScale}, &transport);
+    INFO("rank " << rank << " of " << partition.world_size() << ", "
+                 << ringattn::layout_name(partition.layout()) << (causal ? ", causal" : ""));
+    CHECK(max_error(out, shard(expected, partition, rank)) < 1e-12);
+    CHECK(max_error(lse.transpose(1, 2), shard(expected_lse.transpose(1, 2), partition, rank)) <
+          1e-12);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("a ring over 1 to 5 ranks equals attention on one device") {
+  const std::vector<std::vector<int64_t>> all_lengths = {
+      {6},       {5, 5},       {7, 2},       {0, 9},         {3, 0, 8},
+      {1, 1, 1}, {4, 9, 1, 2}, {0, 0, 5, 0}, {2, 3, 5, 7, 1}};
+  for (const auto& lengths : all_lengths) {
+    for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) {
+      std::vector<int64_t> backwards;
+      for (size_t rank = lengths.size(); rank-- > 0;) backwards.push_back(rank);
+      for (const bool causal : {true, false}) {
+        check_ring(Partition(layout, lengths), causal);
+        check_ring(Partition(layout, lengths, backwards), causal);
+      }
+    }
+  }
+}
+
+TEST_CASE("timings have one step for every visiting block, and none when nobody records") {
+  const Partition partition(Layout::kContiguous, {4, 4});
+  auto& recorder = ringattn::Recorder::get();
+  recorder.start();
+  check_ring(partition, true);
+  const auto steps = recorder.stop();
+  check_ring(partition, true);
+  REQUIRE(steps.size() == 4);  // two ranks, two blocks each
+  CHECK(steps[0].own);
+  CHECK(steps[1].source == 1);
+  CHECK(steps[1].attention_ms == 0.0);  // rank 0 sees nothing of rank 1
+  CHECK(steps[3].attention_ms > 0.0);
+  CHECK(steps[3].call == 1);
+  recorder.start();
+  CHECK(recorder.stop().empty());
+}
+
+TEST_CASE("a slowed rank computes the same") {
+  ringattn::set_slowdown(2.5);
+  check_ring(Partition(Layout::kZigzag, {5, 3, 8}), true);
+  ringattn::set_slowdown(1.0);
+}

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdlib>
+#include <random>
+#include <set>
+
+#include "catch.h"
+#include "partition/schedule.h"
+
+using ringattn::Layout;
+using ringattn::Partition;
+using ringattn::schedule;
+using ringattn::Visit;
+
+namespace {
+
+std::vector<int64_t> positions(const Partition& partition, int64_t rank) {
+  std::vector<int64_t> positions;
+  for (const auto& [begin, end] : partition.segments(rank)) {
+    for (int64_t position = begin; position < end; ++position) positions.push_back(position);
+  }
+  return positions;
+}
+
+std::vector<int64_t> random_lengths(std::mt19937& random) {
+  std::vector<int64_t> lengths(1 + random() % 5);
+  for (int64_t& length : lengths) length = random() % 5 == 0 ? 0 : random() % 14;
+  return lengths;
+}
+
+// Which of all (query row, key row) pairs the calls of a schedule compute, checked one by one.
+void check_against_brute_force(const Partition& partition, int64_t rank, bool causal) {
+  const auto queries = positions(partition, rank);
+  for (const Visit& visit : schedule(partition, rank, causal)) {
+    const auto keys = positions(partition, visit.source);
+    for (size_t i = 0; i < queries.size(); ++i) {
+      for (size_t j = 0; j < keys.size(); ++j) {
+        const int64_t row = static_cast<int64_t>(i) - visit.query_begin;
+        const bool computed = row >= 0 && static_cast<int64_t>(i) < visit.query_end &&
+                              static_cast<int64_t>(j) < visit.key_end &&
+                              (!visit.diagonal || static_cast<int64_t>(j) - row <= *visit.diagonal);
+        REQUIRE(computed == (!causal || keys[j] <= queries[i]));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("a schedule computes exactly the visible pairs") {
+  std::mt19937 random(2);
+  for (int trial = 0; trial < 150; ++trial) {
+    const auto lengths = random_lengths(random);
+    std::vector<int64_t> order;
+    for (size_t rank = 0; rank < lengths.size(); ++rank) order.push_back(rank);
+    std::shuffle(order.begin(), order.end(), random);
+    for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) {
+      const Partition partition(layout, lengths, order);
+      for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
+        check_against_brute_force(partition, rank, true);
+        check_against_brute_force(partition, rank, false);
+      }
+    }
+  }
+}
+
+TEST_CASE("blocks visit once each, the own one first, then backwards through the order") {
+  const Partition partition(Layout::kZigzag, {4, 4, 4, 4}, {2, 0, 3, 1});
+  const auto visits = schedule(partition, 3, true);
+  REQUIRE(visits.size() == 4);
+  CHECK(visits[0].source == 3);
+  CHECK(visits[1].source == 0);
+  CHECK(visits[2].source == 2);
+  CHECK(visits[3].source == 1);
+}
+
+TEST_CASE("zigzag work between two ranks is half the product of their lengths") {
+  std::mt19937 random(3);
+  for (int trial = 0; trial < 100; ++trial) {
+    auto lengths = random_lengths(random);
+    const bool even = trial % 2 == 0;
+    for (int64_t& length : lengths) length = even ? length * 2 : length;
+    const Partition partition(Layout::kZigzag, lengths);
+    for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
+      for (const Visit& visit : schedule(partition, rank, true)) {
+        if (visit.source == rank) continue;
+        const int64_t twice = 2 * visit.num_queries() * visit.key_end;
+        const int64_t product = partition.length(rank) * partition.length(visit.source);
+        if (even) CHECK(twice == product);
+        // Odd lengths: within half a row of either side.
+        CHECK(std::abs(twice - product) <=
+              std::max(partition.length(rank), partition.length(visit.source)));
+      }
+    }
+  }
+}
+
+TEST_CASE("every row is completed by exactly one call, the last that visits it") {
+  std::mt19937 random(4);
+  for (int trial = 0; trial < 200; ++trial) {
+    const auto layout = trial % 2 == 0 ? Layout::kZigzag : Layout::kContiguous;
+    const Partition partition(layout, random_lengths(random));
+    for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
+      const auto visits = schedule(partition, rank, trial % 3 != 0);
+      std::vector<int> completed(partition.length(rank), 0);
+      for (const Visit& visit : visits) {
+        if (!visit.visible()) continue;
+        for (int64_t row = visit.query_begin; row < visit.query_end; ++row)
+          CHECK(completed.at(row) == 0);
+        for (int64_t row = visit.final_begin; row < visit.final_end; ++row) ++completed.at(row);
+      }
+      for (const int times : completed) CHECK(times == 1);
+    }
+  }
+}
