@@ -80,12 +80,13 @@ PYTHON
 # What the installed library was built from, and with what.
 ringattn_fingerprint() {
   python - "$ringattn_root" "$ringattn_extras" <<'PYTHON'
-import hashlib, importlib.metadata, pathlib, shutil, sys
+import hashlib, importlib.metadata, os, pathlib, shutil, sys
 root = pathlib.Path(sys.argv[1])
 built_from = [root / "CMakeLists.txt", root / "pyproject.toml"]
 for folder in ("csrc", "cmake"):
     built_from += (root / folder).rglob("*")
-digest = hashlib.sha256(repr((sys.argv[1:], sys.version, shutil.which("nvcc"))).encode())
+chosen = (sys.argv[1:], sys.version, shutil.which("nvcc"), os.environ.get("RINGATTN_CUDA"))
+digest = hashlib.sha256(repr(chosen).encode())
 digest.update(importlib.metadata.version("torch").encode())
 for path in sorted(path for path in built_from if path.is_file()):
     digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
