@@ -190,5 +190,5 @@ def test_wrong_configs_are_refused(changes: dict[str, Any], message: str) -> Non
 
 
 def test_an_unknown_group_is_refused() -> None:
-    with pytest.raises(ValueError, match='group must be a group, None or "single", got \'world\''):
+    with pytest.raises(ValueError, match="group must be a group, None or \"single\", got 'world'"):
         LLaMA(LLaMAConfig(nlayers=1, emb_dim=16, nheads=1), group="world", device="meta")

@@ -10,6 +10,7 @@ import torch
 from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
 from ringattn.models import demo_model_path, load_model
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 TOLERANCE = 1e-4
 
@@ -68,12 +69,11 @@ def test_files_of_any_name_load_without_an_index(tmp_path: Path) -> None:
 
 
 def test_weights_are_converted_to_the_dtype_asked_for(tmp_path: Path) -> None:
-    theirs = tiny_llama().bfloat16()
-    save(theirs, tmp_path)
-    ids = random_ids(1, 40)
-    exact = theirs.float()(ids).logits.detach()
+    save(tiny_llama().bfloat16(), tmp_path)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ours = load_model(tmp_path, dtype=torch.float32)
-    torch.testing.assert_close(ours(ids), exact, atol=TOLERANCE, rtol=0)
+    ids = random_ids(1, 40)
+    torch.testing.assert_close(ours(ids), theirs(ids).logits.detach(), atol=TOLERANCE, rtol=0)
     assert load_model(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
@@ -82,8 +82,9 @@ def test_bfloat16_is_no_less_exact_than_in_transformers(tmp_path: Path) -> None:
     ours = load_model(save(theirs, tmp_path), dtype=torch.bfloat16)
     ids = random_ids(2, 101)
     exact = theirs(ids).logits.detach()
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     error = (ours(ids).float() - exact).square().mean().sqrt()
-    their_error = (theirs.bfloat16()(ids).logits.detach().float() - exact).square().mean().sqrt()
+    their_error = (theirs(ids).logits.detach().float() - exact).square().mean().sqrt()
     assert error <= 1.2 * their_error
 
 
@@ -149,9 +150,15 @@ def test_the_model_of_the_package_continues_text() -> None:
         ({"head_dim": 20}, "head_dim must be a multiple of 8, at most 256, got 20"),
         ({"num_key_value_heads": 3}, "nheads must be a multiple of kvheads 3, got 4"),
         ({"quantization_config": {"bits": 4}}, "quantization_config must be None"),
-        ({"num_hidden_layers": 3}, "weights must have model.layers.2.* and 6 more, got files without"),
+        (
+            {"num_hidden_layers": 3},
+            "weights must have model.layers.2.* and 6 more, got files without",
+        ),
         ({"num_hidden_layers": 1}, "got also model.layers.1.* and 6 more"),
-        ({"intermediate_size": 96}, r"shape \[96, 64\], got \[112, 64\]"),
+        (
+            {"intermediate_size": 96},
+            r"down_proj.weight must have shape \[64, 96\], got \[64, 112\]",
+        ),
     ],
 )
 def test_other_models_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -164,7 +171,7 @@ def test_other_models_are_refused(changes: dict[str, Any], message: str, tmp_pat
 def test_a_missing_head_is_refused(tmp_path: Path) -> None:
     save(tiny_llama(), tmp_path)
     edit_weights(tmp_path, **{"lm_head.weight": None})
-    with pytest.raises(ValueError, match="weights must have lm_head.weight, got files without"):
+    with pytest.raises(ValueError, match=r"weights must have lm_head\.weight, got files without"):
         load_model(tmp_path)
 
 
@@ -172,12 +179,12 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     save(tiny_llama(), tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="model.safetensors must be a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors must be a whole safetensors file"):
         load_model(tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="config.json"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load_model(tmp_path)
     save(tiny_llama(), tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -186,5 +193,5 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_is_not_floating_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="dtype must be a floating torch.dtype, got torch.int8"):
+    with pytest.raises(ValueError, match="dtype must be a floating "):
         load_model(save(tiny_llama(), tmp_path), dtype=torch.int8)

@@ -309,6 +309,29 @@ class LLaMA(nn.Module):
         weight = self.base_model.embedding.weight if self.head is None else self.head.weight
         return F.linear(hidden, weight)
 
+    def new_cache(self, partition: Partition, *, batch: int, new_tokens: int = 0) -> ShardedKVCache:
+        """An empty cache for ``batch`` prompts spread by ``partition``, with room for
+        ``new_tokens`` after them."""
+        return ShardedKVCache(
+            self.config.nlayers,
+            partition.lengths,
+            self.ring.rank,
+            batch=batch,
+            num_kv_heads=self.config.kvheads,
+            head_dim=self.config.head_dim,
+            new_tokens=new_tokens,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def alone(self) -> LLaMA:
+        """The same weights, shared and not copied, for this process alone."""
+        twin = LLaMA(self.config, device="meta", dtype=self.dtype).train(self.training)
+        twin.load_state_dict(self.state_dict(), assign=True)
+        for ours, theirs in zip(self.parameters(), twin.parameters(), strict=True):
+            theirs.requires_grad_(ours.requires_grad)
+        return twin
+
     def check(
         self,
         token_ids: torch.Tensor,

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: ``python -m ringattn COMMAND``, or under torchrun with one process per rank."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from ringattn import __version__, info
+from ringattn.cli import generate
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    top = argparse.ArgumentParser(prog="ringattn", description=__doc__)
+    top.add_argument("--version", action="version", version=f"ringattn {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    generate.add_parser(commands)
+    commands.add_parser("info", help="versions, kernels built, devices, transports")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns the exit code: 0, 1 for a comparison that failed, 2 for wrong
+    usage, said in one sentence on stderr."""
+    options = parser().parse_args(arguments)
+    try:
+        if options.command == "info":
+            info.main()
+            return 0
+        return generate.run(options)
+    except (ValueError, OSError) as error:
+        rank = os.environ.get("RANK", "0")
+        print(f"ringattn: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text generation over a ring: the prompt in shards through ring attention, then token by token
+from the sharded cache.
+
+One rank, the owner of the prompt's last token, computes logits and draws; every rank gets its
+token. So all go on with the same token even where their hardware rounds differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ringattn.models.cache import ShardedKVCache
+from ringattn.models.llama import LLaMA
+from ringattn.partition import Partition
+
+#: One token id, several, None for no end, or "config" for those of the model.
+EndIds = int | Sequence[int] | None | Literal["config"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from its logits. Applied in this order, each None is left out.
+
+    Args:
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: only the k likeliest tokens stay, and those as likely as the k-th.
+        top_p: only the fewest likeliest tokens whose probabilities reach ``top_p`` together stay
+            (Holtzman et al., https://arxiv.org/abs/1904.09751).
+        greedy: take the likeliest token, whatever the others say.
+
+    Raises:
+        ValueError: a temperature below 0 or not finite, top_k below 1, top_p outside (0, 1].
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 or more and finite, got {self.temperature}")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ValueError(f"top_k must be an integer of at least 1, got {self.top_k!r}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """float32 ``[B, V]`` from logits ``[B, V]``; tokens that do not stay have 0."""
+        logits = logits.float()
+        if self.temperature is not None:
+            logits = logits / self.temperature
+        if self.top_k is not None and self.top_k < logits.size(-1):
+            least = logits.topk(self.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -math.inf)
+        probabilities = logits.softmax(-1)
+        if self.top_p is None or self.top_p == 1:
+            return probabilities
+        ordered, indices = probabilities.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered  # what the likelier tokens have together
+        before[:, 0] = 0  # the likeliest always stays
+        ordered = ordered.masked_fill(before >= self.top_p, 0)
+        ordered /= ordered.sum(-1, keepdim=True)
+        return torch.zeros_like(probabilities).scatter(-1, indices, ordered)
+
+    def draw(self, logits: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Token ids, int64 ``[B]``, from logits ``[B, V]``."""
+        if self.greedy or self.temperature == 0:
+            return logits.argmax(-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
+
+
+def generate(
+    model: LLaMA,
+    prompt_ids: torch.Tensor,
+    *,
+    max_new_tokens: int,
+    partition: Partition | None = None,
+    do_sample: bool | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token_id: EndIds = "config",
+    pad_token_id: int | None = None,
+    seed: int | None = None,
+    on_tokens: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """The prompt and what follows it. Collective: every rank of the model's group calls it, with
+    the same arguments.
+
+    Args:
+        model: from :func:`ringattn.models.load_model`.
+        prompt_ids: int64 ``[B, T]``, the whole prompt on every rank, prompts of one length.
+        max_new_tokens: N, how many tokens follow at most.
+        partition: who owns which tokens of the prompt; None is the even zigzag partition.
+        do_sample: draw tokens, or take the likeliest; None draws if ``temperature``, ``top_k`` or
+            ``top_p`` is given.
+        temperature: see :class:`Sampling`; None is 1.
+        top_k: see :class:`Sampling`.
+        top_p: see :class:`Sampling`.
+        eos_token_id: tokens that end a row, None for none; "config" means the model's.
+        pad_token_id: what follows the end of a row while others go on; None means the model's, and
+            where it has none the first end token.
+        seed: makes draws repeatable, on devices of one kind; None takes torch's default generator.
+        on_tokens: called on every rank with each step's tokens, int64 ``[B]`` on the model's
+            device, as soon as they are queued there: for streaming and for clocks.
+
+    Returns:
+        ``[B, T + n]``, the same on every rank, on the device of ``prompt_ids``; n < N where all
+        rows have ended before.
+
+    Raises:
+        ValueError: arguments that break a rule above, differ between ranks, or ask for more tokens
+            than the model was trained for; on all ranks, before anything is computed.
+    """
+    request, message = None, None
+    try:
+        if do_sample is None:
+            do_sample = any(option is not None for option in (temperature, top_k, top_p))
+        sampling = Sampling(temperature, top_k, top_p, greedy=not do_sample)
+        request = _Request.checked(
+            *(model, prompt_ids, max_new_tokens, partition, sampling),
+            *(eos_token_id, pad_token_id, seed),
+        )
+    except ValueError as error:
+        message = str(error)
+    _agree(model, request, message)
+    assert request is not None  # _agree has raised otherwise
+    new_ids = []
+    for tokens in _tokens(model, request):
+        new_ids.append(tokens)
+        if on_tokens is not None:
+            on_tokens(tokens)
+    return torch.cat((prompt_ids, torch.stack(new_ids, 1).to(prompt_ids)), 1)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The checked arguments of a generation."""
+
+    prompt_ids: torch.Tensor  # int64 [B, T] on the model's device
+    partition: Partition
+    max_new_tokens: int
+    sampling: Sampling
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    seed: int | None
+
+    @classmethod
+    def checked(
+        cls,
+        model: LLaMA,
+        prompt_ids: torch.Tensor,
+        max_new_tokens: int,
+        partition: Partition | None,
+        sampling: Sampling,
+        eos_token_id: EndIds,
+        pad_token_id: int | None,
+        seed: int | None,
+    ) -> _Request:
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens!r}")
+        if seed is not None and not isinstance(seed, int):
+            raise ValueError(f"seed must be an integer or None, got {seed!r}")
+        partition = model.check(prompt_ids, partition, new_tokens=max_new_tokens)
+        if prompt_ids.numel() == 0:
+            raise ValueError(f"prompt_ids must hold tokens, got shape {list(prompt_ids.shape)}")
+        least, most = (int(bound) for bound in prompt_ids.aminmax())
+        vocabulary = model.config.src_vocab_size
+        if least < 0 or most >= vocabulary:
+            wrong = least if least < 0 else most
+            raise ValueError(f"prompt_ids must lie in [0, {vocabulary}), got {wrong}")
+        eos_ids = _end_ids(eos_token_id, model)
+        if pad_token_id is None:
+            pad_token_id = model.config.pad_id
+        if pad_token_id is None:
+            pad_token_id = eos_ids[0] if eos_ids else 0
+        return cls(
+            prompt_ids.to(model.device, torch.int64),
+            partition,
+            max_new_tokens,
+            sampling,
+            eos_ids,
+            pad_token_id,
+            seed,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+        flat = self.prompt_ids.flatten()
+        places = torch.arange(1, flat.numel() + 1, device=flat.device)
+        return {
+            "prompt_ids' shape": tuple(self.prompt_ids.shape),
+            "prompt_ids' checksum": int(((flat + 1) * places * 0x9E3779B1).sum()),
+            "partition": self.partition,
+            "max_new_tokens": self.max_new_tokens,
+            "sampling": self.sampling,
+            "eos_token_id": self.eos_ids,
+            "pad_token_id": self.pad_id,
+            "seed": self.seed,
+        }
+
+
+def _end_ids(eos_token_id: EndIds, model: LLaMA) -> tuple[int, ...]:
+    if eos_token_id is None:
+        return ()
+    if eos_token_id == "config":
+        return model.config.eos_ids
+    ids = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+    if not all(isinstance(token, int) for token in ids):
+        raise ValueError(f'eos_token_id must be integers, None or "config", got {eos_token_id!r}')
+    return ids
+
+
+def _agree(model: LLaMA, request: _Request | None, message: str | None) -> None:
+    """Raises on every rank what is wrong on any, before anything is computed."""
+    ring = model.ring
+    if ring.world_size == 1:
+        if message is not None:
+            raise ValueError(message)
+        return
+    own = (message, None if request is None else request.summary())
+    of_ranks: list[Any] = [None] * ring.world_size
+    with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
+        dist.all_gather_object(of_ranks, own, group=ring.process_group)
+    for rank, (problem, _) in enumerate(of_ranks):
+        if problem is not None:
+            raise ValueError(problem if rank == ring.rank else f"rank {rank}: {problem}")
+    first = of_ranks[0][1]
+    for rank, (_, summary) in enumerate(of_ranks):
+        for name, value in summary.items():
+            if value != first[name]:
+                raise ValueError(
+                    f"{name} must be the same on all ranks, "
+                    f"got {first[name]} on rank 0 and {value} on rank {rank}"
+                )
+
+
+def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
+    prompt_ids, device = request.prompt_ids, model.device
+    batch, prompt_len = prompt_ids.shape
+    cache = model.new_cache(request.partition, batch=batch, new_tokens=request.max_new_tokens - 1)
+    sampler = request.partition.owner(prompt_len - 1)
+    generator = None
+    if request.seed is not None:
+        generator = torch.Generator(device).manual_seed(request.seed)
+    ends = torch.tensor(request.eos_ids, device=device)
+    finished = torch.zeros(batch, dtype=torch.bool, device=device)
+
+    hidden = _prefill(model, prompt_ids, request.partition, cache)
+    end = prompt_len + request.max_new_tokens
+    for position in range(prompt_len, end):
+        tokens = _choose(model, hidden, sampler, batch, request.sampling, generator)
+        if request.eos_ids:
+            tokens = torch.where(finished, request.pad_id, tokens)
+            finished = finished | torch.isin(tokens, ends)
+        yield tokens
+        if position + 1 == end or (request.eos_ids and bool(finished.all())):
+            return
+        hidden = _decode(model, tokens, position, cache)
+
+
+# Note: inference mode saves about a microsecond in each of the many small calls of a token. It must
+# not stay on across a yield.
+
+
+@torch.inference_mode()
+def _prefill(
+    model: LLaMA, prompt_ids: torch.Tensor, partition: Partition, cache: ShardedKVCache
+) -> torch.Tensor:
+    """Hidden state of this rank's last token, ``[B, E]``; without tokens, of none, ``[0, E]``."""
+    rank = model.ring.rank
+    position_ids = partition.position_ids(rank, device=model.device)
+    hidden = model.base_model(partition.shard(prompt_ids, rank), position_ids, partition, cache)
+    return hidden[:, -1:].flatten(0, 1)
+
+
+@torch.inference_mode()
+def _decode(
+    model: LLaMA, tokens: torch.Tensor, position: int, cache: ShardedKVCache
+) -> torch.Tensor:
+    """Hidden state ``[B, E]`` of one new token per row, ``tokens`` int64 ``[B]``."""
+    cache.advance()
+    position_ids = torch.full((1,), position, device=model.device)
+    return model.base_model(tokens.unsqueeze(1), position_ids, cache=cache).squeeze(1)
+
+
+@torch.inference_mode()
+def _choose(
+    model: LLaMA,
+    hidden: torch.Tensor,
+    sampler: int,
+    batch: int,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    """The next tokens, int64 ``[B]``: drawn on one rank, the same on all."""
+    ring = model.ring
+    if ring.rank == sampler:
+        tokens = sampling.draw(model.project(hidden), generator)
+    else:
+        tokens = torch.empty(batch, dtype=torch.int64, device=model.device)
+    if ring.world_size > 1:
+        dist.broadcast(tokens, group=ring.process_group, group_src=sampler)
+    return tokens

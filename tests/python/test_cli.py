@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, as a user runs it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _llama import random_ids, save, tiny_llama
+from ringattn.__main__ import main
+from ringattn.generation import generate
+from ringattn.models import demo_model_path, load_model
+
+PROMPT_LEN = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without tokenizer, and `prompt.txt` with token ids."""
+    folder = save(tiny_llama(), tmp_path_factory.mktemp("llama"))
+    (folder / "prompt.txt").write_text(" ".join(map(str, random_ids(PROMPT_LEN).tolist())) + "\n")
+    return folder
+
+
+def ringattn(*arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m ringattn`, under torchrun where there are several ranks."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        launcher += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return subprocess.run(
+        [*launcher, "-m", "ringattn", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def greedy(folder: Path, new_tokens: int) -> list[int]:
+    ids = generate(load_model(folder), random_ids(1, PROMPT_LEN), max_new_tokens=new_tokens)
+    return ids[0, PROMPT_LEN:].tolist()
+
+
+def test_two_ranks_write_what_one_generates(folder: Path, tmp_path: Path) -> None:
+    done = ringattn(
+        *("generate", "--model", folder, "--prompt-file", folder / "prompt.txt"),
+        *("--max-new-tokens", "9", "--partition", "27,13", "--compare"),
+        *("--json", tmp_path / "run.json"),
+        ranks=2,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert result["prompt_ids"] == random_ids(PROMPT_LEN).tolist()
+    assert result["generated_ids"] == greedy(folder, 9)
+    assert result["compare"]["same"] is True
+    assert result["compare"]["generated_ids"] == result["generated_ids"]
+    assert result["partition"] == {"layout": "zigzag", "lengths": [27, 13], "order": [0, 1]}
+    assert result["time_to_first_token_ms"] > 0
+    assert len(result["token_ms"]) == 8 and 0 < result["time_per_token_ms"] <= max(
+        result["token_ms"]
+    )
+    assert result["versions"]["torch"] == torch.__version__
+    assert [of_rank["tokens"] for of_rank in result["ranks"]] == [27, 13]
+    assert result["ranks"][1]["segments"] == [[13, 19], [19, 26]]
+    for rank, of_rank in enumerate(result["ranks"]):
+        check_steps(rank, of_rank)
+    # One rank speaks.
+    assert done.stdout.count("time to first token: ") == 1
+    assert "one rank alone: the same 9 tokens" in done.stdout
+
+
+def check_steps(rank: int, of_rank: dict[str, Any]) -> None:
+    own, remote = of_rank["steps"]
+    assert (own["source"], own["kind"], own["transfer_ms"]) == (rank, "own", 0)
+    assert (remote["source"], remote["kind"]) == (1 - rank, "remote")
+    assert own["attention_ms"] > 0 and remote["attention_ms"] > 0
+    assert of_rank["ring"]["calls"] == 2  # one per layer
+    for name in ("attention_ms", "transfer_ms", "wait_ms"):
+        assert of_rank["ring"][name] == pytest.approx(own[name] + remote[name])
+
+
+def test_one_rank_needs_no_launcher(folder: Path, tmp_path: Path) -> None:
+    prompt = (folder / "prompt.txt").read_text()
+    done = ringattn(
+        *("generate", "--model", folder, "--prompt", prompt, "--max-new-tokens", "4"),
+        *("--layout", "contiguous", "--warmup", "1", "--json", tmp_path / "run.json"),
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert result["generated_ids"] == greedy(folder, 4)
+    assert result["compare"] is None
+    assert done.stdout.splitlines()[-1] == " ".join(map(str, result["generated_ids"]))
+
+
+def test_draws_follow_the_seed_on_any_number_of_ranks(folder: Path) -> None:
+    done = ringattn(
+        *("generate", "--model", folder, "--prompt-file", folder / "prompt.txt"),
+        *("--max-new-tokens", "12", "--temperature", "1.5", "--seed", "5"),
+        ranks=2,
+    )
+    prompt = random_ids(1, PROMPT_LEN)
+    drawn = generate(load_model(folder), prompt, max_new_tokens=12, temperature=1.5, seed=5)
+    assert done.stdout.splitlines()[-1] == " ".join(map(str, drawn[0, PROMPT_LEN:].tolist()))
+    assert drawn[0, PROMPT_LEN:].tolist() != greedy(folder, 12)
+
+
+def test_a_tokenizer_file_is_used(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    save(tiny_llama(), tmp_path)
+    vocabulary = {"zero": 0, "one": 1, "two": 2, "[UNK]": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    prompt, file = "two one zero three", tmp_path / "run.json"
+    arguments = ["generate", "--model", str(tmp_path), "--prompt", prompt, "--json", str(file)]
+    assert main([*arguments, "--max-new-tokens", "2"]) == 0
+    assert json.loads(file.read_text())["prompt_ids"] == [2, 1, 0, 3]
+
+
+def test_without_a_model_that_of_the_package_writes_bytes(tmp_path: Path) -> None:
+    if not demo_model_path().exists():
+        pytest.skip("the package has no model")
+    prompt, file = "def f(x):\n    retur", tmp_path / "run.json"
+    arguments = ["generate", "--prompt", prompt, "--max-new-tokens", "5", "--json", str(file)]
+    assert main(arguments) == 0
+    result = json.loads(file.read_text())
+    assert result["prompt_ids"] == list(prompt.encode())
+    assert result["text"].startswith("n ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--partition", "auto"],
+            "--partition must be even or lengths such as 3000,1096, got auto",
+        ),
+        (
+            ["--partition", "1,x"],
+            "--partition must be even or lengths such as 3000,1096, got '1,x'",
+        ),
+        (["--partition", "20,20"], "--partition must have 1 lengths, got 2"),
+        (["--partition", "41"], "--partition must add up to the prompt's 40 tokens, got 41"),
+        (["--max-new-tokens", "89"], "at most the 128 tokens the model was trained for, got 129"),
+        (["--top-p", "3"], "top_p must lie in (0, 1], got 3.0"),
+        (["--dtype", "float16", "--seed", "-1", "--temperature", "-1"], "temperature must be 0"),
+        (["--model", "nowhere"], "No such file or directory: 'nowhere/config.json'"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_exit_code_2(
+    arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = ["generate", "--model", str(folder), "--prompt-file", str(folder / "prompt.txt")]
+    assert main([*usual, *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert error.startswith("ringattn: ") and error.count("\n") == 1 and message in error
+    assert out == ""
+
+
+def test_words_for_a_model_without_tokenizer_are_refused(folder: Path) -> None:
+    done = ringattn("generate", "--model", folder, "--prompt", "1 2 three")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "ringattn: prompt must be token ids because the model has no tokenizer, got 'three'\n"
+    )
+
+
+def test_a_comparison_that_fails_is_exit_code_1(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = load_model(folder)
+    other.base_model.embedding.weight.neg_()
+    monkeypatch.setattr("ringattn.models.LLaMA.alone", lambda self: other)
+    usual = ["generate", "--model", str(folder), "--prompt-file", str(folder / "prompt.txt")]
+    assert main([*usual, "--max-new-tokens", "9", "--compare"]) == 1
+    assert "one rank alone: other tokens, from token " in capsys.readouterr().out
+
+
+def test_info_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    assert torch.__version__ in capsys.readouterr().out

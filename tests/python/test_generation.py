@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation: the tokens of transformers, of one rank, and of every rank are the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _distributed import RankPool, this
+from _llama import LLAMA3_ROPE, VOCABULARY, random_ids, save, tiny_llama
+from ringattn import Partition
+from ringattn.generation import Sampling, generate
+from ringattn.models import LLaMA, load_model
+
+PROMPT_LEN, NEW_TOKENS = 23, 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    theirs = tiny_llama(rope_parameters=LLAMA3_ROPE)
+    return save(theirs, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LLaMA:
+    return load_model(folder)
+
+
+def reference(**options: Any) -> torch.Tensor:
+    """What transformers generates after the prompt."""
+    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, **options}
+    ids = random_ids(2, PROMPT_LEN)
+    mask = torch.ones_like(ids)
+    return tiny_llama(rope_parameters=LLAMA3_ROPE).generate(ids, attention_mask=mask, **settings)
+
+
+def test_greedy_tokens_are_those_of_transformers(model: LLaMA) -> None:
+    ids = generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=NEW_TOKENS)
+    assert torch.equal(ids, reference())
+
+
+def test_rows_end_and_are_padded_as_in_transformers(model: LLaMA) -> None:
+    plain = reference()
+    first = int(plain[0, PROMPT_LEN + 3])  # ends row 0 early; row 1 goes on
+    for ends in (first, [first], [first, int(plain[1, PROMPT_LEN + 9])]):
+        for pad in (None, 55):
+            expected = reference(eos_token_id=ends, pad_token_id=first if pad is None else pad)
+            ids = generate(
+                model,
+                random_ids(2, PROMPT_LEN),
+                max_new_tokens=NEW_TOKENS,
+                eos_token_id=ends,
+                pad_token_id=pad,
+            )
+            assert torch.equal(ids, expected)
+    assert ids.size(1) < PROMPT_LEN + NEW_TOKENS  # both ended: no more tokens were computed
+
+
+def test_the_end_token_of_the_config_holds_unless_told_otherwise(tmp_path: Path) -> None:
+    plain = reference()
+    end = int(plain[0, PROMPT_LEN + 3])
+    theirs = tiny_llama(rope_parameters=LLAMA3_ROPE, eos_token_id=end, pad_token_id=98)
+    model = load_model(save(theirs, tmp_path))
+    prompt = random_ids(2, PROMPT_LEN)
+    ids = generate(model, prompt, max_new_tokens=NEW_TOKENS)
+    assert torch.equal(ids, reference(eos_token_id=end, pad_token_id=98))
+    assert ids[0, -1] == 98
+    ids = generate(model, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None)
+    assert torch.equal(ids, plain)
+
+
+def generate_on_ring(folder: Path, options: dict[str, Any]) -> torch.Tensor:
+    model = load_model(folder, group=None, device=this().device)
+    return generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=NEW_TOKENS, **options)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "partition"),
+    [
+        (2, None),
+        (2, Partition.zigzag([0, 23])),
+        (2, Partition.contiguous([20, 3])),
+        (3, None),
+        (3, Partition.zigzag([1, 22, 0], order=[2, 1, 0])),
+        (3, Partition.contiguous([0, 0, 23])),
+    ],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3}],
+    ids=["greedy", "drawn"],
+)
+def test_every_rank_gets_the_tokens_of_one_rank(
+    world_size: int,
+    partition: Partition | None,
+    options: dict[str, Any],
+    folder: Path,
+    model: LLaMA,
+    rank_pool: Callable[..., RankPool],
+) -> None:
+    expected = generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=NEW_TOKENS, **options)
+    pool = rank_pool(world_size)
+    for ids in pool.run(generate_on_ring, folder, {**options, "partition": partition}):
+        assert torch.equal(ids, expected)
+
+
+def test_rows_end_together_on_every_rank(
+    folder: Path, model: LLaMA, rank_pool: Callable[..., RankPool]
+) -> None:
+    prompt = random_ids(2, PROMPT_LEN)
+    plain = generate(model, prompt, max_new_tokens=NEW_TOKENS)
+    ends = [int(plain[0, PROMPT_LEN + 3]), int(plain[1, PROMPT_LEN + 9])]
+    options = {"eos_token_id": ends, "pad_token_id": 5}
+    expected = generate(model, prompt, max_new_tokens=NEW_TOKENS, **options)
+    assert expected.size(1) < PROMPT_LEN + NEW_TOKENS
+    for ids in rank_pool(2).run(generate_on_ring, folder, options):
+        assert torch.equal(ids, expected)
+
+
+def test_a_seed_repeats_draws_and_another_one_does_not(model: LLaMA) -> None:
+    def draw(**options: Any) -> torch.Tensor:
+        return generate(
+            model, random_ids(2, PROMPT_LEN), max_new_tokens=NEW_TOKENS, do_sample=True, **options
+        )
+
+    assert torch.equal(draw(seed=1), draw(seed=1))
+    assert not torch.equal(draw(seed=1), draw(seed=2))
+    torch.manual_seed(4)
+    first = draw()
+    assert not torch.equal(draw(), first)
+    torch.manual_seed(4)
+    assert torch.equal(draw(), first)
+
+
+def test_options_that_leave_one_token_are_greedy(model: LLaMA) -> None:
+    prompt = random_ids(2, PROMPT_LEN)
+    greedy = generate(model, prompt, max_new_tokens=NEW_TOKENS)
+    for options in (
+        {"temperature": 0},
+        {"temperature": 0, "top_k": 5, "do_sample": True},
+        {"top_k": 1},
+        {"top_p": 1e-6},
+        {"do_sample": False, "temperature": 2.0},
+    ):
+        ids = generate(model, prompt, max_new_tokens=NEW_TOKENS, **options)
+        assert torch.equal(ids, greedy), options
+
+
+def slow_probabilities(logits: list[float], sampling: Sampling) -> list[float]:
+    """One row in plain Python, doubles."""
+    temperature = sampling.temperature or 1.0
+    kept = {token: logit / temperature for token, logit in enumerate(logits)}
+    if sampling.top_k is not None:
+        least = sorted(kept.values(), reverse=True)[: sampling.top_k][-1]
+        kept = {token: logit for token, logit in kept.items() if logit >= least}
+    weights = {token: torch.tensor(logit).double().exp().item() for token, logit in kept.items()}
+    total = sum(weights.values())
+    if sampling.top_p is not None:
+        mass, nucleus = 0.0, {}
+        for token in sorted(weights, key=lambda token: -weights[token]):
+            if mass < sampling.top_p:
+                nucleus[token] = weights[token]
+            mass += weights[token] / total
+        weights, total = nucleus, sum(nucleus.values())
+    return [weights.get(token, 0.0) / total for token in range(len(logits))]
+
+
+@pytest.mark.parametrize("temperature", [None, 0.3, 2.5])
+@pytest.mark.parametrize("top_k", [None, 1, 7, 1000])
+@pytest.mark.parametrize("top_p", [None, 0.1, 0.63, 1.0])
+def test_probabilities_are_those_of_a_slow_reference(
+    temperature: float | None, top_k: int | None, top_p: float | None
+) -> None:
+    sampling = Sampling(temperature, top_k, top_p)
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * 2
+    expected = torch.tensor([slow_probabilities(row.tolist(), sampling) for row in logits])
+    torch.testing.assert_close(sampling.probabilities(logits), expected, atol=1e-6, rtol=1e-4)
+
+
+def test_draws_follow_the_probabilities() -> None:
+    sampling = Sampling(temperature=0.8, top_k=5, top_p=0.9)
+    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(0)).expand(20_000, 10)
+    drawn = sampling.draw(logits, torch.Generator().manual_seed(0))
+    shares = torch.bincount(drawn, minlength=10) / 20_000
+    torch.testing.assert_close(shares, sampling.probabilities(logits)[0], atol=0.02, rtol=0)
+
+
+def test_the_trained_length_may_be_filled_and_not_passed(model: LLaMA) -> None:
+    prompt = random_ids(1, 120)
+    assert generate(model, prompt, max_new_tokens=8).shape == (1, 128)
+    with pytest.raises(
+        ValueError, match="at most the 128 tokens the model was trained for, got 129"
+    ):
+        generate(model, prompt, max_new_tokens=9)
+
+
+def test_tokens_are_handed_out_as_they_come(model: LLaMA) -> None:
+    seen: list[torch.Tensor] = []
+    prompt = random_ids(2, PROMPT_LEN)
+    ids = generate(model, prompt, max_new_tokens=NEW_TOKENS, on_tokens=seen.append)
+    assert torch.equal(torch.stack(seen, 1), ids[:, PROMPT_LEN:])
+    assert torch.equal(ids[:, :PROMPT_LEN], prompt)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature must be 0 or more and finite, got -1.0"),
+        ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
+        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
+        ({"top_p": 1.5}, r"top_p must lie in \(0, 1\], got 1.5"),
+        ({"seed": "x"}, "seed must be an integer or None, got 'x'"),
+        ({"eos_token_id": "last"}, "eos_token_id must be integers"),
+        ({"prompt_ids": random_ids(5)}, r"token_ids must be a tensor \[B, S\]"),
+        ({"prompt_ids": random_ids(1, 0)}, r"prompt_ids must hold tokens, got shape \[1, 0\]"),
+        ({"prompt_ids": torch.tensor([[1, 99]])}, r"prompt_ids must lie in \[0, 99\), got 99"),
+        ({"prompt_ids": torch.tensor([[1, -2]])}, r"prompt_ids must lie in \[0, 99\), got -2"),
+        ({"partition": Partition.even(4, 1)}, "the 4 tokens of the partition, got 5"),
+        ({"partition": Partition.even(5, 2)}, "partition must have 1 ranks, got 2"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], message: str, model: LLaMA) -> None:
+    assert VOCABULARY == 99
+    arguments = {"prompt_ids": random_ids(1, 5), "max_new_tokens": 2, **options}
+    with pytest.raises(ValueError, match=message):
+        generate(model, **arguments)
+
+
+def generate_differently(folder: Path, options: dict[str, Any]) -> str:
+    """The error of a call that has other arguments on the last rank."""
+    model = load_model(folder, group=None)
+    arguments = {"prompt_ids": random_ids(1, 9), "max_new_tokens": 2}
+    if this().rank == this().world_size - 1:
+        arguments |= options
+    try:
+        generate(model, **arguments)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_ids": random_ids(1, 9, seed=1)}, "prompt_ids' checksum must be the same on all"),
+        (
+            {"max_new_tokens": 3},
+            "max_new_tokens must be the same on all ranks, got 2 on rank 0 and 3",
+        ),
+        ({"seed": 3}, "seed must be the same on all ranks, got None on rank 0 and 3 on rank 1"),
+        ({"top_p": 2.0}, "top_p must lie in (0, 1], got 2.0"),
+    ],
+)
+def test_ranks_that_disagree_all_fail(
+    options: dict[str, Any], message: str, folder: Path, rank_pool: Callable[..., RankPool]
+) -> None:
+    for got in rank_pool(2).run(generate_differently, folder, options):
+        assert message in got
