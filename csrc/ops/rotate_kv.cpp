@@ -21,7 +21,8 @@ class Pending {
     std::shared_ptr<RingGroup> group;  // first: it must outlive the transfer
     at::Tensor sent;
     at::Tensor received;
-    std::unique_ptr<Transfer> transfer;  // null: nothing had to travel
+    MessageTransport* transport = nullptr;  // of the group
+    std::unique_ptr<Transfer> transfer;     // null: nothing had to travel
   };
 
   void add(Rotation rotation) {
@@ -121,7 +122,8 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
     if (rotation.sent.numel() > 0) message.send = rotation.sent;
     if (rotation.received.numel() > 0) message.receive = rotation.received;
     if (message.send.defined() || message.receive.defined()) {
-      rotation.transfer = group.transport(transport, kv.device()).start(message);
+      rotation.transport = &group.transport(transport, kv.device());
+      rotation.transfer = rotation.transport->start(message);
     }
   }
   const at::Tensor received = rotation.received;
@@ -135,7 +137,7 @@ at::Tensor wait_kv_op(const at::Tensor& received, const at::Tensor& sent) {
   if (rotation.transfer) {
     rotation.transfer->wait();
     rotation.transfer->finish();
-    if (rotation.group) rotation.group->transport("auto", received.device()).guard({received});
+    rotation.transport->guard({received});
   }
   return received;
 }

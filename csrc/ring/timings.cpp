@@ -3,7 +3,6 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <atomic>
 #include <utility>
 
 namespace ringattn {
@@ -31,16 +30,26 @@ Recorder& Recorder::get() {
 }
 
 void Recorder::start() {
+  const std::lock_guard<std::mutex> lock(mutex_);
   pending_.clear();
   num_calls_ = 0;
   on_ = true;
 }
 
+void Recorder::add(std::function<StepTiming()> finish) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  pending_.push_back(std::move(finish));
+}
+
 std::vector<StepTiming> Recorder::stop() {
   on_ = false;
+  std::vector<std::function<StepTiming()>> pending;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pending.swap(pending_);
+  }
   std::vector<StepTiming> steps;
-  for (const auto& finish : pending_) steps.push_back(finish());
-  pending_.clear();
+  for (const auto& finish : pending) steps.push_back(finish());
   return steps;
 }
 

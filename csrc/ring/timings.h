@@ -4,10 +4,12 @@
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -40,7 +42,7 @@ class Stamp {
   std::chrono::steady_clock::time_point time_;
 };
 
-/// Collects the timings of the ring calls of this process while recording is on.
+/// Collects the timings of the ring calls of this process while recording is on. Thread-safe.
 class RINGATTN_API Recorder {
  public:
   static Recorder& get();
@@ -53,11 +55,12 @@ class RINGATTN_API Recorder {
   /// Number of the ring call that begins now.
   int64_t begin_call() { return num_calls_++; }
   /// `finish` computes one step's timing, later, when stop() is called.
-  void add(std::function<StepTiming()> finish) { pending_.push_back(std::move(finish)); }
+  void add(std::function<StepTiming()> finish);
 
  private:
-  bool on_ = false;
-  int64_t num_calls_ = 0;
+  std::atomic<bool> on_{false};
+  std::atomic<int64_t> num_calls_{0};
+  std::mutex mutex_;  // guards pending_
   std::vector<std::function<StepTiming()>> pending_;
 };
 

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A peer that dies or is late while the host has moved on: on CUDA the call returns before its data
+has come. The waits are released, the results are NaN, and the next call or synchronize() says why."""
+
+import os
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from _distributed import RankPool, this
+from _rings import Case, ring_call
+
+import ringattn
+from ringattn import Partition
+
+pytestmark = pytest.mark.multi_gpu
+
+TIMEOUT_S = 4.0
+GRACE_S = 6.0
+
+
+def even() -> Case:
+    return Case(Partition.even(64 * this().world_size, this().world_size), dtype=torch.bfloat16)
+
+
+def assert_names(message: str, rank: int) -> None:
+    assert re.search(rf"\brank {rank}\b", message), message
+    assert re.search(r"\bstep \d", message), message
+
+
+def lose_a_rank(absent: int, die: bool) -> dict[str, object]:
+    """A warm ring in which one rank does not come to the second call."""
+    case = even()
+    ring_call(case)
+    torch.cuda.synchronize()
+    if this().rank == absent:
+        if die:
+            os._exit(1)
+        time.sleep(2 * TIMEOUT_S)
+        return {}
+    start = time.monotonic()
+    q, k, v = (x.to(this().device) for x in case.local_inputs())
+    out, lse = ringattn.ring_attention(q, k, v, case.partition, return_lse=True, transport="nccl")
+    returned_s = time.monotonic() - start
+    with pytest.raises(dist.DistBackendError) as at_synchronize:
+        ringattn.synchronize()
+    named_s = time.monotonic() - start
+    torch.cuda.synchronize()  # the streams run on, and the context has survived
+    with pytest.raises(dist.DistBackendError) as at_next_call:
+        ring_call(case)
+    return {
+        "returned_s": returned_s,
+        "named_s": named_s,
+        "messages": [str(at_synchronize.value), str(at_next_call.value)],
+        "nan": bool(out.isnan().all()) and bool(lse.isnan().all()),
+        "context": float(torch.ones(8, device=this().device).sum()),
+    }
+
+
+@pytest.mark.parametrize("die", [True, False], ids=["dead", "late"])
+def test_a_lost_rank_is_named_and_its_results_are_nan(die):
+    absent = 1
+    with RankPool(2, "cuda", timeout_s=TIMEOUT_S) as ring:
+        outcomes = ring.outcomes(lose_a_rank, absent, die)
+        for outcome in outcomes:
+            if outcome.rank == absent:
+                continue
+            assert outcome.ok, outcome.traceback
+            value = outcome.value
+            assert value["returned_s"] < 1.0  # the host is not held up
+            assert value["named_s"] < TIMEOUT_S + GRACE_S
+            for message in value["messages"]:
+                assert_names(message, absent)
+            assert value["nan"]
+            assert value["context"] == 8.0
+
+
+def make_and_destroy(times: int) -> list[int]:
+    """Device memory in use after each of many groups has come and gone."""
+    case = even()
+    q, k, v = (x.to(this().device) for x in case.local_inputs())
+    used = []
+    for _ in range(times):
+        group = dist.new_group(list(range(this().world_size)))
+        ringattn.ring_attention(q, k, v, case.partition, group=group, transport="nccl")
+        torch.cuda.synchronize()
+        dist.destroy_process_group(group)
+        del group
+        deadline = time.monotonic() + 3.0
+        while time.monotonic() < deadline:  # what a group owned is freed within moments
+            time.sleep(0.1)
+            free, total = torch.cuda.mem_get_info()
+            if used and total - free <= used[0]:
+                break
+        used.append(total - free)
+    return used
+
+
+def test_communicators_die_with_their_group(rank_pool):
+    for used in rank_pool(2, "cuda").run(make_and_destroy, 8):
+        one_communicator = 8 << 20  # bytes; what NCCL keeps for one is several times that
+        assert used[-1] - used[1] < one_communicator, used
+
+
+def two_rings_at_once(num_calls: int) -> None:
+    """Two groups, two streams, everything in flight at the same time."""
+    groups = [dist.new_group(list(range(this().world_size))) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in groups]
+    case = Case(Partition.even(2048 * this().world_size, this().world_size), dtype=torch.bfloat16)
+    q, k, v = (x.to(this().device) for x in case.local_inputs())
+    expected = ringattn.ring_attention(q, k, v, case.partition)
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(num_calls):
+        for group, stream in zip(groups, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(ringattn.ring_attention(q, k, v, case.partition, group=group))
+    torch.cuda.synchronize()
+    for result in results:
+        assert torch.equal(result, expected)
+
+
+def test_two_rings_on_two_streams_are_correct(rank_pool):
+    rank_pool(2, "cuda").run(two_rings_at_once, 20)
+
+
+def late_host(call_delay_s: float) -> None:
+    """A rank that is slow, but within the timeout, is waited for."""
+    case = even()
+    ring_call(case)
+    if this().rank == 0:
+        time.sleep(call_delay_s)
+    ring_call(case)
+    ringattn.synchronize()
+
+
+def test_a_slow_rank_is_waited_for():
+    with RankPool(2, "cuda", timeout_s=TIMEOUT_S) as ring:
+        ring.run(late_host, TIMEOUT_S / 2)
