@@ -45,10 +45,11 @@ class Pending {
   }
 
  private:
-  // Results that the caller has let go of: nobody else holds their storage. They must still arrive.
+  // Results that the caller has let go of: nobody else holds them or a view. They must still arrive.
   void drop_abandoned() {
     for (auto entry = rotations_.begin(); entry != rotations_.end();) {
-      if (entry->second.received.storage().use_count() > 1) {
+      const at::Tensor& received = entry->second.received;
+      if (received.use_count() > 1 || received.storage().use_count() > 1) {
         ++entry;
         continue;
       }
