@@ -28,7 +28,9 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 # C7510 to C7519: "Potential Performance Loss: wgmma.mma_async instructions are serialized".
 SERIALISED = re.compile(r"\(C751\d\).*")
-ANONYMOUS = re.compile(r"\(anonymous namespace\)::|<unnamed>::|\(\w+\)(?=\d)")
+# What a demangled name says without helping to tell kernels apart.
+NOISE = {r"\(anonymous namespace\)::|<unnamed>::|\bringattn::(\w+::)*|^void |\(\w+\)(?=\d)": ""}
+NOISE |= {r"\b__half\b": "float16", r"\b__nv_bfloat16\b": "bfloat16"}
 
 
 @dataclasses.dataclass
@@ -85,7 +87,9 @@ def demangle(kernels: list[Kernel]) -> None:
             command, input="\n".join(names), capture_output=True, text=True, check=True
         ).stdout.splitlines()
     for kernel, name in zip(kernels, names, strict=True):
-        kernel.name = ANONYMOUS.sub("", name).removeprefix("void ")
+        for noise, instead in NOISE.items():
+            name = re.sub(noise, instead, name)
+        kernel.name = name
 
 
 def print_table(kernels: list[Kernel]) -> None:
@@ -118,7 +122,11 @@ def main() -> int:
     else:
         # The list of commands, not the files that lie around: sources get renamed.
         commands = json.loads((arguments.build_dir / "compile_commands.json").read_text())
-        objects = [command["output"] for command in commands if command["file"].endswith(".cu")]
+        objects = [
+            words[words.index("-o") + 1]
+            for command in commands
+            if command["file"].endswith(".cu") and (words := command["command"].split())
+        ]
         files = [arguments.build_dir / f"{name}.ptxas" for name in objects]
         if missing := [str(path) for path in files if not path.exists()]:
             print("check_spills: compiled without scripts/record_ptxas.py:", *missing, sep="\n  ")
