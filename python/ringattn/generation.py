@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.models.cache import ShardedKVCache
+from ringattn.models.graphs import DecodeGraphs
 from ringattn.models.llama import LLaMA
 from ringattn.partition import Partition
 
@@ -91,6 +92,7 @@ def generate(
     eos_token_id: EndIds = "config",
     pad_token_id: int | None = None,
     seed: int | None = None,
+    cuda_graphs: bool = False,
     on_tokens: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """The prompt and what follows it. Collective: every rank of the model's group calls it, with
@@ -110,6 +112,8 @@ def generate(
         pad_token_id: what follows the end of a row while others go on; None means the model's, and
             where it has none the first end token.
         seed: makes draws repeatable, on devices of one kind; None takes torch's default generator.
+        cuda_graphs: record what lies between two attention calls, once per generation, and
+            replay it for each token; pays off over some dozens of tokens. CUDA only.
         on_tokens: called on every rank with each step's tokens, int64 ``[B]`` on the model's
             device, as soon as they are queued there: for streaming and for clocks.
 
@@ -128,7 +132,7 @@ def generate(
         sampling = Sampling(temperature, top_k, top_p, greedy=not do_sample)
         request = _Request.checked(
             *(model, prompt_ids, max_new_tokens, partition, sampling),
-            *(eos_token_id, pad_token_id, seed),
+            *(eos_token_id, pad_token_id, seed, cuda_graphs),
         )
     except ValueError as error:
         message = str(error)
@@ -153,6 +157,7 @@ class _Request:
     eos_ids: tuple[int, ...]
     pad_id: int
     seed: int | None
+    cuda_graphs: bool
 
     @classmethod
     def checked(
@@ -165,11 +170,14 @@ class _Request:
         eos_token_id: EndIds,
         pad_token_id: int | None,
         seed: int | None,
+        cuda_graphs: bool,
     ) -> _Request:
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens!r}")
         if seed is not None and not isinstance(seed, int):
             raise ValueError(f"seed must be an integer or None, got {seed!r}")
+        if cuda_graphs and model.device.type != "cuda":
+            raise ValueError(f"cuda_graphs must have a model on CUDA, got {model.device}")
         partition = model.check(prompt_ids, partition, new_tokens=max_new_tokens)
         if prompt_ids.numel() == 0:
             raise ValueError(f"prompt_ids must hold tokens, got shape {list(prompt_ids.shape)}")
@@ -191,6 +199,7 @@ class _Request:
             eos_ids,
             pad_token_id,
             seed,
+            cuda_graphs,
         )
 
     def summary(self) -> dict[str, Any]:
@@ -255,6 +264,7 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
     ends = torch.tensor(request.eos_ids, device=device)
     finished = torch.zeros(batch, dtype=torch.bool, device=device)
 
+    graphs: DecodeGraphs | None = None
     hidden = _prefill(model, prompt_ids, request.partition, cache)
     end = prompt_len + request.max_new_tokens
     for position in range(prompt_len, end):
@@ -265,7 +275,9 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
         yield tokens
         if position + 1 == end or (request.eos_ids and bool(finished.all())):
             return
-        hidden = _decode(model, tokens, position, cache)
+        if request.cuda_graphs and graphs is None:
+            graphs = DecodeGraphs(model.base_model, batch)
+        hidden = _decode(model, tokens, position, cache, graphs)
 
 
 # Note: inference mode saves about a microsecond in each of the many small calls of a token. It must
@@ -285,10 +297,16 @@ def _prefill(
 
 @torch.inference_mode()
 def _decode(
-    model: LLaMA, tokens: torch.Tensor, position: int, cache: ShardedKVCache
+    model: LLaMA,
+    tokens: torch.Tensor,
+    position: int,
+    cache: ShardedKVCache,
+    graphs: DecodeGraphs | None = None,
 ) -> torch.Tensor:
     """Hidden state ``[B, E]`` of one new token per row, ``tokens`` int64 ``[B]``."""
     cache.advance()
+    if graphs is not None:
+        return graphs(tokens.unsqueeze(1), position, cache).squeeze(1)
     position_ids = torch.full((1,), position, device=model.device)
     return model.base_model(tokens.unsqueeze(1), position_ids, cache=cache).squeeze(1)
 

@@ -105,6 +105,30 @@ def test_every_rank_gets_the_tokens_of_one_rank(
         assert torch.equal(ids, expected)
 
 
+@pytest.mark.cuda
+def test_cuda_graphs_change_no_token(folder: Path) -> None:
+    model = load_model(folder, device="cuda")
+    prompt = random_ids(2, PROMPT_LEN)
+    for options in ({}, {"temperature": 0.9, "seed": 3}):
+        plain, recorded = (
+            generate(model, prompt, max_new_tokens=NEW_TOKENS, cuda_graphs=cuda_graphs, **options)
+            for cuda_graphs in (False, True)
+        )
+        assert torch.equal(recorded, plain)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_every_gpu_gets_the_tokens_of_one(
+    cuda_graphs: bool, folder: Path, rank_pool: Callable[..., RankPool]
+) -> None:
+    model = load_model(folder, device="cuda")
+    expected = generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=NEW_TOKENS)
+    options = {"cuda_graphs": cuda_graphs, "partition": Partition.zigzag([9, 14])}
+    for ids in rank_pool(2, "cuda").run(generate_on_ring, folder, options):
+        assert torch.equal(ids, expected)
+
+
 def test_rows_end_together_on_every_rank(
     folder: Path, model: LLaMA, rank_pool: Callable[..., RankPool]
 ) -> None:
@@ -217,6 +241,7 @@ def test_tokens_are_handed_out_as_they_come(model: LLaMA) -> None:
         ({"prompt_ids": random_ids(1, 0)}, r"prompt_ids must hold tokens, got shape \[1, 0\]"),
         ({"prompt_ids": torch.tensor([[1, 99]])}, r"prompt_ids must lie in \[0, 99\), got 99"),
         ({"prompt_ids": torch.tensor([[1, -2]])}, r"prompt_ids must lie in \[0, 99\), got -2"),
+        ({"cuda_graphs": True}, "cuda_graphs must have a model on CUDA, got cpu"),
         ({"partition": Partition.even(4, 1)}, "the 4 tokens of the partition, got 5"),
         ({"partition": Partition.even(5, 2)}, "partition must have 1 ranks, got 2"),
     ],

@@ -78,6 +78,9 @@ def add_parser(commands: Any) -> None:
         help="auto: CUDA where every rank has a device of its own (default)",
     )
     parser.add_argument(
+        "--cuda-graphs", action="store_true", help="record a token's kernels once and replay them"
+    )
+    parser.add_argument(
         "--warmup", type=int, default=0, metavar="R", help="untimed runs before the timed one"
     )
     parser.add_argument(
@@ -202,6 +205,7 @@ class Run:
                     top_p=options.top_p,
                     eos_token_id=None if options.ignore_eos else "config",
                     seed=options.seed,
+                    cuda_graphs=options.cuda_graphs,
                     on_tokens=tick,
                 )
         times = [1e3 * (after - before) for before, after in pairwise(ticks)]

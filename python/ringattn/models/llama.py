@@ -93,32 +93,38 @@ class LLaMAAttention(nn.Module):
         self.dense = nn.Linear(width, config.emb_dim, config.attn_bias, **factory)
         self.ring_attention = _attention_core(ring)
 
-    def forward(
+    def project(
+        self, x: torch.Tensor, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q ``[B, S_r, H, D]``, k and v ``[B, S_r, H_kv, D]`` of ``x``, ``[B, S_r, E]``; q and k
+        rotated to their positions."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S_r, H + 2 H_kv, D]
+        qk = rotate(heads[:, :, : -self.num_kv_heads], rotation)
+        q, k = qk[:, :, : self.num_heads], qk[:, :, self.num_heads :]
+        return q, k, heads[:, :, -self.num_kv_heads :]
+
+    def attend(
         self,
-        x: torch.Tensor,
-        rotation: Rotation,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
         partition: Partition | None,
         cache: ShardedKVCache | None,
         layer: int,
     ) -> torch.Tensor:
-        """``[B, S_r, E]`` to the same shape; see :meth:`LLaMAHeadless.forward`."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S_r, H + 2 H_kv, D]
-        qk = rotate(heads[:, :, : -self.num_kv_heads], rotation)
-        q, k = qk[:, :, : self.num_heads], qk[:, :, self.num_heads :]
-        v = heads[:, :, -self.num_kv_heads :]
+        """``[B, S_r, H * D]``; partition and cache as in :meth:`LLaMAHeadless.forward`."""
         if partition is not None:
             if cache is not None:
                 cache.store(layer, k, v)
-            out = self.ring_attention(q, k, v, partition)
-        else:
-            assert cache is not None  # a new token without a cache has nothing to attend to
-            keys, values = cache.append(layer, k, v)
-            # Note: the operator itself, because the checks of ringattn.decode_attention cost as
-            # much time as a small kernel, in every layer of every token.
-            out = call(
-                torch.ops.ringattn.decode_attention, q, keys, values, self.scale, self.group_name
-            )
-        return self.dense(out.flatten(2))
+            return self.ring_attention(q, k, v, partition).flatten(2)
+        assert cache is not None  # a new token without a cache has nothing to attend to
+        keys, values = cache.append(layer, k, v)
+        # Note: the operator itself, because the checks of ringattn.decode_attention cost as much
+        # time as a small kernel, in every layer of every token.
+        out: torch.Tensor = call(
+            torch.ops.ringattn.decode_attention, q, keys, values, self.scale, self.group_name
+        )
+        return out.flatten(2)
 
 
 class _LoneAttention(RingAttention):
@@ -173,7 +179,18 @@ class LLaMABlock(nn.Module):
         layer: int,
     ) -> torch.Tensor:
         """``[B, S_r, E]`` to the same shape; see :meth:`LLaMAHeadless.forward`."""
-        x = x + self.attn(self.ln(x), rotation, partition, cache, layer)
+        q, k, v = self.before(x, rotation)
+        return self.after(x, self.attn.attend(q, k, v, partition, cache, layer))
+
+    def before(
+        self, x: torch.Tensor, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What comes before attention: q, k and v of ``x``."""
+        return self.attn.project(self.ln(x), rotation)
+
+    def after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """What comes after attention, whose result is ``attended``, ``[B, S_r, H * D]``."""
+        x = x + self.attn.dense(attended)
         return x + self.ff_sub_layer(self.ff_ln(x))
 
 

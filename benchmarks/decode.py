@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time per generated token from a sharded cache, beside what memory bandwidth allows.
+
+    torchrun --nproc-per-node 4 benchmarks/decode.py --shapes 8b --contexts 65536 --dtype bfloat16
+    python benchmarks/decode.py --shapes 8b,demo --contexts 4096,65536
+
+Weights are random, on the device; the cache is filled with random keys and values, spread evenly.
+Each token is timed by the host, from its predecessor's value to its own: as generation runs it,
+launches and the exchange between ranks included. The slowest rank counts. Columns:
+
+floor ms  bytes a rank must read for a token, its weights and its cached keys and values, over
+          --bandwidth; of the rank with the most
+x floor   ms / floor ms
+error     largest difference of rank 0's logits from those of rank 0 alone with all keys and
+          without graphs, over the largest logit; empty where that is the same computation
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import harness
+import torch
+import torch.distributed as dist
+from ringattn import Partition
+from ringattn.generation import Sampling, _choose, _decode
+from ringattn.models import LLaMA, LLaMAConfig, ShardedKVCache, demo_model_path, load_model
+from ringattn.models.graphs import DecodeGraphs
+
+SHAPES = {
+    "8b": LLaMAConfig(
+        src_vocab_size=128256,
+        emb_dim=4096,
+        nlayers=32,
+        nheads=32,
+        kvheads=8,
+        hidden_dim=14336,
+        max_expected_seq_len=2**20,
+        rope_theta=500000.0,
+    ),
+    "1b": LLaMAConfig(
+        src_vocab_size=128256,
+        emb_dim=2048,
+        nlayers=16,
+        nheads=32,
+        kvheads=8,
+        hidden_dim=8192,
+        max_expected_seq_len=2**20,
+        rope_theta=500000.0,
+        tie_heads=True,
+    ),
+    "tiny": LLaMAConfig(
+        src_vocab_size=512,
+        emb_dim=64,
+        nlayers=2,
+        nheads=4,
+        kvheads=2,
+        hidden_dim=128,
+        max_expected_seq_len=2**20,
+    ),
+}
+COLUMNS = ("what", "context", "batch", "ms", "p10", "p90", "us a layer", "floor ms", "x floor")
+
+
+def random_model(config: LLaMAConfig, device: torch.device, dtype: torch.dtype) -> LLaMA:
+    """The same weights on every rank, drawn on the device."""
+    model = LLaMA(config, group=None, device="meta", dtype=dtype).to_empty(device=device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        model.reset_parameters()
+    return model.requires_grad_(False).eval()
+
+
+def random_cache(model: LLaMA, partition: Partition, batch: int, tokens: int) -> ShardedKVCache:
+    """This rank's share, or with a partition of one rank the shares of all ranks."""
+    cache = model.new_cache(partition, batch=batch, new_tokens=tokens)
+    split = Partition.even(partition.seq_len, harness.world_size()).lengths
+    alone = partition.world_size == 1
+    for layer in range(model.config.nlayers):
+        start = 0
+        for rank, length in enumerate(split):
+            if not alone and rank != model.ring.rank:
+                continue
+            seed = layer * len(split) + rank
+            generator = torch.Generator(model.device).manual_seed(seed)
+            for place in cache.view(layer):
+                place[:, start : start + length].normal_(generator=generator)
+            start += length
+    return cache
+
+
+@torch.inference_mode()
+def logits(
+    model: LLaMA, partition: Partition, batch: int, graphs: DecodeGraphs | None = None
+) -> torch.Tensor:
+    """[B, V] of token 1 after a random context."""
+    cache = random_cache(model, partition, batch, 1)
+    tokens = torch.ones(batch, dtype=torch.int64, device=model.device)
+    return model.project(_decode(model, tokens, partition.seq_len, cache, graphs)).float()
+
+
+def error(
+    model: LLaMA, partition: Partition, batch: int, graphs: DecodeGraphs | None
+) -> float | None:
+    """Of rank 0, against itself alone and without graphs; None where that is the same thing."""
+    if harness.world_size() == 1 and graphs is None:
+        return None
+    found = 0.0
+    ours = logits(model, partition, batch, graphs)
+    if harness.rank() == 0:
+        alone = logits(model.alone(), Partition.even(partition.seq_len, 1), batch)
+        found = ((ours - alone).abs().max() / alone.abs().max()).item()
+    return harness.from_all_ranks([found])[0].item()
+
+
+def seconds(
+    model: LLaMA, partition: Partition, batch: int, tokens: int, graphs: DecodeGraphs | None
+) -> Iterator[float]:
+    """Of each of ``tokens`` tokens after a random context."""
+    cache = random_cache(model, partition, batch, tokens)
+    ids = torch.ones(batch, dtype=torch.int64, device=model.device)
+    sampler = partition.owner(partition.seq_len - 1)
+    if dist.is_initialized():
+        dist.barrier()
+    for position in range(partition.seq_len, partition.seq_len + tokens):
+        start = time.perf_counter()
+        hidden = _decode(model, ids, position, cache, graphs)
+        ids = _choose(model, hidden, sampler, batch, Sampling(greedy=True), None)
+        ids.tolist()  # waits for the device, as a check for the end of the text does
+        yield time.perf_counter() - start
+
+
+def bytes_read(model: LLaMA, partition: Partition, batch: int) -> int:
+    """By the rank that reads most: all weights but those of unused rows of the embedding."""
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    if model.head is not None:
+        weights -= model.base_model.embedding.weight.nbytes
+    config = model.config
+    row = 2 * config.nlayers * config.kvheads * config.head_dim * model.dtype.itemsize
+    return weights + batch * max(partition.lengths) * row
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """GB/s of a large copy, read and written bytes counted."""
+    size = 2**31 if device.type == "cuda" else 2**27
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(8):
+        if device.type == "cuda":
+            times.append(1e-3 * harness._sample_cuda(lambda: target.copy_(source)))
+        else:
+            start = time.perf_counter()
+            target.copy_(source)
+            times.append(time.perf_counter() - start)
+    return 2 * size / min(times) / 1e9
+
+
+def main() -> None:
+    parser = harness.common_arguments(__doc__)
+    parser.add_argument("--shapes", default="8b", help=f"{', '.join(SHAPES)}, demo")
+    parser.add_argument("--contexts", type=harness.integers, default=[4096, 65536])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", choices=harness.DTYPES, default="bfloat16")
+    parser.add_argument("--cuda-graphs", action="store_true", help="time tokens with graphs too")
+    parser.add_argument("--bandwidth", type=float, help="GB/s of the floor (default: of a copy)")
+    options = parser.parse_args()
+    with harness.process_group(options.device) as device, torch.inference_mode():
+        header = harness.environment(device)
+        bandwidth = options.bandwidth or copy_bandwidth(device)
+        measured = "given" if options.bandwidth else "measured, a copy"
+        header |= {"dtype": options.dtype, "bandwidth": f"{bandwidth:.0f} GB/s ({measured})"}
+        header["tokens timed"] = str(options.rounds)
+        report = harness.Report("decode", header, (*COLUMNS, "error"))
+        report.start()
+        for shape in options.shapes.split(","):
+            dtype = harness.DTYPES[options.dtype]
+            if shape == "demo":
+                model = load_model(demo_model_path(), group=None, device=device, dtype=dtype)
+            else:
+                model = random_model(SHAPES[shape], device, dtype)
+            for context in options.contexts:
+                measure(report, model, shape, context, bandwidth, options)
+            del model
+        report.write(options.out)
+
+
+def measure(
+    report: harness.Report, model: LLaMA, shape: str, context: int, bandwidth: float, options
+) -> None:
+    """One row, two with CUDA graphs."""
+    partition = Partition.even(context, harness.world_size())
+    floor = 1e3 * bytes_read(model, partition, options.batch) / (bandwidth * 1e9)
+    for cuda_graphs in (False, True) if options.cuda_graphs else (False,):
+        graphs = DecodeGraphs(model.base_model, options.batch) if cuda_graphs else None
+        found = error(model, partition, options.batch, graphs)
+        tokens = options.warmup + options.rounds
+        times = [
+            1e3 * second for second in seconds(model, partition, options.batch, tokens, graphs)
+        ][options.warmup :]
+        timing = harness.Timing(harness.from_all_ranks(times).amax(0).tolist(), times)
+        report.add(
+            {
+                "what": f"{shape}{', CUDA graphs' if cuda_graphs else ''}",
+                "context": context,
+                "batch": options.batch,
+                **timing.columns(),
+                "us a layer": 1e3 * timing.median / model.config.nlayers,
+                "floor ms": floor,
+                "x floor": timing.median / floor,
+                "error": found,
+            }
+        )
+
+
+if __name__ == "__main__":
+    main()
