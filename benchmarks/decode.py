@@ -85,7 +85,13 @@ def random_cache(model: LLaMA, partition: Partition, batch: int, tokens: int) ->
             seed = layer * len(split) + rank
             generator = torch.Generator(model.device).manual_seed(seed)
             for place in cache.view(layer):
-                place[:, start : start + length].normal_(generator=generator)
+                rows = place[:, start : start + length]
+                # Not rows.normal_(): what it draws depends on strides.
+                rows.copy_(
+                    torch.randn(
+                        rows.shape, generator=generator, device=rows.device, dtype=rows.dtype
+                    )
+                )
             start += length
     return cache
 
