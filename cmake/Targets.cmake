@@ -3,12 +3,27 @@
 
 set(RINGATTN_WARNINGS -Wall -Wextra -Wno-unused-parameter)
 
+# Note: libtorch uses the shared libstdc++, and so must we. Some compilers link the static one by default;
+# with two in a process, each takes the other's locale facets for its own, and the first number that is
+# written to a stream crashes. Named here, the shared one comes before what the compiler adds.
+execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so.6
+  OUTPUT_VARIABLE libstdcxx_of_compiler OUTPUT_STRIP_TRAILING_WHITESPACE)
+if(IS_ABSOLUTE "${libstdcxx_of_compiler}" AND EXISTS "${libstdcxx_of_compiler}")
+  set(RINGATTN_LIBSTDCXX "${libstdcxx_of_compiler}")
+else()
+  find_library(RINGATTN_LIBSTDCXX NAMES libstdc++.so.6
+    HINTS /usr/lib/${CMAKE_SYSTEM_PROCESSOR}-linux-gnu /usr/lib64 /lib64)
+endif()
+
 # Include path, warnings, sanitizers, and a search path that works in site-packages: torch and the
 # NVIDIA libraries lie beside the package. Importing torch first has them loaded already.
 function(ringattn_library_properties target)
   target_include_directories(${target} PUBLIC "${PROJECT_SOURCE_DIR}/csrc")
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${RINGATTN_WARNINGS}>)
   target_link_options(${target} PRIVATE -Wl,--as-needed)
+  if(RINGATTN_LIBSTDCXX)
+    target_link_libraries(${target} PRIVATE "${RINGATTN_LIBSTDCXX}")
+  endif()
   get_target_property(type ${target} TYPE)
   if(type STREQUAL "SHARED_LIBRARY" AND NOT RINGATTN_SANITIZE)
     target_link_options(${target} PRIVATE -Wl,-z,defs)
