@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT_S = 60.0
-CALL_TIMEOUT_S = 120.0
+CALL_TIMEOUT_S = 60.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "ringattn"])

@@ -29,7 +29,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and num_devices < 1:
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("multi_gpu"):
-        size = item.callspec.params["ring"][1] if hasattr(item, "callspec") else 2
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        size = given["ring"][1] if "ring" in given else 2
         if num_devices < size:
             pytest.skip(f"needs {size} CUDA devices")
 

@@ -91,7 +91,7 @@ def test_scores_far_above_the_range_of_the_exponential(device, dtype):
     q, k, v = inputs(device, dtype)
     q = q * 64
     out, lse = ringattn.block_attention(q, k, v, diagonal=0, scale=1.0)
-    expected, expected_lse = reference.attention(q.double(), k.double(), v.double(), 0, 1.0)
+    _, expected_lse = reference.attention(q.double(), k.double(), v.double(), 0, 1.0)
     assert expected_lse.max() > 1000
     assert torch.isfinite(out).all()
     tolerance = 1e-10 if dtype == torch.float64 else 2e-5 * float(expected_lse.abs().max())
@@ -158,6 +158,22 @@ def test_nan_in_a_key_reaches_the_rows_that_see_it(device, dtype, row):
     out, lse = ringattn.block_attention(q, k, v, diagonal=0)
     expected = torch.zeros_like(lse, dtype=torch.bool)
     expected[0, 2:, row:] = True  # the query heads of key/value head 1
+    assert torch.equal(lse.isnan(), expected)
+    assert torch.equal(out.isnan(), expected.transpose(1, 2).unsqueeze(-1).expand(out.shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_keys", [1, 2, 7, 17])
+@pytest.mark.parametrize("diagonal", [None, 0])
+def test_nan_is_not_lost_among_few_keys(device, dtype, num_keys, diagonal):
+    q, k, v = inputs(device, dtype, num_queries=num_keys, num_keys=num_keys)
+    row = num_keys - 1
+    q[0, row, 1] = math.nan
+    k[1, 0, 0] = math.nan
+    out, lse = ringattn.block_attention(q, k, v, diagonal=diagonal)
+    expected = torch.zeros_like(lse, dtype=torch.bool)
+    expected[0, 1, row] = True
+    expected[1, :2] = True  # every row sees the first key
     assert torch.equal(lse.isnan(), expected)
     assert torch.equal(out.isnan(), expected.transpose(1, 2).unsqueeze(-1).expand(out.shape))
 

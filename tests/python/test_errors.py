@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several ranks do when one of them is wrong, different, late or gone: an error on every rank
+that names the culprit, and never a hang."""
+
+import gc
+import os
+import re
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import ringattn
+import torch
+import torch.distributed as dist
+from _distributed import Outcome, RankPool, this
+from _rings import Case, check_ring, ring_call
+from ringattn import Partition
+
+TIMEOUT_S = 2.0
+#: How much later than the group's timeout an error may come, on a busy machine.
+GRACE_S = 6.0
+
+
+def even(world_size: int, rows: int = 6, **options) -> Case:
+    return Case(Partition.even(rows * world_size, world_size), **options)
+
+
+@pytest.fixture(params=[2, 3])
+def shared_ring(request, rank_pool) -> RankPool:
+    """A group that goes on working after every test here that uses it."""
+    return rank_pool(request.param)
+
+
+# ---- one rank's arguments are wrong: all ranks fail at once, and name it ----------------------
+
+
+def wrong_on_one_rank(kind: str, culprit: int, seed: int) -> None:
+    """A ring call, a hop or a decode in which rank ``culprit`` breaks a rule."""
+    size, rank = this().world_size, this().rank
+    case = even(size, rows=4 + seed)  # a signature that is new to the group
+    q, k, v = case.local_inputs()
+    partition: object = case.partition
+    options: dict = {}
+    if rank == culprit:
+        if kind == "rows":
+            q = q[:, :-1]
+        elif kind == "heads":
+            q = q[:, :, :3]
+        elif kind == "dtype":
+            k = k.double()
+        elif kind == "grad":
+            q = q.requires_grad_()
+        elif kind == "meta":
+            v = v.to("meta")
+        elif kind == "mask":
+            options["attn_mask"] = torch.ones(1)
+        elif kind == "depth":
+            options["depth"] = 0
+        elif kind == "scale":
+            options["scale"] = float("nan")
+        elif kind == "transport":
+            options["transport"] = "pigeon"
+        elif kind == "partition":
+            partition = list(case.partition.lengths)
+        elif kind == "world size":
+            partition = Partition.even(case.partition.seq_len, size + 1)
+        else:
+            raise AssertionError(f"{kind} must be a kind of mistake")
+    ringattn.ring_attention(q, k, v, partition, **options)
+
+
+MISTAKES = {
+    "rows": "q must have the",
+    "heads": "query heads must be a multiple",
+    "dtype": "k must have the dtype of q",
+    "grad": "q must not require grad",
+    "meta": "v must be on a device with a kernel",
+    "mask": "attn_mask must be left out",
+    "depth": "depth must be",
+    "scale": "scale must be finite",
+    "transport": "transport must be",
+    "partition": "partition must be a Partition",
+    "world size": "lengths must have one entry",
+}
+
+
+@pytest.mark.parametrize(("kind", "message"), MISTAKES.items(), ids=MISTAKES)
+def test_a_mistake_on_one_rank_fails_every_rank_and_names_it(shared_ring, kind, message):
+    culprit = shared_ring.world_size - 1
+    seed = list(MISTAKES).index(kind)
+    outcomes = shared_ring.outcomes(wrong_on_one_rank, kind, culprit, seed)
+    for outcome in outcomes:
+        assert outcome.error == "ValueError", outcome
+        assert message in outcome.message
+        assert outcome.seconds < 5
+        if outcome.rank != culprit:
+            assert f"rank {culprit}" in outcome.message
+    check_ring(shared_ring, even(shared_ring.world_size, rows=4 + seed))
+
+
+def wrong_hop(culprit: int) -> None:
+    partition = Partition.even(5 * this().world_size, this().world_size)
+    rows = 4 if this().rank == culprit else 5
+    ringattn.rotate_kv(torch.zeros(2, 1, rows, 2, 8), partition).wait()
+
+
+def wrong_decode(culprit: int) -> None:
+    q, k = torch.zeros(1, 1, 4, 24), torch.zeros(1, 3, 2, 24)
+    v = torch.zeros(1, 2 if this().rank == culprit else 3, 2, 24)
+    ringattn.decode_attention(q, k, v)
+
+
+@pytest.mark.parametrize("function", [wrong_hop, wrong_decode])
+def test_a_mistake_in_the_other_collectives_fails_every_rank_too(shared_ring, function):
+    for outcome in shared_ring.outcomes(function, 0):
+        assert outcome.error == "ValueError" and "must have" in outcome.message
+        assert outcome.rank == 0 or "rank 0" in outcome.message
+    check_ring(shared_ring, even(shared_ring.world_size))
+
+
+def test_the_same_mistake_on_all_ranks_fails_all_of_them(shared_ring):
+    for outcome in shared_ring.outcomes(wrong_on_all_ranks):
+        assert outcome.error == "ValueError" and "scale must be finite" in outcome.message
+    check_ring(shared_ring, even(shared_ring.world_size))
+
+
+def wrong_on_all_ranks() -> None:
+    q, k, v = even(this().world_size).local_inputs()
+    ringattn.ring_attention(q, k, v, scale=float("inf"))
+
+
+# ---- the ranks disagree: all of them get an error, and the group works on ---------------------
+
+
+def disagree(about: str, rows: int = 8) -> None:
+    size, rank = this().world_size, this().rank
+    case = even(size, rows)
+    if rank == 1:
+        case = {
+            "lengths": replace(case, partition=Partition.zigzag([rows] * (size - 1) + [rows + 1])),
+            "order": replace(case, partition=Partition.zigzag([rows] * size, [1, 0, 2, 3][:size])),
+            "layout": replace(case, partition=Partition.contiguous([rows] * size)),
+            "dtype": replace(case, dtype=torch.bfloat16),
+            "query heads": replace(case, num_heads=8),
+            "key heads": replace(case, num_kv_heads=4),
+            "head dimension": replace(case, head_dim=32),
+            "batch size": replace(case, batch=1),
+            "causal": replace(case, causal=False),
+            "scale": replace(case, scale=0.5),
+        }.get(about, case)
+    q, k, v = case.local_inputs()
+    if about == "operator" and rank == 1:
+        ringattn.decode_attention(q, k, v)
+        return
+    ringattn.ring_attention(
+        q, k, v, case.partition, causal=case.causal, scale=case.scale, depth=1 + rank
+    )
+
+
+SUBJECTS = [
+    *("lengths", "order", "layout", "dtype", "batch size", "query heads", "key heads"),
+    *("head dimension", "causal", "scale", "operator"),
+]
+
+
+@pytest.mark.parametrize("about", SUBJECTS)
+def test_ranks_that_disagree_all_get_an_error(shared_ring, about):
+    rows = 30 + SUBJECTS.index(about)  # signatures that are new to the group
+    outcomes = shared_ring.outcomes(disagree, about, rows)
+    for outcome in outcomes:
+        assert outcome.error == "ValueError", outcome
+        assert f"ranks must agree on {about}" in outcome.message
+        assert outcome.seconds < 5
+    assert len({outcome.message for outcome in outcomes}) == 1
+    check_ring(shared_ring, even(shared_ring.world_size, rows=9))
+
+
+def test_depth_is_each_ranks_own_affair(shared_ring):
+    shared_ring.run(disagree, "nothing")
+
+
+# ---- a rank is late or gone: an error that names it within the group's timeout ----------------
+
+
+def survivors(outcomes: list[Outcome], gone: int) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.rank != gone]
+
+
+def assert_named(outcomes: list[Outcome], gone: int, within_s: float) -> None:
+    for outcome in survivors(outcomes, gone):
+        assert outcome.error == "DistBackendError", outcome
+        assert re.search(rf"\brank {gone}\b", outcome.message), outcome.message
+        assert re.search(r"\bstep \d", outcome.message), outcome.message
+        assert outcome.seconds < within_s, outcome
+
+
+def all_but_one_call(absent: int, warm: bool) -> None:
+    case = even(this().world_size)
+    if warm:
+        ring_call(case)
+    if this().rank != absent:
+        ring_call(case)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["new signature", "repeated signature"])
+@pytest.mark.parametrize(("world_size", "absent"), [(2, 0), (3, 1)])
+def test_a_rank_that_never_calls_is_named(world_size, absent, warm):
+    with RankPool(world_size, timeout_s=TIMEOUT_S) as ring:
+        outcomes = ring.outcomes(all_but_one_call, absent, warm)
+        assert_named(outcomes, absent, TIMEOUT_S + GRACE_S)
+
+
+def one_dies(victim: int, warm: bool) -> None:
+    case = even(this().world_size)
+    if warm:
+        ring_call(case)
+    if this().rank == victim:
+        os._exit(1)
+    ring_call(case)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["new signature", "repeated signature"])
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (3, 0)])
+def test_a_rank_that_dies_before_a_call_is_named(world_size, victim, warm):
+    with RankPool(world_size, timeout_s=TIMEOUT_S) as ring:
+        outcomes = ring.outcomes(one_dies, victim, warm)
+        assert outcomes[victim].died
+        assert_named(outcomes, victim, TIMEOUT_S + GRACE_S)
+
+
+def one_dies_on_the_way(victim: int) -> None:
+    case = even(this().world_size, rows=300)
+    q, k, v = case.local_inputs()
+    if this().rank == victim:
+        threading.Timer(0.5, os._exit, [1]).start()
+    for _ in range(100_000):
+        ringattn.ring_attention(q, k, v, case.partition)
+
+
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (4, 2)])
+def test_a_rank_that_dies_in_the_middle_ends_every_rank_with_an_error(world_size, victim):
+    with RankPool(world_size, timeout_s=TIMEOUT_S) as ring:
+        outcomes = ring.outcomes(one_dies_on_the_way, victim)
+        assert outcomes[victim].died
+        assert_named(outcomes, victim, 0.5 + TIMEOUT_S + GRACE_S)
+
+
+def disagree_later() -> None:
+    case = even(this().world_size)
+    ring_call(case)
+    ring_call(replace(case, causal=False) if this().rank == 1 else case)
+
+
+def test_ranks_that_disagree_where_one_repeats_itself_all_get_an_error():
+    """One rank repeats a signature and asks nobody; the other one asks and is not answered."""
+    with RankPool(2, timeout_s=TIMEOUT_S) as ring:
+        for outcome in ring.outcomes(disagree_later):
+            assert outcome.error == "DistBackendError", outcome
+            assert re.search(rf"\brank {1 - outcome.rank}\b.* step \d", outcome.message)
+            assert outcome.seconds < TIMEOUT_S + GRACE_S
+
+
+def fail_and_go_on(absent: int) -> str:
+    """After a timeout a new group works; the old one refuses."""
+    case = even(this().world_size)
+    ring_call(case)
+    if this().rank == absent:
+        time.sleep(2 * TIMEOUT_S)
+    else:
+        with pytest.raises(dist.DistBackendError, match="rank"):
+            ring_call(case)
+        with pytest.raises(dist.DistBackendError, match="rank"):
+            ring_call(case)
+        with pytest.raises(dist.DistBackendError, match="rank"):
+            ringattn.synchronize()
+    group = dist.new_group(list(range(this().world_size)))
+    q, k, v = case.local_inputs()
+    ringattn.ring_attention(q, k, v, case.partition, group=group)
+    return "works"
+
+
+def test_after_a_timeout_a_new_group_works():
+    with RankPool(2, timeout_s=TIMEOUT_S) as ring:
+        assert ring.run(fail_and_go_on, 1) == ["works", "works"]
+
+
+def absent_from(function_name: str, absent: int) -> None:
+    size = this().world_size
+    if this().rank == absent:
+        return
+    if function_name == "rotate_kv":
+        partition = Partition.even(3 * size, size)
+        ringattn.rotate_kv(torch.zeros(2, 1, 3, 2, 8), partition).wait()
+    else:
+        x = torch.zeros(1, 3, 2, 8)
+        ringattn.decode_attention(x, x, x)
+
+
+@pytest.mark.parametrize("function_name", ["rotate_kv", "decode_attention"])
+def test_a_rank_missing_from_the_other_collectives_is_named(function_name):
+    with RankPool(3, timeout_s=TIMEOUT_S) as ring:
+        outcomes = ring.outcomes(absent_from, function_name, 2)
+        assert_named(outcomes, 2, TIMEOUT_S + GRACE_S)
+
+
+# ---- several groups ---------------------------------------------------------------------------
+
+
+def two_rings_interleaved(case: Case, num_calls: int) -> None:
+    everyone = list(range(this().world_size))
+    groups = [dist.new_group(everyone), dist.new_group(everyone)]
+    q, k, v = case.local_inputs()
+    kv = torch.stack([k, v])
+    expected = ringattn.ring_attention(q, k, v, case.partition)
+    for call in range(num_calls):
+        # A hop of one group is in flight while the other's ring goes round, on turns.
+        hopping, ringing = groups if call % 2 else groups[::-1]
+        handle = ringattn.rotate_kv(kv, case.partition, group=hopping)
+        out = ringattn.ring_attention(q, k, v, case.partition, group=ringing)
+        assert torch.equal(out, expected)
+        before = case.partition.order[case.partition.order.index(this().rank) - 1]
+        assert handle.wait().size(2) == case.partition.lengths[before]
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_two_rings_on_two_groups_interleave(rank_pool):
+    rank_pool(3).run(two_rings_interleaved, Case(Partition.zigzag([7, 12, 3], [2, 0, 1])), 10)
+
+
+def two_rings_at_once(case: Case, num_calls: int) -> None:
+    everyone = list(range(this().world_size))
+    groups = [dist.new_group(everyone), dist.new_group(everyone)]
+    q, k, v = case.local_inputs()
+    expected = ringattn.ring_attention(q, k, v, case.partition)
+    failures: list[BaseException] = []
+
+    def work(group: dist.ProcessGroup) -> None:
+        try:
+            for _ in range(num_calls):
+                out = ringattn.ring_attention(q, k, v, case.partition, group=group)
+                assert torch.equal(out, expected)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=[group]) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_two_rings_at_once_in_two_threads(rank_pool):
+    rank_pool(3).run(two_rings_at_once, Case(Partition.zigzag([7, 12, 3])), 20)
+
+
+def memory_of_this_process() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def make_and_destroy_groups(num_groups: int, use: bool) -> int:
+    """Bytes this process has grown by."""
+    case = even(this().world_size, rows=2000, batch=1)
+    q, k, v = case.local_inputs()
+    start = 0
+    for number in range(num_groups + 5):
+        if number == 5:
+            gc.collect()
+            start = memory_of_this_process()
+        group = dist.new_group(list(range(this().world_size)))
+        if use:
+            ringattn.ring_attention(q, k, v, case.partition, group=group)
+        else:
+            dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
+    gc.collect()
+    time.sleep(1.2)  # what belonged to the last groups is freed by a watchdog
+    return memory_of_this_process() - start
+
+
+def test_what_a_group_owns_is_freed_with_it(rank_pool):
+    blocks = 2000 * 2 * 2 * 64 * 4  # bytes of keys and values that travel in one call
+    num_groups = 25
+    pool = rank_pool(2)
+    alone = max(pool.run(make_and_destroy_groups, num_groups, False))
+    grown = max(pool.run(make_and_destroy_groups, num_groups, True))
+    assert grown - alone < num_groups * blocks / 4, f"{grown - alone} bytes in {num_groups} groups"
+
+
+def names_are_reused(num_times: int) -> None:
+    """Each time the group of the same name is another one, with other ranks in other places."""
+    world = this().world_size
+    for number in range(num_times):
+        name = dist.group.WORLD.group_name
+        dist.destroy_process_group()
+        rank = (this().rank + number) % world
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"again{number}", this().store),
+            rank=rank,
+            world_size=world,
+        )
+        assert dist.group.WORLD.group_name == name
+        case = even(world, rows=5 + number)
+        q, k, v = (case.partition.shard(x, rank) for x in case.inputs("cpu"))
+        out = ringattn.ring_attention(q, k, v)
+        q, k, v = case.inputs("cpu")
+        expected, _ = ringattn.block_attention(q, k, v, diagonal=0)
+        torch.testing.assert_close(out, case.partition.shard(expected, rank), rtol=0, atol=4e-6)
+
+
+def test_a_name_that_is_used_again_means_the_new_group():
+    with RankPool(3) as ring:
+        ring.run(names_are_reused, 4)
