@@ -6,8 +6,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ MODEL = ROOT / "python" / "ringattn" / "models" / "pydoc_llama"
 # What a loader has to understand, and what keeps the package small.
 MAX_DIRECTORY_BYTES = 8 * 2**20
 MAX_BITS_PER_BYTE = 2.1
-SAMPLE_BYTES = 4 * 4096  # four windows of held-out text
+SAMPLE_BYTES = 3 * 4096 + 1  # three windows of held-out text and the last byte to predict
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +37,13 @@ def demo() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def held_out(demo: ModuleType) -> torch.Tensor:
-    return demo.build_corpus().held_out_stream()
+def corpus(demo: ModuleType) -> Any:
+    return demo.build_corpus()
+
+
+@pytest.fixture(scope="module")
+def held_out(corpus: Any) -> torch.Tensor:
+    return corpus.held_out_stream()
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +59,17 @@ def test_the_model_is_small_byte_level_and_trained_long(model: LlamaForCausalLM)
     assert model.config.num_key_value_heads < model.config.num_attention_heads
 
 
-def test_no_long_paragraph_of_the_held_out_text_is_in_the_training_text(demo: ModuleType) -> None:
-    train, held_out = demo.build_corpus().split()
-    trained_on = {p for text in train.values() for p in text.split("\n\n")}
-    paragraphs = [p for text in held_out.values() for p in text.split("\n\n")]
-    long = [p for p in paragraphs if len(p) >= demo.MIN_DUPLICATE_CHARS]
-    assert len(long) > 100
-    # Headings (a signature can repeat) are not deduplicated; prose is.
-    leaked = [p for p in long if p in trained_on and " " in p and "(" not in p]
-    assert leaked == []
+def test_no_prose_of_the_held_out_text_is_in_the_training_text(
+    demo: ModuleType, corpus: Any
+) -> None:
+    def prose(texts: Iterable[str]) -> set[str]:
+        # A heading is a signature, which may repeat; nothing else this long may.
+        paragraphs = {p for text in texts for p in text.split("\n\n")}
+        return {p for p in paragraphs if len(p) >= demo.MIN_DUPLICATE_CHARS and "(" not in p}
+
+    train, held_out = (prose(part.values()) for part in corpus.split())
+    assert len(held_out) > 100
+    assert not train & held_out
 
 
 def test_held_out_loss_meets_the_bound_and_long_context_helps(
@@ -69,7 +78,7 @@ def test_held_out_loss_meets_the_bound_and_long_context_helps(
     figures = demo.evaluate(model, held_out[:SAMPLE_BYTES], context=4096)
     middle = figures["positions_2048_to_4095"]
     assert figures["bits_per_byte"] <= MAX_BITS_PER_BYTE, figures
-    assert middle["bytes"] >= 8000, figures
+    assert middle["bytes"] == 3 * 2048, figures
     assert middle["bits_per_byte"] < middle["bits_per_byte_context_cut_to_256"], figures
 
 
@@ -91,9 +100,13 @@ def test_the_committed_figures_meet_the_bounds() -> None:
     assert middle["bits_per_byte"] < middle["bits_per_byte_context_cut_to_256"]
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "how",
+    [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 0}],
+    ids=["greedy", "sampled"],
+)
 def test_a_continuation_is_printable_text(
-    model: LlamaForCausalLM, held_out: torch.Tensor, do_sample: bool
+    model: LlamaForCausalLM, held_out: torch.Tensor, how: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
     prompt = held_out[:1024].long()[None]
@@ -101,11 +114,11 @@ def test_a_continuation_is_printable_text(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=128,
-        do_sample=do_sample,
+        **how,
         eos_token_id=None,
         pad_token_id=0,
     )
-    text = bytes(ids[0, 1024:].tolist()).replace(b"\0", b"\n").decode("utf-8")
+    text = bytes(ids[0, 1024:].tolist()).replace(b"\0", b"\n").decode("utf-8", "replace")
     assert len(text) >= 100
     assert all(c.isprintable() or c == "\n" for c in text), text
     assert sum(c.isalpha() for c in text) > len(text) // 2, text
