@@ -99,8 +99,9 @@ class ShardedKVCache:
         """
         keys, values = self.view(layer)
         if self.owner == self.rank:
-            keys[:, -1:].copy_(k)
-            values[:, -1:].copy_(v)
+            newest = self.lengths[self.rank] - 1
+            keys.narrow(1, newest, 1).copy_(k)
+            values.narrow(1, newest, 1).copy_(v)
         return keys, values
 
     def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

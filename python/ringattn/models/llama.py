@@ -98,10 +98,12 @@ class LLaMAAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q ``[B, S_r, H, D]``, k and v ``[B, S_r, H_kv, D]`` of ``x``, ``[B, S_r, E]``; q and k
         rotated to their positions."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, S_r, H + 2 H_kv, D]
-        qk = rotate(heads[:, :, : -self.num_kv_heads], rotation)
-        q, k = qk[:, :, : self.num_heads], qk[:, :, self.num_heads :]
-        return q, k, heads[:, :, -self.num_kv_heads :]
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        batch, length, _ = x.shape
+        heads = self.qkv(x).view(batch, length, num_heads + 2 * num_kv_heads, self.head_dim)
+        qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), 2)
+        q, k = rotate(qk, rotation).split((num_heads, num_kv_heads), 2)
+        return q, k, v
 
     def attend(
         self,
