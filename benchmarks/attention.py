@@ -32,7 +32,7 @@ COLUMNS = ["S", "D", "mask", "what", "ms", "p10", "p90", "TFLOP/s", "max error",
 
 
 def ours(problem: Problem) -> list[Contestant]:
-    q, k, v = problem.q, problem.k, problem.v
+    q, k, v = problem.tensors
     diagonal = 0 if problem.causal else None
     positions = torch.arange(problem.seq_len, device=q.device)
     batch, seq_len, heads, head_dim = q.shape

@@ -72,6 +72,10 @@ class Problem:
         return cls(q, k, v, causal)
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.q, self.k, self.v
+
+    @property
     def seq_len(self) -> int:
         return self.q.size(1)
 
@@ -229,8 +233,9 @@ def _sample(contestant: Contestant, device: torch.device) -> float:
 
 def _sample_cuda(call: Callable[[], Any]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The device is busy while the host enqueues: what is timed is the device, not Python.
-    torch.cuda._sleep(1_000_000)
+    # The device is busy for some milliseconds while the host enqueues: what is timed is the device,
+    # not Python.
+    torch.cuda._sleep(5_000_000)
     begin.record()
     call()
     end.record()

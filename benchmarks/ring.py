@@ -51,7 +51,7 @@ def rings(problem: Problem, transports: list[str], layouts: list[str]) -> list[C
     found = []
     for layout in layouts:
         partition = ringattn.Partition.even(problem.seq_len, world_size(), layout)
-        q, k, v = (partition.shard(x, rank()) for x in (problem.q, problem.k, problem.v))
+        q, k, v = (partition.shard(x, rank()) for x in problem.tensors)
         positions = partition.position_ids(rank(), problem.q.device)
         for transport in transports:
             call = partial(
@@ -109,10 +109,14 @@ def compete(report: Report, problem: Problem, arguments) -> None:
     alone = singles(problem)
     peers = []
     for name, peer in PEERS.items():
-        if reason := peer.available(problem):
+        reason = peer.available(problem)
+        if reason is None:
+            try:
+                peers += peer.prepare(problem)
+            except Exception as error:  # another project's: its failure is a remark, not ours
+                reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
             report.remark(f"{name} left out: {reason}")
-        else:
-            peers += peer.prepare(problem)
 
     field = [*ours, *alone, *peers]
     errors = {contestant.name: max_error(contestant, problem) for contestant in field}

@@ -22,5 +22,5 @@ def prepare(problem: Problem) -> list[Contestant]:
     from flash_attn import flash_attn_func
 
     positions = torch.arange(problem.seq_len, device=problem.q.device)
-    call = partial(flash_attn_func, problem.q, problem.k, problem.v, causal=problem.causal)
+    call = partial(flash_attn_func, *problem.tensors, causal=problem.causal)
     return [Contestant("flash_attn", call, positions)]

@@ -30,7 +30,7 @@ def prepare(problem: Problem) -> list[Contestant]:
 
     world_size, rank = dist.get_world_size(), dist.get_rank()
     partition = ringattn.Partition.even(problem.seq_len, world_size)
-    q, k, v = (partition.shard(x, rank) for x in (problem.q, problem.k, problem.v))
+    q, k, v = (partition.shard(x, rank) for x in problem.tensors)
     positions = partition.position_ids(rank, problem.q.device)
     call = partial(zigzag_ring_flash_attn_func, q, k, v, causal=True)
     return [Contestant("ring_flash_attn zigzag", call, positions)]

@@ -54,7 +54,7 @@ def prepare(problem: Problem) -> list[Contestant]:
 
 def calls(problem: Problem):
     """Ways to call it, the better one first: (call, note)."""
-    q, k, v = problem.q, problem.k, problem.v
+    q, k, v = problem.tensors
     if q.size(2) == k.size(2):
         yield partial(attend, q, k, v, problem.causal, False), ""
         return

@@ -88,7 +88,7 @@ def test_problem_sees_a_wrong_row_and_a_nan() -> None:
     device = torch.device("cpu")
     problem = Problem.random(32, 4, 2, 8, dtype=torch.float64, device=device, causal=True)
     right = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (problem.q, problem.k, problem.v)),
+        *(x.transpose(1, 2) for x in problem.tensors),
         is_causal=True,
         enable_gqa=True,
     ).transpose(1, 2)
