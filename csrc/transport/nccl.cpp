@@ -37,9 +37,9 @@ class Communicator {
   Communicator(RingGroup& group, c10::Device device)
       : group_(group.weak_from_this()), device_(device) {
     const c10::cuda::CUDAGuard guard(device);
-    C10_CUDA_CHECK(
-        cudaHostAlloc(&failed_, sizeof(int), cudaHostAllocMapped | cudaHostAllocPortable));
-    *failed_ = 0;
+    C10_CUDA_CHECK(cudaMalloc(&failed_, sizeof(int)));
+    C10_CUDA_CHECK(cudaMemset(failed_, 0, sizeof(int)));
+    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&telling_, cudaStreamNonBlocking));
 
     ncclUniqueId id;
     if (group.rank() == 0) {
@@ -61,7 +61,8 @@ class Communicator {
   // Note: abort, not destroy. Destroying waits for the other ranks, and they may be gone.
   ~Communicator() {
     abort();
-    cudaFreeHost(failed_);
+    cudaStreamDestroy(telling_);
+    cudaFree(failed_);
   }
 
   Communicator(const Communicator&) = delete;
@@ -69,7 +70,10 @@ class Communicator {
 
   /// Ends everything in flight; `failed` first, for those that will read it once they are released.
   void fail() {
-    *static_cast<volatile int*>(failed_) = 1;
+    const c10::cuda::CUDAGuard guard(device_);
+    const int yes = 1;  // copied by an engine: no kernel has to end for it
+    cudaMemcpyAsync(failed_, &yes, sizeof(yes), cudaMemcpyHostToDevice, telling_);
+    cudaStreamSynchronize(telling_);
     abort();
   }
 
@@ -101,7 +105,8 @@ class Communicator {
   c10::Device device_;
   std::mutex mutex_;  // guards comm_
   ncclComm_t comm_ = nullptr;
-  int* failed_ = nullptr;  // pinned: the device reads it
+  int* failed_ = nullptr;           // on the device: whether transfers have been given up
+  cudaStream_t telling_ = nullptr;  // where failed_ is written, past everything that waits
 };
 
 // What runs on a stream between two events, and whom it waits for.

@@ -5,7 +5,7 @@ Tensors are ``[B, S_r, H, D]``: batch, tokens of this rank, heads, head dimensio
 keep their own ``H_kv`` heads, ``H % H_kv == 0``.
 """
 
-from ringattn import _library, testing  # the library comes first: it defines the operators
+from ringattn import _library, models, reference, testing  # the library comes first: it defines the operators
 from ringattn.functional import (
     RotatedKV,
     block_attention,
@@ -15,6 +15,7 @@ from ringattn.functional import (
     rotate_kv,
     synchronize,
 )
+from ringattn.generation import generate
 from ringattn.modules import RingAttention
 from ringattn.partition import Partition
 from ringattn.timings import StepTiming, Timings, record_timings
@@ -29,8 +30,11 @@ __all__ = [
     "Timings",
     "block_attention",
     "decode_attention",
+    "generate",
     "merge_states",
+    "models",
     "record_timings",
+    "reference",
     "ring_attention",
     "rotate_kv",
     "synchronize",

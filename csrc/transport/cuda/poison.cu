@@ -7,7 +7,7 @@ namespace {
 // Every type's NaN is written bit by bit: 0x7fff is one in both half types.
 template <typename Bits>
 __global__ void poison(Bits* data, int64_t count, Bits nan, const int* failed) {
-  // Note: volatile, because the host sets it while kernels of this stream are waiting.
+  // Note: volatile, because it is set while kernels of this stream are waiting.
   if (*static_cast<const volatile int*>(failed) == 0) return;
   const int64_t threads = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += threads)
