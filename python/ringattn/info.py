@@ -56,7 +56,7 @@ def _transport_lines() -> Iterator[tuple[str, str]]:
         on_cuda = device_type == "cuda"
         if on_cuda and not torch.cuda.is_available():
             continue
-        picked = _C.resolve_transport("auto", ring.name, on_cuda)
+        picked = _C.resolve_transport("auto", on_cuda)
         yield f"auto on {device_type}", f"{picked}: {_why(picked, on_cuda)}"
 
 

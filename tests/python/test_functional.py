@@ -219,7 +219,7 @@ def refuse_distributed_tensors() -> None:
     q, k, v = operands()
     spread = distribute_tensor(q, mesh, [Shard(1)])
     for function in (ringattn.ring_attention, ringattn.block_attention):
-        with pytest.raises(ValueError, match="q must be a plain tensor .* got a DTensor"):
+        with pytest.raises(ValueError, match=r"q must be a plain tensor .* got a DTensor"):
             function(spread, k, v)
 
 
