@@ -79,6 +79,14 @@ def test_transport_benchmark_receives_what_was_sent(tmp_path: Path) -> None:
     assert all(row["wrong"] == "0" and float(row["GB/s"]) > 0 for row in rows)
 
 
+def test_decode_benchmark_agrees_with_one_rank(tmp_path: Path) -> None:
+    stem = tmp_path / "decode"
+    sizes = ["--shapes", "tiny", "--contexts", "64", "--dtype", "float32", "--bandwidth", "10"]
+    run_on_two_ranks("benchmarks/decode.py", *SMALL, *sizes, "--out", str(stem))
+    (row,) = read(stem)
+    assert float(row["ms"]) > 0 and float(row["error"]) < 1e-4
+
+
 def test_problem_sees_a_wrong_row_and_a_nan() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
