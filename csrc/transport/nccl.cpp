@@ -172,6 +172,7 @@ class NcclTransport : public MessageTransport {
     ready.record(c10::cuda::getCurrentCUDAStream());
     ready.block(side_);
 
+    after_last(side_);
     started->record(side_);
     communicator_->use([&](ncclComm_t comm) {
       RINGATTN_NCCL_CHECK(ncclGroupStart());
@@ -190,6 +191,7 @@ class NcclTransport : public MessageTransport {
     if (message.send.defined()) message.send.record_stream(side_);
     if (message.receive.defined()) message.receive.record_stream(side_);
     done->record(side_);
+    last_ = done;
 
     std::vector<int64_t> suspects;
     if (message.receive.defined()) suspects.push_back(message.source);
@@ -203,12 +205,14 @@ class NcclTransport : public MessageTransport {
     at::Tensor all = at::empty({group_.size(), mine.numel()}, mine.options());
     const auto started = new_event(false), done = new_event(false);
     const auto stream = c10::cuda::getCurrentCUDAStream();
+    after_last(stream);
     started->record(stream);
     communicator_->use([&](ncclComm_t comm) {
       RINGATTN_NCCL_CHECK(ncclAllGather(mine.const_data_ptr(), all.mutable_data_ptr(),
                                         mine.nbytes(), ncclUint8, comm, stream.stream()));
     });
     done->record(stream);
+    last_ = done;
     watch(started, done, call, 0, {(group_.rank() + 1) % group_.size()});
     return all;
   }
@@ -246,6 +250,12 @@ class NcclTransport : public MessageTransport {
     bytes.record_stream(side_);
   }
 
+  // Note: what one communicator does must not overlap, and calls come on the side stream as well as
+  // on whatever stream is current.
+  void after_last(const c10::cuda::CUDAStream& stream) const {
+    if (last_) last_->block(stream);
+  }
+
   static std::shared_ptr<at::cuda::CUDAEvent> new_event(bool timed) {
     return std::make_shared<at::cuda::CUDAEvent>(timed ? cudaEventDefault : cudaEventDisableTiming);
   }
@@ -267,6 +277,7 @@ class NcclTransport : public MessageTransport {
   RingGroup& group_;
   std::shared_ptr<Communicator> communicator_;
   c10::cuda::CUDAStream side_;
+  std::shared_ptr<at::cuda::CUDAEvent> last_;  // the end of this communicator's last operation
 };
 
 }  // namespace
