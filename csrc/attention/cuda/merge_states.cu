@@ -1,11 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cmath>
-
 #include "attention/cuda/alignment.h"
 #include "attention/cuda/merge_states.h"
+#include "attention/cuda/numeric.cuh"
 
 namespace ringattn::cuda {
 namespace {
@@ -13,14 +9,15 @@ namespace {
 constexpr int kWarpSize = 32;
 constexpr int kWarps = 4;           // rows of a thread block
 constexpr int kStatesInFlight = 8;  // loads a lane has under way
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 /// kVector neighbouring elements of a row.
 template <int kVector>
 struct Floats {
-  float x[kVector];
+  float x[kVector] = {};
 
-  __device__ void load(const float* from) {
+  template <typename In>
+  __device__ void load(const In* from) {
+    static_assert(sizeof(In) == sizeof(float));
     if constexpr (kVector == 4) {
       const float4 v = *reinterpret_cast<const float4*>(from);
       x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
@@ -29,36 +26,56 @@ struct Floats {
     }
   }
 
-  __device__ void add(float weight, const Floats& other) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = fmaf(weight, other.x[i], x[i]);
-  }
-
   template <typename Out>
-  __device__ void store(Out* to) const {
-    if constexpr (kVector == 4 && sizeof(Out) == 4) {
-      *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+  __device__ void store(Out* to, float factor) const {
+    if constexpr (kVector == 4 && sizeof(Out) == sizeof(float)) {
+      *reinterpret_cast<float4*>(to) =
+          make_float4(x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor);
     } else if constexpr (kVector == 4) {
-      alignas(8) Out rounded[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) rounded[i] = Out(x[i]);
-      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(rounded);
+      *reinterpret_cast<uint2*>(to) = make_uint2(pack<Out>(x[0] * factor, x[1] * factor),
+                                                 pack<Out>(x[2] * factor, x[3] * factor));
     } else {
-      *to = Out(x[0]);
+      *to = Out(x[0] * factor);
     }
   }
 };
 
-/// One warp per row. State 0 of the merge is what out and lse hold, when folding.
+/// sum_i exp(lse_i - max) * out_i and its weights' total; max is the largest lse so far.
+template <int kVector>
+struct RunningMerge {
+  Floats<kVector> sum;
+  float total = 0.0f;
+  float max = -INFINITY;
+
+  __device__ void add(float lse, const Floats<kVector>& out) {
+    const float before = max;
+    max = fmaxf(max, lse);
+    // Nothing but empty states so far: exp(-inf - 0) is 0, exp(-inf - -inf) would be NaN. A NaN,
+    // which fmaxf drops, stays in its own weight.
+    const float offset = max == -INFINITY ? 0.0f : max;
+    const float decay = exp2_approx((before - offset) * kLog2E);
+    const float weight = exp2_approx((lse - offset) * kLog2E);
+    total = fmaf(total, decay, weight);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum.x[i] = fmaf(sum.x[i], decay, weight * out.x[i]);
+  }
+
+  __device__ float norm() const { return total == 0.0f ? 0.0f : reciprocal(total); }
+  __device__ float lse() const {
+    return total == 0.0f ? -INFINITY : max + log2_approx(total) * kLn2;
+  }
+};
+
+/// One warp per row, which so reads all of a row's old lse before it writes the new one.
 template <typename Out, int kVector>
 __global__ void __launch_bounds__(kWarps* kWarpSize)
     merge_states_kernel(const __grid_constant__ MergeStatesParams p) {
-  const int lane = threadIdx.x % kWarpSize;
   const unsigned index = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
   const int64_t row = index / static_cast<unsigned>(p.num_heads);
   const int64_t head = index % static_cast<unsigned>(p.num_heads);
   const int64_t batch = blockIdx.y;
   if (row >= p.num_queries) return;
+  const int lane = threadIdx.x % kWarpSize;
 
   Out* out = static_cast<Out*>(p.out.data) + batch * p.out.batch_stride + row * p.out.row_stride +
              head * p.out.head_stride;
@@ -69,62 +86,30 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
   const float* first_lse =
       p.states_lse + batch * p.states_lse_batch_stride + head * p.states_lse_head_stride + row;
 
-  const float lse_before = p.fold ? *lse : -INFINITY;
-  const auto lse_of = [&](int state) {
-    return state < p.num_states ? first_lse[state * p.next_state_lse] : -INFINITY;
-  };
-
-  // max = lses.max()
-  float max = lse_before;
-  bool empty = lse_before == -INFINITY;
-  for (int state = lane; state < p.num_states; state += kWarpSize) {
-    max = fmaxf(max, lse_of(state));
-    empty = empty && lse_of(state) == -INFINITY;
-  }
-  for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2)
-    max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, lanes));
-  empty = __all_sync(kAllLanes, empty);
-
-  // total = (lses - max).exp().sum(); a NaN, which the maximum drops, stays in its own exp. No max:
-  // all is -inf.
-  const auto weight_of = [&](float x) { return empty ? 0.0f : expf(x - max); };
-  float total = 0.0f;
-  for (int state = lane; state < p.num_states; state += kWarpSize)
-    total += weight_of(lse_of(state));
-  for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2)
-    total += __shfl_xor_sync(kAllLanes, total, lanes);
-  const float weight_before = weight_of(lse_before);
-  total += weight_before;
-  const float norm = empty ? 0.0f : 1.0f / total;
-
-  // out = sum((lses - max).exp() / total * outs)
+  float merged_lse = -INFINITY;
   for (int begin = 0; begin < p.head_dim; begin += kWarpSize * kVector) {
-    const int column = begin + lane * kVector;
-    const bool inside = column < p.head_dim;
-    Floats<kVector> sum = {};
+    // Lanes past the end repeat the last columns, for the sake of the row's lse.
+    const int column = min(begin + lane * kVector, p.head_dim - kVector);
+    RunningMerge<kVector> merge;
     if constexpr (sizeof(Out) == sizeof(float)) {
-      if (p.fold && inside) {
+      if (p.fold) {
         Floats<kVector> x;
         x.load(out + column);
-        sum.add(weight_before * norm, x);
+        merge.add(*lse, x);
       }
     }
-    for (int group = 0; group < p.num_states; group += kWarpSize) {
-      const float weight = weight_of(lse_of(group + lane)) * norm;
 #pragma unroll kStatesInFlight
-      for (int state = group; state < min(group + kWarpSize, p.num_states); ++state) {
-        const float w = __shfl_sync(kAllLanes, weight, state - group);
-        if (inside) {
-          Floats<kVector> x;
-          x.load(first_out + state * p.next_state + column);
-          sum.add(w, x);
-        }
-      }
+    for (int state = 0; state < p.num_states; ++state) {
+      Floats<kVector> x;
+      x.load(first_out + state * p.next_state + column);
+      merge.add(first_lse[state * p.next_state_lse], x);
     }
-    if (inside) sum.store(out + column);
+    __syncwarp();
+    if (begin + lane * kVector < p.head_dim) merge.sum.store(out + column, merge.norm());
+    merged_lse = merge.lse();
   }
-  __syncwarp();  // every lane has read lse
-  if (p.lse != nullptr && lane == 0) *lse = empty ? -INFINITY : max + logf(total);
+  __syncwarp();
+  if (p.lse != nullptr && lane == 0) *lse = merged_lse;
 }
 
 template <typename Out>

@@ -43,12 +43,12 @@ struct BlockAttentionTile {
 template <typename Element, int kHeadDim>
 struct TileFor;
 // clang-format off
-template <typename Element> struct TileFor<Element, 64> : BlockAttentionTile<Element, 64, 128, 64, 4, 2, 2> {};
-template <typename Element> struct TileFor<Element, 96> : BlockAttentionTile<Element, 96, 128, 64, 4, 2, 2> {};
-template <typename Element> struct TileFor<Element, 128> : BlockAttentionTile<Element, 128, 128, 64, 4, 2, 2> {};
+template <typename Element> struct TileFor<Element, 64> : BlockAttentionTile<Element, 64, 128, 96, 4, 1, 2> {};
+template <typename Element> struct TileFor<Element, 96> : BlockAttentionTile<Element, 96, 128, 80, 4, 1, 2> {};
+template <typename Element> struct TileFor<Element, 128> : BlockAttentionTile<Element, 128, 128, 64, 4, 1, 2> {};
 template <typename Element> struct TileFor<Element, 192> : BlockAttentionTile<Element, 192, 64, 64, 4, 1, 2> {};
 template <typename Element> struct TileFor<Element, 256> : BlockAttentionTile<Element, 256, 64, 64, 4, 1, 2> {};
-template <> struct TileFor<float, 64> : BlockAttentionTile<float, 64, 64, 32, 4, 2, 2> {};
+template <> struct TileFor<float, 64> : BlockAttentionTile<float, 64, 128, 32, 4, 2, 2> {};
 template <> struct TileFor<float, 96> : BlockAttentionTile<float, 96, 64, 32, 4, 2, 2> {};
 template <> struct TileFor<float, 128> : BlockAttentionTile<float, 128, 64, 32, 4, 2, 2> {};
 template <> struct TileFor<float, 192> : BlockAttentionTile<float, 192, 64, 32, 4, 1, 2> {};
@@ -64,16 +64,21 @@ struct TileOrder {
   int heads_per_slice;  // a multiple of H / H_kv
 };
 
+/// blockIdx.x, in a way that the compiler cannot foresee: what follows from it is computed anew for
+/// the results and keeps no registers in the loop.
+__device__ __forceinline__ int block_index_again() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block;
+}
+
 struct TilePosition {
   int batch;
   int head;
   int query_tile;
 
-  __device__ __forceinline__ TilePosition(const BlockAttentionParams& p, const TileOrder& order) {
-    // Note: volatile, so that the position is computed anew for the results and keeps no register
-    // before.
-    int block;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  __device__ __forceinline__ TilePosition(const BlockAttentionParams& p, const TileOrder& order,
+                                          int block) {
     const int slice_blocks = order.query_tiles * order.heads_per_slice;
     const int slice_head = block / slice_blocks * order.heads_per_slice;
     const int slice_heads = min(order.heads_per_slice, order.heads - slice_head);
@@ -91,12 +96,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   using Gemm = Products<Element, kM, Tile::kBlockK, Tile::kHeadDim>;
   extern __shared__ __align__(128) unsigned char shared[];
 
-  const TilePosition at(p, order);
+  const TilePosition at(p, order, blockIdx.x);
   const int first_row = at.query_tile * Tile::kBlockQ;
   const int kv_head = at.head / (p.num_heads / p.num_kv_heads);
   const int num_rows = min(Tile::kBlockQ, p.num_queries - first_row);
-  const int visible_keys =
-      min(p.num_keys, first_row + num_rows + p.diagonal);  // of the last row: the most
+  // What the last row sees, which sees most; keys after it count as zeros here, whatever they are.
+  const int visible_keys = min(p.num_keys, first_row + num_rows + p.diagonal);
   const int key_tiles = visible_keys <= 0 ? 0 : (visible_keys + Tile::kBlockK - 1) / Tile::kBlockK;
 
   const int warp = threadIdx.x / kWarpSize;
@@ -115,19 +120,21 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   const typename Tile::CopyK copy_v(static_cast<const Element*>(p.v.data) +
                                         at.batch * p.v.batch_stride + kv_head * p.v.head_stride,
                                     p.v.row_stride, p.head_dim, threadIdx.x);
-  const auto stage_k = [&](int tile) {
-    return shared_kv + tile % Tile::kStages * Tile::kStageBytes;
+  const auto stage = [&](int tile) { return shared_kv + tile % Tile::kStages * Tile::kStageBytes; };
+  const auto load_k = [&](int tile) {
+    copy_k.load(stage(tile), tile * Tile::kBlockK, visible_keys);
   };
-  const auto stage_v = [&](int tile) { return stage_k(tile) + Tile::CopyK::kBytes; };
+  const auto load_v = [&](int tile) {
+    copy_v.load(stage(tile) + Tile::CopyK::kBytes, tile * Tile::kBlockK, visible_keys);
+  };
 
   if (key_tiles > 0) {
     const typename Tile::CopyQ copy_q(static_cast<const Element*>(p.q.data) +
                                           at.batch * p.q.batch_stride + at.head * p.q.head_stride,
                                       p.q.row_stride, p.head_dim, threadIdx.x);
     copy_q.load(shared_q, first_row, p.num_queries);
-    copy_k.load(stage_k(key_tiles - 1), (key_tiles - 1) * Tile::kBlockK, p.num_keys);
-    if constexpr (Tile::kStages == 2)
-      copy_v.load(stage_v(key_tiles - 1), (key_tiles - 1) * Tile::kBlockK, p.num_keys);
+    load_k(key_tiles - 1);
+    if constexpr (Tile::kStages == 2) load_v(key_tiles - 1);
     commit_copies();
     if (p.scale < 0.0f) {
       wait_for_copies<0>();
@@ -136,43 +143,40 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   }
 
   for (int tile = key_tiles - 1; tile >= 0; --tile) {
-    const int first_key = tile * Tile::kBlockK;
-    typename Gemm::Scores scores;
     wait_for_copies<0>();
     __syncthreads();  // this tile has arrived, and nobody reads the one before it any more
-    if constexpr (Tile::kStages == 2) {
-      if (tile > 0) {
-        copy_k.load(stage_k(tile - 1), first_key - Tile::kBlockK, p.num_keys);
-        copy_v.load(stage_v(tile - 1), first_key - Tile::kBlockK, p.num_keys);
-        commit_copies();
-      }
-      if (tile == 0 && p.fold)
-        prefetch_state<Tile::kThreads>(p, at.batch, at.head, first_row, num_rows);
-      Gemm::scores(scores, shared_q + warp_row * Tile::CopyQ::kRowPitch, stage_k(tile));
-    } else {
-      copy_v.load(stage_v(tile), first_key, p.num_keys);
-      commit_copies();
-      if (tile == 0 && p.fold)
-        prefetch_state<Tile::kThreads>(p, at.batch, at.head, first_row, num_rows);
-      Gemm::scores(scores, shared_q + warp_row * Tile::CopyQ::kRowPitch, stage_k(tile));
-      wait_for_copies<0>();
-      __syncthreads();  // values have arrived, keys have been read
-      if (tile > 0) {
-        copy_k.load(stage_k(tile - 1), first_key - Tile::kBlockK, p.num_keys);
-        commit_copies();
-      }
+    if constexpr (Tile::kStages == 1) {
+      load_v(tile);
+    } else if (tile > 0) {
+      load_k(tile - 1);
+      load_v(tile - 1);
     }
+    commit_copies();
+    if (tile == 0 && p.fold) {
+      prefetch_state<Tile::kThreads>(p, at.batch, at.head, first_row, num_rows);
+    }
+
+    typename Gemm::Scores scores;
+    Gemm::scores(scores, shared_q + warp_row * Tile::CopyQ::kRowPitch, stage(tile), p.head_dim);
+    if constexpr (Tile::kStages == 1) {
+      wait_for_copies<0>();
+      __syncthreads();  // the values have arrived, and nobody reads the keys any more
+      if (tile > 0) load_k(tile - 1);
+      commit_copies();
+    }
+
+    const int first_key = tile * Tile::kBlockK;
     const int last_key = first_key + Tile::kBlockK - 1;
     if (last_key > first_row + warp_row + p.diagonal || last_key >= p.num_keys) {
       mask_scores(scores, lane_row + p.diagonal - first_key, p.num_keys - first_key);
     }
     float decay[kM][2];
-    const bool any_decay = softmax.update(scores, scale_log2, decay);
-    Gemm::accumulate(out, decay, any_decay, scores, stage_v(tile));
+    softmax.update(scores, scale_log2, decay);
+    Gemm::accumulate(out, decay, scores, stage(tile) + Tile::CopyK::kBytes, p.head_dim);
   }
 
   // A warp's queries are read by itself alone: their place is free for its results.
-  const TilePosition to(p, order);
+  const TilePosition to(p, order, block_index_again());
   store_results<Element, kM, Tile::kHeadDim, Gemm>(
       p, to.batch, to.head, to.query_tile * Tile::kBlockQ + warp_row, out, softmax, scale_log2,
       shared + warp_row * Tile::CopyQ::kRowPitch);

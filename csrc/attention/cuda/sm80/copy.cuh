@@ -21,12 +21,21 @@ template <typename Element, int kHeadDim>
 constexpr int kPitch =
     (kHeadDim * static_cast<int>(sizeof(Element)) + kLineBytes - 1) / kLineBytes* kLineBytes;
 
-/// Copies 16 bytes asynchronously, or writes 16 zero bytes and reads nothing.
-__device__ __forceinline__ void copy_chunk_async(uint32_t shared, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-               :
-               : "r"(shared), "l"(global), "r"(valid ? kChunkBytes : 0)
-               : "memory");
+/// Copies 16 bytes asynchronously; where not `item < num_items`, writes zeros and reads nothing.
+__device__ __forceinline__ void copy_chunk_async(uint32_t shared, const void* global, int item,
+                                                 int num_items) {
+  // Note: the comparison is made here so that nobody keeps its results in registers across a loop.
+  asm volatile(
+      "{\n"
+      ".reg .pred valid;\n"
+      ".reg .b32 bytes;\n"
+      "setp.lt.s32 valid, %2, %3;\n"
+      "selp.b32 bytes, %4, 0, valid;\n"
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], %4, bytes;\n"
+      "}"
+      :
+      : "r"(shared), "l"(global), "r"(item), "r"(num_items), "n"(kChunkBytes)
+      : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() {
@@ -49,47 +58,44 @@ template <typename Element, int kRows, int kHeadDim, int kThreads>
 struct TileCopy {
   static constexpr int kRowPitch = kPitch<Element, kHeadDim>;
   static constexpr int kBytes = kRows * kRowPitch;
-  static constexpr int kElementsPerChunk = kChunkBytes / sizeof(Element);
-  static constexpr int kElementsPerLine = kLineBytes / sizeof(Element);
   static constexpr int kRowsPerPass = kThreads / 8;
   static constexpr int kPasses = kRows / kRowsPerPass;
   static constexpr int kLines = kRowPitch / kLineBytes;
   static_assert(kRows % kRowsPerPass == 0);
 
-  const Element* source;  // this thread's element of row 0 of the tensor
-  int64_t row_stride;
-  int head_dim;
-  int row;     // of this thread in a tile's first pass
-  int column;  // of this thread in a row's first line
+  const unsigned char* source;  // this thread's column of row 0 of the tensor
+  int row_bytes;                // from row to row of the tensor
+  int num_lines;                // how many of a row's lines have something in this thread's column
 
   __device__ TileCopy(const void* head, int64_t row_stride, int head_dim, int thread)
-      : row_stride(row_stride),
-        head_dim(head_dim),
-        row(thread / 8),
-        column(thread % 8 * kElementsPerChunk) {
-    source = static_cast<const Element*>(head) + row * row_stride + column;
+      : row_bytes(static_cast<int>(row_stride * sizeof(Element))) {
+    const int column_byte = thread % 8 * kChunkBytes;
+    const int head_bytes = head_dim * static_cast<int>(sizeof(Element));
+    source = static_cast<const unsigned char*>(head) + column_byte;
+    num_lines = (head_bytes - column_byte + kLineBytes - 1) / kLineBytes;
   }
 
-  __device__ static uint32_t offset(int row, int chunk) {
+  /// The row of this thread in a tile's first pass.
+  __device__ static int first_row() { return threadIdx.x % kThreads / 8; }
+
+  __device__ static uint32_t offset(unsigned row, unsigned chunk) {
     return row * kRowPitch + ((chunk ^ (row % 8)) * kChunkBytes);
   }
 
   /// tile = tensor[first : first + kRows]; rows from num_rows and columns from head_dim on are
   /// zero.
   __device__ __forceinline__ void load(uint32_t tile, int first, int num_rows) const {
-    const Element* from = source + first * row_stride;
-    const int rows_left = num_rows - first - row;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int tile_row = row + pass * kRowsPerPass;
-      const uint32_t to = tile + offset(tile_row, threadIdx.x % 8);
+      const int row = first_row() + pass * kRowsPerPass;
+      const uint32_t to = tile + offset(row, threadIdx.x % 8);
+      // Note: 32 by 32 bits give 64, one instruction; a 64-bit stride would cost registers.
+      const unsigned char* from = source + int64_t{first + row} * row_bytes;
+      const int lines = first + row < num_rows ? num_lines : 0;
 #pragma unroll
       for (int line = 0; line < kLines; ++line) {
-        const bool valid =
-            pass * kRowsPerPass < rows_left && column + line * kElementsPerLine < head_dim;
-        copy_chunk_async(to + line * kLineBytes, from + line * kElementsPerLine, valid);
+        copy_chunk_async(to + line * kLineBytes, from + line * kLineBytes, line, lines);
       }
-      from += kRowsPerPass * row_stride;
     }
   }
 
@@ -98,7 +104,7 @@ struct TileCopy {
     constexpr uint32_t kSigns = sizeof(Element) == 2 ? 0x80008000u : 0x80000000u;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      unsigned char* to = tile + offset(row + pass * kRowsPerPass, threadIdx.x % 8);
+      unsigned char* to = tile + offset(first_row() + pass * kRowsPerPass, threadIdx.x % 8);
 #pragma unroll
       for (int line = 0; line < kLines; ++line) {
         uint4& chunk = *reinterpret_cast<uint4*>(to + line * kLineBytes);

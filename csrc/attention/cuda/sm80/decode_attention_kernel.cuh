@@ -111,11 +111,11 @@ __global__ void __launch_bounds__(Tile::kThreads)
     load(key + (Tile::kStages - 1) * kStride, (stage + Tile::kStages - 1) % Tile::kStages);
     const uint32_t k = stages + stage * Tile::kStageBytes;
     typename Gemm::Scores scores;
-    Gemm::scores(scores, shared_address(shared), k);
+    Gemm::scores(scores, shared_address(shared), k, p.head_dim);
     if (key + Tile::kKeys > end) mask_scores(scores, Tile::kKeys, end - key);
     float decay[1][2];
-    const bool any_decay = softmax.update(scores, scale_log2, decay);
-    Gemm::accumulate(out, decay, any_decay, scores, k + Tile::Copy::kBytes);
+    softmax.update(scores, scale_log2, decay);
+    Gemm::accumulate(out, decay, scores, k + Tile::Copy::kBytes, p.head_dim);
     stage = (stage + 1) % Tile::kStages;
   }
   wait_for_copies<0>();
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   for (int half = 0; half < 2; ++half) {
     const int row = lane / 4 + 8 * half;
     const float sum = softmax.row_sum(0, half);
-    const float norm = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const float norm = sum == 0.0f ? 0.0f : reciprocal(sum);
     if (lane % 4 == 0) all_lse[warp * Tile::kRows + row] = softmax.lse(0, half, sum, scale_log2);
 #pragma unroll
     for (int n = 0; n < Gemm::kOutTiles; ++n)
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
       sum.z = fmaf(weight, x.z, sum.z);
       sum.w = fmaf(weight, x.w, sum.w);
     }
-    const float norm = empty ? 0.0f : 1.0f / total;
+    const float norm = empty ? 0.0f : reciprocal(total);
     const int64_t token = (first_row + row) / group,
                   head = kv_head * group + (first_row + row) % group;
     if (column == 0) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "attention/cuda/numeric.cuh"
 #include "attention/cuda/sm80/copy.cuh"
 #include "attention/cuda/sm80/softmax.cuh"
 #include "attention/params.h"
@@ -81,7 +82,7 @@ __device__ __forceinline__ void store_results(const BlockAttentionParams& p, int
       // A row that saw nothing is 0 whatever the values (a NaN among them) that its tile was
       // multiplied with.
       const bool empty = row_lse == -INFINITY;
-      float norm = 1.0f / sum;
+      float norm = reciprocal(sum);
       float keep = 0.0f;  // of the state
       if (p.fold) {
         const MergeWeights weights(own_row < p.num_queries ? lse[own_row] : -INFINITY, row_lse);

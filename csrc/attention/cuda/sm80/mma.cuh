@@ -66,34 +66,12 @@ __device__ __forceinline__ void mma_m16n8k8(float (&c)[4], const uint32_t (&a)[4
 }
 
 /// x = high + low, where high is x rounded to tf32 and low is exact (and read as tf32: 22 bits in
-/// all).
+/// all). Note: not cvt.rna.tf32, which is five instructions where there is none of that name. A NaN
+/// may leave high, but not low.
 __device__ __forceinline__ void split_tf32(float x, uint32_t& high, uint32_t& low) {
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(x));
+  constexpr uint32_t kHalf = 0x1000, kMask = 0xffffe000;  // of tf32's last place; its bits
+  high = (__float_as_uint(x) + kHalf) & kMask;
   low = __float_as_uint(x - __uint_as_float(high));
-}
-
-/// Two float32 rounded to the two elements of a register, `first` in the lower half.
-template <typename Element>
-__device__ __forceinline__ uint32_t pack(float first, float second) {
-  uint32_t bits;
-  if constexpr (std::is_same_v<Element, __half>) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
-  }
-  return bits;
-}
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 }  // namespace ringattn::cuda::sm80

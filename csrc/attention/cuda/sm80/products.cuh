@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "attention/cuda/numeric.cuh"
 #include "attention/cuda/sm80/copy.cuh"
 #include "attention/cuda/sm80/mma.cuh"
 
@@ -28,7 +29,8 @@ struct Products {
   __device__ static int out_column(int n, int c, int t) { return 8 * n + 2 * t + c % 2; }
 
   /// scores = q @ k.T; q: the warp's 16 * kM rows, k: kKeys rows in shared memory.
-  __device__ static __forceinline__ void scores(Scores& s, uint32_t q, uint32_t k) {
+  __device__ static __forceinline__ void scores(Scores& s, uint32_t q, uint32_t k,
+                                                int /*head_dim*/) {
     const int lane = threadIdx.x % kWarpSize;
     const uint32_t q_lane = q + (lane % 16) * kRowPitch + ((lane / 16) ^ (lane % 8)) * kChunkBytes;
     const int key = lane / 16 * 8 + lane % 8;
@@ -62,16 +64,17 @@ struct Products {
 
   /// out = out * decay[:, None] + p @ v; v: kKeys rows in shared memory.
   __device__ static __forceinline__ void accumulate(Out& out, const float (&decay)[kM][2],
-                                                    bool any_decay, const Scores& p, uint32_t v) {
+                                                    const Scores& p, uint32_t v, int /*head_dim*/) {
     const int lane = threadIdx.x % kWarpSize;
     const uint32_t v_lane = v + (lane % 16) * kRowPitch + ((lane / 16) ^ (lane % 8)) * kChunkBytes;
-    if (any_decay) {
 #pragma unroll
-      for (int m = 0; m < kM; ++m)
+    for (int m = 0; m < kM; ++m) {
+      // Maxima change seldom once many keys were seen.
+      if (__all_sync(0xffffffff, decay[m][0] == 1.0f && decay[m][1] == 1.0f)) continue;
 #pragma unroll
-        for (int n = 0; n < kOutTiles; ++n)
+      for (int n = 0; n < kOutTiles; ++n)
 #pragma unroll
-          for (int c = 0; c < 4; ++c) out[m][n][c] *= decay[m][c / 2];
+        for (int c = 0; c < 4; ++c) out[m][n][c] *= decay[m][c / 2];
     }
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
@@ -111,6 +114,9 @@ struct Products<float, kM, kKeys, kHeadDim> {
   static constexpr int kOutTiles = kHeadDim / 8;
   static constexpr int kStoredTiles = 4;
   static constexpr int kFloatsPerLine = 32;
+  static constexpr int kScoreSteps =
+      kHeadDim > 128 || kM > 1 ? 2 : 4;  // summed up in the matrix units
+  static constexpr int kOutSteps = 4;
   static_assert(kKeys % 16 == 0 && kHeadDim % kFloatsPerLine == 0);
 
   using Scores = float[kM][kScoreTiles][4];
@@ -128,7 +134,7 @@ struct Products<float, kM, kKeys, kHeadDim> {
     for (int i = 0; i < 4; ++i) split_tf32(__uint_as_float(x[i]), high[i], low[i]);
   }
 
-  __device__ static __forceinline__ void scores(Scores& s, uint32_t q, uint32_t k) {
+  __device__ static __forceinline__ void scores(Scores& s, uint32_t q, uint32_t k, int head_dim) {
     const int lane = threadIdx.x % kWarpSize;
     const uint32_t q_lane = q + (lane % 16) * kRowPitch + ((lane / 16) ^ (lane % 8)) * kChunkBytes;
     const int key = lane / 16 * 8 + lane % 8;
@@ -140,25 +146,26 @@ struct Products<float, kM, kKeys, kHeadDim> {
 #pragma unroll
         for (int c = 0; c < 4; ++c) s[m][n][c] = 0.0f;
 #pragma unroll
-    for (int line = 0; line < kHeadDim / kFloatsPerLine; ++line) {
-      uint32_t a_high[4][kM][4], a_low[4][kM][4];
+    for (int begin = 0; begin < kHeadDim / 8; begin += kScoreSteps) {
+      const auto flip = [&](int step) { return (begin + step) % 4 * 2 * kChunkBytes; };
+      const auto line = [&](int step) { return (begin + step) / 4 * kLineBytes; };
+      if (begin * 8 >= head_dim) break;
+      uint32_t a_high[kScoreSteps][kM][4], a_low[kScoreSteps][kM][4];
 #pragma unroll
-      for (int step = 0; step < 4; ++step)
+      for (int step = 0; step < kScoreSteps; ++step)
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
           uint32_t a[4];
-          load_matrices(
-              a, (q_lane ^ (step * 2 * kChunkBytes)) + line * kLineBytes + m * 16 * kRowPitch);
+          load_matrices(a, (q_lane ^ flip(step)) + line(step) + m * 16 * kRowPitch);
           split(a_high[step][m], a_low[step][m], a);
         }
 #pragma unroll
       for (int n = 0; n < kScoreTiles; n += 2) {
         float large[kM][2][4] = {}, small[kM][2][4] = {};
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
+        for (int step = 0; step < kScoreSteps; ++step) {
           uint32_t b[4], b_high[4], b_low[4];
-          load_matrices(
-              b, (k_lane ^ (step * 2 * kChunkBytes)) + line * kLineBytes + n * 8 * kRowPitch);
+          load_matrices(b, (k_lane ^ flip(step)) + line(step) + n * 8 * kRowPitch);
           split(b_high, b_low, b);
 #pragma unroll
           for (int m = 0; m < kM; ++m)
@@ -180,8 +187,7 @@ struct Products<float, kM, kKeys, kHeadDim> {
   }
 
   __device__ static __forceinline__ void accumulate(Out& out, const float (&decay)[kM][2],
-                                                    bool /*any_decay*/, const Scores& p,
-                                                    uint32_t v) {
+                                                    const Scores& p, uint32_t v, int head_dim) {
     // Slot t of a product's eight keys is key 2t, slot t + 4 is key 2t + 1: as the scores lie.
     const int lane = threadIdx.x % kWarpSize;
     const int g = lane / 4;
@@ -199,13 +205,13 @@ struct Products<float, kM, kKeys, kHeadDim> {
           split_tf32(p[m][step][kSource[i]], a_high[step][m][i], a_low[step][m][i]);
         }
 #pragma unroll
-    for (int line = 0; line < kHeadDim / kFloatsPerLine; ++line) {
-      float sum[kM][4][4] = {};
+    for (int begin = 0; begin < kScoreTiles; begin += kOutSteps)
 #pragma unroll
-      for (int begin = 0; begin < kScoreTiles; begin += 4) {
+      for (int line = 0; line < kHeadDim / kFloatsPerLine; ++line) {
+        if (line * kFloatsPerLine >= head_dim) break;
         float large[kM][4][4] = {}, small[kM][4][4] = {};
 #pragma unroll
-        for (int step = begin; step < begin + 4 && step < kScoreTiles; ++step) {
+        for (int step = begin; step < begin + kOutSteps && step < kScoreTiles; ++step) {
           const int at = line * kLineBytes + step * 8 * kRowPitch;
           uint32_t b0[4], b1[4], b0_high[4], b0_low[4], b1_high[4], b1_low[4];
           load_shared(b0, v_even + at);
@@ -226,18 +232,11 @@ struct Products<float, kM, kKeys, kHeadDim> {
 #pragma unroll
           for (int i = 0; i < 4; ++i)
 #pragma unroll
-            for (int c = 0; c < 4; ++c) sum[m][i][c] += large[m][i][c] + small[m][i][c];
+            for (int c = 0; c < 4; ++c) {
+              float& o = out[m][4 * line + i][c];
+              o = fmaf(o, begin == 0 ? decay[m][c / 2] : 1.0f, large[m][i][c] + small[m][i][c]);
+            }
       }
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            float& o = out[m][4 * line + i][c];
-            o = fmaf(o, decay[m][c / 2], sum[m][i][c]);
-          }
-    }
   }
 
   __device__ static __forceinline__ void load_shared(uint32_t (&r)[4], uint32_t address) {
