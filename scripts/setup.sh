@@ -77,9 +77,31 @@ PYTHON
   ringattn_quietly python -m pip install "$@"
 }
 
+# Installs what the chosen extras ask for and is not there.
+ringattn_install_extras() {
+  local unmet
+  mapfile -t unmet < <(
+    python - "$ringattn_extras" <<'PYTHON'
+import importlib.metadata, sys
+from pip._vendor.packaging.requirements import Requirement
+for requirement in map(Requirement, importlib.metadata.requires("ringattn") or ()):
+    if not any(requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+               for extra in sys.argv[1].split(",")):
+        continue
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    if version is None or not requirement.specifier.contains(version, prereleases=True):
+        print(f"{requirement.name}{requirement.specifier}")
+PYTHON
+  )
+  [ ${#unmet[@]} -eq 0 ] || ringattn_require "${unmet[@]}"
+}
+
 # What the installed library was built from, and with what.
 ringattn_fingerprint() {
-  python - "$ringattn_root" "$ringattn_extras" <<'PYTHON'
+  python - "$ringattn_root" <<'PYTHON'
 import hashlib, importlib.metadata, os, pathlib, shutil, sys
 root = pathlib.Path(sys.argv[1])
 built_from = [root / "CMakeLists.txt", root / "pyproject.toml"]
@@ -125,6 +147,7 @@ ringattn_setup() {
     ringattn_require 'torch>=2.11,<2.12' &&
     ringattn_require 'scikit-build-core>=0.10' ninja &&
     (cd "$ringattn_root" && ringattn_install) &&
+    ringattn_install_extras &&
     ringattn_say "ready: $(python --version), torch $(python -c \
       'import importlib.metadata as m; print(m.version("torch"))')"
 }
