@@ -86,6 +86,8 @@ def measure(actual: torch.Tensor, expected: torch.Tensor) -> Error:
 def _sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float
 ) -> torch.Tensor:
+    if scale <= 0:  # PyTorch scales what it has masked with -inf: the sign goes into q
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     everything = bool(visible.all())
     causal = visible.size(0) == visible.size(1) and torch.equal(visible, visible.tril())
