@@ -12,7 +12,10 @@ from ringattn.cli import generate
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    top = argparse.ArgumentParser(prog="ringattn", description=__doc__)
+    top = argparse.ArgumentParser(
+        prog="ringattn",
+        description="Ring attention for PyTorch. Under torchrun, every process is a rank.",
+    )
     top.add_argument("--version", action="version", version=f"ringattn {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate.add_parser(commands)

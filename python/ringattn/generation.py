@@ -203,7 +203,7 @@ class _Request:
         )
 
     def summary(self) -> dict[str, Any]:
-        """What must be equal on all ranks."""
+        """What must be equal on all ranks, by the name an error calls it."""
         flat = self.prompt_ids.flatten()
         places = torch.arange(1, flat.numel() + 1, device=flat.device)
         return {
@@ -236,7 +236,9 @@ def _agree(model: LLaMA, request: _Request | None, message: str | None) -> None:
         if message is not None:
             raise ValueError(message)
         return
-    own = (message, None if request is None else request.summary())
+    own: tuple[str | None, dict[str, Any] | None] = (message, None)
+    if request is not None:
+        own = (None, {"model": model.config, "dtype": model.dtype, **request.summary()})
     of_ranks: list[Any] = [None] * ring.world_size
     with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
         dist.all_gather_object(of_ranks, own, group=ring.process_group)

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ringattn(*arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m ringattn`, under torchrun where there are several ranks."""
+def launch(command: Sequence[str | Path], ranks: int) -> subprocess.CompletedProcess[str]:
+    """Runs a Python command line, under torchrun where there are several ranks."""
     launcher = [sys.executable]
     if ranks > 1:
         with socket.socket() as free:
@@ -37,12 +38,17 @@ def ringattn(*arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProc
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         launcher += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     return subprocess.run(
-        [*launcher, "-m", "ringattn", *map(str, arguments)],
+        [*launcher, *map(str, command)],
         capture_output=True,
         text=True,
         timeout=100,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
+
+
+def ringattn(*arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m ringattn`."""
+    return launch(["-m", "ringattn", *arguments], ranks)
 
 
 def greedy(folder: Path, new_tokens: int) -> list[int]:
@@ -113,6 +119,27 @@ def test_draws_follow_the_seed_on_any_number_of_ranks(folder: Path) -> None:
     assert drawn[0, PROMPT_LEN:].tolist() != greedy(folder, 12)
 
 
+def test_the_group_ends_with_the_command(folder: Path) -> None:
+    """A group that outlives its destruction has threads that may crash as Python ends."""
+    program = """if True:
+        import sys, threading
+        import torch.distributed as dist
+        from pathlib import Path
+        from ringattn.__main__ import main
+        def threads():
+            names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+            return sum("gloo" in name for name in names)
+        alive = []
+        destroy = dist.destroy_process_group
+        dist.destroy_process_group = lambda: (alive.append(threads()), destroy())
+        assert main(sys.argv[1:]) == 0
+        assert alive[0] > 0 and threads() == 0, (alive, threads())
+    """
+    arguments = ["generate", "--model", folder, "--prompt", "1 2 3", "--max-new-tokens", "2"]
+    done = launch(["--no-python", sys.executable, "-c", program, *arguments], ranks=2)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_tokenizer_file_is_used(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     save(tiny_llama(), tmp_path)
@@ -135,6 +162,16 @@ def test_without_a_model_that_of_the_package_writes_bytes(tmp_path: Path) -> Non
     result = json.loads(file.read_text())
     assert result["prompt_ids"] == list(prompt.encode())
     assert result["text"].startswith("n ")
+
+
+def test_a_prompt_file_of_any_bytes_is_read_as_it_is(tmp_path: Path) -> None:
+    if not demo_model_path().exists():
+        pytest.skip("the package has no model")
+    prompt, file = b"def f():\r\n    return '\xe2\x82", tmp_path / "run.json"  # half a euro sign
+    (tmp_path / "prompt").write_bytes(prompt)
+    arguments = ["generate", "--prompt-file", str(tmp_path / "prompt"), "--json", str(file)]
+    assert main([*arguments, "--max-new-tokens", "1"]) == 0
+    assert json.loads(file.read_text())["prompt_ids"] == list(prompt)
 
 
 @pytest.mark.parametrize(

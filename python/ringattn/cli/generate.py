@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ringattn generate``: text from a LLaMA over a ring, and where the time went.
+"""ringattn generate: text from a LLaMA over a ring of ranks, and where the time went.
 
 torchrun --nproc-per-node 4 -m ringattn generate --model DIR --prompt-file F --max-new-tokens 64
 """
@@ -97,23 +97,37 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = read_tokenizer(folder)
     text = options.prompt
     if text is None:
-        text = options.prompt_file.read_text(encoding="utf-8")
+        # Every byte counts: nothing is translated, and what is not UTF-8 survives (see Bytes).
+        text = options.prompt_file.read_bytes().decode(errors="surrogateescape")
     prompt_ids = tokenizer.encode(text)
     if not prompt_ids:
         raise ValueError("prompt must have at least one token, got an empty one")
     with process_group(options.device) as (device, world_size):
-        partition = parse_partition(options.partition, len(prompt_ids), world_size, options.layout)
-        model = load_model(folder, group=None, device=device, dtype=DTYPES[options.dtype])
-        generated = Run.timed(model, prompt_ids, partition, options)
-        compared = None
-        if options.compare:
-            compared = _on_rank_0(lambda: _compare(model, prompt_ids, generated, options))
-        result = _result(folder, model, prompt_ids, partition, generated, compared, tokenizer)
-        if model.ring.rank == 0:
-            _show(result)
-            if options.json is not None:
-                options.json.write_text(json.dumps(result, indent=1) + "\n")
-        return 0 if compared is None or compared["same"] else 1
+        # Note: a function of its own, so that nothing of it is left when the group is destroyed. A
+        # group that lives on until Python ends may crash then: its threads still free tensors.
+        return _run(options, folder, tokenizer, prompt_ids, device, world_size)
+
+
+def _run(
+    options: argparse.Namespace,
+    folder: Path,
+    tokenizer: Tokenizer,
+    prompt_ids: list[int],
+    device: torch.device,
+    world_size: int,
+) -> int:
+    partition = parse_partition(options.partition, len(prompt_ids), world_size, options.layout)
+    model = load_model(folder, group=None, device=device, dtype=DTYPES[options.dtype])
+    generated = Run.timed(model, prompt_ids, partition, options)
+    compared = None
+    if options.compare:
+        compared = _on_rank_0(lambda: _compare(model, prompt_ids, generated, options))
+    result = _result(folder, model, prompt_ids, partition, generated, compared, tokenizer)
+    if model.ring.rank == 0:
+        _show(result)
+        if options.json is not None:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if compared is None or compared["same"] else 1
 
 
 @contextmanager

@@ -20,10 +20,10 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """A token is a byte of UTF-8."""
+    """A token is a byte of UTF-8; text decoded with "surrogateescape" gives back any bytes."""
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        return list(text.encode(errors="surrogateescape"))
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")

@@ -203,7 +203,11 @@ class LLaMAHeadless(nn.Module):
         super().__init__()
         self.config = config
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
-        self.embedding = nn.Embedding(config.src_vocab_size, config.emb_dim, **factory)
+        # Note: not nn.Embedding's own random weights. On the meta device torch imports its compiler
+        # to draw them, which takes a second and keeps the default process group alive for good.
+        self.embedding = nn.Embedding.from_pretrained(
+            torch.empty(config.src_vocab_size, config.emb_dim, **factory), freeze=False
+        )
         self.layers = nn.ModuleList(
             LLaMABlock(config, ring, **factory) for _ in range(config.nlayers)
         )
@@ -271,7 +275,8 @@ class LLaMA(nn.Module):
             if config.tie_heads
             else nn.Linear(config.emb_dim, config.src_vocab_size, bias=False, **factory)
         )
-        self.reset_parameters()
+        if self.device.type != "meta":
+            self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
