@@ -5,7 +5,8 @@ Tensors are ``[B, S_r, H, D]``: batch, tokens of this rank, heads, head dimensio
 keep their own ``H_kv`` heads, ``H % H_kv == 0``.
 """
 
-from ringattn import _library, models, reference, testing  # the library comes first: it defines the operators
+# The library comes first: it defines the operators.
+from ringattn import _library, models, reference, testing
 from ringattn.functional import (
     RotatedKV,
     block_attention,

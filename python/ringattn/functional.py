@@ -2,6 +2,7 @@
 """The attention functions: what callers may give is checked here, the operators do the rest."""
 
 import math
+from contextlib import suppress
 from typing import Any, Literal, overload
 
 import torch
@@ -121,6 +122,7 @@ def ring_attention(
             lengths, order, layout = _partition_arguments(partition)
         scale = _finite_scale(scale, q)
         depth = _clamp_depth(depth, ring)
+        _check_transport(transport)
     except ValueError as error:
         _tell_peers(ring, error)
         raise
@@ -299,6 +301,7 @@ def rotate_kv(
         _check_dims("kv", kv, "[2, B, S_r, H_kv, D]")
         _check_collective(kv=kv)
         lengths, order, _ = _partition_arguments(partition)
+        _check_transport(transport)
     except ValueError as error:
         _tell_peers(ring, error)
         raise
@@ -378,7 +381,11 @@ def _finite_scale(scale: float | None, q: torch.Tensor) -> float:
     if scale is None:
         # D 0 is the operator's to refuse.
         return 1 / math.sqrt(q.size(-1)) if q.size(-1) > 0 else 1.0
-    if not math.isfinite(scale):
+    try:
+        finite = math.isfinite(scale)
+    except TypeError:
+        raise ValueError(f"scale must be a number, got {scale!r}") from None
+    if not finite:
         raise ValueError(f"scale must be finite, got {scale}")
     return float(scale)
 
@@ -391,7 +398,13 @@ def _clamp_depth(depth: int | None, ring: Ring) -> int | None:
     return min(depth, max(1, ring.world_size - 1))
 
 
+def _check_transport(transport: str) -> None:
+    if not isinstance(transport, str):
+        raise ValueError(f"transport must be a name, got {transport!r}")
+
+
 def _tell_peers(ring: Ring, error: ValueError) -> None:
     """So that all ranks fail at once and name this one, instead of waiting for it."""
     if ring.world_size > 1:
-        _C.refuse_call(ring.name, str(error))
+        with suppress(RuntimeError):  # no store any more: this rank's mistake is still its own
+            _C.refuse_call(ring.name, str(error))

@@ -4,10 +4,8 @@
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
 from ringattn import _C, _library
-from ringattn._group import resolve_group
 
 
 def _build_lines() -> Iterator[tuple[str, str]]:
@@ -21,7 +19,7 @@ def _build_lines() -> Iterator[tuple[str, str]]:
         yield "NCCL", f"built for {build['nccl_version']}"
     else:
         yield "CUDA", "not built"
-    yield "kernels", ", ".join(families)
+    yield "kernels", ", ".join(["cpu", *families])
 
 
 def _device_lines() -> Iterator[tuple[str, str]]:
@@ -46,26 +44,17 @@ def _device_lines() -> Iterator[tuple[str, str]]:
             yield f"peers of cuda:{index}", reached
 
 
+_WHY = {
+    "process_group": "the process group's own backend carries the blocks",
+    "nccl": "blocks go from device to device on a stream and a communicator of their own",
+}
+
+
 def _transport_lines() -> Iterator[tuple[str, str]]:
     yield "transports", ", ".join(_C.transports())
-    ring = resolve_group(None)
-    if ring.world_size == 1:
-        yield "auto", "a single rank: nothing travels"
-        return
     for device_type in _library.DEVICES:
-        on_cuda = device_type == "cuda"
-        if on_cuda and not torch.cuda.is_available():
-            continue
-        picked = _C.resolve_transport("auto", on_cuda)
-        yield f"auto on {device_type}", f"{picked}: {_why(picked, on_cuda)}"
-
-
-def _why(transport: str, on_cuda: bool) -> str:
-    backend = dist.get_backend()
-    if transport == "process_group":
-        return f"blocks go through the process group's own backend ({backend})"
-    assert on_cuda  # only the process group carries CPU tensors
-    return f"all ranks have CUDA tensors and the group's backend is {backend}"
+        picked = _C.resolve_transport("auto", device_type == "cuda")
+        yield f"auto on {device_type}", f"{picked} ({_WHY[picked]})"
 
 
 def main() -> None:

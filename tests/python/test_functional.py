@@ -159,6 +159,8 @@ def test_wrong_decode_arguments_are_refused(changes, message):
         ({"transport": "nccl"}, "nccl"),
         ({"depth": 0}, "depth must be None or an integer of at least 1, got 0"),
         ({"depth": -1}, "depth must be None or an integer of at least 1, got -1"),
+        ({"transport": None}, "transport must be a name, got None"),
+        ({"scale": "big"}, "scale must be a number, got 'big'"),
         ({"depth": 1.5}, "depth must be None or an integer of at least 1, got 1.5"),
         ({"partition": (6,)}, "partition must be a Partition, got tuple"),
         ({"partition": Partition.even(5, 1)}, "q must have the 5 rows .* got 6"),

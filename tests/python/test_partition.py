@@ -7,6 +7,8 @@ import random
 
 import pytest
 import torch
+from _distributed import this
+from _rings import SPLITS
 from ringattn import _C, Partition
 
 LENGTHS = [[1], [16], [5, 3, 8], [2, 2, 2, 2], [7, 0, 1], [0, 0, 3, 0], [0], [0, 0], [1, 1, 1]]
@@ -194,3 +196,26 @@ def test_gather_on_a_single_rank_is_the_tensor():
     assert torch.equal(Partition.even(4, 1).gather(x), x)
     with torch.no_grad():
         assert torch.equal(Partition.even(4, 1).gather(x.clone().requires_grad_()), x)
+
+
+def gather_every_kind(partition: Partition) -> None:
+    rank = this().rank
+    x = torch.arange(2 * partition.seq_len * 3, device=this().device).view(2, partition.seq_len, 3)
+    for whole in (x, x.float(), x.bfloat16(), x % 2 == 0, x.to(torch.uint8), x.cfloat()):
+        assert torch.equal(partition.gather(partition.shard(whole, rank)), whole)
+    for dim, whole in ((0, x.transpose(0, 1)), (2, x.transpose(1, 2)), (-1, x.transpose(1, 2))):
+        gathered = partition.gather(partition.shard(whole, rank, dim), dim=dim)
+        assert torch.equal(gathered, whole)
+    flat = torch.arange(partition.seq_len, device=this().device)
+    assert torch.equal(partition.gather(partition.shard(flat, rank, 0), dim=0), flat)
+    with pytest.raises(ValueError, match="group must have"):
+        Partition.even(8, this().world_size + 1).gather(flat, dim=0)
+    with pytest.raises(ValueError, match="x must have"):
+        partition.gather(torch.zeros(1, partition.lengths[rank] + 1, device=this().device))
+
+
+def test_gather_gives_every_rank_the_whole(ring):
+    for lengths, order in SPLITS[ring.world_size]:
+        ring.run(gather_every_kind, Partition.zigzag(lengths, order))
+        ring.run(gather_every_kind, Partition.contiguous(lengths, order))
+    ring.run(gather_every_kind, Partition.even(0, ring.world_size))
