@@ -13,17 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from ringattn import _C
 from ringattn._group import Group, Ring, resolve_group
 from ringattn._ops import call
-from ringattn.functional import block_attention
 from ringattn.models.cache import ShardedKVCache
 from ringattn.models.rope import RotaryEmbedding, Rotation, rope_type, rotate
 from ringattn.modules import RingAttention
@@ -91,7 +89,9 @@ class LLaMAAttention(nn.Module):
         kv_width = config.kvheads * config.head_dim
         self.qkv = nn.Linear(config.emb_dim, width + 2 * kv_width, config.attn_bias, **factory)
         self.dense = nn.Linear(width, config.emb_dim, config.attn_bias, **factory)
-        self.ring_attention = _attention_core(ring)
+        self.ring_attention = (
+            _LoneAttention() if ring.process_group is None else RingAttention(ring.process_group)
+        )
 
     def project(
         self, x: torch.Tensor, rotation: Rotation
@@ -130,7 +130,7 @@ class LLaMAAttention(nn.Module):
 
 
 class _LoneAttention(RingAttention):
-    """Attention of one rank in a process that belongs to a default group of several."""
+    """A ring of one rank, whatever default group there is now or later."""
 
     def forward(
         self,
@@ -139,13 +139,14 @@ class _LoneAttention(RingAttention):
         v: torch.Tensor,
         partition: Partition | None = None,
     ) -> torch.Tensor:
-        return block_attention(q, k, v, scale=self.scale, diagonal=0)[0]
-
-
-def _attention_core(ring: Ring) -> RingAttention:
-    if ring.process_group is None and dist.is_initialized():
-        return _LoneAttention()
-    return RingAttention(ring.process_group)
+        scale = 1 / math.sqrt(q.size(-1)) if self.scale is None else self.scale
+        lengths, order, group_name = [q.size(1)], [0], ""
+        out, _ = call(
+            torch.ops.ringattn.ring_forward,
+            *(q, k, v, lengths, order, "zigzag", self.causal, scale),
+            *(group_name, self.transport, self.depth),
+        )
+        return cast(torch.Tensor, out)
 
 
 class GatedLinearUnit(nn.Module):
