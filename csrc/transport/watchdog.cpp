@@ -27,12 +27,16 @@ void Watchdog::watch(std::unique_ptr<Watched> watched) {
   owners_.push_back(watched->owner());
   incoming_.push_back({std::move(watched)});
   start();
-  changed_.notify_all();
+  // Note: the thread is not woken. It looks soon enough by itself, and waking it in every call
+  // costs more than the rest of this function.
 }
 
 void Watchdog::drain(const void* owner) {
   std::unique_lock<std::mutex> lock(mutex_);
+  ++num_drains_;
+  changed_.notify_all();
   changed_.wait(lock, [&] { return !std::count(owners_.begin(), owners_.end(), owner); });
+  --num_drains_;
 }
 
 void Watchdog::every_half_second(void (*task)()) {
@@ -59,15 +63,19 @@ bool Watchdog::is_over(Entry& entry) {
 }
 
 void Watchdog::run() {
-  constexpr auto kGlance = std::chrono::milliseconds(5);
+  constexpr auto kGlance = std::chrono::milliseconds(20);
+  constexpr auto kGlanceWhileDraining = std::chrono::milliseconds(1);
   constexpr auto kHousekeeping = std::chrono::milliseconds(500);
   auto next_housekeeping = Clock::now();
   for (;;) {
     void (*task)() = nullptr;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      const auto pause = entries_.empty() ? kHousekeeping : kGlance;
-      changed_.wait_for(lock, pause, [&] { return !incoming_.empty(); });
+      if (num_drains_ == 0) {
+        changed_.wait_for(lock, kGlance, [&] { return num_drains_ > 0; });
+      } else {
+        changed_.wait_for(lock, kGlanceWhileDraining);
+      }
       entries_.splice(entries_.end(), incoming_);
       task = task_;
     }

@@ -53,6 +53,7 @@ class RINGATTN_API Watchdog {
   std::list<Entry> incoming_;      // handed over, not yet looked at
   std::list<Entry> entries_;       // the thread's own
   std::list<const void*> owners_;  // one for each entry in flight
+  int num_drains_ = 0;             // threads in drain()
   void (*task_)() = nullptr;
   bool running_ = false;
 };
