@@ -266,9 +266,9 @@ class LLaMA(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.ring = Ring("", 0, 1, None) if isinstance(group, str) else resolve_group(group)
         if isinstance(group, str) and group != "single":
             raise ValueError(f'group must be a group, None or "single", got {group!r}')
+        self.ring = Ring("", 0, 1, None) if isinstance(group, str) else resolve_group(group)
         factory = {"device": device, "dtype": dtype}
         self.base_model = LLaMAHeadless(config, self.ring, **factory)
         self.head = (  # None: the embedding's weight is the head's
