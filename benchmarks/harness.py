@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ringattn
 import torch
 import torch.distributed as dist
 
@@ -90,6 +91,12 @@ class Problem:
         """K and V repeated to H heads, for those who cannot group queries. [B, S, H, D]."""
         repeats = self.q.size(2) // self.k.size(2)
         return self.k.repeat_interleave(repeats, 2), self.v.repeat_interleave(repeats, 2)
+
+    def even_zigzag(self) -> tuple[Problem, torch.Tensor]:
+        """This rank's tensors under the even zigzag partition, and their positions, int64 [S_r]."""
+        partition = ringattn.Partition.even(self.seq_len, world_size())
+        shards = (partition.shard(x, rank()) for x in self.tensors)
+        return Problem(*shards, self.causal), partition.position_ids(rank(), self.q.device)
 
     def max_error(self, out: torch.Tensor, positions: torch.Tensor, samples: int = 32) -> float:
         """Largest difference from float64 attention, over some rows.

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 from functools import partial
 
-import ringattn
 import torch
 import torch.distributed as dist
 from harness import Contestant, Problem
@@ -28,9 +27,6 @@ def available(problem: Problem) -> str | None:
 def prepare(problem: Problem) -> list[Contestant]:
     from ring_flash_attn import zigzag_ring_flash_attn_func
 
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    partition = ringattn.Partition.even(problem.seq_len, world_size)
-    q, k, v = (partition.shard(x, rank) for x in problem.tensors)
-    positions = partition.position_ids(rank, problem.q.device)
-    call = partial(zigzag_ring_flash_attn_func, q, k, v, causal=True)
+    shard, positions = problem.even_zigzag()
+    call = partial(zigzag_ring_flash_attn_func, *shard.tensors, causal=True)
     return [Contestant("ring_flash_attn zigzag", call, positions)]

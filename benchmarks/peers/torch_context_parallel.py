@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Iterator
 from functools import partial
 
-import ringattn
 import torch
 import torch.distributed as dist
 from harness import Contestant, Problem
@@ -31,15 +30,13 @@ def prepare(problem: Problem) -> list[Contestant]:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh(problem.q.device.type, (world_size,))
+    mesh = init_device_mesh(problem.q.device.type, (dist.get_world_size(),))
     # Its head-tail balancing gives each rank what an even zigzag partition does.
-    partition = ringattn.Partition.even(problem.seq_len, world_size)
+    shard, positions = problem.even_zigzag()
     # In memory as it wants them, [B, H, S_r, D]: no copy is charged to it.
-    shards = (partition.shard(x, rank).transpose(1, 2).contiguous() for x in problem.tensors)
-    shard = Problem(*(x.transpose(1, 2) for x in shards), problem.causal)
-    positions = partition.position_ids(rank, problem.q.device)
-    anything = torch.empty(2 * world_size, device=problem.q.device)
+    heads_first = (x.transpose(1, 2).contiguous() for x in shard.tensors)
+    shard = Problem(*(x.transpose(1, 2) for x in heads_first), problem.causal)
+    anything = torch.empty(2 * dist.get_world_size(), device=problem.q.device)
 
     @contextlib.contextmanager
     def around(backend: SDPBackend, rotate_method: str) -> Iterator[None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import ringattn
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -28,10 +27,8 @@ def available(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem) -> list[Contestant]:
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    partition = ringattn.Partition.even(problem.seq_len, world_size)
-    q, k, v = (partition.shard(x, rank) for x in problem.tensors)
-    positions = partition.position_ids(rank, problem.q.device)
+    shard, positions = problem.even_zigzag()
+    q, k, v = shard.tensors
     kernel = "FlashAttention-2" if q.is_cuda else "torch CPU"
     call = partial(zigzag_ring, q, torch.stack((k, v)))
     return [Contestant(f"zigzag on {kernel}", call, positions)]
