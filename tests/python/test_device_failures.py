@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A peer that dies or is late while the host has moved on: on CUDA the call returns before its data
-has come. The waits are released, the results are NaN, and the next call or synchronize() says why."""
-
+"""A peer that dies or is late while the host has moved on: on CUDA a call returns before its data\nhas come. The waits are released, the results are NaN, and the next call or synchronize() says why."""
 import os
 import re
 import time
 
 import pytest
+import ringattn
 import torch
 import torch.distributed as dist
 from _distributed import RankPool, this
 from _rings import Case, ring_call
-
-import ringattn
 from ringattn import Partition
 
 pytestmark = pytest.mark.multi_gpu
