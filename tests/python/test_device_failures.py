@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer that dies or is late while the host has moved on: on CUDA the call returns before its data
-"""A peer that dies or is late while the host has moved on: on CUDA a call returns before its data\nhas come. The waits are released, the results are NaN, and the next call or synchronize() says why."""
+"""A peer that dies or is late while the host has moved on: on CUDA a call returns before its data
+has come. The waits are released, the results are NaN, and the next call or synchronize() says so."""
+
 import os
 import re
 import time
