@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A peer that dies or is late while the host has moved on: on CUDA a call returns before its data
-has come. The waits are released, the results are NaN, and the next call or synchronize() says so."""
+has come. The waits are released, the results are NaN, and the next call or synchronize() tells."""
 
 import os
 import re

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -25,13 +26,37 @@ State empty_state(const at::Tensor& q) {
                    options)};
 }
 
+// Fewer keys than a vector of ATen's kernel holds are compared one by one there, which loses a NaN.
+constexpr int64_t kFewKeys = 16;
+
+// Plain attention in float64, for few keys.
+State dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                      bool causal) {
+  const int64_t group_size = q.size(2) / k.size(2);
+  const auto by_query_head = [&](const at::Tensor& x) {
+    return x.to(at::kDouble).repeat_interleave(group_size, 2).transpose(1, 2);  // [B, H, S_k, D]
+  };
+  at::Tensor scores =
+      q.to(at::kDouble).transpose(1, 2).matmul(by_query_head(k).transpose(2, 3)).mul(scale);
+  if (causal) {
+    const auto visible = at::ones({q.size(1), k.size(1)}, q.options().dtype(at::kBool)).tril();
+    scores.masked_fill_(visible.logical_not(), -std::numeric_limits<double>::infinity());
+  }
+  const at::Tensor out = scores.softmax(-1).matmul(by_query_head(v)).transpose(1, 2);
+  return {out.to(q.scalar_type()), scores.logsumexp(-1).to(q.scalar_type())};
+}
+
 // ATen's CPU flash kernel; `causal` is diagonal 0. Every row sees a key here: the kernel returns
 // lse 0 for one that does not, and dies on an empty tensor.
 State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
                       bool causal) {
+  if (k.size(1) < kFewKeys) return dense_attention(q, k, v, scale, causal);
+  // Note: the kernel masks with -inf before it scales: a scale of 0 makes that NaN, a negative one
+  // +inf. The sign goes into q, and so does a scale of 0, where NaN stays NaN.
+  const double sign = scale > 0 ? 1.0 : scale < 0 ? -1.0 : 0.0;
   auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
-      q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), /*dropout_p=*/0.0, causal,
-      /*attn_mask=*/{}, scale);
+      (sign > 0 ? q : q.mul(sign)).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+      /*dropout_p=*/0.0, causal, /*attn_mask=*/{}, sign == 0 ? 1.0 : scale * sign);
   return {out.transpose(1, 2), lse};
 }
 
