@@ -24,13 +24,27 @@ RINGS = [
 ]
 
 
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """float64 is for the CPU: its combinations with CUDA devices are no tests."""
+    on_device = [item for item in items if any(item.iter_markers(name="cuda"))]
+    on_device += [item for item in items if any(item.iter_markers(name="multi_gpu"))]
+    impossible = {item for item in on_device if torch.float64 in _parameters(item).values()}
+    if impossible:
+        config.hook.pytest_deselected(items=list(impossible))
+        items[:] = [item for item in items if item not in impossible]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     num_devices = torch.cuda.device_count()
     if item.get_closest_marker("cuda") and num_devices < 1:
         pytest.skip("needs a CUDA device")
-    if item.get_closest_marker("multi_gpu"):
-        given = item.callspec.params if hasattr(item, "callspec") else {}
-        size = given["ring"][1] if "ring" in given else 2
+    if marker := item.get_closest_marker("multi_gpu"):
+        given = _parameters(item)
+        size = given["ring"][1] if "ring" in given else (*marker.args, 2)[0]
         if num_devices < size:
             pytest.skip(f"needs {size} CUDA devices")
 

@@ -23,8 +23,6 @@ def inputs(
     num_kv_heads: int = 2,
     head_dim: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if device.type == "cuda" and dtype == torch.float64:
-        pytest.skip("float64 is for the CPU")
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(batch, num_queries, num_heads, head_dim, generator=generator)
     k = torch.randn(batch, num_keys, num_kv_heads, head_dim, generator=generator)

@@ -196,8 +196,6 @@ def fake_shapes(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_fake_results_look_like_real_ones(ring, dtype):
-    if ring.device_type == "cuda" and dtype == torch.float64:
-        pytest.skip("float64 is for the CPU")
     for lengths, order in SPLITS[ring.world_size]:
         ring.run(fake_shapes, Case(Partition.zigzag(lengths, order), dtype))
 

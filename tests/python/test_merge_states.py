@@ -22,8 +22,6 @@ def states(device: torch.device, dtype: torch.dtype = torch.float32, rows: int =
 
 @pytest.mark.parametrize(("out_dtype", "lse_dtype"), list(itertools.product(DTYPES, DTYPES)))
 def test_any_floating_dtypes_give_a_wide_state(device, out_dtype, lse_dtype):
-    if device.type == "cuda" and torch.float64 in (out_dtype, lse_dtype):
-        pytest.skip("float64 is for the CPU")
     out_a, _, out_b, _ = states(device, out_dtype)
     _, lse_a, _, lse_b = states(device, lse_dtype)
     with poisoned_memory():
