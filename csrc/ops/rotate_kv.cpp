@@ -45,7 +45,8 @@ class Pending {
   }
 
  private:
-  // Results that the caller has let go of: nobody else holds them or a view. They must still arrive.
+  // Results that the caller has let go of: nobody else holds them or a view. They must still
+  // arrive.
   void drop_abandoned() {
     for (auto entry = rotations_.begin(); entry != rotations_.end();) {
       const at::Tensor& received = entry->second.received;
