@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
 #include "attention/cuda/alignment.h"
 #include "attention/cuda/merge_states.h"
 #include "attention/cuda/numeric.cuh"
@@ -8,7 +10,7 @@ namespace {
 
 constexpr int kWarpSize = 32;
 constexpr int kWarps = 4;           // rows of a thread block
-constexpr int kStatesInFlight = 8;  // loads a lane has under way
+constexpr int kStatesInFlight = 5;  // loads a lane has under way
 
 /// kVector neighbouring elements of a row.
 template <int kVector>
@@ -66,17 +68,10 @@ struct RunningMerge {
   }
 };
 
-/// One warp per row, which so reads all of a row's old lse before it writes the new one.
+/// out[row] and lse[row] of one head, by one warp, which so reads all of a row before it writes.
 template <typename Out, int kVector>
-__global__ void __launch_bounds__(kWarps* kWarpSize)
-    merge_states_kernel(const __grid_constant__ MergeStatesParams p) {
-  const unsigned index = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
-  const int64_t row = index / static_cast<unsigned>(p.num_heads);
-  const int64_t head = index % static_cast<unsigned>(p.num_heads);
-  const int64_t batch = blockIdx.y;
-  if (row >= p.num_queries) return;
+__device__ void merge_row(const MergeStatesParams& p, int64_t batch, int64_t row, int64_t head) {
   const int lane = threadIdx.x % kWarpSize;
-
   Out* out = static_cast<Out*>(p.out.data) + batch * p.out.batch_stride + row * p.out.row_stride +
              head * p.out.head_stride;
   float* lse = p.lse + batch * p.lse_batch_stride + head * p.lse_head_stride + row;
@@ -91,7 +86,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
     // Lanes past the end repeat the last columns, for the sake of the row's lse.
     const int column = min(begin + lane * kVector, p.head_dim - kVector);
     RunningMerge<kVector> merge;
-    if constexpr (sizeof(Out) == sizeof(float)) {
+    if constexpr (std::is_same_v<Out, float>) {
       if (p.fold) {
         Floats<kVector> x;
         x.load(out + column);
@@ -112,12 +107,24 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
   if (p.lse != nullptr && lane == 0) *lse = merged_lse;
 }
 
+template <typename Out, int kVector>
+__global__ void __launch_bounds__(kWarps* kWarpSize)
+    merge_states_kernel(const __grid_constant__ MergeStatesParams p) {
+  const unsigned index = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
+  const unsigned row = index / p.num_heads, head = index % p.num_heads;
+  if (row >= static_cast<unsigned>(p.num_queries)) return;
+  for (int batch = blockIdx.y; batch < p.batch; batch += gridDim.y) {
+    merge_row<Out, kVector>(p, batch, row, head);
+  }
+}
+
 template <typename Out>
 cudaError_t launch(const MergeStatesParams& p, cudaStream_t stream) {
   const int64_t rows = int64_t{p.num_queries} * p.num_heads;  // of a batch entry
   constexpr int kMaxGridY = 65535;
-  if (rows > INT32_MAX || p.batch > kMaxGridY) return cudaErrorInvalidConfiguration;
-  const dim3 grid(static_cast<unsigned>((rows + kWarps - 1) / kWarps), p.batch);
+  if (rows > INT32_MAX) return cudaErrorInvalidConfiguration;
+  const dim3 grid(static_cast<unsigned>((rows + kWarps - 1) / kWarps),
+                  std::min(p.batch, kMaxGridY));
   const bool vectors =
       p.head_dim % 4 == 0 &&
       rows_are_aligned(p.out, sizeof(Out), p.batch, p.num_queries, p.num_heads) &&

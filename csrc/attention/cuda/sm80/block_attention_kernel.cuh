@@ -42,18 +42,26 @@ struct BlockAttentionTile {
 
 template <typename Element, int kHeadDim>
 struct TileFor;
-// clang-format off
-template <typename Element> struct TileFor<Element, 64> : BlockAttentionTile<Element, 64, 128, 96, 4, 1, 2> {};
-template <typename Element> struct TileFor<Element, 96> : BlockAttentionTile<Element, 96, 128, 80, 4, 1, 2> {};
-template <typename Element> struct TileFor<Element, 128> : BlockAttentionTile<Element, 128, 128, 64, 4, 1, 2> {};
-template <typename Element> struct TileFor<Element, 192> : BlockAttentionTile<Element, 192, 64, 64, 4, 1, 2> {};
-template <typename Element> struct TileFor<Element, 256> : BlockAttentionTile<Element, 256, 64, 64, 4, 1, 2> {};
-template <> struct TileFor<float, 64> : BlockAttentionTile<float, 64, 128, 32, 4, 2, 2> {};
-template <> struct TileFor<float, 96> : BlockAttentionTile<float, 96, 64, 32, 4, 2, 2> {};
-template <> struct TileFor<float, 128> : BlockAttentionTile<float, 128, 64, 32, 4, 2, 2> {};
-template <> struct TileFor<float, 192> : BlockAttentionTile<float, 192, 64, 32, 4, 1, 2> {};
-template <> struct TileFor<float, 256> : BlockAttentionTile<float, 256, 64, 16, 4, 1, 2> {};
-// clang-format on
+template <typename Element>
+struct TileFor<Element, 64> : BlockAttentionTile<Element, 64, 128, 96, 4, 1, 2> {};
+template <typename Element>
+struct TileFor<Element, 96> : BlockAttentionTile<Element, 96, 128, 80, 4, 1, 2> {};
+template <typename Element>
+struct TileFor<Element, 128> : BlockAttentionTile<Element, 128, 128, 64, 4, 1, 2> {};
+template <typename Element>
+struct TileFor<Element, 192> : BlockAttentionTile<Element, 192, 64, 64, 4, 1, 2> {};
+template <typename Element>
+struct TileFor<Element, 256> : BlockAttentionTile<Element, 256, 64, 64, 4, 1, 2> {};
+template <>
+struct TileFor<float, 64> : BlockAttentionTile<float, 64, 128, 32, 4, 2, 2> {};
+template <>
+struct TileFor<float, 96> : BlockAttentionTile<float, 96, 64, 32, 4, 2, 2> {};
+template <>
+struct TileFor<float, 128> : BlockAttentionTile<float, 128, 64, 32, 4, 2, 2> {};
+template <>
+struct TileFor<float, 192> : BlockAttentionTile<float, 192, 64, 32, 4, 1, 2> {};
+template <>
+struct TileFor<float, 256> : BlockAttentionTile<float, 256, 64, 16, 4, 1, 2> {};
 
 /// The order in which thread blocks take (query tile, head): slices of heads whose keys and values
 /// fit L2 together; within a slice the longest tiles first; then the heads of a key head next to
@@ -64,8 +72,8 @@ struct TileOrder {
   int heads_per_slice;  // a multiple of H / H_kv
 };
 
-/// blockIdx.x, in a way that the compiler cannot foresee: what follows from it is computed anew for
-/// the results and keeps no registers in the loop.
+/// blockIdx.x, in a way that the compiler cannot foresee: what follows from it is computed anew
+/// where it is needed and keeps no registers in the loop.
 __device__ __forceinline__ int block_index_again() {
   int block;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
@@ -116,10 +124,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   const uint32_t shared_kv = shared_q + Tile::CopyQ::kBytes;
   const typename Tile::CopyK copy_k(static_cast<const Element*>(p.k.data) +
                                         at.batch * p.k.batch_stride + kv_head * p.k.head_stride,
-                                    p.k.row_stride, p.head_dim, threadIdx.x);
+                                    p.k.row_stride, p.head_dim);
   const typename Tile::CopyK copy_v(static_cast<const Element*>(p.v.data) +
                                         at.batch * p.v.batch_stride + kv_head * p.v.head_stride,
-                                    p.v.row_stride, p.head_dim, threadIdx.x);
+                                    p.v.row_stride, p.head_dim);
   const auto stage = [&](int tile) { return shared_kv + tile % Tile::kStages * Tile::kStageBytes; };
   const auto load_k = [&](int tile) {
     copy_k.load(stage(tile), tile * Tile::kBlockK, visible_keys);
@@ -131,7 +139,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   if (key_tiles > 0) {
     const typename Tile::CopyQ copy_q(static_cast<const Element*>(p.q.data) +
                                           at.batch * p.q.batch_stride + at.head * p.q.head_stride,
-                                      p.q.row_stride, p.head_dim, threadIdx.x);
+                                      p.q.row_stride, p.head_dim);
     copy_q.load(shared_q, first_row, p.num_queries);
     load_k(key_tiles - 1);
     if constexpr (Tile::kStages == 2) load_v(key_tiles - 1);
@@ -153,7 +161,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     }
     commit_copies();
     if (tile == 0 && p.fold) {
-      prefetch_state<Tile::kThreads>(p, at.batch, at.head, first_row, num_rows);
+      const TilePosition to(p, order, block_index_again());
+      prefetch_state<Tile::kBlockQ, Tile::kThreads>(p, to.batch, to.head,
+                                                    to.query_tile * Tile::kBlockQ);
     }
 
     typename Gemm::Scores scores;

@@ -67,18 +67,21 @@ struct TileCopy {
   int row_bytes;                // from row to row of the tensor
   int num_lines;                // how many of a row's lines have something in this thread's column
 
-  __device__ TileCopy(const void* head, int64_t row_stride, int head_dim, int thread)
+  /// head: row 0 of a tensor [rows, head_dim].
+  __device__ TileCopy(const void* head, int64_t row_stride, int head_dim)
       : row_bytes(static_cast<int>(row_stride * sizeof(Element))) {
-    const int column_byte = thread % 8 * kChunkBytes;
+    const int column_byte = chunk() * kChunkBytes;
     const int head_bytes = head_dim * static_cast<int>(sizeof(Element));
     source = static_cast<const unsigned char*>(head) + column_byte;
     num_lines = (head_bytes - column_byte + kLineBytes - 1) / kLineBytes;
   }
 
-  /// The row of this thread in a tile's first pass.
+  /// Of this thread: its row in a tile's first pass, its chunk in a line.
   __device__ static int first_row() { return threadIdx.x % kThreads / 8; }
+  __device__ static int chunk() { return threadIdx.x % 8; }
 
-  __device__ static uint32_t offset(unsigned row, unsigned chunk) {
+  /// Where a chunk of a tile's row lies.
+  __host__ __device__ static constexpr uint32_t offset(unsigned row, unsigned chunk) {
     return row * kRowPitch + ((chunk ^ (row % 8)) * kChunkBytes);
   }
 
@@ -88,7 +91,7 @@ struct TileCopy {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int row = first_row() + pass * kRowsPerPass;
-      const uint32_t to = tile + offset(row, threadIdx.x % 8);
+      const uint32_t to = tile + offset(row, chunk());
       // Note: 32 by 32 bits give 64, one instruction; a 64-bit stride would cost registers.
       const unsigned char* from = source + int64_t{first + row} * row_bytes;
       const int lines = first + row < num_rows ? num_lines : 0;
@@ -104,11 +107,11 @@ struct TileCopy {
     constexpr uint32_t kSigns = sizeof(Element) == 2 ? 0x80008000u : 0x80000000u;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      unsigned char* to = tile + offset(first_row() + pass * kRowsPerPass, threadIdx.x % 8);
+      unsigned char* to = tile + offset(first_row() + pass * kRowsPerPass, chunk());
 #pragma unroll
       for (int line = 0; line < kLines; ++line) {
-        uint4& chunk = *reinterpret_cast<uint4*>(to + line * kLineBytes);
-        chunk = make_uint4(chunk.x ^ kSigns, chunk.y ^ kSigns, chunk.z ^ kSigns, chunk.w ^ kSigns);
+        uint4& x = *reinterpret_cast<uint4*>(to + line * kLineBytes);
+        x = make_uint4(x.x ^ kSigns, x.y ^ kSigns, x.z ^ kSigns, x.w ^ kSigns);
       }
     }
   }

@@ -47,13 +47,13 @@ __global__ void __launch_bounds__(Tile::kThreads)
   constexpr int kElementsPerChunk = kChunkBytes / sizeof(Element);
   extern __shared__ __align__(128) unsigned char shared[];
 
-  const int split = blockIdx.x;
+  const int split = blockIdx.y;
   const int group = p.num_heads / p.num_kv_heads;
   const int row_tiles = (group * p.num_queries + Tile::kRows - 1) / Tile::kRows;
-  const int kv_head = blockIdx.y / row_tiles;
-  const int first_row = blockIdx.y % row_tiles * Tile::kRows;
+  const int kv_head = blockIdx.x / row_tiles % p.num_kv_heads;
+  const int64_t batch = blockIdx.x / row_tiles / p.num_kv_heads;
+  const int first_row = blockIdx.x % row_tiles * Tile::kRows;
   const int num_rows = min(Tile::kRows, group * p.num_queries - first_row);
-  const int64_t batch = blockIdx.z;
   const int begin = split * keys_per_split;
   const int end = min(begin + keys_per_split, p.num_keys);
 
@@ -67,10 +67,10 @@ __global__ void __launch_bounds__(Tile::kThreads)
   const uint32_t stages = shared_address(warp_shared);
   const typename Tile::Copy copy_k(
       static_cast<const Element*>(p.k.data) + batch * p.k.batch_stride + kv_head * p.k.head_stride,
-      p.k.row_stride, p.head_dim, lane);
+      p.k.row_stride, p.head_dim);
   const typename Tile::Copy copy_v(
       static_cast<const Element*>(p.v.data) + batch * p.v.batch_stride + kv_head * p.v.head_stride,
-      p.v.row_stride, p.head_dim, lane);
+      p.v.row_stride, p.head_dim);
   const int first_key = begin + warp * Tile::kKeys;
   constexpr int kStride = Tile::kWarps * Tile::kKeys;
   const auto load = [&](int key, int stage) {
@@ -143,9 +143,9 @@ __global__ void __launch_bounds__(Tile::kThreads)
   float* split_out = p.out;
   float* split_lse = p.lse;
   const int64_t lse_floats = int64_t{p.batch} * p.num_heads * p.num_queries;
-  if (gridDim.x > 1) {
+  if (gridDim.y > 1) {
     split_out = p.workspace + split * lse_floats * p.head_dim;
-    split_lse = p.workspace + gridDim.x * lse_floats * p.head_dim + split * lse_floats;
+    split_lse = p.workspace + gridDim.y * lse_floats * p.head_dim + split * lse_floats;
   }
   constexpr int kVectorsPerRow = Tile::kHeadDim / 4;
   for (int i = threadIdx.x; i < num_rows * kVectorsPerRow; i += Tile::kThreads) {
@@ -197,14 +197,14 @@ cudaError_t launch_decode_attention(const DecodeAttentionParams& p, int splits,
   constexpr int kRound =
       Tile::kWarps * Tile::kKeys;  // whole rounds of the warps; a last split may stay empty
   const int keys_per_split = ((p.num_keys - 1) / splits / kRound + 1) * kRound;
-  const int64_t rows = int64_t{row_tiles} * p.num_kv_heads;
-  constexpr int kMaxGridYZ = 65535;
-  if (rows > kMaxGridYZ || p.batch > kMaxGridYZ) return cudaErrorInvalidConfiguration;
+  // Blocks next to each other read the same tokens, of different heads.
+  const int64_t blocks = int64_t{row_tiles} * p.num_kv_heads * p.batch;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const auto kernel = decode_attention_kernel<Element, Tile>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
   if (error != cudaSuccess) return error;
-  const dim3 grid(splits, static_cast<unsigned>(rows), p.batch);
+  const dim3 grid(static_cast<unsigned>(blocks), splits);
   kernel<<<grid, Tile::kThreads, Tile::kSharedBytes, stream>>>(p, keys_per_split);
   return cudaGetLastError();
 }

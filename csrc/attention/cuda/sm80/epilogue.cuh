@@ -26,16 +26,17 @@ struct StagedRows {
 
 /// The state is needed at the very end; fetch the lines of this block's rows into L2 while the last
 /// keys are attended.
-template <int kThreads>
+template <int kRows, int kThreads>
 __device__ __forceinline__ void prefetch_state(const BlockAttentionParams& p, int batch, int head,
-                                               int first_row, int num_rows) {
+                                               int first_row) {
   const float* state = static_cast<const float*>(p.state.data) + batch * p.state.batch_stride +
                        head * p.state.head_stride;
   constexpr int kFloatsPerLine = kLineBytes / sizeof(float);
-  const int lines = (p.head_dim + kFloatsPerLine - 1) / kFloatsPerLine;
-  for (int i = threadIdx.x; i < num_rows * lines; i += kThreads) {
-    prefetch_to_l2(state + (first_row + i / lines) * p.state.row_stride +
-                   i % lines * kFloatsPerLine);
+  const int end_row = min(first_row + kRows, p.num_queries);
+  for (int row = first_row + static_cast<int>(threadIdx.x); row < end_row; row += kThreads) {
+    for (int column = 0; column < p.head_dim; column += kFloatsPerLine) {
+      prefetch_to_l2(state + row * p.state.row_stride + column);
+    }
   }
 }
 

@@ -18,9 +18,8 @@ __device__ __forceinline__ float scale_in_powers_of_two(float scale) {
 }
 
 /// s[i, j] = -inf where key j is past the last one row i sees. Scores are replaced, not added to: a
-/// NaN behind the mask stays there.
-///   last_key: of this lane's first row, relative to the tile's first key; later rows see more when
-///   causal num_keys: of the tensor, relative to the tile's first key
+/// NaN behind the mask stays there. Relative to the tile's first key, last_key is the last one that
+/// this lane's first row sees, each row after it seeing one more, and num_keys where the keys end.
 template <int kM, int kTiles>
 __device__ __forceinline__ void mask_scores(float (&s)[kM][kTiles][4], int last_key, int num_keys) {
   const int t = threadIdx.x % 4;
@@ -68,8 +67,7 @@ struct OnlineSoftmax {
         now = fmaxf(now, __shfl_xor_sync(0xffffffff, now, 1));
         now = fmaxf(now, __shfl_xor_sync(0xffffffff, now, 2));
         const float offset = scaled_max(now, scale_log2);
-        // exp2(-inf) before the first keys; exactly 1 where nothing changes, so no contraction
-        // here.
+        // exp2(-inf) before the first keys; exactly 1 where nothing changes: no contraction here.
         decay[m][half] = exp2_approx(__fmul_rn(before, scale_log2) - offset);
         max[m][half] = now;
         float total = 0.0f;
@@ -86,8 +84,7 @@ struct OnlineSoftmax {
       }
   }
 
-  /// max * scale, 0 for a row that has seen nothing: its scores are -inf and must not become -inf -
-  /// -inf.
+  /// max * scale, 0 for a row that has seen nothing: its scores must not become -inf + inf.
   __device__ static __forceinline__ float scaled_max(float max, float scale_log2) {
     return max == -INFINITY ? 0.0f : __fmul_rn(max, scale_log2);
   }
