@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "attention/cuda/alignment.h"
 #include "attention/params.h"
 
 // From tensors to what kernels are told. Only for builds with CUDA.
@@ -29,15 +30,10 @@ inline Strided strided(const at::Tensor& x) {  // [B, S, H, D]
   return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }
 
-/// Kernels copy 16 bytes at a time: every row of every head must begin at a multiple of 16 bytes,
-/// and D must be dense.
+/// Whether kernels can read x [B, S, H, D] as it lies.
 inline bool is_kernel_ready(const at::Tensor& x) {
-  const int64_t vector = 16 / x.element_size();
-  bool ready = x.stride(3) == 1 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
-  for (int64_t dim = 0; dim < 3; ++dim) {
-    ready = ready && (x.size(dim) == 1 || x.stride(dim) % vector == 0);
-  }
-  return ready;
+  return x.stride(3) == 1 && cuda::rows_are_aligned(strided(x), static_cast<int>(x.element_size()),
+                                                    x.size(0), x.size(1), x.size(2));
 }
 
 /// x itself, or a copy where its strides or address do not suit the kernels.

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <sstream>
 #include <utility>
 
 #include "transport/watchdog.h"
@@ -28,9 +29,9 @@ Groups& groups() {
   return *all;
 }
 
-std::string failed_key(int64_t call, int64_t rank) {
-  return "failed/" + std::to_string(call) + "/" + std::to_string(rank);
-}
+// Where a rank that waits in vain says for whom. A group fails once, so one word per rank is
+// enough.
+std::string failed_key(int64_t rank) { return "failed/" + std::to_string(rank); }
 
 }  // namespace
 
@@ -91,22 +92,10 @@ std::string RingGroup::blame(int64_t call, int64_t step, const std::vector<int64
   int64_t blamed = suspects.front();
   std::string refusal;
   try {
-    // Those who wait in vain say so. Whoever says nothing is the one that the others wait for.
-    peers_->put(failed_key(call, rank()), std::to_string(step));
-    std::vector<int64_t> others = suspects;
-    for (int64_t other = 0; other < size(); ++other) {
-      if (other != rank() && !std::count(others.begin(), others.end(), other))
-        others.push_back(other);
-    }
-    auto grace = std::min(peers_->timeout() / 5, std::chrono::milliseconds(2000));
-    for (int64_t other : others) {
-      if (peers_->get(failed_key(call, other), grace)) {
-        grace = std::chrono::milliseconds(1);
-        continue;
-      }
-      blamed = other;
-      break;
-    }
+    std::string word;
+    for (const int64_t suspect : suspects) word += std::to_string(suspect) + " ";
+    peers_->put(failed_key(rank()), word);
+    blamed = most_suspected(suspects);
     refusal = agreement_.refusal(call, blamed).value_or("");
   } catch (const std::exception&) {
     // The store may have gone with the rank that died; then the first suspect is all that is known.
@@ -116,6 +105,41 @@ std::string RingGroup::blame(int64_t call, int64_t step, const std::vector<int64
                          std::to_string(peers_->timeout().count()) + " ms";
   if (!refusal.empty()) sentence += ", it refused the call: " + refusal;
   return sentence + " (" + reason + "); the group cannot be used any more";
+}
+
+int64_t RingGroup::most_suspected(const std::vector<int64_t>& suspects) {
+  // Ranks that wait in vain say so. Among those that say nothing, whom most of the others wait for
+  // is the one that is gone; the others have only not noticed yet.
+  const auto deadline = std::chrono::steady_clock::now() +
+                        std::min(peers_->timeout() / 5, std::chrono::milliseconds(2000));
+  std::vector<int64_t> votes(size(), 0);
+  std::vector<bool> silent(size(), true);
+  silent[rank()] = false;
+  for (const int64_t suspect : suspects) ++votes[suspect];
+  std::vector<int64_t> others =
+      suspects;  // worth waiting for, the rest have had the same time by then
+  for (int64_t other = 0; other < size(); ++other) {
+    if (other != rank() && !std::count(others.begin(), others.end(), other))
+      others.push_back(other);
+  }
+  for (const int64_t other : others) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+        deadline - std::chrono::steady_clock::now());
+    const auto word = peers_->get(failed_key(other), std::max(left, std::chrono::milliseconds(1)));
+    if (!word) continue;
+    silent[other] = false;
+    std::istringstream waits_for(*word);
+    for (int64_t suspect; waits_for >> suspect;) ++votes[suspect];
+  }
+  int64_t blamed = suspects.front();
+  int64_t most = 0;
+  for (const int64_t other : others) {
+    if (silent[other] && votes[other] > most) {
+      most = votes[other];
+      blamed = other;
+    }
+  }
+  return blamed;
 }
 
 void RingGroup::fail(const std::string& message) {

@@ -64,6 +64,7 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
   void synchronize();
 
  private:
+  int64_t most_suspected(const std::vector<int64_t>& suspects);
   static std::string without_prefix(const std::string& message);
 
   std::unique_ptr<Peers> peers_;
