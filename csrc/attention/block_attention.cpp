@@ -70,6 +70,10 @@ std::pair<at::Tensor, at::Tensor> block_attention(const at::Tensor& q, const at:
                                                   const at::Tensor& v, double scale,
                                                   std::optional<int64_t> diagonal,
                                                   at::ScalarType out_dtype) {
+  if (q.is_cpu()) {
+    const cpu::State state = cpu::attend(q, k, v, scale, diagonal);
+    return {state.out.to(out_dtype).contiguous(), state.lse.contiguous()};
+  }
   const auto wide = q.options().dtype(state_dtype(q.scalar_type()));
   AttentionResult result;
   result.lse = at::empty({q.size(0), q.size(2), q.size(1)}, wide);

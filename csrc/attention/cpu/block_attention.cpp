@@ -14,11 +14,6 @@
 namespace ringattn::cpu {
 namespace {
 
-struct State {
-  at::Tensor out;  // [B, S_q, H, D], state dtype
-  at::Tensor lse;  // [B, H, S_q]
-};
-
 State empty_state(const at::Tensor& q) {
   const auto options = q.options();
   return {at::zeros(q.sizes(), options),
@@ -66,8 +61,8 @@ State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor
 //   diagonal < 0: rows i < -diagonal see nothing; the others are the triangle of diagonal 0.
 //   diagonal > 0: every row sees keys j < diagonal; the keys after them are the triangle of
 //   diagonal 0.
-State attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-             std::optional<int64_t> diagonal) {
+State attend_wide(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                  std::optional<int64_t> diagonal) {
   const int64_t num_queries = q.size(1);
   const int64_t num_keys = k.size(1);
   const int64_t offset = diagonal.value_or(num_keys);
@@ -93,14 +88,19 @@ State attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, doub
 
 }  // namespace
 
-void block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                     std::optional<int64_t> diagonal, const AttentionResult& result) {
+State attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+             std::optional<int64_t> diagonal) {
   const auto wide = state_dtype(q.scalar_type());
   const auto unit_stride = [wide](const at::Tensor& x) {
     const at::Tensor widened = x.to(wide);
     return widened.stride(-1) == 1 ? widened : widened.contiguous();
   };
-  State state = attend(unit_stride(q), unit_stride(k), unit_stride(v), scale, diagonal);
+  return attend_wide(unit_stride(q), unit_stride(k), unit_stride(v), scale, diagonal);
+}
+
+void block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                     std::optional<int64_t> diagonal, const AttentionResult& result) {
+  State state = attend(q, k, v, scale, diagonal);
   if (result.fold) {
     merge_states_(result.state, result.lse, state.out, state.lse);
     state.out = result.state;

@@ -5,6 +5,16 @@
 
 namespace ringattn::cpu {
 
+struct State {
+  at::Tensor out;  // [B, S_q, H, D], state dtype
+  at::Tensor lse;  // [B, H, S_q]
+};
+
+/// The state over these keys alone, in tensors of its own. Half types are widened first: nothing is
+/// rounded before the result is.
+State attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+             std::optional<int64_t> diagonal);
+
 /// See ringattn::block_attention. Half types are widened first: nothing is rounded before the
 /// result is.
 void block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
