@@ -6,6 +6,13 @@
 #include "attention/cuda/block_attention.h"
 #include "attention/cuda/sm80/launch.h"
 
+#ifdef RINGATTN_WITH_SM90
+#include <cstdlib>
+#include <cstring>
+
+#include "attention/cuda/sm90/launch.h"
+#endif
+
 namespace ringattn::cuda {
 namespace {
 
@@ -19,10 +26,27 @@ cudaError_t dispatch_head_dim(const BlockAttentionParams& p, cudaStream_t stream
   return cudaErrorInvalidValue;
 }
 
+#ifdef RINGATTN_WITH_SM90
+/// RINGATTN_KERNEL_FAMILY, for tests and debugging: "sm80" has the portable family take every call,
+/// "sm90" makes it an error when the Hopper family does not run a call that is for it. Unset: the
+/// best for the device.
+bool wants(const char* family, bool unless_set) {
+  const char* wanted = std::getenv("RINGATTN_KERNEL_FAMILY");
+  return wanted == nullptr || *wanted == 0 ? unless_set : std::strcmp(wanted, family) == 0;
+}
+#endif
+
 }  // namespace
 
 cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.num_queries == 0 || p.num_heads == 0) return cudaSuccess;
+#ifdef RINGATTN_WITH_SM90
+  if (sm90::supports(p) && wants("sm90", /*unless_set=*/true)) {
+    const cudaError_t error =
+        sm90::available() ? sm90::block_attention(p, stream) : cudaErrorNotSupported;
+    if (error != cudaErrorNotSupported || wants("sm90", /*unless_set=*/false)) return error;
+  }
+#endif
   switch (p.dtype) {
     case DataType::kFloat16:
       return dispatch_head_dim<__half>(p, stream);

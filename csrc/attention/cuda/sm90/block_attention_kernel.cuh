@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "attention/cuda/sm90/epilogue.cuh"
+#include "attention/cuda/sm90/launch.h"
+#include "attention/cuda/sm90/ptx/mbarrier.cuh"
+#include "attention/cuda/sm90/ptx/named_barrier.cuh"
+#include "attention/cuda/sm90/ptx/registers.cuh"
+#include "attention/cuda/sm90/ptx/tma.cuh"
+#include "attention/cuda/sm90/ptx/wgmma.cuh"
+#include "attention/cuda/sm90/softmax.cuh"
+#include "attention/cuda/sm90/tile.cuh"
+
+// Block attention for Hopper, after FlashAttention-3 (Shah et al., arXiv:2407.08608). One thread
+// block stays on each SM. Its first warpgroup copies; each of the others keeps 64 query rows and
+// walks over the keys in tiles of kBlockK, last tile first, so that the tiles under the mask come
+// first. The products of tile j and the values of tile j + 1 run together, the softmax of tile j
+// under the second of them:
+//
+//   consumer 0   q k(j), p v(j+1) | softmax(j) ........... | q k(j-1), p v(j) | softmax(j-1)
+//   consumer 1   ... softmax(j+1) | q k(j), p v(j+1)       | softmax(j) ..... | q k(j-1), p v(j)
+//   copies       k(j-1)  v(j)  k(j-2)  v(j-1) ...
+
+namespace ringattn::cuda::sm90 {
+
+// Named barriers: the turns of the consumers, then one for each consumer's own threads.
+constexpr int kTurnBarrier = 1;
+constexpr int kWarpgroupBarrier = 4;
+
+/// The copying thread: queries, keys and values of one tile after the other, as far ahead as there
+/// are free buffers. Keys go one tile ahead of values.
+template <typename Tile>
+__device__ __forceinline__ void produce(const KernelParams& p, const SharedMemory<Tile>& shared) {
+  RingPosition ring;            // of keys; values follow one behind
+  uint32_t queries_parity = 0;  // of the next tile's queries
+
+  for (TileSchedule schedule; schedule.tile() < p.order.tiles; ++schedule.turn) {
+    const QueryTile<Tile> tile(p, schedule.tile());
+    if (tile.key_tiles == 0) continue;
+
+    const auto load_values = [&](RingPosition at, int key_tile) {
+      wait(shared.values_free(at.stage()), at.parity() ^ 1);
+      arrive_expecting(shared.values_full(at.stage()), Tile::kKeyBytes);
+#pragma unroll
+      for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+        load_box(shared.values(at.stage()) + block * Tile::kKeyBlockBytes, p.v,
+                 {block * kColumnBlock, key_tile * Tile::kBlockK, tile.kv_head, tile.batch},
+                 shared.values_full(at.stage()), L2Policy::kEvictLast);
+      }
+    };
+
+    for (int key_tile = tile.key_tiles - 1; key_tile >= 0; --key_tile) {
+      wait(shared.keys_free(ring.stage()), ring.parity() ^ 1);
+      arrive_expecting(shared.keys_full(ring.stage()), Tile::kKeyBytes);
+#pragma unroll
+      for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+        load_box(shared.keys(ring.stage()) + block * Tile::kKeyBlockBytes, p.k,
+                 {block * kColumnBlock, key_tile * Tile::kBlockK, tile.kv_head, tile.batch},
+                 shared.keys_full(ring.stage()), L2Policy::kEvictLast);
+      }
+      if (key_tile == tile.key_tiles - 1) {
+        wait(shared.queries_free(), queries_parity ^ 1);
+        queries_parity ^= 1;
+        arrive_expecting(shared.queries_full(), Tile::kQueryBytes);
+#pragma unroll
+        for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+          load_box(shared.queries() + block * Tile::kQueryBlockBytes, p.q,
+                   {block * kColumnBlock, tile.first_row, tile.head, tile.batch},
+                   shared.queries_full(), L2Policy::kEvictFirst);
+        }
+      } else {
+        load_values(ring.previous(), key_tile + 1);
+      }
+      ++ring.count;
+    }
+    load_values(ring.previous(), 0);
+    if (p.fold) {  // into L2, while the last keys are attended
+#pragma unroll
+      for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+        prefetch_box(p.state, {block * kColumnBlock, tile.first_row, tile.head, tile.batch});
+      }
+    }
+  }
+}
+
+/// q = -q in the warpgroup's 64 rows, for a negative scale: online softmax wants the largest score.
+template <typename Tile>
+__device__ __forceinline__ void negate_queries(uint32_t queries, int barrier) {
+  constexpr int kChunks = 64 * kColumnBlockPitch / 16;  // of a column block
+#pragma unroll 1
+  for (int i = threadIdx.x % kWarpgroupSize; i < Tile::kColumnBlocks * kChunks;
+       i += kWarpgroupSize) {
+    const uint32_t at = queries + i / kChunks * Tile::kQueryBlockBytes + i % kChunks * 16;
+    uint32_t x[4];
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(at));
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0] ^ 0x80008000),
+                 "r"(x[1] ^ 0x80008000), "r"(x[2] ^ 0x80008000), "r"(x[3] ^ 0x80008000)
+                 : "memory");
+  }
+  fence_async_shared();
+  named_barrier_wait(barrier, kWarpgroupSize);
+}
+
+/// A group of products: s = q @ k.T, of 64 query rows with a tile of keys.
+template <typename Element, typename Tile>
+__device__ __forceinline__ void issue_scores(float (&s)[Tile::kBlockK / 2], uint32_t queries,
+                                             uint32_t keys) {
+  using Product = ProductOfShared<Element, Tile::kBlockK>;
+  const auto q = OperandDescriptor::k_major(queries), k = OperandDescriptor::k_major(keys);
+  begin_products();
+  Product::template issue<false>(s, q.at(0), k.at(0));
+#pragma unroll
+  for (int step = 1; step < Tile::kHeadDim / 16; ++step) {
+    const int block = step / 4, offset = step % 4 * 32;  // 16 columns are 32 bytes
+    Product::template issue<true>(s, q.at(block * Tile::kQueryBlockBytes + offset),
+                                  k.at(block * Tile::kKeyBlockBytes + offset));
+  }
+  commit_products();
+}
+
+/// A group of products: out += p @ v.
+template <typename Element, typename Tile>
+__device__ __forceinline__ void issue_values(float (&out)[Tile::kHeadDim / 2],
+                                             const uint32_t (&p)[Tile::kBlockK / 4],
+                                             uint32_t values) {
+  const auto v = OperandDescriptor::n_major(values, Tile::kKeyBlockBytes);
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < Tile::kBlockK / 16; ++step) {
+    ProductOfRegisters<Element, Tile::kHeadDim>::issue(out, p[4 * step], p[4 * step + 1],
+                                                       p[4 * step + 2], p[4 * step + 3],
+                                                       v.at(step * 16 * kColumnBlockPitch));
+  }
+  commit_products();
+}
+
+/// A consumer warpgroup: attends 64 rows of one tile after the other.
+template <typename Element, typename Tile>
+__device__ __forceinline__ void consume(const KernelParams& p, const SharedMemory<Tile>& shared,
+                                        int consumer) {
+  constexpr int kTurnThreads = 2 * kWarpgroupSize;  // one consumer waits, another one arrives
+  const bool is_first_thread = threadIdx.x % kWarpgroupSize == 0;
+  const int lane_row = consumer * 64 + threadIdx.x % kWarpgroupSize / 32 * 16 +
+                       threadIdx.x % 32 / 4;  // within the tile
+  const uint32_t queries = shared.queries() + consumer * 64 * kColumnBlockPitch;
+  const int my_turn = kTurnBarrier + consumer;
+  const int next_turn = kTurnBarrier + (consumer + 1) % Tile::kConsumers;
+
+  RingPosition ring;  // of keys; values follow one behind
+  uint32_t queries_parity = 0;
+  if (Tile::kPingPong && consumer == 0) named_barrier_arrive(my_turn, kTurnThreads);
+
+  for (TileSchedule schedule; schedule.tile() < p.order.tiles; ++schedule.turn) {
+    const QueryTile<Tile> tile(p, schedule.tile());
+    float out[Tile::kHeadDim / 2] = {};
+    OnlineSoftmax softmax;
+    const int rows_end = min(tile.first_row + Tile::kBlockQ, p.num_queries);
+    const bool all_final = tile.first_row >= p.final_begin && rows_end <= p.final_end;
+    const bool through_shared = all_final && !p.fold && tile.key_tiles > 0;
+
+    if (tile.key_tiles > 0) {
+      uint32_t probabilities[Tile::kBlockK / 4];
+      wait(shared.queries_full(), queries_parity);
+      queries_parity ^= 1;
+      if (p.negative_scale) negate_queries<Tile>(queries, kWarpgroupBarrier + consumer);
+
+      const auto mask = [&](float(&scores)[Tile::kBlockK / 2], int key_tile) {
+        const int first_key = key_tile * Tile::kBlockK;
+        mask_scores(scores, tile.first_row + lane_row + p.segment.diagonal - first_key,
+                    p.segment.num_keys - first_key);
+      };
+
+      // The last tile of keys: nothing to overlap it with yet.
+      int key_tile = tile.key_tiles - 1;
+      {
+        float scores[Tile::kBlockK / 2];
+        wait(shared.keys_full(ring.stage()), ring.parity());
+        issue_scores<Element, Tile>(scores, queries, shared.keys(ring.stage()));
+        wait_for_products<0>();
+        if (is_first_thread) arrive(shared.keys_free(ring.stage()));
+        mask(scores, key_tile);
+        softmax.update(scores, p.scale_log2);
+        round_probabilities<Element>(scores, probabilities);
+        ++ring.count;
+        --key_tile;
+      }
+
+      // scores of this tile of keys, and values of the one before it.
+      const auto attend = [&](int key_tile, auto masked) {
+        float scores[Tile::kBlockK / 2];
+        const RingPosition before = ring.previous();
+        wait(shared.keys_full(ring.stage()), ring.parity());
+        if (Tile::kPingPong) named_barrier_wait(my_turn, kTurnThreads);
+        issue_scores<Element, Tile>(scores, queries, shared.keys(ring.stage()));
+        wait(shared.values_full(before.stage()), before.parity());
+        issue_values<Element, Tile>(out, probabilities, shared.values(before.stage()));
+        if (Tile::kPingPong) named_barrier_arrive(next_turn, kTurnThreads);
+        wait_for_products<1>();
+        if (is_first_thread) arrive(shared.keys_free(ring.stage()));
+        if constexpr (decltype(masked)::value) mask(scores, key_tile);
+        softmax.update(scores, p.scale_log2);
+        // Note: the compiler moves this wait up before most of the exponentials. Pinning it behind
+        // them was tried and is slower, by 3 to 5 %.
+        wait_for_products<0>();
+        if (is_first_thread) arrive(shared.values_free(before.stage()));
+        round_probabilities<Element>(scores, probabilities);
+        scale_accumulators(out, softmax.decay);
+        ++ring.count;
+      };
+#pragma unroll 1
+      for (; key_tile >= tile.unmasked_tiles; --key_tile) attend(key_tile, std::true_type{});
+#pragma unroll 1
+      for (; key_tile >= 0; --key_tile) attend(key_tile, std::false_type{});
+
+      if (is_first_thread && (Tile::kSeparateOut || !through_shared)) {
+        arrive(shared.queries_free());
+      }
+      const RingPosition last = ring.previous();
+      wait(shared.values_full(last.stage()), last.parity());
+      issue_values<Element, Tile>(out, probabilities, shared.values(last.stage()));
+      wait_for_products<0>();
+      if (is_first_thread) arrive(shared.values_free(last.stage()));
+    }
+
+    const int warp_row = tile.first_row + lane_row - threadIdx.x % 32 / 4;
+    const RowResults rows(p, tile.batch, tile.head, warp_row, softmax);
+    if (through_shared) {
+      store_through_shared<Element, Tile>(p, tile, tile.first_row + consumer * 64, rows, out,
+                                          shared.results() + consumer * 64 * kColumnBlockPitch,
+                                          kWarpgroupBarrier + consumer);
+      if (!Tile::kSeparateOut && is_first_thread) {
+        wait_for_stores_to_read();
+        arrive(shared.queries_free());
+      }
+    } else {
+      store_directly<Element, Tile>(p, tile, rows, out);
+    }
+  }
+  if (is_first_thread) wait_for_stores_to_read();  // shared memory goes with the thread block
+}
+
+template <typename Element, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    block_attention_kernel(const __grid_constant__ KernelParams p) {
+  extern __shared__ unsigned char dynamic_shared[];
+  const SharedMemory<Tile> shared(dynamic_shared);
+  const int warpgroup = threadIdx.x / kWarpgroupSize;
+
+  if (threadIdx.x == 0) shared.init_barriers();
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    release_registers<Tile::kProducerRegisters>();
+    if (threadIdx.x / 32 == 0 && elect_one_lane()) produce<Tile>(p, shared);
+  } else {
+    take_registers<Tile::kConsumerRegisters>();
+    consume<Element, Tile>(p, shared, warpgroup - 1);
+  }
+}
+
+}  // namespace ringattn::cuda::sm90

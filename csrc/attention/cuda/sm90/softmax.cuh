@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "attention/cuda/numeric.cuh"
+
+// Online softmax of a warpgroup's scores, in the layout of ptx/wgmma.cuh: a lane holds parts of two
+// rows ("halves"), 8 apart; the four lanes of a quad hold a row.
+
+namespace ringattn::cuda::sm90 {
+
+/// s[i, j] = -inf where key j is past the last one row i sees. Scores are replaced, not added to: a
+/// NaN behind the mask stays there.
+///   last_key: of this lane's first row, relative to the tile's first key
+///   num_keys: of the tensor, relative to the tile's first key
+template <int kScores>
+__device__ __forceinline__ void mask_scores(float (&s)[kScores], int last_key, int num_keys) {
+  const int first_column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int last = min(last_key + 8 * half, num_keys - 1) - first_column;
+#pragma unroll
+    for (int n = 0; n < kScores / 4; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if (8 * n + c > last) s[4 * n + 2 * half + c] = -INFINITY;
+      }
+  }
+}
+
+struct OnlineSoftmax {
+  float max[2] = {-INFINITY, -INFINITY};  // of the raw scores, the same in a quad
+  float sum[2] = {0.0f, 0.0f};            // of this lane's probabilities, relative to max
+  float decay[2] = {1.0f, 1.0f};          // what earlier accumulators have to be multiplied by
+
+  /// Scores become probabilities.
+  template <int kScores>
+  __device__ __forceinline__ void update(float (&s)[kScores], float scale_log2) {
+    const float before[2] = {max[0], max[1]};
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) max[i / 2 % 2] = fmaxf(max[i / 2 % 2], s[i]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      max[half] = fmaxf(max[half], __shfl_xor_sync(0xffffffff, max[half], 1));
+      max[half] = fmaxf(max[half], __shfl_xor_sync(0xffffffff, max[half], 2));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float offset = scaled_max(max[half], scale_log2);
+      // exp2(-inf) before the first keys; exactly 1 where nothing changes, so no contraction here.
+      decay[half] = exp2_approx(__fmul_rn(before[half], scale_log2) - offset);
+      float total = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kScores / 4; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& score = s[4 * n + 2 * half + c];
+          // fmaxf drops a NaN, this does not: it stays in the probability and in the sum.
+          score = exp2_approx(fmaf(score, scale_log2, -offset));
+          total += score;
+        }
+      sum[half] = fmaf(sum[half], decay[half], total);
+    }
+  }
+
+  /// max * scale, 0 for a row that has seen nothing: its scores are -inf and must not become -inf -
+  /// -inf.
+  static __device__ __forceinline__ float scaled_max(float max, float scale_log2) {
+    return max == -INFINITY ? 0.0f : __fmul_rn(max, scale_log2);
+  }
+
+  /// The sum over a row's lanes.
+  __device__ __forceinline__ float row_sum(int half) const {
+    float total = sum[half];
+    total += __shfl_xor_sync(0xffffffff, total, 1);
+    total += __shfl_xor_sync(0xffffffff, total, 2);
+    return total;
+  }
+
+  /// Natural log-sum-exp of a row, -inf where nothing was seen.
+  __device__ __forceinline__ float lse(int half, float row_sum, float scale_log2) const {
+    return row_sum == 0.0f ? -INFINITY
+                           : (scaled_max(max[half], scale_log2) + log2_approx(row_sum)) * kLn2;
+  }
+};
+
+/// Probabilities rounded, as the left operand of p @ v: the layout of scores is that of operands.
+template <typename Element, int kScores>
+__device__ __forceinline__ void round_probabilities(const float (&s)[kScores],
+                                                    uint32_t (&p)[kScores / 2]) {
+#pragma unroll
+  for (int i = 0; i < kScores / 2; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+}
+
+template <int kAccumulators>
+__device__ __forceinline__ void scale_accumulators(float (&out)[kAccumulators],
+                                                   const float (&decay)[2]) {
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) out[i] *= decay[i / 2 % 2];
+}
+
+}  // namespace ringattn::cuda::sm90
