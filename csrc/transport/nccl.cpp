@@ -58,9 +58,10 @@ class Communicator {
                                                static_cast<int>(group.rank()), &config));
   }
 
-  // Note: abort, not destroy. Destroying waits for the other ranks, and they may be gone.
+  // Note: abort, not destroy. Destroying waits for the other ranks, and they may be gone. Nothing
+  // is thrown: at the end of the process CUDA may be gone too, and takes all of this with it.
   ~Communicator() {
-    abort();
+    if (!abort()) return;
     cudaStreamDestroy(telling_);
     cudaFree(failed_);
   }
@@ -93,12 +94,17 @@ class Communicator {
   std::shared_ptr<RingGroup> group() const { return group_.lock(); }
 
  private:
-  void abort() {
+  // Whether the device could be spoken to.
+  bool abort() noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (comm_ == nullptr) return;
-    const c10::cuda::CUDAGuard guard(device_);
-    ncclCommAbort(comm_);
+    int before = 0;
+    if (cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(device_.index()) != cudaSuccess) {
+      return false;
+    }
+    if (comm_ != nullptr) ncclCommAbort(comm_);
     comm_ = nullptr;
+    cudaSetDevice(before);
+    return true;
   }
 
   std::weak_ptr<RingGroup> group_;

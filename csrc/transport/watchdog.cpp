@@ -6,20 +6,35 @@
 #include <utility>
 
 namespace ringattn {
+namespace {
+
+// Destroyed at the end of the process, before what was loaded earlier, CUDA's runtime among it.
+struct StopAtExit {
+  ~StopAtExit() { Watchdog::get().stop(); }
+} stop_at_exit;
+
+}  // namespace
 
 using Clock = std::chrono::steady_clock;
 
 Watchdog& Watchdog::get() {
-  // Never destroyed, and its thread is never joined: what it looks at belongs to the driver, which
-  // may be gone by the time static objects are destroyed.
+  // Never destroyed: its thread may outlive static objects by a moment.
   static Watchdog* const watchdog = new Watchdog;
   return *watchdog;
 }
 
 void Watchdog::start() {
-  if (running_) return;
+  if (running_ || stopping_) return;
   running_ = true;
   std::thread([this] { run(); }).detach();
+}
+
+void Watchdog::stop() {
+  constexpr auto kPatience = std::chrono::seconds(1);
+  std::unique_lock<std::mutex> lock(mutex_);
+  stopping_ = true;
+  changed_.notify_all();
+  changed_.wait_for(lock, kPatience, [&] { return !running_; });
 }
 
 void Watchdog::watch(std::unique_ptr<Watched> watched) {
@@ -72,9 +87,14 @@ void Watchdog::run() {
     {
       std::unique_lock<std::mutex> lock(mutex_);
       if (num_drains_ == 0) {
-        changed_.wait_for(lock, kGlance, [&] { return num_drains_ > 0; });
+        changed_.wait_for(lock, kGlance, [&] { return num_drains_ > 0 || stopping_; });
       } else {
         changed_.wait_for(lock, kGlanceWhileDraining);
+      }
+      if (stopping_) {
+        running_ = false;
+        changed_.notify_all();
+        return;
       }
       entries_.splice(entries_.end(), incoming_);
       task = task_;

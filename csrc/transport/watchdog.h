@@ -33,6 +33,8 @@ class RINGATTN_API Watchdog {
   void watch(std::unique_ptr<Watched> watched);
   /// Blocks until nothing of this owner is in flight.
   void drain(const void* owner);
+  /// Ends the thread, for good.
+  void stop();
   /// `task` is called about twice a second from now on. One task.
   void every_half_second(void (*task)());
 
@@ -56,6 +58,7 @@ class RINGATTN_API Watchdog {
   int num_drains_ = 0;             // threads in drain()
   void (*task_)() = nullptr;
   bool running_ = false;
+  bool stopping_ = false;
 };
 
 }  // namespace ringattn

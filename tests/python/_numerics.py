@@ -88,7 +88,8 @@ def _sdpa(
 ) -> torch.Tensor:
     if scale <= 0:  # PyTorch scales what it has masked with -inf: the sign goes into q
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    # In memory of its own: PyTorch's CUDA attention returns NaN for rows that are not aligned.
+    q, k, v = (x.transpose(1, 2).clone(memory_format=torch.contiguous_format) for x in (q, k, v))
     everything = bool(visible.all())
     causal = visible.size(0) == visible.size(1) and torch.equal(visible, visible.tril())
     causal = causal and bool(visible[torch.tril(torch.ones_like(visible))].all())
