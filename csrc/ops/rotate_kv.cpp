@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -141,7 +142,11 @@ at::Tensor wait_kv_op(const at::Tensor& received, const at::Tensor& sent) {
     rotation.transfer->finish();
     rotation.transport->guard({received});
   }
-  return received;
+  // The same memory behind a storage of its own: an operator may not return its input, or what
+  // torch.compile makes of it is wrong.
+  return at::from_blob(
+      received.mutable_data_ptr(), received.sizes(), received.strides(), [received](void*) {},
+      received.options());
 }
 
 TORCH_LIBRARY_IMPL(ringattn, CPU, m) {
