@@ -30,13 +30,16 @@ at::Tensor decode_attention_op(const at::Tensor& q, const at::Tensor& k, const a
   }
   const int64_t call = group->begin_call([&] {
     check_attention(q, k, v, scale);
+    group->check_device(q.device());
     return signature(q, k, scale);
   });
-  auto& transport = group->transport("auto", q.device());
-  const at::Tensor partials = transport.all_gather(decode_partial(q, k, v, scale), call);
-  const at::Tensor out = merge_partials(partials, q);
-  transport.guard({out});
-  return out;
+  return group->run(call, [&] {
+    auto& transport = group->transport("auto", q.device());
+    const at::Tensor partials = transport.all_gather(decode_partial(q, k, v, scale), call);
+    const at::Tensor out = merge_partials(partials, q);
+    transport.guard({out});
+    return out;
+  });
 }
 
 TORCH_LIBRARY_IMPL(ringattn, CPU, m) { m.impl("decode_attention", &decode_attention_op); }

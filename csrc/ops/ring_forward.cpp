@@ -75,12 +75,15 @@ std::tuple<at::Tensor, at::Tensor> ring_forward_op(
   std::optional<Partition> partition;
   const int64_t call = group->begin_call([&] {
     partition = check(args, group->rank(), group->size());
+    group->check_device(q.device());
     return signature(args, *partition);
   });
   RingCall ring{*partition, group->rank(), causal, scale};
   ring.depth = depth.value_or(group->size());
   ring.number = call;
-  return ring_forward(q, k, v, ring, &group->transport(args.transport, q.device()));
+  return group->run(call, [&]() -> std::tuple<at::Tensor, at::Tensor> {
+    return ring_forward(q, k, v, ring, &group->transport(args.transport, q.device()));
+  });
 }
 
 TORCH_LIBRARY_IMPL(ringattn, CPU, m) { m.impl("ring_forward", &ring_forward_op); }

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "ops/checks.h"
 #include "transport/ring_group.h"
@@ -27,10 +28,20 @@ class Pending {
   };
 
   void add(Rotation rotation) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    drop_abandoned();
-    const auto* storage = rotation.received.storage().unsafeGetStorageImpl();
-    rotations_.insert_or_assign(storage, std::move(rotation));
+    std::vector<Rotation> abandoned;  // finished and freed without the lock
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      abandoned = take_abandoned();
+      const auto* storage = rotation.received.storage().unsafeGetStorageImpl();
+      rotations_.insert_or_assign(storage, std::move(rotation));
+    }
+    for (Rotation& rotation : abandoned) {
+      try {
+        if (rotation.transfer) rotation.transfer->finish();
+      } catch (const std::exception&) {
+        // Nobody waits for it; the next call of its group says what became of the group.
+      }
+    }
   }
 
   Rotation take(const at::Tensor& received) {
@@ -46,18 +57,18 @@ class Pending {
   }
 
  private:
-  // Results that the caller has let go of: nobody else holds them or a view. They must still
-  // arrive.
-  void drop_abandoned() {
+  // Results that the caller has let go of: nobody else holds their memory. They must still arrive.
+  std::vector<Rotation> take_abandoned() {
+    std::vector<Rotation> abandoned;
     for (auto entry = rotations_.begin(); entry != rotations_.end();) {
-      const at::Tensor& received = entry->second.received;
-      if (received.use_count() > 1 || received.storage().use_count() > 1) {
+      if (entry->second.received.storage().use_count() > 1) {
         ++entry;
         continue;
       }
-      if (entry->second.transfer) entry->second.transfer->finish();
+      abandoned.push_back(std::move(entry->second));
       entry = rotations_.erase(entry);
     }
+    return abandoned;
   }
 
   std::mutex mutex_;
@@ -114,22 +125,26 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
     Message message;
     message.call = group.begin_call([&] {
       partition = check(kv, lengths.vec(), order.vec(), transport, group.rank(), group.size());
+      group.check_device(kv.device());
       return signature(kv, *partition, transport);
     });
     message.step = 1;
     message.destination = partition->neighbour(group.rank(), 1);
     message.source = partition->neighbour(group.rank(), -1);
-    rotation.sent = kv.contiguous();
-    rotation.received = at::empty(
-        {2, kv.size(1), partition->length(message.source), kv.size(3), kv.size(4)}, kv.options());
-    if (rotation.sent.numel() > 0) message.send = rotation.sent;
-    if (rotation.received.numel() > 0) message.receive = rotation.received;
-    if (message.send.defined() || message.receive.defined()) {
+    group.run(message.call, [&] {
+      rotation.sent = kv.contiguous();
+      rotation.received = at::empty(
+          {2, kv.size(1), partition->length(message.source), kv.size(3), kv.size(4)}, kv.options());
       rotation.transport = &group.transport(transport, kv.device());
-      rotation.transfer = rotation.transport->start(message);
-    }
+      if (rotation.sent.numel() > 0) message.send = rotation.sent;
+      if (rotation.received.numel() > 0) message.receive = rotation.received;
+      if (message.send.defined() || message.receive.defined()) {
+        rotation.transfer = rotation.transport->start(message);
+      }
+    });
   }
-  const at::Tensor received = rotation.received;
+  // The caller's, of the same memory: that nobody holds it any more shows in the storage alone.
+  const at::Tensor received = rotation.received.detach();
   pending().add(std::move(rotation));
   return received;
 }

@@ -61,6 +61,8 @@ class MessageStream : public BlockStream {
       if (transfer) transfer->finish();
     }
     transport_.guard(results);
+    mine_.reset();  // timings outlive the call, what they are of does not
+    buffers_.clear();
   }
 
   double transfer_ms(int64_t step) override {

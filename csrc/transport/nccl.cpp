@@ -31,6 +31,26 @@ namespace {
 
 using std::chrono::milliseconds;
 
+// NCCL calls that are launched as one. Note: a group that an error leaves open would swallow every
+// later NCCL call of this thread.
+class NcclGroup {
+ public:
+  NcclGroup() { RINGATTN_NCCL_CHECK(ncclGroupStart()); }
+  ~NcclGroup() {
+    if (open_) ncclGroupEnd();
+  }
+  NcclGroup(const NcclGroup&) = delete;
+  NcclGroup& operator=(const NcclGroup&) = delete;
+
+  void end() {
+    open_ = false;
+    RINGATTN_NCCL_CHECK(ncclGroupEnd());
+  }
+
+ private:
+  bool open_ = true;
+};
+
 // The communicator, shared by the transport and by what the watchdog holds. Either may be the last.
 class Communicator {
  public:
@@ -90,7 +110,6 @@ class Communicator {
     calls(comm_);
   }
   const int* failed() const { return failed_; }
-  c10::Device device() const { return device_; }
   std::shared_ptr<RingGroup> group() const { return group_.lock(); }
 
  private:
@@ -172,7 +191,6 @@ class NcclTransport : public MessageTransport {
   }
 
   std::unique_ptr<Transfer> start(const Message& message) override {
-    check_device((message.send.defined() ? message.send : message.receive).device());
     const auto started = new_event(message.timed), done = new_event(message.timed);
     at::cuda::CUDAEvent ready;
     ready.record(c10::cuda::getCurrentCUDAStream());
@@ -181,7 +199,7 @@ class NcclTransport : public MessageTransport {
     after_last(side_);
     started->record(side_);
     communicator_->use([&](ncclComm_t comm) {
-      RINGATTN_NCCL_CHECK(ncclGroupStart());
+      NcclGroup group;
       if (message.send.defined()) {
         RINGATTN_NCCL_CHECK(ncclSend(message.send.const_data_ptr(), message.send.nbytes(),
                                      ncclUint8, static_cast<int>(message.destination), comm,
@@ -192,7 +210,7 @@ class NcclTransport : public MessageTransport {
                                      ncclUint8, static_cast<int>(message.source), comm,
                                      side_.stream()));
       }
-      RINGATTN_NCCL_CHECK(ncclGroupEnd());
+      group.end();
     });
     if (message.send.defined()) message.send.record_stream(side_);
     if (message.receive.defined()) message.receive.record_stream(side_);
@@ -207,7 +225,6 @@ class NcclTransport : public MessageTransport {
   }
 
   at::Tensor all_gather(const at::Tensor& mine, int64_t call) override {
-    check_device(mine.device());
     at::Tensor all = at::empty({group_.size(), mine.numel()}, mine.options());
     const auto started = new_event(false), done = new_event(false);
     const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -226,8 +243,7 @@ class NcclTransport : public MessageTransport {
   void guard(const std::vector<at::Tensor>& results) override {
     const auto stream = c10::cuda::getCurrentCUDAStream();
     for (const at::Tensor& result : results) {
-      C10_CUDA_CHECK(cuda::poison_if_failed(result.mutable_data_ptr(), result.numel(),
-                                            static_cast<int>(result.element_size()),
+      C10_CUDA_CHECK(cuda::poison_if_failed(result.mutable_data_ptr(), result.nbytes(),
                                             communicator_->failed(), stream.stream()));
     }
   }
@@ -237,13 +253,14 @@ class NcclTransport : public MessageTransport {
   // waits for that; it is done here, where all ranks have just come together, and never in the
   // middle of a call.
   void connect() {
+    const c10::cuda::CUDAStreamGuard on_side(side_);  // its memory is ordered with what is sent
     const auto bytes =
-        at::empty({2, group_.size()}, at::TensorOptions(communicator_->device()).dtype(at::kByte));
+        at::empty({2, group_.size()}, at::TensorOptions(side_.device()).dtype(at::kByte));
     const auto byte = [&](int64_t row, int64_t rank) {
       return static_cast<uint8_t*>(bytes.mutable_data_ptr()) + row * group_.size() + rank;
     };
     communicator_->use([&](ncclComm_t comm) {
-      RINGATTN_NCCL_CHECK(ncclGroupStart());
+      NcclGroup group;
       for (int64_t rank = 0; rank < group_.size(); ++rank) {
         if (rank == group_.rank()) continue;
         RINGATTN_NCCL_CHECK(
@@ -251,9 +268,10 @@ class NcclTransport : public MessageTransport {
         RINGATTN_NCCL_CHECK(
             ncclRecv(byte(1, rank), 1, ncclUint8, static_cast<int>(rank), comm, side_.stream()));
       }
-      RINGATTN_NCCL_CHECK(ncclGroupEnd());
+      group.end();
+      RINGATTN_NCCL_CHECK(
+          ncclAllGather(byte(0, 0), byte(1, 0), 1, ncclUint8, comm, side_.stream()));
     });
-    bytes.record_stream(side_);
   }
 
   // Note: what one communicator does must not overlap, and calls come on the side stream as well as
@@ -264,11 +282,6 @@ class NcclTransport : public MessageTransport {
 
   static std::shared_ptr<at::cuda::CUDAEvent> new_event(bool timed) {
     return std::make_shared<at::cuda::CUDAEvent>(timed ? cudaEventDefault : cudaEventDisableTiming);
-  }
-
-  void check_device(c10::Device device) const {
-    TORCH_CHECK(device == communicator_->device(), "ringattn: q must be on ",
-                communicator_->device(), ", where this group's communicator lives, got ", device);
   }
 
   void watch(std::shared_ptr<at::cuda::CUDAEvent> started,

@@ -34,7 +34,8 @@ class RINGATTN_API Peers {
   virtual void remove(const std::string& key) = 0;
 
   /// Messages through the group itself: gloo on CPU, NCCL on CUDA.
-  virtual std::unique_ptr<MessageTransport> transport(class RingGroup& group) = 0;
+  virtual std::unique_ptr<MessageTransport> transport(class RingGroup& group,
+                                                      c10::Device device) = 0;
 };
 
 /// The process group of this name; throws where there is none.

@@ -7,6 +7,9 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <map>
+#include <mutex>
+#include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -27,11 +30,15 @@ class CpuTransfer : public Transfer {
     const int tag = static_cast<int>(message.step);
     if (message.send.defined()) {
       std::vector<at::Tensor> tensors = {message_.send};
-      sending_ = process_group.send(tensors, static_cast<int>(message.destination), tag);
+      group_.blaming(message_.call, message_.step, message_.destination, [&] {
+        sending_ = process_group.send(tensors, static_cast<int>(message.destination), tag);
+      });
     }
     if (message.receive.defined()) {
       std::vector<at::Tensor> tensors = {message_.receive};
-      receiving_ = process_group.recv(tensors, static_cast<int>(message.source), tag);
+      group_.blaming(message_.call, message_.step, message_.source, [&] {
+        receiving_ = process_group.recv(tensors, static_cast<int>(message.source), tag);
+      });
     }
   }
 
@@ -43,20 +50,16 @@ class CpuTransfer : public Transfer {
   void finish() override {
     wait();
     complete(sending_, message_.destination);
+    message_.send.reset();
+    message_.receive.reset();
   }
   double elapsed_ms() override { return elapsed_ms_; }
 
  private:
   void complete(c10::intrusive_ptr<c10d::Work>& work, int64_t other) {
     if (!work) return;
-    try {
-      work->wait(group_.peers().timeout() * 4 / 5);
-    } catch (const std::exception& error) {
-      const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
-      const std::string reason = c10_error ? c10_error->what_without_backtrace() : error.what();
-      group_.fail(group_.blame(message_.call, message_.step, {other}, reason));
-      group_.throw_if_failed();
-    }
+    group_.blaming(message_.call, message_.step, other,
+                   [&] { work->wait(group_.peers().timeout() * 4 / 5); });
     work.reset();
   }
 
@@ -72,7 +75,8 @@ class CpuTransfer : public Transfer {
 class DeviceTransfer : public Transfer {
  public:
   DeviceTransfer(c10d::ProcessGroup& process_group, c10::Stream side, const Message& message)
-      : message_(message),
+      : device_(side.device()),
+        timed_(message.timed),
         started_(side.device_type(), flag(message)),
         done_(side.device_type(), flag(message)) {
     const c10::impl::VirtualGuardImpl device(side.device_type());
@@ -98,26 +102,32 @@ class DeviceTransfer : public Transfer {
   }
 
   void wait() override {
-    const c10::impl::VirtualGuardImpl device(done_.device_type());
-    const at::Tensor& any = message_.receive.defined() ? message_.receive : message_.send;
-    done_.block(device.getStream(any.device()));
+    done_.block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   }
   void finish() override {}
-  double elapsed_ms() override { return message_.timed ? started_.elapsedTime(done_) : 0.0; }
+  double elapsed_ms() override { return timed_ ? started_.elapsedTime(done_) : 0.0; }
 
  private:
   static c10::EventFlag flag(const Message& message) {
     return message.timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
   }
 
-  Message message_;
+  c10::Device device_;
+  bool timed_;
   c10::Event started_, done_;
 };
 
 class ProcessGroupTransport : public MessageTransport {
  public:
-  ProcessGroupTransport(RingGroup& group, c10::intrusive_ptr<c10d::ProcessGroup> process_group)
-      : group_(group), process_group_(std::move(process_group)) {}
+  ProcessGroupTransport(RingGroup& group, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                        c10::Device device)
+      : group_(group), process_group_(std::move(process_group)) {
+    // Note: NCCL's communicator is made by the first operation, and all ranks must take part in
+    // that. A hop may have no message for some of them.
+    if (!device.is_cpu()) {
+      all_gather(at::empty({1}, at::TensorOptions(device).dtype(at::kFloat)), /*call=*/0);
+    }
+  }
 
   std::unique_ptr<Transfer> start(const Message& message) override {
     const c10::Device device = (message.send.defined() ? message.send : message.receive).device();
@@ -129,13 +139,11 @@ class ProcessGroupTransport : public MessageTransport {
   at::Tensor all_gather(const at::Tensor& mine, int64_t call) override {
     at::Tensor all = at::empty({group_.size(), mine.numel()}, mine.options());
     at::Tensor flat = all.view(-1), input = mine;
-    try {
-      group_process()._allgather_base(flat, input)->wait();
-    } catch (const c10::Error& error) {
-      group_.fail(group_.blame(call, 0, {(group_.rank() + 1) % group_.size()},
-                               error.what_without_backtrace()));
-      group_.throw_if_failed();
-    }
+    group_.blaming(call, 0, (group_.rank() + 1) % group_.size(), [&] {
+      const auto work = group_process()._allgather_base(flat, input);
+      // On an accelerator this orders the stream and does not block: no timeout of ours.
+      mine.is_cpu() ? work->wait(group_.peers().timeout() * 4 / 5) : work->wait();
+    });
     return all;
   }
 
@@ -161,10 +169,9 @@ class ProcessGroupPeers : public Peers {
         size_(group->getSize()),
         timeout_(find_timeout(*group)) {
     if (size_ == 1) return;
-    // A clone has a connection of its own: waiting on it keeps nobody else from the store.
-    store_ = group->getStore()->clone();
+    store_ = group->getStore();
     const std::string counter = "ringattn/" + std::to_string(rank_);
-    prefix_ = "ringattn/" + std::to_string(store_->add(counter, 1)) + "/";
+    prefix_ = "ringattn/" + std::to_string(store().add(counter, 1)) + "/";
   }
 
   int64_t rank() const override { return rank_; }
@@ -182,28 +189,37 @@ class ProcessGroupPeers : public Peers {
   }
 
   void put(const std::string& key, const std::string& value) override {
-    if (store_) store_->set(prefix_ + key, value);
+    if (store_) store().set(prefix_ + key, value);
   }
 
   std::optional<std::string> get(const std::string& key, milliseconds patience) override {
     if (!store_) return {};
     try {
-      store_->wait({prefix_ + key}, patience);
-      return store_->get_to_str(prefix_ + key);
+      store().wait({prefix_ + key}, patience);
+      return store().get_to_str(prefix_ + key);
     } catch (const std::exception&) {
       return {};
     }
   }
 
   void remove(const std::string& key) override {
-    if (store_) store_->deleteKey(prefix_ + key);
+    if (store_) store().deleteKey(prefix_ + key);
   }
 
-  std::unique_ptr<MessageTransport> transport(RingGroup& group) override {
-    return std::make_unique<ProcessGroupTransport>(group, group_.lock());
+  std::unique_ptr<MessageTransport> transport(RingGroup& group, c10::Device device) override {
+    return std::make_unique<ProcessGroupTransport>(group, group_.lock(), device);
   }
 
  private:
+  // A clone has a connection of its own, and one for each thread: whoever waits on it keeps nobody
+  // else from the store, least of all the watchdog.
+  c10d::Store& store() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& clone = clones_[std::this_thread::get_id()];
+    if (!clone) clone = store_->clone();
+    return *clone;
+  }
+
   // The timeout that the group was made with; c10d's own default where no backend tells.
   static milliseconds find_timeout(c10d::ProcessGroup& group) {
     for (const auto type : {c10::kCPU, c10::kCUDA}) {
@@ -220,7 +236,9 @@ class ProcessGroupPeers : public Peers {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
   int64_t rank_, size_;
   milliseconds timeout_;
-  c10::intrusive_ptr<c10d::Store> store_;  // null for a single rank
+  c10::intrusive_ptr<c10d::Store> store_;  // the group's; null for a single rank
+  std::mutex mutex_;                       // guards clones_
+  std::map<std::thread::id, c10::intrusive_ptr<c10d::Store>> clones_;
   std::string prefix_;
 };
 

@@ -75,16 +75,37 @@ void RingGroup::refuse_call(const std::string& message) {
   agreement_.refuse(next_call_++, without_prefix(message));
 }
 
+void RingGroup::check_device(c10::Device device) const {
+  const auto known = devices_.find(device.type());
+  TORCH_CHECK(known == devices_.end() || known->second == device, "ringattn: tensors must be on ",
+              known->second, ", where this group's first ones were, got ", device);
+}
+
 MessageTransport& RingGroup::transport(const std::string& name, c10::Device device) {
   const std::string resolved = resolve_transport(name, device.type());
-  auto& transport = transports_[resolved];
+  auto& transport = transports_[resolved + " on " + c10::DeviceTypeName(device.type())];
   if (!transport) {
 #ifdef RINGATTN_WITH_CUDA
     if (resolved == "nccl") transport = make_nccl_transport(*this, device);
 #endif
-    if (resolved == "process_group") transport = peers_->transport(*this);
+    if (resolved == "process_group") transport = peers_->transport(*this, device);
+    devices_.emplace(device.type(), device);
   }
   return *transport;
+}
+
+void RingGroup::fail_call(int64_t call, const std::exception& error) {
+  if (failed_) return;
+  const auto* known = dynamic_cast<const c10::Error*>(&error);
+  const std::string reason = known ? known->what_without_backtrace() : error.what();
+  try {
+    agreement_.refuse(call, reason);
+  } catch (const std::exception&) {
+    // The store is gone; the others will find out by themselves.
+  }
+  fail("rank " + std::to_string(rank()) +
+       " failed in a call, and is out of step with the others: " + reason +
+       "; the group cannot be used any more");
 }
 
 std::string RingGroup::blame(int64_t call, int64_t step, const std::vector<int64_t>& suspects,

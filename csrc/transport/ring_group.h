@@ -44,19 +44,49 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
       agreement_.refuse(call, without_prefix(error.what_without_backtrace()));
       throw;
     }
-    agreement_.join(call, signature);
+    try {
+      agreement_.join(call, signature);
+    } catch (const c10::DistBackendError& error) {
+      fail(error.what_without_backtrace());  // a rank that comes later must not find itself alone
+      throw;
+    }
     return call;
+  }
+  /// The rest of a call that has begun. A rank that fails here alone is out of step with the
+  /// others: the group ends, and they are told why.
+  template <typename Body>
+  auto run(int64_t call, const Body& body) {
+    try {
+      return body();
+    } catch (const std::exception& error) {
+      fail_call(call, error);
+      throw;
+    }
   }
   /// This rank's part in a call, when its arguments were refused before they came here.
   void refuse_call(const std::string& message);
 
-  /// `name` as the caller gave it ("auto" included), resolved for `device`.
+  /// All calls of a group come with tensors on one device of a type.
+  void check_device(c10::Device device) const;
+  /// `name` as the caller gave it ("auto" included), resolved for `device`. Making one is
+  /// collective.
   MessageTransport& transport(const std::string& name, c10::Device device);
 
   /// Which rank is to blame that a message of `call` at `step` did not get through, as a sentence.
   /// Asks the store who else has failed. `suspects`: whom this rank was exchanging with.
   std::string blame(int64_t call, int64_t step, const std::vector<int64_t>& suspects,
                     const std::string& reason);
+  /// Runs `body`, whose failure means that `other` is gone: the group ends, with blame.
+  template <typename Body>
+  void blaming(int64_t call, int64_t step, int64_t other, const Body& body) {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      const auto* known = dynamic_cast<const c10::Error*>(&error);
+      fail(blame(call, step, {other}, known ? known->what_without_backtrace() : error.what()));
+      throw_if_failed();
+    }
+  }
   /// From now on every call throws this. Callable from any thread.
   void fail(const std::string& message);
   void throw_if_failed();
@@ -64,12 +94,14 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
   void synchronize();
 
  private:
+  void fail_call(int64_t call, const std::exception& error);
   int64_t most_suspected(const std::vector<int64_t>& suspects);
   static std::string without_prefix(const std::string& message);
 
   std::unique_ptr<Peers> peers_;
   Agreement agreement_;
-  std::map<std::string, std::unique_ptr<MessageTransport>> transports_;
+  std::map<std::string, std::unique_ptr<MessageTransport>> transports_;  // by name and device type
+  std::map<c10::DeviceType, c10::Device> devices_;
   int64_t next_call_ = 0;
 
   std::mutex mutex_;  // guards failure_

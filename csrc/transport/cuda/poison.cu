@@ -4,30 +4,23 @@
 namespace ringattn::cuda {
 namespace {
 
-// Every type's NaN is written bit by bit: 0x7fff is one in both half types.
-template <typename Bits>
-__global__ void poison(Bits* data, int64_t count, Bits nan, const int* failed) {
+// All bits set are a NaN in every floating point type that PyTorch has.
+__global__ void poison(uint8_t* data, int64_t bytes, const int* failed) {
   // Note: volatile, because it is set while kernels of this stream are waiting.
   if (*static_cast<const volatile int*>(failed) == 0) return;
   const int64_t threads = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += threads)
-    data[i] = nan;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < bytes; i += threads) {
+    data[i] = 0xff;
+  }
 }
 
 }  // namespace
 
-cudaError_t poison_if_failed(void* data, int64_t count, int bytes, const int* failed,
-                             cudaStream_t stream) {
-  if (count == 0) return cudaSuccess;
+cudaError_t poison_if_failed(void* data, int64_t bytes, const int* failed, cudaStream_t stream) {
+  if (bytes == 0) return cudaSuccess;
   constexpr int kThreads = 256;
   constexpr int kBlocks = 32;  // it almost never has work: small, so that it costs little
-  if (bytes == 4) {
-    poison<<<kBlocks, kThreads, 0, stream>>>(static_cast<uint32_t*>(data), count,
-                                             uint32_t{0x7fffffff}, failed);
-  } else {
-    poison<<<kBlocks, kThreads, 0, stream>>>(static_cast<uint16_t*>(data), count, uint16_t{0x7fff},
-                                             failed);
-  }
+  poison<<<kBlocks, kThreads, 0, stream>>>(static_cast<uint8_t*>(data), bytes, failed);
   return cudaGetLastError();
 }
 
