@@ -12,6 +12,29 @@
 
 namespace ringattn {
 
+#ifdef RINGATTN_WITH_CUDA
+namespace {
+
+// What every merge says: into out, from the states of which the first is given.
+MergeStatesParams merge_params(const at::Tensor& out, const at::Tensor& state,
+                               const at::Tensor& state_lse) {
+  MergeStatesParams params;
+  params.out = strided(out);
+  params.states = strided(state);
+  params.states_lse = state_lse.data_ptr<float>();
+  params.states_lse_batch_stride = state_lse.stride(0);
+  params.states_lse_head_stride = state_lse.stride(1);
+  params.batch = out.size(0);
+  params.num_queries = out.size(1);
+  params.num_heads = out.size(2);
+  params.head_dim = out.size(3);
+  params.out_dtype = data_type(out.scalar_type());
+  return params;
+}
+
+}  // namespace
+#endif
+
 void merge_states_(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& other_out,
                    const at::Tensor& other_lse) {
   if (out.numel() == 0) return;
@@ -19,22 +42,12 @@ void merge_states_(const at::Tensor& out, const at::Tensor& lse, const at::Tenso
   if (out.is_cuda()) {
     const InPlace folded_out(out), folded_lse(lse);
     const at::Tensor added_out = kernel_ready(other_out), added_lse = unit_last_stride(other_lse);
-    MergeStatesParams params;
-    params.out = strided(folded_out.tensor());
+    MergeStatesParams params = merge_params(folded_out.tensor(), added_out, added_lse);
     params.lse = folded_lse.tensor().data_ptr<float>();
     params.lse_batch_stride = folded_lse.tensor().stride(0);
     params.lse_head_stride = folded_lse.tensor().stride(1);
     params.fold = true;
-    params.states = strided(added_out);
-    params.states_lse = added_lse.data_ptr<float>();
-    params.states_lse_batch_stride = added_lse.stride(0);
-    params.states_lse_head_stride = added_lse.stride(1);
     params.num_states = 1;
-    params.batch = out.size(0);
-    params.num_queries = out.size(1);
-    params.num_heads = out.size(2);
-    params.head_dim = out.size(3);
-    params.out_dtype = DataType::kFloat32;
     check_launch(cuda::merge_states(params, current_stream(out)), "merge_states");
     return;
   }
@@ -48,21 +61,10 @@ at::Tensor merge_all_states(const at::Tensor& outs, const at::Tensor& lses, at::
   if (outs.is_cuda()) {
     at::Tensor out = at::empty(first.sizes(), outs.options().dtype(dtype));
     if (out.numel() == 0) return out;
-    const at::Tensor first_lse = lses.select(0, 0);
-    MergeStatesParams params;
-    params.out = strided(out);
-    params.states = strided(first);
-    params.states_lse = first_lse.data_ptr<float>();
-    params.states_lse_batch_stride = first_lse.stride(0);
-    params.states_lse_head_stride = first_lse.stride(1);
+    MergeStatesParams params = merge_params(out, first, lses.select(0, 0));
     params.next_state = outs.stride(0);
     params.next_state_lse = lses.stride(0);
     params.num_states = outs.size(0);
-    params.batch = out.size(0);
-    params.num_queries = out.size(1);
-    params.num_heads = out.size(2);
-    params.head_dim = out.size(3);
-    params.out_dtype = data_type(dtype);
     check_launch(cuda::merge_states(params, current_stream(out)), "merge_states");
     return out;
   }

@@ -94,10 +94,14 @@ MessageTransport& RingGroup::transport(const std::string& name, c10::Device devi
   return *transport;
 }
 
+std::string RingGroup::reason_of(const std::exception& error) {
+  const auto* known = dynamic_cast<const c10::Error*>(&error);
+  return known ? known->what_without_backtrace() : error.what();
+}
+
 void RingGroup::fail_call(int64_t call, const std::exception& error) {
   if (failed_) return;
-  const auto* known = dynamic_cast<const c10::Error*>(&error);
-  const std::string reason = known ? known->what_without_backtrace() : error.what();
+  const std::string reason = reason_of(error);
   try {
     agreement_.refuse(call, reason);
   } catch (const std::exception&) {

@@ -82,8 +82,7 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
     try {
       body();
     } catch (const std::exception& error) {
-      const auto* known = dynamic_cast<const c10::Error*>(&error);
-      fail(blame(call, step, {other}, known ? known->what_without_backtrace() : error.what()));
+      fail(blame(call, step, {other}, reason_of(error)));
       throw_if_failed();
     }
   }
@@ -94,6 +93,7 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
   void synchronize();
 
  private:
+  static std::string reason_of(const std::exception& error);
   void fail_call(int64_t call, const std::exception& error);
   int64_t most_suspected(const std::vector<int64_t>& suspects);
   static std::string without_prefix(const std::string& message);

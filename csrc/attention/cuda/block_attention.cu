@@ -2,7 +2,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "attention/cuda/alignment.h"
 #include "attention/cuda/block_attention.h"
 #include "attention/cuda/sm80/launch.h"
 
@@ -56,15 +55,6 @@ cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) 
       return dispatch_head_dim<float>(p, stream);
   }
   return cudaErrorInvalidValue;
-}
-
-bool aligned(const BlockAttentionParams& p) {
-  const int bytes = element_bytes(p.dtype);
-  return rows_are_aligned(p.q, bytes, p.batch, p.num_queries, p.num_heads) &&
-         rows_are_aligned(p.k, bytes, p.batch, p.num_keys, p.num_kv_heads) &&
-         rows_are_aligned(p.v, bytes, p.batch, p.num_keys, p.num_kv_heads) &&
-         rows_are_aligned(p.out, bytes, p.batch, p.num_queries, p.num_heads) &&
-         rows_are_aligned(p.state, 4, p.batch, p.num_queries, p.num_heads);
 }
 
 }  // namespace ringattn::cuda

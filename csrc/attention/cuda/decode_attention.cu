@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "attention/cuda/alignment.h"
 #include "attention/cuda/decode_attention.h"
 #include "attention/cuda/merge_states.h"
 #include "attention/cuda/sm80/launch.h"
@@ -96,15 +95,6 @@ cudaError_t decode_attention(const DecodeAttentionParams& p, cudaStream_t stream
   error = dispatch(p, splits, stream);
   if (error != cudaSuccess || splits == 1) return error;
   return merge_splits(p, splits, stream);
-}
-
-bool aligned(const DecodeAttentionParams& p) {
-  const int bytes = element_bytes(p.dtype);
-  return rows_are_aligned(p.q, bytes, p.batch, p.num_queries, p.num_heads) &&
-         rows_are_aligned(p.k, bytes, p.batch, p.num_keys, p.num_kv_heads) &&
-         rows_are_aligned(p.v, bytes, p.batch, p.num_keys, p.num_kv_heads) &&
-         reinterpret_cast<std::uintptr_t>(p.out) % 16 == 0 &&
-         reinterpret_cast<std::uintptr_t>(p.workspace) % 16 == 0;
 }
 
 }  // namespace ringattn::cuda

@@ -8,14 +8,11 @@
 namespace ringattn::cuda {
 
 /// Attention of few queries over many keys on the current device, enqueued on `stream`. Needs
-/// compute capability 8.0 and aligned(p). The same inputs on the same kind of device give the same
-/// bits.
+/// compute capability 8.0 and aligned rows (alignment.h), out and workspace included. The same
+/// inputs on the same kind of device give the same bits.
 cudaError_t decode_attention(const DecodeAttentionParams& p, cudaStream_t stream);
 
 /// Floats of p.workspace for a device of num_sms multiprocessors; 0 when none is needed.
 int64_t decode_workspace_floats(const DecodeAttentionParams& p, int num_sms);
-
-/// Whether every row of q, k and v, and out, begin at a multiple of 16 bytes.
-bool aligned(const DecodeAttentionParams& p);
 
 }  // namespace ringattn::cuda
