@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention functions: what callers may give is checked here, the operators do the rest."""
+"""The attention functions: what callers may give is checked, the operators do the rest."""
 
-import math
-from contextlib import suppress
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from ringattn import _C, _library
-from ringattn._group import Group, Ring, resolve_group
+from ringattn import _C
+from ringattn._checks import (
+    check_collective,
+    check_dims,
+    check_keywords,
+    check_tensors,
+    check_transport,
+    clamp_depth,
+    finite_scale,
+    partition_arguments,
+    tell_peers,
+)
+from ringattn._group import Group, resolve_group
 from ringattn._ops import call
 from ringattn.partition import Partition
 
 _ops = torch.ops.ringattn
-
-# Keywords of torch's scaled_dot_product_attention and what to write instead.
-_REFUSED_KEYWORDS = {
-    "attn_mask": "attention is causal, or over all keys",
-    "dropout_p": "attention has no dropout here",
-    "is_causal": "causality is causal= (ring_attention) or diagonal=0 (block_attention)",
-    "enable_gqa": "fewer key/value heads than query heads are always allowed",
-}
 
 
 @overload
@@ -111,20 +111,20 @@ def ring_attention(
     """
     ring = resolve_group(group)
     try:
-        _check_keywords("ring_attention", refused)
-        _check_tensors(q=q, k=k, v=v)
-        _check_dims("q", q, "[B, S_r, H, D]")
-        _check_collective(q=q, k=k, v=v)
+        check_keywords("ring_attention", refused)
+        check_tensors(q=q, k=k, v=v)
+        check_dims("q", q, "[B, S_r, H, D]")
+        check_collective(q=q, k=k, v=v)
         if partition is None:
             lengths = [q.size(1)] * ring.world_size
             order, layout = list(range(ring.world_size)), "zigzag"
         else:
-            lengths, order, layout = _partition_arguments(partition)
-        scale = _finite_scale(scale, q)
-        depth = _clamp_depth(depth, ring)
-        _check_transport(transport)
+            lengths, order, layout = partition_arguments(partition)
+        scale = finite_scale(scale, q)
+        depth = clamp_depth(depth, ring)
+        check_transport(transport)
     except ValueError as error:
-        _tell_peers(ring, error)
+        tell_peers(ring, error)
         raise
     out, lse = call(
         _ops.ring_forward,
@@ -165,10 +165,10 @@ def block_attention(
     The tiled computation with running maximum and sum is FlashAttention (Dao et al.,
     https://arxiv.org/abs/2205.14135).
     """
-    _check_keywords("block_attention", refused)
-    _check_tensors(q=q, k=k, v=v)
-    _check_dims("q", q, "[B, S_q, H, D]")
-    out, lse = call(_ops.block_attention, q, k, v, _finite_scale(scale, q), diagonal)
+    check_keywords("block_attention", refused)
+    check_tensors(q=q, k=k, v=v)
+    check_dims("q", q, "[B, S_q, H, D]")
+    out, lse = call(_ops.block_attention, q, k, v, finite_scale(scale, q), diagonal)
     return out, lse
 
 
@@ -195,7 +195,7 @@ def merge_states(
     Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
     """
     states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    _check_tensors(**states)
+    check_tensors(**states)
     for name, state in states.items():
         if not state.is_floating_point():
             raise ValueError(f"{name} must have a floating dtype, got {state.dtype}")
@@ -243,13 +243,13 @@ def decode_attention(
     """
     ring = resolve_group(group)
     try:
-        _check_keywords("decode_attention", refused)
-        _check_tensors(q=q, k_shard=k_shard, v_shard=v_shard)
-        _check_dims("q", q, "[B, T, H, D]")
-        _check_collective(q=q, k_shard=k_shard, v_shard=v_shard)
-        scale = _finite_scale(scale, q)
+        check_keywords("decode_attention", refused)
+        check_tensors(q=q, k_shard=k_shard, v_shard=v_shard)
+        check_dims("q", q, "[B, T, H, D]")
+        check_collective(q=q, k_shard=k_shard, v_shard=v_shard)
+        scale = finite_scale(scale, q)
     except ValueError as error:
-        _tell_peers(ring, error)
+        tell_peers(ring, error)
         raise
     out: torch.Tensor = call(_ops.decode_attention, q, k_shard, v_shard, scale, ring.name)
     return out
@@ -297,13 +297,13 @@ def rotate_kv(
     """
     ring = resolve_group(group)
     try:
-        _check_tensors(kv=kv)
-        _check_dims("kv", kv, "[2, B, S_r, H_kv, D]")
-        _check_collective(kv=kv)
-        lengths, order, _ = _partition_arguments(partition)
-        _check_transport(transport)
+        check_tensors(kv=kv)
+        check_dims("kv", kv, "[2, B, S_r, H_kv, D]")
+        check_collective(kv=kv)
+        lengths, order, _ = partition_arguments(partition)
+        check_transport(transport)
     except ValueError as error:
-        _tell_peers(ring, error)
+        tell_peers(ring, error)
         raise
     received = call(_ops.rotate_kv, kv, lengths, order, ring.name, transport)
     return RotatedKV(received, kv)
@@ -325,86 +325,3 @@ def synchronize(group: Group = None) -> None:
     ring = resolve_group(group)
     if ring.process_group is not None:  # a rank without a group has nobody to wait for
         call(_C.synchronize, ring.name)
-
-
-def _check_keywords(function: str, refused: dict[str, Any]) -> None:
-    for name, value in refused.items():
-        if name not in _REFUSED_KEYWORDS:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
-        raise ValueError(f"{name} must be left out ({_REFUSED_KEYWORDS[name]}), got {got}")
-
-
-def _check_tensors(**tensors: torch.Tensor) -> None:
-    """What an operator cannot say by itself: it would not be reached, or not with these tensors."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if isinstance(tensor, DTensor):
-            raise ValueError(
-                f"{name} must be a plain tensor that holds this rank's rows, got a DTensor "
-                "(use its to_local())"
-            )
-        if tensor.device.type not in _library.DEVICES:
-            raise ValueError(
-                f"{name} must be on a device with a kernel ({', '.join(_library.DEVICES)}), "
-                f"got {tensor.device}"
-            )
-
-
-def _check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
-    if tensor.dim() != shape.count(",") + 1:
-        raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
-
-
-def _check_collective(**tensors: torch.Tensor) -> None:
-    """What the dispatcher would refuse before the operator could tell the peers."""
-    for name, tensor in tensors.items():
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise ValueError(
-                f"{name} must not require grad because there is no backward yet, got a tensor that "
-                "does (detach it, or call under torch.no_grad())"
-            )
-        if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(tensor):
-            raise ValueError(
-                f"{name} must not be batched by torch.vmap, got a tensor that is (B is the batch)"
-            )
-
-
-def _partition_arguments(partition: Partition) -> tuple[list[int], list[int], str]:
-    if not isinstance(partition, Partition):
-        raise ValueError(f"partition must be a Partition, got {type(partition).__name__}")
-    return list(partition.lengths), list(partition.order), partition.layout
-
-
-def _finite_scale(scale: float | None, q: torch.Tensor) -> float:
-    if scale is None:
-        # D 0 is the operator's to refuse.
-        return 1 / math.sqrt(q.size(-1)) if q.size(-1) > 0 else 1.0
-    try:
-        finite = math.isfinite(scale)
-    except TypeError:
-        raise ValueError(f"scale must be a number, got {scale!r}") from None
-    if not finite:
-        raise ValueError(f"scale must be finite, got {scale}")
-    return float(scale)
-
-
-def _clamp_depth(depth: int | None, ring: Ring) -> int | None:
-    if depth is None:
-        return None
-    if not isinstance(depth, int) or depth < 1:
-        raise ValueError(f"depth must be None or an integer of at least 1, got {depth!r}")
-    return min(depth, max(1, ring.world_size - 1))
-
-
-def _check_transport(transport: str) -> None:
-    if not isinstance(transport, str):
-        raise ValueError(f"transport must be a name, got {transport!r}")
-
-
-def _tell_peers(ring: Ring, error: ValueError) -> None:
-    """So that all ranks fail at once and name this one, instead of waiting for it."""
-    if ring.world_size > 1:
-        with suppress(RuntimeError):  # no store any more: this rank's mistake is still its own
-            _C.refuse_call(ring.name, str(error))

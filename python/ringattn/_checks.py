@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the functions ask of their arguments before an operator sees them: ``csrc/ops/checks.h`` has
+the rest. A refusal reads "subject must rule, got value"."""
+
+import math
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ringattn import _C, _library
+from ringattn._group import Ring
+from ringattn.partition import Partition
+
+# Keywords of torch's scaled_dot_product_attention and what to write instead.
+_REFUSED_KEYWORDS = {
+    "attn_mask": "attention is causal, or over all keys",
+    "dropout_p": "attention has no dropout here",
+    "is_causal": "causality is causal= (ring_attention) or diagonal=0 (block_attention)",
+    "enable_gqa": "fewer key/value heads than query heads are always allowed",
+}
+
+
+def check_keywords(function: str, refused: dict[str, Any]) -> None:
+    for name, value in refused.items():
+        if name not in _REFUSED_KEYWORDS:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(f"{name} must be left out ({_REFUSED_KEYWORDS[name]}), got {got}")
+
+
+def check_tensors(**tensors: torch.Tensor) -> None:
+    """What an operator cannot say by itself: it would not be reached, or not with these tensors."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{name} must be a plain tensor that holds this rank's rows, got a DTensor "
+                "(use its to_local())"
+            )
+        if tensor.device.type not in _library.DEVICES:
+            raise ValueError(
+                f"{name} must be on a device with a kernel ({', '.join(_library.DEVICES)}), "
+                f"got {tensor.device}"
+            )
+
+
+def check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
+    if tensor.dim() != shape.count(",") + 1:
+        raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
+
+
+def check_collective(**tensors: torch.Tensor) -> None:
+    """What the dispatcher would refuse before the operator could tell the peers."""
+    for name, tensor in tensors.items():
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise ValueError(
+                f"{name} must not require grad because there is no backward yet, got a tensor that "
+                "does (detach it, or call under torch.no_grad())"
+            )
+        if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(tensor):
+            raise ValueError(
+                f"{name} must not be batched by torch.vmap, got a tensor that is (B is the batch)"
+            )
+
+
+def partition_arguments(partition: Partition) -> tuple[list[int], list[int], str]:
+    if not isinstance(partition, Partition):
+        raise ValueError(f"partition must be a Partition, got {type(partition).__name__}")
+    return list(partition.lengths), list(partition.order), partition.layout
+
+
+def finite_scale(scale: float | None, q: torch.Tensor) -> float:
+    if scale is None:
+        # D 0 is the operator's to refuse.
+        return 1 / math.sqrt(q.size(-1)) if q.size(-1) > 0 else 1.0
+    try:
+        finite = math.isfinite(scale)
+    except TypeError:
+        raise ValueError(f"scale must be a number, got {scale!r}") from None
+    if not finite:
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)
+
+
+def clamp_depth(depth: int | None, ring: Ring) -> int | None:
+    if depth is None:
+        return None
+    if not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"depth must be None or an integer of at least 1, got {depth!r}")
+    return min(depth, max(1, ring.world_size - 1))
+
+
+def check_transport(transport: str) -> None:
+    if not isinstance(transport, str):
+        raise ValueError(f"transport must be a name, got {transport!r}")
+
+
+def tell_peers(ring: Ring, error: ValueError) -> None:
+    """So that all ranks fail at once and name this one, instead of waiting for it."""
+    if ring.world_size > 1:
+        with suppress(RuntimeError):  # no store any more: this rank's mistake is still its own
+            _C.refuse_call(ring.name, str(error))
