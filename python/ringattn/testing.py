@@ -1,34 +1,251 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for tests of code that uses ringattn."""
+"""Helpers for tests of code that uses ringattn: ways to make ranks unequal.
+
+:func:`slowdown` repeats work and needs nothing; :class:`MPS` and :func:`green_context` give a
+process fewer multiprocessors of a CUDA device. None of them touches a setting of the device. What a
+rank is asked for is not what it reaches: :func:`ringattn.measure_profiles` says how fast it is.
+"""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+import shutil
+import subprocess
+import tempfile
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from ringattn import _C
+
+# ---- repeated work -----------------------------------------------------------------------------
 
 _factors = [1.0]  # of the contexts entered, innermost last
 
 
 @contextmanager
 def slowdown(factor: float) -> Iterator[None]:
-    """Makes this process a slower rank: it repeats the computation of every attention block inside
-    the context, so that it takes about ``factor`` times as long, with the same result. An unequal
-    ring anywhere, on CPU too. Contexts nest; the innermost factor holds.
+    """Makes this process a slower rank: it repeats the computation of every attention block of
+    :func:`ringattn.ring_attention` and of every linear layer (``torch.nn.functional.linear``)
+    inside the context, so that they take about ``factor`` times as long, with the same result. An
+    unequal ring anywhere, on CPU too. Contexts nest; the innermost factor holds.
+
+    Attention is slower in the whole process, linear layers in the thread that entered the context.
 
     Args:
-        factor: how many times slower, a number of at least 1; 2.5 repeats every second block once
-            more.
+        factor: how many times slower, a number of at least 1; 2.5 repeats everything once, and half
+            the rows once more.
 
     Raises:
         ValueError: a factor below 1 or not finite.
     """
+    _check_factor(factor)
+    with _Slowdown() as speed:
+        speed.set(factor)
+        yield
+
+
+@contextmanager
+def slowdown_schedule(factors: Mapping[int, float]) -> Iterator[Callable[[int], float]]:
+    """A slowdown that changes while a program runs::
+
+        with slowdown_schedule({50: 2.5, 100: 1.4}) as at_request:
+            for request in range(200):
+                at_request(request)
+                ...
+
+    Args:
+        factors: number of a request -> the factor from that request on, see :func:`slowdown`; 1
+            before the first.
+
+    Yields:
+        A function that is called with the number of a request, puts its factor into force, and
+        returns it. The end of the context restores what held before.
+
+    Raises:
+        ValueError: a factor below 1 or not finite.
+    """
+    for factor in factors.values():
+        _check_factor(factor)
+    changes = sorted(factors)
+    with _Slowdown() as speed:
+
+        def at_request(request: int) -> float:
+            place = bisect_right(changes, request)
+            factor = factors[changes[place - 1]] if place else 1.0
+            speed.set(factor)
+            return factor
+
+        yield at_request
+
+
+def _check_factor(factor: float) -> None:
     if not math.isfinite(factor) or factor < 1:
         raise ValueError(f"factor must be a finite number of at least 1, got {factor}")
-    _factors.append(float(factor))
-    _C.set_slowdown(_factors[-1])
+
+
+class _Slowdown(TorchFunctionMode):
+    """Holds a factor while it is entered: attention asks the library for it, linear layers pass
+    through here."""
+
+    def __enter__(self) -> _Slowdown:
+        self._depth = len(_factors)
+        _factors.append(1.0)
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        _factors.pop()
+        _C.set_slowdown(_factors[-1])
+
+    def set(self, factor: float) -> None:
+        _factors[self._depth] = float(factor)
+        _C.set_slowdown(_factors[-1])
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        kwargs = kwargs or {}
+        # Only the innermost context repeats: the outer ones see its repetitions pass.
+        if func is F.linear and self._depth == len(_factors) - 1:
+            self._repeat(*args, **kwargs)
+        result: torch.Tensor = func(*args, **kwargs)
+        return result
+
+    def _repeat(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        rows = input.detach().reshape(-1, input.size(-1))
+        extra = _factors[self._depth] - 1.0
+        while extra > 0.0:
+            count = round(min(extra, 1.0) * rows.size(0))
+            with torch.no_grad():
+                F.linear(rows[:count], weight, bias)
+            extra -= 1.0
+
+
+# ---- fewer multiprocessors ---------------------------------------------------------------------
+
+# Starts the daemon, says so, and stops it when told to or when whoever started it is gone: nothing
+# stays behind after a crash or a kill either. `quit -t` ends clients that are still there.
+_GUARD = """
+nvidia-cuda-mps-control -d </dev/null >"$CUDA_MPS_LOG_DIRECTORY/start.log" 2>&1 || exit 1
+echo started
+read -r order
+echo quit -t 5 | timeout 30 nvidia-cuda-mps-control >/dev/null 2>&1
+pid=$(cat "$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid" 2>/dev/null) && kill "$pid"
+rm -rf "$1"
+"""
+
+
+class MPS:
+    """A CUDA MPS daemon of one's own, for processes that get a share of a device each::
+
+        with MPS() as mps:
+            slow = subprocess.Popen(command, env={**os.environ, **mps.environment(50)})
+
+    The daemon talks through directories of its own, so that nobody else's is touched, and it is
+    stopped at the end of the context, however that comes, the death of this process included. A
+    process gets its share when it first uses CUDA, for good. Not thread safe.
+
+    Raises:
+        OSError: there is no nvidia-cuda-mps-control, or it does not start; the message says which.
+
+    https://docs.nvidia.com/deploy/mps/
+    """
+
+    def __enter__(self) -> MPS:
+        if shutil.which("nvidia-cuda-mps-control") is None:
+            raise OSError("MPS must find nvidia-cuda-mps-control on the PATH, got none")
+        # Sockets lie in there, and their names must be short.
+        self._folder = Path(tempfile.mkdtemp(prefix="ringattn_mps_", dir="/tmp"))
+        self._directories = {}
+        for name in ("PIPE", "LOG"):
+            (self._folder / name.lower()).mkdir()
+            self._directories[f"CUDA_MPS_{name}_DIRECTORY"] = str(self._folder / name.lower())
+        environment = {**os.environ, **self._directories}
+        # Clients choose their devices themselves.
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        self._guard = subprocess.Popen(
+            ["sh", "-c", _GUARD, "sh", str(self._folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # an interrupt from the keyboard is not for the guard
+        )
+        assert self._guard.stdout is not None
+        if self._guard.stdout.readline() != "started\n":
+            log = (self._folder / "log" / "start.log").read_text().strip()
+            self._stop()
+            raise OSError(f"nvidia-cuda-mps-control must start, got {log or 'no reason'}")
+        return self
+
+    def environment(self, percentage: float) -> dict[str, str]:
+        """What to add to the environment of a process that is to use about ``percentage`` of every
+        device's multiprocessors.
+
+        Raises:
+            ValueError: a percentage outside (0, 100].
+        """
+        if not 0 < percentage <= 100:
+            raise ValueError(f"percentage must lie in (0, 100], got {percentage}")
+        return {**self._directories, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{percentage:g}"}
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        self._guard.communicate("stop\n")
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def green_context(num_sms: int, device: torch.device | int | None = None) -> Iterator[None]:
+    """Work that this thread queues on ``device`` inside the context uses about ``num_sms`` of its
+    multiprocessors: the driver rounds to what it can part.
+
+    For one device at a time: a communicator used inside it ends in an illegal memory access, so
+    processes with an NCCL group are refused.
+
+    Args:
+        num_sms: multiprocessors, at least 1 and at most what the device has.
+        device: a CUDA device; None means the current one.
+
+    Raises:
+        ValueError: a number out of range, a process with an NCCL group.
+        RuntimeError: no CUDA device, or a torch or driver without green contexts.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("green_context must run on a CUDA device, got none")
+    from torch.cuda import green_contexts
+
+    if not green_contexts.SUPPORTED:
+        raise RuntimeError(f"green_context must find them in torch, got {torch.__version__}")
+    if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+        raise ValueError("green_context must not hold an NCCL communicator, got an NCCL group")
+    index = torch.cuda._utils._get_device_index(device, optional=True)
+    available = torch.cuda.get_device_properties(index).multi_processor_count
+    if not 1 <= num_sms <= available:
+        raise ValueError(f"num_sms must lie in [1, {available}], got {num_sms}")
+    context = green_contexts.GreenContext.create(num_sms, index)
+    context.set_context()
     try:
         yield
     finally:
-        _factors.pop()
-        _C.set_slowdown(_factors[-1])
+        context.pop_context()

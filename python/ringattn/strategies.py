@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simple ways to split a sequence over unequal ranks: what :func:`ringattn.plan` is compared with.
+
+Each gives rank r a share of the tokens proportional to one weight. They come from a study of two
+GPUs, one of them throttled by CUDA MPS (https://github.com/AnshSG13/hetero_gpu_context_parallelism)
+and compute what it computed, for any number of ranks. A rank's *percentage* is the share of a
+device's threads that MPS lets it use, 100 for all of them.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ringattn.partition import Partition
+
+
+class ClampWarning(UserWarning):
+    """A weight of :func:`formula` was negative and has been clamped."""
+
+
+def even(
+    seq_len: int, world_size: int, *, layout: str = "zigzag", order: Sequence[int] | None = None
+) -> Partition:
+    """Equal shares: lengths differ by at most one, the lower ranks have the longer ones.
+
+    Raises:
+        ValueError: as :class:`ringattn.Partition`.
+    """
+    return Partition(layout, Partition.even(seq_len, world_size).lengths, tuple(order or ()))
+
+
+def uneven(
+    seq_len: int,
+    speeds: Sequence[float],
+    *,
+    layout: str = "zigzag",
+    order: Sequence[int] | None = None,
+) -> Partition:
+    """Shares proportional to speeds.
+
+    Args:
+        seq_len: tokens of the sequence.
+        speeds: of each rank, in any unit, ``[W]``; percentages where nothing better is known.
+        layout: "zigzag" or "contiguous".
+        order: as in :class:`ringattn.Partition`.
+
+    Raises:
+        ValueError: speeds that are not finite and positive; as :class:`ringattn.Partition`.
+    """
+    for rank, speed in enumerate(speeds):
+        if not (math.isfinite(speed) and speed > 0):
+            raise ValueError(f"speed of rank {rank} must be finite and positive, got {speed}")
+    return _proportional(seq_len, speeds, layout, order)
+
+
+def lut(
+    seq_len: int,
+    percentages: Sequence[float],
+    table: Table,
+    *,
+    layout: str = "zigzag",
+    order: Sequence[int] | None = None,
+) -> Partition:
+    """Shares proportional to speeds looked up in a table.
+
+    A table of latencies gives a rank the weight ``1 / latency``; a table of matrix products its
+    TFLOPS at the size nearest to ``seq_len``, the smaller of two. Between two percentages of the
+    table, the latency or the TFLOPS are interpolated linearly; beyond its ends they stay.
+
+    Args:
+        seq_len: tokens of the sequence.
+        percentages: of each rank, ``[W]``, in (0, 100].
+        table: from :func:`read_table` or of one's own.
+        layout: "zigzag" or "contiguous".
+        order: as in :class:`ringattn.Partition`.
+
+    Raises:
+        ValueError: an empty table, percentages out of range; as :class:`ringattn.Partition`.
+    """
+    _check_percentages(percentages)
+    if not table:
+        raise ValueError("table must have at least one row, got none")
+    weights = [_look_up(table, seq_len, percentage) for percentage in percentages]
+    return _proportional(seq_len, weights, layout, order)
+
+
+def formula(
+    seq_len: int,
+    percentages: Sequence[float],
+    regression: Regression | None = None,
+    *,
+    layout: str = "zigzag",
+    order: Sequence[int] | None = None,
+) -> Partition:
+    """Shares proportional to a polynomial in ``log10(seq_len)`` and the percentage.
+
+    Outside the range it was fitted in, the polynomial may be negative: such weights count as 0, and
+    where none is positive the percentages take their place.
+
+    Args:
+        seq_len: tokens of the sequence.
+        percentages: of each rank, ``[W]``, in (0, 100].
+        regression: None means :data:`PUBLISHED`.
+        layout: "zigzag" or "contiguous".
+        order: as in :class:`ringattn.Partition`.
+
+    Raises:
+        ValueError: percentages out of range; as :class:`ringattn.Partition`.
+
+    Warns:
+        ClampWarning: weights were clamped; it names the ranks.
+    """
+    _check_percentages(percentages)
+    regression = PUBLISHED if regression is None else regression
+    weights = [regression(max(1, seq_len), percentage) for percentage in percentages]
+    clamped = [max(0.0, weight) for weight in weights]
+    if clamped != weights:
+        what = ", ".join(f"rank {r} ({w:.1f})" for r, w in enumerate(weights) if w < 0)
+        instead = "0" if any(clamped) else "their percentages"
+        warnings.warn(
+            f"the formula gives negative weights at {seq_len} tokens: {what}; "
+            f"they are taken as {instead}",
+            ClampWarning,
+            stacklevel=2,
+        )
+    return _proportional(seq_len, clamped if any(clamped) else percentages, layout, order)
+
+
+# ---- tables ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyRow:
+    """How long one attention call takes. The fields are the columns of the file."""
+
+    mps_pct: float
+    latency_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulRow:
+    """How fast a device multiplies square matrices. The fields are the columns of the file."""
+
+    mps_pct: float
+    size: int  # rows and columns of the matrices
+    dtype: str = ""
+    bg_streams: int = 0  # streams that keep the device busy meanwhile
+    avg_ms: float = math.nan
+    tflops: float
+
+
+Table = Sequence[LatencyRow] | Sequence[MatmulRow]
+_Row = TypeVar("_Row", LatencyRow, MatmulRow)
+
+
+def read_table(path: Path | str) -> Table:
+    """A table from a CSV file: columns ``mps_pct,latency_ms``, or ``mps_pct,size,tflops`` and, if
+    there, ``dtype,bg_streams,avg_ms``. ``python -m ringattn profile`` writes both.
+
+    Raises:
+        ValueError: columns that are missing, no rows, a value that is not a positive number.
+        OSError: a file that cannot be read.
+    """
+    with Path(path).open(newline="") as file:
+        reader = csv.DictReader(file)
+        columns = reader.fieldnames or []
+        cells = list(reader)
+    latencies = "latency_ms" in columns
+    required = ("mps_pct", "latency_ms") if latencies else ("mps_pct", "size", "tflops")
+    if missing := [name for name in required if name not in columns]:
+        raise ValueError(
+            f"{path} must have the columns mps_pct,latency_ms or mps_pct,size,tflops, "
+            f"got {','.join(columns) or 'none'} (missing: {','.join(missing)})"
+        )
+    if not cells:
+        raise ValueError(f"{path} must have at least one row, got none")
+    if latencies:
+        return [_row(LatencyRow, path, number, row) for number, row in enumerate(cells, 2)]
+    return [_row(MatmulRow, path, number, row) for number, row in enumerate(cells, 2)]
+
+
+def write_table(path: Path | str, table: Table) -> None:
+    """Writes a table as :func:`read_table` reads it."""
+    columns = [field.name for field in dataclasses.fields(table[0])]
+    with Path(path).open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(row) for row in table)
+
+
+def _row(kind: type[_Row], path: Path | str, line: int, cells: dict[str, str]) -> _Row:
+    values: dict[str, float | str] = {}
+    for field in dataclasses.fields(kind):
+        text = cells.get(field.name)
+        if text is None:  # an optional column
+            continue
+        if field.name == "dtype":
+            values[field.name] = text
+            continue
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value < 0 or (value == 0 and field.name != "bg_streams"):
+            raise ValueError(f"{field.name} in line {line} of {path} must be positive, got {text}")
+        values[field.name] = int(value) if field.type == "int" else value
+    return kind(**values)  # type: ignore[arg-type]
+
+
+def _look_up(table: Table, seq_len: int, percentage: float) -> float:
+    """The weight of a rank with this percentage."""
+    latencies = {row.mps_pct: row.latency_ms for row in table if isinstance(row, LatencyRow)}
+    if latencies:
+        return 1.0 / _interpolate(latencies, percentage)
+    rows = [row for row in table if isinstance(row, MatmulRow)]
+    nearest = min(sorted({row.size for row in rows}), key=lambda size: abs(size - seq_len))
+    return _interpolate({r.mps_pct: r.tflops for r in rows if r.size == nearest}, percentage)
+
+
+def _interpolate(values: dict[float, float], at: float) -> float:
+    """Piecewise linear through (key, value), constant beyond the ends."""
+    keys = sorted(values)
+    if at <= keys[0] or at >= keys[-1]:
+        return values[keys[0] if at <= keys[0] else keys[-1]]
+    above = next(key for key in keys if key >= at)
+    below = max(key for key in keys if key <= at)
+    if above == below:
+        return values[above]
+    share = (at - below) / (above - below)
+    return values[below] + share * (values[above] - values[below])
+
+
+# ---- regression --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Speed in percent of a device's best, as a polynomial of degree 2 in ``L = log10(size)`` and
+    the percentage ``p``.
+
+    ``coefficients``: of ``1, L, p, L**2, L*p, p**2``. ``r_squared``: how much of the variance of
+    the rows it was fitted to it explains.
+    """
+
+    coefficients: tuple[float, float, float, float, float, float]
+    r_squared: float
+
+    def __call__(self, size: int, percentage: float) -> float:
+        """The polynomial's value, which may be negative."""
+        return sum(c * x for c, x in zip(self.coefficients, _terms(size, percentage), strict=True))
+
+    @classmethod
+    def fit(cls, rows: Sequence[MatmulRow]) -> Regression:
+        """Least squares over a table of matrix products.
+
+        Raises:
+            ValueError: fewer than three sizes or three percentages.
+        """
+        for name, values in (
+            ("sizes", {row.size for row in rows}),
+            ("percentages", {row.mps_pct for row in rows}),
+        ):
+            if len(values) < 3:
+                raise ValueError(f"rows must have at least three {name}, got {len(values)}")
+        best = max(row.tflops for row in rows)
+        terms = torch.tensor([_terms(row.size, row.mps_pct) for row in rows], dtype=torch.float64)
+        speeds = torch.tensor([100 * row.tflops / best for row in rows], dtype=torch.float64)
+        # Columns of one scale: they range from 1 to 10,000.
+        scale = terms.abs().amax(0)
+        solution = torch.linalg.lstsq(terms / scale, speeds[:, None]).solution[:, 0] / scale
+        residual = (speeds - terms @ solution).square().sum()
+        variation = (speeds - speeds.mean()).square().sum()
+        r_squared = 1.0 if variation == 0 else 1.0 - float(residual / variation)
+        c = solution.tolist()
+        return cls((c[0], c[1], c[2], c[3], c[4], c[5]), r_squared)
+
+    def __str__(self) -> str:
+        names = ("", " L", " p", " L^2", " L p", " p^2")
+        terms = " ".join(f"{c:+.6g}{n}" for c, n in zip(self.coefficients, names, strict=True))
+        return f"speed % = {terms}, L = log10(size), p = percentage; R^2 = {self.r_squared:.3f}"
+
+    @classmethod
+    def read(cls, path: Path | str) -> Regression:
+        """From a file that :meth:`write` made.
+
+        Raises:
+            ValueError: anything but six finite coefficients.
+            OSError: a file that cannot be read.
+        """
+        content = json.loads(Path(path).read_text())
+        c = content.get("coefficients") if isinstance(content, dict) else None
+        numbers = isinstance(c, list) and all(isinstance(x, int | float) for x in c)
+        if c is None or not numbers or len(c) != 6 or not all(math.isfinite(x) for x in c):
+            raise ValueError(f"{path} must have six finite coefficients, got {c!r}")
+        return cls((c[0], c[1], c[2], c[3], c[4], c[5]), content.get("r_squared", math.nan))
+
+    def write(self, path: Path | str) -> None:
+        """As JSON."""
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+
+#: The study's own fit, to matrix products on an L40 of up to 32768 rows under MPS.
+PUBLISHED = Regression((-662.478, 365.074, 0.195907, -49.6378, 0.337949, -0.00710625), 0.922)
+
+
+def _terms(size: int, percentage: float) -> tuple[float, ...]:
+    log = math.log10(size)
+    return 1.0, log, percentage, log**2, log * percentage, percentage**2
+
+
+# ---- shares ------------------------------------------------------------------------------------
+
+
+def _check_percentages(percentages: Sequence[float]) -> None:
+    for rank, percentage in enumerate(percentages):
+        if not 0 < percentage <= 100:
+            raise ValueError(f"percentage of rank {rank} must lie in (0, 100], got {percentage}")
+
+
+def _proportional(
+    seq_len: int, weights: Sequence[float], layout: str, order: Sequence[int] | None
+) -> Partition:
+    """Tokens in proportion to non-negative weights, each rounded by itself (halves to even); the
+    last rank makes up for what the rounding added or left out."""
+    if seq_len < 0:
+        raise ValueError(f"seq_len must not be negative, got {seq_len}")
+    total = sum(weights)
+    lengths = [round(seq_len * (weight / total)) for weight in weights]
+    excess = sum(lengths) - seq_len
+    for rank in reversed(range(len(lengths))):
+        taken = min(excess, lengths[rank])  # negative: given to the last rank, all of it
+        lengths[rank] -= taken
+        excess -= taken
+    return Partition(layout, tuple(lengths), tuple(order or ()))
