@@ -12,7 +12,10 @@
 #include <nccl.h>
 
 #include <algorithm>
+#include <future>
 #include <mutex>
+#include <numeric>
+#include <thread>
 
 #include "transport/cuda/poison.h"
 #include "transport/ring_group.h"
@@ -21,15 +24,14 @@
 namespace ringattn {
 namespace {
 
-#define RINGATTN_NCCL_CHECK(call)                                         \
-  do {                                                                    \
-    const ncclResult_t result = (call);                                   \
-    TORCH_CHECK_WITH(DistBackendError, result == ncclSuccess,             \
-                     #call " failed: ", ncclGetErrorString(result), " (", \
-                     ncclGetLastError(nullptr), ")");                     \
-  } while (false)
+#define RINGATTN_NCCL_CHECK(call) check_nccl((call), #call)
 
 using std::chrono::milliseconds;
+
+void check_nccl(ncclResult_t result, const char* call) {
+  TORCH_CHECK_WITH(DistBackendError, result == ncclSuccess, call,
+                   " failed: ", ncclGetErrorString(result), " (", ncclGetLastError(nullptr), ")");
+}
 
 // NCCL calls that are launched as one. Note: a group that an error leaves open would swallow every
 // later NCCL call of this thread.
@@ -42,14 +44,83 @@ class NcclGroup {
   NcclGroup(const NcclGroup&) = delete;
   NcclGroup& operator=(const NcclGroup&) = delete;
 
-  void end() {
+  ncclResult_t end() {
     open_ = false;
-    RINGATTN_NCCL_CHECK(ncclGroupEnd());
+    return ncclGroupEnd();
   }
 
  private:
   bool open_ = true;
 };
+
+// Note: abort, not destroy. Destroying waits for the other ranks, and they may be gone.
+struct AbortComm {
+  void operator()(ncclComm_t comm) const { ncclCommAbort(comm); }
+};
+using CommHandle = std::unique_ptr<ncclComm, AbortComm>;
+
+std::vector<int64_t> others(const RingGroup& group) {
+  std::vector<int64_t> ranks(group.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  ranks.erase(ranks.begin() + group.rank());
+  return ranks;
+}
+
+constexpr int64_t kNoCall = -1;  // ranks come together before any of their calls sends a thing
+
+// Ends the group because one of `suspects` did not come.
+void give_up(RingGroup& group, const std::vector<int64_t>& suspects, const std::string& reason) {
+  group.fail(group.blame(kNoCall, /*step=*/0, suspects, reason));
+  group.throw_if_failed();
+}
+
+// One byte between every two ranks, and one to all. Note: NCCL connects a pair on its first
+// message, and the host waits for that; it is done here, where all ranks have just come together,
+// and never in the middle of a call.
+ncclResult_t connect(ncclComm_t comm, int rank, int size, const c10::cuda::CUDAStream& stream) {
+  const c10::cuda::CUDAStreamGuard on_stream(stream);  // its memory is ordered with what is sent
+  const auto bytes = at::empty({2, size}, at::TensorOptions(stream.device()).dtype(at::kByte));
+  uint8_t* const sent = static_cast<uint8_t*>(bytes.mutable_data_ptr());
+  uint8_t* const received = sent + size;
+  NcclGroup group;
+  for (int other = 0; other < size; ++other) {
+    if (other == rank) continue;
+    RINGATTN_NCCL_CHECK(ncclSend(sent + other, 1, ncclUint8, other, comm, stream.stream()));
+    RINGATTN_NCCL_CHECK(ncclRecv(received + other, 1, ncclUint8, other, comm, stream.stream()));
+  }
+  const ncclResult_t connected = group.end();
+  if (connected != ncclSuccess) return connected;
+  return ncclAllGather(sent, received, 1, ncclUint8, comm, stream.stream());
+}
+
+// The communicator of the ranks that have `id`, all of them connected; null if one went away in the
+// middle. NCCL blocks the host until all have come, for ever if one has died: so a thread of its
+// own does this, and the caller need not wait for it. What gets ready when nobody waits any more is
+// freed; a thread that never gets ready stays until the process ends.
+//
+// Note: not config.blocking = 0. NCCL (2.28) launches each message of a communicator that never
+// blocks from a thread that it starts for it, and the host must wait for that one before it can
+// record an event: 28 us a message instead of 5.
+std::future<CommHandle> come_together(const ncclUniqueId& id, int rank, int size,
+                                      const c10::cuda::CUDAStream& stream) {
+  std::packaged_task<CommHandle()> task([=]() -> CommHandle {
+    const c10::cuda::CUDAGuard guard(stream.device());
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 1;
+    ncclComm_t comm = nullptr;
+    const ncclResult_t made = ncclCommInitRankConfig(&comm, size, id, rank, &config);
+    if (made == ncclRemoteError) return nullptr;
+    check_nccl(made, "ncclCommInitRankConfig");
+    CommHandle handle(comm);
+    const ncclResult_t connected = connect(comm, rank, size, stream);
+    if (connected == ncclRemoteError) return nullptr;
+    check_nccl(connected, "connecting an NCCL communicator");
+    return handle;
+  });
+  auto comm = task.get_future();
+  std::thread(std::move(task)).detach();
+  return comm;
+}
 
 // The communicator, shared by the transport and by what the watchdog holds. Either may be the last.
 class Communicator {
@@ -60,26 +131,33 @@ class Communicator {
     C10_CUDA_CHECK(cudaMalloc(&failed_, sizeof(int)));
     C10_CUDA_CHECK(cudaMemset(failed_, 0, sizeof(int)));
     C10_CUDA_CHECK(cudaStreamCreateWithFlags(&telling_, cudaStreamNonBlocking));
+  }
 
+  /// Collective; what it leaves on `stream` is for the watchdog to see to. A rank that does not
+  /// come within the group's timeout ends the group.
+  void form(RingGroup& group, const c10::cuda::CUDAStream& stream) {
+    const milliseconds patience = group.peers().timeout() * 4 / 5;
+    const auto deadline = std::chrono::steady_clock::now() + patience;
     ncclUniqueId id;
     if (group.rank() == 0) {
       RINGATTN_NCCL_CHECK(ncclGetUniqueId(&id));
       group.peers().put("nccl", std::string(id.internal, sizeof(id.internal)));
     } else {
-      const auto word = group.peers().get("nccl", group.peers().timeout());
-      TORCH_CHECK_WITH(DistBackendError, word,
-                       "rank 0 did not come to step 0: it sent no NCCL identifier ",
-                       "within the group's timeout of ", group.peers().timeout().count(), " ms");
+      const auto word = group.peers().get("nccl", patience);
+      if (!word) give_up(group, {0}, "it sent no NCCL identifier");
       std::copy(word->begin(), word->end(), id.internal);
     }
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 1;
-    RINGATTN_NCCL_CHECK(ncclCommInitRankConfig(&comm_, static_cast<int>(group.size()), id,
-                                               static_cast<int>(group.rank()), &config));
+    auto formed =
+        come_together(id, static_cast<int>(group.rank()), static_cast<int>(group.size()), stream);
+    CommHandle comm;
+    if (formed.wait_until(deadline) == std::future_status::ready) comm = formed.get();
+    if (!comm) give_up(group, others(group), "it was not there for the NCCL communicator");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    comm_ = std::move(comm);
   }
 
-  // Note: abort, not destroy. Destroying waits for the other ranks, and they may be gone. Nothing
-  // is thrown: at the end of the process CUDA may be gone too, and takes all of this with it.
+  // Nothing is thrown: at the end of the process CUDA may be gone too, and takes all of this with
+  // it.
   ~Communicator() {
     if (!abort()) return;
     cudaStreamDestroy(telling_);
@@ -107,7 +185,7 @@ class Communicator {
       if (const auto group = group_.lock()) group->throw_if_failed();
       TORCH_CHECK_WITH(DistBackendError, false, "the communicator of this group has been aborted");
     }
-    calls(comm_);
+    calls(comm_.get());
   }
   const int* failed() const { return failed_; }
   std::shared_ptr<RingGroup> group() const { return group_.lock(); }
@@ -120,8 +198,7 @@ class Communicator {
     if (cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(device_.index()) != cudaSuccess) {
       return false;
     }
-    if (comm_ != nullptr) ncclCommAbort(comm_);
-    comm_ = nullptr;
+    comm_.reset();
     cudaSetDevice(before);
     return true;
   }
@@ -129,7 +206,7 @@ class Communicator {
   std::weak_ptr<RingGroup> group_;
   c10::Device device_;
   std::mutex mutex_;  // guards comm_
-  ncclComm_t comm_ = nullptr;
+  CommHandle comm_;
   int* failed_ = nullptr;           // on the device: whether transfers have been given up
   cudaStream_t telling_ = nullptr;  // where failed_ is written, past everything that waits
 };
@@ -187,7 +264,12 @@ class NcclTransport : public MessageTransport {
       : group_(group),
         communicator_(std::make_shared<Communicator>(group, device)),
         side_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index())) {
-    connect();
+    const auto started = new_event(false), done = new_event(false);
+    started->record(side_);
+    communicator_->form(group, side_);
+    done->record(side_);
+    last_ = done;
+    watch(started, done, kNoCall, /*step=*/0, others(group));
   }
 
   std::unique_ptr<Transfer> start(const Message& message) override {
@@ -210,7 +292,7 @@ class NcclTransport : public MessageTransport {
                                      ncclUint8, static_cast<int>(message.source), comm,
                                      side_.stream()));
       }
-      group.end();
+      RINGATTN_NCCL_CHECK(group.end());
     });
     if (message.send.defined()) message.send.record_stream(side_);
     if (message.receive.defined()) message.receive.record_stream(side_);
@@ -249,31 +331,6 @@ class NcclTransport : public MessageTransport {
   }
 
  private:
-  // One byte between every two ranks. Note: NCCL connects a pair on its first message, and the host
-  // waits for that; it is done here, where all ranks have just come together, and never in the
-  // middle of a call.
-  void connect() {
-    const c10::cuda::CUDAStreamGuard on_side(side_);  // its memory is ordered with what is sent
-    const auto bytes =
-        at::empty({2, group_.size()}, at::TensorOptions(side_.device()).dtype(at::kByte));
-    const auto byte = [&](int64_t row, int64_t rank) {
-      return static_cast<uint8_t*>(bytes.mutable_data_ptr()) + row * group_.size() + rank;
-    };
-    communicator_->use([&](ncclComm_t comm) {
-      NcclGroup group;
-      for (int64_t rank = 0; rank < group_.size(); ++rank) {
-        if (rank == group_.rank()) continue;
-        RINGATTN_NCCL_CHECK(
-            ncclSend(byte(0, rank), 1, ncclUint8, static_cast<int>(rank), comm, side_.stream()));
-        RINGATTN_NCCL_CHECK(
-            ncclRecv(byte(1, rank), 1, ncclUint8, static_cast<int>(rank), comm, side_.stream()));
-      }
-      group.end();
-      RINGATTN_NCCL_CHECK(
-          ncclAllGather(byte(0, 0), byte(1, 0), 1, ncclUint8, comm, side_.stream()));
-    });
-  }
-
   // Note: what one communicator does must not overlap, and calls come on the side stream as well as
   // on whatever stream is current.
   void after_last(const c10::cuda::CUDAStream& stream) const {

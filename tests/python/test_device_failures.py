@@ -21,7 +21,8 @@ GRACE_S = 6.0
 
 
 def even() -> Case:
-    return Case(Partition.even(64 * this().world_size, this().world_size), dtype=torch.bfloat16)
+    partition = Partition.even(64 * this().world_size, this().world_size)
+    return Case(partition, dtype=torch.bfloat16, transport="nccl")
 
 
 def assert_names(message: str, rank: int) -> None:
@@ -74,6 +75,37 @@ def test_a_lost_rank_is_named_and_its_results_are_nan(die):
                 assert_names(message, absent)
             assert value["nan"]
             assert value["context"] == 8.0
+
+
+def agree_and_die(victim: int) -> dict[str, object]:
+    """Rank ``victim`` dies between the agreement on a call and the communicator that is made for
+    it: it agrees in the others' words, and goes when they are about to meet it."""
+    case = even()
+    if this().rank == victim:
+        store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+        key = "ringattn/1/call/0/{}"
+        store.wait([key.format(0)])
+        store.set(key.format(victim), store.get(key.format(0)))
+        store.wait(["ringattn/1/nccl"])
+        os._exit(1)
+    start = time.monotonic()
+    with pytest.raises(dist.DistBackendError) as raised:
+        ring_call(case)
+    named_s = time.monotonic() - start
+    q, k, v = (x.to(this().device) for x in case.local_inputs())
+    ringattn.block_attention(q, k, v)  # without the group the device works on
+    torch.cuda.synchronize()
+    return {"named_s": named_s, "message": str(raised.value)}
+
+
+def test_a_rank_that_dies_before_the_communicator_is_there_is_named():
+    victim = 1
+    with RankPool(2, "cuda", timeout_s=TIMEOUT_S) as ring:
+        outcomes = ring.outcomes(agree_and_die, victim)
+        assert outcomes[victim].died
+        assert outcomes[0].ok, outcomes[0].traceback
+        assert outcomes[0].value["named_s"] < TIMEOUT_S + GRACE_S
+        assert_names(outcomes[0].value["message"], victim)
 
 
 def make_and_destroy(times: int) -> list[int]:
