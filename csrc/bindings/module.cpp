@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include "partition/planner.h"
 #include "partition/schedule.h"
 #include "ring/timings.h"
 #include "transport/ring_group.h"
@@ -49,6 +50,17 @@ std::vector<Visit> visits(const std::string& layout, const Lengths& lengths, con
   return schedule(owned, rank, causal);
 }
 
+Plan planned(int64_t seq_len, const std::vector<RankProfile>& profiles, const ModelCost& cost,
+             const std::string& layout, bool causal, bool training, std::optional<int64_t> depth) {
+  return plan(seq_len, profiles, cost, parse_layout(layout), {causal, training}, depth);
+}
+
+std::vector<double> predicted(const std::string& layout, const Lengths& lengths,
+                              const Lengths& order, const std::vector<RankProfile>& profiles,
+                              const ModelCost& cost, bool causal, bool training) {
+  return predict(partition(layout, lengths, order), profiles, cost, {causal, training});
+}
+
 py::dict build_info() {
   py::dict info;
   info["torch_version"] = TORCH_VERSION;
@@ -74,7 +86,7 @@ py::dict build_info() {
 
 std::vector<std::string> transports() {
 #ifdef RINGATTN_WITH_CUDA
-  return {"process_group", "nccl"};
+  return {"process_group", "nccl", "symmetric"};
 #else
   return {"process_group"};
 #endif
@@ -85,7 +97,8 @@ std::vector<std::string> transports() {
 
 PYBIND11_MODULE(_C, m) {
   using namespace ringattn;  // NOLINT: this is the whole program
-  m.doc() = "Partition arithmetic, timings and group state of libringattn, as plain values.";
+  m.doc() =
+      "Partition arithmetic, planner, timings and group state of libringattn, as plain values.";
 
   py::class_<Visit>(m, "Visit")
       .def_readonly("source", &Visit::source)
@@ -98,6 +111,35 @@ PYBIND11_MODULE(_C, m) {
         py::arg("rank"));
   m.def("schedule", &visits, py::arg("layout"), py::arg("lengths"), py::arg("order"),
         py::arg("rank"), py::arg("causal"));
+
+  py::class_<RankProfile>(m, "RankProfile")
+      .def(py::init([](double attention_tflops, double linear_tflops,
+                       std::optional<int64_t> max_tokens, double overhead_ms,
+                       std::optional<double> memory_gbps, std::optional<double> link_gbps,
+                       std::optional<double> link_latency_us) {
+             return RankProfile{attention_tflops, linear_tflops, max_tokens,     overhead_ms,
+                                memory_gbps,      link_gbps,     link_latency_us};
+           }),
+           py::kw_only(), py::arg("attention_tflops"), py::arg("linear_tflops"),
+           py::arg("max_tokens"), py::arg("overhead_ms"), py::arg("memory_gbps"),
+           py::arg("link_gbps"), py::arg("link_latency_us"));
+  py::class_<ModelCost>(m, "ModelCost")
+      .def(py::init([](double attention_flops, double linear_flops, int64_t kv_bytes) {
+             return ModelCost{attention_flops, linear_flops, kv_bytes};
+           }),
+           py::kw_only(), py::arg("attention_flops"), py::arg("linear_flops"), py::arg("kv_bytes"));
+  py::class_<Plan>(m, "Plan")
+      .def_property_readonly("lengths", [](const Plan& plan) { return plan.partition.lengths(); })
+      .def_property_readonly("order", [](const Plan& plan) { return plan.partition.order(); })
+      .def_readonly("depth", &Plan::depth)
+      .def_readonly("rank_ms", &Plan::rank_ms)
+      .def_readonly("ideal_ms", &Plan::ideal_ms)
+      .def_readonly("memory_bytes", &Plan::memory_bytes);
+  m.def("plan", &planned, py::arg("seq_len"), py::arg("profiles"), py::arg("cost"),
+        py::arg("layout"), py::arg("causal"), py::arg("training"), py::arg("depth"));
+  m.def("predict", &predicted, py::arg("layout"), py::arg("lengths"), py::arg("order"),
+        py::arg("profiles"), py::arg("cost"), py::arg("causal"), py::arg("training"));
+  m.def("plan_cache", &plan_cache, py::arg("num_tokens"), py::arg("profiles"), py::arg("cost"));
 
   py::class_<StepTiming>(m, "StepTiming")
       .def_readonly("call", &StepTiming::call)

@@ -26,6 +26,10 @@ struct Visit {
 
   int64_t num_queries() const { return query_end - query_begin; }
   bool visible() const { return num_queries() > 0; }
+  /// Pairs of a query and a key that it sees: a rectangle, or a triangle under a diagonal.
+  int64_t num_pairs() const {
+    return diagonal ? num_queries() * (num_queries() + 1) / 2 : num_queries() * key_end;
+  }
 };
 
 /// The blocks that visit `rank`, in visiting order: its own first, then those of the ranks before

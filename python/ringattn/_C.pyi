@@ -7,6 +7,50 @@ class Visit:
     diagonal: int | None
     rows_received: int
 
+class RankProfile:
+    def __init__(
+        self,
+        *,
+        attention_tflops: float,
+        linear_tflops: float,
+        max_tokens: int | None,
+        overhead_ms: float,
+        memory_gbps: float | None,
+        link_gbps: float | None,
+        link_latency_us: float | None,
+    ) -> None: ...
+
+class ModelCost:
+    def __init__(self, *, attention_flops: float, linear_flops: float, kv_bytes: int) -> None: ...
+
+class Plan:
+    lengths: list[int]
+    order: list[int]
+    depth: int
+    rank_ms: list[float]
+    ideal_ms: float
+    memory_bytes: list[int]
+
+def plan(
+    seq_len: int,
+    profiles: list[RankProfile],
+    cost: ModelCost,
+    layout: str,
+    causal: bool,
+    training: bool,
+    depth: int | None,
+) -> Plan: ...
+def predict(
+    layout: str,
+    lengths: list[int],
+    order: list[int],
+    profiles: list[RankProfile],
+    cost: ModelCost,
+    causal: bool,
+    training: bool,
+) -> list[float]: ...
+def plan_cache(num_tokens: int, profiles: list[RankProfile], cost: ModelCost) -> list[int]: ...
+
 class StepTiming:
     call: int
     source: int

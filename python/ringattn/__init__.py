@@ -19,12 +19,24 @@ from ringattn.functional import (
 from ringattn.generation import generate
 from ringattn.modules import RingAttention
 from ringattn.partition import Partition
+from ringattn.planning import (
+    ModelCost,
+    Plan,
+    RankProfile,
+    load_profiles,
+    plan,
+    plan_cache,
+    save_profiles,
+)
 from ringattn.timings import StepTiming, Timings, record_timings
 
 __version__ = _library.VERSION
 
 __all__ = [
+    "ModelCost",
     "Partition",
+    "Plan",
+    "RankProfile",
     "RingAttention",
     "RotatedKV",
     "StepTiming",
@@ -32,12 +44,16 @@ __all__ = [
     "block_attention",
     "decode_attention",
     "generate",
+    "load_profiles",
     "merge_states",
     "models",
+    "plan",
+    "plan_cache",
     "record_timings",
     "reference",
     "ring_attention",
     "rotate_kv",
+    "save_profiles",
     "synchronize",
     "testing",
 ]

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/export.h"
+#include "partition/partition.h"
+#include "partition/profile.h"
+
+// How many tokens each of unequal ranks should own, in which order blocks visit them, and how far
+// ahead they should travel.
+
+namespace ringattn {
+
+/// What is to be computed. Training: forward and backward, 3.5 times the attention of a forward
+/// pass (FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4.1) and 3 times its products.
+struct Workload {
+  bool causal = true;
+  bool training = false;
+};
+
+struct Plan {
+  Partition partition;
+  int64_t depth = 1;                  // blocks in flight ahead of the one being attended
+  std::vector<double> rank_ms;        // [W], predicted
+  double ideal_ms = 0.0;              // without overheads, limits of memory, and rounding
+  std::vector<int64_t> memory_bytes;  // [W], key/value buffers of a ring call
+};
+
+/// Milliseconds that each rank takes for a layer: overhead + tokens x time per token, which holds
+/// causal attention to half the sequence (zigzag) or to what lies before the token (contiguous).
+RINGATTN_API std::vector<double> predict(const Partition& partition,
+                                         const std::vector<RankProfile>& profiles,
+                                         const ModelCost& cost, const Workload& workload);
+
+/// The partition whose slowest rank is fastest, by `predict`.
+///
+/// No other partition into whole tokens is faster by more than 0.5 %, and none at all below 512
+/// tokens a rank: long sequences are dealt out in units of 16, 64 or 256 tokens, which fill the
+/// tiles of attention kernels, where that costs no more. The even partition is taken wherever it
+/// is as fast. Up to 8 ranks this holds over all orders of a contiguous partition, above them for
+/// the order from fast to slow. The order of a zigzag partition and the depth cost nothing by
+/// `predict`; they are the first, from depth 1 up, that `simulate_ring` finds as fast as any.
+/// `depth` absent: chosen.
+///
+/// Throws std::invalid_argument for no profiles, a negative length, limits that do not hold the
+/// sequence, a depth below 1.
+RINGATTN_API Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles,
+                       const ModelCost& cost, Layout layout, const Workload& workload,
+                       std::optional<int64_t> depth);
+
+/// How many of `num_tokens` cached keys each rank should hold, so that the slowest has read its own
+/// soonest: in proportion to memory_gbps, within max_tokens; evenly where that is as fast or where
+/// no bandwidth is known. Throws std::invalid_argument as `plan`, and for bandwidths known of some
+/// ranks only.
+RINGATTN_API std::vector<int64_t> plan_cache(int64_t num_tokens,
+                                             const std::vector<RankProfile>& profiles,
+                                             const ModelCost& cost);
+
+}  // namespace ringattn

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank should own how many tokens, when the ranks are not equally fast.
+
+The arithmetic is ``csrc/partition/planner.cpp``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import operator
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringattn import _C
+from ringattn.partition import Partition
+
+_CONFIG_FIELDS = (  # our names and those of Hugging Face
+    ("emb_dim", "hidden_size"),
+    ("nheads", "num_attention_heads"),
+    ("kvheads", "num_key_value_heads"),
+    ("head_dim", "head_dim"),
+    ("hidden_dim", "intermediate_size"),
+)
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """What one rank can do.
+
+    Args:
+        attention_tflops: speed of its attention, 1e12 operations a second.
+        linear_tflops: speed of its matrix products, 1e12 operations a second.
+        max_tokens: how many tokens it can hold; None is any number.
+        overhead_ms: what a layer takes beside the work, once, where the rank has tokens at all.
+        memory_gbps: bandwidth of its memory, 1e9 bytes a second; None where it is not known.
+        link_gbps: bandwidth of its links to other ranks, 1e9 bytes a second; None: bytes take no
+            time.
+        link_latency_us: of one message, in microseconds; None is 0.
+
+    Raises:
+        ValueError: speeds and bandwidths that are not finite and positive, a negative
+            ``max_tokens``, a negative or infinite overhead or latency.
+    """
+
+    attention_tflops: float
+    linear_tflops: float
+    _: KW_ONLY
+    max_tokens: int | None = None
+    overhead_ms: float = 0.0
+    memory_gbps: float | None = None
+    link_gbps: float | None = None
+    link_latency_us: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("attention_tflops", "linear_tflops", "memory_gbps", "link_gbps"):
+            value = getattr(self, name)
+            if value is None and name.endswith("_gbps"):
+                continue
+            if not _is_number(value) or not 0 < value < math.inf:
+                raise ValueError(f"{name} must be finite and positive, got {value!r}")
+            object.__setattr__(self, name, float(value))
+        for name in ("overhead_ms", "link_latency_us"):
+            value = getattr(self, name)
+            if value is None and name == "link_latency_us":
+                continue
+            if not _is_number(value) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, got {value!r}")
+            object.__setattr__(self, name, float(value))
+        if self.max_tokens is not None:
+            max_tokens = _integer("max_tokens", self.max_tokens)
+            if max_tokens < 0:
+                raise ValueError(f"max_tokens must not be negative, got {max_tokens}")
+            object.__setattr__(self, "max_tokens", max_tokens)
+
+
+def save_profiles(path: str | Path, profiles: Sequence[RankProfile]) -> None:
+    """Writes profiles as JSON: an object whose ``profiles`` are one object per rank, in rank order,
+    with the fields of :class:`RankProfile`."""
+    content = {"profiles": [asdict(profile) for profile in profiles]}
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def load_profiles(path: str | Path) -> list[RankProfile]:
+    """The profiles in a JSON file, as :func:`save_profiles` and ``python -m ringattn profile``
+    write them; what else the file holds is ignored.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no profiles, or a profile with missing, unknown or wrong fields.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, got {error}") from None
+    entries = content.get("profiles") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f'{path} must hold an object with a list of objects named "profiles"')
+    names = [field.name for field in fields(RankProfile)]
+    profiles = []
+    for rank, entry in enumerate(entries):
+        unknown = [name for name in entry if name not in names]
+        missing = [name for name in names[:2] if name not in entry]
+        if unknown or missing:
+            wrong = f"unknown {unknown[0]!r}" if unknown else f"no {missing[0]!r}"
+            raise ValueError(
+                f"profile of rank {rank} in {path} must have the fields of RankProfile, got {wrong}"
+            )
+        try:
+            profiles.append(RankProfile(**entry))
+        except ValueError as error:
+            raise ValueError(f"profile of rank {rank} in {path}: {error}") from None
+    return profiles
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What one layer asks for, forward.
+
+    Args:
+        attention_flops: operations for every pair of a query and a key that it sees,
+            ``4 * H * D``.
+        linear_flops: operations of all matrix products for every token.
+        kv_bytes: key and value of one token, in bytes.
+
+    Raises:
+        ValueError: numbers that are negative or not finite, no attention at all.
+    """
+
+    attention_flops: float
+    linear_flops: float = 0.0
+    kv_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.attention_flops) or not 0 < self.attention_flops < math.inf:
+            raise ValueError(
+                f"attention_flops must be finite and positive, got {self.attention_flops!r}"
+            )
+        if not _is_number(self.linear_flops) or not 0 <= self.linear_flops < math.inf:
+            raise ValueError(
+                f"linear_flops must be finite and not negative, got {self.linear_flops!r}"
+            )
+        if _integer("kv_bytes", self.kv_bytes) < 0:
+            raise ValueError(f"kv_bytes must not be negative, got {self.kv_bytes}")
+
+    @classmethod
+    def attention_only(
+        cls,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> ModelCost:
+        """Ring attention and nothing around it.
+
+        Args:
+            num_heads: H.
+            head_dim: D.
+            num_kv_heads: H_kv; None is H.
+            dtype: of keys and values.
+
+        Raises:
+            ValueError: numbers that are not positive.
+        """
+        if num_kv_heads is None:
+            num_kv_heads = num_heads
+        for name, value in (
+            ("num_heads", num_heads),
+            ("head_dim", head_dim),
+            ("num_kv_heads", num_kv_heads),
+        ):
+            if _integer(name, value) < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        kv_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
+        return cls(4.0 * num_heads * head_dim, 0.0, kv_bytes)
+
+    @classmethod
+    def from_config(cls, config: Any, *, dtype: torch.dtype = torch.bfloat16) -> ModelCost:
+        """One layer of a LLaMA: attention, its four projections, and the gated feed-forward layer.
+
+        Args:
+            config: :class:`ringattn.models.LLaMAConfig`, or Hugging Face's ``LlamaConfig``.
+            dtype: of keys and values.
+
+        Raises:
+            ValueError: another kind of object.
+        """
+        width, num_heads, num_kv_heads, head_dim, hidden = (
+            getattr(config, ours, getattr(config, theirs, None)) for ours, theirs in _CONFIG_FIELDS
+        )
+        if width is None or hidden is None or num_heads is None:
+            raise ValueError(
+                "config must be a LLaMAConfig or a Hugging Face LlamaConfig, "
+                f"got {type(config).__name__}"
+            )
+        num_kv_heads = num_kv_heads or num_heads
+        head_dim = head_dim or width // num_heads
+        attention = cls.attention_only(num_heads, head_dim, num_kv_heads=num_kv_heads, dtype=dtype)
+        weights = width * head_dim * (2 * num_heads + 2 * num_kv_heads) + 3 * width * hidden
+        return cls(attention.attention_flops, 2.0 * weights, attention.kv_bytes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A partition and what is expected of it, for one layer and one sequence. ``print`` shows it as
+    a table.
+
+    Args:
+        partition: who owns which tokens.
+        depth: how many blocks should be under way ahead of the one being attended to.
+        rank_ms: time of each rank, ``[W]``; 0 for one without tokens.
+        ideal_ms: the same without overheads, limits of memory, and rounding to whole tokens.
+        memory_bytes: key/value buffers of a ring call on each rank, ``[W]``: its own block as it is
+            sent, and those that visit it.
+    """
+
+    partition: Partition
+    depth: int
+    rank_ms: tuple[float, ...]
+    ideal_ms: float
+    memory_bytes: tuple[int, ...]
+
+    @property
+    def predicted_ms(self) -> float:
+        """Time of the slowest rank."""
+        return max(self.rank_ms)
+
+    @property
+    def efficiency(self) -> float:
+        """``ideal_ms / predicted_ms``; 1 for an empty sequence."""
+        return self.ideal_ms / self.predicted_ms if self.predicted_ms > 0 else 1.0
+
+    def __str__(self) -> str:
+        partition = self.partition
+        rows = [("rank", "tokens", "share", "ms", "busy", "buffers MiB")]
+        rows += [
+            (
+                str(rank),
+                str(tokens),
+                f"{100 * tokens / max(1, partition.seq_len):.1f} %",
+                f"{ms:.3f}",
+                f"{100 * ms / self.predicted_ms if self.predicted_ms > 0 else 0:.1f} %",
+                f"{memory / 2**20:.1f}",
+            )
+            for rank, (tokens, ms, memory) in enumerate(
+                zip(partition.lengths, self.rank_ms, self.memory_bytes, strict=True)
+            )
+        ]
+        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+        lines = [
+            f"{partition.seq_len} tokens, {partition.layout}, "
+            f"order {' '.join(map(str, partition.order))}, depth {self.depth}: "
+            f"{self.predicted_ms:.3f} ms a layer, {100 * self.efficiency:.1f} % of ideal "
+            f"({self.ideal_ms:.3f} ms)"
+        ]
+        lines += [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        ]
+        return "\n".join(lines)
+
+
+def plan(
+    seq_len: int,
+    profiles: Sequence[RankProfile],
+    cost: ModelCost,
+    *,
+    causal: bool = True,
+    layout: str = "zigzag",
+    depth: int | None = None,
+    training: bool = False,
+) -> Plan:
+    """The partition whose slowest rank is fastest.
+
+    A rank takes its overhead, and for each token the time of the matrix products and of attention
+    to half the sequence (zigzag, causal), to the tokens before it (contiguous, causal) or to all of
+    it. No partition into whole tokens is more than 0.5 % faster than the planned one, and none at
+    all for sequences below 512 tokens a rank: longer ones are dealt out in units of 16, 64 or 256
+    tokens, which fill the tiles of attention kernels, where that costs no more. The even partition
+    is taken wherever it is as fast. A rank that does not pay gets no tokens.
+
+    Contiguous and causal, the order of the ranks is chosen too, among all orders up to 8 ranks;
+    above, it is from fast to slow. Depth, and the order under zigzag, are the first from depth 1 up
+    that make no rank wait for another, as far as the profiles tell.
+
+    Args:
+        seq_len: S.
+        profiles: one per rank, ``[W]``.
+        cost: of one layer.
+        causal: a query sees the keys at its own and at earlier positions.
+        layout: "zigzag" or "contiguous".
+        depth: how many blocks may be under way; None: chosen.
+        training: forward and backward, 3.5 times the attention and 3 times the matrix products of
+            forward alone (https://arxiv.org/abs/2307.08691, section 4.1).
+
+    Raises:
+        ValueError: no profiles, a negative ``seq_len``, ``max_tokens`` that do not hold the
+            sequence, an unknown layout, a depth below 1.
+    """
+    planned = _C.plan(
+        _integer("seq_len", seq_len),
+        _compiled_profiles(profiles),
+        _compiled_cost(cost),
+        layout,
+        causal,
+        training,
+        None if depth is None else _integer("depth", depth),
+    )
+    return Plan(
+        Partition(layout, tuple(planned.lengths), tuple(planned.order)),
+        planned.depth,
+        tuple(planned.rank_ms),
+        planned.ideal_ms,
+        tuple(planned.memory_bytes),
+    )
+
+
+def predict(
+    partition: Partition,
+    profiles: Sequence[RankProfile],
+    cost: ModelCost,
+    *,
+    causal: bool = True,
+    training: bool = False,
+) -> tuple[float, ...]:
+    """What :func:`plan` expects of any partition: milliseconds of each rank, ``[W]``.
+
+    Raises:
+        ValueError: another number of profiles than ranks.
+    """
+    return tuple(
+        _C.predict(
+            partition.layout,
+            list(partition.lengths),
+            list(partition.order),
+            _compiled_profiles(profiles),
+            _compiled_cost(cost),
+            causal,
+            training,
+        )
+    )
+
+
+def plan_cache(num_tokens: int, profiles: Sequence[RankProfile], cost: ModelCost) -> list[int]:
+    """How many cached keys each rank should hold, so that decoding waits least for the slowest
+    reader: in proportion to ``memory_gbps``, within ``max_tokens``; evenly where that is as fast,
+    and where no bandwidth is known.
+
+    Args:
+        num_tokens: of the prompt and of what will follow it.
+        profiles: one per rank, ``[W]``.
+        cost: of one layer.
+
+    Returns:
+        Tokens of each rank, ``[W]``; the sum is ``num_tokens``.
+
+    Raises:
+        ValueError: no profiles, a negative ``num_tokens``, ``max_tokens`` that do not hold them,
+            ``memory_gbps`` of some ranks only.
+    """
+    return _C.plan_cache(
+        _integer("num_tokens", num_tokens), _compiled_profiles(profiles), _compiled_cost(cost)
+    )
+
+
+def _compiled_profiles(profiles: Sequence[RankProfile]) -> list[_C.RankProfile]:
+    for rank, profile in enumerate(profiles):
+        if not isinstance(profile, RankProfile):
+            raise ValueError(
+                f"profiles must be RankProfiles, got {type(profile).__name__} for rank {rank}"
+            )
+    return [_C.RankProfile(**asdict(profile)) for profile in profiles]
+
+
+def _compiled_cost(cost: ModelCost) -> _C.ModelCost:
+    if not isinstance(cost, ModelCost):
+        raise ValueError(f"cost must be a ModelCost, got {type(cost).__name__}")
+    return _C.ModelCost(**asdict(cost))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _integer(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None

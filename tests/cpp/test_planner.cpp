@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+
+#include "catch.h"
+#include "partition/planner.h"
+#include "partition/ring_simulation.h"
+
+using ringattn::Layout;
+using ringattn::ModelCost;
+using ringattn::Partition;
+using ringattn::Plan;
+using ringattn::RankProfile;
+using ringattn::Workload;
+
+namespace {
+
+using Lengths = std::vector<int64_t>;
+
+const ModelCost kLayer{16384.0, 436.2e6, 4096};  // LLaMA-3-8B
+const ModelCost kAttention{16384.0, 0.0, 4096};
+constexpr Layout kLayouts[] = {Layout::kZigzag, Layout::kContiguous};
+
+std::vector<RankProfile> with_speeds(const std::vector<double>& speeds) {
+  std::vector<RankProfile> profiles(speeds.size());
+  for (size_t rank = 0; rank < speeds.size(); ++rank) {
+    profiles[rank].attention_tflops = 550.0 * speeds[rank];
+    profiles[rank].linear_tflops = 700.0 * speeds[rank];
+  }
+  return profiles;
+}
+
+std::vector<RankProfile> random_profiles(std::mt19937& random, size_t world_size, int64_t seq_len) {
+  std::uniform_real_distribution<double> speed(0.05, 1.0);
+  std::vector<RankProfile> profiles(world_size);
+  for (RankProfile& profile : profiles) {
+    profile.attention_tflops = speed(random);
+    profile.linear_tflops = speed(random);
+    // In the order of what a few tokens take, so that it pays to leave ranks out.
+    if (random() % 2) profile.overhead_ms = speed(random) * 2e-8 * static_cast<double>(seq_len);
+  }
+  // Room for all of it at least on one rank.
+  for (size_t rank = 0; rank + 1 < world_size; ++rank) {
+    if (random() % 3 == 0) profiles[rank].max_tokens = random() % (seq_len + 1);
+  }
+  std::shuffle(profiles.begin(), profiles.end(), random);
+  return profiles;
+}
+
+double slowest(const std::vector<double>& ms) { return *std::max_element(ms.begin(), ms.end()); }
+
+// By the definition: pairs counted one rank after the other, nothing shared with the planner.
+double reference_ms(const Lengths& lengths, const Lengths& order,
+                    const std::vector<RankProfile>& profiles, const ModelCost& cost, Layout layout,
+                    const Workload& workload) {
+  const double seq_len = std::accumulate(lengths.begin(), lengths.end(), 0.0);
+  double before = 0.0, worst = 0.0;
+  for (const int64_t rank : order) {
+    const double n = static_cast<double>(lengths[rank]);
+    double pairs = n * seq_len;
+    if (workload.causal) pairs = layout == Layout::kZigzag ? pairs / 2 : n * before + n * n / 2;
+    before += n;
+    if (n == 0) continue;
+    const RankProfile& profile = profiles[rank];
+    const double attention = cost.attention_flops * pairs / (profile.attention_tflops * 1e9);
+    const double linear = cost.linear_flops * n / (profile.linear_tflops * 1e9);
+    const double total = workload.training ? 3.5 * attention + 3 * linear : attention + linear;
+    worst = std::max(worst, profile.overhead_ms + total);
+  }
+  return worst;
+}
+
+// The least of reference_ms over all lengths in steps of `unit`, and all orders where they count.
+double brute_force_ms(int64_t seq_len, int64_t unit, const std::vector<RankProfile>& profiles,
+                      const ModelCost& cost, Layout layout, const Workload& workload) {
+  const int64_t world_size = static_cast<int64_t>(profiles.size());
+  Lengths lengths(world_size), order(world_size);
+  double best = std::numeric_limits<double>::infinity();
+  const auto deal = [&](const auto& self, int64_t rank, int64_t left) -> void {
+    const int64_t room = std::min(left, profiles[rank].max_tokens.value_or(left));
+    if (rank + 1 == world_size) {
+      if (room < left) return;
+      lengths[rank] = left;
+      std::iota(order.begin(), order.end(), 0);
+      do {
+        best = std::min(best, reference_ms(lengths, order, profiles, cost, layout, workload));
+      } while (layout == Layout::kContiguous && workload.causal &&
+               std::next_permutation(order.begin(), order.end()));
+      return;
+    }
+    for (lengths[rank] = 0; lengths[rank] <= room; lengths[rank] += unit) {
+      self(self, rank + 1, left - lengths[rank]);
+    }
+  };
+  deal(deal, 0, seq_len);
+  return best;
+}
+
+Plan make_plan(int64_t seq_len, const std::vector<RankProfile>& profiles,
+               const ModelCost& cost = kLayer, Layout layout = Layout::kZigzag,
+               Workload workload = {}, std::optional<int64_t> depth = std::nullopt) {
+  return ringattn::plan(seq_len, profiles, cost, layout, workload, depth);
+}
+
+}  // namespace
+
+TEST_CASE("no partition is faster than the planned one") {
+  std::mt19937 random(1);
+  int dropped = 0;
+  for (int trial = 0; trial < 600; ++trial) {
+    const size_t world_size = 1 + random() % 4;
+    const int64_t seq_len = random() % (world_size == 4 ? 24 : 60);
+    const Layout layout = kLayouts[random() % 2];
+    const Workload workload{random() % 3 != 0, random() % 4 == 0};
+    // Attention and products of about the same weight.
+    const ModelCost cost{16.0, random() % 3 ? 8.0 * static_cast<double>(seq_len) : 0.0, 8};
+    const auto profiles = random_profiles(random, world_size, seq_len);
+    const Plan planned = make_plan(seq_len, profiles, cost, layout, workload);
+    const double best = brute_force_ms(seq_len, 1, profiles, cost, layout, workload);
+    INFO("trial " << trial << ": " << seq_len << " tokens, " << world_size << " ranks");
+    CHECK(planned.partition.seq_len() == seq_len);
+    CHECK(slowest(planned.rank_ms) == Approx(best).epsilon(1e-9));
+    CHECK(planned.ideal_ms <= best * (1 + 1e-9));
+    for (size_t rank = 0; rank < world_size; ++rank) {
+      const int64_t tokens = planned.partition.length(rank);
+      CHECK(tokens <= profiles[rank].max_tokens.value_or(tokens));
+      dropped += tokens == 0 && profiles[rank].max_tokens.value_or(1) > 0;
+    }
+  }
+  CHECK(dropped > 100);  // or the overheads have no part in this test
+}
+
+TEST_CASE("long sequences are dealt in units that cost next to nothing") {
+  std::mt19937 random(2);
+  int in_units = 0;
+  for (int trial = 0; trial < 200; ++trial) {
+    const size_t world_size = 2 + random() % 2;
+    const int64_t unit = 64;
+    const int64_t seq_len = unit * (64 + random() % 20) * world_size;
+    const Layout layout = kLayouts[random() % 2];
+    const auto profiles = random_profiles(random, world_size, seq_len);
+    const Plan planned = make_plan(seq_len, profiles, kLayer, layout);
+    const double by_units = brute_force_ms(seq_len, unit, profiles, kLayer, layout, {});
+    INFO("trial " << trial << ": " << seq_len << " tokens, " << world_size << " ranks");
+    CHECK(slowest(planned.rank_ms) <= by_units * (1 + 5e-3));
+    const auto aligned = [&](int64_t length) { return length % 16 == 0; };
+    in_units += std::all_of(planned.partition.lengths().begin(), planned.partition.lengths().end(),
+                            aligned);
+  }
+  CHECK(in_units > 100);
+}
+
+TEST_CASE("equal ranks get the even split, and no plan is slower than it") {
+  for (const int64_t seq_len : {0, 1, 7, 1000, 4096, 100003, 1 << 20}) {
+    for (const int64_t world_size : {1, 2, 3, 8}) {
+      const Plan equal = make_plan(seq_len, with_speeds(std::vector<double>(world_size, 1.0)));
+      for (int64_t rank = 0; rank < world_size; ++rank) {
+        CHECK(equal.partition.length(rank) == seq_len / world_size + (rank < seq_len % world_size));
+        CHECK(equal.partition.place(rank) == rank);
+      }
+    }
+  }
+  std::mt19937 random(3);
+  std::normal_distribution<double> noise(1.0, 0.01);
+  for (int trial = 0; trial < 300; ++trial) {
+    const int64_t world_size = 2 + random() % 7;
+    std::vector<double> speeds(world_size);
+    for (double& speed : speeds) speed = noise(random) * (random() % 4 ? 1.0 : 0.5);
+    const auto profiles = with_speeds(speeds);
+    const int64_t seq_len = 1 + random() % 200000;
+    const Layout layout = kLayouts[random() % 2];
+    Lengths even(world_size);
+    for (int64_t rank = 0; rank < world_size; ++rank) {
+      even[rank] = seq_len / world_size + (rank < seq_len % world_size);
+    }
+    const auto even_ms = predict(Partition(layout, even), profiles, kLayer, {});
+    CHECK(slowest(make_plan(seq_len, profiles, kLayer, layout).rank_ms) <= slowest(even_ms));
+  }
+}
+
+TEST_CASE("predictions are those of the definition") {
+  const auto profiles = with_speeds({1.0, 0.25, 0.5});
+  const Lengths lengths = {700, 100, 200}, order = {2, 0, 1};
+  for (const Layout layout : kLayouts) {
+    for (const bool causal : {false, true}) {
+      for (const bool training : {false, true}) {
+        const Workload workload{causal, training};
+        const auto ms = predict(Partition(layout, lengths, order), profiles, kLayer, workload);
+        const double expected = reference_ms(lengths, order, profiles, kLayer, layout, workload);
+        CHECK(slowest(ms) == Approx(expected).epsilon(1e-12));
+      }
+    }
+  }
+  CHECK_THROWS_AS(predict(Partition(Layout::kZigzag, {1, 1}), profiles, kLayer, {}),
+                  std::invalid_argument);
+}
+
+TEST_CASE("the ideal knows neither overheads nor limits nor rounding") {
+  auto profiles = with_speeds({1.0, 0.5, 0.25});
+  const double seq_len = 30000.0;
+  double rate = 0.0;
+  for (const RankProfile& profile : profiles) {
+    rate += 1 / (kLayer.linear_flops / (profile.linear_tflops * 1e9) +
+                 kLayer.attention_flops * seq_len / 2 / (profile.attention_tflops * 1e9));
+  }
+  profiles[0].max_tokens = 12000;
+  profiles[1].overhead_ms = 0.1;
+  CHECK(make_plan(30000, profiles).ideal_ms == Approx(seq_len / rate).epsilon(1e-9));
+  // Attention alone takes the same whatever the layout.
+  const double attention = 16384.0 * seq_len * seq_len / 2 / (550e9 * 1.75);
+  for (const Layout layout : kLayouts) {
+    const Plan planned = make_plan(30000, with_speeds({1.0, 0.5, 0.25}), kAttention, layout);
+    CHECK(planned.ideal_ms == Approx(attention).epsilon(1e-9));
+    CHECK(slowest(planned.rank_ms) <= attention * 1.005);
+  }
+}
+
+TEST_CASE("contiguous boundaries lie at the square roots of the speeds' shares") {
+  const Plan planned =
+      make_plan(1 << 16, with_speeds({1.0, 1.0, 1.0}), kAttention, Layout::kContiguous);
+  double before = 0.0;
+  for (int64_t rank = 0; rank < 3; ++rank) {
+    before += static_cast<double>(planned.partition.length(rank));
+    CHECK(before / (1 << 16) == Approx(std::sqrt((rank + 1) / 3.0)).epsilon(2e-3));
+  }
+}
+
+TEST_CASE("the depth is the least that makes nobody wait") {
+  const auto depth = [](const std::vector<double>& speeds) {
+    return make_plan(1 << 20, with_speeds(speeds), kAttention).depth;
+  };
+  CHECK(depth({1.0}) == 1);
+  CHECK(depth({1.0, 0.1}) == 1);
+  CHECK(depth({1.0, 1.0, 1.0, 1.0}) == 1);
+  CHECK(depth({1.0, 0.1, 0.1, 0.1}) == 3);
+  CHECK(make_plan(1 << 20, with_speeds({1.0, 0.1, 0.1, 0.1}), kAttention, Layout::kZigzag, {}, 2)
+            .depth == 2);
+  CHECK(make_plan(1 << 20, with_speeds({1.0, 1.0}), kAttention, Layout::kZigzag, {}, 9).depth == 1);
+}
+
+TEST_CASE("a simulated ring without waits takes what its attention takes") {
+  std::mt19937 random(4);
+  for (int trial = 0; trial < 100; ++trial) {
+    const int64_t world_size = 1 + random() % 6;
+    Lengths lengths(world_size);
+    for (int64_t& length : lengths) length = 2 * (random() % 500);
+    const Partition partition(Layout::kZigzag, lengths);
+    const auto profiles = with_speeds(std::vector<double>(world_size, 0.5));
+    const auto ends = simulate_ring(partition, profiles, kAttention, true, world_size);
+    const auto ms = predict(partition, profiles, kAttention, {});
+    for (int64_t rank = 0; rank < world_size; ++rank) {
+      const double half_diagonal = 16384.0 * lengths[rank] / 2 / 275e9;
+      CHECK(ends[rank] == Approx(ms[rank] + half_diagonal).epsilon(1e-12));
+    }
+  }
+}
+
+TEST_CASE("a simulated ring waits for its links and for slow owners") {
+  // Two ranks, dense: 100 rows each, 1 ms for 100 x 100 pairs, 2 ms for a block of 100 rows.
+  std::vector<RankProfile> profiles(2);
+  for (RankProfile& profile : profiles) {
+    profile.attention_tflops = 1e-5;
+    profile.link_gbps = 0.05;
+    profile.link_latency_us = 250.0;
+  }
+  const ModelCost cost{1.0, 0.0, 1000};
+  const Partition two(Layout::kZigzag, {100, 100});
+  CHECK(simulate_ring(two, profiles, cost, false, 1)[0] == Approx(1e5 / 5e4 + 0.25 + 1.0));
+  // Without links, four ranks of which the second is five times as slow: with depth 1 the message
+  // of step 2 leaves it when it has attended to its own block, with depth 2 at once.
+  profiles.assign(4, RankProfile());
+  for (RankProfile& profile : profiles) profile.attention_tflops = 1e-5;
+  profiles[1].attention_tflops = 2e-6;
+  const Partition four(Layout::kZigzag, {100, 100, 100, 100});
+  CHECK(simulate_ring(four, profiles, cost, false, 1)[3] == Approx(5.0 + 2.0));
+  CHECK(simulate_ring(four, profiles, cost, false, 3)[3] == Approx(4.0));
+}
+
+TEST_CASE("memory is the buffers that the plan's depth takes") {
+  // Causal zigzag of equal ranks: at most all of a block is sent, and comes to some.
+  const Plan planned =
+      make_plan(4000, with_speeds({1.0, 1.0}), kAttention, Layout::kZigzag, {false});
+  CHECK(planned.memory_bytes == Lengths{4096 * 4000, 4096 * 4000});
+  const Plan lone = make_plan(4000, with_speeds({1.0}), kAttention);
+  CHECK(lone.memory_bytes == Lengths{0});
+  const Plan deep =
+      make_plan(4000, with_speeds({1.0, 1.0, 1.0, 1.0}), kAttention, Layout::kZigzag, {false}, 3);
+  CHECK(deep.memory_bytes == Lengths(4, 4096 * 4000));
+  CHECK(deep.depth == 3);
+}
+
+TEST_CASE("cached keys lie where they are read fastest") {
+  auto profiles = with_speeds({1.0, 0.1, 1.0});
+  CHECK(plan_cache(10, profiles, kLayer) == Lengths{4, 3, 3});  // no bandwidth is known
+  for (size_t rank = 0; rank < 3; ++rank) profiles[rank].memory_gbps = rank == 1 ? 1000.0 : 4000.0;
+  CHECK(plan_cache(9000, profiles, kLayer) == Lengths{4000, 1000, 4000});
+  profiles[0].max_tokens = 2000;
+  CHECK(plan_cache(9000, profiles, kLayer) == Lengths{2000, 1400, 5600});
+  profiles[2].memory_gbps.reset();
+  CHECK_THROWS_AS(plan_cache(9000, profiles, kLayer), std::invalid_argument);
+  CHECK_THROWS_AS(plan_cache(-1, with_speeds({1.0}), kLayer), std::invalid_argument);
+}
+
+TEST_CASE("what cannot be planned is refused") {
+  auto profiles = with_speeds({1.0, 1.0});
+  CHECK_THROWS_AS(make_plan(10, {}), std::invalid_argument);
+  CHECK_THROWS_AS(make_plan(-1, profiles), std::invalid_argument);
+  CHECK_THROWS_AS(make_plan(10, profiles, kLayer, Layout::kZigzag, {}, 0), std::invalid_argument);
+  for (RankProfile& profile : profiles) profile.max_tokens = 4;
+  CHECK_THROWS_AS(make_plan(10, profiles), std::invalid_argument);
+  CHECK(make_plan(8, profiles).partition.lengths() == Lengths{4, 4});
+}
+
+TEST_CASE("planning a million tokens over eight ranks takes less than 5 ms") {
+  std::mt19937 random(5);
+  for (const Layout layout : kLayouts) {
+    double best_ms = std::numeric_limits<double>::infinity();
+    for (int trial = 0; trial < 9; ++trial) {
+      const auto profiles = random_profiles(random, 8, 1 << 20);
+      const auto start = std::chrono::steady_clock::now();
+      make_plan(1 << 20, profiles, kLayer, layout);
+      const std::chrono::duration<double, std::milli> took =
+          std::chrono::steady_clock::now() - start;
+      best_ms = std::min(best_ms, took.count());
+    }
+    CHECK(best_ms < 5.0);
+  }
+}
