@@ -29,15 +29,18 @@ void block_attention_cuda(const at::Tensor& q, const at::Tensor& k, const at::Te
 
   BlockAttentionParams params;
   params.q = strided(queries);
-  params.k = strided(keys);
-  params.v = strided(values);
+  KeySegment segment;
+  segment.k = strided(keys);
+  segment.v = strided(values);
+  segment.num_keys = num_keys;
+  segment.diagonal = std::clamp(diagonal.value_or(num_keys), -num_queries, num_keys);
+  params.segments = &segment;
+  params.num_segments = 1;
   params.batch = q.size(0);
   params.num_queries = num_queries;
-  params.num_keys = num_keys;
   params.num_heads = q.size(2);
   params.num_kv_heads = k.size(2);
   params.head_dim = q.size(3);
-  params.diagonal = std::clamp(diagonal.value_or(num_keys), -num_queries, num_keys);
   params.scale = scale;
   params.dtype = data_type(q.scalar_type());
   params.fold = result.fold;

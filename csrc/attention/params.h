@@ -20,8 +20,40 @@ struct Strided {
   int64_t head_stride = 0;
 };
 
-/// One call of block attention: S_q query rows against S_k keys under one diagonal, folded into a
-/// state where there is one.
+/// Keys under one diagonal.
+struct KeySegment {
+  Strided k;                // [B, S_k, H_kv, D], dtype
+  Strided v;                // [B, S_k, H_kv, D], dtype
+  int32_t num_keys = 0;     // S_k
+  int32_t diagonal = 0;     // row i sees key j when j - i <= diagonal; in [-S_q, S_k]; S_k: no mask
+  int32_t first_query = 0;  // rows before it see nothing of the segment; 0, or the same in all
+                            // segments of a call where it is not 0
+  /// Null: the keys are there. Otherwise one word for each slice of kv_heads_per_arrival heads, of
+  /// all batch entries, among LaunchWords::arrivals: not 0 once the slice has arrived.
+  const uint32_t* arrivals = nullptr;
+};
+
+/// Words of device memory, [2 + num_arrivals] of them, that are 0 when a launch begins and that it
+/// leaves 0 behind: a captured launch can be replayed. Launches that overlap need words of their
+/// own each.
+///
+/// An arrival is set by whoever brings the keys, with system scope and after them: a copy engine's
+/// write behind its copy (cuStreamWriteValue32), a peer's release. Every arrival has to come, also
+/// of a segment that no row sees: the launch waits for all of them before it sets them back. It
+/// occupies the device while it waits, so they must not depend on anything that runs there.
+struct LaunchWords {
+  static constexpr int kTilesTaken = 0;
+  static constexpr int kBlocksDone = 1;
+  static constexpr int kFirstArrival = 2;
+
+  uint32_t* data = nullptr;
+  int32_t num_arrivals = 0;
+
+  constexpr uint32_t* arrivals() const { return data + kFirstArrival; }
+};
+
+/// One call of block attention: S_q query rows against a list of key segments, folded into a state
+/// where there is one. Segments are attended in the order of the list.
 ///
 /// Every row's result goes to exactly one place: rows in [final_begin, final_end) are rounded to
 /// `dtype` and written to `out`; the others are written to `state`, in float32. With `fold`, state
@@ -29,22 +61,28 @@ struct Strided {
 /// the rows that then leave through `out`).
 struct BlockAttentionParams {
   Strided q;    // [B, S_q, H, D], dtype
-  Strided k;    // [B, S_k, H_kv, D], dtype
-  Strided v;    // [B, S_k, H_kv, D], dtype
   Strided out;  // [B, S_q, H, D], dtype; null data when no row is final
   Strided
       state;  // [B, S_q, H, D], float32; null data when nothing is folded and every row is final
   float* lse = nullptr;  // [B, H, S_q], stride of S_q is 1
   int64_t lse_batch_stride = 0;
   int64_t lse_head_stride = 0;
+  const KeySegment* segments = nullptr;  // [num_segments], host memory, read during the call
+  int32_t num_segments = 0;
+  int32_t kv_heads_per_arrival = 0;  // where a segment has arrivals
+
+  /// Where there are words, tiles are handed out as thread blocks come to ask, otherwise they are
+  /// shared out beforehand: better where nothing else runs on the device. Arrivals need them.
+  LaunchWords words;
+  /// Device memory, may be null: where it is not 0 when a tile is finished, its results and lse are
+  /// NaN. For a host that gives up and releases the waits.
+  const uint32_t* failed = nullptr;
 
   int32_t batch = 0;
   int32_t num_queries = 0;   // S_q
-  int32_t num_keys = 0;      // S_k
   int32_t num_heads = 0;     // H
   int32_t num_kv_heads = 0;  // H_kv
   int32_t head_dim = 0;      // D: a multiple of 8, at most 256
-  int32_t diagonal = 0;      // in [-S_q, S_k]; S_k: no mask
   int32_t final_begin = 0;
   int32_t final_end = 0;
   float scale = 1.0f;  // finite, any sign, 0 included

@@ -37,6 +37,14 @@ bool wants(const char* family, bool unless_set) {
 
 }  // namespace
 
+bool attends_segments(const BlockAttentionParams& p) {
+#ifdef RINGATTN_WITH_SM90
+  return sm90::supports(p) && sm90::available() && wants("sm90", /*unless_set=*/true);
+#else
+  return false;
+#endif
+}
+
 cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.num_queries == 0 || p.num_heads == 0) return cudaSuccess;
 #ifdef RINGATTN_WITH_SM90
@@ -46,6 +54,7 @@ cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) 
     if (error != cudaErrorNotSupported || wants("sm90", /*unless_set=*/false)) return error;
   }
 #endif
+  if (!sm80::supports(p)) return cudaErrorNotSupported;
   switch (p.dtype) {
     case DataType::kFloat16:
       return dispatch_head_dim<__half>(p, stream);

@@ -4,11 +4,18 @@
 #include <cuda_runtime_api.h>
 
 #include "attention/params.h"
+#include "core/export.h"
 
 namespace ringattn::cuda {
 
+/// Whether the current device has kernels for more than one segment that is there when the launch
+/// begins, in calls like this one: compute capability 9.0, 16-bit types.
+RINGATTN_API bool attends_segments(const BlockAttentionParams& p);
+
 /// Block attention on the current device, enqueued on `stream`. Needs compute capability 8.0 and
-/// aligned rows (alignment.h). The same inputs give the same bits.
-cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream);
+/// aligned rows (alignment.h). The same inputs give the same bits. cudaErrorNotSupported, with
+/// nothing enqueued, for lists of segments where attends_segments is not true. A call without
+/// queries launches nothing, and leaves the words as they are.
+RINGATTN_API cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream);
 
 }  // namespace ringattn::cuda

@@ -99,7 +99,8 @@ struct TilePosition {
 
 template <typename Element, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
-    block_attention_kernel(const __grid_constant__ BlockAttentionParams p, const TileOrder order) {
+    block_attention_kernel(const __grid_constant__ BlockAttentionParams p,
+                           const __grid_constant__ KeySegment keys, const TileOrder order) {
   constexpr int kM = Tile::kM;
   using Gemm = Products<Element, kM, Tile::kBlockK, Tile::kHeadDim>;
   extern __shared__ __align__(128) unsigned char shared[];
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   const int kv_head = at.head / (p.num_heads / p.num_kv_heads);
   const int num_rows = min(Tile::kBlockQ, p.num_queries - first_row);
   // What the last row sees, which sees most; keys after it count as zeros here, whatever they are.
-  const int visible_keys = min(p.num_keys, first_row + num_rows + p.diagonal);
+  const int visible_keys = min(keys.num_keys, first_row + num_rows + keys.diagonal);
   const int key_tiles = visible_keys <= 0 ? 0 : (visible_keys + Tile::kBlockK - 1) / Tile::kBlockK;
 
   const int warp = threadIdx.x / kWarpSize;
@@ -122,12 +123,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
   const uint32_t shared_q = shared_address(shared);
   const uint32_t shared_kv = shared_q + Tile::CopyQ::kBytes;
-  const typename Tile::CopyK copy_k(static_cast<const Element*>(p.k.data) +
-                                        at.batch * p.k.batch_stride + kv_head * p.k.head_stride,
-                                    p.k.row_stride, p.head_dim);
-  const typename Tile::CopyK copy_v(static_cast<const Element*>(p.v.data) +
-                                        at.batch * p.v.batch_stride + kv_head * p.v.head_stride,
-                                    p.v.row_stride, p.head_dim);
+  const typename Tile::CopyK copy_k(static_cast<const Element*>(keys.k.data) +
+                                        at.batch * keys.k.batch_stride +
+                                        kv_head * keys.k.head_stride,
+                                    keys.k.row_stride, p.head_dim);
+  const typename Tile::CopyK copy_v(static_cast<const Element*>(keys.v.data) +
+                                        at.batch * keys.v.batch_stride +
+                                        kv_head * keys.v.head_stride,
+                                    keys.v.row_stride, p.head_dim);
   const auto stage = [&](int tile) { return shared_kv + tile % Tile::kStages * Tile::kStageBytes; };
   const auto load_k = [&](int tile) {
     copy_k.load(stage(tile), tile * Tile::kBlockK, visible_keys);
@@ -177,8 +180,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
     const int first_key = tile * Tile::kBlockK;
     const int last_key = first_key + Tile::kBlockK - 1;
-    if (last_key > first_row + warp_row + p.diagonal || last_key >= p.num_keys) {
-      mask_scores(scores, lane_row + p.diagonal - first_key, p.num_keys - first_key);
+    if (last_key > first_row + warp_row + keys.diagonal || last_key >= keys.num_keys) {
+      mask_scores(scores, lane_row + keys.diagonal - first_key, keys.num_keys - first_key);
     }
     float decay[kM][2];
     softmax.update(scores, scale_log2, decay);
@@ -198,7 +201,7 @@ inline cudaError_t heads_per_slice(const BlockAttentionParams& p, int element_by
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   const cudaError_t error = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device);
   if (error != cudaSuccess) return error;
-  const int64_t kv_head_bytes = int64_t{2} * p.num_keys * p.head_dim * element_bytes;
+  const int64_t kv_head_bytes = int64_t{2} * p.segments[0].num_keys * p.head_dim * element_bytes;
   const int64_t kv_heads = int64_t{p.batch} * p.num_kv_heads;
   const int64_t fitting = l2_bytes / 3 / (kv_head_bytes > 0 ? kv_head_bytes : 1);
   heads = static_cast<int>(fitting < 1          ? 1
@@ -221,7 +224,8 @@ cudaError_t launch_tile(const BlockAttentionParams& p, cudaStream_t stream) {
   error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), Tile::kThreads, Tile::kSharedBytes, stream>>>(p, order);
+  kernel<<<static_cast<unsigned>(blocks), Tile::kThreads, Tile::kSharedBytes, stream>>>(
+      p, p.segments[0], order);
   return cudaGetLastError();
 }
 

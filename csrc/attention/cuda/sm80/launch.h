@@ -11,7 +11,14 @@
 
 namespace ringattn::cuda::sm80 {
 
-/// kHeadDim in {64, 96, 128, 192, 256}: the smallest that holds p.head_dim.
+/// One segment, of which all rows see something or nothing by its diagonal alone, and whose keys
+/// are there; the words are not touched.
+inline bool supports(const BlockAttentionParams& p) {
+  return p.num_segments == 1 && p.segments[0].first_query == 0 &&
+         p.segments[0].arrivals == nullptr && p.words.num_arrivals == 0 && p.failed == nullptr;
+}
+
+/// p must be supported. kHeadDim in {64, 96, 128, 192, 256}: the smallest that holds p.head_dim.
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream);
 

@@ -25,7 +25,8 @@ bool available() {
 }
 
 bool supports(const BlockAttentionParams& p) {
-  return p.dtype != DataType::kFloat32 && p.num_keys > 0 && p.head_dim > 0 && p.head_dim <= 256;
+  return p.dtype != DataType::kFloat32 && p.num_segments <= kMaxSegments && p.head_dim > 0 &&
+         p.head_dim <= 256;
 }
 
 cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) {

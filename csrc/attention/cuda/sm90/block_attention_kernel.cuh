@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "attention/cuda/sm90/arrivals.cuh"
 #include "attention/cuda/sm90/epilogue.cuh"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
@@ -31,51 +32,74 @@ constexpr int kWarpgroupBarrier = 4;
 
 /// The copying thread: queries, keys and values of one tile after the other, as far ahead as there
 /// are free buffers. Keys go one tile ahead of values.
-template <typename Tile>
-__device__ __forceinline__ void produce(const KernelParams& p, const SharedMemory<Tile>& shared) {
+template <typename Tile, int kSegments>
+__device__ __forceinline__ void produce(const SegmentedParams<kSegments>& p,
+                                        const SharedMemory<Tile>& shared) {
   RingPosition ring;            // of keys; values follow one behind
   uint32_t queries_parity = 0;  // of the next tile's queries
+  TileSchedule schedule;
+  SeenArrivals<kSegments> arrived;
 
-  for (TileSchedule schedule; schedule.tile() < p.order.tiles; ++schedule.turn) {
-    const QueryTile<Tile> tile(p, schedule.tile());
-    if (tile.key_tiles == 0) continue;
+  const auto announce = [&](const QueryTile& tile, int query_bytes) {
+    wait(shared.queries_free(), queries_parity ^ 1);
+    queries_parity ^= 1;
+    shared.set_tile(tile);
+    arrive_expecting(shared.queries_full(), query_bytes);
+  };
 
-    const auto load_values = [&](RingPosition at, int key_tile) {
-      wait(shared.values_free(at.stage()), at.parity() ^ 1);
-      arrive_expecting(shared.values_full(at.stage()), Tile::kKeyBytes);
-#pragma unroll
-      for (int block = 0; block < Tile::kColumnBlocks; ++block) {
-        load_box(shared.values(at.stage()) + block * Tile::kKeyBlockBytes, p.v,
-                 {block * kColumnBlock, key_tile * Tile::kBlockK, tile.kv_head, tile.batch},
-                 shared.values_full(at.stage()), L2Policy::kEvictLast);
-      }
-    };
+  int next_tile_idx;  // asked for early: the answer takes its time
+  for (int tile_idx = schedule.take(p.words); tile_idx < p.order.tiles; tile_idx = next_tile_idx) {
+    next_tile_idx = schedule.take(p.words);
+    const QueryTile tile = query_tile<Tile>(p, tile_idx);
+    const int kv_head = tile.head / p.heads_per_kv_head;
+    if constexpr (p.kArriving) arrived.go_to(kv_head / p.kv_heads_per_arrival);
 
-    for (int key_tile = tile.key_tiles - 1; key_tile >= 0; --key_tile) {
-      wait(shared.keys_free(ring.stage()), ring.parity() ^ 1);
-      arrive_expecting(shared.keys_full(ring.stage()), Tile::kKeyBytes);
-#pragma unroll
-      for (int block = 0; block < Tile::kColumnBlocks; ++block) {
-        load_box(shared.keys(ring.stage()) + block * Tile::kKeyBlockBytes, p.k,
-                 {block * kColumnBlock, key_tile * Tile::kBlockK, tile.kv_head, tile.batch},
-                 shared.keys_full(ring.stage()), L2Policy::kEvictLast);
-      }
-      if (key_tile == tile.key_tiles - 1) {
-        wait(shared.queries_free(), queries_parity ^ 1);
-        queries_parity ^= 1;
-        arrive_expecting(shared.queries_full(), Tile::kQueryBytes);
+    bool announced = false;
+#pragma unroll 1
+    for (int segment = 0; segment < p.num_segments; ++segment) {
+      const int key_tiles = SeenKeys<Tile>(p.keys[segment], tile).tiles;
+      if (key_tiles == 0) continue;
+      if constexpr (p.kArriving) arrived.wait_for(segment, p.keys[segment].arrivals);
+      const CUtensorMap &keys = p.maps[segment].k, &values = p.maps[segment].v;
+
+      const auto load_values = [&](RingPosition at, int key_tile) {
+        wait(shared.values_free(at.stage()), at.parity() ^ 1);
+        arrive_expecting(shared.values_full(at.stage()), Tile::kKeyBytes);
 #pragma unroll
         for (int block = 0; block < Tile::kColumnBlocks; ++block) {
-          load_box(shared.queries() + block * Tile::kQueryBlockBytes, p.q,
-                   {block * kColumnBlock, tile.first_row, tile.head, tile.batch},
-                   shared.queries_full(), L2Policy::kEvictFirst);
+          load_box(shared.values(at.stage()) + block * Tile::kKeyBlockBytes, values,
+                   {block * kColumnBlock, key_tile * Tile::kBlockK, kv_head, tile.batch},
+                   shared.values_full(at.stage()), L2Policy::kEvictLast);
         }
-      } else {
-        load_values(ring.previous(), key_tile + 1);
+      };
+
+#pragma unroll 1
+      for (int key_tile = key_tiles - 1; key_tile >= 0; --key_tile) {
+        wait(shared.keys_free(ring.stage()), ring.parity() ^ 1);
+        arrive_expecting(shared.keys_full(ring.stage()), Tile::kKeyBytes);
+#pragma unroll
+        for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+          load_box(shared.keys(ring.stage()) + block * Tile::kKeyBlockBytes, keys,
+                   {block * kColumnBlock, key_tile * Tile::kBlockK, kv_head, tile.batch},
+                   shared.keys_full(ring.stage()), L2Policy::kEvictLast);
+        }
+        if (key_tile < key_tiles - 1) {
+          load_values(ring.previous(), key_tile + 1);
+        } else if (!announced) {
+          announced = true;
+          announce(tile, Tile::kQueryBytes);
+#pragma unroll
+          for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+            load_box(shared.queries() + block * Tile::kQueryBlockBytes, p.q,
+                     {block * kColumnBlock, tile.first_row, tile.head, tile.batch},
+                     shared.queries_full(), L2Policy::kEvictFirst);
+          }
+        }
+        ++ring.count;
       }
-      ++ring.count;
+      load_values(ring.previous(), 0);
     }
-    load_values(ring.previous(), 0);
+    if (!announced) announce(tile, 0);
     if (p.fold) {  // into L2, while the last keys are attended
 #pragma unroll
       for (int block = 0; block < Tile::kColumnBlocks; ++block) {
@@ -83,6 +107,7 @@ __device__ __forceinline__ void produce(const KernelParams& p, const SharedMemor
       }
     }
   }
+  announce({-1, 0, 0, 0}, 0);
 }
 
 /// q = -q in the warpgroup's 64 rows, for a negative scale: online softmax wants the largest score.
@@ -138,12 +163,21 @@ __device__ __forceinline__ void issue_values(float (&out)[Tile::kHeadDim / 2],
   commit_products();
 }
 
+/// The next segment that the tile sees something of.
+template <typename Tile, int kSegments>
+__device__ __forceinline__ int seen_segment(const SegmentedParams<kSegments>& p,
+                                            const QueryTile& tile, int segment) {
+  while (segment < p.num_segments && SeenKeys<Tile>(p.keys[segment], tile).tiles == 0) ++segment;
+  return segment;
+}
+
 /// A consumer warpgroup: attends 64 rows of one tile after the other.
-template <typename Element, typename Tile>
-__device__ __forceinline__ void consume(const KernelParams& p, const SharedMemory<Tile>& shared,
-                                        int consumer) {
+template <typename Element, typename Tile, int kSegments>
+__device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
+                                        const SharedMemory<Tile>& shared, int consumer) {
   constexpr int kTurnThreads = 2 * kWarpgroupSize;  // one consumer waits, another one arrives
   const bool is_first_thread = threadIdx.x % kWarpgroupSize == 0;
+  const bool is_first_lane = threadIdx.x % 32 == 0;
   const int lane_row = consumer * 64 + threadIdx.x % kWarpgroupSize / 32 * 16 +
                        threadIdx.x % 32 / 4;  // within the tile
   const uint32_t queries = shared.queries() + consumer * 64 * kColumnBlockPitch;
@@ -154,28 +188,28 @@ __device__ __forceinline__ void consume(const KernelParams& p, const SharedMemor
   uint32_t queries_parity = 0;
   if (Tile::kPingPong && consumer == 0) named_barrier_arrive(my_turn, kTurnThreads);
 
-  for (TileSchedule schedule; schedule.tile() < p.order.tiles; ++schedule.turn) {
-    const QueryTile<Tile> tile(p, schedule.tile());
+  for (;;) {
+    wait(shared.queries_full(), queries_parity);
+    queries_parity ^= 1;
+    QueryTile tile = shared.tile();
+    if (!tile.exists()) break;
     float out[Tile::kHeadDim / 2] = {};
     OnlineSoftmax softmax;
-    const int rows_end = min(tile.first_row + Tile::kBlockQ, p.num_queries);
-    const bool all_final = tile.first_row >= p.final_begin && rows_end <= p.final_end;
-    const bool through_shared = all_final && !p.fold && tile.key_tiles > 0;
-
-    if (tile.key_tiles > 0) {
+    int segment = seen_segment<Tile>(p, tile, 0);
+    const bool sees_keys = segment < p.num_segments;
+    if (sees_keys) {
       uint32_t probabilities[Tile::kBlockK / 4];
-      wait(shared.queries_full(), queries_parity);
-      queries_parity ^= 1;
       if (p.negative_scale) negate_queries<Tile>(queries, kWarpgroupBarrier + consumer);
 
       const auto mask = [&](float(&scores)[Tile::kBlockK / 2], int key_tile) {
         const int first_key = key_tile * Tile::kBlockK;
-        mask_scores(scores, tile.first_row + lane_row + p.segment.diagonal - first_key,
-                    p.segment.num_keys - first_key);
+        mask_scores(scores, tile.first_row + lane_row + p.keys[segment].diagonal - first_key,
+                    p.keys[segment].num_keys - first_key);
       };
 
-      // The last tile of keys: nothing to overlap it with yet.
-      int key_tile = tile.key_tiles - 1;
+      // The first tile of keys: nothing to overlap it with yet.
+      SeenKeys<Tile> seen(p.keys[segment], tile);
+      int key_tile = seen.tiles - 1;
       {
         float scores[Tile::kBlockK / 2];
         wait(shared.keys_full(ring.stage()), ring.parity());
@@ -211,12 +245,21 @@ __device__ __forceinline__ void consume(const KernelParams& p, const SharedMemor
         scale_accumulators(out, softmax.decay);
         ++ring.count;
       };
+      for (;;) {
 #pragma unroll 1
-      for (; key_tile >= tile.unmasked_tiles; --key_tile) attend(key_tile, std::true_type{});
+        for (; key_tile >= seen.unmasked; --key_tile) attend(key_tile, std::true_type{});
 #pragma unroll 1
-      for (; key_tile >= 0; --key_tile) attend(key_tile, std::false_type{});
+        for (; key_tile >= 0; --key_tile) attend(key_tile, std::false_type{});
+        if constexpr (kSegments == 1) break;
+        segment = seen_segment<Tile>(p, tile, segment + 1);
+        if (segment == p.num_segments) break;
+        seen = SeenKeys<Tile>(p.keys[segment], tile);
+        key_tile = seen.tiles - 1;
+      }
 
-      if (is_first_thread && (Tile::kSeparateOut || !through_shared)) {
+      tile = shared.tile();  // again: it need not stay in registers
+      __syncwarp();
+      if (is_first_lane && (Tile::kSeparateOut || !boxes_are_final<Tile>(p, tile))) {
         arrive(shared.queries_free());
       }
       const RingPosition last = ring.previous();
@@ -224,16 +267,21 @@ __device__ __forceinline__ void consume(const KernelParams& p, const SharedMemor
       issue_values<Element, Tile>(out, probabilities, shared.values(last.stage()));
       wait_for_products<0>();
       if (is_first_thread) arrive(shared.values_free(last.stage()));
+    } else {
+      __syncwarp();  // all lanes have read the tile
+      if (is_first_lane) arrive(shared.queries_free());
     }
 
+    bool failed = false;
+    if constexpr (p.kArriving) failed = p.failed != nullptr && load_relaxed_system(p.failed) != 0;
     const int warp_row = tile.first_row + lane_row - threadIdx.x % 32 / 4;
-    const RowResults rows(p, tile.batch, tile.head, warp_row, softmax);
-    if (through_shared) {
+    const RowResults rows(p, tile, warp_row, softmax, failed);
+    if (sees_keys && boxes_are_final<Tile>(p, tile)) {
       store_through_shared<Element, Tile>(p, tile, tile.first_row + consumer * 64, rows, out,
                                           shared.results() + consumer * 64 * kColumnBlockPitch,
                                           kWarpgroupBarrier + consumer);
-      if (!Tile::kSeparateOut && is_first_thread) {
-        wait_for_stores_to_read();
+      if (!Tile::kSeparateOut && is_first_lane) {
+        wait_for_stores_to_read();  // those of this thread, if it is the one that issued them
         arrive(shared.queries_free());
       }
     } else {
@@ -243,9 +291,9 @@ __device__ __forceinline__ void consume(const KernelParams& p, const SharedMemor
   if (is_first_thread) wait_for_stores_to_read();  // shared memory goes with the thread block
 }
 
-template <typename Element, typename Tile>
+template <typename Element, typename Tile, int kSegments>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    block_attention_kernel(const __grid_constant__ KernelParams p) {
+    block_attention_kernel(const __grid_constant__ SegmentedParams<kSegments> p) {
   extern __shared__ unsigned char dynamic_shared[];
   const SharedMemory<Tile> shared(dynamic_shared);
   const int warpgroup = threadIdx.x / kWarpgroupSize;
@@ -255,7 +303,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
   if (warpgroup == 0) {
     release_registers<Tile::kProducerRegisters>();
-    if (threadIdx.x / 32 == 0 && elect_one_lane()) produce<Tile>(p, shared);
+    if (threadIdx.x / 32 == 0) {
+      if (elect_one_lane()) produce<Tile>(p, shared);
+      __syncwarp();
+      finish<p.kArriving>(p.words);
+    }
   } else {
     take_registers<Tile::kConsumerRegisters>();
     consume<Element, Tile>(p, shared, warpgroup - 1);

@@ -19,32 +19,35 @@ namespace ringattn::cuda::sm90 {
 /// What a lane's two rows need to be finished.
 struct RowResults {
   int row[2];
+  int rows_end;
   float keep[2];  // of the state
   float norm[2];  // of the accumulators
   bool empty[2];  // a row that saw nothing is 0 whatever the values that its tile was multiplied
                   // with
 
   /// Also writes lse.
-  __device__ __forceinline__ RowResults(const KernelParams& p, int batch, int head, int first_row,
-                                        const OnlineSoftmax& softmax) {
-    float* lse = p.lse + batch * p.lse_batch_stride + head * p.lse_head_stride;
+  __device__ __forceinline__ RowResults(const KernelParams& p, const QueryTile& tile, int first_row,
+                                        const OnlineSoftmax& softmax, bool failed)
+      : rows_end(tile.rows_end) {
+    float* lse = p.lse + tile.batch * p.lse_batch_stride + tile.head * p.lse_head_stride;
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       row[half] = first_row + lane / 4 + 8 * half;
       const float sum = softmax.row_sum(half);
       float row_lse = softmax.lse(half, sum, p.scale_log2);
-      empty[half] = row_lse == -INFINITY;
       norm[half] = reciprocal(sum);
+      if (failed) row_lse = norm[half] = NAN;
+      empty[half] = row_lse == -INFINITY;
       keep[half] = 0.0f;
       if (p.fold) {
-        const MergeWeights weights(row[half] < p.num_queries ? lse[row[half]] : -INFINITY, row_lse);
+        const MergeWeights weights(row[half] < rows_end ? lse[row[half]] : -INFINITY, row_lse);
         keep[half] = weights.first;
         norm[half] *= weights.second;
         row_lse = weights.lse;
       }
       __syncwarp();  // the quad has read lse
-      if (lane % 4 == 0 && row[half] < p.num_queries) lse[row[half]] = row_lse;
+      if (lane % 4 == 0 && row[half] < rows_end) lse[row[half]] = row_lse;
     }
   }
 
@@ -53,13 +56,20 @@ struct RowResults {
   }
 };
 
+/// Whether the tile's results can leave through the copy engine: all of them are final, and rows
+/// that its boxes have more than the tile are past the tensor's end.
+template <typename Tile>
+__device__ __forceinline__ bool boxes_are_final(const KernelParams& p, const QueryTile& tile) {
+  return !p.fold && tile.first_row >= p.final_begin && tile.rows_end <= p.final_end &&
+         (tile.rows_end == tile.first_row + Tile::kBlockQ || tile.rows_end == p.num_queries);
+}
+
 /// Rounds the warpgroup's 64 rows and has the copy engine store them; returns before it has.
 ///   shared: of the warpgroup, [kHeadDim / 64][64][64], blocks kQueryBlockBytes apart
 ///   barrier: a named one for the 128 threads
 template <typename Element, typename Tile>
-__device__ __forceinline__ void store_through_shared(const KernelParams& p,
-                                                     const QueryTile<Tile>& tile, int first_row,
-                                                     const RowResults& rows,
+__device__ __forceinline__ void store_through_shared(const KernelParams& p, const QueryTile& tile,
+                                                     int first_row, const RowResults& rows,
                                                      const float (&out)[Tile::kHeadDim / 2],
                                                      uint32_t shared, int barrier) {
   const int thread = threadIdx.x % kWarpgroupSize, lane = threadIdx.x % 32;
@@ -94,7 +104,7 @@ __device__ __forceinline__ void store_through_shared(const KernelParams& p,
 
 /// Merges with the state where there is one; each row goes to `out` or to `state`.
 template <typename Element, typename Tile>
-__device__ __forceinline__ void store_directly(const KernelParams& p, const QueryTile<Tile>& tile,
+__device__ __forceinline__ void store_directly(const KernelParams& p, const QueryTile& tile,
                                                const RowResults& rows,
                                                const float (&out)[Tile::kHeadDim / 2]) {
   constexpr int kTiles = Tile::kHeadDim / 8;         // of 8 columns
@@ -114,7 +124,7 @@ __device__ __forceinline__ void store_directly(const KernelParams& p, const Quer
       for (int i = 0; i < kBatch; ++i) {
         const int column = 8 * (begin + i) + first_column;
         before[half][i] = make_float2(0.0f, 0.0f);
-        if (p.fold && rows.row[half] < p.num_queries && column < p.head_dim) {
+        if (p.fold && rows.row[half] < rows.rows_end && column < p.head_dim) {
           before[half][i] = *reinterpret_cast<const float2*>(
               state + rows.row[half] * p.state_memory.row_stride + column);
         }
@@ -131,7 +141,7 @@ __device__ __forceinline__ void store_directly(const KernelParams& p, const Quer
             fmaf(before[half][i].x, rows.keep[half], rows.finished(half, out[accumulator]));
         const float y =
             fmaf(before[half][i].y, rows.keep[half], rows.finished(half, out[accumulator + 1]));
-        if (row >= p.num_queries || column >= p.head_dim) continue;
+        if (row >= rows.rows_end || column >= p.head_dim) continue;
         if (is_final) {
           *reinterpret_cast<uint32_t*>(rounded + row * p.out_memory.row_stride + column) =
               pack<Element>(x, y);

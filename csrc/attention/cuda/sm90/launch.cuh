@@ -28,72 +28,99 @@ inline cudaError_t device_limits(DeviceLimits& limits) {
   return cudaDeviceGetAttribute(&limits.l2_bytes, cudaDevAttrL2CacheSize, device);
 }
 
-/// Slices of equal numbers of key heads whose keys and values take a third of L2 or less.
+/// Slices of equal numbers of KV heads whose keys and values take a third of L2 or less, none wider
+/// than an arrival.
 template <typename Tile>
 TileOrder tile_order(const BlockAttentionParams& p, const DeviceLimits& limits) {
   constexpr int kElementBytes = 2;
-  const int64_t kv_head_bytes = int64_t{2} * p.num_keys * p.head_dim * kElementBytes;
+  int64_t num_keys = 1;
+  int split = 0;
+  bool arriving = false;
+  for (int i = 0; i < p.num_segments; ++i) {
+    num_keys += p.segments[i].num_keys;
+    split = std::max(split, p.segments[i].first_query);
+    arriving = arriving || p.segments[i].arrivals != nullptr;
+  }
   const int64_t kv_heads = int64_t{p.batch} * p.num_kv_heads;
-  const int64_t fitting = std::clamp<int64_t>(limits.l2_bytes / 3 / kv_head_bytes, 1, kv_heads);
+  const int64_t together = arriving ? int64_t{p.batch} * p.kv_heads_per_arrival : kv_heads;
+  const int64_t kv_head_bytes = int64_t{2} * num_keys * p.head_dim * kElementBytes;
+  const int64_t fitting = std::clamp<int64_t>(limits.l2_bytes / 3 / kv_head_bytes, 1, together);
   const int64_t slices = (kv_heads + fitting - 1) / fitting;
   const int64_t kv_heads_per_slice = (kv_heads + slices - 1) / slices;
 
   TileOrder order;
-  order.query_tiles = (p.num_queries + Tile::kBlockQ - 1) / Tile::kBlockQ;
+  order.split = std::min(split, p.num_queries);
+  order.late_row_tiles = (p.num_queries - order.split + Tile::kBlockQ - 1) / Tile::kBlockQ;
+  order.early_row_tiles = (order.split + Tile::kBlockQ - 1) / Tile::kBlockQ;
   order.heads = p.batch * p.num_heads;
   order.heads_per_slice = static_cast<int>(kv_heads_per_slice) * (p.num_heads / p.num_kv_heads);
   order.slices = (order.heads + order.heads_per_slice - 1) / order.heads_per_slice;
-  order.slice_tiles = order.query_tiles * order.heads_per_slice;
-  order.tiles = order.query_tiles * order.heads;
+  order.late_tiles = order.late_row_tiles * order.heads;
+  order.tiles = order.late_tiles + order.early_row_tiles * order.heads;
   return order;
 }
 
+/// Maps of queries, results and state.
 template <typename Tile>
-cudaError_t make_tensor_maps(const BlockAttentionParams& p, KernelParams& params) {
-  const auto map = [&](const Strided& x, DataType dtype, int rows, int heads, int box_rows,
-                       CUtensorMap& to) {
-    return make_tensor_map(x, dtype, p.batch, rows, heads, p.head_dim, box_rows, to);
+cudaError_t make_query_maps(const BlockAttentionParams& p, KernelParams& params) {
+  const auto map = [&](const Strided& x, DataType dtype, int box_rows, CUtensorMap& to) {
+    return make_tensor_map(x, dtype, p.batch, p.num_queries, p.num_heads, p.head_dim, box_rows, to);
   };
-  cudaError_t error = map(p.q, p.dtype, p.num_queries, p.num_heads, Tile::kBlockQ, params.q);
-  if (error == cudaSuccess) {
-    error = map(p.k, p.dtype, p.num_keys, p.num_kv_heads, Tile::kBlockK, params.k);
-  }
-  if (error == cudaSuccess) {
-    error = map(p.v, p.dtype, p.num_keys, p.num_kv_heads, Tile::kBlockK, params.v);
-  }
+  cudaError_t error = map(p.q, p.dtype, Tile::kBlockQ, params.q);
   if (error == cudaSuccess && p.final_begin < p.final_end && !p.fold) {
-    error = map(p.out, p.dtype, p.num_queries, p.num_heads, 64, params.out);
+    error = map(p.out, p.dtype, 64, params.out);
   }
   if (error == cudaSuccess && p.fold) {
-    error =
-        map(p.state, DataType::kFloat32, p.num_queries, p.num_heads, Tile::kBlockQ, params.state);
+    error = map(p.state, DataType::kFloat32, Tile::kBlockQ, params.state);
   }
   return error;
 }
 
-template <typename Element, int kHeadDim>
-cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
-  using Tile = TileFor<kHeadDim>;
-  const int64_t query_tiles = (int64_t{p.num_queries} + Tile::kBlockQ - 1) / Tile::kBlockQ;
+/// The segments that have keys. Each has maps of its own, which end where it ends: what lies behind
+/// it is never read.
+template <typename Tile, int kSegments>
+cudaError_t add_segments(const BlockAttentionParams& p, SegmentedParams<kSegments>& params) {
+  for (int i = 0; i < p.num_segments; ++i) {
+    const KeySegment& from = p.segments[i];
+    if (from.num_keys == 0) continue;
+    const auto map = [&](const Strided& x, CUtensorMap& to) {
+      return make_tensor_map(x, p.dtype, p.batch, from.num_keys, p.num_kv_heads, p.head_dim,
+                             Tile::kBlockK, to);
+    };
+    const int segment = params.num_segments++;
+    cudaError_t error = map(from.k, params.maps[segment].k);
+    if (error == cudaSuccess) error = map(from.v, params.maps[segment].v);
+    if (error != cudaSuccess) return error;
+    params.keys[segment] = {from.num_keys, from.diagonal, from.first_query, from.arrivals};
+  }
+  return cudaSuccess;
+}
+
+template <typename Element, typename Tile, int kSegments>
+cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream) {
+  const int64_t query_tiles = (int64_t{p.num_queries} + Tile::kBlockQ - 1) / Tile::kBlockQ + 1;
   // Numbers of tiles are 32 bits wide, the first one past the end of a block's turns included.
   if (query_tiles * p.batch * p.num_heads > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
 
   DeviceLimits limits;
   cudaError_t error = device_limits(limits);
   if (error != cudaSuccess) return error;
-  KernelParams params = {};
-  error = make_tensor_maps<Tile>(p, params);
+  SegmentedParams<kSegments> params = {};
+  error = make_query_maps<Tile>(p, params);
+  if (error == cudaSuccess) error = add_segments<Tile>(p, params);
   if (error != cudaSuccess) return error;
 
   params.order = tile_order<Tile>(p, limits);
-  params.segment = {p.num_keys, p.diagonal};
+  params.kv_heads_per_arrival = std::max(p.kv_heads_per_arrival, 1);
+  params.words = p.words;
+  params.failed = p.failed;
   params.out_memory = p.out;
   params.state_memory = p.state;
   params.lse = p.lse;
   params.lse_batch_stride = p.lse_batch_stride;
   params.lse_head_stride = p.lse_head_stride;
+  params.batch = p.batch;
   params.num_queries = p.num_queries;
-  params.num_heads = p.num_heads;
   params.heads_per_kv_head = p.num_heads / p.num_kv_heads;
   params.head_dim = p.head_dim;
   params.final_begin = p.final_begin;
@@ -103,13 +130,21 @@ cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t s
   params.negative_scale = p.scale < 0.0f;
   params.fold = p.fold;
 
-  const auto kernel = block_attention_kernel<Element, Tile>;
+  const auto kernel = block_attention_kernel<Element, Tile, kSegments>;
   error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
   if (error != cudaSuccess) return error;
   const int blocks = std::min(limits.multiprocessors, params.order.tiles);
   kernel<<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(params);
   return cudaGetLastError();
+}
+
+template <typename Element, int kHeadDim>
+cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
+  using Tile = TileFor<kHeadDim>;
+  const bool alone = p.num_segments == 1 && p.words.num_arrivals == 0 && p.failed == nullptr;
+  return alone ? launch_segmented<Element, Tile, 1>(p, stream)
+               : launch_segmented<Element, Tile, kMaxSegments>(p, stream);
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -11,33 +11,39 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// The order in which tiles are taken: slices of heads whose keys and values fit L2 together;
-/// within a slice, query tiles by length, the slice's heads next to each other.
+/// The order in which tiles are taken. Queries from `split` on, which see more segments than those
+/// before it, come first. Both parts go by slices of heads whose keys and values fit L2 together
+/// and arrive together; within a slice by length, the slice's heads next to each other.
 struct TileOrder {
   int tiles;
-  int query_tiles;      // of one head
+  int split;            // a tile's queries lie on one side of it
+  int late_tiles;       // of all heads, from the split on
+  int late_row_tiles;   // of one head, from the split on
+  int early_row_tiles;  // of one head, before the split
   int heads;            // B * H
   int heads_per_slice;  // whole groups of H / H_kv
   int slices;
-  int slice_tiles;  // of a whole slice
 };
 
-/// Keys under one diagonal. A call attends one segment.
-struct KeySegment {
+/// Keys under one diagonal: KeySegment without its memory.
+struct KeyBounds {
   int num_keys;
   int diagonal;
+  int first_query;
+  const uint32_t* arrivals;  // [slices of KV heads]; null: the keys are there
 };
 
 /// What the kernel is told. Maps of memory: (D, rows, heads, batch).
 struct KernelParams {
   CUtensorMap q;      // in boxes of [kBlockQ, 64]
-  CUtensorMap k;      // [kBlockK, 64]
-  CUtensorMap v;      // [kBlockK, 64]
   CUtensorMap out;    // [64, 64]; only where rows are final
   CUtensorMap state;  // [kBlockQ, 64]; only with fold, for prefetching
 
   TileOrder order;
-  KeySegment segment;
+  int num_segments;
+  int kv_heads_per_arrival;
+  LaunchWords words;
+  const uint32_t* failed;
 
   Strided out_memory;    // [B, S_q, H, D], 16-bit
   Strided state_memory;  // [B, S_q, H, D], float32
@@ -45,8 +51,8 @@ struct KernelParams {
   int64_t lse_batch_stride;
   int64_t lse_head_stride;
 
+  int batch;
   int num_queries;
-  int num_heads;
   int heads_per_kv_head;
   int head_dim;
   int final_begin;
@@ -56,10 +62,25 @@ struct KernelParams {
   bool fold;
 };
 
+/// What a kernel for up to kSegments of them is told. One segment alone is there when the launch
+/// begins; more may arrive meanwhile.
+template <int kSegments>
+struct SegmentedParams : KernelParams {
+  static constexpr bool kArriving = kSegments > 1;
+
+  struct Maps {
+    CUtensorMap k;  // [kBlockK, 64]
+    CUtensorMap v;  // [kBlockK, 64]
+  } maps[kSegments];
+  KeyBounds keys[kSegments];
+};
+
+constexpr int kMaxSegments = 16;
+
 /// Whether the current device is of compute capability 9.0: code for sm_90a runs nowhere else.
 bool available();
 
-/// Whether this family is for such calls: 16-bit types, and keys to attend.
+/// Whether this family is for such calls: 16-bit types, kMaxSegments segments at most.
 bool supports(const BlockAttentionParams& p);
 
 /// Enqueues p, which must be aligned and supported, on an available device. cudaErrorNotSupported,

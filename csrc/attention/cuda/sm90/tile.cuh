@@ -59,6 +59,16 @@ template <> struct TileFor<128> : TileShape<128, 2, 128, false, 24, 240> {};
 template <> struct TileFor<256> : TileShape<256, 2, 80, true, 24, 240> {};
 // clang-format on
 
+/// One tile of queries of one head.
+struct QueryTile {
+  int first_row;  // negative: none, there are no more tiles
+  int rows_end;
+  int batch;
+  int head;
+
+  __device__ __forceinline__ bool exists() const { return first_row >= 0; }
+};
+
 /// Addresses in shared memory.
 template <typename Tile>
 struct SharedMemory {
@@ -89,9 +99,25 @@ struct SharedMemory {
     return barrier(8 + stage);
   }
 
+  /// The tile whose queries these are: written before queries_full, read after it.
+  __device__ __forceinline__ void set_tile(const QueryTile& tile) const {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(barrier(10)), "r"(tile.first_row),
+                 "r"(tile.rows_end), "r"(tile.batch), "r"(tile.head)
+                 : "memory");
+  }
+  __device__ __forceinline__ QueryTile tile() const {
+    QueryTile tile;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tile.first_row), "=r"(tile.rows_end), "=r"(tile.batch), "=r"(tile.head)
+                 : "r"(barrier(10))
+                 : "memory");
+    return tile;
+  }
+
   __device__ __forceinline__ void init_barriers() const {
     init_barrier(queries_full(), 1);
-    init_barrier(queries_free(), Tile::kConsumers);
+    // Each warp by itself: its threads have read the tile.
+    init_barrier(queries_free(), Tile::kConsumers * kWarpgroupSize / 32);
     for (int stage = 0; stage < kStages; ++stage) {
       init_barrier(keys_full(stage), 1);
       init_barrier(keys_free(stage), Tile::kConsumers);
@@ -116,53 +142,63 @@ struct RingPosition {
   __device__ __forceinline__ RingPosition previous() const { return {count - 1}; }
 };
 
-/// One tile of queries of one head, and the keys it sees.
+/// Number `tile` in the order.
 template <typename Tile>
-struct QueryTile {
-  int batch;
-  int head;
-  int kv_head;
-  int first_row;
-  int key_tiles;       // that the tile's last row sees something of
-  int unmasked_tiles;  // the first so many are seen whole by all its rows
+__device__ __forceinline__ QueryTile query_tile(const KernelParams& p, int tile) {
+  const TileOrder& order = p.order;
+  const bool is_late = tile < order.late_tiles;
+  const int in_part = is_late ? tile : tile - order.late_tiles;
+  const int row_tiles = is_late ? order.late_row_tiles : order.early_row_tiles;
+  const int slice = in_part / (order.heads_per_slice * row_tiles);
+  const int in_slice = in_part - slice * order.heads_per_slice * row_tiles;
+  const int first_head = slice * order.heads_per_slice;
+  const int heads = min(order.heads_per_slice, order.heads - first_head);
+  const int row_of_tiles = in_slice / heads;
+  // Slices are walked longest tile first, shortest first, and so on; the last one longest first.
+  const bool longest_first = (order.slices - 1 - slice) % 2 == 0;
+  const int row_tile = longest_first ? row_tiles - 1 - row_of_tiles : row_of_tiles;
+  // Batch entries of a KV head lie next to each other, as they arrive.
+  const int head_of_all = first_head + in_slice - row_of_tiles * heads;
+  const int group = head_of_all / p.heads_per_kv_head;
+  const int kv_head = group / p.batch;
 
-  __device__ __forceinline__ QueryTile(const KernelParams& p, int tile) {
-    const TileOrder& order = p.order;
-    const int slice = tile / order.slice_tiles;
-    const int in_slice = tile - slice * order.slice_tiles;
-    const int first_head = slice * order.heads_per_slice;
-    const int heads = min(order.heads_per_slice, order.heads - first_head);
-    const int row_of_tiles = in_slice / heads;
-    const int head_of_all = first_head + in_slice - row_of_tiles * heads;
-    batch = head_of_all / p.num_heads;
-    head = head_of_all - batch * p.num_heads;
-    kv_head = head / p.heads_per_kv_head;
-    // Slices are walked longest tile first, shortest first, and so on; the last one longest first.
-    const bool longest_first = (order.slices - 1 - slice) % 2 == 0;
-    first_row =
-        (longest_first ? order.query_tiles - 1 - row_of_tiles : row_of_tiles) * Tile::kBlockQ;
+  QueryTile at;
+  at.first_row = (is_late ? order.split : 0) + row_tile * Tile::kBlockQ;
+  at.rows_end = min(at.first_row + Tile::kBlockQ, is_late ? p.num_queries : order.split);
+  at.batch = group - kv_head * p.batch;
+  at.head = kv_head * p.heads_per_kv_head + head_of_all - group * p.heads_per_kv_head;
+  return at;
+}
 
-    const int rows_end = min(first_row + Tile::kBlockQ, p.num_queries);
-    const int seen_by_last = min(p.segment.num_keys, rows_end + p.segment.diagonal);
-    const int seen_by_first = min(p.segment.num_keys, first_row + 1 + p.segment.diagonal);
-    key_tiles = (max(seen_by_last, 0) + Tile::kBlockK - 1) / Tile::kBlockK;
-    unmasked_tiles = max(seen_by_first, 0) / Tile::kBlockK;
+/// What a tile of queries sees of a segment, in tiles of keys.
+template <typename Tile>
+struct SeenKeys {
+  int tiles;     // that the last row sees something of
+  int unmasked;  // the first so many are seen whole by all rows
+
+  __device__ __forceinline__ SeenKeys(const KeyBounds& keys, const QueryTile& tile) {
+    const bool any = tile.first_row >= keys.first_query;
+    const int by_last = any ? min(keys.num_keys, tile.rows_end + keys.diagonal) : 0;
+    const int by_first = min(keys.num_keys, tile.first_row + 1 + keys.diagonal);
+    tiles = (max(by_last, 0) + Tile::kBlockK - 1) / Tile::kBlockK;
+    unmasked = max(by_first, 0) / Tile::kBlockK;
   }
 };
 
-/// The tiles of this thread block: every gridDim.x-th, there and back again.
+/// The tiles that this thread block takes: every gridDim.x-th, there and back again, or, where
+/// there are words, the next one that nobody has.
 ///
-/// Note: nothing is handed out at run time, so there is no counter to reset, and calls on several
-/// streams or in graphs cannot disturb each other. It is as balanced as handing out the longest
-/// tile next: lengths rise and fall slowly along the order (QueryTile), blocks go through it in
-/// turns of alternating direction, so two turns give every block the same, and the last turn holds
-/// the shortest tiles.
+/// Note: sharing out beforehand is as balanced as handing out the longest tile next, as long as all
+/// blocks run at the same speed from the same moment on: lengths rise and fall slowly along the
+/// order (query_tile), blocks go through it in turns of alternating direction, so two turns give
+/// every block the same, and the last turn holds the shortest tiles. It needs no memory.
 struct TileSchedule {
   int turn = 0;
 
-  __device__ __forceinline__ int tile() const {
+  __device__ __forceinline__ int take(const LaunchWords& words) {
+    if (words.data != nullptr) return atomicAdd(words.data + LaunchWords::kTilesTaken, 1);
     const int block = turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-    return turn * gridDim.x + block;
+    return turn++ * gridDim.x + block;
   }
 };
 
