@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <random>
 #include <set>
 #include <vector>
 
@@ -15,6 +14,7 @@
 #include "attention/cuda/sm80/products.cuh"
 #include "attention/cuda/sm80/softmax.cuh"
 #include "catch.h"
+#include "device.h"
 
 // The building blocks of the portable kernels, one warp each, against plain loops.
 
@@ -26,52 +26,6 @@ using namespace ringattn::cuda::sm80;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr int kRows = 16, kKeys = 32;
-
-bool has_device() {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) return true;
-  WARN("no CUDA device: skipped");
-  return false;
-}
-
-/// Device memory of n elements, copied in and out.
-template <typename T>
-class DeviceArray {
- public:
-  explicit DeviceArray(const std::vector<T>& values) : size_(values.size()) {
-    REQUIRE(cudaMalloc(&data_, size_ * sizeof(T)) == cudaSuccess);
-    REQUIRE(cudaMemcpy(data_, values.data(), size_ * sizeof(T), cudaMemcpyDefault) == cudaSuccess);
-  }
-  ~DeviceArray() { cudaFree(data_); }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-
-  T* data() const { return data_; }
-  std::vector<T> values() const {
-    std::vector<T> values(size_);
-    REQUIRE(cudaMemcpy(values.data(), data_, size_ * sizeof(T), cudaMemcpyDefault) == cudaSuccess);
-    return values;
-  }
-
- private:
-  T* data_ = nullptr;
-  size_t size_;
-};
-
-std::vector<float> random_values(size_t n, int seed) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal;
-  std::vector<float> values(n);
-  for (float& value : values) value = normal(generator);
-  return values;
-}
-
-template <typename Element>
-std::vector<Element> rounded(const std::vector<float>& values) {
-  std::vector<Element> result;
-  for (float value : values) result.push_back(Element(value));
-  return result;
-}
 
 /// s = q @ k.T and o = s @ v, computed as attention does: tiles copied into shared memory, scores
 /// in registers. q [kRows, head_dim], k and v [kKeys, head_dim], s [kRows, kKeys].
