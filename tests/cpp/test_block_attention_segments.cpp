@@ -1,0 +1,416 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "attention/block_attention.h"
+#include "attention/cuda/block_attention.h"
+#include "attention/kernel_params.h"
+#include "catch.h"
+#include "reference.h"
+
+// One launch over a list of key segments, beside one call for each of them, and beside float64.
+
+using ringattn::AttentionResult;
+using ringattn::BlockAttentionParams;
+using ringattn::KeySegment;
+using ringattn::LaunchWords;
+using ringattn::testing::max_error;
+
+namespace {
+
+constexpr double kScale = 0.11;
+constexpr int64_t kBatch = 2, kHeads = 8, kKvHeads = 4;
+const double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+struct Shape {
+  int64_t num_keys;
+  int64_t diagonal;     // kAll: no mask
+  int64_t first_query;  // rows before it see nothing
+};
+constexpr int64_t kAll = 1 << 20;
+
+struct Segment {
+  at::Tensor k, v;  // [B, S_k, H_kv, D], with NaN behind them
+  int64_t diagonal;
+  int64_t first_query;
+};
+
+/// x with rows of NaN behind those of each batch entry.
+at::Tensor with_poison(const at::Tensor& x) {
+  at::Tensor poisoned =
+      at::full({x.size(0), x.size(1) + 200, x.size(2), x.size(3)}, kNaN, x.options());
+  poisoned.narrow(1, 0, x.size(1)).copy_(x);
+  return poisoned.narrow(1, 0, x.size(1));
+}
+
+struct Problem {
+  at::Tensor q;  // [B, S_q, H, D]
+  std::vector<Segment> segments;
+
+  Problem(int64_t num_queries, const std::vector<Shape>& shapes, int64_t head_dim,
+          at::ScalarType dtype) {
+    const auto options = at::TensorOptions(at::kCUDA).dtype(dtype);
+    const auto random = [&](int64_t rows, int64_t heads) {
+      return at::randn({kBatch, rows, heads, head_dim}, options);
+    };
+    q = random(num_queries, kHeads);
+    for (const Shape& shape : shapes) {
+      segments.push_back({with_poison(random(shape.num_keys, kKvHeads)),
+                          with_poison(random(shape.num_keys, kKvHeads)),
+                          std::clamp(shape.diagonal, -num_queries, shape.num_keys),
+                          shape.first_query});
+    }
+  }
+
+  at::TensorOptions wide() const { return q.options().dtype(at::kFloat); }
+};
+
+/// What a call leaves behind, everything that it did not write being NaN.
+struct Results {
+  at::Tensor out;    // [B, S_q, H, D], q's dtype
+  at::Tensor state;  // [B, S_q, H, D], float32
+  at::Tensor lse;    // [B, H, S_q]
+
+  explicit Results(const Problem& problem)
+      : out(at::full_like(problem.q, kNaN)),
+        state(at::full(problem.q.sizes(), kNaN, problem.wide())),
+        lse(at::full({kBatch, kHeads, problem.q.size(1)}, kNaN, problem.wide())) {}
+};
+
+/// What a launch over a list is told beside its tensors.
+struct Launch {
+  int64_t final_begin = 0, final_end = 0;
+  bool fold = false;
+  at::Tensor words;  // int32 [2 + num_arrivals]
+  int64_t kv_heads_per_arrival = 0;
+  at::Tensor failed;  // int32 [1]
+};
+
+cudaError_t attend_list(const Problem& problem, const Launch& launch, Results& results) {
+  const bool arriving = launch.kv_heads_per_arrival > 0;
+  LaunchWords words;
+  if (launch.words.defined()) {
+    words.data = reinterpret_cast<uint32_t*>(launch.words.data_ptr());
+    words.num_arrivals = launch.words.numel() - LaunchWords::kFirstArrival;
+  }
+  std::vector<KeySegment> segments;
+  for (const Segment& from : problem.segments) {
+    KeySegment& segment = segments.emplace_back();
+    segment.k = ringattn::strided(from.k);
+    segment.v = ringattn::strided(from.v);
+    segment.num_keys = from.k.size(1);
+    segment.diagonal = from.diagonal;
+    segment.first_query = from.first_query;
+    // The first one is this rank's own: it is there.
+    const int64_t slices = arriving ? kKvHeads / launch.kv_heads_per_arrival : 0;
+    if (arriving && segments.size() > 1) {
+      segment.arrivals = words.arrivals() + (segments.size() - 2) * slices;
+    }
+  }
+  BlockAttentionParams params;
+  params.q = ringattn::strided(problem.q);
+  params.out = ringattn::strided(results.out);
+  params.state = ringattn::strided(results.state);
+  params.lse = results.lse.data_ptr<float>();
+  params.lse_batch_stride = results.lse.stride(0);
+  params.lse_head_stride = results.lse.stride(1);
+  params.segments = segments.data();
+  params.num_segments = segments.size();
+  params.kv_heads_per_arrival = launch.kv_heads_per_arrival;
+  params.words = words;
+  if (launch.failed.defined()) {
+    params.failed = reinterpret_cast<const uint32_t*>(launch.failed.data_ptr());
+  }
+  params.batch = kBatch;
+  params.num_queries = problem.q.size(1);
+  params.num_heads = kHeads;
+  params.num_kv_heads = kKvHeads;
+  params.head_dim = problem.q.size(3);
+  params.final_begin = launch.final_begin;
+  params.final_end = launch.final_end;
+  params.scale = kScale;
+  params.dtype = ringattn::data_type(problem.q.scalar_type());
+  params.fold = launch.fold;
+  return ringattn::cuda::block_attention(params, ringattn::current_stream(problem.q));
+}
+
+/// One call for each segment, folded one into the other: the state over all of them.
+Results attend_chain(const Problem& problem) {
+  Results results(problem);
+  results.state.zero_();
+  results.lse.fill_(-std::numeric_limits<double>::infinity());
+  for (const Segment& segment : problem.segments) {
+    const int64_t first = segment.first_query, rows = problem.q.size(1) - first;
+    if (rows == 0) continue;
+    AttentionResult part;
+    part.state = results.state.narrow(1, first, rows);
+    part.lse = results.lse.narrow(2, first, rows);
+    part.fold = true;
+    ringattn::block_attention(problem.q.narrow(1, first, rows), segment.k, segment.v, kScale,
+                              segment.diagonal + first, part);
+  }
+  return results;
+}
+
+/// out [B, S_q, H, D] and lse [B, H, S_q] in float64, a row that sees nothing being 0 and -inf.
+std::pair<at::Tensor, at::Tensor> expected(const Problem& problem) {
+  const int64_t num_queries = problem.q.size(1);
+  std::vector<at::Tensor> keys, values, hidden;
+  const at::Tensor i = at::arange(num_queries, problem.q.options().dtype(at::kLong)).unsqueeze(1);
+  for (const Segment& segment : problem.segments) {
+    keys.push_back(segment.k.to(at::kDouble));
+    values.push_back(segment.v.to(at::kDouble));
+    const at::Tensor j = at::arange(segment.k.size(1), i.options()).unsqueeze(0);
+    hidden.push_back((j - i).gt(segment.diagonal).logical_or(i.lt(segment.first_query)));
+  }
+  const auto heads_first = [](const std::vector<at::Tensor>& x) {
+    return at::cat(x, 1).repeat_interleave(kHeads / kKvHeads, 2).transpose(1, 2);
+  };
+  const at::Tensor k = heads_first(keys), v = heads_first(values);  // [B, H, keys, D]
+  const at::Tensor q = problem.q.to(at::kDouble).transpose(1, 2);
+  const at::Tensor scores =
+      (at::matmul(q, k.transpose(2, 3)) * kScale)
+          .masked_fill(at::cat(hidden, 1), -std::numeric_limits<double>::infinity());
+  const at::Tensor lse = at::logsumexp(scores, {3});
+  const at::Tensor weights = at::exp(scores - lse.unsqueeze(3)).nan_to_num(0.0);
+  return {at::matmul(weights, v).transpose(1, 2), lse};
+}
+
+/// Cases run where the device has kernels for lists.
+bool can_run() {
+  if (at::hasCUDA() && at::detail::getCUDAHooks().deviceCount() > 0) {
+    BlockAttentionParams params;
+    KeySegment segment;
+    params.segments = &segment;
+    params.num_segments = 1;
+    params.head_dim = 64;
+    if (ringattn::cuda::attends_segments(params)) return true;
+  }
+  WARN("no device with kernels for lists of segments: skipped");
+  return false;
+}
+
+/// Own rows under the diagonal; a block nested inside, seen by the tail; one outside, its head half
+/// seen by all; none; one key.
+const std::vector<Shape> kZigzag = {{300, 0, 0},  {211, kAll, 141}, {130, kAll, 0},
+                                    {0, kAll, 0}, {1, kAll, 141},   {256, kAll, 141}};
+/// Diagonals that begin and end inside tiles, above and below; the first segment is seen by few.
+const std::vector<Shape> kDiagonals = {
+    {400, -290, 0}, {500, 77, 0}, {129, -100, 200}, {64, -300, 0}, {300, 0, 200}};
+
+at::Tensor no_words(int64_t num_arrivals = 0) {
+  return at::zeros({LaunchWords::kFirstArrival + num_arrivals},
+                   at::TensorOptions(at::kCUDA).dtype(at::kInt));
+}
+
+/// Keys and values of all segments but the first, which a side stream brings slice by slice, each a
+/// while after the one before it, into tensors that hold NaN.
+class LateArrivals {
+ public:
+  LateArrivals(Problem& problem, int64_t kv_heads_per_arrival, bool last_slice_first)
+      : slices_(kKvHeads / kv_heads_per_arrival), last_slice_first_(last_slice_first) {
+    for (size_t i = 1; i < problem.segments.size(); ++i) {
+      Segment& segment = problem.segments[i];
+      // [H_kv, 2, B, S_k, D]: what a slice brings lies together.
+      const at::Tensor wire =
+          at::stack({segment.k, segment.v}).permute({3, 0, 1, 2, 4}).contiguous();
+      from_.push_back(wire.cpu().pin_memory());
+      to_.push_back(at::empty_like(wire));
+      segment.k = to_.back().select(1, 0).permute({1, 2, 0, 3});
+      segment.v = to_.back().select(1, 1).permute({1, 2, 0, 3});
+    }
+  }
+
+  int64_t num_arrivals() const { return slices_ * static_cast<int64_t>(to_.size()); }
+
+  /// Enqueues it all; to be called before the launch that waits for it.
+  void bring(const at::Tensor& words) const {
+    for (const at::Tensor& to : to_) to.fill_(kNaN);
+    C10_CUDA_CHECK(cudaDeviceSynchronize());
+    for (int64_t n = 0; n < slices_; ++n) {
+      const int64_t slice = last_slice_first_ ? slices_ - 1 - n : n;
+      for (size_t i = 0; i < to_.size(); ++i) {
+        const int64_t word = LaunchWords::kFirstArrival + i * slices_ + slice;
+        C10_CUDA_CHECK(cudaLaunchHostFunc(
+            side_.stream(),
+            [](void*) { std::this_thread::sleep_for(std::chrono::microseconds(300)); }, nullptr));
+        copy(to_[i].chunk(slices_)[slice], from_[i].chunk(slices_)[slice]);
+        copy(words.narrow(0, word, 1), one_);
+      }
+    }
+  }
+
+  void synchronize() const { side_.synchronize(); }
+
+ private:
+  /// From pinned memory: by a copy engine, also while the kernel holds every multiprocessor.
+  void copy(const at::Tensor& to, const at::Tensor& from) const {
+    if (to.numel() == 0) return;
+    C10_CUDA_CHECK(cudaMemcpyAsync(to.data_ptr(), from.data_ptr(), from.nbytes(),
+                                   cudaMemcpyHostToDevice, side_.stream()));
+  }
+
+  int64_t slices_;
+  bool last_slice_first_;
+  c10::cuda::CUDAStream side_ = c10::cuda::getStreamFromPool(/*isHighPriority=*/true);
+  at::Tensor one_ = at::ones({1}, at::kInt).pin_memory();
+  std::vector<at::Tensor> from_, to_;
+};
+
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  return a.view(at::kByte).equal(b.view(at::kByte));
+}
+
+}  // namespace
+
+TEST_CASE("a list of segments is attention over all of them, as the chain of calls is") {
+  if (!can_run()) return;
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
+    for (const int64_t head_dim : {64, 72, 128, 256}) {
+      for (const auto& shapes : {kZigzag, kDiagonals}) {
+        for (const int64_t num_queries : {300, 201, 512}) {
+          const Problem problem(num_queries, shapes, head_dim, dtype);
+          const auto [out, lse] = expected(problem);
+          const Results chain = attend_chain(problem);
+          Results results(problem);
+          REQUIRE(attend_list(problem, {}, results) == cudaSuccess);
+          INFO("D " << head_dim << ", S_q " << num_queries << ", " << shapes.size() << " segments, "
+                    << dtype);
+          CHECK(results.out.isnan().all().item<bool>());
+          CHECK(max_error(results.lse, lse) < 1e-5);
+          CHECK(max_error(results.state, out) < 1.3 * max_error(chain.state, out) + 1e-6);
+          // Rows that are final leave rounded, and only they.
+          Results rounded(problem);
+          Launch launch;
+          launch.final_begin = 37;
+          launch.final_end = 190;
+          REQUIRE(attend_list(problem, launch, rounded) == cudaSuccess);
+          const auto final_rows = [](const at::Tensor& x) { return x.narrow(1, 37, 190 - 37); };
+          CHECK(same_bits(final_rows(rounded.out), final_rows(results.state).to(dtype)));
+          CHECK(final_rows(rounded.state).isnan().all().item<bool>());
+          CHECK(max_error(rounded.state.narrow(1, 190, 10), results.state.narrow(1, 190, 10)) == 0);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("a list of segments folds into a state, and leaves whole tiles rounded") {
+  if (!can_run()) return;
+  for (const int64_t head_dim : {64, 128, 256}) {
+    Problem problem(300, kZigzag, head_dim, at::kBFloat16);
+    const auto [out, lse] = expected(problem);
+    Results whole(problem);
+    Launch all_final;
+    all_final.final_end = 300;
+    REQUIRE(attend_list(problem, all_final, whole) == cudaSuccess);
+    CHECK(whole.state.isnan().all().item<bool>());
+
+    // The first two, then the others into their state.
+    Problem first = problem;
+    first.segments.resize(2);
+    Results results(problem);
+    REQUIRE(attend_list(first, {}, results) == cudaSuccess);
+    problem.segments.erase(problem.segments.begin(), problem.segments.begin() + 2);
+    all_final.fold = true;
+    REQUIRE(attend_list(problem, all_final, results) == cudaSuccess);
+    INFO("D " << head_dim);
+    CHECK(max_error(results.lse, lse) < 1e-5);
+    CHECK(max_error(whole.lse, lse) < 1e-5);
+    CHECK(max_error(results.out, out) < 1.3 * max_error(whole.out, out) + 1e-6);
+  }
+}
+
+TEST_CASE("a list without keys is attention too") {
+  if (!can_run()) return;
+  const Problem problem(130, {{0, kAll, 0}, {0, 0, 65}}, 64, at::kBFloat16);
+  Results results(problem);
+  REQUIRE(attend_list(problem, {}, results) == cudaSuccess);
+  CHECK(results.state.eq(0).all().item<bool>());
+  CHECK(results.lse.isneginf().all().item<bool>());
+}
+
+TEST_CASE("tiles handed out one by one give the same bits, launch after launch") {
+  if (!can_run()) return;
+  for (const auto& shapes : {std::vector<Shape>{{300, 0, 0}}, kZigzag}) {
+    const Problem problem(300, shapes, 128, at::kBFloat16);
+    Results shared_out(problem);
+    REQUIRE(attend_list(problem, {}, shared_out) == cudaSuccess);
+    Launch launch;
+    launch.words = no_words();
+    for (int repeat = 0; repeat < 20; ++repeat) {
+      Results results(problem);
+      REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
+      REQUIRE(same_bits(results.state, shared_out.state));
+      REQUIRE(same_bits(results.lse, shared_out.lse));
+      REQUIRE(launch.words.eq(0).all().item<bool>());
+    }
+  }
+}
+
+TEST_CASE("keys that arrive late are waited for, and the words are set back") {
+  if (!can_run()) return;
+  for (const int64_t head_dim : {64, 128, 256}) {
+    for (const int64_t kv_heads_per_arrival : {1, 2, 4}) {
+      for (const bool last_slice_first : {false, true}) {
+        Problem problem(300, kZigzag, head_dim, at::kBFloat16);
+        Results there(problem);
+        REQUIRE(attend_list(problem, {}, there) == cudaSuccess);
+        const LateArrivals arrivals(problem, kv_heads_per_arrival, last_slice_first);
+        Launch launch;
+        launch.words = no_words(arrivals.num_arrivals());
+        launch.kv_heads_per_arrival = kv_heads_per_arrival;
+        for (int repeat = 0; repeat < 3; ++repeat) {
+          INFO("D " << head_dim << ", " << kv_heads_per_arrival << " heads, " << repeat);
+          Results results(problem);
+          arrivals.bring(launch.words);
+          if (repeat == 2) arrivals.synchronize();  // all of them early
+          REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
+          REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+          REQUIRE(same_bits(results.state, there.state));
+          REQUIRE(same_bits(results.lse, there.lse));
+          REQUIRE(launch.words.eq(0).all().item<bool>());
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("a launch whose waits were released because of a failure leaves NaN") {
+  if (!can_run()) return;
+  for (const int64_t head_dim : {64, 128, 256}) {
+    const Problem problem(300, kZigzag, head_dim, at::kBFloat16);
+    Launch launch;
+    launch.final_end = 300;
+    launch.failed = at::ones({1}, at::TensorOptions(at::kCUDA).dtype(at::kInt));
+    launch.words = no_words((kZigzag.size() - 1) * kKvHeads).fill_(1);
+    launch.words.narrow(0, 0, LaunchWords::kFirstArrival).zero_();
+    launch.kv_heads_per_arrival = 1;
+    Results results(problem);
+    results.out.zero_();
+    results.lse.zero_();
+    REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
+    CHECK(results.out.isnan().all().item<bool>());
+    CHECK(results.lse.isnan().all().item<bool>());
+    CHECK(launch.words.eq(0).all().item<bool>());
+    launch.failed.zero_();
+    launch.words.narrow(0, LaunchWords::kFirstArrival, launch.words.numel() - 2).fill_(1);
+    REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
+    CHECK_FALSE(results.out.isnan().any().item<bool>());
+  }
+}
+
+TEST_CASE("kernels that take one segment refuse more, with nothing enqueued") {
+  if (!can_run()) return;
+  const Problem problem(40, {{40, 0, 0}, {30, kAll, 20}}, 64, at::kFloat);
+  Results results(problem);
+  CHECK(attend_list(problem, {}, results) == cudaErrorNotSupported);
+  CHECK(results.lse.isnan().all().item<bool>());
+}
