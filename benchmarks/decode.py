@@ -5,8 +5,9 @@
     python benchmarks/decode.py --shapes 8b,demo --contexts 4096,65536
 
 Weights are random, on the device; the cache is filled with random keys and values, spread evenly.
-Each token is timed by the host, from its predecessor's value to its own: as generation runs it,
-launches and the exchange between ranks included. The slowest rank counts. Columns:
+Each token is timed by the host, from its predecessor's value to its own: as a long generation runs
+it, launches and the exchange between ranks included, with CUDA graphs where it has them. The
+slowest rank counts. Columns:
 
 floor ms  bytes a rank must read for a token, its weights and its cached keys and values, over
           --bandwidth; of the rank with the most
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from ringattn import Partition
 from ringattn.generation import Sampling, _choose, _decode
 from ringattn.models import LLaMA, LLaMAConfig, ShardedKVCache, demo_model_path, load_model
-from ringattn.models.graphs import DecodeGraphs
+from ringattn.models.graphs import DecodeGraphs, record
 
 SHAPES = {
     "8b": LLaMAConfig(
@@ -169,7 +170,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=harness.integers, default=[4096, 65536])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", choices=harness.DTYPES, default="bfloat16")
-    parser.add_argument("--cuda-graphs", action="store_true", help="time tokens with graphs too")
+    parser.add_argument("--eager", action="store_true", help="time tokens without CUDA graphs too")
     parser.add_argument("--bandwidth", type=float, help="GB/s of the floor (default: of a copy)")
     options = parser.parse_args()
     with harness.process_group(options.device) as device, torch.inference_mode():
@@ -195,11 +196,12 @@ def main() -> None:
 def measure(
     report: harness.Report, model: LLaMA, shape: str, context: int, bandwidth: float, options
 ) -> None:
-    """One row, two with CUDA graphs."""
+    """One row, two where tokens are to be timed without CUDA graphs too."""
     partition = Partition.even(context, harness.world_size())
     floor = 1e3 * bytes_read(model, partition, options.batch) / (bandwidth * 1e9)
-    for cuda_graphs in (False, True) if options.cuda_graphs else (False,):
-        graphs = DecodeGraphs(model.base_model, options.batch) if cuda_graphs else None
+    recorded = record(model.base_model, options.batch)
+    ways = {shape: recorded, f"{shape}, eager": None} if options.eager else {shape: recorded}
+    for what, graphs in ways.items():
         found = error(model, partition, options.batch, graphs)
         tokens = options.warmup + options.rounds
         times = [
@@ -208,7 +210,7 @@ def measure(
         timing = harness.Timing(harness.from_all_ranks(times).amax(0).tolist(), times)
         report.add(
             {
-                "what": f"{shape}{', CUDA graphs' if cuda_graphs else ''}",
+                "what": what,
                 "context": context,
                 "batch": options.batch,
                 **timing.columns(),

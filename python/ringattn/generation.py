@@ -18,9 +18,13 @@ import torch
 import torch.distributed as dist
 
 from ringattn.models.cache import ShardedKVCache
-from ringattn.models.graphs import DecodeGraphs
+from ringattn.models.graphs import DecodeGraphs, record
 from ringattn.models.llama import LLaMA
 from ringattn.partition import Partition
+
+# Tokens before CUDA graphs are recorded, and that must be left then: recording takes about as long
+# as the graphs of so many tokens save.
+_TOKENS_BEFORE_GRAPHS = 16
 
 #: One token id, several, None for no end, or "config" for those of the model.
 EndIds = int | Sequence[int] | None | Literal["config"]
@@ -92,7 +96,7 @@ def generate(
     eos_token_id: EndIds = "config",
     pad_token_id: int | None = None,
     seed: int | None = None,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | None = None,
     on_tokens: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """The prompt and what follows it. Collective: every rank of the model's group calls it, with
@@ -112,8 +116,10 @@ def generate(
         pad_token_id: what follows the end of a row while others go on; None means the model's, and
             where it has none the first end token.
         seed: makes draws repeatable, on devices of one kind; None takes torch's default generator.
-        cuda_graphs: record what lies between two attention calls, once per generation, and
-            replay it for each token; pays off over some dozens of tokens. CUDA only.
+        cuda_graphs: record what lies between two attention calls as CUDA graphs, and replay them
+            for each token: the same tokens, in less time. None does so once a generation has gone
+            on for some tokens, on CUDA, if nothing but this package's own layers would run and
+            nobody looks on (hooks); True from the first token on, whatever the layers are.
         on_tokens: called on every rank with each step's tokens, int64 ``[B]`` on the model's
             device, as soon as they are queued there: for streaming and for clocks.
 
@@ -157,7 +163,7 @@ class _Request:
     eos_ids: tuple[int, ...]
     pad_id: int
     seed: int | None
-    cuda_graphs: bool
+    cuda_graphs: bool | None
 
     @classmethod
     def checked(
@@ -170,7 +176,7 @@ class _Request:
         eos_token_id: EndIds,
         pad_token_id: int | None,
         seed: int | None,
-        cuda_graphs: bool,
+        cuda_graphs: bool | None,
     ) -> _Request:
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens!r}")
@@ -275,10 +281,13 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
             tokens = torch.where(finished, request.pad_id, tokens)
             finished = finished | torch.isin(tokens, ends)
         yield tokens
-        if position + 1 == end or (request.eos_ids and bool(finished.all())):
+        left = end - position - 1
+        if left == 0 or (request.eos_ids and bool(finished.all())):
             return
         if request.cuda_graphs and graphs is None:
             graphs = DecodeGraphs(model.base_model, batch)
+        if request.cuda_graphs is None and position - prompt_len == _TOKENS_BEFORE_GRAPHS <= left:
+            graphs = record(model.base_model, batch)
         hidden = _decode(model, tokens, position, cache, graphs)
 
 

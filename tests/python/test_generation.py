@@ -70,9 +70,11 @@ def test_the_end_token_of_the_config_holds_unless_told_otherwise(tmp_path: Path)
     assert torch.equal(ids, plain)
 
 
-def generate_on_ring(folder: Path, options: dict[str, Any]) -> torch.Tensor:
+def generate_on_ring(
+    folder: Path, options: dict[str, Any], new_tokens: int = NEW_TOKENS
+) -> torch.Tensor:
     model = load_model(folder, group=None, device=this().device)
-    return generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=NEW_TOKENS, **options)
+    return generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=new_tokens, **options)
 
 
 @pytest.mark.parametrize(
@@ -105,27 +107,15 @@ def test_every_rank_gets_the_tokens_of_one_rank(
         assert torch.equal(ids, expected)
 
 
-@pytest.mark.cuda
-def test_cuda_graphs_change_no_token(folder: Path) -> None:
-    model = load_model(folder, device="cuda")
-    prompt = random_ids(2, PROMPT_LEN)
-    for options in ({}, {"temperature": 0.9, "seed": 3}):
-        plain, recorded = (
-            generate(model, prompt, max_new_tokens=NEW_TOKENS, cuda_graphs=cuda_graphs, **options)
-            for cuda_graphs in (False, True)
-        )
-        assert torch.equal(recorded, plain)
-
-
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("cuda_graphs", [False, None, True])
 def test_every_gpu_gets_the_tokens_of_one(
-    cuda_graphs: bool, folder: Path, rank_pool: Callable[..., RankPool]
+    cuda_graphs: bool | None, folder: Path, rank_pool: Callable[..., RankPool]
 ) -> None:
     model = load_model(folder, device="cuda")
-    expected = generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=NEW_TOKENS)
+    expected = generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=40, cuda_graphs=False)
     options = {"cuda_graphs": cuda_graphs, "partition": Partition.zigzag([9, 14])}
-    for ids in rank_pool(2, "cuda").run(generate_on_ring, folder, options):
+    for ids in rank_pool(2, "cuda").run(generate_on_ring, folder, options, 40):
         assert torch.equal(ids, expected)
 
 

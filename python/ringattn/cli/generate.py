@@ -78,7 +78,9 @@ def add_parser(commands: Any) -> None:
         help="auto: CUDA where every rank has a device of its own (default)",
     )
     parser.add_argument(
-        "--cuda-graphs", action="store_true", help="record a token's kernels once and replay them"
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        help="record a token's kernels once and replay them (default: in longer generations)",
     )
     parser.add_argument(
         "--warmup", type=int, default=0, metavar="R", help="untimed runs before the timed one"

@@ -6,11 +6,46 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ringattn.models.cache import ShardedKVCache
-from ringattn.models.llama import LLaMABlock, LLaMAHeadless
+from ringattn.models.llama import GatedLinearUnit, LLaMAAttention, LLaMABlock, LLaMAHeadless
+from ringattn.modules import RingAttention
+
+# What the layers of a model are made of, as it comes from this package.
+_OWN_PARTS = (
+    *(nn.Embedding, nn.Linear, nn.ModuleList, nn.RMSNorm),
+    *(LLaMAHeadless, LLaMABlock, LLaMAAttention, GatedLinearUnit),
+)
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v of one layer
+
+
+def replayable(model: LLaMAHeadless) -> bool:
+    """Whether a replay does all that ``model`` does: no part of it is a caller's own, and nobody
+    looks on (hooks, dispatch modes such as FlopCounterMode) or changes dtypes (autocast)."""
+    if _get_current_dispatch_mode() is not None or torch.is_autocast_enabled("cuda"):
+        return False
+    if module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks:
+        return False
+    return all(
+        (type(part) in _OWN_PARTS or isinstance(part, RingAttention))
+        and not (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
+        for part in model.modules()
+    )
+
+
+def record(model: LLaMAHeadless, batch: int) -> DecodeGraphs | None:
+    """:class:`DecodeGraphs`, or None where tokens have to go through the model itself: on a CPU,
+    where the model is not :func:`replayable`, and where recording fails (no memory is left)."""
+    if model.embedding.weight.device.type != "cuda" or not replayable(model):
+        return None
+    try:
+        return DecodeGraphs(model, batch)
+    except RuntimeError:
+        return None
 
 
 class DecodeGraphs:
@@ -38,20 +73,19 @@ class DecodeGraphs:
         self._x: list[torch.Tensor] = []  # [B, 1, E]
         self._heads: list[Heads] = []
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._pool = torch.cuda.graph_pool_handle()
 
-        stream, pool = torch.cuda.Stream(weight.device), torch.cuda.graph_pool_handle()
-        stream.wait_stream(torch.cuda.current_stream(weight.device))
-        with torch.cuda.stream(stream):  # libraries set themselves up outside of a recording
+        current = torch.cuda.current_stream(weight.device)
+        stream = torch.cuda.Stream(weight.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             for index in range(config.nlayers + 1):
-                self._run(index)
-        self._x.clear()
-        self._heads.clear()
-        for index in range(config.nlayers + 1):
-            graph = torch.cuda.CUDAGraph()
-            # Note: thread_local, because c10d and ringattn watch their events from other threads.
-            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                self._run(index)
-            self._graphs.append(graph)
+                self._run(index)  # libraries set themselves up outside of a recording
+            self._x.clear()
+            self._heads.clear()
+            for index in range(config.nlayers + 1):
+                self._graphs.append(self._record(index))
+        current.wait_stream(stream)
 
     @torch.inference_mode()
     def __call__(
@@ -65,6 +99,18 @@ class DecodeGraphs:
             self._attended.copy_(block.attn.attend(*self._heads[index], None, cache, index))
         self._graphs[-1].replay()
         return self._x[-1]
+
+    def _record(self, index: int) -> torch.cuda.CUDAGraph:
+        """The graph of :meth:`_run`. Note: not by ``torch.cuda.graph``, which waits for the device
+        and empties the memory cache each time."""
+        graph = torch.cuda.CUDAGraph()
+        # Note: thread_local, because c10d and ringattn watch their events from other threads.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
+            self._run(index)
+        finally:
+            graph.capture_end()
+        return graph
 
     def _run(self, index: int) -> None:
         """The stretch before the attention of layer ``index``, or after that of the last."""

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens through CUDA graphs are those of the model itself; where a replay would not do what the
+model does, the model runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
+from ringattn import generation
+from ringattn.generation import _decode, generate
+from ringattn.models import LLaMA, load_model
+from ringattn.models.cache import ShardedKVCache
+from ringattn.models.graphs import DecodeGraphs, record, replayable
+from ringattn.partition import Partition
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+PROMPT_LEN, NEW_TOKENS = 23, 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    theirs = tiny_llama(rope_parameters=LLAMA3_ROPE)
+    return save(theirs, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def model(folder: Path) -> LLaMA:
+    return load_model(folder)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The positions of tokens that went through graphs."""
+    positions: list[int] = []
+    replay = DecodeGraphs.__call__
+
+    def counted(
+        self: DecodeGraphs, token_ids: torch.Tensor, position: int, cache: ShardedKVCache
+    ) -> torch.Tensor:
+        positions.append(position)
+        return replay(self, token_ids, position, cache)
+
+    monkeypatch.setattr(DecodeGraphs, "__call__", counted)
+    return positions
+
+
+def new_tokens(model: LLaMA, **options: Any) -> torch.Tensor:
+    settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, **options}
+    return generate(model, random_ids(2, PROMPT_LEN), **settings)[:, PROMPT_LEN:]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.9, "seed": 3}, {"top_k": 20}], ids=["greedy", "seed", "drawn"]
+)
+def test_graphs_change_no_token(options: dict[str, Any], folder: Path, replays: list[int]) -> None:
+    model = load_model(folder, device="cuda")
+
+    def generated(cuda_graphs: bool | None) -> torch.Tensor:
+        torch.manual_seed(5)
+        replays.clear()
+        return new_tokens(model, cuda_graphs=cuda_graphs, **options)
+
+    plain = generated(False)
+    assert not replays
+    assert torch.equal(generated(True), plain)
+    assert len(replays) == NEW_TOKENS - 1
+    assert torch.equal(generated(None), plain)
+    assert replays[0] == PROMPT_LEN + generation._TOKENS_BEFORE_GRAPHS
+    assert len(replays) == NEW_TOKENS - 1 - generation._TOKENS_BEFORE_GRAPHS
+
+
+@pytest.mark.cuda
+def test_short_generations_record_nothing(folder: Path, replays: list[int]) -> None:
+    new_tokens(load_model(folder, device="cuda"), max_new_tokens=20)
+    assert not replays
+
+
+@pytest.mark.cuda
+def test_rows_end_in_the_middle_of_replays(folder: Path, replays: list[int]) -> None:
+    model = load_model(folder, device="cuda")
+    plain = new_tokens(model, cuda_graphs=False)
+    last = generation._TOKENS_BEFORE_GRAPHS + 5
+    ends = [int(plain[0, last]), int(plain[1, last])]
+    options = {"eos_token_id": ends, "pad_token_id": 7}
+    expected = new_tokens(model, cuda_graphs=False, **options)
+    assert torch.equal(new_tokens(model, **options), expected)
+    assert len(replays) == max(0, expected.size(1) - 1 - generation._TOKENS_BEFORE_GRAPHS)
+
+
+@pytest.mark.cuda
+def test_a_cache_may_grow_between_replays(folder: Path) -> None:
+    model = load_model(folder, device="cuda")
+    graphs = record(model.base_model, 2)
+    assert graphs is not None
+    caches = [model.new_cache(Partition.even(0, 1), batch=2) for _ in range(2)]
+    ids = random_ids(2, NEW_TOKENS).to("cuda")
+    for position in range(NEW_TOKENS):
+        hidden, expected = (
+            _decode(model, ids[:, position], position, cache, way).clone()
+            for cache, way in zip(caches, (graphs, None), strict=True)
+        )
+        assert torch.equal(hidden, expected)
+    assert caches[0].capacity >= NEW_TOKENS
+
+
+class Waiting(nn.Module):
+    """A layer that waits for the device: it cannot be recorded."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert bool(x.isfinite().all())
+        return self.layer(x)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sampled", [False, True])
+def test_where_recording_fails_the_model_runs(
+    sampled: bool, folder: Path, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of its own parts only, but recording fails all the same."""
+    model = load_model(folder, device="cuda")
+    options: dict[str, Any] = {"temperature": 0.9} if sampled else {}
+    torch.manual_seed(5)
+    plain = new_tokens(model, cuda_graphs=False, **options)
+
+    def out_of_memory(*args: object) -> None:
+        raise torch.OutOfMemoryError("no memory for this graph")
+
+    monkeypatch.setattr(DecodeGraphs, "_record", out_of_memory)
+    torch.manual_seed(5)
+    assert torch.equal(new_tokens(model, **options), plain)
+    with pytest.raises(torch.OutOfMemoryError):
+        new_tokens(model, cuda_graphs=True)
+    assert not replays
+
+
+def hook(*args: object) -> None:
+    pass
+
+
+def own_forward(model: LLaMA) -> None:
+    layer = model.base_model.layers[1].ff_ln
+    layer.forward = layer.forward
+
+
+def other_layer(model: LLaMA) -> None:
+    model.base_model.layers[0].attn.qkv = Waiting(model.base_model.layers[0].attn.qkv)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.base_model.layers[0].register_forward_hook(hook),
+        lambda model: model.base_model.layers[1].attn.dense.register_forward_pre_hook(hook),
+        own_forward,
+        other_layer,
+    ],
+    ids=["hook", "pre-hook", "own forward", "other layer"],
+)
+def test_a_model_that_a_caller_has_changed_is_not_replayed(
+    change: Callable[[LLaMA], object], model: LLaMA
+) -> None:
+    assert replayable(model.base_model)
+    change(model)
+    assert not replayable(model.base_model)
+
+
+def test_nothing_is_replayed_while_somebody_looks_on(model: LLaMA) -> None:
+    with FlopCounterMode(display=False):
+        assert not replayable(model.base_model)
+    with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
+        assert replayable(model.base_model) != torch.cuda.is_available()
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    assert not replayable(model.base_model)
+    handle.remove()
+    assert replayable(model.base_model)
+
+
+def test_a_cpu_records_nothing(model: LLaMA) -> None:
+    assert record(model.base_model, 1) is None
+    assert torch.equal(new_tokens(model), new_tokens(model, cuda_graphs=False))
