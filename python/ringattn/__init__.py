@@ -6,7 +6,7 @@ keep their own ``H_kv`` heads, ``H % H_kv == 0``.
 """
 
 # The library comes first: it defines the operators.
-from ringattn import _library, models, reference, testing
+from ringattn import _library, models, reference, strategies, testing
 from ringattn.functional import (
     RotatedKV,
     block_attention,
@@ -28,6 +28,7 @@ from ringattn.planning import (
     plan_cache,
     save_profiles,
 )
+from ringattn.profiling import measure_profiles
 from ringattn.timings import StepTiming, Timings, record_timings
 
 __version__ = _library.VERSION
@@ -45,6 +46,7 @@ __all__ = [
     "decode_attention",
     "generate",
     "load_profiles",
+    "measure_profiles",
     "merge_states",
     "models",
     "plan",
@@ -54,6 +56,7 @@ __all__ = [
     "ring_attention",
     "rotate_kv",
     "save_profiles",
+    "strategies",
     "synchronize",
     "testing",
 ]

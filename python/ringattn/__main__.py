@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ringattn import __version__, info
-from ringattn.cli import generate
+from ringattn.cli import generate, profile
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,6 +19,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"ringattn {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate.add_parser(commands)
+    profile.add_parser(commands)
     commands.add_parser("info", help="versions, kernels built, devices, transports")
     return top
 
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "info":
             info.main()
             return 0
-        return generate.run(options)
+        command = {"generate": generate, "profile": profile}[options.command]
+        return command.run(options)
     except (ValueError, OSError) as error:
         rank = os.environ.get("RANK", "0")
         print(f"ringattn: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr)

@@ -195,7 +195,9 @@ def write_table(path: Path | str, table: Table) -> None:
     with Path(path).open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(dataclasses.asdict(row) for row in table)
+        for row in table:
+            cells = dataclasses.asdict(row).items()
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in cells})
 
 
 def _row(kind: type[_Row], path: Path | str, line: int, cells: dict[str, str]) -> _Row:

@@ -243,7 +243,7 @@ def green_context(num_sms: int, device: torch.device | int | None = None) -> Ite
     available = torch.cuda.get_device_properties(index).multi_processor_count
     if not 1 <= num_sms <= available:
         raise ValueError(f"num_sms must lie in [1, {available}], got {num_sms}")
-    context = green_contexts.GreenContext.create(num_sms, index)
+    context: Any = green_contexts.GreenContext.create(num_sms, index)
     context.set_context()
     try:
         yield

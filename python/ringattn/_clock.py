@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long work takes on a device, in milliseconds, while all ranks are at it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+_BURST = 8  # calls timed together, or queued ahead of the clock
+_SLEEP_CYCLES = 5_000_000  # a CUDA device sleeps while the host queues what is timed: some 3 ms
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0])
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def overlaps(self, other: Spread) -> bool:
+        """Whether the ranges between the quartiles meet."""
+        return self.low <= other.high and other.low <= self.high
+
+
+def repeat(work: Callable[[], Any], device: torch.device, seconds: float) -> list[float]:
+    """The time of each call in about so many seconds, of one call at least.
+
+    By the clock and not by number: ranks that begin together end together, so that none is timed
+    while another is idle.
+    """
+    end = time.perf_counter() + seconds
+    if device.type != "cuda":
+        times: list[float] = []
+        while not times or time.perf_counter() < end:
+            start = time.perf_counter()
+            work()
+            times.append(1e3 * (time.perf_counter() - start))
+        return times
+    marks = [_mark()]
+    while len(marks) == 1 or time.perf_counter() < end:
+        work()
+        marks.append(_mark())
+        if len(marks) > _BURST:  # the host stays a few calls ahead, and no more
+            marks[-_BURST].synchronize()
+    marks[-1].synchronize()
+    return [before.elapsed_time(after) for before, after in pairwise(marks)]
+
+
+def bursts(
+    work: Callable[[], Any], device: torch.device, before: Callable[[], Any] = lambda: None
+) -> list[float]:
+    """The time of a call too short to be timed alone, from a few bursts of them. ``before`` is
+    called before each burst and not timed."""
+    times = []
+    for _ in range(_BURST):
+        if device.type == "cuda":
+            # What is timed is the device: everything is queued while it sleeps.
+            torch.cuda._sleep(_SLEEP_CYCLES)
+            before()
+            start = _mark()
+            for _ in range(_BURST):
+                work()
+            end = _mark()
+            end.synchronize()
+            elapsed = start.elapsed_time(end)
+        else:
+            before()
+            begin = time.perf_counter()
+            for _ in range(_BURST):
+                work()
+            elapsed = 1e3 * (time.perf_counter() - begin)
+        times.append(elapsed / _BURST)
+    return times
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

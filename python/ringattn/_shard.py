@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank works on while its speed is measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ringattn import _library
+from ringattn._group import Ring
+from ringattn._ops import call
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Some tokens of one layer of a model, with random numbers in them."""
+
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "num_layers"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+
+    @classmethod
+    def on(
+        cls,
+        device: torch.device,
+        *,
+        num_tokens: int | None,
+        dtype: torch.dtype | None,
+        **sizes: int,
+    ) -> Shard:
+        """With what suits the device where None is given."""
+        on_cuda = device.type == "cuda"
+        if num_tokens is None:
+            num_tokens = 8192 if on_cuda else 256
+        if dtype is None:
+            dtype = torch.bfloat16 if on_cuda else torch.float32
+        return cls(num_tokens=num_tokens, dtype=dtype, device=device, **sizes)
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """One token's keys and values in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def random(self, *sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, dtype=self.dtype, device=self.device)
+
+    def attention(
+        self, num_tokens: int, transport: str = "auto"
+    ) -> tuple[Callable[[], Any], float]:
+        """Causal attention of tokens on themselves, on this rank alone, and its operations."""
+        q = self.random(1, num_tokens, self.num_heads, self.head_dim)
+        k, v = (self.random(1, num_tokens, self.num_kv_heads, self.head_dim) for _ in range(2))
+        scale = 1 / math.sqrt(self.head_dim)
+        arguments = (q, k, v, [num_tokens], [0], "contiguous", True, scale, "", transport, None)
+        flops = 4.0 * self.width * num_tokens * (num_tokens + 1) / 2
+        return lambda: call(torch.ops.ringattn.ring_forward, *arguments), flops
+
+    def linear(self) -> tuple[Callable[[], Any], float]:
+        """A projection as wide as those of a feed-forward layer, and its operations."""
+        x = self.random(self.num_tokens, self.width)
+        weight = self.random(7 * self.width // 2, self.width)
+        return lambda: F.linear(x, weight), 2.0 * x.size(0) * weight.numel()
+
+    def decode(self, num_cached: int) -> tuple[Callable[[], Any], float]:
+        """One new token on a cache, on this rank alone, and the bytes it reads."""
+        q = self.random(1, 1, self.num_heads, self.head_dim)
+        k, v = (self.random(1, num_cached, self.num_kv_heads, self.head_dim) for _ in range(2))
+        arguments = (q, k, v, 1 / math.sqrt(self.head_dim), "")
+        return (
+            lambda: call(torch.ops.ringattn.decode_attention, *arguments),
+            float(num_cached * self.token_bytes),
+        )
+
+
+def resolve_device(device: torch.device | str | None, ring: Ring) -> torch.device:
+    """The device that ``device`` means on this rank of a ring.
+
+    Raises:
+        ValueError: a device without kernels.
+    """
+    if device is None:
+        usable = "cuda" in _library.DEVICES and torch.cuda.is_available()
+        if usable and ring.process_group is not None:
+            usable = torch.device("cuda") in ring.process_group._device_types
+        device = "cuda" if usable else "cpu"
+    place = torch.device(device)
+    if place.type not in _library.DEVICES:
+        raise ValueError(
+            f"device must be one with a kernel ({', '.join(_library.DEVICES)}), got {place}"
+        )
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def settling_seconds(device: torch.device, seconds: float | None) -> float:
+    """How long a device computes before its speed counts, None being what suits it.
+
+    Raises:
+        ValueError: seconds that are not finite and positive.
+    """
+    if seconds is None:
+        return 1.0 if device.type == "cuda" else 0.1
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"seconds must be finite and positive, got {seconds}")
+    return seconds

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ringattn profile: how fast every rank is, for plans made here or elsewhere.
+
+torchrun --nproc-per-node 4 -m ringattn profile --json profiles.json
+
+With --percentages (CUDA MPS) or --slowdowns (repeated work), one device is measured at every speed,
+and the tables and the formula of ringattn.strategies are written to a folder:
+
+python -m ringattn profile --percentages 100,90,80,70,60,50,40,30,20,10 --out speeds
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ringattn import _library, profiling
+from ringattn._clock import Spread, bursts, repeat
+from ringattn._group import resolve_group
+from ringattn._shard import Shard, settling_seconds
+from ringattn.cli.generate import DTYPES, aligned, process_group
+from ringattn.planning import RankProfile
+from ringattn.profiling import RankMeasurement, equalize, measure_ranks
+from ringattn.strategies import LatencyRow, MatmulRow, Regression, read_table, write_table
+from ringattn.testing import MPS, slowdown
+
+#: Rows of the square matrices that a sweep multiplies.
+SIZES = {"cuda": [2**e for e in range(6, 16)], "cpu": [2**e for e in range(6, 10)]}
+#: What a sweep writes.
+LATENCIES, MATMULS, REGRESSION = (
+    "ring_attention_profile.csv",
+    "matmul_mps_sweep.csv",
+    "regression.json",
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to ``argparse``'s sub-parsers."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "profile",
+        help="how fast every rank is",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, metavar="F", help="write the profiles to F")
+    for name, default in (
+        ("heads", profiling.NUM_HEADS),
+        ("kv-heads", profiling.NUM_KV_HEADS),
+        ("layers", profiling.NUM_LAYERS),
+    ):
+        parser.add_argument(
+            f"--num-{name}", type=int, default=default, metavar="N", help=f"(default: {default})"
+        )
+    parser.add_argument(
+        "--head-dim",
+        type=int,
+        default=profiling.HEAD_DIM,
+        metavar="D",
+        help=f"(default: {profiling.HEAD_DIM})",
+    )
+    parser.add_argument(
+        "--num-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of a typical shard (default: 8192 on CUDA, 256 on CPU)",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="(default: bfloat16 on CUDA, float32 on CPU)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: CUDA where every rank has a device of its own (default)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="T",
+        help="how long all ranks compute before it counts (default: 1 on CUDA, 0.1 on CPU)",
+    )
+    parser.add_argument("--transport", default="auto", help="how blocks travel (default: auto)")
+    parser.add_argument(
+        "--noise",
+        type=float,
+        default=profiling.NOISE,
+        metavar="X",
+        help=f"smallest relative difference that counts (default: {profiling.NOISE})",
+    )
+    sweep = parser.add_mutually_exclusive_group()
+    sweep.add_argument(
+        "--percentages", metavar="P,P,...", help="of the device's threads, through CUDA MPS"
+    )
+    sweep.add_argument("--slowdowns", metavar="F,F,...", help="factors, 1 for full speed")
+    parser.add_argument(
+        "--sizes", metavar="N,N,...", help="rows of the matrices a sweep multiplies"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for what a sweep finds")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command on this rank; only rank 0 prints."""
+    if options.percentages or options.slowdowns:
+        _sweep(options)
+        return 0
+    with process_group(options.device) as (device, world_size):
+        # Note: a function of its own, so that nothing of it is left when the group is destroyed.
+        _profile(options, device, world_size)
+    return 0
+
+
+def _profile(options: argparse.Namespace, device: torch.device, world_size: int) -> None:
+    measured = measure_ranks(
+        None,
+        num_heads=options.num_heads,
+        num_kv_heads=options.num_kv_heads,
+        head_dim=options.head_dim,
+        num_layers=options.num_layers,
+        num_tokens=options.num_tokens,
+        dtype=DTYPES.get(options.dtype),
+        device=device,
+        seconds=options.seconds,
+        transport=options.transport,
+    )
+    profiles = equalize(measured, options.noise)
+    if resolve_group(None).rank != 0:
+        return
+    for line in aligned(_rows(measured, profiles), left=("device",)):
+        print(line)
+    if options.json is not None:
+        content = {
+            **_facts(),
+            "profiles": [dataclasses.asdict(profile) for profile in profiles],
+            "measured": [dataclasses.asdict(of_rank) for of_rank in measured],
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _rows(
+    measured: Sequence[RankMeasurement], profiles: Sequence[RankProfile]
+) -> list[tuple[str, ...]]:
+    """The table: what was measured, with quartiles, and what speeds count as without the noise."""
+
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+    def text(spread: Spread | None) -> str:
+        if spread is None:
+            return ""
+        return f"{number(spread.median)} ({number(spread.low)}-{number(spread.high)})"
+
+    columns = (
+        *("rank", "attention TFLOPS", "counts as", "linear TFLOPS", "counts as", "overhead ms"),
+        *("memory GB/s", "link GB/s", "latency us", "tokens", "device"),
+    )
+    return [
+        columns,
+        *(
+            (
+                str(rank),
+                text(of_rank.attention_tflops),
+                number(profile.attention_tflops),
+                text(of_rank.linear_tflops),
+                number(profile.linear_tflops),
+                number(of_rank.overhead_ms.median),
+                text(of_rank.memory_gbps),
+                text(of_rank.link_gbps),
+                text(of_rank.link_latency_us),
+                str(of_rank.max_tokens),
+                of_rank.device,
+            )
+            for rank, (of_rank, profile) in enumerate(zip(measured, profiles, strict=True))
+        ),
+    ]
+
+
+def _facts() -> dict[str, Any]:
+    return {
+        "command": sys.argv[1:],
+        "versions": {
+            "ringattn": _library.VERSION,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+    }
+
+
+# ---- one device at many speeds -----------------------------------------------------------------
+
+
+def _sweep(options: argparse.Namespace) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("a sweep must run on one rank, got several (leave torchrun out)")
+    if options.out is None:
+        raise ValueError("--out must name a folder for what the sweep finds, got none")
+    options.out.mkdir(parents=True, exist_ok=True)
+    latencies: list[LatencyRow] = []
+    matmuls: list[MatmulRow] = []
+    print("percentage  attention ms  of the fastest  TFLOPS of the largest product", flush=True)
+    for latency, products in _under_mps(options) if options.percentages else _slowed(options):
+        latencies.append(latency)
+        matmuls += products
+        best = min(row.latency_ms for row in latencies)
+        print(
+            f"{latency.mps_pct:>10.4g}  {latency.latency_ms:>12.3f}  "
+            f"{best / latency.latency_ms:>14.1%}  {products[-1].tflops:>29.4g}",
+            flush=True,
+        )
+    write_table(options.out / LATENCIES, latencies)
+    write_table(options.out / MATMULS, matmuls)
+    if len(latencies) < 3:
+        print("no formula: it takes at least three speeds")
+        return
+    regression = Regression.fit(matmuls)
+    regression.write(options.out / REGRESSION)
+    print(regression)
+    if options.json is not None:
+        content = {
+            **_facts(),
+            "latencies": [dataclasses.asdict(row) for row in latencies],
+            "matmuls": [dataclasses.asdict(row) for row in matmuls],
+            "regression": dataclasses.asdict(regression),
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+_Point = tuple[LatencyRow, list[MatmulRow]]
+
+
+def _slowed(options: argparse.Namespace) -> Iterator[_Point]:
+    """This process at one factor after the other."""
+    factors = _numbers("--slowdowns", options.slowdowns)
+    with process_group(options.device) as (device, _):
+        for factor in factors:
+            with slowdown(factor), torch.no_grad():
+                yield _point(options, device, 100 / factor)
+
+
+def _under_mps(options: argparse.Namespace) -> Iterator[_Point]:
+    """A process for each percentage: it is fixed when a process first uses the device."""
+    percentages = _numbers("--percentages", options.percentages)
+    if options.device == "cpu" or not torch.cuda.is_available():
+        raise ValueError("--percentages must have a CUDA device, got none (see --slowdowns)")
+    command = [sys.executable, "-m", "ringattn", "profile", "--slowdowns", "1", "--device", "cuda"]
+    for name in ("num_heads", "num_kv_heads", "head_dim", "num_tokens", "dtype", "seconds"):
+        if getattr(options, name) is not None:
+            command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    if options.sizes is not None:
+        command += ["--sizes", options.sizes]
+    with MPS() as mps, tempfile.TemporaryDirectory() as folder:
+        for percentage in percentages:
+            done = subprocess.run(
+                [*command, "--out", folder],
+                env={**os.environ, **mps.environment(percentage)},
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode != 0:
+                reason = done.stderr.strip().splitlines() or ["no reason"]
+                raise OSError(f"the process at {percentage:g} % must measure, got {reason[-1]}")
+            latency, *_ = read_table(Path(folder) / LATENCIES)
+            products = read_table(Path(folder) / MATMULS)
+            assert isinstance(latency, LatencyRow)
+            yield (
+                dataclasses.replace(latency, mps_pct=percentage),
+                [
+                    dataclasses.replace(row, mps_pct=percentage)
+                    for row in products
+                    if isinstance(row, MatmulRow)
+                ],
+            )
+
+
+def _point(options: argparse.Namespace, device: torch.device, percentage: float) -> _Point:
+    """What one device does at the speed it has now."""
+    shard = Shard.on(
+        device,
+        num_heads=options.num_heads,
+        num_kv_heads=options.num_kv_heads,
+        head_dim=options.head_dim,
+        num_layers=options.num_layers,
+        num_tokens=options.num_tokens,
+        dtype=DTYPES.get(options.dtype),
+    )
+    seconds = settling_seconds(device, options.seconds)
+    attention, _ = shard.attention(shard.num_tokens)
+    attention()
+    repeat(attention, device, seconds)
+    latency_ms = statistics.median(repeat(attention, device, seconds / 4))
+
+    products = []
+    sizes = _numbers("--sizes", options.sizes) if options.sizes else SIZES[device.type]
+    for size in map(int, sizes):
+        x, weight = shard.random(size, size), shard.random(size, size)
+
+        def multiply(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
+            return F.linear(x, weight)
+
+        multiply()
+        times = repeat(multiply, device, seconds / 10)
+        if statistics.median(times) < 1:  # the host may take longer to ask than the device to do
+            times = bursts(multiply, device)
+        ms = statistics.median(times)
+        products.append(
+            MatmulRow(
+                mps_pct=percentage,
+                size=size,
+                dtype=str(shard.dtype).removeprefix("torch."),
+                avg_ms=ms,
+                tflops=2e-9 * size**3 / ms,
+            )
+        )
+    return LatencyRow(mps_pct=percentage, latency_ms=latency_ms), products
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(number > 0 for number in numbers):
+        raise ValueError(f"{name} must be positive numbers such as 1,2,4, got {text!r}")
+    return numbers

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles say how fast ranks are: slower where they are slower, equal where they are equal."""
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ringattn
+import torch
+from _distributed import RankPool, this
+from ringattn import RankProfile, testing
+from ringattn.__main__ import main
+from ringattn._clock import Spread
+from ringattn.profiling import RankMeasurement, equalize
+from ringattn.strategies import MatmulRow, Regression, read_table
+from test_cli import ringattn as command_line
+
+SMALL: dict[str, Any] = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "num_layers": 2,
+    "num_tokens": 256,
+    "seconds": 0.1,
+}
+
+
+def check_profiles(profiles: list[RankProfile], world_size: int) -> None:
+    assert len(profiles) == world_size
+    for profile in profiles:
+        for name in ("attention_tflops", "linear_tflops", "overhead_ms", "memory_gbps"):
+            assert 0 < getattr(profile, name) < math.inf
+        for value in (profile.link_gbps, profile.link_latency_us):
+            if world_size == 1:
+                assert value is None
+            else:
+                assert value is not None and 0 < value < math.inf
+        assert profile.max_tokens is not None and profile.max_tokens > 0
+
+
+def profiles_here(slow_rank: int = -1, factor: float = 1.0) -> list[RankProfile]:
+    with testing.slowdown(factor if this().rank == slow_rank else 1.0):
+        return ringattn.measure_profiles(device=this().device.type, **SMALL)
+
+
+def test_every_rank_gets_the_same_profiles(ring: RankPool) -> None:
+    start = time.monotonic()
+    answers = ring.run(profiles_here)
+    assert time.monotonic() - start < 30
+    assert all(answer == answers[0] for answer in answers)
+    check_profiles(answers[0], ring.world_size)
+
+
+def test_no_process_group_is_one_rank() -> None:
+    check_profiles(ringattn.measure_profiles(device="cpu", **SMALL), 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_rank_that_repeats_its_work_measures_slower(
+    rank_pool: Callable[..., RankPool], world_size: int
+) -> None:
+    slow_rank = world_size - 1
+    before, *_ = rank_pool(world_size).run(profiles_here)
+    profiles, *_ = rank_pool(world_size).run(profiles_here, slow_rank, 10.0)
+    for name in ("attention_tflops", "linear_tflops"):
+        slow = getattr(profiles[slow_rank], name)
+        # Few cores, many ranks: what a rank measures alone is exact, among others about right.
+        assert slow < getattr(before[slow_rank], name) / 3
+        assert all(getattr(p, name) > 2 * slow for p in profiles[:slow_rank])
+
+
+def test_profiles_make_a_plan(rank_pool: Callable[..., RankPool]) -> None:
+    profiles, *_ = rank_pool(2).run(profiles_here, 1, 10.0)
+    plan = ringattn.plan(4096, profiles, ringattn.ModelCost.attention_only(4, 64))
+    fast, slow = plan.partition.lengths
+    assert fast + slow == 4096 and fast > 1.5 * slow
+
+
+def test_tokens_are_counted_by_their_keys_and_values() -> None:
+    once = ringattn.measure_profiles(device="cpu", **{**SMALL, "num_layers": 1})
+    often = ringattn.measure_profiles(device="cpu", **{**SMALL, "num_layers": 64})
+    assert once[0].max_tokens is not None and often[0].max_tokens is not None
+    assert once[0].max_tokens == pytest.approx(64 * often[0].max_tokens, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_tokens": 0}, "num_tokens must be a positive integer, got 0"),
+        ({"num_heads": -4}, "num_heads must be a positive integer, got -4"),
+        ({"num_layers": 1.5}, "num_layers must be a positive integer, got 1.5"),
+        ({"num_kv_heads": 3}, "heads .* got"),
+        ({"head_dim": 20}, "head dimension .* got 20"),
+        ({"seconds": 0.0}, "seconds must be finite and positive, got 0.0"),
+        ({"seconds": math.nan}, "seconds must be finite and positive, got nan"),
+        ({"noise": 1.0}, r"noise must lie in \[0, 1\), got 1.0"),
+        ({"device": "meta"}, "device must be one with a kernel .* got meta"),
+        ({"transport": "pigeon"}, "transport .* got .*pigeon"),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ringattn.measure_profiles(**{"device": "cpu", **SMALL, **wrong})
+
+
+def wrong_on_rank_1() -> None:
+    wrong = {"num_tokens": -1} if this().rank == 1 else {}
+    ringattn.measure_profiles(device="cpu", **{**SMALL, **wrong})
+
+
+def test_a_mistake_of_one_rank_is_told_to_all(rank_pool: Callable[..., RankPool]) -> None:
+    first, second = rank_pool(2).outcomes(wrong_on_rank_1, call_timeout_s=20)
+    assert second.error == "ValueError" and "num_tokens must be" in second.message
+    assert first.error == "ValueError"
+    assert first.message == "num_tokens must be a positive integer, got -1 (on rank 1)"
+
+
+# ---- noise -------------------------------------------------------------------------------------
+
+
+def measured(tflops: float, spread: float = 0.0, device: str = "a") -> RankMeasurement:
+    return RankMeasurement(
+        device=device,
+        attention_tflops=Spread(tflops, tflops * (1 - spread), tflops * (1 + spread)),
+        linear_tflops=Spread(2.0, 2.0, 2.0),
+        overhead_ms=Spread(0.5, 0.5, 0.5),
+        memory_gbps=Spread(3.0, 3.0, 3.0),
+        link_gbps=None,
+        link_latency_us=None,
+        max_tokens=7,
+    )
+
+
+def speeds(*ranks: RankMeasurement, noise: float = 0.05) -> list[float]:
+    return [profile.attention_tflops for profile in equalize(ranks, noise)]
+
+
+def test_differences_below_the_noise_are_none() -> None:
+    # 4 % apart: equal; 6 %: not.
+    assert speeds(measured(100), measured(96, device="b")) == [98, 98]
+    assert speeds(measured(100), measured(94, device="b")) == [100, 94]
+    assert speeds(measured(94), measured(100, device="b"), noise=0.1) == [97, 97]
+    # Equal hardware needs twice as much to differ.
+    assert speeds(measured(100), measured(92)) == [96, 96]
+    assert speeds(measured(100), measured(89)) == [100, 89]
+    # Quartiles that overlap are noise, whatever their distance.
+    assert speeds(measured(100, 0.2), measured(70, 0.2)) == [85, 85]
+    assert speeds(measured(100, 0.2), measured(60, 0.2)) == [100, 60]
+
+
+def test_classes_do_not_creep() -> None:
+    # Each is close to its neighbour, but the last is not close to the first.
+    ranks = [measured(tflops, device=str(tflops)) for tflops in (100, 97, 94, 91)]
+    assert speeds(*ranks) == [98.5, 98.5, 92.5, 92.5]
+
+
+def test_equalizing_keeps_the_rest() -> None:
+    (profile,) = equalize([measured(1.0)])
+    assert profile == RankProfile(1.0, 2.0, max_tokens=7, overhead_ms=0.5, memory_gbps=3.0)
+
+
+def test_a_spread_is_the_median_and_its_quartiles() -> None:
+    assert Spread.of([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(3.0, 2.0, 4.0)
+    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0)
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+FLAGS = ("--device", "cpu", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "64")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_command_writes_profiles_that_load(tmp_path: Path, ranks: int) -> None:
+    file = tmp_path / "profiles.json"
+    done = command_line("profile", *FLAGS, "--json", file, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    profiles = ringattn.load_profiles(file)
+    check_profiles(profiles, ranks)
+    content = json.loads(file.read_text())
+    assert content["versions"]["torch"] == torch.__version__
+    for of_rank in content["measured"]:
+        spread = of_rank["attention_tflops"]
+        assert 0 < spread["low"] <= spread["median"] <= spread["high"]
+    header, *rows = done.stdout.splitlines()
+    assert "attention TFLOPS" in header and "counts as" in header
+    assert [row.split()[0] for row in rows] == [str(rank) for rank in range(ranks)]
+
+
+def test_a_sweep_over_slowdowns_writes_tables_and_a_formula(tmp_path: Path) -> None:
+    done = command_line(
+        *("profile", *FLAGS, "--slowdowns", "1,4,16", "--sizes", "64,96,128"),
+        *("--out", tmp_path, "--json", tmp_path / "sweep.json", "--seconds", "0.1"),
+    )
+    assert done.returncode == 0, done.stderr
+    latencies = read_table(tmp_path / "ring_attention_profile.csv")
+    assert [row.mps_pct for row in latencies] == [100, 25, 6.25]
+    first, second, third = (row.latency_ms for row in latencies)  # type: ignore[union-attr]
+    assert first < second / 2 and second < third / 2
+    products = [
+        row for row in read_table(tmp_path / "matmul_mps_sweep.csv") if isinstance(row, MatmulRow)
+    ]
+    assert [(row.mps_pct, row.size) for row in products] == [
+        (percentage, size) for percentage in (100, 25, 6.25) for size in (64, 96, 128)
+    ]
+    for row in products:
+        assert (row.dtype, row.bg_streams) == ("float32", 0)
+        assert row.tflops == pytest.approx(2e-9 * row.size**3 / row.avg_ms, rel=1e-4)
+    regression = Regression.read(tmp_path / "regression.json")
+    again = Regression.fit(products)
+    assert regression.r_squared == pytest.approx(again.r_squared, abs=1e-3)
+    assert f"R^2 = {regression.r_squared:.3f}" in done.stdout
+    content = json.loads((tmp_path / "sweep.json").read_text())
+    assert content["regression"]["r_squared"] == regression.r_squared
+    # What it wrote splits a sequence.
+    fast, slow = ringattn.strategies.lut(1000, [100, 25], latencies).lengths
+    assert fast > 1.5 * slow
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--slowdowns", "1,2"), "--out must name a folder for what the sweep finds, got none"),
+        (("--slowdowns", "1,x", "--out", "."), "--slowdowns must be positive numbers .* '1,x'"),
+        (("--slowdowns", "0.5", "--out", "."), "factor must be a finite number of at least 1"),
+        (("--percentages", "100", "--out", "."), "--percentages must have a CUDA device, got none"),
+        (("--seconds", "-1"), "seconds must be finite and positive, got -1.0"),
+    ],
+)
+def test_the_command_refuses_in_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "--device", "cpu", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ringattn: ")
+    assert re.search(message, line)
+
+
+@pytest.mark.cuda
+def test_a_sweep_over_percentages_writes_tables_and_a_formula(tmp_path: Path) -> None:
+    sweep = ["profile", "--percentages", "100,50,25", "--sizes", "1024,2048,4096"]
+    assert main([*sweep, "--out", str(tmp_path), "--seconds", "0.2"]) == 0
+    latencies = read_table(tmp_path / "ring_attention_profile.csv")
+    assert [row.mps_pct for row in latencies] == [100, 50, 25]
+    first, second, third = (row.latency_ms for row in latencies)  # type: ignore[union-attr]
+    assert first < 0.8 * second and second < 0.8 * third
+    assert 0 < Regression.read(tmp_path / "regression.json").r_squared <= 1
