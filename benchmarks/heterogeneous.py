@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rings of unequal ranks: every way to split a sequence, at every length, on every set of ranks.
+
+    python benchmarks/heterogeneous.py sweep --percentages 90,50,25,10 --out build/het
+    python benchmarks/heterogeneous.py sweep --ranks 4 --slow-ranks 1,2,3 --percentages 50,25,10
+    python benchmarks/heterogeneous.py sweep --positions every --what attention,layer
+    python benchmarks/heterogeneous.py rebalance --out build/het_rebalance
+    python benchmarks/plot.py build/het.csv --trace build/het_rebalance.csv --out build/figures
+
+Starts its own ranks, once for each set of percentages: under CUDA MPS, with a private daemon, each
+with its CUDA_MPS_ACTIVE_THREAD_PERCENTAGE (`--throttle mps`), or repeating their work (`repeat`,
+any device). A percentage is what is asked for; what counts is what is measured: `rank*_tflops` are
+speeds of the whole problem on one rank, with all ranks computing at once until they have settled.
+The ideal is the time that ranks of these speeds would take together, one after the other none.
+Equal ranks are always in the sweep: slowdowns refer to them.
+
+Finished cells are kept in STEM.cells.jsonl and are not run again. Writes STEM.{csv,json,md} and
+STEM_findings.{csv,json,md}. SEQ_LEN (or SWEEP_SEQ_LEN) and WEAK_GPU_PERCENTAGE (or
+SWEEP_SLOWDOWN_PCT) of the environment stand in for --seq-lens and --percentages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import DTYPES, Report, common_arguments, integers
+from ringattn.testing import MPS
+from study import ranks, tables
+from study.rebalancing import SCENARIOS
+from study.settings import SWEEP, Cell, Job, Settings, Store, set_name
+from study.splits import STRATEGIES
+from tqdm import tqdm
+
+_SMALL = {  # of sizes, where nobody asked for others and there is no GPU
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "hidden_dim": 512,
+    "dtype": "float32",
+    "seq_lens": [1024, 2048],
+}
+_LLAMA_3_8B = {
+    "heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "hidden_dim": 14336,
+    "dtype": "bfloat16",
+    "seq_lens": [4096, 8192, 16384, 32768, 65536, 131072],
+}
+
+
+# ---- what is to be measured --------------------------------------------------------------------
+
+
+def sweep_sets(arguments: argparse.Namespace) -> list[tuple[int, ...]]:
+    """Percentages of the ranks, equal ones first, each set once."""
+    world_size = arguments.ranks
+    sets = [(100,) * world_size]
+    if arguments.sets is not None:
+        sets += arguments.sets
+    else:
+        for percentage in arguments.percentages:
+            for slow in arguments.slow_ranks:
+                base = (100,) * (world_size - slow) + (percentage,) * slow
+                turns = world_size if arguments.positions == "every" else 1
+                sets += [base[turn:] + base[:turn] for turn in range(turns)]
+    return list(dict.fromkeys(sets))
+
+
+def cells_of(arguments: argparse.Namespace) -> list[Cell]:
+    if arguments.study == "rebalance":
+        everyone = (100,) * arguments.ranks
+        return [
+            Cell(scenario, everyone, what, seq_len)
+            for scenario in arguments.scenarios
+            for what in arguments.what
+            for seq_len in arguments.seq_lens
+        ]
+    return [
+        Cell(SWEEP, percentages, what, seq_len)
+        for percentages in sweep_sets(arguments)
+        for what in arguments.what
+        for seq_len in arguments.seq_lens
+    ]
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    # A rebalancing trace changes speeds while it runs, which MPS cannot.
+    throttle = "repeat" if arguments.study == "rebalance" else arguments.throttle
+    return Settings(
+        device=arguments.device,
+        throttle=throttle,
+        transport=arguments.transport,
+        dtype=arguments.dtype,
+        heads=arguments.heads,
+        kv_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        hidden_dim=arguments.hidden_dim,
+        strategies=tuple(arguments.strategies),
+        rounds=arguments.rounds,
+        warmup=arguments.warmup,
+        cell_seconds=arguments.cell_seconds,
+        settle_seconds=arguments.settle_seconds,
+        watched=arguments.watched,
+        requests=arguments.requests,
+        noise=arguments.noise,
+        lut=arguments.lut,
+        regression=arguments.regression,
+    )
+
+
+# ---- running -----------------------------------------------------------------------------------
+
+
+def run(
+    cells: Sequence[Cell], settings: Settings, store: Store, log: WandbLog, limit_s: float
+) -> None:
+    """Measures what the store does not have yet; one start of the ranks for each set."""
+    todo = [cell for cell in cells if not store.has(settings, cell)]
+    jobs: dict[tuple[int, ...], list[Cell]] = {}
+    for cell in todo:
+        jobs.setdefault(cell.percentages, []).append(cell)
+    under = MPS() if settings.throttle == "mps" and jobs else contextlib.nullcontext()
+    with (
+        under as mps,
+        tqdm(total=len(cells), initial=len(cells) - len(todo), unit="cell") as bar,
+    ):
+        for percentages, of_job in jobs.items():
+            bar.set_postfix_str(f"{set_name(percentages)} %")
+            job = Job(settings, percentages, tuple(of_job))
+            for cell, header, rows in finished(job, mps, limit_s):
+                store.add(settings, cell, header, rows)
+                log.add(rows)
+                bar.set_postfix_str(cell.label)
+                bar.update()
+
+
+def finished(
+    job: Job, mps: MPS | None, limit_s: float
+) -> Iterator[tuple[Cell, dict[str, str], list[dict[str, Any]]]]:
+    """Cells as they are finished, with what the ranks say of their machine."""
+    header: dict[str, str] = {}
+    for report in ranks.run(job, mps=mps, limit_s=limit_s):
+        if "header" in report:
+            header = report["header"]
+        else:
+            yield job.cells[report["cell"]], header, report["rows"]
+
+
+class WandbLog:
+    """Rows to Weights & Biases, where that was asked for."""
+
+    def __init__(self, wanted: bool, config: dict[str, Any]) -> None:
+        self._run = None
+        if wanted:
+            import wandb
+
+            self._run = wandb.init(project="ringattn", job_type="heterogeneous", config=config)
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        if self._run is not None:
+            for row in rows:
+                self._run.log(row)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+# ---- reports -----------------------------------------------------------------------------------
+
+
+def write_reports(
+    arguments: argparse.Namespace, cells: Sequence[Cell], settings: Settings, store: Store
+) -> None:
+    header = dict(store.header(settings, cells[0]))
+    header["command"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    header |= {
+        "tensors": f"B 1, H {settings.heads}, H_kv {settings.kv_heads}, D {settings.head_dim}, "
+        f"{settings.dtype}, causal",
+        "throttle": f"{settings.throttle}, transport {settings.transport}",
+        "speeds": f"all ranks at once, settled for {settings.settle_seconds:g} s",
+    }
+    rows = [row for cell in cells for row in store.rows(settings, cell)]
+    world_size = arguments.ranks
+    if arguments.study == "rebalance":
+        header["noise"] = f"{settings.noise:g}, of what the rebalancer is told, beside the real"
+        table, columns = rows, tables.trace_columns(world_size)
+        found, found_columns = tables.trace_findings(rows), tables.TRACE_FINDING_COLUMNS
+    else:
+        header["rounds"] = f"up to {settings.rounds}, medians, all strategies interleaved"
+        table, columns = tables.sweep_rows(rows), tables.sweep_columns(world_size)
+        found, found_columns = tables.findings(table), tables.FINDING_COLUMNS
+    title = f"Unequal ranks, {arguments.study}, {world_size} ranks"
+    # The whole table is for files; people look at what follows from it.
+    Report(title, header, columns, table).write(arguments.out)
+    summary = Report(f"{title}: findings", header, found_columns)
+    summary.start()
+    for row in found:
+        summary.add(row)
+    summary.write(arguments.out and f"{arguments.out}_findings")
+
+
+# ---- command line ------------------------------------------------------------------------------
+
+
+def names(allowed: Sequence[str]) -> Any:
+    """A parser of names with commas."""
+
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        for name in chosen:
+            if name not in allowed:
+                raise argparse.ArgumentTypeError(f"must be among {','.join(allowed)}, got {name}")
+        return chosen
+
+    return parse
+
+
+def percentage_sets(text: str) -> list[tuple[int, ...]]:
+    """ "100,50;50,100" as tuples."""
+    return [tuple(integers(part)) for part in text.split(";")]
+
+
+def of_environment(*variables: str) -> list[int] | None:
+    return next((integers(os.environ[name]) for name in variables if name in os.environ), None)
+
+
+def parse() -> argparse.Namespace:
+    parser = common_arguments(__doc__)
+    parser.add_argument("study", choices=["sweep", "rebalance"])
+    parser.add_argument("--ranks", type=int, default=2, metavar="W")
+    parser.add_argument("--seq-lens", type=integers, help="S, with commas")
+    parser.add_argument("--what", type=names(["attention", "layer"]), default=["attention"])
+    parser.add_argument(
+        *("--throttle",), choices=["mps", "repeat"], help="default: mps on CUDA, repeat on CPU"
+    )
+    parser.add_argument("--transport", default="auto")
+    for size in ("heads", "kv-heads", "head-dim", "hidden-dim"):
+        parser.add_argument(f"--{size}", type=int)
+    parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--settle-seconds", type=float, help="default: 1 on CUDA, 0.1 on CPU")
+    parser.add_argument("--cell-seconds", type=float, default=20.0, help="fewer rounds after that")
+    parser.add_argument("--limit-seconds", type=float, default=3600.0, help="of one start of ranks")
+    parser.add_argument("--watched", type=int, default=12, help="requests before `rebalanced`")
+    parser.add_argument("--wandb", action="store_true", help="log to Weights & Biases as well")
+
+    sweep = parser.add_argument_group("sweep")
+    sweep.add_argument("--percentages", type=integers, help="of slow ranks (90,80,...,10)")
+    sweep.add_argument("--slow-ranks", type=integers, default=[1], help="how many, with commas")
+    sweep.add_argument("--positions", choices=["last", "every"], default="last")
+    sweep.add_argument("--sets", type=percentage_sets, help='instead: "100,50;10,100"')
+    sweep.add_argument("--strategies", type=names(STRATEGIES), default=list(STRATEGIES))
+    sweep.add_argument("--lut", metavar="CSV", help="table of `lut` (this run's matrix products)")
+    sweep.add_argument("--regression", metavar="JSON", help="of `formula` (the published one)")
+
+    rebalance = parser.add_argument_group("rebalance")
+    rebalance.add_argument("--scenarios", type=names(list(SCENARIOS)), default=list(SCENARIOS))
+    rebalance.add_argument("--requests", type=int, default=200)
+    rebalance.add_argument("--noise", type=float, default=0.02, help="of observations, relative")
+    arguments = parser.parse_args()
+
+    on_cuda = arguments.device == "cuda"
+    if arguments.throttle is None:
+        arguments.throttle = "mps" if on_cuda else "repeat"
+    if arguments.settle_seconds is None:
+        arguments.settle_seconds = 1.0 if on_cuda else 0.1
+    arguments.seq_lens = arguments.seq_lens or of_environment("SEQ_LEN", "SWEEP_SEQ_LEN")
+    arguments.percentages = (
+        arguments.percentages
+        or of_environment("WEAK_GPU_PERCENTAGE", "SWEEP_SLOWDOWN_PCT")
+        or [90, 80, 70, 60, 50, 40, 30, 20, 10]
+    )
+    for name, value in (_LLAMA_3_8B if on_cuda else _SMALL).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    check(parser, arguments)
+    return arguments
+
+
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    world_size = arguments.ranks
+    if arguments.throttle == "mps" and arguments.device == "cpu":
+        parser.error("--throttle must be repeat on CPU, got mps")
+    if arguments.device == "cuda" and (count := torch.cuda.device_count()) < world_size:
+        parser.error(f"--ranks must be at most the number of devices, {count}, got {world_size}")
+    if not all(0 < slow < world_size for slow in arguments.slow_ranks):
+        parser.error(f"--slow-ranks must lie in 1..{world_size - 1}, got {arguments.slow_ranks}")
+    for percentages in sweep_sets(arguments):
+        if len(percentages) != world_size or not all(0 < p <= 100 for p in percentages):
+            parser.error(
+                f"--sets and --percentages must give {world_size} numbers in 1..100, "
+                f"got {set_name(percentages)}"
+            )
+    if arguments.wandb and importlib.util.find_spec("wandb") is None:
+        parser.error("--wandb must find the package wandb, got none (pip install wandb)")
+
+
+def main() -> None:
+    arguments = parse()
+    settings, cells = settings_of(arguments), cells_of(arguments)
+    store = Store(Path(f"{arguments.out}.cells.jsonl") if arguments.out else None)
+    log = WandbLog(arguments.wandb, vars(arguments))
+    try:
+        run(cells, settings, store, log, arguments.limit_seconds)
+    except ranks.RanksFailed as error:
+        sys.exit(f"{error}\nfinished cells are kept; the same command goes on from here")
+    finally:
+        log.close()
+    write_reports(arguments, cells, settings, store)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the ranks of a job, each with an environment of its own, and ends them in any case."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ringattn.testing import MPS
+
+from study.settings import Job
+
+FOLDER = Path(__file__).resolve().parents[1]
+MARK = "@study "  # begins a line that is meant for whoever started the rank
+_POLL_S = 0.2
+_GRACE_S = 10.0  # for the other ranks to say why, once one has failed
+
+
+class RanksFailed(RuntimeError):
+    """A rank ended with an error; the message holds what the ranks said last."""
+
+
+def run(job: Job, *, mps: MPS | None, limit_s: float) -> Iterator[dict[str, Any]]:
+    """What rank 0 reports, as it comes. With `mps`, rank r is started under it with its
+    percentage; otherwise the ranks slow themselves down.
+
+    Raises:
+        RanksFailed: a rank failed, or the job took longer than `limit_s`.
+    """
+    world_size = len(job.percentages)
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")])),
+    }
+    cores = len(os.sched_getaffinity(0))
+    common.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
+    # The percentages of a sweep are given rank by rank, below.
+    common.pop("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", None)
+    reports: queue.Queue[dict[str, Any]] = queue.Queue()
+    with tempfile.TemporaryDirectory(prefix="ringattn_study_") as folder:
+        logs = [Path(folder) / f"rank{rank}" for rank in range(world_size)]
+        processes = []
+        try:
+            for rank, percentage in enumerate(job.percentages):
+                environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if mps is not None:
+                    environment |= mps.environment(percentage)
+                with logs[rank].open("w") as log:
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", "study.worker", job.to_json()],
+                            env=environment,
+                            stdin=subprocess.DEVNULL,
+                            stdout=subprocess.PIPE if rank == 0 else log,
+                            stderr=log,
+                            text=True,
+                        )
+                    )
+            reader = threading.Thread(
+                target=_read, args=(processes[0].stdout, reports), daemon=True
+            )
+            reader.start()
+            yield from _watch(processes, reports, logs, time.monotonic() + limit_s)
+            reader.join()
+            while not reports.empty():
+                yield reports.get()
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+
+
+def _watch(
+    processes: list[subprocess.Popen[str]],
+    reports: queue.Queue[dict[str, Any]],
+    logs: list[Path],
+    deadline: float,
+) -> Iterator[dict[str, Any]]:
+    while True:
+        try:
+            yield reports.get(timeout=_POLL_S)
+            continue
+        except queue.Empty:
+            pass
+        codes = [process.poll() for process in processes]
+        if all(code == 0 for code in codes):
+            return
+        late = time.monotonic() > deadline
+        if late or any(codes):
+            if None in codes and not late:
+                time.sleep(_GRACE_S)
+            what = "took too long" if late else f"ended with {codes}"
+            said = "\n".join(f"--- rank {r} ---\n{_tail(log)}" for r, log in enumerate(logs))
+            raise RanksFailed(f"ranks must end well, got: {what}\n{said}")
+
+
+def _read(stream: Any, reports: queue.Queue[dict[str, Any]]) -> None:
+    for line in stream:
+        if line.startswith(MARK):
+            reports.put(json.loads(line[len(MARK) :]))
+        else:
+            sys.stderr.write(line)
+
+
+def _tail(log: Path, lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

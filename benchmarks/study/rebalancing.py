@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces: the last rank's speed changes from request to request, and the rebalancer follows.
+
+Each request is computed by every policy, one after the other, so that clocks and temperature treat
+all alike. The oracle knows how fast the ranks are: it was given profiles measured at every speed
+of the scenario, and has watched the ring there, before the trace began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import ringattn
+import torch
+from harness import Contestant, measure, rank, world_size
+from ringattn.testing import slowdown
+
+from study.settings import Cell, Settings
+from study.splits import Grounds, Split, split
+from study.sweep import measured_profiles, watched
+from study.workloads import workload
+
+POLICIES = ("rebalanced", "oracle", "even_zigzag")
+
+
+def steady(requests: int) -> list[float]:
+    """Half as fast as the others, all the time."""
+    return [0.5] * requests
+
+
+def drift(requests: int) -> list[float]:
+    """As fast as the others, then 40 %, then 70 %."""
+    falls, rises = requests // 4, 5 * requests // 8
+    return [1.0] * falls + [0.4] * (rises - falls) + [0.7] * (requests - rises)
+
+
+def flapping(requests: int) -> list[float]:
+    """60 % and as fast as the others, ten requests each."""
+    return [1.0 if request // 10 % 2 == 0 else 0.6 for request in range(requests)]
+
+
+def hiccups(requests: int) -> list[float]:
+    """70 % in one request of fifty."""
+    draw = random.Random(0)
+    return [0.7 if draw.random() < 0.02 else 1.0 for _ in range(requests)]
+
+
+#: Name -> speed of the last rank in each request, relative to the others.
+SCENARIOS: dict[str, Callable[[int], list[float]]] = {
+    "steady": steady,
+    "drift": drift,
+    "flapping": flapping,
+    "hiccups": hiccups,
+}
+
+
+def trace(cell: Cell, settings: Settings, device: torch.device) -> list[dict[str, Any]]:
+    """One row per request, the same on every rank. Collective."""
+    speeds = SCENARIOS[cell.kind](settings.requests)
+    work = workload(cell, settings, device)
+    profiles, oracle = {}, {}
+    for speed in dict.fromkeys(speeds):
+        with _last_rank_at(speed):
+            profiles[speed] = measured_profiles(settings, device)
+            grounds = Grounds(cell.seq_len, cell.percentages, profiles[speed], work.cost, settings)
+            oracle[speed] = watched(grounds, work)
+    even = split("even_zigzag", grounds)
+    rebalancer = ringattn.Rebalancer(profiles[speeds[0]], work.cost)
+    told = random.Random(rank())
+    calls: dict[Any, Callable[[], torch.Tensor]] = {}
+
+    rows = []
+    before = None
+    for request, speed in enumerate(speeds):
+        planned = rebalancer.plan(cell.seq_len)
+        policies = {
+            "rebalanced": Split(planned.partition, planned.depth),
+            "oracle": oracle[speed],
+            "even_zigzag": even,
+        }
+        for chosen in policies.values():
+            if chosen.same not in calls:
+                calls[chosen.same] = work.ring(chosen.partition, chosen.depth)
+                with _last_rank_at(speed):
+                    calls[chosen.same]()  # what only a first call does is no request's time
+        recorded: dict[str, ringattn.Timings] = {}
+        contestants = [
+            Contestant(
+                name,
+                calls[chosen.same],
+                chosen.partition.position_ids(rank(), device),
+                around=partial(_recording, name, recorded),
+            )
+            for name, chosen in policies.items()
+        ]
+        with _last_rank_at(speed):
+            timings = measure(contestants, device, rounds=1, warmup=0)
+        rebalancer.observe(_noisy(recorded["rebalanced"], settings.noise, told))
+        row: dict[str, Any] = {
+            "scenario": cell.kind,
+            "what": cell.what,
+            "seq_len": cell.seq_len,
+            "request": request,
+            "asked_speed": speed,
+            "replanned": int(before is not None and planned.partition != before),
+        }
+        before = planned.partition
+        for name, timing in timings.items():
+            row[f"{name}_ms"] = timing.median
+        for r in range(world_size()):
+            row[f"rank{r}_tokens"] = planned.partition.lengths[r]
+            row[f"rank{r}_oracle_tokens"] = oracle[speed].partition.lengths[r]
+        rows.append(row)
+    return rows
+
+
+@contextlib.contextmanager
+def _last_rank_at(speed: float) -> Iterator[None]:
+    """The last rank at `speed`, the others left alone."""
+    with slowdown(1.0 / speed if rank() == world_size() - 1 else 1.0):
+        yield
+
+
+@contextlib.contextmanager
+def _recording(name: str, recorded: dict[str, ringattn.Timings]) -> Iterator[None]:
+    with ringattn.record_timings() as timings:
+        yield
+    recorded[name] = timings
+
+
+def _noisy(timings: ringattn.Timings, noise: float, draw: random.Random) -> ringattn.Timings:
+    """Timings of a rank whose speed was a little different."""
+    factor = max(0.1, 1.0 + noise * draw.gauss(0.0, 1.0))
+    steps = [
+        dataclasses.replace(step, attention_ms=step.attention_ms * factor) for step in timings.steps
+    ]
+    return dataclasses.replace(timings, steps=steps)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the study measures, in what units it is done, and where finished units are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SWEEP = "sweep"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured together, all of it interleaved: it is run whole or not at all."""
+
+    kind: str  # SWEEP, or the scenario of a trace
+    percentages: tuple[int, ...]  # [W], asked of the throttle; 100 is a rank left alone
+    what: str  # "attention" or "layer"
+    seq_len: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {self.what} {set_name(self.percentages)} % S {self.seq_len}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all cells of a run share. Cells that were run under other settings do not count."""
+
+    device: str  # "cpu" or "cuda"
+    throttle: str  # "mps" or "repeat"
+    transport: str
+    dtype: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_dim: int  # of the layer's feed-forward part
+    strategies: tuple[str, ...]
+    rounds: int  # samples of each strategy, fewer where `cell_seconds` are over
+    warmup: int
+    cell_seconds: float
+    settle_seconds: float  # all ranks compute for so long before a speed counts
+    watched: int  # requests that the rebalancer sees before its plan is timed
+    requests: int  # of a trace
+    lut: str | None  # CSV; None: this run's own matrix products
+    regression: str | None  # JSON; None: the published one
+    noise: float = 0.0  # relative, of what the rebalancer is told in a trace
+
+
+def set_name(percentages: Sequence[int]) -> str:
+    """ "100,50": how tables name a set of ranks."""
+    return ",".join(map(str, percentages))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one start of the ranks does: all cells have the same percentages."""
+
+    settings: Settings
+    percentages: tuple[int, ...]
+    cells: tuple[Cell, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        content = json.loads(text)
+        settings = content["settings"]
+        settings["strategies"] = tuple(settings["strategies"])
+        cells = tuple(
+            Cell(**{**cell, "percentages": tuple(cell["percentages"])}) for cell in content["cells"]
+        )
+        return cls(Settings(**settings), tuple(content["percentages"]), cells)
+
+
+class Store:
+    """Finished cells: one JSON object a line, `{"key", "header", "rows"}`, appended as they come.
+
+    A line that a crash cut short is skipped. Without a path everything stays in memory.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._done: dict[str, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                try:
+                    entry = json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+                self._done[entry["key"]] = entry
+
+    @staticmethod
+    def _key(settings: Settings, cell: Cell) -> str:
+        return json.dumps([asdict(settings), asdict(cell)], sort_keys=True)
+
+    def has(self, settings: Settings, cell: Cell) -> bool:
+        return self._key(settings, cell) in self._done
+
+    def rows(self, settings: Settings, cell: Cell) -> list[dict[str, Any]]:
+        return self._done[self._key(settings, cell)]["rows"]
+
+    def header(self, settings: Settings, cell: Cell) -> dict[str, str]:
+        """What the ranks said of their machine when they ran the cell."""
+        return self._done[self._key(settings, cell)]["header"]
+
+    def add(
+        self, settings: Settings, cell: Cell, header: dict[str, str], rows: list[dict[str, Any]]
+    ) -> None:
+        entry = {"key": self._key(settings, cell), "header": header, "rows": rows}
+        self._done[entry["key"]] = entry
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")

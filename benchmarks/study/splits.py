@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategies: who is given how many tokens, and on what grounds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import ringattn
+from ringattn import strategies
+
+from study.settings import Settings
+
+#: Split types, in the order of tables and figures. The first four are contiguous, as in the study
+#: that they come from (https://github.com/AnshSG13/hetero_gpu_context_parallelism).
+STRATEGIES = (
+    "even",
+    "uneven",
+    "lut",
+    "formula",
+    "even_zigzag",
+    "uneven_zigzag",
+    "planned_contiguous",
+    "planned",
+    "rebalanced",
+)
+
+
+@dataclass(frozen=True)
+class Split:
+    partition: ringattn.Partition
+    depth: int | None = None  # None: as deep as there are other ranks
+    predicted_ms: float | None = None
+    note: str = ""
+
+    @property
+    def same(self) -> tuple[ringattn.Partition, int]:
+        """Equal for splits that do the same."""
+        most = max(1, self.partition.world_size - 1)
+        return self.partition, min(self.depth or most, most)
+
+
+@dataclass(frozen=True)
+class Grounds:
+    """What a strategy may know."""
+
+    seq_len: int
+    percentages: Sequence[int]
+    profiles: Sequence[ringattn.RankProfile]
+    cost: ringattn.ModelCost
+    settings: Settings
+
+    @property
+    def world_size(self) -> int:
+        return len(self.percentages)
+
+
+def split(strategy: str, grounds: Grounds) -> Split:
+    """Everything but "rebalanced", which has to run first."""
+    name, _, layout = strategy.partition("_")
+    if name == "planned":
+        planned = ringattn.plan(
+            grounds.seq_len, grounds.profiles, grounds.cost, layout=layout or "zigzag"
+        )
+        return Split(planned.partition, planned.depth, planned.predicted_ms)
+    return _PRIOR[name](grounds, layout or "contiguous")
+
+
+def _even(grounds: Grounds, layout: str) -> Split:
+    return Split(strategies.even(grounds.seq_len, grounds.world_size, layout=layout))
+
+
+def _uneven(grounds: Grounds, layout: str) -> Split:
+    # The percentages, as in that study: nothing is measured.
+    return Split(strategies.uneven(grounds.seq_len, grounds.percentages, layout=layout))
+
+
+def _lut(grounds: Grounds, layout: str) -> Split:
+    if grounds.settings.lut is not None:
+        table = strategies.read_table(grounds.settings.lut)
+    else:
+        # One size, which is then the nearest to every sequence.
+        table = [
+            strategies.MatmulRow(mps_pct=percentage, size=1, tflops=profile.linear_tflops)
+            for percentage, profile in zip(grounds.percentages, grounds.profiles, strict=True)
+        ]
+    return Split(strategies.lut(grounds.seq_len, grounds.percentages, table, layout=layout))
+
+
+def _formula(grounds: Grounds, layout: str) -> Split:
+    path = grounds.settings.regression
+    regression = None if path is None else strategies.Regression.read(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", strategies.ClampWarning)
+        partition = strategies.formula(
+            grounds.seq_len, grounds.percentages, regression, layout=layout
+        )
+    return Split(partition, note="; ".join(str(warning.message) for warning in caught))
+
+
+_PRIOR: dict[str, Callable[[Grounds, str], Split]] = {
+    "even": _even,
+    "uneven": _uneven,
+    "lut": _lut,
+    "formula": _formula,
+}

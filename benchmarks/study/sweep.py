@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One cell of the sweep: every strategy on one problem over one set of ranks, interleaved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ringattn
+import torch
+import torch.distributed as dist
+from harness import DTYPES, Contestant, Timing, from_all_ranks, measure, rank
+
+from study.settings import Cell, Settings, set_name
+from study.splits import Grounds, Split, split
+from study.workloads import Workload, settled_ms, workload
+
+_RECORDED_CALLS = 3  # whose steps are taken apart
+_FEWEST_ROUNDS = 3
+STEP_COLUMNS = ("own_ms", "remote_ms", "transfer_ms", "wait_ms")
+
+
+def measure_cell(
+    cell: Cell,
+    profiles: Sequence[ringattn.RankProfile],
+    settings: Settings,
+    device: torch.device,
+) -> list[dict[str, Any]]:
+    """One row per strategy, the same on every rank. Collective."""
+    work = workload(cell, settings, device)
+    alone_ms = from_all_ranks([settled_ms(work.alone, device, settings.settle_seconds)])[:, 0]
+    ideal_ms = 1.0 / (1.0 / alone_ms).sum().item()
+
+    grounds = Grounds(cell.seq_len, cell.percentages, profiles, work.cost, settings)
+    splits = {name: split(name, grounds) for name in settings.strategies if name != "rebalanced"}
+    if "rebalanced" in settings.strategies:
+        splits["rebalanced"] = watched(grounds, work)
+    first_with = {chosen.same: name for name, chosen in reversed(splits.items())}
+    contestants = {
+        name: _contestant(name, splits[name], work, device) for name in first_with.values()
+    }
+    errors = {
+        name: from_all_ranks([work.max_error(contestant)]).max().item()
+        for name, contestant in contestants.items()
+    }
+    timings = _timings(list(contestants.values()), settings, device)
+    latencies = {
+        name: from_all_ranks([timing.own_median])[:, 0].tolist() for name, timing in timings.items()
+    }
+    steps = {name: _steps(contestant.call) for name, contestant in contestants.items()}
+
+    rows = []
+    for name, chosen in splits.items():
+        twin = first_with[chosen.same]
+        notes = [chosen.note, "" if twin == name else f"the split of {twin}, timed once"]
+        row: dict[str, Any] = {
+            "split_type": name,
+            "seq_len": cell.seq_len,
+            "what": cell.what,
+            "percentages": set_name(cell.percentages),
+            "layout": chosen.partition.layout,
+            "depth": chosen.depth,
+            "overall_latency_ms": timings[twin].median,
+            "p10_ms": timings[twin].quantile(0.1),
+            "p90_ms": timings[twin].quantile(0.9),
+            "rounds": len(timings[twin].samples),
+            "ideal_ms": ideal_ms,
+            "predicted_ms": chosen.predicted_ms,
+            "max_error": errors[twin],
+            "note": "; ".join(filter(None, notes)),
+        }
+        for r, profile in enumerate(profiles):
+            row[f"rank{r}_tokens"] = chosen.partition.lengths[r]
+            row[f"rank{r}_latency_ms"] = latencies[twin][r]
+            row[f"rank{r}_tflops"] = 1e-9 * work.flops / alone_ms[r].item()
+            row[f"rank{r}_linear_tflops"] = profile.linear_tflops
+            for column, value in zip(STEP_COLUMNS, steps[twin][r], strict=True):
+                row[f"rank{r}_{column}"] = value
+        rows.append(row)
+    return rows
+
+
+def measured_profiles(settings: Settings, device: torch.device) -> list[ringattn.RankProfile]:
+    """What a user of the package would plan with. Collective."""
+    return ringattn.measure_profiles(
+        num_heads=settings.heads,
+        num_kv_heads=settings.kv_heads,
+        head_dim=settings.head_dim,
+        dtype=DTYPES[settings.dtype],
+        device=device,
+        seconds=settings.settle_seconds,
+        transport=settings.transport,
+    )
+
+
+def watched(grounds: Grounds, work: Workload) -> Split:
+    """The rebalancer's plan, once it has watched some requests. Collective."""
+    rebalancer = ringattn.Rebalancer(grounds.profiles, grounds.cost)
+    for _ in range(grounds.settings.watched):
+        planned = rebalancer.plan(grounds.seq_len)
+        call = work.ring(planned.partition, planned.depth)
+        dist.barrier()
+        with ringattn.record_timings() as timings:
+            call()
+        rebalancer.observe(timings)
+    planned = rebalancer.plan(grounds.seq_len)
+    return Split(planned.partition, planned.depth, planned.predicted_ms)
+
+
+def _contestant(name: str, chosen: Split, work: Workload, device: torch.device) -> Contestant:
+    positions = chosen.partition.position_ids(rank(), device)
+    return Contestant(name, work.ring(chosen.partition, chosen.depth), positions)
+
+
+def _timings(
+    contestants: Sequence[Contestant], settings: Settings, device: torch.device
+) -> dict[str, Timing]:
+    """As many rounds as the cell has time for."""
+    once = measure(contestants, device, rounds=1, warmup=settings.warmup)
+    round_s = 1e-3 * sum(timing.median for timing in once.values())
+    affordable = math.floor(settings.cell_seconds / round_s)
+    rounds = min(settings.rounds, max(_FEWEST_ROUNDS, affordable))
+    # The slowest rank's times are the same on all ranks, and so is the number of rounds.
+    return measure(contestants, device, rounds=rounds, warmup=0)
+
+
+def _steps(call: Callable[[], Any]) -> list[list[float]]:
+    """Of a call, milliseconds of STEP_COLUMNS: [W][4]."""
+    with ringattn.record_timings() as timings:
+        for _ in range(_RECORDED_CALLS):
+            dist.barrier()
+            call()
+    total = timings.summary()
+    names = ("own_attention_ms", "remote_attention_ms", "transfer_ms", "wait_ms")
+    return from_all_ranks([total[name] / _RECORDED_CALLS for name in names]).tolist()

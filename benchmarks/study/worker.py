@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in each rank: `python -m study.worker JOB`, started by study.ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from harness import environment, process_group, rank
+
+from study.ranks import MARK
+from study.rebalancing import trace
+from study.settings import SWEEP, Job
+from study.sweep import measure_cell, measured_profiles
+from study.workloads import throttled
+
+
+def report(content: dict[str, Any]) -> None:
+    """To whoever started the ranks."""
+    if rank() == 0:
+        print(MARK + json.dumps(content), flush=True)
+
+
+def main() -> None:
+    job = Job.from_json(sys.argv[1])
+    settings = job.settings
+    with process_group(settings.device) as device, torch.no_grad():
+        report({"header": environment(device)})
+        profiles = None
+        for cell in job.cells:
+            if cell.kind != SWEEP:
+                rows = trace(cell, settings, device)
+            else:
+                with throttled(settings, job.percentages[rank()]):
+                    if profiles is None:
+                        profiles = measured_profiles(settings, device)
+                    rows = measure_cell(cell, profiles, settings, device)
+            report({"cell": job.cells.index(cell), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

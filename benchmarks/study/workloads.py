@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is timed: attention alone, or a whole LLaMA layer, split over the ranks or on one."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import ringattn
+import torch
+import torch.distributed as dist
+from harness import DTYPES, Contestant, Problem, from_all_ranks, rank
+from ringattn.models import LLaMA, LLaMAConfig
+from ringattn.testing import slowdown
+
+from study.settings import Cell, Settings
+
+_VOCABULARY = 256  # tokens of the layer's input: any
+_BATCH_MS = 10.0  # calls are timed in batches of about so long, back to back
+_SAMPLED_ROWS = 32  # of a rank, for the error
+
+
+class Workload(Protocol):
+    """One problem, the same on every rank."""
+
+    flops: float
+    cost: ringattn.ModelCost
+
+    def ring(self, partition: ringattn.Partition, depth: int | None) -> Callable[[], torch.Tensor]:
+        """One call on this rank's share. Collective. -> [B, S_r, ...]"""
+
+    def alone(self) -> torch.Tensor:
+        """The whole problem on this rank. -> [B, S, ...]"""
+
+    def max_error(self, contestant: Contestant) -> float:
+        """Largest error of one ring call over sampled rows of this rank."""
+
+
+class Attention:
+    """Causal attention forward."""
+
+    def __init__(self, seq_len: int, settings: Settings, device: torch.device) -> None:
+        self._problem = Problem.random(
+            seq_len,
+            settings.heads,
+            settings.kv_heads,
+            settings.head_dim,
+            dtype=DTYPES[settings.dtype],
+            device=device,
+            causal=True,
+        )
+        for tensor in self._problem.tensors:
+            # Random numbers depend on how many multiprocessors a process sees.
+            dist.broadcast(tensor, 0)
+        self._transport = settings.transport
+        self.flops = self._problem.flops
+        self.cost = ringattn.ModelCost.attention_only(
+            settings.heads,
+            settings.head_dim,
+            num_kv_heads=settings.kv_heads,
+            dtype=DTYPES[settings.dtype],
+        )
+
+    def ring(self, partition: ringattn.Partition, depth: int | None) -> Callable[[], torch.Tensor]:
+        q, k, v = (partition.shard(x, rank()) for x in self._problem.tensors)
+        transport = self._transport
+        return lambda: ringattn.ring_attention(q, k, v, partition, transport=transport, depth=depth)
+
+    def alone(self) -> torch.Tensor:
+        # The operator itself: a ring of one, which testing.slowdown slows as it slows a ring.
+        q, k, v = self._problem.tensors
+        lengths, order, group = [self._problem.seq_len], [0], ""
+        out, _ = torch.ops.ringattn.ring_forward(
+            *(q, k, v, lengths, order, "zigzag", True, q.size(-1) ** -0.5, group, "auto", None)
+        )
+        return out
+
+    def max_error(self, contestant: Contestant) -> float:
+        return self._problem.max_error(contestant.call(), contestant.positions, _SAMPLED_ROWS)
+
+
+class Layer:
+    """A model of one layer, from token ids to hidden states. Errors are differences from the same
+    layer on one rank, in the same dtype."""
+
+    def __init__(self, seq_len: int, settings: Settings, device: torch.device) -> None:
+        config = LLaMAConfig(
+            src_vocab_size=_VOCABULARY,
+            emb_dim=settings.heads * settings.head_dim,
+            nlayers=1,
+            nheads=settings.heads,
+            kvheads=settings.kv_heads,
+            head_dim=settings.head_dim,
+            hidden_dim=settings.hidden_dim,
+            max_expected_seq_len=seq_len,
+        )
+        self._model = LLaMA(config, group=None, device=device, dtype=DTYPES[settings.dtype])
+        for parameter in self._model.requires_grad_(False).parameters():
+            dist.broadcast(parameter, 0)
+        self._attention = self._model.base_model.layers[0].attn.ring_attention
+        self._attention.transport = settings.transport
+        self._lone = self._model.alone().base_model
+        self._ids = (torch.arange(seq_len, device=device) * 7919 % _VOCABULARY)[None]
+        self._everything = ringattn.Partition.zigzag([seq_len])
+        self.cost = ringattn.ModelCost.from_config(config, dtype=DTYPES[settings.dtype])
+        pairs = seq_len * (seq_len + 1) / 2
+        self.flops = self.cost.attention_flops * pairs + self.cost.linear_flops * seq_len
+
+    def ring(self, partition: ringattn.Partition, depth: int | None) -> Callable[[], torch.Tensor]:
+        ids = partition.shard(self._ids, rank())
+        positions = partition.position_ids(rank(), self._ids.device)
+
+        def call() -> torch.Tensor:
+            self._attention.depth = depth
+            return self._model.base_model(ids, positions, partition)
+
+        return call
+
+    def alone(self) -> torch.Tensor:
+        positions = torch.arange(self._ids.size(1), device=self._ids.device)
+        return self._lone(self._ids, positions, self._everything)
+
+    def max_error(self, contestant: Contestant) -> float:
+        if contestant.positions.numel() == 0:
+            contestant.call()
+            return 0.0
+        if not hasattr(self, "_expected"):
+            self._expected = self.alone()
+        # Sampled rows do: the whole has gigabytes.
+        stride = max(1, contestant.positions.numel() // _SAMPLED_ROWS)
+        expected = self._expected[:, contestant.positions[::stride]]
+        return (contestant.call()[:, ::stride].double() - expected.double()).abs().max().item()
+
+
+def workload(cell: Cell, settings: Settings, device: torch.device) -> Workload:
+    kind = {"attention": Attention, "layer": Layer}[cell.what]
+    return kind(cell.seq_len, settings, device)
+
+
+@contextlib.contextmanager
+def throttled(settings: Settings, percentage: float) -> Iterator[None]:
+    """This rank at `percentage` of its speed, unless MPS saw to that before it started."""
+    if settings.throttle == "mps":
+        yield
+        return
+    with slowdown(100.0 / percentage):
+        yield
+
+
+def settled_ms(call: Callable[[], torch.Tensor], device: torch.device, seconds: float) -> float:
+    """Median time of `call` on this rank once all ranks have computed for a while: all of them
+    begin and end together, and the first half does not count. Collective."""
+    call()
+    first = _batch_ms(call, device, 1)
+    slowest = from_all_ranks([first]).max().item()
+    calls = max(1, round(_BATCH_MS / first))
+    # Time for four calls of the slowest, so that its own second half holds two.
+    seconds = max(seconds, 4e-3 * slowest)
+    dist.barrier()
+    samples = []
+    begin = time.monotonic()
+    while len(samples) < 2 or time.monotonic() - begin < seconds:
+        samples.append(_batch_ms(call, device, calls))
+    dist.barrier()
+    return statistics.median(samples[len(samples) // 2 :])
+
+
+def _batch_ms(call: Callable[[], torch.Tensor], device: torch.device, calls: int) -> float:
+    """Milliseconds of one of `calls` calls."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return 1e3 * (time.perf_counter() - start) / calls
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls

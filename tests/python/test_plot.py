@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and figures of the study say what the measurements say, on measurements from a model."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import _study
+import pytest
+from study.style import STYLES
+from study.tables import findings, sweep_rows, trace_findings
+
+ROOT = Path(__file__).resolve().parents[2]
+SETS = [(100, 100), (100, 50), (50, 100)]
+FIGURES = {
+    *("strategy_eval", "speedup_heatmap", "extreme_heterogeneity", "efficiency_vs_heterogeneity"),
+    *("latency_vs_heterogeneity", "speedup_over_even", "token_distribution", "latency_scaling"),
+    *("matmul_mps_sweep", "regression_surface", "share_of_ideal", "slow_positions"),
+    *("rank_timeline", "drift_trace"),
+}
+TRACE = [(0, 1.0), (20, 0.4), (50, 0.7)]
+
+
+def plot(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "benchmarks/plot.py", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All figures of a sweep over two ranks and of a trace."""
+    folder = tmp_path_factory.mktemp("figures")
+    sweep = _study.write_sweep(folder / "sweep.csv", _study.sweep(SETS), 2)
+    trace = _study.write_trace(folder / "trace.csv", _study.trace(TRACE, 80, late=3))
+    done = plot(sweep, "--trace", trace, "--out", folder / "out")
+    assert done.returncode == 0, done.stderr
+    return folder / "out"
+
+
+def test_every_figure_is_a_picture_a_drawing_and_a_table(folder: Path) -> None:
+    assert {path.stem for path in folder.iterdir()} == FIGURES
+    for name in FIGURES:
+        png = (folder / f"{name}.png").read_bytes()
+        assert png.startswith(b"\x89PNG") and len(png) > 10_000, name
+        svg = ElementTree.parse(folder / f"{name}.svg").getroot()
+        assert any(element.tag.endswith("}text") for element in svg.iter()), name  # text stays text
+        rows = read(folder / f"{name}.csv")
+        assert rows and all(cell != "" for row in rows for cell in row.values()), name
+
+
+def test_figures_show_what_was_measured(folder: Path) -> None:
+    # Ranks at 1 and 0.45: even zigzag takes 0.5 / 0.45, the planned split 1 / 1.45.
+    ideal = {
+        (row["percentages"], row["split_type"]): float(row["percent"])
+        for row in read(folder / "share_of_ideal.csv")
+    }
+    assert ideal["100,50", "planned"] == pytest.approx(100, rel=1e-3)
+    assert ideal["100,50", "even_zigzag"] == pytest.approx(100 * 0.9 / 1.45, rel=1e-3)
+    assert ("50,100", "planned") not in ideal  # that is for slow_positions
+    assert {row["percentages"] for row in read(folder / "slow_positions.csv")} == {
+        *("100,50", "50,100")
+    }
+    # Even contiguous, the slow rank last: 0.75 / 0.45.
+    speedup = {
+        (row["percentages"], row["split_type"]): float(row["speedup_over_even"])
+        for row in read(folder / "speedup_heatmap.csv")
+    }
+    assert speedup["100,50", "rebalanced"] == pytest.approx(0.75 * 1.45 / 0.45 / 0.5 / 2, rel=1e-3)
+    shares = {
+        (row["percentages"], row["split_type"]): float(row["share"])
+        for row in read(folder / "token_distribution.csv")
+    }
+    assert shares["100,50", "even"] == 50
+    assert shares["100,50", "planned"] == pytest.approx(100 * 0.45 / 1.45, rel=1e-3)
+
+
+def test_strategies_differ_in_colour_and_marker() -> None:
+    looks = [style[:2] for name, style in STYLES.items() if name != "oracle"]
+    assert len({colour for colour, _ in looks}) == len(looks)
+    assert len(set(looks)) == len(looks)
+
+
+def test_a_sweep_of_layers_and_of_attention_gets_a_folder_each(tmp_path: Path) -> None:
+    rows = _study.sweep(SETS[:1]) + _study.sweep(SETS[:1], what="layer")
+    rows = [row for row in rows if row["seq_len"] == _study.LENGTHS[0]]
+    done = plot(_study.write_sweep(tmp_path / "s.csv", rows, 2), "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert {"attention", "layer"} < {path.name for path in (tmp_path / "out").iterdir()}
+    # Equal ranks alone: nothing to compare with.
+    assert not (tmp_path / "out/layer/speedup_heatmap.png").exists()
+
+
+def test_plotting_nothing_is_refused(tmp_path: Path) -> None:
+    done = plot("--out", tmp_path)
+    assert done.returncode == 2 and "a sweep or a --trace must be given" in done.stderr
+    done = plot(_study.write(tmp_path / "s.csv", ["seq_len"], []), "--out", tmp_path)
+    assert done.returncode == 1 and "must have rows, got none" in done.stderr
+
+
+def test_slowdowns_refer_to_the_balanced_ring_of_equal_ranks() -> None:
+    rows = sweep_rows(_study.sweep(SETS))
+    (planned,) = [
+        row
+        for row in rows
+        if (row["split_type"], row["seq_len"], row["percentages"]) == ("planned", 32768, "100,50")
+    ]
+    assert planned["slowdown"] == pytest.approx(2 / 1.45, rel=1e-3)
+    assert planned["slowdown"] * planned["t_homogeneous_over_t"] == pytest.approx(1)
+    assert planned["speedup_over_even_zigzag"] == pytest.approx(0.5 * 1.45 / 0.45, rel=1e-3)
+    assert planned["slowdown_pct"] == 50
+    assert planned["rank1_tflops"] == pytest.approx(0.45 * planned["rank1_tflops_unthrottled"])
+    homogeneous = [row for row in rows if row["split_type"] == "reference_homogeneous"]
+    assert [row["percentages"] for row in homogeneous] == ["100,100"] * len(_study.LENGTHS)
+
+
+def test_findings_compare_the_better_plan_with_its_targets() -> None:
+    rows = _study.sweep(SETS)
+    for row in rows:
+        if row["percentages"] == "100,50" and row["split_type"] == "planned":
+            row["overall_latency_ms"] *= 1.25
+    found = {(row["percentages"], row["seq_len"]): row for row in findings(sweep_rows(rows))}
+    finding = found["100,50", 8192]
+    assert finding["best_of_ours"] == "rebalanced"
+    assert finding["efficiency"] == pytest.approx(1, rel=1e-3)
+    assert finding["slow_over_fast"] == pytest.approx(0.45)
+    assert finding["target"] == 0.90  # 4096 tokens a rank
+    assert found["100,50", 32768]["target"] == 0.93  # 16384
+    assert finding["slowdown_bound"] == pytest.approx(1.05 * 2 / 1.45)
+    assert finding["points_behind_equal_ring"] == pytest.approx(0, abs=0.1)
+    # The worse of ours counts where ours must not lose.
+    assert finding["worst_ours_over_even_zigzag"] == pytest.approx(1.25 * 0.9 / 1.45, rel=1e-3)
+
+
+@pytest.mark.parametrize("late", [0, 2, 6])
+def test_a_trace_tells_how_late_the_rebalancer_was(late: int) -> None:
+    (finding,) = trace_findings(_study.trace(TRACE, 80, late))
+    assert finding["requests_to_follow"] == late
+    assert (finding["changes"], finding["replans"]) == (2, 2)
+    # What is within three requests of a change does not count.
+    settled = finding["over_oracle_settled"]
+    assert settled > 1.01 if late > 3 else settled == pytest.approx(1)
+    assert finding["even_zigzag_over_oracle"] > 1.1
