@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include "partition/controller.h"
 #include "partition/planner.h"
 #include "partition/schedule.h"
 #include "ring/timings.h"
@@ -106,6 +107,7 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("query_end", &Visit::query_end)
       .def_readonly("key_end", &Visit::key_end)
       .def_readonly("diagonal", &Visit::diagonal)
+      .def_property_readonly("num_pairs", &Visit::num_pairs)
       .def_property_readonly("rows_received", [](const Visit& visit) { return visit.key_end; });
   m.def("segments", &segments, py::arg("layout"), py::arg("lengths"), py::arg("order"),
         py::arg("rank"));
@@ -141,6 +143,12 @@ PYBIND11_MODULE(_C, m) {
         py::arg("profiles"), py::arg("cost"), py::arg("causal"), py::arg("training"));
   m.def("plan_cache", &plan_cache, py::arg("num_tokens"), py::arg("profiles"), py::arg("cost"));
 
+  py::class_<Controller>(m, "Controller")
+      .def(py::init<int64_t>(), py::arg("world_size"))
+      .def("observe", &Controller::observe, py::arg("speeds"))
+      .def("speeds", &Controller::speeds)
+      .def("should_replan", &Controller::should_replan, py::arg("excess"));
+
   py::class_<StepTiming>(m, "StepTiming")
       .def_readonly("call", &StepTiming::call)
       .def_readonly("source", &StepTiming::source)
@@ -148,7 +156,8 @@ PYBIND11_MODULE(_C, m) {
                              [](const StepTiming& step) { return step.own ? "own" : "remote"; })
       .def_readonly("attention_ms", &StepTiming::attention_ms)
       .def_readonly("transfer_ms", &StepTiming::transfer_ms)
-      .def_readonly("wait_ms", &StepTiming::wait_ms);
+      .def_readonly("wait_ms", &StepTiming::wait_ms)
+      .def_readonly("flops", &StepTiming::flops);
   m.def("start_recording", [] { Recorder::get().start(); });
   m.def(
       "stop_recording", [] { return Recorder::get().stop(); },

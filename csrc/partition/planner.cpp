@@ -50,10 +50,11 @@ struct RankTime {
     return 2 * budget / (slope + std::sqrt(slope * slope + 2 * pair_ms * budget));
   }
 
-  // The most of `left` tokens that take at most `limit_ms`: all, or a multiple of `unit`.
+  // The most of `left` tokens that take at most `limit_ms`: all there is room for, or a multiple of
+  // `unit`.
   int64_t most(int64_t before, int64_t left, int64_t unit, double limit_ms) const {
     const int64_t room = std::min(max_tokens, left);
-    if (room == left && of(before, left) <= limit_ms) return left;
+    if (of(before, room) <= limit_ms) return room;
     const double guess =
         std::min(within(static_cast<double>(before), limit_ms), static_cast<double>(room));
     int64_t tokens = static_cast<int64_t>(guess) / unit * unit;
@@ -133,15 +134,12 @@ double enough_for_all(const std::vector<RankTime>& times, int64_t seq_len) {
   return limit;
 }
 
-// The lengths whose slowest rank is fastest, of all in this order and these units. None where
-// limits that are no multiples of the unit leave too little room.
-std::optional<Ranks> best_lengths(const std::vector<RankTime>& times, const Ranks& order,
-                                  int64_t seq_len, int64_t unit) {
+// The lengths whose slowest rank is fastest, of all in this order and these units.
+Ranks best_lengths(const std::vector<RankTime>& times, const Ranks& order, int64_t seq_len,
+                   int64_t unit) {
   const auto filled = [&](double limit) { return fill(times, order, seq_len, unit, limit); };
-  const double high = enough_for_all(times, seq_len);
-  if (total(filled(high)) < seq_len) return std::nullopt;
-  return filled(
-      least(0.0, high, 0.0, [&](double limit) { return total(filled(limit)) == seq_len; }));
+  return filled(least(0.0, enough_for_all(times, seq_len), 0.0,
+                      [&](double limit) { return total(filled(limit)) == seq_len; }));
 }
 
 Ranks fast_to_slow(const std::vector<RankTime>& times, int64_t seq_len) {
@@ -178,7 +176,7 @@ Ranks best_order(const std::vector<RankTime>& times, int64_t seq_len) {
     return reach[all] == seq_len;
   };
   const auto filled = best_lengths(times, sorted, seq_len, 1);
-  const double high = slowest(rank_ms(Partition(Layout::kContiguous, *filled, sorted), times));
+  const double high = slowest(rank_ms(Partition(Layout::kContiguous, filled, sorted), times));
   const double limit = least(0.0, high, kOrderTolerance, fits);
   fits(limit);
   Ranks order(world_size);
@@ -211,13 +209,13 @@ Partition best_partition(const std::vector<RankTime>& times, Layout layout, int6
   const auto with = [&](const Ranks& lengths) {
     return Partition(layout, lengths, placed ? order : Ranks());
   };
-  Partition best = with(*best_lengths(times, order, seq_len, 1));
+  Partition best = with(best_lengths(times, order, seq_len, 1));
   const double limit = slowest(rank_ms(best, times)) * (1 + kUnitTolerance);
   for (const int64_t unit : kUnits) {
     if (unit * kUnitsPerRank * world_size > seq_len) continue;
-    const auto lengths = best_lengths(times, order, seq_len, unit);
-    if (lengths && slowest(rank_ms(with(*lengths), times)) <= limit) {
-      best = with(*lengths);
+    const Partition coarse = with(best_lengths(times, order, seq_len, unit));
+    if (slowest(rank_ms(coarse, times)) <= limit) {
+      best = coarse;
       break;
     }
   }
@@ -340,7 +338,7 @@ std::vector<int64_t> plan_cache(int64_t num_tokens, const std::vector<RankProfil
   const auto ms = [&](const Ranks& lengths) {
     return slowest(rank_ms(Partition(Layout::kContiguous, lengths), times));
   };
-  return has_room(times, even) && ms(even) <= ms(*best) ? even : *best;
+  return has_room(times, even) && ms(even) <= ms(best) ? even : best;
 }
 
 }  // namespace ringattn

@@ -120,11 +120,15 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& q, const at::Te
     if (visit.visible()) executor.attend(visit, block.k, block.v);
     if (timed) {
       after.emplace(q.device());
+      // Two products of a multiplication and an addition for every pair.
+      const double flops = 4.0 * static_cast<double>(q.size(0) * q.size(2) * q.size(3)) *
+                           static_cast<double>(visit.num_pairs());
       recorder.add([=, source = visit.source, visible = visit.visible()] {
         StepTiming timing;
         timing.call = recorded_call;
         timing.source = source;
         timing.own = step == 0;
+        timing.flops = flops;
         timing.wait_ms = step == 0 ? 0.0 : before->until(*ready);
         timing.attention_ms = visible ? ready->until(*after) : 0.0;
         timing.transfer_ms = step == 0 ? 0.0 : stream->transfer_ms(step);

@@ -28,6 +28,7 @@ struct StepTiming {
   double attention_ms = 0.0;  // 0 where nothing was visible
   double transfer_ms = 0.0;   // from the start of the block's transfer to its arrival
   double wait_ms = 0.0;       // how long attention stood still for the block
+  double flops = 0.0;         // operations of the attention
 };
 
 /// A point in time of the current stream (an accelerator) or of this thread (CPU).

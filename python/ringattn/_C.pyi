@@ -5,6 +5,7 @@ class Visit:
     query_end: int
     key_end: int
     diagonal: int | None
+    num_pairs: int
     rows_received: int
 
 class RankProfile:
@@ -51,6 +52,12 @@ def predict(
 ) -> list[float]: ...
 def plan_cache(num_tokens: int, profiles: list[RankProfile], cost: ModelCost) -> list[int]: ...
 
+class Controller:
+    def __init__(self, world_size: int) -> None: ...
+    def observe(self, speeds: list[float | None]) -> None: ...
+    def speeds(self) -> list[float]: ...
+    def should_replan(self, excess: float) -> bool: ...
+
 class StepTiming:
     call: int
     source: int
@@ -58,6 +65,7 @@ class StepTiming:
     attention_ms: float
     transfer_ms: float
     wait_ms: float
+    flops: float
 
 def segments(
     layout: str, lengths: list[int], order: list[int], rank: int

@@ -29,6 +29,7 @@ from ringattn.planning import (
     save_profiles,
 )
 from ringattn.profiling import measure_profiles
+from ringattn.rebalancing import Rebalancer
 from ringattn.timings import StepTiming, Timings, record_timings
 
 __version__ = _library.VERSION
@@ -38,6 +39,7 @@ __all__ = [
     "Partition",
     "Plan",
     "RankProfile",
+    "Rebalancer",
     "RingAttention",
     "RotatedKV",
     "StepTiming",

@@ -19,6 +19,7 @@ class StepTiming:
     attention_ms: float  # computing; 0 where nothing is visible
     transfer_ms: float  # bringing the block here; 0 for the own one
     wait_ms: float  # attention stood still because the block was not here yet
+    flops: float = 0.0  # operations of the attention; repetitions do not count
 
 
 @dataclass
@@ -82,6 +83,7 @@ def record_timings() -> Iterator[Timings]:
                 step.attention_ms,
                 step.transfer_ms,
                 step.wait_ms,
+                step.flops,
             )
             for step in _C.stop_recording()
         ]

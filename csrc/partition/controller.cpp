@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "partition/controller.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+namespace ringattn {
+namespace {
+
+// A deviation is large beyond 6 %, and beyond what the noise so far explains.
+constexpr double kLarge = 0.06;
+constexpr double kSigmas = 4.0;
+constexpr double kVarianceGain = 0.1;
+constexpr int64_t kMemory = 10;  // observations that a belief averages at most
+
+constexpr size_t kFalls = 2;
+constexpr int64_t kFallWindow = 4;  // requests
+constexpr int64_t kPatience = 3;
+constexpr int64_t kMostPatience = 24;
+constexpr int64_t kFlapWindow = 16;  // a fall within so many requests after a rise is flapping
+constexpr int64_t kCalm = 48;        // after so many requests without a jump that is forgotten
+
+// What a new plan has to gain, and after how many requests it may come without a jump.
+constexpr double kGain = 0.02;
+constexpr int64_t kPause = 4;
+
+}  // namespace
+
+void Controller::observe(const std::vector<std::optional<double>>& speeds) {
+  if (speeds.size() != ranks_.size()) {
+    throw std::invalid_argument("speeds must be " + std::to_string(ranks_.size()) +
+                                ", one for each rank, got " + std::to_string(speeds.size()));
+  }
+  for (const auto& speed : speeds) {
+    if (speed && !(*speed > 0.0 && std::isfinite(*speed))) {
+      throw std::invalid_argument("speeds must be finite and positive, got " +
+                                  std::to_string(*speed));
+    }
+  }
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    if (speeds[rank] && update(ranks_[rank], *speeds[rank])) jumped_ = true;
+  }
+}
+
+std::vector<double> Controller::speeds() const {
+  std::vector<double> speeds;
+  for (const Rank& rank : ranks_) speeds.push_back(rank.speed);
+  return speeds;
+}
+
+bool Controller::should_replan(double excess) {
+  ++since_plan_;
+  const bool replan = excess > kGain && (jumped_ || since_plan_ >= kPause);
+  jumped_ = false;
+  if (replan) since_plan_ = 0;
+  return replan;
+}
+
+bool Controller::update(Rank& rank, double seen) {
+  ++rank.request;
+  if (rank.request - rank.last_jump > kCalm) rank.patience = kPatience;
+  const double deviation = seen / rank.speed - 1.0;
+  const double large = std::max(kLarge, kSigmas * std::sqrt(rank.variance));
+  // Noise is how much one observation differs from the last: a lasting change counts once in it.
+  if (rank.last_seen > 0.0) {
+    const double change = std::clamp(seen / rank.last_seen - 1.0, -large, large);
+    rank.variance += kVarianceGain * (change * change / 2 - rank.variance);
+  }
+  rank.last_seen = seen;
+  if (std::abs(deviation) <= large) {
+    rank.observations = std::min(rank.observations + 1, kMemory);
+    rank.speed += rank.speed * deviation / static_cast<double>(rank.observations);
+    rank.rises.clear();
+    return false;
+  }
+
+  const bool rose = deviation > 0.0;
+  double sum = 0.0;
+  if (rose) {
+    rank.rises.push_back(seen);
+    if (static_cast<int64_t>(rank.rises.size()) < rank.patience) return false;
+    sum = std::accumulate(rank.rises.end() - kPatience, rank.rises.end(), 0.0);
+    rank.observations = kPatience;
+  } else {
+    rank.rises.clear();
+    rank.falls.emplace_back(rank.request, seen);
+    if (rank.falls.front().first <= rank.request - kFallWindow) {
+      rank.falls.erase(rank.falls.begin());
+    }
+    if (rank.falls.size() < kFalls) return false;
+    for (const auto& [request, speed] : rank.falls) sum += speed;
+    rank.observations = static_cast<int64_t>(rank.falls.size());
+    if (rank.rose && rank.request - rank.last_jump <= kFlapWindow) {
+      rank.patience = std::min(2 * rank.patience, kMostPatience);
+    }
+  }
+  rank.speed = sum / static_cast<double>(rank.observations);
+  rank.falls.clear();
+  rank.rises.clear();
+  rank.last_jump = rank.request;
+  rank.rose = rose;
+  return true;
+}
+
+}  // namespace ringattn

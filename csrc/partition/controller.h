@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "core/export.h"
+
+namespace ringattn {
+
+/// Follows the speeds of ranks through noise, and says when it pays to plan anew.
+///
+/// Small deviations are averaged. A large one is believed when it is seen again: a fall after two
+/// in four requests, a rise after three in a row, because a rank that is given too much holds all
+/// others up while one that is given too little only idles. A rank that falls soon after a rise
+/// flaps: each time, its next rise has to last twice as long.
+///
+/// Equal observations give equal decisions on every rank, bit for bit: nothing but additions,
+/// multiplications, divisions, square roots and comparisons, which IEEE 754 rounds one way.
+class RINGATTN_API Controller {
+ public:
+  explicit Controller(int64_t world_size) : ranks_(world_size) {}
+
+  /// One request: each rank's speed in it, relative to that of its profile; absent for a rank that
+  /// had nothing to do. Throws std::invalid_argument for another number of ranks, and for speeds
+  /// that are not finite and positive.
+  void observe(const std::vector<std::optional<double>>& speeds);
+
+  /// What is believed, relative to the profiles, [W].
+  std::vector<double> speeds() const;
+
+  /// Once after each request: whether the plan in use should be replaced. It takes `excess` longer
+  /// than the best one at the speeds believed: 0.02 is 2 %.
+  bool should_replan(double excess);
+
+ private:
+  struct Rank {
+    double speed = 1.0;
+    int64_t observations = 10;  // that `speed` is the mean of; the profile is worth so many
+    double variance = 4e-4;     // of an observation, relative: (2 %)^2 until more is known
+    double last_seen = 0.0;     // 0: nothing yet
+    std::vector<std::pair<int64_t, double>> falls;  // large ones: (request, speed)
+    std::vector<double> rises;                      // large ones in a row
+    int64_t patience = 3;                           // how many of those it takes
+    int64_t request = 0;
+    int64_t last_jump = 0;  // the request after which the belief jumped
+    bool rose = false;      // and whether it rose
+  };
+
+  // Whether the belief has jumped.
+  static bool update(Rank& rank, double seen);
+
+  std::vector<Rank> ranks_;
+  bool jumped_ = false;
+  int64_t since_plan_ = 0;  // requests
+};
+
+}  // namespace ringattn

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <random>
+#include <stdexcept>
+
+#include "catch.h"
+#include "partition/controller.h"
+#include "partition/planner.h"
+
+using ringattn::Controller;
+using ringattn::Layout;
+using ringattn::ModelCost;
+using ringattn::Partition;
+using ringattn::RankProfile;
+
+namespace {
+
+using Speeds = std::vector<double>;
+
+constexpr int64_t kSeqLen = 65536;
+const ModelCost kCost{16384.0, 0.0, 4096};
+
+std::vector<RankProfile> profiles(const Speeds& speeds) {
+  std::vector<RankProfile> profiles(speeds.size());
+  for (size_t rank = 0; rank < speeds.size(); ++rank) {
+    profiles[rank].attention_tflops = profiles[rank].linear_tflops = 500.0 * speeds[rank];
+  }
+  return profiles;
+}
+
+Partition planned(const Speeds& speeds) {
+  return ringattn::plan(kSeqLen, profiles(speeds), kCost, Layout::kZigzag, {}, {}).partition;
+}
+
+double takes(const Partition& partition, const Speeds& speeds) {
+  const auto ms = predict(partition, profiles(speeds), kCost, {});
+  return *std::max_element(ms.begin(), ms.end());
+}
+
+struct Outcome {
+  std::vector<int64_t> replans;  // the first request of each new plan
+  double total_ms = 0.0;
+  double oracle_ms = 0.0;  // planned for the true speeds before each request
+};
+
+// Requests over ranks whose true speeds `truth` gives; each observed with relative noise.
+Outcome serve(int64_t num_requests, const std::function<Speeds(int64_t)>& truth, double noise,
+              uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal;
+  const size_t world_size = truth(0).size();
+  Controller controller(world_size);
+  Partition partition = planned(controller.speeds());
+  Outcome outcome;
+  for (int64_t request = 0; request < num_requests; ++request) {
+    Speeds actual = truth(request);
+    std::vector<std::optional<double>> seen;
+    for (double& speed : actual) {
+      speed *= std::exp(noise * normal(random));
+      seen.emplace_back(speed);
+    }
+    outcome.total_ms += takes(partition, actual);
+    outcome.oracle_ms += takes(planned(truth(request)), actual);
+    controller.observe(seen);
+    const Partition best = planned(controller.speeds());
+    const double excess =
+        takes(partition, controller.speeds()) / takes(best, controller.speeds()) - 1.0;
+    if (controller.should_replan(excess)) {
+      partition = best;
+      outcome.replans.push_back(request + 1);
+    }
+  }
+  return outcome;
+}
+
+int64_t between(const Outcome& outcome, int64_t first, int64_t last) {
+  return std::count_if(outcome.replans.begin(), outcome.replans.end(),
+                       [&](int64_t at) { return first <= at && at <= last; });
+}
+
+}  // namespace
+
+TEST_CASE("a fall and a recovery are planned for within three requests") {
+  for (const double noise : {0.0, 0.01, 0.02}) {
+    for (uint32_t seed = 0; seed < 10; ++seed) {
+      const Outcome outcome = serve(
+          200,
+          [](int64_t request) {
+            return Speeds{1.0, request < 50 ? 1.0 : request < 120 ? 0.4 : 0.7, 1.0, 1.0};
+          },
+          noise, seed);
+      INFO("noise " << noise << ", seed " << seed);
+      CHECK(between(outcome, 51, 53) >= 1);
+      CHECK(between(outcome, 121, 123) >= 1);
+      CHECK(outcome.replans.size() <= 4);
+      CHECK(outcome.total_ms <= 1.05 * outcome.oracle_ms);
+    }
+  }
+}
+
+TEST_CASE("steady ranks are never planned anew") {
+  for (const Speeds& speeds : {Speeds{1.0, 1.0, 1.0, 1.0}, Speeds{1.0, 1.0}}) {
+    for (uint32_t seed = 0; seed < 50; ++seed) {
+      INFO("seed " << seed);
+      CHECK(serve(
+                200, [&](int64_t) { return speeds; }, 0.02, seed)
+                .replans.empty());
+    }
+  }
+}
+
+TEST_CASE("a profile that was wrong is corrected") {
+  for (const double truth : {0.7, 0.9, 0.95, 1.08, 1.3}) {
+    const Outcome outcome = serve(
+        100,
+        [&](int64_t) {
+          return Speeds{1.0, truth};
+        },
+        0.01, 1);
+    INFO("truth " << truth);
+    CHECK(!outcome.replans.empty());
+    CHECK(outcome.replans.size() <= 3);
+    CHECK(outcome.total_ms <= 1.02 * outcome.oracle_ms);
+  }
+}
+
+TEST_CASE("a single slow request is not believed") {
+  const Outcome outcome = serve(
+      200,
+      [](int64_t request) {
+        return Speeds{1.0, request % 40 == 20 ? 0.7 : 1.0, 1.0, 1.0};
+      },
+      0.02, 3);
+  CHECK(outcome.replans.empty());
+}
+
+TEST_CASE("flapping is followed less and less") {
+  for (int64_t period = 1; period <= 12; ++period) {
+    const Outcome outcome = serve(
+        240,
+        [&](int64_t request) {
+          return Speeds{1.0, request / period % 2 == 1 ? 0.6 : 1.0, 1.0, 1.0};
+        },
+        0.01, 4);
+    INFO("period " << period << ", replans " << outcome.replans.size() << ", share "
+                   << outcome.total_ms / outcome.oracle_ms);
+    CHECK(outcome.total_ms <= 1.2 * outcome.oracle_ms);
+    CHECK(outcome.replans.size() <= 12);
+  }
+}
+
+TEST_CASE("a rank that shows nothing keeps its speed") {
+  Controller controller(2);
+  for (int request = 0; request < 5; ++request) controller.observe({0.5, std::nullopt});
+  CHECK(controller.speeds()[0] == Approx(0.5));
+  CHECK(controller.speeds()[1] == 1.0);
+}
+
+TEST_CASE("without a jump a new plan waits for four requests and for 2 %") {
+  Controller controller(1);
+  CHECK(!controller.should_replan(0.5));
+  CHECK(!controller.should_replan(0.5));
+  CHECK(!controller.should_replan(0.5));
+  CHECK(controller.should_replan(0.5));
+  CHECK(!controller.should_replan(0.5));
+  controller.observe({0.4});
+  CHECK(!controller.should_replan(0.5));
+  controller.observe({0.4});
+  CHECK(controller.should_replan(0.021));
+  for (int request = 0; request < 10; ++request) CHECK(!controller.should_replan(0.019));
+}
+
+TEST_CASE("speeds that are none are refused") {
+  Controller controller(2);
+  CHECK_THROWS_AS(controller.observe({1.0}), std::invalid_argument);
+  CHECK_THROWS_AS(controller.observe({1.0, 0.0}), std::invalid_argument);
+  CHECK_THROWS_AS(controller.observe({1.0, std::nan("")}), std::invalid_argument);
+  CHECK_THROWS_AS(controller.observe({std::numeric_limits<double>::infinity(), 1.0}),
+                  std::invalid_argument);
+}

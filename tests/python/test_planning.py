@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planning for unequal ranks: what is promised of plans, and what is refused.
+
+That no partition is faster is shown by brute force in tests/cpp/test_planner.cpp.
+"""
+
+import itertools
+import json
+import math
+
+import pytest
+import ringattn
+import torch
+from ringattn import ModelCost, Partition, RankProfile
+from ringattn.models import LLaMAConfig
+from ringattn.planning import predict
+
+LLAMA_8B = LLaMAConfig(emb_dim=4096, nheads=32, kvheads=8, hidden_dim=14336)
+ATTENTION = ModelCost.attention_only(32, 128, num_kv_heads=8)
+LAYER = ModelCost.from_config(LLAMA_8B)
+LAYOUTS = ["zigzag", "contiguous"]
+
+
+def ranks(*speeds: float, **options) -> list[RankProfile]:
+    return [RankProfile(550 * speed, 700 * speed, **options) for speed in speeds]
+
+
+# ---- costs -------------------------------------------------------------------------------------
+
+
+def test_a_layer_costs_what_its_shapes_say():
+    assert ModelCost(4 * 32 * 128, 0, 2 * 8 * 128 * 2) == ATTENTION
+    assert LAYER.attention_flops == ATTENTION.attention_flops
+    assert LAYER.kv_bytes == ATTENTION.kv_bytes
+    weights = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336  # qkv, dense, gate and up and down
+    assert LAYER.linear_flops == 2 * weights
+    assert ModelCost.from_config(LLAMA_8B, dtype=torch.float32).kv_bytes == 2 * LAYER.kv_bytes
+
+
+@pytest.mark.parametrize("kv_heads", [8, None])
+def test_the_config_may_be_of_hugging_face(kv_heads):
+    from transformers import LlamaConfig
+
+    theirs = LlamaConfig(
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=kv_heads,
+        intermediate_size=14336,
+    )
+    ours = LLAMA_8B.updated(kvheads=kv_heads or 32)
+    assert ModelCost.from_config(theirs) == ModelCost.from_config(ours)
+
+
+# ---- plans -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_plan_says_what_its_partition_takes(layout, causal):
+    profiles = ranks(1, 0.5, 0.25, overhead_ms=0.01)
+    plan = ringattn.plan(5000, profiles, LAYER, layout=layout, causal=causal)
+    assert isinstance(plan.partition, Partition) and plan.partition.layout == layout
+    assert plan.partition.seq_len == 5000
+    assert plan.rank_ms == predict(plan.partition, profiles, LAYER, causal=causal)
+    assert plan.predicted_ms == max(plan.rank_ms)
+    assert plan.efficiency == plan.ideal_ms / plan.predicted_ms
+    assert 0.9 < plan.efficiency <= 1
+
+
+def test_time_is_proportional_to_tokens_under_zigzag():
+    profiles = [RankProfile(500, 600, overhead_ms=0.1), RankProfile(100, 300)]
+    seq_len = 4000
+    took = predict(Partition.zigzag([3000, 1000]), profiles, LAYER)
+    for profile, tokens, ms in zip(profiles, (3000, 1000), took, strict=True):
+        of_token = LAYER.linear_flops / (
+            profile.linear_tflops * 1e9
+        ) + LAYER.attention_flops * seq_len / 2 / (profile.attention_tflops * 1e9)
+        assert ms == pytest.approx(profile.overhead_ms + tokens * of_token, rel=1e-12)
+
+
+def test_training_weighs_attention_more():
+    profiles = [RankProfile(500, 500), RankProfile(100, 500)]
+    forward = ringattn.plan(65536, profiles, LAYER)
+    training = ringattn.plan(65536, profiles, LAYER, training=True)
+    assert training.partition.lengths[1] < forward.partition.lengths[1]
+    only = ringattn.plan(65536, profiles, ATTENTION)
+    trained = ringattn.plan(65536, profiles, ATTENTION, training=True)
+    assert trained.partition == only.partition
+    assert trained.predicted_ms == pytest.approx(3.5 * only.predicted_ms)
+
+
+@pytest.mark.parametrize("seq_len", [0, 1, 5, 1000, 100001, 2**20])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
+def test_equal_ranks_get_the_even_partition(seq_len, world_size):
+    even = Partition.even(seq_len, world_size)
+    assert ringattn.plan(seq_len, ranks(*[1] * world_size), LAYER).partition == even
+    full = ringattn.plan(
+        seq_len, ranks(*[1] * world_size), LAYER, layout="contiguous", causal=False
+    )
+    assert full.partition == Partition.even(seq_len, world_size, "contiguous")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seq_len", [7, 1000, 4096, 65537])
+def test_no_plan_is_slower_than_even(seq_len, layout):
+    for speeds in itertools.product((1, 0.99, 0.5), repeat=3):
+        plan = ringattn.plan(seq_len, ranks(*speeds), LAYER, layout=layout)
+        even = predict(Partition.even(seq_len, 3, layout), ranks(*speeds), LAYER)
+        assert plan.predicted_ms <= max(even)
+
+
+def test_the_slow_rank_may_be_any():
+    shares = set()
+    for slow in range(4):
+        speeds = [1.0] * 4
+        speeds[slow] = 0.1
+        lengths = list(ringattn.plan(2**16, ranks(*speeds), ATTENTION).partition.lengths)
+        shares.add((lengths.pop(slow), tuple(sorted(lengths))))
+        assert len(set(lengths)) == 1
+    assert len(shares) == 1
+
+
+def test_a_rank_holds_no_more_than_it_can():
+    profiles = [RankProfile(500, 500, max_tokens=1000), RankProfile(100, 500)]
+    assert ringattn.plan(65536, profiles, LAYER).partition.lengths == (1000, 64536)
+    profiles = [RankProfile(500, 500, max_tokens=1000), RankProfile(100, 500, max_tokens=333)]
+    assert ringattn.plan(1333, profiles, LAYER).partition.lengths == (1000, 333)
+    none = [RankProfile(500, 500, max_tokens=0), RankProfile(100, 500)]
+    assert ringattn.plan(1000, none, LAYER).partition.lengths == (0, 1000)
+
+
+def test_a_rank_that_does_not_pay_gets_nothing():
+    profiles = [RankProfile(500, 500), RankProfile(500, 500, overhead_ms=1e3)]
+    plan = ringattn.plan(4096, profiles, LAYER)
+    assert plan.partition.lengths == (4096, 0) and plan.rank_ms[1] == 0
+    assert plan.ideal_ms == pytest.approx(plan.predicted_ms / 2)  # of both, without overheads
+
+
+def test_ideal_ignores_limits():
+    free = ringattn.plan(65536, ranks(1, 0.5), LAYER)
+    bound = ringattn.plan(65536, ranks(1, 0.5, max_tokens=40000), LAYER)
+    assert bound.ideal_ms == free.ideal_ms and bound.efficiency < free.efficiency
+
+
+def test_depth_is_what_the_ring_needs_or_what_is_asked():
+    one_fast = ranks(1, 0.1, 0.1, 0.1)
+    assert ringattn.plan(2**16, one_fast, ATTENTION).depth == 3
+    assert ringattn.plan(2**16, one_fast, ATTENTION, depth=2).depth == 2
+    assert ringattn.plan(2**16, one_fast, ATTENTION, depth=9).depth == 3
+    assert ringattn.plan(2**16, ranks(1, 1, 1, 1), ATTENTION).depth == 1
+    # Two slow ranks are put apart, so that depth 1 is enough.
+    two_slow = ringattn.plan(2**16, ranks(1, 1, 0.25, 0.25), ATTENTION)
+    order = two_slow.partition.order
+    assert two_slow.depth == 1 and abs(order.index(2) - order.index(3)) == 2
+
+
+def test_memory_is_the_buffers_of_the_depth():
+    block = 1000 * ATTENTION.kv_bytes
+    for depth, num_blocks in ((1, 3), (2, 4), (3, 4)):  # this rank's own among them
+        plan = ringattn.plan(4000, ranks(1, 1, 1, 1), ATTENTION, causal=False, depth=depth)
+        assert plan.memory_bytes == (num_blocks * block,) * 4
+
+
+def test_a_plan_prints_itself():
+    text = str(ringattn.plan(65536, ranks(1, 0.5), LAYER))
+    lines = text.splitlines()
+    assert lines[0].startswith("65536 tokens, zigzag, order 0 1, depth 1: ")
+    assert "% of ideal" in lines[0]
+    assert lines[1].split() == ["rank", "tokens", "share", "ms", "busy", "buffers", "MiB"]
+    assert [line.split()[0] for line in lines[2:]] == ["0", "1"]
+    assert len({len(line) for line in lines[1:]}) == 1
+    assert "0 tokens" in str(ringattn.plan(0, ranks(1), LAYER))
+
+
+def test_numbers_may_be_of_other_kinds():
+    import numpy as np
+
+    profiles = [RankProfile(np.float32(5), np.int64(7), max_tokens=np.int32(100))] * 2
+    assert profiles[0] == RankProfile(5.0, 7.0, max_tokens=100)
+    assert ringattn.plan(torch.tensor(10), profiles, LAYER).partition.lengths == (5, 5)
+
+
+# ---- the cache ---------------------------------------------------------------------------------
+
+
+def test_cached_keys_lie_where_they_are_read_fastest():
+    fast, slow = RankProfile(1, 1, memory_gbps=4000), RankProfile(1, 1, memory_gbps=1000)
+    assert ringattn.plan_cache(10000, [fast, slow], LAYER) == [8000, 2000]
+    assert ringattn.plan_cache(10000, [fast, fast, fast], LAYER) == [3334, 3333, 3333]
+    little = RankProfile(1, 1, memory_gbps=4000, max_tokens=100)
+    assert ringattn.plan_cache(10000, [little, slow], LAYER) == [100, 9900]
+    assert ringattn.plan_cache(7, ranks(1, 0.1), LAYER) == [4, 3]  # no bandwidth is known
+    assert ringattn.plan_cache(0, [fast, slow], LAYER) == [0, 0]
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+def test_profiles_come_back_from_a_file(tmp_path):
+    path = tmp_path / "profiles.json"
+    profiles = [
+        RankProfile(1 / 3, 2.5),
+        RankProfile(
+            *(4, 5),
+            max_tokens=6,
+            overhead_ms=0.125,
+            memory_gbps=1e3,
+            link_gbps=300,
+            link_latency_us=15,
+        ),
+    ]
+    ringattn.save_profiles(path, profiles)
+    assert ringattn.load_profiles(path) == profiles
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({"versions": {}, "profiles": content["profiles"]}))
+    assert ringattn.load_profiles(str(path)) == profiles
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("not", "must be JSON, got"),
+        ("[1]", 'must hold an object with a list of objects named "profiles"'),
+        ('{"profiles": [1]}', "must hold an object with a list of objects"),
+        ('{"profiles": [{"attention_tflops": 1}]}', "rank 0 .* got no 'linear_tflops'"),
+        (
+            '{"profiles": [{"attention_tflops": 1, "linear_tflops": 2, "colour": 3}]}',
+            "got unknown 'colour'",
+        ),
+        (
+            '{"profiles": [{"attention_tflops": -1, "linear_tflops": 2}]}',
+            "rank 0 .*attention_tflops must be finite and positive, got -1",
+        ),
+    ],
+)
+def test_files_that_are_no_profiles_are_refused(tmp_path, text, message):
+    path = tmp_path / "profiles.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        ringattn.load_profiles(path)
+
+
+# ---- wrong arguments ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RankProfile(0, 1), "attention_tflops must be finite and positive, got 0"),
+        (lambda: RankProfile(1, -2), "linear_tflops must be finite and positive, got -2"),
+        (lambda: RankProfile(math.nan, 1), "attention_tflops must be .* got nan"),
+        (lambda: RankProfile(1, math.inf), "linear_tflops must be finite and positive, got inf"),
+        (lambda: RankProfile("1", 1), "attention_tflops must be finite and positive, got '1'"),
+        (lambda: RankProfile(None, 1), "attention_tflops must be finite and positive, got None"),
+        (lambda: RankProfile(1, 1, max_tokens=-1), "max_tokens must not be negative, got -1"),
+        (lambda: RankProfile(1, 1, max_tokens=1.5), "max_tokens must be an integer, got 1.5"),
+        (lambda: RankProfile(1, 1, overhead_ms=-1), "overhead_ms must be finite and not negative"),
+        (lambda: RankProfile(1, 1, memory_gbps=0), "memory_gbps must be finite and positive"),
+        (lambda: RankProfile(1, 1, link_gbps=math.nan), "link_gbps must be finite and positive"),
+        (lambda: RankProfile(1, 1, link_latency_us=-1), "link_latency_us must be finite and not"),
+        (lambda: ModelCost.attention_only(0, 64), "num_heads must be positive, got 0"),
+        (lambda: ModelCost.attention_only(8, 64.5), "head_dim must be an integer, got 64.5"),
+        (lambda: ModelCost(math.nan), "attention_flops must be finite and positive, got nan"),
+        (lambda: ModelCost(1, -1), "linear_flops must be finite and not negative, got -1"),
+        (lambda: ModelCost(1, 1, -1), "kv_bytes must not be negative, got -1"),
+        (lambda: ModelCost.from_config(object()), "config must be a LLaMAConfig or .* got object"),
+        (lambda: ringattn.plan(8, [], LAYER), "profiles must name at least one rank, got none"),
+        (lambda: ringattn.plan(8, [1.0], LAYER), "profiles must be RankProfiles, got float"),
+        (lambda: ringattn.plan(8, ranks(1), 3), "cost must be a ModelCost, got int"),
+        (lambda: ringattn.plan(-1, ranks(1), LAYER), "seq_len must not be negative, got -1"),
+        (lambda: ringattn.plan(1.5, ranks(1), LAYER), "seq_len must be an integer, got 1.5"),
+        (
+            lambda: ringattn.plan(8, ranks(1), LAYER, layout="spiral"),
+            'layout must be "zigzag" or "contiguous", got "spiral"',
+        ),
+        (lambda: ringattn.plan(8, ranks(1), LAYER, depth=0), "depth must be at least 1, got 0"),
+        (
+            lambda: ringattn.plan(8, ranks(1, 1, max_tokens=3), LAYER),
+            "profiles must have max_tokens for all 8 tokens, got room for 6",
+        ),
+        (
+            lambda: predict(Partition.even(8, 3), ranks(1, 1), LAYER),
+            "profiles must be 3, one for each rank of the partition, got 2",
+        ),
+        (
+            lambda: ringattn.plan_cache(-1, ranks(1), LAYER),
+            "num_tokens must not be negative, got -1",
+        ),
+        (
+            lambda: ringattn.plan_cache(8, [*ranks(1), RankProfile(1, 1, memory_gbps=1)], LAYER),
+            "profiles must have memory_gbps for all ranks or none, got rank 1 unlike rank 0",
+        ),
+        (
+            lambda: ringattn.plan_cache(8, ranks(1, max_tokens=3), LAYER),
+            "profiles must have max_tokens for all 8 tokens, got room for 3",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
