@@ -67,7 +67,10 @@ ROOMS = {
         libraries=("torch", "cuda", "dispatcher"),
     ),
     "bindings": Room(
-        rooms=("core", "partition", "ring/timings.h", "transport/ring_group.h"),
+        rooms=(
+            *("core", "partition", "ring/timings.h"),
+            *("transport/hostility.h", "transport/ring_group.h"),
+        ),
         libraries=("torch", "python"),
     ),
 }

@@ -21,25 +21,37 @@ at::ScalarType state_dtype(at::ScalarType dtype) {
 #ifdef RINGATTN_WITH_CUDA
 namespace {
 
-void block_attention_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          double scale, std::optional<int64_t> diagonal,
-                          const AttentionResult& result) {
-  const at::Tensor queries = kernel_ready(q), keys = kernel_ready(k), values = kernel_ready(v);
-  const int64_t num_queries = q.size(1), num_keys = k.size(1);
+void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
+                          const AttentionResult& result, const ArrivalWords& words) {
+  const int64_t num_queries = q.size(1);
+  const at::Tensor queries = kernel_ready(q);
+  std::vector<at::Tensor> ready;  // alive until the launch
+  std::vector<KeySegment> segments;
+  for (const KeyBlock& block : blocks) {
+    const at::Tensor keys = kernel_ready(block.k), values = kernel_ready(block.v);
+    const int64_t num_keys = keys.size(1);
+    KeySegment segment;
+    segment.k = strided(keys);
+    segment.v = strided(values);
+    segment.num_keys = num_keys;
+    segment.diagonal = std::clamp(block.diagonal.value_or(num_keys), -num_queries, num_keys);
+    segment.first_query = block.first_query;
+    segment.arrivals = block.arrivals;
+    segments.push_back(segment);
+    ready.insert(ready.end(), {keys, values});
+  }
 
   BlockAttentionParams params;
   params.q = strided(queries);
-  KeySegment segment;
-  segment.k = strided(keys);
-  segment.v = strided(values);
-  segment.num_keys = num_keys;
-  segment.diagonal = std::clamp(diagonal.value_or(num_keys), -num_queries, num_keys);
-  params.segments = &segment;
-  params.num_segments = 1;
+  params.segments = segments.data();
+  params.num_segments = segments.size();
+  params.kv_heads_per_arrival = words.kv_heads_per_arrival;
+  params.words = {words.words, static_cast<int32_t>(words.num_arrivals)};
+  params.failed = words.failed;
   params.batch = q.size(0);
   params.num_queries = num_queries;
   params.num_heads = q.size(2);
-  params.num_kv_heads = k.size(2);
+  params.num_kv_heads = blocks.front().k.size(2);
   params.head_dim = q.size(3);
   params.scale = scale;
   params.dtype = data_type(q.scalar_type());
@@ -60,13 +72,33 @@ void block_attention_cuda(const at::Tensor& q, const at::Tensor& k, const at::Te
 }  // namespace
 #endif
 
-void block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                     std::optional<int64_t> diagonal, const AttentionResult& result) {
+bool attends_lists(const at::Tensor& q, int64_t num_blocks) {
+#ifdef RINGATTN_WITH_CUDA
+  if (!q.is_cuda() || q.numel() == 0) return false;
+  BlockAttentionParams params;
+  params.num_segments = num_blocks;
+  params.head_dim = q.size(3);
+  params.dtype = data_type(q.scalar_type());
+  return cuda::attends_segments(params);
+#else
+  return false;
+#endif
+}
+
+void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
+                     const AttentionResult& result, const ArrivalWords& words) {
   if (q.numel() == 0) return;
 #ifdef RINGATTN_WITH_CUDA
-  if (q.is_cuda()) return block_attention_cuda(q, k, v, scale, diagonal, result);
+  if (q.is_cuda()) return block_attention_cuda(q, blocks, scale, result, words);
 #endif
-  cpu::block_attention(q, k, v, scale, diagonal, result);
+  TORCH_INTERNAL_ASSERT(blocks.size() == 1);
+  const KeyBlock& block = blocks.front();
+  cpu::block_attention(q, block.k, block.v, scale, block.diagonal, result);
+}
+
+void block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                     std::optional<int64_t> diagonal, const AttentionResult& result) {
+  block_attention(q, {KeyBlock{k, v, diagonal}}, scale, result);
 }
 
 std::pair<at::Tensor, at::Tensor> block_attention(const at::Tensor& q, const at::Tensor& k,

@@ -9,6 +9,7 @@
 #include "partition/planner.h"
 #include "partition/schedule.h"
 #include "ring/timings.h"
+#include "transport/hostility.h"
 #include "transport/ring_group.h"
 
 #ifdef RINGATTN_WITH_CUDA
@@ -175,12 +176,7 @@ PYBIND11_MODULE(_C, m) {
       "synchronize",
       [](const std::string& group_name) { RingGroup::resolve(group_name)->synchronize(); },
       py::arg("group_name"), py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "resolve_transport",
-      [](const std::string& transport, bool cuda) {
-        return resolve_transport(transport, cuda ? c10::kCUDA : c10::kCPU);
-      },
-      py::arg("transport"), py::arg("cuda"));
+  m.def("set_hostile_transfers", &set_hostile_transfers, py::arg("seed"));
   m.def("transports", &transports);
   m.def("build_info", &build_info);
 }

@@ -7,6 +7,11 @@
 
 #include "attention/block_attention.h"
 
+#ifdef RINGATTN_WITH_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
 namespace ringattn {
 namespace {
 
@@ -81,6 +86,17 @@ Partition check_partition(const std::vector<int64_t>& lengths, const std::vector
   } catch (const std::invalid_argument& error) {
     RINGATTN_CHECK(false, error.what());
   }
+}
+
+bool is_capturing(c10::Device device) {
+#ifdef RINGATTN_WITH_CUDA
+  if (device.is_cuda()) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+#endif
+  return false;
 }
 
 std::string to_text(const std::vector<int64_t>& values) {

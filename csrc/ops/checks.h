@@ -27,6 +27,9 @@ void check_state(const at::Tensor& out, const at::Tensor& lse, const at::Tensor&
 Partition check_partition(const std::vector<int64_t>& lengths, const std::vector<int64_t>& order,
                           const std::string& layout, int64_t world_size);
 
+/// Whether what the current stream of `device` is given now is captured in a CUDA graph.
+bool is_capturing(c10::Device device);
+
 /// Values for a Signature.
 std::string to_text(const std::vector<int64_t>& values);
 std::string to_text(double value);

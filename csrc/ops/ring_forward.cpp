@@ -31,7 +31,7 @@ Partition check(const Arguments& args, int64_t rank, int64_t world_size) {
   RINGATTN_CHECK(args.k.size(1) == rows, "k must have the ", rows,
                  " rows that the partition gives rank ", rank, ", got ", args.k.size(1));
   RINGATTN_CHECK(args.depth.value_or(1) >= 1, "depth must be at least 1, got ", *args.depth);
-  resolve_transport(args.transport, args.q.device().type());
+  check_transport(args.transport, args.q.device().type());
   return partition;
 }
 
@@ -49,7 +49,7 @@ Signature signature(const Arguments& args, const Partition& partition) {
           {"head dimension", std::to_string(args.q.size(3))},
           {"causal", to_text(args.causal)},
           {"scale", to_text(args.scale)},
-          {"transport", resolve_transport(args.transport, args.q.device().type())}};
+          {"transport", args.transport}};
 }
 
 std::tuple<at::Tensor, at::Tensor> ring_forward_op(
@@ -76,13 +76,18 @@ std::tuple<at::Tensor, at::Tensor> ring_forward_op(
   const int64_t call = group->begin_call([&] {
     partition = check(args, group->rank(), group->size());
     group->check_device(q.device());
-    return signature(args, *partition);
+    const Signature asked = signature(args, *partition);
+    RINGATTN_CHECK(!is_capturing(q.device()) || group->knows(asked),
+                   "a call must have been made once before one of its kind is captured in a CUDA "
+                   "graph, got a first one under capture");
+    return asked;
   });
+  MessageTransport& carrier = group->transport(args.transport, q.device());
   RingCall ring{*partition, group->rank(), causal, scale};
   ring.depth = depth.value_or(group->size());
   ring.number = call;
   return group->run(call, [&]() -> std::tuple<at::Tensor, at::Tensor> {
-    return ring_forward(q, k, v, ring, &group->transport(args.transport, q.device()));
+    return ring_forward(q, k, v, ring, &carrier);
   });
 }
 

@@ -4,6 +4,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -93,7 +94,7 @@ Partition check(const at::Tensor& kv, const std::vector<int64_t>& lengths,
   Partition partition = check_partition(lengths, order, "contiguous", world_size);
   RINGATTN_CHECK(kv.size(2) == partition.length(rank), "kv must have the ", partition.length(rank),
                  " rows that the partition gives rank ", rank, ", got ", kv.size(2));
-  resolve_transport(transport, kv.device().type());
+  check_transport(transport, kv.device().type());
   return partition;
 }
 
@@ -107,7 +108,7 @@ Signature signature(const at::Tensor& kv, const Partition& partition,
           {"batch size", std::to_string(kv.size(1))},
           {"key heads", std::to_string(kv.size(3))},
           {"head dimension", std::to_string(kv.size(4))},
-          {"transport", resolve_transport(transport, kv.device().type())}};
+          {"transport", transport}};
 }
 
 at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntArrayRef order,
@@ -131,14 +132,18 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
     message.step = 1;
     message.destination = partition->neighbour(group.rank(), 1);
     message.source = partition->neighbour(group.rank(), -1);
+    const auto& all_rows = partition->lengths();
+    const int64_t row_bytes = 2 * kv.size(1) * kv.size(3) * kv.size(4) * kv.element_size();
+    message.largest = *std::max_element(all_rows.begin(), all_rows.end()) * row_bytes;
+    rotation.transport = &group.transport(transport, kv.device());
     group.run(message.call, [&] {
       rotation.sent = kv.contiguous();
       rotation.received = at::empty(
           {2, kv.size(1), partition->length(message.source), kv.size(3), kv.size(4)}, kv.options());
-      rotation.transport = &group.transport(transport, kv.device());
       if (rotation.sent.numel() > 0) message.send = rotation.sent;
       if (rotation.received.numel() > 0) message.receive = rotation.received;
-      if (message.send.defined() || message.receive.defined()) {
+      if (message.send.defined() || message.receive.defined() ||
+          rotation.transport->needs_every_rank()) {
         rotation.transfer = rotation.transport->start(message);
       }
     });

@@ -6,8 +6,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "attention/block_attention.h"
@@ -25,40 +28,56 @@ std::vector<Hop> hops(const RingCall& call, const std::vector<Visit>& visits) {
     hop.rows_received = visits[step].key_end;
     hop.destination = call.partition.neighbour(call.rank, step);
     hop.rows_sent = schedule(call.partition, hop.destination, call.causal)[step].key_end;
+    hop.source_rows = call.partition.length(hop.source);
     hops.push_back(hop);
   }
   return hops;
 }
 
-// Attends to one visiting block after the other, one call each, and keeps the state between them.
-class StepExecutor {
+// Whether a kernel may wait for blocks by itself, on the device. Off, nothing but streams waits:
+// for debuggers, and for processes that take turns on one device.
+bool kernels_may_wait() {
+  static const bool may = [] {
+    const char* text = std::getenv("RINGATTN_KERNEL_WAITS");
+    return text == nullptr || std::string(text) != "0";
+  }();
+  return may;
+}
+
+// Attends to visiting blocks, one launch for some of them at a time, and keeps the state between
+// launches.
+class Executor {
  public:
-  StepExecutor(const at::Tensor& q, const RingCall& call, const std::vector<Visit>& visits)
-      : q_(q), call_(call) {
+  Executor(const at::Tensor& q, const RingCall& call, const std::vector<Visit>& visits)
+      : q_(q), call_(call), visits_(visits) {
     const auto wide = q.options().dtype(state_dtype(q.scalar_type()));
     out_ = at::empty(q.sizes(), q.options());
     lse_ = at::empty({q.size(0), q.size(2), q.size(1)}, wide);
-    // Where the first call completes every row, no state is ever written.
-    if (visits[0].final_end - visits[0].final_begin < q.size(1))
-      state_ = at::empty(q.sizes(), wide);
   }
 
-  void attend(const Visit& visit, const at::Tensor& k, const at::Tensor& v) {
-    const auto rows = [&](const at::Tensor& x, int64_t dim) {
-      return x.defined() ? x.narrow(dim, visit.query_begin, visit.num_queries()) : x;
-    };
-    AttentionResult result;
-    result.fold = !first_;
-    result.lse = rows(lse_, 2);
-    result.final_begin = visit.final_begin - visit.query_begin;
-    result.final_end = visit.final_end - visit.query_begin;
-    if (result.final_end > result.final_begin) result.out = rows(out_, 1);
-    const bool all_final = result.final_end - result.final_begin == visit.num_queries();
-    if (result.fold || !all_final) result.state = rows(state_, 1);
+  /// The visits [first, last) in one launch; blocks[i] is that of visit first + i.
+  void attend(int64_t first, int64_t last, const std::vector<Block>& blocks,
+              const Gathering* gathering) {
+    Range range;
+    for (int64_t step = first; step < last; ++step) range.add(visits_[step]);
+    if (range.num_visible == 0 && !polled(gathering)) return;
 
-    const at::Tensor keys = k.narrow(1, 0, visit.key_end), values = v.narrow(1, 0, visit.key_end);
-    repeat(rows(q_, 1), keys, values, visit.diagonal);
-    block_attention(rows(q_, 1), keys, values, call_.scale, visit.diagonal, result);
+    std::vector<KeyBlock> seen;
+    for (int64_t step = first; step < last; ++step) {
+      const Visit& visit = visits_[step];
+      if (!visit.visible()) continue;
+      const Block& block = blocks[step - first];
+      KeyBlock keys;
+      keys.k = block.k.narrow(1, 0, visit.key_end);
+      keys.v = block.v.narrow(1, 0, visit.key_end);
+      keys.diagonal = visit.diagonal;
+      keys.first_query = visit.query_begin - range.query_begin;
+      if (polled(gathering) && step > 0) keys.arrivals = gathering->arrivals[step - 1];
+      repeat(rows(q_, 1, visit.query_begin), keys);
+      seen.push_back(std::move(keys));
+    }
+    block_attention(rows(q_, 1, range.query_begin), seen, call_.scale, result(range),
+                    waiting(gathering));
     first_ = false;
   }
 
@@ -66,23 +85,72 @@ class StepExecutor {
   const at::Tensor& lse() const { return lse_; }
 
  private:
+  // What several visits come to.
+  struct Range {
+    int64_t query_begin = 0, query_end = 0;
+    int64_t final_begin = 0, final_end = 0;
+    int64_t num_visible = 0;
+
+    void add(const Visit& visit) {
+      if (!visit.visible()) return;
+      const bool is_first = num_visible++ == 0;
+      query_begin = is_first ? visit.query_begin : std::min(query_begin, visit.query_begin);
+      query_end = visit.query_end;
+      if (visit.final_begin == visit.final_end) return;
+      final_begin = final_end == 0 ? visit.final_begin : std::min(final_begin, visit.final_begin);
+      final_end = std::max(final_end, visit.final_end);
+    }
+  };
+
+  static bool polled(const Gathering* gathering) {
+    return gathering != nullptr && !gathering->arrivals.empty();
+  }
+
+  static at::Tensor rows(const at::Tensor& x, int64_t dim, int64_t begin) {
+    return begin == 0 ? x : x.narrow(dim, begin, x.size(dim) - begin);
+  }
+
+  AttentionResult result(const Range& range) {
+    AttentionResult result;
+    result.fold = !first_;
+    result.lse = rows(lse_, 2, range.query_begin);
+    result.final_begin = range.final_begin - range.query_begin;
+    result.final_end = range.final_end - range.query_begin;
+    if (result.final_end > result.final_begin) result.out = rows(out_, 1, range.query_begin);
+    const bool all_final =
+        result.final_end - result.final_begin == range.query_end - range.query_begin;
+    if (result.fold || !all_final) {
+      if (!state_.defined()) state_ = at::empty(q_.sizes(), lse_.options());
+      result.state = rows(state_, 1, range.query_begin);
+    }
+    return result;
+  }
+
+  static ArrivalWords waiting(const Gathering* gathering) {
+    if (!polled(gathering)) return {};
+    return {gathering->heads_per_arrival, gathering->words, gathering->num_arrivals,
+            gathering->failed};
+  }
+
   // testing.slowdown: the same work again, as much of it as the factor asks for, into nothing. The
   // first rows stand for a share of the work: under a triangle that share grows with the square of
   // their number.
-  void repeat(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-              std::optional<int64_t> diagonal) const {
+  void repeat(const at::Tensor& q, const KeyBlock& keys) const {
     for (double extra = slowdown() - 1.0; extra > 0.0; extra -= 1.0) {
       const double share = std::min(extra, 1.0);
-      const int64_t rows = std::lround((diagonal ? std::sqrt(share) : share) * q.size(1));
-      if (rows > 0)
-        block_attention(q.narrow(1, 0, rows), k, v, call_.scale, diagonal, q.scalar_type());
+      const int64_t rows = std::lround((keys.diagonal ? std::sqrt(share) : share) * q.size(1));
+      if (rows > 0) {
+        block_attention(q.narrow(1, 0, rows), keys.k, keys.v, call_.scale, keys.diagonal,
+                        q.scalar_type());
+      }
     }
   }
 
   const at::Tensor& q_;
   const RingCall& call_;
+  const std::vector<Visit>& visits_;
   at::Tensor out_;    // [B, S_r, H, D], q's dtype: completed rows
-  at::Tensor state_;  // [B, S_r, H, D], state dtype: the others
+  at::Tensor state_;  // [B, S_r, H, D], state dtype: the others, where a launch leaves some
   at::Tensor lse_;    // [B, H, S_r]
   bool first_ = true;
 };
@@ -97,33 +165,49 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& q, const at::Te
   const bool timed = recorder.on();
   const int64_t recorded_call = timed ? recorder.begin_call() : 0;
 
+  // One launch for the whole ring, or for all that visits, takes kernels for lists of blocks. Work
+  // that is timed or repeated goes block by block.
+  const int64_t num_visits = visits.size();
+  const bool by_block =
+      timed || slowdown() > 1.0 || call.depth < num_visits - 1 || !attends_lists(q, num_visits);
+
   std::shared_ptr<BlockStream> stream;
-  if (visits.size() > 1) {
+  if (num_visits > 1) {
     Exchange exchange;
     exchange.call = call.number;
     exchange.k = k;
     exchange.v = v;
     exchange.hops = hops(call, visits);
+    exchange.most_rows =
+        *std::max_element(call.partition.lengths().begin(), call.partition.lengths().end());
     exchange.depth = std::min<int64_t>(call.depth, exchange.hops.size());
+    exchange.polled = !by_block && kernels_may_wait();
     exchange.timed = timed;
     stream = transport->open(exchange);
   }
+  const Gathering* gathering = stream && !by_block ? stream->gathering() : nullptr;
+  const bool polled = gathering != nullptr && !gathering->arrivals.empty();
 
-  StepExecutor executor(q, call, visits);
-  for (int64_t step = 0; step < static_cast<int64_t>(visits.size()); ++step) {
+  Executor executor(q, call, visits);
+  for (int64_t first = 0, last; first < num_visits; first = last) {
     RECORD_USER_SCOPE("ringattn::ring_step");
-    const Visit& visit = visits[step];
+    last = polled || (gathering != nullptr && first > 0) ? num_visits : first + 1;
     std::optional<Stamp> before, ready, after;
     if (timed) before.emplace(q.device());
-    const Block block = step == 0 ? Block{k, v} : stream->wait(step);
+    std::vector<Block> blocks;
+    for (int64_t step = first; step < last; ++step) {
+      blocks.push_back(step == 0 ? Block{k, v}
+                                 : (polled ? gathering->blocks[step - 1] : stream->wait(step)));
+    }
     if (timed) ready.emplace(q.device());
-    if (visit.visible()) executor.attend(visit, block.k, block.v);
+    executor.attend(first, last, blocks, gathering);
     if (timed) {
       after.emplace(q.device());
+      const Visit& visit = visits[first];
       // Two products of a multiplication and an addition for every pair.
       const double flops = 4.0 * static_cast<double>(q.size(0) * q.size(2) * q.size(3)) *
                            static_cast<double>(visit.num_pairs());
-      recorder.add([=, source = visit.source, visible = visit.visible()] {
+      recorder.add([=, step = first, source = visit.source, visible = visit.visible()] {
         StepTiming timing;
         timing.call = recorded_call;
         timing.source = source;
@@ -135,7 +219,7 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& q, const at::Te
         return timing;
       });
     }
-    if (stream) stream->release(step);
+    for (int64_t step = first; stream && step < last; ++step) stream->release(step);
   }
   if (stream) stream->finish({executor.out(), executor.lse()});
   return {executor.out(), executor.lse()};

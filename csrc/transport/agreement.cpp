@@ -39,6 +39,10 @@ Difference first_difference(const std::string& mine, const std::string& theirs) 
 
 }  // namespace
 
+bool Agreement::knows(const Signature& signature) const {
+  return agreed_.count(to_text(signature)) > 0;
+}
+
 void Agreement::join(int64_t call, const Signature& signature) {
   const std::string mine = to_text(signature);
   if (agreed_.count(mine)) return;

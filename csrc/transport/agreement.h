@@ -23,6 +23,8 @@ class Agreement {
  public:
   explicit Agreement(Peers& peers) : peers_(peers) {}
 
+  /// Whether the ranks have agreed on this before.
+  bool knows(const Signature& signature) const;
   /// Returns when all ranks ask for the same; throws on every rank when one differs, was refused
   /// its arguments, or does not come within the group's timeout.
   void join(int64_t call, const Signature& signature);

@@ -16,6 +16,7 @@ struct Message {
   int64_t destination = 0;
   at::Tensor receive;  // contiguous
   int64_t source = 0;
+  int64_t largest = 0;  // bytes of the largest `send` of any rank
   bool timed = false;
 };
 
@@ -41,11 +42,17 @@ class RINGATTN_API MessageTransport : public Transport {
   /// Starts a message and returns at once. On CUDA it reads `send` and writes `receive` after the
   /// work that the current stream holds now.
   virtual std::unique_ptr<Transfer> start(const Message& message) = 0;
+  /// Whether a rank without a message to send or receive must start one all the same.
+  virtual bool needs_every_rank() const { return false; }
   /// mine [N] of every rank -> [W, N], the same bits on every rank, ready for the current stream.
   virtual at::Tensor all_gather(const at::Tensor& mine, int64_t call) = 0;
   /// Sees to it that `results` are NaN if a message that they depend on fails after the host has
   /// moved on.
   virtual void guard(const std::vector<at::Tensor>& results) {}
+  /// Blocks until everything that was started is done or has been given up.
+  virtual void synchronize() {}
+  /// Whether nothing uses its memory any more. Asked again and again once the group is gone.
+  virtual bool idle() { return true; }
 };
 
 }  // namespace ringattn

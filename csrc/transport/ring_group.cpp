@@ -11,6 +11,7 @@
 
 #ifdef RINGATTN_WITH_CUDA
 #include "transport/nccl.h"
+#include "transport/symmetric.h"
 #endif
 
 namespace ringattn {
@@ -22,6 +23,7 @@ constexpr const char* kPrefix = "ringattn: ";
 struct Groups {
   std::mutex mutex;
   std::map<std::string, std::shared_ptr<RingGroup>> by_name;
+  std::vector<std::shared_ptr<RingGroup>> ending;  // destroyed groups with work under way
 };
 
 Groups& groups() {
@@ -53,13 +55,21 @@ void RingGroup::collect() {
   std::vector<std::shared_ptr<RingGroup>>
       dead;  // destroyed outside the lock: communicators take a while
   const std::lock_guard<std::mutex> lock(groups().mutex);
-  auto& by_name = groups().by_name;
+  auto& [mutex, by_name, ending] = groups();
   for (auto entry = by_name.begin(); entry != by_name.end();) {
     if (entry->second->peers().current()) {
       ++entry;
     } else {
-      dead.push_back(std::move(entry->second));
+      ending.push_back(std::move(entry->second));
       entry = by_name.erase(entry);
+    }
+  }
+  for (auto group = ending.begin(); group != ending.end();) {
+    if (!(*group)->idle()) {
+      ++group;
+    } else {
+      dead.push_back(std::move(*group));
+      group = ending.erase(group);
     }
   }
 }
@@ -81,17 +91,62 @@ void RingGroup::check_device(c10::Device device) const {
               known->second, ", where this group's first ones were, got ", device);
 }
 
+std::vector<std::string> RingGroup::exchange(const std::string& mine) {
+  const auto key = [&](int64_t number, int64_t rank) {
+    return "exchange/" + std::to_string(number) + "/" + std::to_string(rank);
+  };
+  const int64_t number = num_exchanges_++;
+  peers_->put(key(number, rank()), mine);
+  const auto deadline = std::chrono::steady_clock::now() + peers_->timeout() * 4 / 5;
+  std::vector<std::string> words;
+  for (int64_t other = 0; other < size(); ++other) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+        deadline - std::chrono::steady_clock::now());
+    const auto word = peers_->get(key(number, other), std::max(left, std::chrono::milliseconds(1)));
+    if (!word) {
+      fail("rank " + std::to_string(other) + " did not come to step 0 of the ring within the " +
+           "group's timeout of " + std::to_string(peers_->timeout().count()) +
+           " ms; the group cannot be used any more");
+    }
+    throw_if_failed();
+    words.push_back(*word);
+  }
+  // Every rank has come here, so every rank has read all that was said before.
+  if (number > 0) peers_->remove(key(number - 1, rank()));
+  return words;
+}
+
 MessageTransport& RingGroup::transport(const std::string& name, c10::Device device) {
-  const std::string resolved = resolve_transport(name, device.type());
-  auto& transport = transports_[resolved + " on " + c10::DeviceTypeName(device.type())];
+  check_transport(name, device.type());
+  const std::string chosen = name == "auto" ? choose_transport(device) : name;
+  auto& transport = transports_[chosen + " on " + c10::DeviceTypeName(device.type())];
   if (!transport) {
 #ifdef RINGATTN_WITH_CUDA
-    if (resolved == "nccl") transport = make_nccl_transport(*this, device);
+    if (chosen == "nccl") transport = make_nccl_transport(*this, device);
+    if (chosen == "symmetric") transport = make_symmetric_transport(*this, device);
 #endif
-    if (resolved == "process_group") transport = peers_->transport(*this, device);
+    if (chosen == "process_group") transport = peers_->transport(*this, device);
     devices_.emplace(device.type(), device);
   }
   return *transport;
+}
+
+std::string RingGroup::choose_transport(c10::Device device) {
+#ifdef RINGATTN_WITH_CUDA
+  if (!device.is_cuda()) return "process_group";
+  if (chosen_.empty()) {
+    try {
+      transport("symmetric", device);
+      chosen_ = "symmetric";
+    } catch (const c10::Error&) {
+      throw_if_failed();  // a rank is gone; otherwise all ranks were told that it cannot be
+      chosen_ = "nccl";
+    }
+  }
+  return chosen_;
+#else
+  return "process_group";
+#endif
 }
 
 std::string RingGroup::reason_of(const std::exception& error) {
@@ -182,27 +237,40 @@ void RingGroup::throw_if_failed() {
 
 void RingGroup::synchronize() {
   Watchdog::get().drain(this);
+  for (const auto& [name, transport] : transports_) {
+    if (transport) transport->synchronize();
+  }
   throw_if_failed();
 }
 
-std::string resolve_transport(const std::string& name, c10::DeviceType device_type) {
-  const bool cuda = device_type == c10::kCUDA;
+bool RingGroup::idle() {
+  for (const auto& [name, transport] : transports_) {
+    try {
+      if (transport && !transport->idle()) return false;
+    } catch (const std::exception&) {
+      // The device has failed, and all that was on it has come to its end.
+    }
+  }
+  return true;
+}
+
+void check_transport(const std::string& name, c10::DeviceType device_type) {
 #ifdef RINGATTN_WITH_CUDA
-  constexpr bool kHasNccl = true;
+  constexpr bool kWithCuda = true;
 #else
-  constexpr bool kHasNccl = false;
+  constexpr bool kWithCuda = false;
 #endif
-  if (name == "auto") return cuda && kHasNccl ? "nccl" : "process_group";
-  TORCH_CHECK(name == "process_group" || name == "nccl",
-              "ringattn: transport must be \"auto\", \"process_group\" or \"nccl\", got \"", name,
-              "\"");
-  TORCH_CHECK(name != "nccl" || kHasNccl,
+  if (name == "auto" || name == "process_group") return;
+  TORCH_CHECK(name == "nccl" || name == "symmetric",
+              "ringattn: transport must be \"auto\", \"process_group\", \"nccl\" or "
+              "\"symmetric\", got \"",
+              name, "\"");
+  TORCH_CHECK(kWithCuda,
               "ringattn: transport must be \"auto\" or \"process_group\" in a build without CUDA, "
-              "got \"nccl\"");
-  TORCH_CHECK(name != "nccl" || cuda,
-              "ringattn: transport \"nccl\" must be given CUDA tensors, got ", device_type,
-              " tensors");
-  return name;
+              "got \"",
+              name, "\"");
+  TORCH_CHECK(device_type == c10::kCUDA, "ringattn: transport \"", name,
+              "\" must be given CUDA tensors, got ", device_type, " tensors");
 }
 
 }  // namespace ringattn

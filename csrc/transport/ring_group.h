@@ -63,13 +63,19 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
       throw;
     }
   }
+  /// Whether a call like this has been made before.
+  bool knows(const Signature& signature) const { return agreement_.knows(signature); }
   /// This rank's part in a call, when its arguments were refused before they came here.
   void refuse_call(const std::string& message);
+
+  /// Collective: what every rank has to say, by rank, through the store. A rank that does not come
+  /// ends the group.
+  std::vector<std::string> exchange(const std::string& mine);
 
   /// All calls of a group come with tensors on one device of a type.
   void check_device(c10::Device device) const;
   /// `name` as the caller gave it ("auto" included), resolved for `device`. Making one is
-  /// collective.
+  /// collective; where the ranks cannot have it, it throws on all of them and the group works on.
   MessageTransport& transport(const std::string& name, c10::Device device);
 
   /// Which rank is to blame that a message of `call` at `step` did not get through, as a sentence.
@@ -91,6 +97,8 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
   void throw_if_failed();
   /// Waits until everything that this group has in flight is done or has failed; throws if it has.
   void synchronize();
+  /// Whether nothing that this group owns is in use on a device.
+  bool idle();
 
  private:
   static std::string reason_of(const std::exception& error);
@@ -100,17 +108,21 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
 
   std::unique_ptr<Peers> peers_;
   Agreement agreement_;
+  std::string choose_transport(c10::Device device);
+
   std::map<std::string, std::unique_ptr<MessageTransport>> transports_;  // by name and device type
+  std::string chosen_;  // what "auto" means on CUDA, once it is known
   std::map<c10::DeviceType, c10::Device> devices_;
   int64_t next_call_ = 0;
+  int64_t num_exchanges_ = 0;
 
   std::mutex mutex_;  // guards failure_
   std::string failure_;
   std::atomic<bool> failed_{false};
 };
 
-/// The transport that `name` ("auto", "process_group", "nccl") means for tensors on `device_type`;
-/// a message that says what rules when there is none.
-RINGATTN_API std::string resolve_transport(const std::string& name, c10::DeviceType device_type);
+/// Throws unless tensors on `device_type` can have the transport `name`: "auto", "process_group",
+/// "nccl" or "symmetric".
+RINGATTN_API void check_transport(const std::string& name, c10::DeviceType device_type);
 
 }  // namespace ringattn

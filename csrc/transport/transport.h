@@ -21,6 +21,7 @@ struct Hop {
   int64_t source = 0;       // the rank whose block visits me
   int64_t rows_sent = 0;    // leading rows of my block that it sees; 0: nothing is sent
   int64_t rows_received = 0;
+  int64_t source_rows = 0;  // of the whole block
 };
 
 /// One rank's part in a ring call.
@@ -29,14 +30,29 @@ struct Exchange {
   at::Tensor k;      // [B, S_r, H_kv, D]
   at::Tensor v;
   std::vector<Hop> hops;  // [W - 1]; hops[i] belongs to step i + 1
+  int64_t most_rows = 0;  // of any rank's block
   int64_t depth = 1;      // blocks that may be in flight or waiting ahead of the one being attended
-  bool timed = false;     // record how long transfers take
+  bool polled = false;  // one kernel attends to all blocks and waits for each by itself, if it can
+  bool timed = false;   // record how long transfers take
 };
 
 /// A visiting block.
 struct Block {
   at::Tensor k;  // [B, rows_received, H_kv, D], any strides
   at::Tensor v;
+};
+
+/// All visiting blocks of a call in memory that holds them at once, each where it will arrive.
+struct Gathering {
+  std::vector<Block> blocks;  // [W - 1]; blocks[i] visits at step i + 1
+
+  // Where a kernel may poll for them (Exchange::polled); otherwise empty.
+  std::vector<const uint32_t*> arrivals;  // [W - 1], of each block: word j is not 0 once key heads
+                                          // [j, j + 1) * heads_per_arrival of it are there
+  int64_t heads_per_arrival = 0;
+  uint32_t* words = nullptr;         // two counters of the kernel's own, then all arrivals; 0, and
+  int64_t num_arrivals = 0;          // the kernel leaves them 0
+  const uint32_t* failed = nullptr;  // not 0: the transfers were given up, the results must be NaN
 };
 
 /// The blocks of the other ranks, arriving in schedule order.
@@ -50,6 +66,9 @@ class RINGATTN_API BlockStream {
   /// The block of `step`, ready for the current stream (CUDA) or for this thread (CPU). Throws when
   /// the source is gone or late.
   virtual Block wait(int64_t step) = 0;
+  /// Where every block has a place of its own: all of them. What has arrivals to poll for is not
+  /// waited for here.
+  virtual const Gathering* gathering() const { return nullptr; }
   /// What reads the block of `step` has been launched: its memory may be filled again. Step 0 is
   /// this rank's own block.
   virtual void release(int64_t step) = 0;

@@ -44,17 +44,17 @@ def _device_lines() -> Iterator[tuple[str, str]]:
             yield f"peers of cuda:{index}", reached
 
 
-_WHY = {
-    "process_group": "the process group's own backend carries the blocks",
-    "nccl": "blocks go from device to device on a stream and a communicator of their own",
+_AUTO = {
+    "cpu": "process_group (the process group's own backend carries the blocks)",
+    "cuda": "symmetric where all ranks are on one host and reach each other's memory (blocks are "
+    "read from their owner by copy engines), else nccl (a stream and a communicator of our own)",
 }
 
 
 def _transport_lines() -> Iterator[tuple[str, str]]:
     yield "transports", ", ".join(_C.transports())
     for device_type in _library.DEVICES:
-        picked = _C.resolve_transport("auto", device_type == "cuda")
-        yield f"auto on {device_type}", f"{picked} ({_WHY[picked]})"
+        yield f"auto on {device_type}", _AUTO[device_type]
 
 
 def main() -> None:

@@ -249,3 +249,22 @@ def green_context(num_sms: int, device: torch.device | int | None = None) -> Ite
         yield
     finally:
         context.pop_context()
+
+
+# ---- late transfers ----------------------------------------------------------------------------
+
+
+@contextmanager
+def hostile_transfers(seed: int = 0) -> Iterator[None]:
+    """Provokes whatever reads a visiting block too early: inside the context the memory that blocks
+    arrive in is filled with NaN before each ring call, and the copies of the "symmetric" transport
+    are late by random amounts.
+
+    Args:
+        seed: of the delays, at least 0; give every rank another one.
+    """
+    _C.set_hostile_transfers(seed)
+    try:
+        yield
+    finally:
+        _C.set_hostile_transfers(None)

@@ -81,14 +81,16 @@ def _serve(
     device_type: str,
     port: int,
     timeout_s: float,
+    environment: dict[str, str],
     connection: Any,
 ) -> None:
     """Body of a process: join the group, then answer calls until the pool closes."""
     global _this
+    os.environ.update(environment)
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if device_type == "cuda":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
     # The pool holds the store, as torchrun's agent does: it outlives every rank.
@@ -130,10 +132,15 @@ def _to_cpu(value: Any) -> Any:
 
 
 class RankPool:
-    """W processes of one group: gloo on CPU, NCCL with one GPU per rank on CUDA."""
+    """W processes of one group: gloo on CPU, NCCL with one GPU per rank on CUDA. More ranks than
+    GPUs share them in turn; NCCL refuses that, symmetric memory does not."""
 
     def __init__(
-        self, world_size: int, device_type: str = "cpu", timeout_s: float = GROUP_TIMEOUT_S
+        self,
+        world_size: int,
+        device_type: str = "cpu",
+        timeout_s: float = GROUP_TIMEOUT_S,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.world_size = world_size
         self.device_type = device_type
@@ -143,7 +150,10 @@ class RankPool:
             ours, theirs = _context.Pipe()
             process = _context.Process(
                 target=_serve,
-                args=(rank, world_size, device_type, self._store.port, timeout_s, theirs),
+                args=(
+                    *(rank, world_size, device_type, self._store.port, timeout_s),
+                    *(environment or {}, theirs),
+                ),
                 daemon=True,
             )
             process.start()

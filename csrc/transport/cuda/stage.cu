@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "transport/cuda/stage.h"
+
+namespace ringattn::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kInFlight = 4;
+constexpr int64_t kMostBlocks = 1024;              // of one plane
+constexpr int64_t kMostPlanes = 65535;             // gridDim.y
+constexpr int64_t kMostPieces = int64_t{1} << 30;  // counted in 32 bits, a few steps past the end
+
+// Strides in pieces.
+struct Source {
+  const uint4* data;
+  int64_t batch_stride, row_stride, head_stride;
+};
+
+struct Launch {
+  Source k, v;
+  StageParams to;
+  int pieces_per_row;  // of one head
+};
+
+__device__ __forceinline__ void release_to_system(uint32_t* word) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(1u) : "memory");
+}
+
+// blockIdx.y: one [rows, D] of one head and batch, keys or values; blockIdx.x and the loop: pieces
+// of it, a few of each thread under way at a time.
+__global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ Launch launch) {
+  const StageParams& to = launch.to;
+  const int batch = blockIdx.y % max(to.batch, 1);
+  const int head_and_which = blockIdx.y / max(to.batch, 1);
+  const Source& source = head_and_which % 2 == 0 ? launch.k : launch.v;
+  const uint4* const from =
+      source.data + batch * source.batch_stride + head_and_which / 2 * source.head_stride;
+  const uint32_t row_pieces = launch.pieces_per_row;
+  uint4* const into =
+      static_cast<uint4*>(to.staged) + int64_t{blockIdx.y} * to.staged_rows * row_pieces;
+  const uint32_t pieces = to.rows * row_pieces;
+  const uint32_t step = gridDim.x * kThreads;
+  for (uint32_t first = blockIdx.x * kThreads + threadIdx.x; first < pieces;
+       first += kInFlight * step) {
+    uint4 read[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const uint32_t i = first + j * step;
+      const uint32_t row = i / row_pieces;
+      if (i < pieces) read[j] = from[row * source.row_stride + (i - row * row_pieces)];
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const uint32_t i = first + j * step;
+      if (i < pieces) into[i] = read[j];
+    }
+  }
+
+  // The last block to finish speaks for all: what they wrote is visible before the signals.
+  __threadfence();
+  __syncthreads();
+  __shared__ bool is_last;
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(to.blocks_done, 1) == gridDim.x * gridDim.y - 1;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  if (threadIdx.x < to.num_signals) *to.taken_back[threadIdx.x] = 0;
+  __threadfence_system();
+  if (threadIdx.x < to.num_signals) release_to_system(to.signals[threadIdx.x]);
+  if (threadIdx.x == 0) {
+    *to.blocks_done = 0;
+    if (to.count != nullptr) {
+      *static_cast<volatile uint32_t*>(to.count) = *static_cast<volatile uint32_t*>(to.count) + 1;
+    }
+  }
+}
+
+Source in_pieces(const StageSource& x) {
+  return {static_cast<const uint4*>(x.data), x.batch_stride / kStagePiece,
+          x.row_stride / kStagePiece, x.head_stride / kStagePiece};
+}
+
+}  // namespace
+
+cudaError_t stage(const StageParams& params, cudaStream_t stream) {
+  Launch launch;
+  launch.to = params;
+  launch.k = in_pieces(params.k);
+  launch.v = in_pieces(params.v);
+  launch.pieces_per_row = params.row_bytes / kStagePiece;
+  const int64_t planes = int64_t{2} * params.num_kv_heads * params.batch;
+  const int64_t pieces = int64_t{params.rows} * launch.pieces_per_row;  // of one plane
+  if (planes > kMostPlanes || pieces > kMostPieces) return cudaErrorInvalidConfiguration;
+  const int64_t wanted = (pieces + kInFlight * kThreads - 1) / (kInFlight * kThreads);
+  const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, kMostBlocks)),
+                  params.rows > 0 ? static_cast<unsigned>(planes) : 1u);
+  stage_kernel<<<grid, kThreads, 0, stream>>>(launch);
+  return cudaGetLastError();
+}
+
+}  // namespace ringattn::cuda

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace ringattn::cuda {
+
+/// Waits for and writes of 32-bit words in the order of a stream, done by the device's front end:
+/// no multiprocessor and no host thread takes part. A write makes what the stream did before it
+/// visible first.
+///
+/// Operations are collected and handed to the stream in one call.
+class StreamWords {
+ public:
+  /// Whether the driver has such operations.
+  static bool available();
+
+  void wait_for(const uint32_t* word, uint32_t value);  // until *word == value
+  void write(uint32_t* word, uint32_t value);
+  /// Appends everything collected to the stream, in order. May be called again.
+  cudaError_t enqueue(cudaStream_t stream);
+
+ private:
+  std::vector<CUstreamBatchMemOpParams> operations_;
+};
+
+}  // namespace ringattn::cuda

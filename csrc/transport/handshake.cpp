@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/handshake.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <chrono>
+#include <mutex>
+#include <utility>
+
+#include "transport/cuda/stream_words.h"
+#include "transport/ring_group.h"
+#include "transport/shared_memory.h"
+#include "transport/watchdog.h"
+
+namespace ringattn {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// What a rank has in shared memory, in words.
+struct Layout {
+  static constexpr int64_t kRanks = cuda::kMaxSignals;
+  static constexpr int64_t kStaged = 0;
+  static constexpr int64_t kRead = kStaged + kRanks;
+  static constexpr int64_t kBlocksDone = kRead + kRanks;
+  static constexpr int64_t kFailed = kBlocksDone + 1;
+  static constexpr int64_t kOne = kFailed + 1;  // a 1 to copy from
+  static constexpr int64_t kLaunch = kOne + 1;
+  static constexpr int64_t kWords = kLaunch + Handshake::kLaunchCounters + Handshake::kMaxArrivals;
+};
+
+// What the stream is waiting for; written by the stream, read by the watchdog.
+enum Phase : uint32_t { kNotWaiting = 0, kWaitingUntilRead = 1, kWaitingUntilStaged = 2 };
+
+struct HostWords {
+  volatile uint32_t phase;
+  volatile uint32_t calls;  // that have been staged
+};
+
+}  // namespace
+
+class Handshake::State {
+ public:
+  State(RingGroup& group, c10::Device device)
+      : rank_(group.rank()),
+        size_(group.size()),
+        group_(group.weak_from_this()),
+        device_(device),
+        patience_(group.peers().timeout() * 4 / 5),
+        words_(group, device, Layout::kWords * sizeof(uint32_t)) {
+    const c10::cuda::CUDAGuard guard(device);
+    std::vector<uint32_t> initial(Layout::kWords, 0);
+    for (int64_t rank = 0; rank < size_; ++rank) initial[Layout::kRead + rank] = 1;
+    initial[Layout::kOne] = 1;
+    C10_CUDA_CHECK(cudaMemcpy(word(0), initial.data(), initial.size() * sizeof(uint32_t),
+                              cudaMemcpyHostToDevice));
+    C10_CUDA_CHECK(cudaHostAlloc(&host_, sizeof(HostWords), cudaHostAllocMapped));
+    host_->phase = kNotWaiting;
+    host_->calls = 0;
+    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&releasing_, cudaStreamNonBlocking));
+    group.exchange("");  // nobody signals before all words are in place
+  }
+
+  ~State() {
+    int before = 0;
+    if (cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(device_.index()) != cudaSuccess) {
+      return;
+    }
+    cudaStreamDestroy(releasing_);
+    cudaFreeHost(host_);
+    cudaSetDevice(before);
+  }
+
+  uint32_t* word(int64_t index) const { return word_of(rank_, index); }
+  uint32_t* word_of(int64_t rank, int64_t index) const {
+    return static_cast<uint32_t*>(words_.of(rank)) + index;
+  }
+
+  /// A look at the streams, from the watchdog's thread. Whether there is nothing to look at any
+  /// more.
+  bool look() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_) return true;
+    const uint32_t phase = host_->phase, calls = host_->calls;
+    const bool moved = phase != last_phase_ || calls != last_calls_;
+    last_phase_ = phase;
+    last_calls_ = calls;
+    if (moved || phase == kNotWaiting) since_ = Clock::now();
+    if (given_up_) {
+      release();
+    } else if (phase != kNotWaiting && Clock::now() - since_ >= patience_) {
+      give_up(phase);
+    }
+    return false;
+  }
+
+  void close() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+  }
+
+  void describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    call_ = call;
+    step_of_rank_ = std::move(step_of_rank);
+  }
+
+  bool all_read() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (given_up_) return true;
+    const std::vector<uint32_t> read = look_at(Layout::kRead);
+    for (int64_t rank = 0; rank < size_; ++rank) {
+      if (rank != rank_ && read[rank] == 0) return leaving_++ > kGlancesForTheDead;
+    }
+    return true;
+  }
+
+  const int64_t rank_, size_;
+  HostWords* host_ = nullptr;
+
+ private:
+  friend class Handshake;
+
+  void give_up(uint32_t phase) {
+    const std::vector<uint32_t> seen =
+        look_at(phase == kWaitingUntilRead ? Layout::kRead : Layout::kStaged);
+    std::vector<int64_t> suspects;
+    for (int64_t rank = 0; rank < size_; ++rank) {
+      if (rank != rank_ && seen[rank] == 0) suspects.push_back(rank);
+    }
+    if (suspects.empty()) return;  // it came this moment
+    if (const auto group = group_.lock()) {
+      const int64_t step = step_of_rank_ ? (*step_of_rank_)[suspects.front()] : 1;
+      group->fail(group->blame(call_, step, suspects, "no signal came through shared memory"));
+    }
+    given_up_ = true;
+    release();
+  }
+
+  std::vector<uint32_t> look_at(int64_t first) {
+    const c10::cuda::CUDAGuard guard(device_);
+    std::vector<uint32_t> seen(size_, 0);
+    cudaMemcpyAsync(seen.data(), word(first), size_ * sizeof(uint32_t), cudaMemcpyDeviceToHost,
+                    releasing_);
+    cudaStreamSynchronize(releasing_);
+    return seen;
+  }
+
+  // Lets everything pass that waits, now and later: calls that the host made before it knew are
+  // still to come. What they compute is NaN.
+  void release() {
+    const c10::cuda::CUDAGuard guard(device_);
+    const auto set = [&](int64_t index, int64_t count) {
+      const std::vector<uint32_t> ones(count, 1);
+      cudaMemcpyAsync(word(index), ones.data(), count * sizeof(uint32_t), cudaMemcpyHostToDevice,
+                      releasing_);
+      cudaStreamSynchronize(releasing_);
+    };
+    set(Layout::kFailed, 1);  // first: who passes must know
+    set(Layout::kStaged, Layout::kRanks);
+    set(Layout::kRead, Layout::kRanks);
+  }
+
+  std::weak_ptr<RingGroup> group_;
+  c10::Device device_;
+  std::chrono::milliseconds patience_;
+  std::mutex mutex_;  // guards what follows
+  int64_t call_ = 0;
+  std::shared_ptr<const std::vector<int64_t>> step_of_rank_;
+  bool closed_ = false, given_up_ = false;
+  static constexpr int kGlancesForTheDead = 4;  // of half a second
+  int leaving_ = 0;
+  uint32_t last_phase_ = kNotWaiting, last_calls_ = 0;
+  Clock::time_point since_ = Clock::now();
+  cudaStream_t releasing_ = nullptr;  // past everything that waits
+  SharedMemory words_;
+};
+
+namespace {
+
+// Looks after a handshake for as long as it lives.
+template <typename State>
+class Lookout : public Watched {
+ public:
+  explicit Lookout(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  const void* owner() const override { return state_.get(); }
+  bool started() override { return false; }  // it keeps its own time
+  bool done() override { return state_->look(); }
+  std::chrono::milliseconds timeout() const override { return {}; }
+  void expire() override {}
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace
+
+Handshake::Handshake(RingGroup& group, c10::Device device) {
+  TORCH_CHECK(group.size() <= cuda::kMaxSignals,
+              "ringattn: transport \"symmetric\" must have at most ", cuda::kMaxSignals,
+              " ranks, got ", group.size());
+  TORCH_CHECK(cuda::StreamWords::available(),
+              "ringattn: transport \"symmetric\" must have a driver with stream memory operations, "
+              "got one without");
+  state_ = std::make_shared<State>(group, device);
+  Watchdog::get().watch(std::make_unique<Lookout<State>>(state_));
+}
+
+Handshake::~Handshake() { state_->close(); }
+
+bool Handshake::all_read() { return state_->all_read(); }
+
+bool Handshake::shares_devices() const { return state_->words_.shares_devices(); }
+
+void Handshake::wait_until_read(cudaStream_t stream) {
+  cuda::StreamWords words;
+  words.write(const_cast<uint32_t*>(&state_->host_->phase), kWaitingUntilRead);
+  for (int64_t rank = 0; rank < state_->size_; ++rank) {
+    if (rank != state_->rank_) words.wait_for(state_->word(Layout::kRead + rank), 1);
+  }
+  C10_CUDA_CHECK(words.enqueue(stream));
+}
+
+void Handshake::give_signals(cuda::StageParams& params) const {
+  for (int64_t rank = 0; rank < state_->size_; ++rank) {
+    if (rank == state_->rank_) continue;
+    params.taken_back[params.num_signals] = state_->word(Layout::kRead + rank);
+    params.signals[params.num_signals++] = state_->word_of(rank, Layout::kStaged + state_->rank_);
+  }
+  params.blocks_done = state_->word(Layout::kBlocksDone);
+  params.count = const_cast<uint32_t*>(&state_->host_->calls);
+}
+
+void Handshake::wait_until_staged(cudaStream_t stream) {
+  cuda::StreamWords words;
+  words.write(const_cast<uint32_t*>(&state_->host_->phase), kWaitingUntilStaged);
+  for (int64_t rank = 0; rank < state_->size_; ++rank) {
+    if (rank != state_->rank_) words.wait_for(state_->word(Layout::kStaged + rank), 1);
+  }
+  words.write(const_cast<uint32_t*>(&state_->host_->phase), kNotWaiting);
+  C10_CUDA_CHECK(words.enqueue(stream));
+}
+
+void Handshake::tell_read(int64_t other, cudaStream_t stream) {
+  cuda::StreamWords words;
+  words.write(state_->word(Layout::kStaged + other), 0);
+  C10_CUDA_CHECK(words.enqueue(stream));
+  // Note: a copy, since it goes to another device: the engine that copied the block does this after
+  // it.
+  C10_CUDA_CHECK(cudaMemcpyAsync(state_->word_of(other, Layout::kRead + state_->rank_),
+                                 state_->word(Layout::kOne), sizeof(uint32_t), cudaMemcpyDefault,
+                                 stream));
+}
+
+uint32_t* Handshake::launch_words() const { return state_->word(Layout::kLaunch); }
+
+const uint32_t* Handshake::failed() const { return state_->word(Layout::kFailed); }
+
+void Handshake::describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank) {
+  state_->describe(call, std::move(step_of_rank));
+}
+
+}  // namespace ringattn

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/core/Device.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "transport/cuda/stage.h"
+
+namespace ringattn {
+
+class RingGroup;
+
+/// How the ranks of a one-sided transport keep out of each other's way: words in shared memory,
+/// each 0 or 1, which one rank sets and another one waits for and takes back.
+///
+///   staged[p] of rank r:  what p has staged may be read by r     p sets it, r takes it back
+///   read[p] of rank r:    p has read what r staged last          p sets it, r takes it back
+///
+/// Every rank signals every other one in each call, so a call begins nowhere before the last one
+/// has been read everywhere. Nothing in it counts calls: what is captured in a CUDA graph can be
+/// replayed. Waiting is done by streams, before any kernel that waits itself is launched, so no
+/// rank ever waits for another one's multiprocessors while it holds its own.
+class Handshake {
+ public:
+  /// Collective. Throws where the ranks do not share memory.
+  Handshake(RingGroup& group, c10::Device device);
+  ~Handshake();
+  Handshake(const Handshake&) = delete;
+  Handshake& operator=(const Handshake&) = delete;
+
+  bool shares_devices() const;
+
+  // One call, in this order. The first three on one stream, the last one on those that copy.
+  /// Nobody reads what this rank staged last any more.
+  void wait_until_read(cudaStream_t stream);
+  /// Completes what the staging kernel is told: it gives the signals.
+  void give_signals(cuda::StageParams& params) const;
+  /// Everything that the other ranks have for this call is in place.
+  void wait_until_staged(cudaStream_t stream);
+  /// This rank needs nothing more of what `other` has staged. Once for every other rank.
+  void tell_read(int64_t other, cudaStream_t stream);
+
+  /// Words of this rank alone, 0 between calls: counters for a kernel, then words for what has
+  /// arrived.
+  uint32_t* launch_words() const;
+  static constexpr int64_t kLaunchCounters = 2;
+  static constexpr int64_t kMaxArrivals = 4096;
+  /// Device memory, not 0 once this group's waits have been given up.
+  const uint32_t* failed() const;
+
+  /// Whether the other ranks have read everything that this one has staged, or will not any more.
+  bool all_read();
+
+  /// For errors: the number of the latest call, and the step at which the block of each rank visits
+  /// in it.
+  void describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank);
+
+ private:
+  class State;
+  std::shared_ptr<State> state_;  // shared with the watchdog
+};
+
+}  // namespace ringattn

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one-sided transport: blocks in memory that all ranks of a host share, fetched by copy engines
+while one kernel waits for them. What can go wrong there goes wrong rarely, so it is provoked."""
+
+import random
+import re
+
+import pytest
+import ringattn
+import torch
+import torch.distributed as dist
+from _distributed import RankPool, this
+from _rings import SPLITS, Case, check_ring
+from ringattn import Partition
+from ringattn.testing import hostile_transfers
+
+pytestmark = pytest.mark.multi_gpu
+
+
+def cases(world_size: int, transport: str = "symmetric") -> list[Case]:
+    """Uneven lengths with 0 and odd ones, both layouts, groups of heads, batches, widths."""
+    splits = [([19 * n for n in lengths], order) for lengths, order in SPLITS[world_size]]
+    cases = []
+    for (lengths, order), head_dim, kv_heads, batch in zip(
+        splits, (64, 128, 72, 256), (2, 4, 1, 2), (1, 2, 3, 1), strict=False
+    ):
+        for layout in ("zigzag", "contiguous"):
+            for causal in (True, False):
+                cases.append(
+                    Case(
+                        Partition(layout, tuple(lengths), tuple(order or ())),
+                        torch.bfloat16,
+                        causal,
+                        batch,
+                        num_kv_heads=kv_heads,
+                        head_dim=head_dim,
+                        transport=transport,
+                    )
+                )
+    return cases
+
+
+@pytest.fixture(
+    params=[
+        {},
+        {"RINGATTN_KERNEL_WAITS": "0"},
+        {"CUDA_LAUNCH_BLOCKING": "1"},
+        {"RINGATTN_KERNEL_FAMILY": "sm80"},
+    ],
+    ids=["one launch", "two launches", "blocking launches", "portable kernels"],
+)
+def setting(request: pytest.FixtureRequest) -> dict[str, str]:
+    return request.param
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_way_to_launch_is_correct(setting, world_size):
+    with RankPool(world_size, "cuda", environment=setting) as ring:
+        for case in cases(world_size):
+            check_ring(ring, case)
+
+
+def ring(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = case.local_inputs()
+    return ringattn.ring_attention(
+        q, k, v, case.partition, causal=case.causal, transport=case.transport, return_lse=True
+    )
+
+
+def under_stress(cases: list[Case], rounds: int) -> None:
+    """Late copies into poisoned memory, kind after kind of call, beside NCCL that needs SMs too."""
+    expected = [ring(case) for case in cases]
+    side = torch.cuda.Stream()
+    busy = torch.ones(1 << 20, device=this().device)
+    order = random.Random(0)
+    with hostile_transfers(seed=this().rank):
+        for _ in range(rounds):
+            index = order.randrange(len(cases))
+            with torch.cuda.stream(side):
+                dist.all_reduce(busy)
+                busy.fill_(1.0)
+            for ours, theirs in zip(ring(cases[index]), expected[index], strict=True):
+                assert torch.equal(ours, theirs), cases[index]
+    torch.cuda.synchronize()
+
+
+def test_late_copies_are_waited_for(rank_pool):
+    rank_pool(2, "cuda").run(under_stress, cases(2), 1000, call_timeout_s=300.0)
+
+
+def replayed(case: Case, replays: int) -> None:
+    """A captured ring gives what an eager one gives, with other inputs each time, in between eager
+    calls of its own and of another kind."""
+    q, k, v = case.local_inputs()
+    other = Case(Partition.even(256, this().world_size), torch.bfloat16, transport="symmetric")
+
+    def call() -> torch.Tensor:
+        first = ringattn.ring_attention(q, k, v, case.partition, transport="symmetric")
+        return ringattn.ring_attention(first, k, v, case.partition, transport="symmetric")
+
+    call()
+    ring(other)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for replay in range(replays):
+        for x in (q, k, v):
+            x.copy_(torch.roll(x, 1, 0 if x.size(0) > 1 else 1))
+        expected = call() if replay % 3 else None
+        graph.replay()
+        if expected is None:
+            ring(other)
+            expected = call()
+        assert torch.equal(out, expected), f"replay {replay}"
+
+
+def test_a_captured_ring_can_be_replayed(rank_pool):
+    for case in (cases(2)[0], cases(2)[4]):
+        rank_pool(2, "cuda").run(replayed, case, 500, call_timeout_s=300.0)
+
+
+def captured_first(case: Case) -> str:
+    q, k, v = case.local_inputs()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(ValueError, match="captured") as error, torch.cuda.graph(graph):
+        ringattn.ring_attention(q, k, v, case.partition, transport="symmetric")
+    ring(case)  # the group works on
+    torch.cuda.synchronize()
+    return str(error.value)
+
+
+def test_a_new_kind_of_call_under_capture_is_refused(rank_pool):
+    case = Case(Partition.even(1122, 2), torch.bfloat16, transport="symmetric")
+    for message in rank_pool(2, "cuda").run(captured_first, case):
+        assert re.search(r"must have been made once before", message)
+
+
+def memory_of_a_call(rows: int) -> list[int]:
+    """Bytes that remain in use after each of some calls of one kind."""
+    case = Case(Partition.even(rows, this().world_size), torch.bfloat16, transport="symmetric")
+    q, k, v = case.local_inputs()
+    used = []
+    for _ in range(5):
+        ringattn.ring_attention(q, k, v, case.partition, transport="symmetric")
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        used.append(total - free)
+    return used
+
+
+def test_buffers_are_used_again(rank_pool):
+    for used in rank_pool(2, "cuda").run(memory_of_a_call, 8192):
+        assert used[-1] == used[1], used
