@@ -63,10 +63,13 @@ bool Controller::update(Rank& rank, double seen) {
   ++rank.request;
   if (rank.request - rank.last_jump > kCalm) rank.patience = kPatience;
   const double deviation = seen / rank.speed - 1.0;
-  const double large = std::max(kLarge, kSigmas * std::sqrt(rank.variance));
-  // Noise is how much one observation differs from the last: a lasting change counts once in it.
+  const double sigma = std::sqrt(rank.variance);
+  const double large = std::max(kLarge, kSigmas * sigma);
+  // Noise is how much one observation differs from the last, so that a lasting change counts once;
+  // and it is bounded, so that rare changes do not count as noise.
   if (rank.last_seen > 0.0) {
-    const double change = std::clamp(seen / rank.last_seen - 1.0, -large, large);
+    const double bound = std::max(kLarge / 2, 3 * sigma);
+    const double change = std::clamp(seen / rank.last_seen - 1.0, -bound, bound);
     rank.variance += kVarianceGain * (change * change / 2 - rank.variance);
   }
   rank.last_seen = seen;
