@@ -36,8 +36,10 @@ class Spread:
         return self.low <= other.high and other.low <= self.high
 
 
-def repeat(work: Callable[[], Any], device: torch.device, seconds: float) -> list[float]:
-    """The time of each call in about so many seconds, of one call at least.
+def repeat(
+    work: Callable[[], Any], device: torch.device, seconds: float, at_least: int = 3
+) -> list[float]:
+    """The time of each call in about so many seconds, of some calls at least.
 
     By the clock and not by number: ranks that begin together end together, so that none is timed
     while another is idle.
@@ -45,13 +47,13 @@ def repeat(work: Callable[[], Any], device: torch.device, seconds: float) -> lis
     end = time.perf_counter() + seconds
     if device.type != "cuda":
         times: list[float] = []
-        while not times or time.perf_counter() < end:
+        while len(times) < at_least or time.perf_counter() < end:
             start = time.perf_counter()
             work()
             times.append(1e3 * (time.perf_counter() - start))
         return times
     marks = [_mark()]
-    while len(marks) == 1 or time.perf_counter() < end:
+    while len(marks) <= at_least or time.perf_counter() < end:
         work()
         marks.append(_mark())
         if len(marks) > _BURST:  # the host stays a few calls ahead, and no more

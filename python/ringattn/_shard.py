@@ -75,9 +75,9 @@ class Shard:
         return lambda: call(torch.ops.ringattn.ring_forward, *arguments), flops
 
     def linear(self) -> tuple[Callable[[], Any], float]:
-        """A projection as wide as those of a feed-forward layer, and its operations."""
+        """A square projection, and its operations."""
         x = self.random(self.num_tokens, self.width)
-        weight = self.random(7 * self.width // 2, self.width)
+        weight = self.random(self.width, self.width)
         return lambda: F.linear(x, weight), 2.0 * x.size(0) * weight.numel()
 
     def decode(self, num_cached: int) -> tuple[Callable[[], Any], float]:
@@ -119,7 +119,7 @@ def settling_seconds(device: torch.device, seconds: float | None) -> float:
         ValueError: seconds that are not finite and positive.
     """
     if seconds is None:
-        return 1.0 if device.type == "cuda" else 0.1
+        return 1.0 if device.type == "cuda" else 0.2
     if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError(f"seconds must be finite and positive, got {seconds}")
     return seconds

@@ -29,7 +29,6 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 32
 NOISE = 0.05
 
 _MEMORY_SHARE = 0.9  # of the free memory, that tokens may fill
-_ROUNDS = 3  # attention and linear layers take turns
 _Value = TypeVar("_Value")
 
 
@@ -52,8 +51,8 @@ def measure_profiles(
     ``seconds``.
 
     * ``attention_tflops``: causal attention of ``num_tokens`` tokens on themselves;
-    * ``linear_tflops``: a linear layer ``[num_tokens, E] -> [num_tokens, 7 / 2 E]`` with ``E =
-      num_heads * head_dim``;
+    * ``linear_tflops``: a linear layer ``[num_tokens, E] -> [num_tokens, E]``, ``E = num_heads *
+      head_dim``;
     * ``overhead_ms``: W attention calls of one token, what a rank pays per ring call whatever it
       owns;
     * ``memory_gbps``: how fast decode attention reads cached keys and values, GB/s;
@@ -77,7 +76,7 @@ def measure_profiles(
         device: this rank's; None means the current CUDA device where the group can use it, else the
             CPU.
         seconds: how long all ranks compute before their speeds count, so that clocks settle; None
-            means 1 on CUDA and 0.1 on CPU.
+            means 1 on CUDA and 0.2 on CPU.
         transport: as in :func:`ringattn.ring_attention`.
         noise: smallest relative difference of two speeds that counts.
 
@@ -227,14 +226,10 @@ def _measure(ring: Ring, shard: Shard, seconds: float, transport: str) -> RankMe
         work()
     if ring.world_size > 1:
         dist.barrier(ring.process_group)
-    repeat(attention, shard.device, seconds)
-    attention_ms: list[float] = []
-    linear_ms: list[float] = []
-    decode_ms: list[float] = []
-    for _ in range(_ROUNDS):
-        attention_ms += repeat(attention, shard.device, seconds / _ROUNDS)
-        linear_ms += repeat(linear, shard.device, seconds / _ROUNDS)
-        decode_ms += repeat(decode, shard.device, seconds / _ROUNDS)
+    # Attention in one go: after any lighter work, clocks are higher for a while than they stay.
+    attention_ms = _settled(attention, shard.device, seconds, seconds)
+    linear_ms = _settled(linear, shard.device, seconds / 4, seconds / 2)
+    decode_ms = _settled(decode, shard.device, seconds / 4, seconds / 2)
     overhead_ms = bursts(one_token, shard.device)
 
     def rate(amount: float, times: Sequence[float]) -> Spread:
@@ -250,6 +245,14 @@ def _measure(ring: Ring, shard: Shard, seconds: float, transport: str) -> RankMe
         link_latency_us=link_latency_us,
         max_tokens=max_tokens,
     )
+
+
+def _settled(
+    work: Callable[[], Any], device: torch.device, settling: float, seconds: float
+) -> list[float]:
+    """Milliseconds of each call in so many seconds, after as many as it takes to settle."""
+    repeat(work, device, settling, at_least=1)
+    return repeat(work, device, seconds)
 
 
 def _link(ring: Ring, shard: Shard, transport: str) -> tuple[Spread, Spread]:

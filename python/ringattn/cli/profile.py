@@ -90,7 +90,7 @@ def add_parser(commands: Any) -> None:
         "--seconds",
         type=float,
         metavar="T",
-        help="how long all ranks compute before it counts (default: 1 on CUDA, 0.1 on CPU)",
+        help="how long all ranks compute before it counts (default: 1 on CUDA, 0.2 on CPU)",
     )
     parser.add_argument("--transport", default="auto", help="how blocks travel (default: auto)")
     parser.add_argument(
@@ -299,7 +299,7 @@ def _point(options: argparse.Namespace, device: torch.device, percentage: float)
     seconds = settling_seconds(device, options.seconds)
     attention, _ = shard.attention(shard.num_tokens)
     attention()
-    repeat(attention, device, seconds)
+    repeat(attention, device, seconds, at_least=1)
     latency_ms = statistics.median(repeat(attention, device, seconds / 4))
 
     products = []
