@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringattn import _library
@@ -100,7 +101,7 @@ def resolve_device(device: torch.device | str | None, ring: Ring) -> torch.devic
     if device is None:
         usable = "cuda" in _library.DEVICES and torch.cuda.is_available()
         if usable and ring.process_group is not None:
-            usable = torch.device("cuda") in ring.process_group._device_types
+            usable = "nccl" in str(dist.get_backend_config(ring.process_group))
         device = "cuda" if usable else "cpu"
     place = torch.device(device)
     if place.type not in _library.DEVICES:

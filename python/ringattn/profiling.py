@@ -73,8 +73,8 @@ def measure_profiles(
         num_layers: layers whose keys and values ``max_tokens`` counts.
         num_tokens: tokens of a typical shard, S_r; None means 8192 on CUDA and 256 on CPU.
         dtype: None means bfloat16 on CUDA and float32 on CPU.
-        device: this rank's; None means the current CUDA device where the group can use it, else the
-            CPU.
+        device: this rank's; None means the current CUDA device if there is one and the group, where
+            there is a group, has NCCL; else the CPU.
         seconds: how long all ranks compute before their speeds count, so that clocks settle; None
             means 1 on CUDA and 0.2 on CPU.
         transport: as in :func:`ringattn.ring_attention`.

@@ -220,15 +220,15 @@ def green_context(num_sms: int, device: torch.device | int | None = None) -> Ite
     """Work that this thread queues on ``device`` inside the context uses about ``num_sms`` of its
     multiprocessors: the driver rounds to what it can part.
 
-    For one device at a time: a communicator used inside it ends in an illegal memory access, so
-    processes with an NCCL group are refused.
+    For one process alone: a communicator used inside it ends in an illegal memory access, so that
+    groups of several ranks are refused.
 
     Args:
         num_sms: multiprocessors, at least 1 and at most what the device has.
         device: a CUDA device; None means the current one.
 
     Raises:
-        ValueError: a number out of range, a process with an NCCL group.
+        ValueError: a number out of range, a process that is one of several ranks.
         RuntimeError: no CUDA device, or a torch or driver without green contexts.
     """
     if not torch.cuda.is_available():
@@ -237,8 +237,11 @@ def green_context(num_sms: int, device: torch.device | int | None = None) -> Ite
 
     if not green_contexts.SUPPORTED:
         raise RuntimeError(f"green_context must find them in torch, got {torch.__version__}")
-    if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
-        raise ValueError("green_context must not hold an NCCL communicator, got an NCCL group")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            "green_context must be left to processes without communicators, "
+            f"got one of {dist.get_world_size()} ranks"
+        )
     index = torch.cuda._utils._get_device_index(device, optional=True)
     available = torch.cuda.get_device_properties(index).multi_processor_count
     if not 1 <= num_sms <= available:
