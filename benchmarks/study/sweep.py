@@ -16,7 +16,8 @@ from study.settings import Cell, Settings, set_name
 from study.splits import Grounds, Split, split
 from study.workloads import Workload, settled_ms, workload
 
-_RECORDED_CALLS = 3  # whose steps are taken apart
+_RECORDED_CALLS = 3  # whose steps are taken apart; one, where a call takes long
+_LONG_MS = 100.0
 _FEWEST_ROUNDS = 3
 STEP_COLUMNS = ("own_ms", "remote_ms", "transfer_ms", "wait_ms")
 
@@ -48,7 +49,10 @@ def measure_cell(
     latencies = {
         name: from_all_ranks([timing.own_median])[:, 0].tolist() for name, timing in timings.items()
     }
-    steps = {name: _steps(contestant.call) for name, contestant in contestants.items()}
+    steps = {
+        name: _steps(contestant.call, 1 if timings[name].median > _LONG_MS else _RECORDED_CALLS)
+        for name, contestant in contestants.items()
+    }
 
     rows = []
     for name, chosen in splits.items():
@@ -125,12 +129,12 @@ def _timings(
     return measure(contestants, device, rounds=rounds, warmup=0)
 
 
-def _steps(call: Callable[[], Any]) -> list[list[float]]:
+def _steps(call: Callable[[], Any], calls: int) -> list[list[float]]:
     """Of a call, milliseconds of STEP_COLUMNS: [W][4]."""
     with ringattn.record_timings() as timings:
-        for _ in range(_RECORDED_CALLS):
+        for _ in range(calls):
             dist.barrier()
             call()
     total = timings.summary()
     names = ("own_attention_ms", "remote_attention_ms", "transfer_ms", "wait_ms")
-    return from_all_ranks([total[name] / _RECORDED_CALLS for name in names]).tolist()
+    return from_all_ranks([total[name] / calls for name in names]).tolist()

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study of unequal ranks, whole and on CPU: profile, plan, run, rebalance, go on, plot.
+
+What is checked is what does not depend on how busy the machine is.
+"""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import heterogeneous
+import pytest
+from study.settings import Cell, Settings, Store
+from study.splits import STRATEGIES
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 170
+THEIR_COLUMNS = [
+    *("split_type", "seq_len", "overall_latency_ms", "rank0_tokens", "rank0_latency_ms"),
+    *("rank1_tokens", "rank1_latency_ms", "slowdown_pct"),
+]
+SMALL = [
+    *("--device", "cpu", "--dtype", "float32", "--heads", "4", "--kv-heads", "2"),
+    *("--head-dim", "16", "--hidden-dim", "96", "--rounds", "2", "--warmup", "0"),
+    *("--settle-seconds", "0.02", "--watched", "2"),
+]
+
+
+def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def stem(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep: equal ranks, and the last one at a tenth of its speed."""
+    stem = tmp_path_factory.mktemp("study") / "het"
+    sizes = ["--percentages", "10", "--what", "attention,layer"]
+    done = run("benchmarks/heterogeneous.py", "sweep", *SMALL, *sizes, "--out", stem, SEQ_LEN="256")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "slow_over_fast" in done.stdout and "attention" in done.stdout
+    return stem
+
+
+def test_every_strategy_is_measured_exact_and_in_columns_that_are_known(stem: Path) -> None:
+    rows = read(Path(f"{stem}.csv"))
+    assert list(rows[0])[: len(THEIR_COLUMNS)] == THEIR_COLUMNS
+    for what in ("attention", "layer"):
+        for percentages in ("100,100", "100,10"):
+            here = [r for r in rows if (r["what"], r["percentages"]) == (what, percentages)]
+            splits = {row["split_type"] for row in here}
+            assert splits - {"reference_homogeneous"} == set(STRATEGIES)
+            assert ("reference_homogeneous" in splits) == (percentages == "100,100")
+    for row in rows:
+        assert int(row["rank0_tokens"]) + int(row["rank1_tokens"]) == int(row["seq_len"]) == 256
+        assert float(row["max_error"]) < 1e-5
+        ms = float(row["overall_latency_ms"])
+        assert 0 < float(row["p10_ms"]) <= ms <= float(row["p90_ms"])
+        assert float(row["efficiency"]) == pytest.approx(float(row["ideal_ms"]) / ms)
+        for rank in "01":
+            assert float(row[f"rank{rank}_tflops"]) > 0
+            assert float(row[f"rank{rank}_tflops_unthrottled"]) > 0
+            parts = ("own_ms", "remote_ms", "transfer_ms", "wait_ms")
+            assert all(float(row[f"rank{rank}_{part}"]) >= 0 for part in parts)
+    content = json.loads(Path(f"{stem}.json").read_text())
+    assert {"command", "commit", "torch", "device"} <= content["header"].keys()
+    assert "sweep" in content["header"]["command"]
+
+
+def test_a_slow_rank_is_measured_as_one_and_gets_fewer_tokens(stem: Path) -> None:
+    rows = {
+        (row["what"], row["percentages"], row["split_type"]): row
+        for row in read(Path(f"{stem}.csv"))
+    }
+    for what in ("attention", "layer"):
+        planned = rows[what, "100,10", "planned"]
+        assert float(planned["rank1_tflops"]) < 0.6 * float(planned["rank0_tflops"])
+        assert int(planned["rank1_tokens"]) < 128
+        assert int(rows[what, "100,10", "uneven"]["rank1_tokens"]) == 23
+        # The formula has nothing to say at 256 tokens, and that is said.
+        assert "negative weights" in rows[what, "100,10", "formula"]["note"]
+        assert int(rows[what, "100,10", "even"]["rank1_tokens"]) == 128
+
+
+def test_the_rest_of_the_way_is_a_figure_of_each_kind(stem: Path) -> None:
+    trace = Path(f"{stem}_trace")
+    sizes = ["--seq-lens", "256", "--requests", "16", "--scenarios", "drift"]
+    done = run("benchmarks/heterogeneous.py", "rebalance", *SMALL, *sizes, "--out", trace)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    rows = read(Path(f"{trace}.csv"))
+    assert [row["asked_speed"] for row in rows] == ["1.0"] * 4 + ["0.4"] * 6 + ["0.7"] * 6
+    assert all(float(row[f"{name}_ms"]) > 0 for row in rows for name in ("rebalanced", "oracle"))
+    (finding,) = read(Path(f"{trace}_findings.csv"))
+    assert (finding["requests"], finding["changes"]) == ("16", "2")
+
+    out = stem.parent / "figures"
+    done = run("benchmarks/plot.py", f"{stem}.csv", "--trace", f"{trace}.csv", "--out", out)
+    assert done.returncode == 0, done.stderr
+    for name in ("attention/share_of_ideal", "layer/rank_timeline", "drift_trace"):
+        assert all((out / f"{name}.{kind}").stat().st_size > 0 for kind in ("png", "svg", "csv"))
+
+
+def test_what_is_finished_is_not_run_again(stem: Path) -> None:
+    cells = Path(f"{stem}.cells.jsonl")
+    before = cells.read_text().splitlines()
+    assert len(before) == 4  # two sets of ranks, attention and layers
+    # As after a crash in the middle of writing the last cell.
+    cells.write_text("\n".join(before[:3]) + "\n" + before[3][:100] + "\n")
+    command = ["benchmarks/heterogeneous.py", "sweep", *SMALL, "--percentages", "10"]
+    command += ["--what", "attention,layer", "--seq-lens", "256", "--out", str(stem)]
+    done = run(*command)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "1/4" not in done.stderr.split("3/4")[0]  # the bar begins at three
+    after = cells.read_text().splitlines()
+    assert after[:3] == before[:3] and len(after) == 5
+    assert json.loads(after[4])["key"] == json.loads(before[3])["key"]
+    # Nothing is left: no ranks are started, the reports are written from what there is.
+    Path(f"{stem}.csv").unlink()
+    done = run(*command, MASTER_ADDR="nowhere", RINGATTN_COMMIT="none")
+    assert done.returncode == 0 and Path(f"{stem}.csv").exists()
+    assert cells.read_text().splitlines() == after
+
+
+def test_other_settings_are_other_cells(tmp_path: Path) -> None:
+    base = {
+        **{"device": "cpu", "throttle": "repeat", "transport": "auto", "dtype": "float32"},
+        **{"heads": 4, "kv_heads": 2, "head_dim": 16, "hidden_dim": 96, "strategies": ("even",)},
+        **{"rounds": 2, "warmup": 0, "cell_seconds": 1.0, "settle_seconds": 0.1, "watched": 2},
+        **{"requests": 4, "lut": None, "regression": None},
+    }
+    cell = Cell("sweep", (100, 50), "attention", 256)
+    store = Store(tmp_path / "cells.jsonl")
+    store.add(Settings(**base), cell, {"device": "here"}, [{"ms": 1.0}])
+    again = Store(tmp_path / "cells.jsonl")
+    assert again.rows(Settings(**base), cell) == [{"ms": 1.0}]
+    assert again.header(Settings(**base), cell) == {"device": "here"}
+    assert not again.has(Settings(**{**base, "rounds": 3}), cell)
+    assert not again.has(Settings(**base), Cell("sweep", (50, 100), "attention", 256))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--throttle", "mps"], "--throttle must be repeat on CPU, got mps"),
+        (["--sets", "100,50,20"], "must give 2 numbers in 1..100, got 100,50,20"),
+        (["--percentages", "0"], "must give 2 numbers in 1..100, got 100,0"),
+        (["--slow-ranks", "2"], "--slow-ranks must lie in 1..1, got [2]"),
+        (["--strategies", "odd"], "must be among even,uneven"),
+        (["--wandb"], "--wandb must find the package wandb, got none"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["heterogeneous.py", "sweep", "--device", "cpu", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        heterogeneous.parse()
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_ends_the_run_and_is_heard(tmp_path: Path) -> None:
+    command = ["benchmarks/heterogeneous.py", "sweep", *SMALL, "--seq-lens", "64"]
+    done = run(*command, "--transport", "nccl", "--out", tmp_path / "het")
+    assert done.returncode == 1
+    assert "--- rank 1 ---" in done.stderr and "nccl" in done.stderr
+    assert "goes on from here" in done.stderr
+
+
+def test_rows_go_to_weights_and_biases_where_it_is_there(stem: Path, tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text(
+        "class Run:\n"
+        "    def log(self, row): print('LOGGED', row['split_type'])\n"
+        "    def finish(self): print('FINISHED')\n"
+        "def init(**config): return Run()\n"
+    )
+    command = ["benchmarks/heterogeneous.py", "sweep", *SMALL, "--seq-lens", "64"]
+    command += ["--sets", "100,100", "--strategies", "even,planned", "--wandb"]
+    done = run(*command, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "LOGGED planned" in done.stdout and "FINISHED" in done.stdout
