@@ -23,8 +23,10 @@ constexpr int64_t kMostPatience = 24;
 constexpr int64_t kFlapWindow = 16;  // a fall within so many requests after a rise is flapping
 constexpr int64_t kCalm = 48;        // after so many requests without a jump that is forgotten
 
-// What a new plan has to gain, and after how many requests it may come without a jump.
+// What a new plan has to gain: 2 %, and more than the beliefs are uncertain. After how many
+// requests it may come without a jump.
 constexpr double kGain = 0.02;
+constexpr double kGainSigmas = 3.0;
 constexpr int64_t kPause = 4;
 
 }  // namespace
@@ -53,7 +55,13 @@ std::vector<double> Controller::speeds() const {
 
 bool Controller::should_replan(double excess) {
   ++since_plan_;
-  const bool replan = excess > kGain && (jumped_ || since_plan_ >= kPause);
+  double uncertainty = 0.0;
+  for (const Rank& rank : ranks_) {
+    const double variance = rank.variance / static_cast<double>(rank.observations);
+    uncertainty = std::max(uncertainty, std::sqrt(variance));
+  }
+  const double gain = std::max(kGain, kGainSigmas * uncertainty);
+  const bool replan = excess > gain && (jumped_ || since_plan_ >= kPause);
   jumped_ = false;
   if (replan) since_plan_ = 0;
   return replan;

@@ -32,7 +32,7 @@ class RINGATTN_API Controller {
   std::vector<double> speeds() const;
 
   /// Once after each request: whether the plan in use should be replaced. It takes `excess` longer
-  /// than the best one at the speeds believed: 0.02 is 2 %.
+  /// than the best one at the speeds believed: 0.02 is 2 %, and the least that counts.
   bool should_replan(double excess);
 
  private:
