@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from _distributed import RankPool, this
 from ringattn import testing
+from ringattn.__main__ import main
 from ringattn.testing import MPS
 
 # A daemon as far as anybody can tell: it keeps a file while it runs, and its environment.
@@ -107,6 +108,22 @@ def test_a_machine_without_the_daemon_is_refused(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(OSError, match="must find nvidia-cuda-mps-control on the PATH, got none"):
         MPS().__enter__()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_sweep_whose_process_fails_says_why_and_stops_the_daemon(
+    daemon: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main(["profile", "--percentages", "50", "--out", str(tmp_path / "speeds")]) == 2
+    assert capsys.readouterr().err == (
+        "ringattn: the process at 50 % must measure, got ringattn: --device cuda must find 1 CUDA "
+        "devices, got 0\n"
+    )
+    assert not running(daemon).exists()
 
 
 @pytest.mark.parametrize("percentage", [0, -1, 101, float("nan")])

@@ -39,6 +39,8 @@ from ringattn.testing import MPS, slowdown
 
 #: Rows of the square matrices that a sweep multiplies.
 SIZES = {"cuda": [2**e for e in range(6, 16)], "cpu": [2**e for e in range(6, 10)]}
+#: How long a sweep waits for one percentage.
+POINT_TIMEOUT_S = 300
 #: What a sweep writes.
 LATENCIES, MATMULS, REGRESSION = (
     "ring_attention_profile.csv",
@@ -247,7 +249,8 @@ def _slowed(options: argparse.Namespace) -> Iterator[_Point]:
     with process_group(options.device) as (device, _):
         for factor in factors:
             with slowdown(factor), torch.no_grad():
-                yield _point(options, device, 100 / factor)
+                point = _point(options, device, 100 / factor)
+            yield point
 
 
 def _under_mps(options: argparse.Namespace) -> Iterator[_Point]:
@@ -263,15 +266,7 @@ def _under_mps(options: argparse.Namespace) -> Iterator[_Point]:
         command += ["--sizes", options.sizes]
     with MPS() as mps, tempfile.TemporaryDirectory() as folder:
         for percentage in percentages:
-            done = subprocess.run(
-                [*command, "--out", folder],
-                env={**os.environ, **mps.environment(percentage)},
-                capture_output=True,
-                text=True,
-            )
-            if done.returncode != 0:
-                reason = done.stderr.strip().splitlines() or ["no reason"]
-                raise OSError(f"the process at {percentage:g} % must measure, got {reason[-1]}")
+            _run_under(mps, percentage, [*command, "--out", folder])
             latency, *_ = read_table(Path(folder) / LATENCIES)
             products = read_table(Path(folder) / MATMULS)
             assert isinstance(latency, LatencyRow)
@@ -283,6 +278,29 @@ def _under_mps(options: argparse.Namespace) -> Iterator[_Point]:
                     if isinstance(row, MatmulRow)
                 ],
             )
+
+
+def _run_under(mps: MPS, percentage: float, command: Sequence[str]) -> None:
+    """Runs a command with a share of the device.
+
+    Raises:
+        OSError: it failed or took too long; the message holds what it said last.
+    """
+    try:
+        subprocess.run(
+            command,
+            env={**os.environ, **mps.environment(percentage)},
+            capture_output=True,
+            text=True,
+            timeout=POINT_TIMEOUT_S,
+            check=True,
+        )
+        return
+    except subprocess.TimeoutExpired:
+        reason = f"nothing in {POINT_TIMEOUT_S} s"
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["no reason"])[-1]
+    raise OSError(f"the process at {percentage:g} % must measure, got {reason}")
 
 
 def _point(options: argparse.Namespace, device: torch.device, percentage: float) -> _Point:
