@@ -14,9 +14,10 @@ speeds of the whole problem on one rank, with all ranks computing at once until 
 The ideal is the time that ranks of these speeds would take together, one after the other none.
 Equal ranks are always in the sweep: slowdowns refer to them.
 
-Finished cells are kept in STEM.cells.jsonl and are not run again. Writes STEM.{csv,json,md} and
-STEM_findings.{csv,json,md}. SEQ_LEN (or SWEEP_SEQ_LEN) and WEAK_GPU_PERCENTAGE (or
-SWEEP_SLOWDOWN_PCT) of the environment stand in for --seq-lens and --percentages.
+Finished cells are kept in STEM.cells.jsonl and are not run again; --report-only runs none. Writes
+STEM.{csv,json,md} and STEM_findings.{csv,json,md}. SEQ_LEN (or SWEEP_SEQ_LEN) and
+WEAK_GPU_PERCENTAGE (or SWEEP_SLOWDOWN_PCT) of the environment stand in for --seq-lens and
+--percentages.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import contextlib
 import importlib.util
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -252,6 +254,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cell-seconds", type=float, default=20.0, help="fewer rounds after that")
     parser.add_argument("--limit-seconds", type=float, default=3600.0, help="of one start of ranks")
     parser.add_argument("--watched", type=int, default=12, help="requests before `rebalanced`")
+    parser.add_argument("--report-only", action="store_true", help="of the cells that are there")
     parser.add_argument("--wandb", action="store_true", help="log to Weights & Biases as well")
 
     sweep = parser.add_argument_group("sweep")
@@ -291,7 +294,8 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
     world_size = arguments.ranks
     if arguments.throttle == "mps" and arguments.device == "cpu":
         parser.error("--throttle must be repeat on CPU, got mps")
-    if arguments.device == "cuda" and (count := torch.cuda.device_count()) < world_size:
+    count = torch.cuda.device_count()
+    if arguments.device == "cuda" and count < world_size and not arguments.report_only:
         parser.error(f"--ranks must be at most the number of devices, {count}, got {world_size}")
     if not all(0 < slow < world_size for slow in arguments.slow_ranks):
         parser.error(f"--slow-ranks must lie in 1..{world_size - 1}, got {arguments.slow_ranks}")
@@ -306,10 +310,16 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
 
 
 def main() -> None:
+    # Told to end, it ends as after an error: no rank and no daemon stays behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     arguments = parse()
     settings, cells = settings_of(arguments), cells_of(arguments)
     store = Store(Path(f"{arguments.out}.cells.jsonl") if arguments.out else None)
     log = WandbLog(arguments.wandb, vars(arguments))
+    if arguments.report_only:
+        cells = [cell for cell in cells if store.has(settings, cell)]
+        if not cells:
+            sys.exit(f"{arguments.out}.cells.jsonl must have cells of these settings, got none")
     try:
         run(cells, settings, store, log, arguments.limit_seconds)
     except ranks.RanksFailed as error:

@@ -121,12 +121,18 @@ def _timings(
     contestants: Sequence[Contestant], settings: Settings, device: torch.device
 ) -> dict[str, Timing]:
     """As many rounds as the cell has time for."""
-    once = measure(contestants, device, rounds=1, warmup=settings.warmup)
-    round_s = 1e-3 * sum(timing.median for timing in once.values())
+    first = measure(contestants, device, rounds=1, warmup=settings.warmup)
+    # The slowest rank's times are the same on all ranks, and so is the number of rounds.
+    round_s = 1e-3 * sum(timing.median for timing in first.values())
     affordable = math.floor(settings.cell_seconds / round_s)
     rounds = min(settings.rounds, max(_FEWEST_ROUNDS, affordable))
-    # The slowest rank's times are the same on all ranks, and so is the number of rounds.
-    return measure(contestants, device, rounds=rounds, warmup=0)
+    more = measure(contestants, device, rounds=rounds - 1, warmup=0)
+    return {
+        name: Timing(
+            [*first[name].samples, *timing.samples], [*first[name].own_samples, *timing.own_samples]
+        )
+        for name, timing in more.items()
+    }
 
 
 def _steps(call: Callable[[], Any], calls: int) -> list[list[float]]:

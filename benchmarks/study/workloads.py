@@ -157,8 +157,8 @@ def settled_ms(call: Callable[[], torch.Tensor], device: torch.device, seconds: 
     first = _batch_ms(call, device, 1)
     slowest = from_all_ranks([first]).max().item()
     calls = max(1, round(_BATCH_MS / first))
-    # Time for four calls of the slowest, so that its own second half holds two.
-    seconds = max(seconds, 4e-3 * slowest)
+    # Time for two calls of the slowest: nobody is measured while others are done.
+    seconds = max(seconds, 2e-3 * slowest)
     dist.barrier()
     samples = []
     begin = time.monotonic()

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import heterogeneous
@@ -181,6 +182,23 @@ def test_a_rank_that_fails_ends_the_run_and_is_heard(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "--- rank 1 ---" in done.stderr and "nccl" in done.stderr
     assert "goes on from here" in done.stderr
+
+
+def test_ranks_end_with_the_command(tmp_path: Path) -> None:
+    mark = f"--out={tmp_path / 'het'}"
+    command = ["benchmarks/heterogeneous.py", "sweep", *SMALL, "--seq-lens", "64"]
+    command += ["--settle-seconds", "60", mark]
+    started = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+    deadline = time.monotonic() + 60
+    while len(ranks := children.read_text().split()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(ranks) == 2
+    started.terminate()
+    assert started.wait(timeout=30) != 0
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
 def test_rows_go_to_weights_and_biases_where_it_is_there(stem: Path, tmp_path: Path) -> None:
