@@ -2,6 +2,7 @@
 #include "ring/ring_forward.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 
 #include <algorithm>
@@ -68,8 +69,8 @@ class Executor {
       if (!visit.visible()) continue;
       const Block& block = blocks[step - first];
       KeyBlock keys;
-      keys.k = block.k.narrow(1, 0, visit.key_end);
-      keys.v = block.v.narrow(1, 0, visit.key_end);
+      keys.k = leading(block.k, visit.key_end);
+      keys.v = leading(block.v, visit.key_end);
       keys.diagonal = visit.diagonal;
       keys.first_query = visit.query_begin - range.query_begin;
       if (polled(gathering) && step > 0) keys.arrivals = gathering->arrivals[step - 1];
@@ -77,7 +78,7 @@ class Executor {
       seen.push_back(std::move(keys));
     }
     block_attention(rows(q_, 1, range.query_begin), seen, call_.scale, result(range),
-                    waiting(gathering));
+                    words(gathering));
     first_ = false;
   }
 
@@ -106,6 +107,10 @@ class Executor {
     return gathering != nullptr && !gathering->arrivals.empty();
   }
 
+  static at::Tensor leading(const at::Tensor& x, int64_t rows) {
+    return rows == x.size(1) ? x : x.narrow(1, 0, rows);
+  }
+
   static at::Tensor rows(const at::Tensor& x, int64_t dim, int64_t begin) {
     return begin == 0 ? x : x.narrow(dim, begin, x.size(dim) - begin);
   }
@@ -126,8 +131,16 @@ class Executor {
     return result;
   }
 
-  static ArrivalWords waiting(const Gathering* gathering) {
-    if (!polled(gathering)) return {};
+  ArrivalWords words(const Gathering* gathering) {
+    if (!polled(gathering)) {
+      ArrivalWords words;
+      // Transfers may hold some multiprocessors for a while: tiles go to whoever is free.
+      if (visits_.size() > 1 && attends_lists(q_, 1)) {
+        if (!words_.defined()) words_ = at::zeros({kNumWords}, q_.options().dtype(at::kInt));
+        words.words = static_cast<uint32_t*>(words_.mutable_data_ptr());
+      }
+      return words;
+    }
     return {gathering->heads_per_arrival, gathering->words, gathering->num_arrivals,
             gathering->failed};
   }
@@ -152,7 +165,10 @@ class Executor {
   at::Tensor out_;    // [B, S_r, H, D], q's dtype: completed rows
   at::Tensor state_;  // [B, S_r, H, D], state dtype: the others, where a launch leaves some
   at::Tensor lse_;    // [B, H, S_r]
+  at::Tensor words_;  // int32 [kNumWords], 0: counters of the kernel's, where nothing is polled
   bool first_ = true;
+
+  static constexpr int64_t kNumWords = 2;
 };
 
 }  // namespace

@@ -229,6 +229,7 @@ void Handshake::give_signals(cuda::StageParams& params) const {
     params.signals[params.num_signals++] = state_->word_of(rank, Layout::kStaged + state_->rank_);
   }
   params.blocks_done = state_->word(Layout::kBlocksDone);
+  params.waiting = const_cast<uint32_t*>(&state_->host_->phase);
   params.count = const_cast<uint32_t*>(&state_->host_->calls);
 }
 

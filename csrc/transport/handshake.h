@@ -34,10 +34,11 @@ class Handshake {
 
   bool shares_devices() const;
 
-  // One call, in this order. The first three on one stream, the last one on those that copy.
-  /// Nobody reads what this rank staged last any more.
+  // One call, in this order. Where something else than the staging kernel stages, first of all:
+  /// Nobody reads any more what this rank staged last.
   void wait_until_read(cudaStream_t stream);
-  /// Completes what the staging kernel is told: it gives the signals.
+  /// Completes what the staging kernel is told: it waits until nobody reads what was staged last,
+  /// and gives the signals.
   void give_signals(cuda::StageParams& params) const;
   /// Everything that the other ranks have for this call is in place.
   void wait_until_staged(cudaStream_t stream);

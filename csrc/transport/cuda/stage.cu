@@ -28,10 +28,28 @@ __device__ __forceinline__ void release_to_system(uint32_t* word) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(1u) : "memory");
 }
 
+__device__ __forceinline__ uint32_t load_from_system(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+// Until nobody reads what was staged before. Short: the others' copies began when this rank's last
+// call did, and need no multiprocessor. A host that gives up sets the words itself.
+__device__ __forceinline__ void wait_until_read(const StageParams& to) {
+  if (threadIdx.x < to.num_signals && load_from_system(to.taken_back[threadIdx.x]) == 0) {
+    const bool speaks = blockIdx.x + blockIdx.y == 0;
+    if (speaks) *static_cast<volatile uint32_t*>(to.waiting) = 1;
+    while (load_from_system(to.taken_back[threadIdx.x]) == 0) __nanosleep(100);
+  }
+  __syncthreads();
+}
+
 // blockIdx.y: one [rows, D] of one head and batch, keys or values; blockIdx.x and the loop: pieces
 // of it, a few of each thread under way at a time.
 __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ Launch launch) {
   const StageParams& to = launch.to;
+  wait_until_read(to);
   const int batch = blockIdx.y % max(to.batch, 1);
   const int head_and_which = blockIdx.y / max(to.batch, 1);
   const Source& source = head_and_which % 2 == 0 ? launch.k : launch.v;
@@ -72,9 +90,8 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   if (threadIdx.x < to.num_signals) release_to_system(to.signals[threadIdx.x]);
   if (threadIdx.x == 0) {
     *to.blocks_done = 0;
-    if (to.count != nullptr) {
-      *static_cast<volatile uint32_t*>(to.count) = *static_cast<volatile uint32_t*>(to.count) + 1;
-    }
+    auto* const count = static_cast<volatile uint32_t*>(to.count);
+    *count = *count + 1;
   }
 }
 

@@ -30,11 +30,13 @@ struct StageParams {
   int num_kv_heads = 0;
   int row_bytes = 0;  // of D elements
 
-  uint32_t* signals[kMaxSignals] = {};     // of other ranks; set to 1 when all is in place, and
-  uint32_t* taken_back[kMaxSignals] = {};  // these, of this rank, to 0 just before
+  uint32_t* taken_back[kMaxSignals] = {};  // of this rank; first waited for to be 1, set to 0 at
+  uint32_t* signals[kMaxSignals] = {};     // the end, before these, of other ranks, are set to 1
   int num_signals = 0;
   uint32_t* blocks_done = nullptr;  // 0 before and after
-  uint32_t* count = nullptr;        // host memory: goes up by one for each call; null: not counted
+  // Host memory.
+  uint32_t* waiting = nullptr;  // set to 1 if there is something to wait for
+  uint32_t* count = nullptr;    // goes up by one for each call
 };
 
 cudaError_t stage(const StageParams& params, cudaStream_t stream);
