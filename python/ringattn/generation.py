@@ -89,6 +89,7 @@ def generate(
     *,
     max_new_tokens: int,
     partition: Partition | None = None,
+    cache_lengths: Sequence[int] | None = None,
     do_sample: bool | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -107,6 +108,10 @@ def generate(
         prompt_ids: int64 ``[B, T]``, the whole prompt on every rank, prompts of one length.
         max_new_tokens: N, how many tokens follow at most.
         partition: who owns which tokens of the prompt; None is the even zigzag partition.
+        cache_lengths: how many keys and values each rank shall hold in the end, T + N - 1 together,
+            as from :func:`ringattn.plan_cache`: ranks with more of the prompt give some to others
+            once, and new tokens go where the most are lacking. None: nothing moves, new tokens go
+            to the rank that holds the fewest.
         do_sample: draw tokens, or take the likeliest; None draws if ``temperature``, ``top_k`` or
             ``top_p`` is given.
         temperature: see :class:`Sampling`; None is 1.
@@ -137,7 +142,7 @@ def generate(
             do_sample = any(option is not None for option in (temperature, top_k, top_p))
         sampling = Sampling(temperature, top_k, top_p, greedy=not do_sample)
         request = _Request.checked(
-            *(model, prompt_ids, max_new_tokens, partition, sampling),
+            *(model, prompt_ids, max_new_tokens, partition, cache_lengths, sampling),
             *(eos_token_id, pad_token_id, seed, cuda_graphs),
         )
     except ValueError as error:
@@ -158,6 +163,7 @@ class _Request:
 
     prompt_ids: torch.Tensor  # int64 [B, T] on the model's device
     partition: Partition
+    cache_lengths: tuple[int, ...] | None
     max_new_tokens: int
     sampling: Sampling
     eos_ids: tuple[int, ...]
@@ -172,6 +178,7 @@ class _Request:
         prompt_ids: torch.Tensor,
         max_new_tokens: int,
         partition: Partition | None,
+        cache_lengths: Sequence[int] | None,
         sampling: Sampling,
         eos_token_id: EndIds,
         pad_token_id: int | None,
@@ -192,6 +199,8 @@ class _Request:
         if least < 0 or most >= vocabulary:
             wrong = least if least < 0 else most
             raise ValueError(f"prompt_ids must lie in [0, {vocabulary}), got {wrong}")
+        if cache_lengths is not None:
+            cache_lengths = _cache_lengths(cache_lengths, partition, max_new_tokens)
         eos_ids = _end_ids(eos_token_id, model)
         if pad_token_id is None:
             pad_token_id = model.config.pad_id
@@ -200,6 +209,7 @@ class _Request:
         return cls(
             prompt_ids.to(model.device, torch.int64),
             partition,
+            cache_lengths,
             max_new_tokens,
             sampling,
             eos_ids,
@@ -216,12 +226,27 @@ class _Request:
             "prompt_ids' shape": tuple(self.prompt_ids.shape),
             "prompt_ids' checksum": int(((flat + 1) * places * 0x9E3779B1).sum()),
             "partition": self.partition,
+            "cache_lengths": self.cache_lengths,
             "max_new_tokens": self.max_new_tokens,
             "sampling": self.sampling,
             "eos_token_id": self.eos_ids,
             "pad_token_id": self.pad_id,
             "seed": self.seed,
         }
+
+
+def _cache_lengths(given: Sequence[int], partition: Partition, new_tokens: int) -> tuple[int, ...]:
+    lengths = tuple(given)
+    if not all(isinstance(length, int) and length >= 0 for length in lengths):
+        raise ValueError(f"cache_lengths must be integers of at least 0, got {list(lengths)}")
+    if len(lengths) != partition.world_size:
+        raise ValueError(
+            f"cache_lengths must be {partition.world_size} lengths, got {len(lengths)}"
+        )
+    total = partition.seq_len + new_tokens - 1  # nothing attends to the last one
+    if sum(lengths) != total:
+        raise ValueError(f"cache_lengths must add up to {total} tokens, got {sum(lengths)}")
+    return lengths
 
 
 def _end_ids(eos_token_id: EndIds, model: LLaMA) -> tuple[int, ...]:
@@ -264,7 +289,12 @@ def _agree(model: LLaMA, request: _Request | None, message: str | None) -> None:
 def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
     prompt_ids, device = request.prompt_ids, model.device
     batch, prompt_len = prompt_ids.shape
-    cache = model.new_cache(request.partition, batch=batch, new_tokens=request.max_new_tokens - 1)
+    cache = model.new_cache(
+        request.partition,
+        batch=batch,
+        new_tokens=request.max_new_tokens - 1,
+        targets=request.cache_lengths,
+    )
     sampler = request.partition.owner(prompt_len - 1)
     generator = None
     if request.seed is not None:
@@ -284,6 +314,8 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
         left = end - position - 1
         if left == 0 or (request.eos_ids and bool(finished.all())):
             return
+        if position == prompt_len and request.cache_lengths is not None:
+            cache.settle(model.ring.process_group)
         if request.cuda_graphs and graphs is None:
             graphs = DecodeGraphs(model.base_model, batch)
         if request.cuda_graphs is None and position - prompt_len == _TOKENS_BEFORE_GRAPHS <= left:

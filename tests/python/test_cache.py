@@ -3,12 +3,15 @@
 
 import pytest
 import torch
-from ringattn.models.cache import ShardedKVCache, least_loaded
+from _distributed import this
+from ringattn.models.cache import ShardedKVCache, next_owner, plan_moves
 
 LAYERS, BATCH, KV_HEADS, HEAD_DIM = 2, 2, 3, 8
 
 
-def new_cache(lengths: list[int], rank: int, new_tokens: int = 0) -> ShardedKVCache:
+def new_cache(
+    lengths: list[int], rank: int, new_tokens: int = 0, targets: list[int] | None = None
+) -> ShardedKVCache:
     return ShardedKVCache(
         LAYERS,
         lengths,
@@ -17,6 +20,7 @@ def new_cache(lengths: list[int], rank: int, new_tokens: int = 0) -> ShardedKVCa
         num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         new_tokens=new_tokens,
+        targets=targets,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
@@ -32,10 +36,73 @@ def test_a_new_token_goes_to_the_least_loaded_rank_the_lowest_where_several_are(
     lengths = [4, 2, 3]
     owners = []
     for _ in range(6):
-        owners.append(least_loaded(lengths))
+        owners.append(next_owner(lengths, [0, 0, 0]))
         lengths[owners[-1]] += 1
     assert owners == [1, 1, 2, 0, 1, 2]
     assert lengths == [5, 5, 5]
+
+
+def test_with_targets_a_new_token_goes_where_the_most_are_lacking() -> None:
+    lengths, targets = [4, 2, 3], [5, 9, 3]
+    owners = []
+    for _ in range(8):
+        owners.append(next_owner(lengths, targets))
+        lengths[owners[-1]] += 1
+    assert owners == [1, 1, 1, 1, 1, 1, 0, 1]
+    assert lengths == targets
+
+
+@pytest.mark.parametrize(
+    ("lengths", "targets", "expected"),
+    [
+        ([5, 5], [5, 5], []),
+        ([8, 2], [5, 7], [(0, 1, 3)]),
+        ([2, 9, 0, 4], [1, 5, 7, 2], [(0, 2, 1), (1, 2, 4), (3, 2, 2)]),
+        ([9, 0, 0], [2, 3, 9], [(0, 1, 3), (0, 2, 4)]),
+        ([3, 3], [0, 2], []),
+    ],
+)
+def test_tokens_move_from_ranks_above_their_targets_to_those_below(
+    lengths: list[int], targets: list[int], expected: list[tuple[int, int, int]]
+) -> None:
+    assert plan_moves(lengths, targets) == expected
+
+
+def settled(lengths: list[int], targets: list[int], new_tokens: int) -> list[list[float]]:
+    """The tokens in each layer of this rank, after it has settled and grown."""
+    rank, first = this().rank, sum(lengths[: this().rank])
+    cache = new_cache(lengths, rank, new_tokens, targets)
+    for layer in range(LAYERS):
+        k = rows(first, lengths[rank], layer)
+        cache.store(layer, k, -k)
+    cache.settle(None)
+    address = cache.view(0)[0].data_ptr()
+    for token in range(sum(lengths), sum(lengths) + new_tokens):
+        cache.advance()
+        for layer in range(LAYERS):
+            k = rows(token, 1, layer)
+            cache.append(layer, k, -k)
+    assert cache.lengths == targets and cache.view(0)[0].data_ptr() == address
+    held = []
+    for layer in range(LAYERS):
+        keys, values = cache.view(layer)
+        assert torch.equal(values, -keys) and keys.eq(keys[:1, :, :1, :1]).all()
+        held.append((keys[0, :, 0, 0] - 1000 * layer).tolist())
+    return held
+
+
+@pytest.mark.parametrize(
+    ("lengths", "targets"),
+    [([6, 2, 4], [3, 8, 5]), ([0, 12, 0], [7, 2, 7]), ([4, 4, 4], [6, 5, 5])],
+)
+def test_a_settled_cache_ends_at_its_targets_with_every_token_once(
+    rank_pool, lengths: list[int], targets: list[int]
+) -> None:
+    held = rank_pool(3).run(settled, lengths, targets, sum(targets) - sum(lengths))
+    for layer in range(LAYERS):
+        tokens = [token for of_rank in held for token in of_rank[layer]]
+        assert sorted(tokens) == list(range(sum(targets)))
+        assert [len(of_rank[layer]) for of_rank in held] == targets
 
 
 @pytest.mark.parametrize("new_tokens", [0, 3, 40])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from _llama import random_ids, save, tiny_llama
+from ringattn import RankProfile, save_profiles
 from ringattn.__main__ import main
 from ringattn.generation import generate
 from ringattn.models import demo_model_path, load_model
@@ -92,6 +93,53 @@ def check_steps(rank: int, of_rank: dict[str, Any]) -> None:
     assert of_rank["ring"]["calls"] == 2  # one per layer
     for name in ("attention_ms", "transfer_ms", "wait_ms"):
         assert of_rank["ring"][name] == pytest.approx(own[name] + remote[name])
+
+
+def generate_auto(folder: Path, tmp_path: Path, *arguments: str | Path) -> dict[str, Any]:
+    done = ringattn(
+        *("generate", "--model", folder, "--prompt-file", folder / "prompt.txt"),
+        *("--max-new-tokens", "9", "--partition", "auto", *arguments, "--compare"),
+        *("--json", tmp_path / "run.json"),
+        ranks=2,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "planned for " in done.stdout
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert result["generated_ids"] == greedy(folder, 9) and result["compare"]["same"]
+    assert [of_rank["tokens"] for of_rank in result["ranks"]] == result["partition"]["lengths"]
+    assert sum(result["partition"]["lengths"]) == PROMPT_LEN
+    assert sum(result["plan"]["cache_lengths"]) == PROMPT_LEN + 8
+    return result
+
+
+def test_auto_plans_for_the_profiles_in_a_file(folder: Path, tmp_path: Path) -> None:
+    profiles = [
+        RankProfile(3e-3, 3e-3, memory_gbps=10.0, max_tokens=100),
+        RankProfile(1e-3, 1e-3, memory_gbps=50.0),
+    ]
+    save_profiles(tmp_path / "profiles.json", profiles)
+    result = generate_auto(folder, tmp_path, "--profiles", tmp_path / "profiles.json")
+    # Equal shares of time: three of four tokens to attend to, one of six to read again.
+    assert result["partition"]["lengths"] == [30, 10]
+    assert result["plan"]["cache_lengths"] == [8, 40]
+    assert len(result["plan"]["profiles"]) == 2 and len(result["plan"]["speeds"]) == 2
+    assert result["plan"]["efficiency"] == pytest.approx(1)
+
+
+def test_auto_measures_and_follows_from_run_to_run(folder: Path, tmp_path: Path) -> None:
+    result = generate_auto(folder, tmp_path, "--warmup", "3", "--layout", "contiguous")
+    assert result["partition"]["layout"] == "contiguous"
+    assert all(profile["attention_tflops"] > 0 for profile in result["plan"]["profiles"])
+    assert result["plan"]["speeds"] != [1, 1]  # something was learnt
+
+
+def test_profiles_for_another_number_of_ranks_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_profiles(tmp_path / "p.json", [RankProfile(1, 1)] * 2)
+    usual = ["generate", "--model", str(folder), "--prompt-file", str(folder / "prompt.txt")]
+    assert main([*usual, "--partition", "auto", "--profiles", str(tmp_path / "p.json")]) == 2
+    assert "--profiles must hold one for each of the 1 ranks, got 2" in capsys.readouterr().err
 
 
 def test_one_rank_needs_no_launcher(folder: Path, tmp_path: Path) -> None:
@@ -178,13 +226,11 @@ def test_a_prompt_file_of_any_bytes_is_read_as_it_is(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (
-            ["--partition", "auto"],
-            "--partition must be even or lengths such as 3000,1096, got auto",
-        ),
-        (
             ["--partition", "1,x"],
-            "--partition must be even or lengths such as 3000,1096, got '1,x'",
+            "--partition must be even, auto or lengths such as 3000,1096, got '1,x'",
         ),
+        (["--profiles", "p.json"], "--profiles must go with --partition auto, got even"),
+        (["--partition", "auto", "--profiles", "nowhere"], "No such file or directory: 'nowhere'"),
         (["--partition", "20,20"], "--partition must have 1 lengths, got 2"),
         (["--partition", "41"], "--partition must add up to the prompt's 40 tokens, got 41"),
         (["--max-new-tokens", "89"], "at most the 128 tokens the model was trained for, got 129"),

@@ -107,6 +107,23 @@ def test_every_rank_gets_the_tokens_of_one_rank(
         assert torch.equal(ids, expected)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "cache_lengths"),
+    [([12, 11], [5, 37]), ([23, 0], [0, 42]), ([1, 22], [30, 12])],
+)
+def test_tokens_do_not_depend_on_where_the_cache_lies(
+    lengths: list[int],
+    cache_lengths: list[int],
+    folder: Path,
+    model: LLaMA,
+    rank_pool: Callable[..., RankPool],
+) -> None:
+    expected = generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=NEW_TOKENS)
+    options = {"partition": Partition.zigzag(lengths), "cache_lengths": cache_lengths}
+    for ids in rank_pool(2).run(generate_on_ring, folder, options):
+        assert torch.equal(ids, expected)
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("cuda_graphs", [False, None, True])
 def test_every_gpu_gets_the_tokens_of_one(
@@ -234,6 +251,9 @@ def test_tokens_are_handed_out_as_they_come(model: LLaMA) -> None:
         ({"cuda_graphs": True}, "cuda_graphs must have a model on CUDA, got cpu"),
         ({"partition": Partition.even(4, 1)}, "the 4 tokens of the partition, got 5"),
         ({"partition": Partition.even(5, 2)}, "partition must have 1 ranks, got 2"),
+        ({"cache_lengths": [3, 4]}, "cache_lengths must be 1 lengths, got 2"),
+        ({"cache_lengths": [3]}, "cache_lengths must add up to 6 tokens, got 3"),
+        ({"cache_lengths": [-6]}, r"cache_lengths must be integers of at least 0, got \[-6\]"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], message: str, model: LLaMA) -> None:
@@ -265,6 +285,10 @@ def generate_differently(folder: Path, options: dict[str, Any]) -> str:
             "max_new_tokens must be the same on all ranks, got 2 on rank 0 and 3",
         ),
         ({"seed": 3}, "seed must be the same on all ranks, got None on rank 0 and 3 on rank 1"),
+        (
+            {"cache_lengths": [9, 1]},
+            "cache_lengths must be the same on all ranks, got None on rank 0 and (9, 1) on rank 1",
+        ),
         ({"top_p": 2.0}, "top_p must lie in (0, 1], got 2.0"),
     ],
 )

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn import _library
+from ringattn.cli.auto import AutoPartition, describe
 from ringattn.cli.text import Tokenizer, read_tokenizer
 from ringattn.generation import generate
 from ringattn.models import LLaMA, demo_model_path, load_model
@@ -59,8 +60,15 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--partition",
         default="even",
-        metavar="even|LENGTHS",
-        help="tokens of the prompt on each rank, such as 3000,1096 (default: even)",
+        metavar="even|LENGTHS|auto",
+        help="tokens of the prompt on each rank, such as 3000,1096; auto: as many as its speed is "
+        "worth, followed from run to run (default: even)",
+    )
+    parser.add_argument(
+        "--profiles",
+        type=Path,
+        metavar="F",
+        help="speeds for --partition auto, from ringattn profile (default: measured first)",
     )
     parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
     parser.add_argument("--temperature", type=float, help="draw tokens; 0 takes the likeliest")
@@ -118,13 +126,22 @@ def _run(
     device: torch.device,
     world_size: int,
 ) -> int:
-    partition = parse_partition(options.partition, len(prompt_ids), world_size, options.layout)
+    if options.profiles is not None and options.partition != "auto":
+        raise ValueError(f"--profiles must go with --partition auto, got {options.partition}")
+    partition = None
+    if options.partition != "auto":
+        partition = parse_partition(options.partition, len(prompt_ids), world_size, options.layout)
     model = load_model(folder, group=None, device=device, dtype=DTYPES[options.dtype])
-    generated = Run.timed(model, prompt_ids, partition, options)
+    auto = None
+    if partition is None:
+        auto = AutoPartition.measured(
+            *(model, len(prompt_ids), options.max_new_tokens, options.layout, options.profiles)
+        )
+    generated = Run.timed(model, prompt_ids, partition, options, auto)
     compared = None
     if options.compare:
         compared = _on_rank_0(lambda: _compare(model, prompt_ids, generated, options))
-    result = _result(folder, model, prompt_ids, partition, generated, compared, tokenizer)
+    result = _result(folder, model, prompt_ids, generated, compared, tokenizer, auto)
     if model.ring.rank == 0:
         _show(result)
         if options.json is not None:
@@ -160,16 +177,11 @@ def parse_partition(text: str, num_tokens: int, world_size: int, layout: str) ->
     """``even``, or the tokens of each rank: ``3000,1096``."""
     if text == "even":
         return Partition.even(num_tokens, world_size, layout)
-    if text == "auto":
-        raise ValueError(
-            "--partition must be even or lengths such as 3000,1096, got auto "
-            "(this version has no planner)"
-        )
     try:
         lengths = [int(length) for length in text.split(",")]
     except ValueError:
         raise ValueError(
-            f"--partition must be even or lengths such as 3000,1096, got {text!r}"
+            f"--partition must be even, auto or lengths such as 3000,1096, got {text!r}"
         ) from None
     partition = Partition(layout, tuple(lengths))
     if len(lengths) != world_size:
@@ -185,6 +197,7 @@ def parse_partition(text: str, num_tokens: int, world_size: int, layout: str) ->
 class Run:
     """One generation and its clock."""
 
+    partition: Partition
     generated_ids: list[int]
     first_token_ms: float
     token_ms: list[float]  # of each token after the first
@@ -197,8 +210,10 @@ class Run:
         prompt_ids: list[int],
         partition: Partition | None,
         options: argparse.Namespace,
+        auto: AutoPartition | None = None,
     ) -> Run:
-        """Generates as the options say, first without a clock as often as they say."""
+        """Generates as the options say, first without a clock as often as they say. ``auto`` plans
+        each run; without it and a ``partition``, shares are even."""
         prompt = torch.tensor([prompt_ids], device=model.device)
         generated_ids: list[int] = []
         ticks: list[float] = []
@@ -208,6 +223,8 @@ class Run:
             ticks.append(time.perf_counter())
 
         for _ in range(options.warmup + 1):
+            if auto is not None:
+                partition = auto.next()
             generated_ids.clear()
             ticks[:] = [time.perf_counter()]
             with record_timings() as timings:
@@ -216,6 +233,7 @@ class Run:
                     prompt,
                     max_new_tokens=options.max_new_tokens,
                     partition=partition,
+                    cache_lengths=None if auto is None else auto.cache_lengths,
                     temperature=options.temperature,
                     top_k=options.top_k,
                     top_p=options.top_p,
@@ -224,8 +242,12 @@ class Run:
                     cuda_graphs=options.cuda_graphs,
                     on_tokens=tick,
                 )
+            if auto is not None:
+                auto.learn(timings)
+        if partition is None:
+            partition = Partition.even(len(prompt_ids), model.ring.world_size)
         times = [1e3 * (after - before) for before, after in pairwise(ticks)]
-        return cls(generated_ids, times[0], times[1:], timings)
+        return cls(partition, generated_ids, times[0], times[1:], timings)
 
     def clock(self) -> dict[str, Any]:
         """Milliseconds, as the JSON has them."""
@@ -267,12 +289,13 @@ def _result(
     folder: Path,
     model: LLaMA,
     prompt_ids: list[int],
-    partition: Partition,
     generated: Run,
     compared: dict[str, Any] | None,
     tokenizer: Tokenizer,
+    auto: AutoPartition | None,
 ) -> dict[str, Any]:
     """All there is to say, of all ranks. Collective."""
+    partition = generated.partition
     rank, world_size = model.ring.rank, model.ring.world_size
     on_cuda = model.device.type == "cuda"
     own = {
@@ -308,6 +331,7 @@ def _result(
             "lengths": list(partition.lengths),
             "order": list(partition.order),
         },
+        "plan": None if auto is None else auto.result(),
         "prompt_ids": prompt_ids,
         "generated_ids": generated.generated_ids,
         "text": tokenizer.decode(generated.generated_ids),
@@ -324,6 +348,8 @@ def _show(result: dict[str, Any]) -> None:
         f"{model['parameters']:,} parameters, {model['dtype']}"
     )
     print(f"prompt: {len(result['prompt_ids'])} tokens, {partition['layout']}")
+    if result["plan"] is not None:
+        print(describe(result["plan"]))
     print()
     columns = ("rank", "tokens", "attention ms", "transfer ms", "wait ms", "device", "positions")
     rows = [

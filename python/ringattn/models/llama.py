@@ -11,7 +11,7 @@ https://arxiv.org/abs/2407.21783. Weights of Hugging Face give the logits of Hug
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -334,9 +334,16 @@ class LLaMA(nn.Module):
         weight = self.base_model.embedding.weight if self.head is None else self.head.weight
         return F.linear(hidden, weight)
 
-    def new_cache(self, partition: Partition, *, batch: int, new_tokens: int = 0) -> ShardedKVCache:
+    def new_cache(
+        self,
+        partition: Partition,
+        *,
+        batch: int,
+        new_tokens: int = 0,
+        targets: Sequence[int] | None = None,
+    ) -> ShardedKVCache:
         """An empty cache for ``batch`` prompts spread by ``partition``, with room for
-        ``new_tokens`` after them."""
+        ``new_tokens`` after them; ``targets`` as in :class:`ShardedKVCache`."""
         return ShardedKVCache(
             self.config.nlayers,
             partition.lengths,
@@ -345,6 +352,7 @@ class LLaMA(nn.Module):
             num_kv_heads=self.config.kvheads,
             head_dim=self.config.head_dim,
             new_tokens=new_tokens,
+            targets=targets,
             dtype=self.dtype,
             device=self.device,
         )
