@@ -154,6 +154,7 @@ def draw(path: str, medians: dict, splits: dict, trace: list[tuple[float, int]])
     drawn = bars.barh(names, medians.values(), color=colours)
     bars.bar_label(drawn, fmt="%.1f", padding=2)
     bars.invert_yaxis()
+    bars.set_xlim(0, 1.15 * max(medians.values()))  # room for the numbers
     bars.set_xlabel("latency, ms")
     left = [0] * len(names)
     palette = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -164,16 +165,16 @@ def draw(path: str, medians: dict, splits: dict, trace: list[tuple[float, int]])
         left = [a + b for a, b in zip(left, tokens, strict=True)]
     shares.invert_yaxis()
     shares.set_xlabel("tokens")
-    shares.legend()
+    shares.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=len(palette))
     follows.plot([taken for taken, _ in trace], color="#009E73", marker="o", label="latency, ms")
     follows.set_xlabel("request")
-    follows.set_ylabel("latency, ms")
+    follows.set_ylabel("latency, ms", color="#009E73")
     follows.set_ylim(bottom=0)
     tokens_axis = follows.twinx()
     tokens_axis.step(
         range(len(trace)), [tokens for _, tokens in trace], where="post", color="#D55E00"
     )
-    tokens_axis.set_ylabel("tokens of the last rank")
+    tokens_axis.set_ylabel("tokens of the last rank", color="#D55E00")
     tokens_axis.set_ylim(bottom=0)
     figure.savefig(path, dpi=150)
 

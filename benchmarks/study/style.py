@@ -96,7 +96,7 @@ def legend_below(figure: Figure, axes: Axes) -> None:
 def log_scale(axis_of: Axes) -> None:
     """A logarithmic y axis whose labels are plain numbers."""
     axis_of.set_yscale("log")
-    axis_of.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis_of.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
     axis_of.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis_of.yaxis.set_minor_formatter(NullFormatter())
 
