@@ -87,10 +87,9 @@ at::Tensor stageable(const at::Tensor& x) {
 class SymmetricTransport : public MessageTransport {
  public:
   SymmetricTransport(RingGroup& group, c10::Device device)
-      : group_(group),
-        device_(device),
-        handshake_(group, device),
-        lane_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index())) {}
+      : group_(group), device_(device), handshake_(group, device), lane_(own_stream(device)) {}
+
+  ~SymmetricTransport() override { cudaStreamDestroy(lane_); }
 
   std::unique_ptr<BlockStream> open(const Exchange& exchange) override;
   std::unique_ptr<Transfer> start(const Message& message) override;
@@ -128,6 +127,17 @@ class SymmetricTransport : public MessageTransport {
       if (rank != group_.rank()) others.push_back(rank);
     }
     return others;
+  }
+
+  // Note: none of PyTorch's pool. Two groups that came by the same stream would wait for each
+  // other's copies, and their kernels for them.
+  static CUDAStream own_stream(c10::Device device) {
+    const c10::cuda::CUDAGuard guard(device);
+    int lowest = 0, highest = 0;
+    C10_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    cudaStream_t stream = nullptr;
+    C10_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
+    return c10::cuda::getStreamFromExternal(stream, device.index());
   }
 
   // The end of everything that has been enqueued so far.

@@ -18,11 +18,12 @@ pytestmark = pytest.mark.multi_gpu
 
 TIMEOUT_S = 4.0
 GRACE_S = 6.0
+TRANSPORTS = ["nccl", "symmetric"]  # those that are watched here; the group watches its own
 
 
-def even() -> Case:
+def even(transport: str) -> Case:
     partition = Partition.even(64 * this().world_size, this().world_size)
-    return Case(partition, dtype=torch.bfloat16, transport="nccl")
+    return Case(partition, dtype=torch.bfloat16, transport=transport)
 
 
 def assert_names(message: str, rank: int) -> None:
@@ -30,9 +31,9 @@ def assert_names(message: str, rank: int) -> None:
     assert re.search(r"\bstep \d", message), message
 
 
-def lose_a_rank(absent: int, die: bool) -> dict[str, object]:
+def lose_a_rank(absent: int, die: bool, transport: str) -> dict[str, object]:
     """A warm ring in which one rank does not come to the second call."""
-    case = even()
+    case = even(transport)
     ring_call(case)
     torch.cuda.synchronize()
     if this().rank == absent:
@@ -42,7 +43,9 @@ def lose_a_rank(absent: int, die: bool) -> dict[str, object]:
         return {}
     start = time.monotonic()
     q, k, v = (x.to(this().device) for x in case.local_inputs())
-    out, lse = ringattn.ring_attention(q, k, v, case.partition, return_lse=True, transport="nccl")
+    out, lse = ringattn.ring_attention(
+        q, k, v, case.partition, return_lse=True, transport=transport
+    )
     returned_s = time.monotonic() - start
     with pytest.raises(dist.DistBackendError) as at_synchronize:
         ringattn.synchronize()
@@ -60,10 +63,11 @@ def lose_a_rank(absent: int, die: bool) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("die", [True, False], ids=["dead", "late"])
-def test_a_lost_rank_is_named_and_its_results_are_nan(die):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_lost_rank_is_named_and_its_results_are_nan(die, transport):
     absent = 1
     with RankPool(2, "cuda", timeout_s=TIMEOUT_S) as ring:
-        outcomes = ring.outcomes(lose_a_rank, absent, die)
+        outcomes = ring.outcomes(lose_a_rank, absent, die, transport)
         for outcome in outcomes:
             if outcome.rank == absent:
                 continue
@@ -80,7 +84,7 @@ def test_a_lost_rank_is_named_and_its_results_are_nan(die):
 def agree_and_die(victim: int) -> dict[str, object]:
     """Rank ``victim`` dies between the agreement on a call and the communicator that is made for
     it: it agrees in the others' words, and goes when they are about to meet it."""
-    case = even()
+    case = even("nccl")
     if this().rank == victim:
         store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
         key = "ringattn/1/call/0/{}"
@@ -108,14 +112,14 @@ def test_a_rank_that_dies_before_the_communicator_is_there_is_named():
         assert_names(outcomes[0].value["message"], victim)
 
 
-def make_and_destroy(times: int) -> list[int]:
+def make_and_destroy(times: int, transport: str) -> list[int]:
     """Device memory in use after each of many groups has come and gone."""
-    case = even()
+    case = even(transport)
     q, k, v = (x.to(this().device) for x in case.local_inputs())
     used = []
     for _ in range(times):
         group = dist.new_group(list(range(this().world_size)))
-        ringattn.ring_attention(q, k, v, case.partition, group=group, transport="nccl")
+        ringattn.ring_attention(q, k, v, case.partition, group=group, transport=transport)
         torch.cuda.synchronize()
         dist.destroy_process_group(group)
         del group
@@ -129,37 +133,41 @@ def make_and_destroy(times: int) -> list[int]:
     return used
 
 
-def test_communicators_die_with_their_group(rank_pool):
-    for used in rank_pool(2, "cuda").run(make_and_destroy, 8):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_a_group_owns_dies_with_it(rank_pool, transport):
+    for used in rank_pool(2, "cuda").run(make_and_destroy, 8, transport):
         one_communicator = 8 << 20  # bytes; what NCCL keeps for one is several times that
         assert used[-1] - used[1] < one_communicator, used
 
 
-def two_rings_at_once(num_calls: int) -> None:
+def two_rings_at_once(num_calls: int, transport: str) -> None:
     """Two groups, two streams, everything in flight at the same time."""
     groups = [dist.new_group(list(range(this().world_size))) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in groups]
-    case = Case(Partition.even(2048 * this().world_size, this().world_size), dtype=torch.bfloat16)
+    partition = Partition.even(2048 * this().world_size, this().world_size)
+    case = Case(partition, dtype=torch.bfloat16)
     q, k, v = (x.to(this().device) for x in case.local_inputs())
-    expected = ringattn.ring_attention(q, k, v, case.partition)
+    expected = ringattn.ring_attention(q, k, v, partition, transport=transport)
     torch.cuda.synchronize()
     results = []
     for _ in range(num_calls):
         for group, stream in zip(groups, streams, strict=True):
             with torch.cuda.stream(stream):
-                results.append(ringattn.ring_attention(q, k, v, case.partition, group=group))
+                out = ringattn.ring_attention(q, k, v, partition, group=group, transport=transport)
+                results.append(out)
     torch.cuda.synchronize()
     for result in results:
         assert torch.equal(result, expected)
 
 
-def test_two_rings_on_two_streams_are_correct(rank_pool):
-    rank_pool(2, "cuda").run(two_rings_at_once, 20)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_rings_on_two_streams_are_correct(rank_pool, transport):
+    rank_pool(2, "cuda").run(two_rings_at_once, 20, transport)
 
 
-def late_host(call_delay_s: float) -> None:
+def late_host(call_delay_s: float, transport: str) -> None:
     """A rank that is slow, but within the timeout, is waited for."""
-    case = even()
+    case = even(transport)
     ring_call(case)
     if this().rank == 0:
         time.sleep(call_delay_s)
@@ -167,6 +175,7 @@ def late_host(call_delay_s: float) -> None:
     ringattn.synchronize()
 
 
-def test_a_slow_rank_is_waited_for():
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_slow_rank_is_waited_for(transport):
     with RankPool(2, "cuda", timeout_s=TIMEOUT_S) as ring:
-        ring.run(late_host, TIMEOUT_S / 2)
+        ring.run(late_host, TIMEOUT_S / 2, transport)
