@@ -61,19 +61,29 @@ void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   RINGATTN_CHECK(std::isfinite(scale), "scale must be finite, got ", scale);
 }
 
+void check_state(const at::Tensor& out, const at::Tensor& lse) {
+  RINGATTN_CHECK(out.dim() == 4, "out must have 4 dimensions [B, S, H, D], got ", out.dim());
+  const auto dtype = out.scalar_type();
+  RINGATTN_CHECK(dtype == at::kFloat || (out.is_cpu() && dtype == at::kDouble),
+                 "out must be a float32 state", out.is_cpu() ? ", or float64" : "", ", got ",
+                 dtype);
+  const std::vector<int64_t> rows = {out.size(0), out.size(2), out.size(1)};
+  RINGATTN_CHECK(lse.sizes() == at::IntArrayRef(rows), "lse must have shape [B, H, S], ",
+                 at::IntArrayRef(rows), ", got ", lse.sizes());
+  RINGATTN_CHECK(lse.scalar_type() == dtype && lse.device() == out.device(),
+                 "lse must have the dtype and the device of out, ", dtype, " on ", out.device(),
+                 ", got ", lse.scalar_type(), " on ", lse.device());
+}
+
 void check_state(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& q) {
+  check_state(out, lse);
   const auto wide = state_dtype(q.scalar_type());
   RINGATTN_CHECK(out.sizes() == q.sizes(), "out must have the shape of q, ", q.sizes(), ", got ",
                  out.sizes());
   RINGATTN_CHECK(out.scalar_type() == wide, "out must be a ", wide, " state, got ",
                  out.scalar_type());
-  const std::vector<int64_t> rows = {q.size(0), q.size(2), q.size(1)};
-  RINGATTN_CHECK(lse.sizes() == at::IntArrayRef(rows), "lse must have shape [B, H, S_q], ",
-                 at::IntArrayRef(rows), ", got ", lse.sizes());
-  RINGATTN_CHECK(lse.scalar_type() == wide, "lse must be ", wide, ", got ", lse.scalar_type());
-  RINGATTN_CHECK(out.device() == q.device() && lse.device() == q.device(),
-                 "out and lse must be on the device of q, ", q.device(), ", got ", out.device(),
-                 " and ", lse.device());
+  RINGATTN_CHECK(out.device() == q.device(), "out must be on the device of q, ", q.device(),
+                 ", got ", out.device());
 }
 
 Partition check_partition(const std::vector<int64_t>& lengths, const std::vector<int64_t>& order,

@@ -20,7 +20,9 @@ namespace ringattn {
 /// q [B, S_q, H, D] and k, v [B, S_k, H_kv, D] fit each other and a kernel.
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale);
 
-/// (out, lse) is a state over the rows of q.
+/// (out, lse) is a state: [B, S, H, D] and [B, H, S], float32, on CPU float64 too.
+void check_state(const at::Tensor& out, const at::Tensor& lse);
+/// The same, over the rows of q.
 void check_state(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& q);
 
 /// The partition that these arguments describe, over `world_size` ranks.

@@ -21,17 +21,7 @@ void check_same(const at::Tensor& other, const at::Tensor& mine, const char* nam
 
 void merge_states_op(at::Tensor& out, at::Tensor& lse, const at::Tensor& other_out,
                      const at::Tensor& other_lse) {
-  RINGATTN_CHECK(out.dim() == 4, "out must have 4 dimensions [B, S, H, D], got ", out.dim());
-  const auto dtype = out.scalar_type();
-  RINGATTN_CHECK(dtype == at::kFloat || (out.is_cpu() && dtype == at::kDouble),
-                 "out must be a float32 state", out.is_cpu() ? ", or float64" : "", ", got ",
-                 dtype);
-  const std::vector<int64_t> rows = {out.size(0), out.size(2), out.size(1)};
-  RINGATTN_CHECK(lse.sizes() == at::IntArrayRef(rows), "lse must have shape [B, H, S], ",
-                 at::IntArrayRef(rows), ", got ", lse.sizes());
-  RINGATTN_CHECK(lse.scalar_type() == dtype && lse.device() == out.device(),
-                 "lse must have the dtype and the device of out, ", dtype, " on ", out.device(),
-                 ", got ", lse.scalar_type(), " on ", lse.device());
+  check_state(out, lse);
   check_same(other_out, out, "other_out", "out");
   check_same(other_lse, lse, "other_lse", "lse");
   const c10::DeviceGuard guard(out.device());

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -137,7 +136,8 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
     message.largest = *std::max_element(all_rows.begin(), all_rows.end()) * row_bytes;
     rotation.transport = &group.transport(transport, kv.device());
     group.run(message.call, [&] {
-      rotation.sent = kv.contiguous();
+      // A copy: kv is the caller's to overwrite, and what torch.compile makes of a caller does so.
+      rotation.sent = kv.clone(at::MemoryFormat::Contiguous);
       rotation.received = at::empty(
           {2, kv.size(1), partition->length(message.source), kv.size(3), kv.size(4)}, kv.options());
       if (rotation.sent.numel() > 0) message.send = rotation.sent;
@@ -160,13 +160,11 @@ at::Tensor wait_kv_op(const at::Tensor& received, const at::Tensor& sent) {
   if (rotation.transfer) {
     rotation.transfer->wait();
     rotation.transfer->finish();
-    rotation.transport->guard({received});
   }
-  // The same memory behind a storage of its own: an operator may not return its input, or what
-  // torch.compile makes of it is wrong.
-  return at::from_blob(
-      received.mutable_data_ptr(), received.sizes(), received.strides(), [received](void*) {},
-      received.options());
+  // A copy: to torch.compile received is dead now, and so its memory may be used again.
+  at::Tensor result = received.clone();
+  if (rotation.transfer) rotation.transport->guard({result});
+  return result;
 }
 
 TORCH_LIBRARY_IMPL(ringattn, CPU, m) {

@@ -256,8 +256,7 @@ def decode_attention(
 
 
 class RotatedKV:
-    """A key/value block on its way here, from :func:`rotate_kv`. It keeps the block that was sent
-    alive until the transfer is over. Not thread safe."""
+    """A key/value block on its way here, from :func:`rotate_kv`. Not thread safe."""
 
     def __init__(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         self._received = received  # [2, B, S_previous, H_kv, D], filled by the side stream
@@ -283,8 +282,8 @@ def rotate_kv(
     and receives the previous one's, cyclic. Returns at once. Collective.
 
     Args:
-        kv: keys and values stacked, ``[2, B, S_r, H_kv, D]``; it must not be written to before the
-            wait.
+        kv: keys and values stacked, ``[2, B, S_r, H_kv, D]``; they are copied, so it may be written
+            to as soon as this returns.
         partition: who owns which tokens.
         group: as in :func:`ring_attention`.
         transport: as in :func:`ring_attention`.

@@ -98,6 +98,31 @@ def test_a_hop_is_compiled(ring):
         ring.run(compiled_hop, Partition.zigzag(lengths, order))
 
 
+def hop_with_inductor() -> None:
+    """A program that leaves inductor memory to use again: while it has plenty, from a sort, it
+    takes what it believes is dead."""
+    size, rank = this().world_size, this().rank
+    partition = Partition.even(256 * size, size)
+    blocks = [
+        torch.randn(2, 1, 256, 2, 64, generator=torch.Generator().manual_seed(r)).to(this().device)
+        for r in (rank, (rank - 1) % size)
+    ]
+
+    def program(kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        two = torch.cat([kv] * 8).sort(0).values.amax().clamp(2.0, 2.0)
+        received = ringattn.rotate_kv(kv * two, partition).wait()
+        total = received.sum()
+        return received, (received * total).cumsum(-1), received + total
+
+    torch._dynamo.reset()
+    received, *_ = torch.compile(program, fullgraph=True)(blocks[0])
+    assert torch.equal(received, blocks[1] * 2)
+
+
+def test_inductor_overwrites_no_block_that_has_been_received(rank_pool):
+    rank_pool(2).run(hop_with_inductor, call_timeout_s=180.0)
+
+
 def compiled_decode() -> None:
     torch._dynamo.reset()
     q, k, v = Case(Partition.even(8 * this().world_size, this().world_size)).local_inputs()

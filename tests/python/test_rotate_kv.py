@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One hop of a ring: every rank ends up with the block of the rank before it, to the bit."""
 
+import time
+
 import pytest
 import ringattn
 import torch
@@ -42,6 +44,25 @@ def rotate_once(partition: Partition, dtype: torch.dtype) -> None:
 def test_every_rank_receives_the_block_before_it(ring, dtype):
     for partition in partitions(ring):
         ring.run(rotate_once, partition, dtype)
+
+
+def overwrite_what_is_sent(partition: Partition, late: int) -> None:
+    """Rank ``late`` receives when the others have long gone on."""
+    rank = this().rank
+    kv = block_of(partition, rank, torch.float32)
+    if rank == late:
+        time.sleep(0.3)
+    handle = ringattn.rotate_kv(kv, partition)
+    kv.fill_(float("nan"))
+    received = handle.wait()
+    assert torch.equal(received, block_of(partition, before(partition, rank), torch.float32))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_block_may_be_overwritten_while_it_is_sent(ring, late):
+    rows = 2048  # too much for the buffers of a socket
+    partition = Partition.even(rows * ring.world_size, ring.world_size)
+    ring.run(overwrite_what_is_sent, partition, late)
 
 
 def rotate_all_the_way(partition: Partition) -> None:
