@@ -199,7 +199,10 @@ def measure(
     """One row, two where tokens are to be timed without CUDA graphs too."""
     partition = Partition.even(context, harness.world_size())
     floor = 1e3 * bytes_read(model, partition, options.batch) / (bandwidth * 1e9)
+    start = time.perf_counter()
     recorded = record(model.base_model, options.batch)
+    if recorded is not None and harness.rank() == 0:
+        print(f"# graphs recorded in {1e3 * (time.perf_counter() - start):.0f} ms", flush=True)
     ways = {shape: recorded, f"{shape}, eager": None} if options.eager else {shape: recorded}
     for what, graphs in ways.items():
         found = error(model, partition, options.batch, graphs)
