@@ -63,7 +63,7 @@ def run(job: Job, *, mps: MPS | None, limit_s: float) -> Iterator[dict[str, Any]
                         subprocess.Popen(
                             [sys.executable, "-m", "study.worker", job.to_json()],
                             env=environment,
-                            stdin=subprocess.DEVNULL,
+                            stdin=subprocess.PIPE,  # its end tells a rank that it is alone
                             stdout=subprocess.PIPE if rank == 0 else log,
                             stderr=log,
                             text=True,

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -23,7 +25,18 @@ def report(content: dict[str, Any]) -> None:
         print(MARK + json.dumps(content), flush=True)
 
 
+def end_with_whoever_started_this() -> None:
+    """However that process ends, its end of the pipe is closed then."""
+
+    def watch() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
+    end_with_whoever_started_this()
     job = Job.from_json(sys.argv[1])
     settings = job.settings
     with process_group(settings.device) as device, torch.no_grad():

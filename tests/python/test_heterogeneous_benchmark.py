@@ -7,6 +7,7 @@ What is checked is what does not depend on how busy the machine is.
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -184,21 +185,31 @@ def test_a_rank_that_fails_ends_the_run_and_is_heard(tmp_path: Path) -> None:
     assert "goes on from here" in done.stderr
 
 
-def test_ranks_end_with_the_command(tmp_path: Path) -> None:
-    mark = f"--out={tmp_path / 'het'}"
+@pytest.mark.parametrize(
+    ("how", "after_s"),
+    [(signal.SIGTERM, 0), (signal.SIGKILL, 6)],  # while they start, and while they compute
+    ids=["told to", "killed"],
+)
+def test_ranks_end_with_the_command(how: signal.Signals, after_s: float) -> None:
     command = ["benchmarks/heterogeneous.py", "sweep", *SMALL, "--seq-lens", "64"]
-    command += ["--settle-seconds", "60", mark]
     started = subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        [sys.executable, *command, "--settle-seconds", "60"],
+        cwd=ROOT,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
     )
     children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
     deadline = time.monotonic() + 60
     while len(ranks := children.read_text().split()) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert len(ranks) == 2
-    started.terminate()
+    time.sleep(after_s)
+    started.send_signal(how)
     assert started.wait(timeout=30) != 0
-    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+    # A rank that is just being started notices once it has loaded what it needs.
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline, f"ranks must end, got {ranks} still there"
+        time.sleep(0.1)
 
 
 def test_rows_go_to_weights_and_biases_where_it_is_there(stem: Path, tmp_path: Path) -> None:
