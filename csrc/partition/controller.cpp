@@ -13,8 +13,8 @@ namespace {
 // A deviation is large beyond 6 %, and beyond what the noise so far explains.
 constexpr double kLarge = 0.06;
 constexpr double kSigmas = 4.0;
-constexpr double kVarianceGain = 0.1;
-constexpr int64_t kMemory = 10;  // observations that a belief averages at most
+constexpr double kChangeSigmas = 3.0;  // what a change adds to the noise at most
+constexpr int64_t kMemory = 10;        // observations that a belief, or the noise, averages at most
 
 constexpr size_t kFalls = 2;
 constexpr int64_t kFallWindow = 4;  // requests
@@ -76,9 +76,10 @@ bool Controller::update(Rank& rank, double seen) {
   // Noise is how much one observation differs from the last, so that a lasting change counts once;
   // and it is bounded, so that rare changes do not count as noise.
   if (rank.last_seen > 0.0) {
-    const double bound = std::max(kLarge / 2, 3 * sigma);
+    const double bound = std::max(kLarge, kChangeSigmas * sigma);
     const double change = std::clamp(seen / rank.last_seen - 1.0, -bound, bound);
-    rank.variance += kVarianceGain * (change * change / 2 - rank.variance);
+    rank.variance += (change * change / 2 - rank.variance) /
+                     static_cast<double>(std::min(rank.request, kMemory));
   }
   rank.last_seen = seen;
   if (std::abs(deviation) <= large) {

@@ -94,7 +94,8 @@ class Rebalancer:
 
         Args:
             timings: of this rank's ring calls in it, from :func:`ringattn.record_timings`. Any
-                partition will do; steps without ``flops`` are taken to be of the latest plan.
+                partition will do; calls whose steps have no ``flops`` are taken to be of the latest
+                plan.
             group: as in :func:`ringattn.ring_attention`.
 
         Returns:
@@ -142,32 +143,24 @@ class Rebalancer:
     def _speed(self, steps: Sequence[StepTiming], rank: int) -> float | None:
         """Of this rank in a request, relative to its profile: the median over the ring calls. None:
         it had nothing to do."""
-        steps = [step for step in steps if step.attention_ms > 0]
-        planned: dict[int, float] = {}
-        if self._latest is not None and any(step.flops == 0 for step in steps):
+        planned = 0.0
+        if self._latest is not None:
             partition = self._latest.partition
             visits = _C.schedule(
-                partition.layout,
-                list(partition.lengths),
-                list(partition.order),
-                rank,
-                self._causal,
+                partition.layout, list(partition.lengths), list(partition.order), rank, self._causal
             )
-            planned = {
-                visit.source: visit.num_pairs * self._cost.attention_flops for visit in visits
-            }
+            planned = self._cost.attention_flops * sum(visit.num_pairs for visit in visits)
         calls: dict[int, list[StepTiming]] = {}
         for step in steps:
             calls.setdefault(step.call, []).append(step)
         profile = self._measured[rank]
         speeds = []
         for of_call in calls.values():
-            flops = sum(step.flops or planned.get(step.source, 0.0) for step in of_call)
+            flops = sum(step.flops for step in of_call) or planned
             took_ms = sum(step.attention_ms for step in of_call)
-            if flops <= 0:
-                continue
-            work_ms = took_ms - min(profile.overhead_ms, _MOST_OVERHEAD * took_ms)
-            speeds.append(flops / (work_ms * 1e9) / profile.attention_tflops)
+            if flops > 0 and took_ms > 0:
+                work_ms = took_ms - min(profile.overhead_ms, _MOST_OVERHEAD * took_ms)
+                speeds.append(flops / (work_ms * 1e9) / profile.attention_tflops)
         return statistics.median(speeds) if speeds else None
 
     def _from_all(self, ring: Ring, message: str | None, speed: float | None) -> list[float | None]:

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <map>
 #include <random>
 #include <stdexcept>
 
@@ -112,6 +113,19 @@ TEST_CASE("steady ranks are never planned anew") {
   }
 }
 
+TEST_CASE("noise of any size is noise") {
+  for (const auto& [noise, most] : std::map<double, int64_t>{{0.04, 2}, {0.08, 10}, {0.15, 40}}) {
+    int64_t replans = 0;
+    for (uint32_t seed = 0; seed < 20; ++seed) {
+      const Outcome outcome = serve(
+          200, [](int64_t) { return Speeds(4, 1.0); }, noise, seed);
+      replans += static_cast<int64_t>(outcome.replans.size());
+    }
+    INFO("noise " << noise << ", plans in 4000 requests: " << replans);
+    CHECK(replans <= most);
+  }
+}
+
 TEST_CASE("ranks that fall together keep their plan") {
   for (uint32_t seed = 0; seed < 50; ++seed) {
     const auto truth = [](int64_t request) { return Speeds(4, request < 20 ? 1.0 : 0.8); };
@@ -178,7 +192,10 @@ TEST_CASE("without a jump a new plan waits for four requests and for 2 %") {
   CHECK(!controller.should_replan(0.5));
   controller.observe({0.4});
   CHECK(controller.should_replan(0.06));
+  // Without noise, 2 % are enough.
+  for (int request = 0; request < 100; ++request) controller.observe({0.4});
   for (int request = 0; request < 10; ++request) CHECK(!controller.should_replan(0.019));
+  CHECK(controller.should_replan(0.021));
 }
 
 TEST_CASE("speeds that are none are refused") {

@@ -279,6 +279,9 @@ TEST_CASE("a simulated ring waits for its links and for slow owners") {
   const Partition four(Layout::kZigzag, {100, 100, 100, 100});
   CHECK(simulate_ring(four, profiles, cost, false, 1)[3] == Approx(5.0 + 2.0));
   CHECK(simulate_ring(four, profiles, cost, false, 3)[3] == Approx(4.0));
+  // A rank's messages move one after the other, whatever the depth: 6 ms for three, then 1 ms.
+  for (RankProfile& profile : profiles) profile.link_gbps = 0.05;
+  CHECK(simulate_ring(four, profiles, cost, false, 3)[3] == Approx(3 * 2.0 + 1.0));
 }
 
 TEST_CASE("memory is the buffers that the plan's depth takes") {
@@ -292,6 +295,9 @@ TEST_CASE("memory is the buffers that the plan's depth takes") {
       make_plan(4000, with_speeds({1.0, 1.0, 1.0, 1.0}), kAttention, Layout::kZigzag, {false}, 3);
   CHECK(deep.memory_bytes == Lengths(4, 4096 * 4000));
   CHECK(deep.depth == 3);
+  const Plan shallow =
+      make_plan(4000, with_speeds({1.0, 1.0, 1.0, 1.0}), kAttention, Layout::kZigzag, {false}, 1);
+  CHECK(shallow.memory_bytes == Lengths(4, 4096 * 3000));
 }
 
 TEST_CASE("cached keys lie where they are read fastest") {
