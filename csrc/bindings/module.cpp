@@ -135,6 +135,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("lengths", [](const Plan& plan) { return plan.partition.lengths(); })
       .def_property_readonly("order", [](const Plan& plan) { return plan.partition.order(); })
       .def_readonly("depth", &Plan::depth)
+      .def_readonly("least_depth", &Plan::least_depth)
       .def_readonly("rank_ms", &Plan::rank_ms)
       .def_readonly("ideal_ms", &Plan::ideal_ms)
       .def_readonly("memory_bytes", &Plan::memory_bytes);

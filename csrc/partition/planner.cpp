@@ -290,31 +290,36 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
   const auto times = rank_times(seq_len, layout, profiles, cost, workload);
   const Partition chosen = best_partition(times, layout, seq_len);
 
-  std::vector<Partition> partitions = {chosen};
+  std::vector<Partition> orders = {chosen};
   if (layout == Layout::kZigzag) {
-    partitions.emplace_back(layout, chosen.lengths(), alternating(chosen.lengths()));
+    orders.emplace_back(layout, chosen.lengths(), alternating(chosen.lengths()));
   }
   const int64_t deepest = std::max<int64_t>(1, chosen.world_size() - 1);
-  const int64_t first = std::min(depth.value_or(1), deepest);
-  const int64_t end = depth ? first : deepest;
   const auto ring_ms = [&](const Partition& partition, int64_t at) {
     return slowest(simulate_ring(partition, profiles, cost, workload.causal, at));
   };
-  double fastest = ring_ms(partitions.front(), end);
-  for (const Partition& partition : partitions)
-    fastest = std::min(fastest, ring_ms(partition, end));
-  for (int64_t at = first; at <= end; ++at) {
-    for (const Partition& partition : partitions) {
-      if (ring_ms(partition, at) > fastest * (1 + kWaitTolerance)) continue;
-      Plan plan{partition, at, rank_ms(partition, times), ideal_ms(times, partition), {}};
-      for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
-        plan.memory_bytes.push_back(cost.kv_bytes *
-                                    buffered_tokens(partition, rank, workload.causal, at));
-      }
-      return plan;
+  // The first order that is as fast as any at this depth, and how fast that is.
+  const auto quickest = [&](int64_t at) {
+    std::pair<const Partition*, double> best = {&orders[0], ring_ms(orders[0], at)};
+    for (const Partition& partition : orders) {
+      const double ms = ring_ms(partition, at);
+      if (ms * (1 + kWaitTolerance) < best.second) best = {&partition, ms};
     }
+    return best;
+  };
+  const double fastest = quickest(deepest).second;
+  int64_t least_depth = 1;
+  while (quickest(least_depth).second > fastest * (1 + kWaitTolerance)) ++least_depth;
+
+  const int64_t used = std::min(depth.value_or(deepest), deepest);
+  const Partition& partition = *quickest(std::min(used, least_depth)).first;
+  Plan plan{partition, used, least_depth, rank_ms(partition, times), ideal_ms(times, partition),
+            {}};
+  for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
+    plan.memory_bytes.push_back(cost.kv_bytes *
+                                buffered_tokens(partition, rank, workload.causal, used));
   }
-  throw std::logic_error("the fastest ring must be among those looked at");
+  return plan;
 }
 
 std::vector<int64_t> plan_cache(int64_t num_tokens, const std::vector<RankProfile>& profiles,

@@ -24,6 +24,7 @@ struct Workload {
 struct Plan {
   Partition partition;
   int64_t depth = 1;                  // blocks in flight ahead of the one being attended
+  int64_t least_depth = 1;            // that makes no rank wait for another
   std::vector<double> rank_ms;        // [W], predicted
   double ideal_ms = 0.0;              // without overheads, limits of memory, and rounding
   std::vector<int64_t> memory_bytes;  // [W], key/value buffers of a ring call
@@ -41,9 +42,11 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 /// tokens a rank: long sequences are dealt out in units of 16, 64 or 256 tokens, which fill the
 /// tiles of attention kernels, where that costs no more. The even partition is taken wherever it
 /// is as fast. Up to 8 ranks this holds over all orders of a contiguous partition, above them for
-/// the order from fast to slow. The order of a zigzag partition and the depth cost nothing by
-/// `predict`; they are the first, from depth 1 up, that `simulate_ring` finds as fast as any.
-/// `depth` absent: chosen.
+/// the order from fast to slow.
+///
+/// `depth` absent: W - 1, with which nobody waits. The least depth that would do is what
+/// `simulate_ring` finds as fast; under zigzag, where the order costs nothing by `predict`, it is
+/// the one that makes that depth least.
 ///
 /// Throws std::invalid_argument for no profiles, a negative length, limits that do not hold the
 /// sequence, a depth below 1.

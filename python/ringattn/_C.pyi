@@ -28,6 +28,7 @@ class Plan:
     lengths: list[int]
     order: list[int]
     depth: int
+    least_depth: int
     rank_ms: list[float]
     ideal_ms: float
     memory_bytes: list[int]

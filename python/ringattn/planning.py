@@ -214,6 +214,8 @@ class Plan:
     Args:
         partition: who owns which tokens.
         depth: how many blocks should be under way ahead of the one being attended to.
+        least_depth: how many would do, as far as the profiles tell: with fewer, ranks wait for each
+            other.
         rank_ms: time of each rank, ``[W]``; 0 for one without tokens.
         ideal_ms: the same without overheads, limits of memory, and rounding to whole tokens.
         memory_bytes: key/value buffers of a ring call on each rank, ``[W]``: its own block as it is
@@ -222,6 +224,7 @@ class Plan:
 
     partition: Partition
     depth: int
+    least_depth: int
     rank_ms: tuple[float, ...]
     ideal_ms: float
     memory_bytes: tuple[int, ...]
@@ -255,7 +258,8 @@ class Plan:
         widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
         lines = [
             f"{partition.seq_len} tokens, {partition.layout}, "
-            f"order {' '.join(map(str, partition.order))}, depth {self.depth}: "
+            f"order {' '.join(map(str, partition.order))}, depth {self.depth} "
+            f"(at least {self.least_depth}): "
             f"{self.predicted_ms:.3f} ms a layer, {100 * self.efficiency:.1f} % of ideal "
             f"({self.ideal_ms:.3f} ms)"
         ]
@@ -286,8 +290,8 @@ def plan(
     is taken wherever it is as fast. A rank that does not pay gets no tokens.
 
     Contiguous and causal, the order of the ranks is chosen too, among all orders up to 8 ranks;
-    above, it is from fast to slow. Depth, and the order under zigzag, are the first from depth 1 up
-    that make no rank wait for another, as far as the profiles tell.
+    above, it is from fast to slow. Under zigzag it costs nothing, and is the one that lets the
+    least depth do.
 
     Args:
         seq_len: S.
@@ -295,7 +299,8 @@ def plan(
         cost: of one layer.
         causal: a query sees the keys at its own and at earlier positions.
         layout: "zigzag" or "contiguous".
-        depth: how many blocks may be under way; None: chosen.
+        depth: how many blocks may be under way; None: all, W - 1, so that no rank waits for one
+            that computes. Fewer take less memory, see :attr:`Plan.least_depth`.
         training: forward and backward, 3.5 times the attention and 3 times the matrix products of
             forward alone (https://arxiv.org/abs/2307.08691, section 4.1).
 
@@ -315,6 +320,7 @@ def plan(
     return Plan(
         Partition(layout, tuple(planned.lengths), tuple(planned.order)),
         planned.depth,
+        planned.least_depth,
         tuple(planned.rank_ms),
         planned.ideal_ms,
         tuple(planned.memory_bytes),

@@ -230,17 +230,30 @@ TEST_CASE("contiguous boundaries lie at the square roots of the speeds' shares")
   }
 }
 
-TEST_CASE("the depth is the least that makes nobody wait") {
-  const auto depth = [](const std::vector<double>& speeds) {
-    return make_plan(1 << 20, with_speeds(speeds), kAttention).depth;
+TEST_CASE("the least depth makes nobody wait") {
+  const auto planned = [](const std::vector<double>& speeds, std::optional<int64_t> depth = {}) {
+    return make_plan(1 << 20, with_speeds(speeds), kAttention, Layout::kZigzag, {}, depth);
   };
-  CHECK(depth({1.0}) == 1);
-  CHECK(depth({1.0, 0.1}) == 1);
-  CHECK(depth({1.0, 1.0, 1.0, 1.0}) == 1);
-  CHECK(depth({1.0, 0.1, 0.1, 0.1}) == 3);
-  CHECK(make_plan(1 << 20, with_speeds({1.0, 0.1, 0.1, 0.1}), kAttention, Layout::kZigzag, {}, 2)
-            .depth == 2);
-  CHECK(make_plan(1 << 20, with_speeds({1.0, 1.0}), kAttention, Layout::kZigzag, {}, 9).depth == 1);
+  CHECK(planned({1.0}).least_depth == 1);
+  CHECK(planned({1.0, 0.1}).least_depth == 1);
+  CHECK(planned({1.0, 1.0, 1.0, 1.0}).least_depth == 1);
+  CHECK(planned({1.0, 0.1, 0.1, 0.1}).least_depth == 3);
+  CHECK(planned({1.0, 0.1, 0.1, 0.1}, 1).least_depth == 3);
+  // Two slow ranks are put apart.
+  CHECK(planned({1.0, 1.0, 0.25, 0.25}).least_depth == 1);
+  CHECK(planned({1.0, 1.0, 0.25, 0.25}).partition.order() == Lengths{0, 3, 1, 2});
+  CHECK(planned({1.0, 1.0, 0.25, 0.25}, 1).partition.order() == Lengths{0, 3, 1, 2});
+  CHECK(planned({1.0, 1.0, 1.0, 0.25}).partition.order() == Lengths{0, 1, 2, 3});
+}
+
+TEST_CASE("the depth is the one asked for, or all there is") {
+  const auto depth = [](const std::vector<double>& speeds, std::optional<int64_t> asked) {
+    return make_plan(4096, with_speeds(speeds), kAttention, Layout::kZigzag, {}, asked).depth;
+  };
+  CHECK(depth({1.0}, std::nullopt) == 1);
+  CHECK(depth({1.0, 0.5, 1.0, 1.0}, std::nullopt) == 3);
+  CHECK(depth({1.0, 0.5, 1.0, 1.0}, 2) == 2);
+  CHECK(depth({1.0, 0.5}, 9) == 1);
 }
 
 TEST_CASE("a simulated ring without waits takes what its attention takes") {

@@ -142,16 +142,17 @@ def test_ideal_ignores_limits():
     assert bound.ideal_ms == free.ideal_ms and bound.efficiency < free.efficiency
 
 
-def test_depth_is_what_the_ring_needs_or_what_is_asked():
-    one_fast = ranks(1, 0.1, 0.1, 0.1)
-    assert ringattn.plan(2**16, one_fast, ATTENTION).depth == 3
-    assert ringattn.plan(2**16, one_fast, ATTENTION, depth=2).depth == 2
-    assert ringattn.plan(2**16, one_fast, ATTENTION, depth=9).depth == 3
-    assert ringattn.plan(2**16, ranks(1, 1, 1, 1), ATTENTION).depth == 1
+def test_depth_is_all_there_is_or_what_is_asked():
+    one_fast = ringattn.plan(2**16, ranks(1, 0.1, 0.1, 0.1), ATTENTION)
+    assert (one_fast.depth, one_fast.least_depth) == (3, 3)
+    equal = ringattn.plan(2**16, ranks(1, 1, 1, 1), ATTENTION)
+    assert (equal.depth, equal.least_depth) == (3, 1)
+    assert ringattn.plan(2**16, ranks(1, 1, 1, 1), ATTENTION, depth=2).depth == 2
+    assert ringattn.plan(2**16, ranks(1, 1), ATTENTION, depth=9).depth == 1
     # Two slow ranks are put apart, so that depth 1 is enough.
     two_slow = ringattn.plan(2**16, ranks(1, 1, 0.25, 0.25), ATTENTION)
     order = two_slow.partition.order
-    assert two_slow.depth == 1 and abs(order.index(2) - order.index(3)) == 2
+    assert two_slow.least_depth == 1 and abs(order.index(2) - order.index(3)) == 2
 
 
 def test_memory_is_the_buffers_of_the_depth():
@@ -164,7 +165,7 @@ def test_memory_is_the_buffers_of_the_depth():
 def test_a_plan_prints_itself():
     text = str(ringattn.plan(65536, ranks(1, 0.5), LAYER))
     lines = text.splitlines()
-    assert lines[0].startswith("65536 tokens, zigzag, order 0 1, depth 1: ")
+    assert lines[0].startswith("65536 tokens, zigzag, order 0 1, depth 1 (at least 1): ")
     assert "% of ideal" in lines[0]
     assert lines[1].split() == ["rank", "tokens", "share", "ms", "busy", "buffers", "MiB"]
     assert [line.split()[0] for line in lines[2:]] == ["0", "1"]
