@@ -31,7 +31,8 @@ class Rebalancer:
     equal lengths.
 
     Matrix products are taken to slow down with attention, the only work that is timed. A rank
-    without tokens shows nothing: its speed stays what it was.
+    without tokens shows nothing: its speed stays what it was. Requests need not all be observed:
+    where a whole ring is one launch, one that is recorded goes block by block instead.
 
     All ranks hold the same arguments and call the same methods; then all have the same plans, bit
     for bit. Not thread safe.
