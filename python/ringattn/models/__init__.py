@@ -4,7 +4,8 @@
 from pathlib import Path
 
 from ringattn.models.cache import ShardedKVCache
-from ringattn.models.llama import LLaMA, LLaMABlock, LLaMAConfig, LLaMAHeadless
+from ringattn.models.config import LLaMAConfig
+from ringattn.models.llama import LLaMA, LLaMABlock, LLaMAHeadless
 from ringattn.models.loading import load_model
 
 __all__ = [

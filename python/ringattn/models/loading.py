@@ -10,7 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ringattn.models.llama import LLaMA, LLaMABlock, LLaMAConfig, ModelGroup
+from ringattn.models.config import LLaMAConfig
+from ringattn.models.llama import LLaMA, LLaMABlock, ModelGroup
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several groups: two rings at once, what a group owns, and names that are used again."""
+
+import gc
+import os
+import threading
+import time
+
+import ringattn
+import torch
+import torch.distributed as dist
+from _distributed import RankPool, this
+from _rings import Case
+from ringattn import Partition
+
+
+def even(world_size: int, rows: int = 6, **options) -> Case:
+    return Case(Partition.even(rows * world_size, world_size), **options)
+
+
+def two_rings_interleaved(case: Case, num_calls: int) -> None:
+    everyone = list(range(this().world_size))
+    groups = [dist.new_group(everyone), dist.new_group(everyone)]
+    q, k, v = case.local_inputs()
+    kv = torch.stack([k, v])
+    expected = ringattn.ring_attention(q, k, v, case.partition)
+    for call in range(num_calls):
+        # A hop of one group is in flight while the other's ring goes round, on turns.
+        hopping, ringing = groups if call % 2 else groups[::-1]
+        handle = ringattn.rotate_kv(kv, case.partition, group=hopping)
+        out = ringattn.ring_attention(q, k, v, case.partition, group=ringing)
+        assert torch.equal(out, expected)
+        before = case.partition.order[case.partition.order.index(this().rank) - 1]
+        assert handle.wait().size(2) == case.partition.lengths[before]
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_two_rings_on_two_groups_interleave(rank_pool):
+    rank_pool(3).run(two_rings_interleaved, Case(Partition.zigzag([7, 12, 3], [2, 0, 1])), 10)
+
+
+def two_rings_at_once(case: Case, num_calls: int) -> None:
+    everyone = list(range(this().world_size))
+    groups = [dist.new_group(everyone), dist.new_group(everyone)]
+    q, k, v = case.local_inputs()
+    expected = ringattn.ring_attention(q, k, v, case.partition)
+    failures: list[BaseException] = []
+
+    def work(group: dist.ProcessGroup) -> None:
+        try:
+            for _ in range(num_calls):
+                out = ringattn.ring_attention(q, k, v, case.partition, group=group)
+                assert torch.equal(out, expected)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=[group]) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_two_rings_at_once_in_two_threads(rank_pool):
+    rank_pool(3).run(two_rings_at_once, Case(Partition.zigzag([7, 12, 3])), 20)
+
+
+def memory_of_this_process() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def make_and_destroy_groups(num_groups: int, use: bool) -> int:
+    """Bytes this process has grown by."""
+    case = even(this().world_size, rows=2000, batch=1)
+    q, k, v = case.local_inputs()
+    start = 0
+    for number in range(num_groups + 5):
+        if number == 5:
+            gc.collect()
+            start = memory_of_this_process()
+        group = dist.new_group(list(range(this().world_size)))
+        if use:
+            ringattn.ring_attention(q, k, v, case.partition, group=group)
+        else:
+            dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
+    gc.collect()
+    time.sleep(1.2)  # what belonged to the last groups is freed by a watchdog
+    return memory_of_this_process() - start
+
+
+def test_what_a_group_owns_is_freed_with_it(rank_pool):
+    blocks = 2000 * 2 * 2 * 64 * 4  # bytes of keys and values that travel in one call
+    num_groups = 25
+    pool = rank_pool(2)
+    alone = max(pool.run(make_and_destroy_groups, num_groups, False))
+    pool.run(make_and_destroy_groups, num_groups, True)  # the allocator grows to its size first
+    grown = max(pool.run(make_and_destroy_groups, num_groups, True))
+    assert grown - alone < num_groups * blocks / 4, f"{grown - alone} bytes in {num_groups} groups"
+
+
+def names_are_reused(num_times: int) -> None:
+    """Each time the group of the same name is another one, with other ranks in other places."""
+    world = this().world_size
+    for number in range(num_times):
+        name = dist.group.WORLD.group_name
+        dist.destroy_process_group()
+        rank = (this().rank + number) % world
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"again{number}", this().store),
+            rank=rank,
+            world_size=world,
+        )
+        assert dist.group.WORLD.group_name == name
+        case = even(world, rows=5 + number)
+        q, k, v = (case.partition.shard(x, rank) for x in case.inputs("cpu"))
+        out = ringattn.ring_attention(q, k, v)
+        q, k, v = case.inputs("cpu")
+        expected, _ = ringattn.block_attention(q, k, v, diagonal=0)
+        torch.testing.assert_close(out, case.partition.shard(expected, rank), rtol=0, atol=4e-6)
+
+
+def test_a_name_that_is_used_again_means_the_new_group():
+    with RankPool(3) as ring:
+        ring.run(names_are_reused, 4)
