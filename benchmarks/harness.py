@@ -178,6 +178,8 @@ class Contestant:
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     note: str = ""
     alone: bool = False  # rank 0 runs it while the others wait, for what uses the whole machine
+    from_idle: bool = False  # on CUDA: the device waits for the host, so its launches count too
+    back_to_back: int = 1  # calls in a row that make one sample
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def _sample(contestant: Contestant, device: torch.device) -> float:
         if contestant.alone and rank() != 0:
             elapsed = 0.0
         elif device.type == "cuda":
-            elapsed = _sample_cuda(contestant.call)
+            elapsed = _sample_cuda(contestant)
         else:
             start = time.perf_counter()
             contestant.call()
@@ -238,16 +240,20 @@ def _sample(contestant: Contestant, device: torch.device) -> float:
     return elapsed
 
 
-def _sample_cuda(call: Callable[[], Any]) -> float:
+def _sample_cuda(contestant: Contestant) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The device is busy for some milliseconds while the host enqueues: what is timed is the device,
-    # not Python.
-    torch.cuda._sleep(5_000_000)
+    if contestant.from_idle:
+        torch.cuda.synchronize()
+    else:
+        # The device is busy for some milliseconds while the host enqueues: what is timed is the
+        # device, not Python.
+        torch.cuda._sleep(5_000_000)
     begin.record()
-    call()
+    for _ in range(contestant.back_to_back):
+        contestant.call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end)
+    return begin.elapsed_time(end) / contestant.back_to_back
 
 
 def max_error(contestant: Contestant, problem: Problem) -> float:

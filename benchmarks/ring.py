@@ -8,13 +8,16 @@ Every row is measured in one run. Ideal is the time of the fastest kernel on one
 whole problem, divided by W (for devices that differ: divided by the sum of their speeds). On CPU
 the ranks share the cores of one machine, so ideal is one process that uses all of them. `wait
 share` is the part of a ring's time in which attention stood still because a block had not
-arrived, on the worst rank.
+arrived, on the worst rank, with blocks attended one by one. Calls begin on a device that is busy,
+so that host time does not count; `--launches` adds calls from an idle device, calls back to back,
+and CUDA graphs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from functools import partial
 
 import ringattn
@@ -46,22 +49,66 @@ PEERS = {
 COLUMNS = ["S", "what", "ms", "p10", "p90", "share of ideal", "wait share", "max error", "note"]
 
 
-def rings(problem: Problem, transports: list[str], layouts: list[str]) -> list[Contestant]:
-    """ringattn.ring_attention, for each transport and layout."""
+def partitions(problem: Problem, arguments) -> dict[str, ringattn.Partition]:
+    """By name: the even ones, and that with the shares asked for."""
+    found = {
+        layout: ringattn.Partition.even(problem.seq_len, world_size(), layout)
+        for layout in arguments.layouts.split(",")
+    }
+    if arguments.shares:
+        shares = [int(share) for share in arguments.shares.split(":")]
+        ends = [problem.seq_len * sum(shares[:i]) // sum(shares) for i in range(len(shares) + 1)]
+        lengths = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+        found[f"zigzag {arguments.shares}"] = ringattn.Partition.zigzag(lengths)
+    return found
+
+
+def captured(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The same call as a CUDA graph."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+def rings(problem: Problem, arguments) -> list[Contestant]:
+    """ringattn.ring_attention, for each partition and transport."""
     found = []
-    for layout in layouts:
-        partition = ringattn.Partition.even(problem.seq_len, world_size(), layout)
+    for name, partition in partitions(problem, arguments).items():
         q, k, v = (partition.shard(x, rank()) for x in problem.tensors)
         positions = partition.position_ids(rank(), problem.q.device)
-        for transport in transports:
+        for transport in arguments.transports.split(","):
             call = partial(
                 ringattn.ring_attention,
                 *(q, k, v, partition),
                 causal=problem.causal,
                 transport=transport,
             )
-            found.append(Contestant(f"ringattn {layout} {transport}", call, positions))
+            contestant = Contestant(f"ringattn {name} {transport}", call, positions)
+            found.append(contestant)
+            if arguments.launches and problem.q.is_cuda and transport != "process_group":
+                found += launches(contestant)
     return found
+
+
+def launches(contestant: Contestant) -> list[Contestant]:
+    """The same call, begun in other ways."""
+    name = contestant.name
+    others = [
+        dataclasses.replace(contestant, name=f"{name}, from idle", from_idle=True),
+        dataclasses.replace(contestant, name=f"{name}, back to back", back_to_back=10),
+    ]
+    if "symmetric" in name:
+        graph = captured(contestant.call)
+        others.append(dataclasses.replace(contestant, name=f"{name}, CUDA graph", call=graph))
+    return others
 
 
 def singles(problem: Problem) -> list[Contestant]:
@@ -105,7 +152,7 @@ def wait_share(call, rounds: int = 3) -> float:
 
 def compete(report: Report, problem: Problem, arguments) -> None:
     """One problem: a row for each contestant."""
-    ours = rings(problem, arguments.transports.split(","), arguments.layouts.split(","))
+    ours = rings(problem, arguments)
     alone = singles(problem)
     peers = []
     for name, peer in PEERS.items():
@@ -119,6 +166,7 @@ def compete(report: Report, problem: Problem, arguments) -> None:
             report.remark(f"{name} left out: {reason}")
 
     field = [*ours, *alone, *peers]
+    eager = [item for item in ours if "," not in item.name]
     errors = {contestant.name: max_error(contestant, problem) for contestant in field}
     timings = measure(field, problem.q.device, rounds=arguments.rounds, warmup=arguments.warmup)
     ideal = ideal_ms(alone, timings)
@@ -131,7 +179,7 @@ def compete(report: Report, problem: Problem, arguments) -> None:
                 "what": contestant.name,
                 **timing.columns(),
                 "share of ideal": ideal / timing.median if in_ring else None,
-                "wait share": wait_share(contestant.call) if contestant in ours else None,
+                "wait share": wait_share(contestant.call) if contestant in eager else None,
                 "max error": errors[contestant.name],
                 "note": contestant.note,
             }
@@ -148,6 +196,10 @@ def main() -> None:
     parser.add_argument("--dense", action="store_true", help="no causal mask")
     parser.add_argument("--transports", default="auto", help="with commas")
     parser.add_argument("--layouts", default="zigzag,contiguous", help="with commas")
+    parser.add_argument("--shares", help="of the ranks, as 3:1:2:2: one more partition")
+    parser.add_argument(
+        "--launches", action="store_true", help="also from idle, back to back, as a CUDA graph"
+    )
     arguments = parser.parse_args()
 
     with process_group(arguments.device) as device:

@@ -263,7 +263,7 @@ class SymmetricStream : public BlockStream {
     params.staged = transport_.staged_by(transport_.group_.rank());
     params.batch = static_cast<int>(k.size(0));
     for (const Hop& hop : exchange_.hops) {
-      params.rows = std::max(params.rows, static_cast<int>(hop.rows_sent));
+      if (k.numel() > 0) params.rows = std::max(params.rows, static_cast<int>(hop.rows_sent));
     }
     params.staged_rows = static_cast<int>(k.size(1));
     params.num_kv_heads = static_cast<int>(k.size(2));

@@ -88,10 +88,13 @@ def ring_attention(
             process group there is a single rank.
         causal: a query sees the keys at its own and at earlier positions; otherwise all keys.
         scale: of the scores, any finite number; None means ``1 / sqrt(D)``.
-        transport: how blocks travel: "auto", "process_group", "nccl", or what else the build has
-            (``python -m ringattn info`` lists it).
+        transport: how blocks travel. "symmetric": through memory that all ranks of one host share,
+            fetched by copy engines while one kernel attends to whatever has come. "nccl": over a
+            communicator of ringattn's own. "process_group": over the group's own backend, CPUs
+            too. "auto": the first of these that the ranks and their device can have.
         depth: how many blocks may be under way ahead of the one being attended to, at least 1; None
-            leaves it to the transport. More than ``W - 1`` means ``W - 1``.
+            means all ``W - 1``, and so does more. Memory for visiting blocks is for ``depth + 1`` of
+            them at most.
         return_lse: also return the log-sum-exp of the scaled scores.
 
     Returns:
