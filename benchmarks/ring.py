@@ -19,6 +19,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import ringattn
 import torch
@@ -58,7 +59,7 @@ def partitions(problem: Problem, arguments) -> dict[str, ringattn.Partition]:
     if arguments.shares:
         shares = [int(share) for share in arguments.shares.split(":")]
         ends = [problem.seq_len * sum(shares[:i]) // sum(shares) for i in range(len(shares) + 1)]
-        lengths = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+        lengths = [end - begin for begin, end in pairwise(ends)]
         found[f"zigzag {arguments.shares}"] = ringattn.Partition.zigzag(lengths)
     return found
 
