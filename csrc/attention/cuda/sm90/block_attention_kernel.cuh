@@ -47,14 +47,12 @@ __device__ __forceinline__ void produce(const SegmentedParams<kSegments>& p,
     arrive_expecting(shared.queries_full(), query_bytes);
   };
 
-  int next_tile_idx;  // asked for early: the answer takes its time
-  for (int tile_idx = schedule.take(p.words); tile_idx < p.order.tiles; tile_idx = next_tile_idx) {
-    next_tile_idx = schedule.take(p.words);
+  for (int tile_idx = schedule.take(p.words), next; tile_idx < p.order.tiles; tile_idx = next) {
     const QueryTile tile = query_tile<Tile>(p, tile_idx);
     const int kv_head = tile.head / p.heads_per_kv_head;
     if constexpr (p.kArriving) arrived.go_to(kv_head / p.kv_heads_per_arrival);
 
-    bool announced = false;
+    bool announced = false, asked = false;
 #pragma unroll 1
     for (int segment = 0; segment < p.num_segments; ++segment) {
       const int key_tiles = SeenKeys<Tile>(p.keys[segment], tile).tiles;
@@ -97,8 +95,13 @@ __device__ __forceinline__ void produce(const SegmentedParams<kSegments>& p,
         }
         ++ring.count;
       }
+      // The next tile is asked for when this one's end is near: who waits for an arrival keeps none
+      // from the others. The answer comes while the buffer for the last values gets free.
+      if (segment == p.num_segments - 1) next = schedule.take(p.words);
+      asked = segment == p.num_segments - 1;
       load_values(ring.previous(), 0);
     }
+    if (!asked) next = schedule.take(p.words);
     if (!announced) announce(tile, 0);
     if (p.fold) {  // into L2, while the last keys are attended
 #pragma unroll
