@@ -53,13 +53,14 @@ std::vector<double> Controller::speeds() const {
   return speeds;
 }
 
-bool Controller::should_replan(double excess) {
-  ++since_plan_;
-  double uncertainty = 0.0;
-  for (const Rank& rank : ranks_) {
-    const double variance = rank.variance / static_cast<double>(rank.observations);
-    uncertainty = std::max(uncertainty, std::sqrt(variance));
+bool Controller::should_replan(double excess, int64_t slowest) {
+  if (slowest < 0 || slowest >= static_cast<int64_t>(ranks_.size())) {
+    throw std::invalid_argument("slowest must be one of the " + std::to_string(ranks_.size()) +
+                                " ranks, got " + std::to_string(slowest));
   }
+  ++since_plan_;
+  const Rank& rank = ranks_[slowest];
+  const double uncertainty = std::sqrt(rank.variance / static_cast<double>(rank.observations));
   const double gain = std::max(kGain, kGainSigmas * uncertainty);
   const bool replan = excess > gain && (jumped_ || since_plan_ >= kPause);
   jumped_ = false;

@@ -31,9 +31,10 @@ class RINGATTN_API Controller {
   /// What is believed, relative to the profiles, [W].
   std::vector<double> speeds() const;
 
-  /// Once after each request: whether the plan in use should be replaced. It takes `excess` longer
-  /// than the best one at the speeds believed: 0.02 is 2 %, and the least that counts.
-  bool should_replan(double excess);
+  /// Once after each request: whether the plan in use should be replaced. Under it all wait for the
+  /// rank `slowest`, and it takes `excess` longer than the best plan at the speeds believed: 0.02
+  /// is 2 %, and the least that counts. Throws std::invalid_argument for a rank that is none.
+  bool should_replan(double excess, int64_t slowest);
 
  private:
   struct Rank {

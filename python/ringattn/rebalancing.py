@@ -131,9 +131,10 @@ class Rebalancer:
             )
             for profile, speed in zip(self._measured, self.speeds, strict=True)
         ]
-        current_ms = max(predict(self._latest.partition, believed, self._cost, causal=self._causal))
+        current_ms = predict(self._latest.partition, believed, self._cost, causal=self._causal)
         best_ms = self._plan(seq_len, believed).predicted_ms
-        changed = self._controller.should_replan(current_ms / best_ms - 1 if best_ms > 0 else 0.0)
+        excess = max(current_ms) / best_ms - 1 if best_ms > 0 else 0.0
+        changed = self._controller.should_replan(excess, current_ms.index(max(current_ms)))
         if changed:
             self._in_use = believed
         return changed
