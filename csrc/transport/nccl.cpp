@@ -74,23 +74,39 @@ void give_up(RingGroup& group, const std::vector<int64_t>& suspects, const std::
   group.throw_if_failed();
 }
 
+// Words of a communicator's own on its device. Note: not a tensor. Every communicator has a stream
+// of its own, and PyTorch's allocator keeps two megabytes for each stream that it has served.
+struct DeviceWords {
+  int failed;              // whether transfers have been given up
+  unsigned char bytes[1];  // sent to and received from each rank when they meet, [2, size]
+};
+using SharedWords = std::shared_ptr<DeviceWords>;
+
+SharedWords new_words(int64_t size) {
+  const size_t bytes = sizeof(DeviceWords) + 2 * size;
+  void* words = nullptr;
+  C10_CUDA_CHECK(cudaMalloc(&words, bytes));
+  const SharedWords shared(static_cast<DeviceWords*>(words), [](DeviceWords* x) { cudaFree(x); });
+  C10_CUDA_CHECK(cudaMemset(words, 0, bytes));
+  return shared;
+}
+
 // One byte between every two ranks, and one to all. Note: NCCL connects a pair on its first
 // message, and the host waits for that; it is done here, where all ranks have just come together,
 // and never in the middle of a call.
-ncclResult_t connect(ncclComm_t comm, int rank, int size, const c10::cuda::CUDAStream& stream) {
-  const c10::cuda::CUDAStreamGuard on_stream(stream);  // its memory is ordered with what is sent
-  const auto bytes = at::empty({2, size}, at::TensorOptions(stream.device()).dtype(at::kByte));
-  uint8_t* const sent = static_cast<uint8_t*>(bytes.mutable_data_ptr());
-  uint8_t* const received = sent + size;
+ncclResult_t connect(ncclComm_t comm, int rank, int size, const SharedWords& words,
+                     cudaStream_t stream) {
+  unsigned char* const sent = words->bytes;
+  unsigned char* const received = sent + size;
   NcclGroup group;
   for (int other = 0; other < size; ++other) {
     if (other == rank) continue;
-    RINGATTN_NCCL_CHECK(ncclSend(sent + other, 1, ncclUint8, other, comm, stream.stream()));
-    RINGATTN_NCCL_CHECK(ncclRecv(received + other, 1, ncclUint8, other, comm, stream.stream()));
+    RINGATTN_NCCL_CHECK(ncclSend(sent + other, 1, ncclUint8, other, comm, stream));
+    RINGATTN_NCCL_CHECK(ncclRecv(received + other, 1, ncclUint8, other, comm, stream));
   }
   const ncclResult_t connected = group.end();
   if (connected != ncclSuccess) return connected;
-  return ncclAllGather(sent, received, 1, ncclUint8, comm, stream.stream());
+  return ncclAllGather(sent, received, 1, ncclUint8, comm, stream);
 }
 
 // The communicator of the ranks that have `id`, all of them connected; null if one went away in the
@@ -102,6 +118,7 @@ ncclResult_t connect(ncclComm_t comm, int rank, int size, const c10::cuda::CUDAS
 // blocks from a thread that it starts for it, and the host must wait for that one before it can
 // record an event: 28 us a message instead of 5.
 std::future<CommHandle> come_together(const ncclUniqueId& id, int rank, int size,
+                                      const SharedWords& words,
                                       const c10::cuda::CUDAStream& stream) {
   std::packaged_task<CommHandle()> task([=]() -> CommHandle {
     const c10::cuda::CUDAGuard guard(stream.device());
@@ -112,7 +129,7 @@ std::future<CommHandle> come_together(const ncclUniqueId& id, int rank, int size
     if (made == ncclRemoteError) return nullptr;
     check_nccl(made, "ncclCommInitRankConfig");
     CommHandle handle(comm);
-    const ncclResult_t connected = connect(comm, rank, size, stream);
+    const ncclResult_t connected = connect(comm, rank, size, words, stream.stream());
     if (connected == ncclRemoteError) return nullptr;
     check_nccl(connected, "connecting an NCCL communicator");
     return handle;
@@ -128,8 +145,7 @@ class Communicator {
   Communicator(RingGroup& group, c10::Device device)
       : group_(group.weak_from_this()), device_(device) {
     const c10::cuda::CUDAGuard guard(device);
-    C10_CUDA_CHECK(cudaMalloc(&failed_, sizeof(int)));
-    C10_CUDA_CHECK(cudaMemset(failed_, 0, sizeof(int)));
+    words_ = new_words(group.size());
     C10_CUDA_CHECK(cudaStreamCreateWithFlags(&telling_, cudaStreamNonBlocking));
   }
 
@@ -147,8 +163,8 @@ class Communicator {
       if (!word) give_up(group, {0}, "it sent no NCCL identifier");
       std::copy(word->begin(), word->end(), id.internal);
     }
-    auto formed =
-        come_together(id, static_cast<int>(group.rank()), static_cast<int>(group.size()), stream);
+    auto formed = come_together(id, static_cast<int>(group.rank()), static_cast<int>(group.size()),
+                                words_, stream);
     CommHandle comm;
     if (formed.wait_until(deadline) == std::future_status::ready) comm = formed.get();
     if (!comm) give_up(group, others(group), "it was not there for the NCCL communicator");
@@ -159,9 +175,7 @@ class Communicator {
   // Nothing is thrown: at the end of the process CUDA may be gone too, and takes all of this with
   // it.
   ~Communicator() {
-    if (!abort()) return;
-    cudaStreamDestroy(telling_);
-    cudaFree(failed_);
+    if (abort()) cudaStreamDestroy(telling_);
   }
 
   Communicator(const Communicator&) = delete;
@@ -171,7 +185,7 @@ class Communicator {
   void fail() {
     const c10::cuda::CUDAGuard guard(device_);
     const int yes = 1;  // copied by an engine: no kernel has to end for it
-    cudaMemcpyAsync(failed_, &yes, sizeof(yes), cudaMemcpyHostToDevice, telling_);
+    cudaMemcpyAsync(&words_->failed, &yes, sizeof(yes), cudaMemcpyHostToDevice, telling_);
     cudaStreamSynchronize(telling_);
     abort();
   }
@@ -187,7 +201,7 @@ class Communicator {
     }
     calls(comm_.get());
   }
-  const int* failed() const { return failed_; }
+  const int* failed() const { return &words_->failed; }
   std::shared_ptr<RingGroup> group() const { return group_.lock(); }
 
  private:
@@ -207,8 +221,8 @@ class Communicator {
   c10::Device device_;
   std::mutex mutex_;  // guards comm_
   CommHandle comm_;
-  int* failed_ = nullptr;           // on the device: whether transfers have been given up
-  cudaStream_t telling_ = nullptr;  // where failed_ is written, past everything that waits
+  SharedWords words_;
+  cudaStream_t telling_ = nullptr;  // where words_->failed is written, past everything that waits
 };
 
 // What runs on a stream between two events, and whom it waits for.

@@ -6,16 +6,16 @@
 #include <utility>
 
 namespace ringattn {
+using Clock = std::chrono::steady_clock;
+
 namespace {
 
-// Destroyed at the end of the process, before what was loaded earlier, CUDA's runtime among it.
+// What is set up last ends first: destroyed before what was loaded earlier, torch among it.
 struct StopAtExit {
   ~StopAtExit() { Watchdog::get().stop(); }
 } stop_at_exit;
 
 }  // namespace
-
-using Clock = std::chrono::steady_clock;
 
 Watchdog& Watchdog::get() {
   // Never destroyed: its thread may outlive static objects by a moment.
@@ -30,7 +30,7 @@ void Watchdog::start() {
 }
 
 void Watchdog::stop() {
-  constexpr auto kPatience = std::chrono::seconds(1);
+  constexpr auto kPatience = std::chrono::seconds(5);  // freeing a communicator takes a while
   std::unique_lock<std::mutex> lock(mutex_);
   stopping_ = true;
   changed_.notify_all();
@@ -38,6 +38,9 @@ void Watchdog::stop() {
 }
 
 void Watchdog::watch(std::unique_ptr<Watched> watched) {
+  // CUDA's driver is set up by its first call, later than this library is loaded; by now it is
+  // there, and so it outlives the thread too.
+  static const StopAtExit stop_before_the_driver;
   const std::lock_guard<std::mutex> lock(mutex_);
   owners_.push_back(watched->owner());
   incoming_.push_back({std::move(watched)});
