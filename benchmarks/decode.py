@@ -199,6 +199,8 @@ def measure(
     """One row, two where tokens are to be timed without CUDA graphs too."""
     partition = Partition.even(context, harness.world_size())
     floor = 1e3 * bytes_read(model, partition, options.batch) / (bandwidth * 1e9)
+    size = harness.world_size()
+    logits(model, Partition.even(size, size), options.batch)  # what only the first token costs
     start = time.perf_counter()
     recorded = record(model.base_model, options.batch)
     if recorded is not None and harness.rank() == 0:

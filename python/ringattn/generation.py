@@ -22,8 +22,8 @@ from ringattn.models.graphs import DecodeGraphs, record
 from ringattn.models.llama import LLaMA
 from ringattn.partition import Partition
 
-# Tokens before CUDA graphs are recorded, and that must be left then: recording takes about as long
-# as the graphs of so many tokens save.
+# Tokens before CUDA graphs are recorded, and that must be left then: recording takes as much time
+# as the graphs save in some dozens of tokens.
 _TOKENS_BEFORE_GRAPHS = 16
 
 #: One token id, several, None for no end, or "config" for those of the model.
