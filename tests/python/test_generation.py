@@ -107,6 +107,21 @@ def test_every_rank_gets_the_tokens_of_one_rank(
         assert torch.equal(ids, expected)
 
 
+def generate_and_look(folder: Path, options: dict[str, Any]) -> tuple[torch.Tensor, list[int]]:
+    """The tokens, and how many of them lie in whose cache in the end."""
+    caches = []
+    with pytest.MonkeyPatch.context() as patch:
+        new_cache = LLaMA.new_cache
+
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            caches.append(new_cache(*args, **kwargs))
+            return caches[-1]
+
+        patch.setattr(LLaMA, "new_cache", remembered)
+        ids = generate_on_ring(folder, options)
+    return ids, caches[0].lengths
+
+
 @pytest.mark.parametrize(
     ("lengths", "cache_lengths"),
     [([12, 11], [5, 37]), ([23, 0], [0, 42]), ([1, 22], [30, 12])],
@@ -120,8 +135,9 @@ def test_tokens_do_not_depend_on_where_the_cache_lies(
 ) -> None:
     expected = generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=NEW_TOKENS)
     options = {"partition": Partition.zigzag(lengths), "cache_lengths": cache_lengths}
-    for ids in rank_pool(2).run(generate_on_ring, folder, options):
+    for ids, held in rank_pool(2).run(generate_and_look, folder, options):
         assert torch.equal(ids, expected)
+        assert held == cache_lengths
 
 
 @pytest.mark.multi_gpu

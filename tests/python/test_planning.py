@@ -7,6 +7,7 @@ That no partition is faster is shown by brute force in tests/cpp/test_planner.cp
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import ringattn
@@ -49,6 +50,11 @@ def test_the_config_may_be_of_hugging_face(kv_heads):
     )
     ours = LLAMA_8B.updated(kvheads=kv_heads or 32)
     assert ModelCost.from_config(theirs) == ModelCost.from_config(ours)
+
+
+def test_a_config_may_leave_out_what_follows_from_the_rest():
+    plain = SimpleNamespace(hidden_size=4096, num_attention_heads=32, intermediate_size=14336)
+    assert ModelCost.from_config(plain) == ModelCost.from_config(LLAMA_8B.updated(kvheads=32))
 
 
 # ---- plans -------------------------------------------------------------------------------------

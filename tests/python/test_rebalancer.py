@@ -216,6 +216,28 @@ def test_a_single_rank_has_nothing_to_balance():
     assert rebalancer.profiles == [RankProfile(1, 1)]
 
 
+def speed_seen(profile: RankProfile, took_ms: list[float], flops: float = 1e9) -> float:
+    """What is believed of a single rank whose calls, each of so many operations, take these times
+    in every request."""
+    rebalancer = Rebalancer([profile], COST)
+    for _ in range(3):
+        steps = [StepTiming(n, 0, "own", ms, 0.0, 0.0, flops) for n, ms in enumerate(took_ms)]
+        rebalancer.observe(Timings(steps))
+    return rebalancer.speeds[0]
+
+
+def test_overhead_is_not_taken_for_slowness():
+    # 1e9 operations at half of 1 TFLOPS: 2 ms.
+    assert speed_seen(RankProfile(1, 1), [2.0]) == pytest.approx(0.5)
+    assert speed_seen(RankProfile(1, 1, overhead_ms=1.5), [3.5]) == pytest.approx(0.5)
+    # An overhead that was overrated makes no rank infinitely fast.
+    assert speed_seen(RankProfile(1, 1, overhead_ms=9.0), [4.0]) == pytest.approx(0.5)
+
+
+def test_one_slow_call_of_many_is_none():
+    assert speed_seen(RankProfile(1, 1), [2.0, 2.0, 90.0, 2.0, 0.1]) == pytest.approx(0.5)
+
+
 def test_steps_carry_the_work_they_did():
     q, k = torch.randn(3, 40, 4, 16), torch.randn(3, 40, 2, 16)
     with ringattn.record_timings() as timings:
