@@ -137,26 +137,31 @@ struct Tensor {
   Bits poison_;
 };
 
-/// Where an element of a box lies in shared memory: swizzled, if it has 16 bits.
+/// Columns of a box: 128 bytes.
+template <typename Bits>
+constexpr int kColumnsOf = kBoxColumns * 2 / int{sizeof(Bits)};
+
+/// Where an element of a box lies in shared memory: chunks of 16 bytes are swizzled.
 template <typename Bits>
 int place(int row, int column) {
-  return sizeof(Bits) == 2 ? swizzled(row, column) : row * kBoxColumns + column;
+  constexpr int kHalves = int{sizeof(Bits)} / 2;  // the swizzle counts 16-bit elements
+  return swizzled(row, column * kHalves) / kHalves;
 }
 
 /// Loads the box at every interesting place: whole, over each edge, and beyond the last row.
 template <typename Bits>
 void check_loads(const Tensor<Bits>& x, DataType dtype, int box_rows, L2Policy policy) {
+  constexpr int kColumns = kColumnsOf<Bits>;
   const DeviceArray<Bits> memory(x.memory);
   const CUtensorMap map = x.map(memory.data(), dtype, box_rows);
-  const int elements = box_rows * kBoxColumns, bytes = elements * int{sizeof(Bits)};
+  const int elements = box_rows * kColumns, bytes = elements * int{sizeof(Bits)};
   const int guard = kGuardBytes / int{sizeof(Bits)};
   const int shared_bytes = bytes + kGuardBytes + kAlignment;
   REQUIRE(cudaFuncSetAttribute(load, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes) ==
           cudaSuccess);
 
   for (int first_row : {0, 5, x.rows - box_rows, x.rows - 1, x.rows, x.rows + box_rows})
-    for (int first_column = 0; first_column < x.head_dim + kBoxColumns;
-         first_column += kBoxColumns) {
+    for (int first_column = 0; first_column < x.head_dim + kColumns; first_column += kColumns) {
       if (first_row < 0) continue;
       const BoxOrigin at = {first_column, first_row, x.heads - 1, x.batch - 1};
       CAPTURE(x.rows, x.head_dim, box_rows, first_row, first_column);
@@ -169,7 +174,7 @@ void check_loads(const Tensor<Bits>& x, DataType dtype, int box_rows, L2Policy p
 
       std::vector<Bits> expected(elements + guard, x.poison());
       for (int row = 0; row < box_rows; ++row)
-        for (int column = 0; column < kBoxColumns; ++column) {
+        for (int column = 0; column < kColumns; ++column) {
           const BoxOrigin element = {first_column + column, first_row + row, at.head, at.batch};
           expected[place<Bits>(row, column)] =
               x.holds(element) ? x.memory[x.index(0, element)] : Bits{0};
@@ -196,7 +201,7 @@ TEST_CASE("sm90: a box is loaded swizzled, and zeros where the tensor ends") {
   check_loads(x, DataType::kFloat16, box_rows, L2Policy::kEvictFirst);
 }
 
-TEST_CASE("sm90: float32 boxes are not swizzled") {
+TEST_CASE("sm90: float32 boxes are half as wide") {
   if (!has_hopper()) return;
   check_loads(Tensor<uint32_t>(2, 150, 3, 128, false, 2), DataType::kFloat32, 128,
               L2Policy::kEvictFirst);

@@ -26,10 +26,6 @@
 
 namespace ringattn::cuda::sm90 {
 
-// Named barriers: the turns of the consumers, then one for each consumer's own threads.
-constexpr int kTurnBarrier = 1;
-constexpr int kWarpgroupBarrier = 4;
-
 /// The copying thread: queries, keys and values of one tile after the other, as far ahead as there
 /// are free buffers. Keys go one tile ahead of values.
 template <typename Tile, int kSegments>
@@ -37,15 +33,33 @@ __device__ __forceinline__ void produce(const SegmentedParams<kSegments>& p,
                                         const SharedMemory<Tile>& shared) {
   RingPosition ring;            // of keys; values follow one behind
   uint32_t queries_parity = 0;  // of the next tile's queries
+  uint32_t states = 0;          // that were loaded
   TileSchedule schedule;
   SeenArrivals<kSegments> arrived;
 
+  const auto load_state = [&](const QueryTile& tile) {
+    wait(shared.state_free(), states % 2 ^ 1);
+    ++states;
+    arrive_expecting(shared.state_full(), Tile::kStateBytes);
+#pragma unroll 1
+    for (int consumer = 0; consumer < Tile::kConsumers; ++consumer)
+#pragma unroll 1
+      for (int block = 0; block < Tile::kStateBlocks; ++block) {
+        load_box(shared.results(consumer) + block * Tile::kResultBlockBytes, p.state,
+                 {block * kStateBlock, tile.first_row + consumer * 64, tile.head, tile.batch},
+                 shared.state_full(), L2Policy::kEvictFirst);
+      }
+  };
   const auto announce = [&](const QueryTile& tile, int query_bytes) {
     wait(shared.queries_free(), queries_parity ^ 1);
     queries_parity ^= 1;
-    shared.set_tile(tile);
+    shared.set_tile(tile, states % 2);
     arrive_expecting(shared.queries_full(), query_bytes);
   };
+
+  prefetch_map(p.q);
+  prefetch_map(p.maps[0].k);
+  prefetch_map(p.maps[0].v);
 
   for (int tile_idx = schedule.take(p.words), next; tile_idx < p.order.tiles; tile_idx = next) {
     const QueryTile tile = query_tile<Tile>(p, tile_idx);
@@ -53,6 +67,8 @@ __device__ __forceinline__ void produce(const SegmentedParams<kSegments>& p,
     if constexpr (p.kArriving) arrived.go_to(kv_head / p.kv_heads_per_arrival);
 
     bool announced = false, asked = false;
+    // The state goes where the results of the tile before leave from: not at once.
+    int state_in = Tile::kSeparateOut && p.fold && goes_through_shared<Tile>(p, tile) ? 3 : 0;
 #pragma unroll 1
     for (int segment = 0; segment < p.num_segments; ++segment) {
       const int key_tiles = SeenKeys<Tile>(p.keys[segment], tile).tiles;
@@ -94,6 +110,7 @@ __device__ __forceinline__ void produce(const SegmentedParams<kSegments>& p,
           }
         }
         ++ring.count;
+        if (state_in > 0 && --state_in == 0) load_state(tile);
       }
       // The next tile is asked for when this one's end is near: who waits for an arrival keeps none
       // from the others. The answer comes while the buffer for the last values gets free.
@@ -102,15 +119,13 @@ __device__ __forceinline__ void produce(const SegmentedParams<kSegments>& p,
       load_values(ring.previous(), 0);
     }
     if (!asked) next = schedule.take(p.words);
-    if (!announced) announce(tile, 0);
-    if (p.fold) {  // into L2, while the last keys are attended
-#pragma unroll
-      for (int block = 0; block < Tile::kColumnBlocks; ++block) {
-        prefetch_box(p.state, {block * kColumnBlock, tile.first_row, tile.head, tile.batch});
-      }
+    if (!announced) {
+      announce(tile, 0);
+    } else if (state_in > 0) {
+      load_state(tile);
     }
   }
-  announce({-1, 0, 0, 0}, 0);
+  announce({-1, 0, 0, 0, 0}, 0);
 }
 
 /// q = -q in the warpgroup's 64 rows, for a negative scale: online softmax wants the largest score.
@@ -189,7 +204,8 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
 
   RingPosition ring;  // of keys; values follow one behind
   uint32_t queries_parity = 0;
-  if (Tile::kPingPong && consumer == 0) named_barrier_arrive(my_turn, kTurnThreads);
+  const bool takes_turns = Tile::kTurns == Turns::kAlways || p.fold;
+  if (takes_turns && consumer == 0) named_barrier_arrive(my_turn, kTurnThreads);
 
   for (;;) {
     wait(shared.queries_full(), queries_parity);
@@ -198,6 +214,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
     if (!tile.exists()) break;
     float out[Tile::kHeadDim / 2] = {};
     OnlineSoftmax softmax;
+    if (p.fold) prefetch_lse(p, tile, tile.first_row + lane_row);
     int segment = seen_segment<Tile>(p, tile, 0);
     const bool sees_keys = segment < p.num_segments;
     if (sees_keys) {
@@ -231,11 +248,11 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
         float scores[Tile::kBlockK / 2];
         const RingPosition before = ring.previous();
         wait(shared.keys_full(ring.stage()), ring.parity());
-        if (Tile::kPingPong) named_barrier_wait(my_turn, kTurnThreads);
+        named_barrier_wait_if(takes_turns, my_turn, kTurnThreads);
         issue_scores<Element, Tile>(scores, queries, shared.keys(ring.stage()));
         wait(shared.values_full(before.stage()), before.parity());
         issue_values<Element, Tile>(out, probabilities, shared.values(before.stage()));
-        if (Tile::kPingPong) named_barrier_arrive(next_turn, kTurnThreads);
+        named_barrier_arrive_if(takes_turns, next_turn, kTurnThreads);
         wait_for_products<1>();
         if (is_first_thread) arrive(shared.keys_free(ring.stage()));
         if constexpr (decltype(masked)::value) mask(scores, key_tile);
@@ -262,7 +279,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
 
       tile = shared.tile();  // again: it need not stay in registers
       __syncwarp();
-      if (is_first_lane && (Tile::kSeparateOut || !boxes_are_final<Tile>(p, tile))) {
+      if (is_first_lane && (Tile::kSeparateOut || !goes_through_shared<Tile>(p, tile))) {
         arrive(shared.queries_free());
       }
       const RingPosition last = ring.previous();
@@ -277,12 +294,9 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
 
     bool failed = false;
     if constexpr (p.kArriving) failed = p.failed != nullptr && load_relaxed_system(p.failed) != 0;
-    const int warp_row = tile.first_row + lane_row - threadIdx.x % 32 / 4;
-    const RowResults rows(p, tile, warp_row, softmax, failed);
-    if (sees_keys && boxes_are_final<Tile>(p, tile)) {
-      store_through_shared<Element, Tile>(p, tile, tile.first_row + consumer * 64, rows, out,
-                                          shared.results() + consumer * 64 * kColumnBlockPitch,
-                                          kWarpgroupBarrier + consumer);
+    const RowResults rows(p, tile, tile.first_row + lane_row, softmax, failed);
+    if (sees_keys && goes_through_shared<Tile>(p, tile)) {
+      store_through_shared<Element>(p, tile, shared, consumer, rows, out);
       if (!Tile::kSeparateOut && is_first_lane) {
         wait_for_stores_to_read();  // those of this thread, if it is the one that issued them
         arrive(shared.queries_free());

@@ -11,10 +11,23 @@
 #include "attention/cuda/sm90/softmax.cuh"
 #include "attention/cuda/sm90/tile.cuh"
 
-// From a warpgroup's accumulators to memory. Where all rows of a tile are final and nothing is
-// folded they leave through the copy engine; otherwise each lane merges and stores what it holds.
+// From a warpgroup's accumulators to memory: through the copy engine where it can, which brings the
+// state early and takes results away late, so that nobody waits for memory; otherwise each lane
+// loads, merges and stores what it holds.
 
 namespace ringattn::cuda::sm90 {
+
+__device__ __forceinline__ float* lse_of_head(const KernelParams& p, const QueryTile& tile) {
+  return p.lse + tile.batch * p.lse_batch_stride + tile.head * p.lse_head_stride;
+}
+
+/// Has the lse of a lane's row fetched into L2, while the tile is attended.
+__device__ __forceinline__ void prefetch_lse(const KernelParams& p, const QueryTile& tile,
+                                             int row) {
+  if (row < tile.rows_end) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(lse_of_head(p, tile) + row));
+  }
+}
 
 /// What a lane's two rows need to be finished.
 struct RowResults {
@@ -26,14 +39,14 @@ struct RowResults {
                   // with
 
   /// Also writes lse.
+  ///   first_row: of the lane
   __device__ __forceinline__ RowResults(const KernelParams& p, const QueryTile& tile, int first_row,
                                         const OnlineSoftmax& softmax, bool failed)
       : rows_end(tile.rows_end) {
-    float* lse = p.lse + tile.batch * p.lse_batch_stride + tile.head * p.lse_head_stride;
-    const int lane = threadIdx.x % 32;
+    float* lse = lse_of_head(p, tile);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      row[half] = first_row + lane / 4 + 8 * half;
+      row[half] = first_row + 8 * half;
       const float sum = softmax.row_sum(half);
       float row_lse = softmax.lse(half, sum, p.scale_log2);
       norm[half] = reciprocal(sum);
@@ -47,7 +60,7 @@ struct RowResults {
         row_lse = weights.lse;
       }
       __syncwarp();  // the quad has read lse
-      if (lane % 4 == 0 && row[half] < rows_end) lse[row[half]] = row_lse;
+      if (threadIdx.x % 4 == 0 && row[half] < rows_end) lse[row[half]] = row_lse;
     }
   }
 
@@ -56,49 +69,97 @@ struct RowResults {
   }
 };
 
-/// Whether the tile's results can leave through the copy engine: all of them are final, and rows
-/// that its boxes have more than the tile are past the tensor's end.
+__device__ __forceinline__ bool all_final(const KernelParams& p, const QueryTile& tile) {
+  return tile.first_row >= p.final_begin && tile.rows_end <= p.final_end;
+}
+
+/// Whether the tile's results go through the copy engine, and its state comes through it: all rows
+/// go the same way, and rows that its boxes have more than the tile are past the tensor's end.
 template <typename Tile>
-__device__ __forceinline__ bool boxes_are_final(const KernelParams& p, const QueryTile& tile) {
-  return !p.fold && tile.first_row >= p.final_begin && tile.rows_end <= p.final_end &&
+__device__ __forceinline__ bool goes_through_shared(const KernelParams& p, const QueryTile& tile) {
+  const bool none_final = tile.rows_end <= p.final_begin || tile.first_row >= p.final_end;
+  const bool has_room = Tile::kSeparateOut || !p.fold;
+  return has_room && (all_final(p, tile) || (Tile::kSeparateOut && none_final)) &&
          (tile.rows_end == tile.first_row + Tile::kBlockQ || tile.rows_end == p.num_queries);
 }
 
-/// Rounds the warpgroup's 64 rows and has the copy engine store them; returns before it has.
-///   shared: of the warpgroup, [kHeadDim / 64][64][64], blocks kQueryBlockBytes apart
-///   barrier: a named one for the 128 threads
+/// Merges the warpgroup's 64 rows with the state, which the copy engine has brought, rounds them
+/// where they are final, and has the engine store them; returns before it has.
 template <typename Element, typename Tile>
 __device__ __forceinline__ void store_through_shared(const KernelParams& p, const QueryTile& tile,
-                                                     int first_row, const RowResults& rows,
-                                                     const float (&out)[Tile::kHeadDim / 2],
-                                                     uint32_t shared, int barrier) {
+                                                     const SharedMemory<Tile>& shared, int consumer,
+                                                     const RowResults& rows,
+                                                     float (&out)[Tile::kHeadDim / 2]) {
   const int thread = threadIdx.x % kWarpgroupSize, lane = threadIdx.x % 32;
-  if (thread == 0) wait_for_stores_to_read();  // of the tile before
-  named_barrier_wait(barrier, kWarpgroupSize);
+  const int first_row = tile.first_row + consumer * 64;
+  const uint32_t results = shared.results(consumer);
+  const int barrier = kWarpgroupBarrier + consumer;
 
-  // Matrices of one store: rows 0-7 and 8-15 of 8 columns, then of the next 8. The swizzle: chunks
-  // of 16 bytes change places within a row, by the row.
-  const int row = thread / 32 * 16 + lane % 16;
+  // The swizzle: chunks of 16 bytes change places within a row, by the row.
+  const uint32_t state_row = results + (thread / 32 * 16 + lane / 4) * kColumnBlockPitch;
+  const auto state_at = [&](int half, int tile_of_8) {
+    const int chunk = tile_of_8 % 4 * 2 + lane % 4 / 2;
+    return state_row + tile_of_8 / 4 * Tile::kResultBlockBytes + half * 8 * kColumnBlockPitch +
+           (chunk ^ (lane / 4)) * 16 + lane % 2 * 8;
+  };
+
+  if (Tile::kSeparateOut && p.fold) {
+    wait(shared.state_full(), tile.state_parity);
 #pragma unroll
-  for (int n = 0; n < Tile::kHeadDim / 8; n += 2) {
-    const int chunk = n % 8 + lane / 16;
-    const uint32_t to = shared + n / 8 * Tile::kQueryBlockBytes + row * kColumnBlockPitch +
-                        (chunk ^ (row % 8)) * 16;
-    const auto packed = [&](int tile_of_8, int half) {
-      const int i = 4 * tile_of_8 + 2 * half;
-      return pack<Element>(rows.finished(half, out[i]), rows.finished(half, out[i + 1]));
-    };
-    store_matrices(to, packed(n, 0), packed(n, 1), packed(n + 1, 0), packed(n + 1, 1));
+    for (int i = 0; i < Tile::kHeadDim / 4; ++i) {
+      const int half = i % 2, at = 4 * (i / 2) + 2 * half;
+      const float2 before = load_shared_pair(state_at(half, i / 2));
+      out[at] = fmaf(before.x, rows.keep[half], rows.finished(half, out[at]));
+      out[at + 1] = fmaf(before.y, rows.keep[half], rows.finished(half, out[at + 1]));
+    }
+    __syncwarp();  // all lanes have read what they share with others when results are rounded
+  } else {
+    if (thread == 0) wait_for_stores_to_read();  // of the tile before
+    named_barrier_wait(barrier, kWarpgroupSize);
+#pragma unroll
+    for (int i = 0; i < Tile::kHeadDim / 2; ++i) out[i] = rows.finished(i / 2 % 2, out[i]);
+  }
+
+  const bool is_final = all_final(p, tile);
+  if (is_final) {
+    // Matrices of one store: rows 0-7 and 8-15 of 8 columns, then of the next 8.
+    const int row = thread / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int n = 0; n < Tile::kHeadDim / 8; n += 2) {
+      const int chunk = n % 8 + lane / 16;
+      const uint32_t to = results + n / 8 * Tile::kOutBlockBytes + row * kColumnBlockPitch +
+                          (chunk ^ (row % 8)) * 16;
+      const float* x = out + 4 * n;
+      store_matrices(to, pack<Element>(x[0], x[1]), pack<Element>(x[2], x[3]),
+                     pack<Element>(x[4], x[5]), pack<Element>(x[6], x[7]));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Tile::kHeadDim / 4; ++i) {
+      const int half = i % 2, at = 4 * (i / 2) + 2 * half;
+      store_shared_pair(state_at(half, i / 2), make_float2(out[at], out[at + 1]));
+    }
   }
   fence_async_shared();
   named_barrier_wait(barrier, kWarpgroupSize);
-  if (thread == 0) {
+  if (thread != 0) return;
+  if (is_final) {
 #pragma unroll
     for (int block = 0; block < Tile::kColumnBlocks; ++block) {
       store_box(p.out, {block * kColumnBlock, first_row, tile.head, tile.batch},
-                shared + block * Tile::kQueryBlockBytes);
+                results + block * Tile::kOutBlockBytes);
     }
-    commit_stores();
+  } else {
+#pragma unroll
+    for (int block = 0; block < Tile::kStateBlocks; ++block) {
+      store_box(p.state, {block * kStateBlock, first_row, tile.head, tile.batch},
+                results + block * Tile::kResultBlockBytes);
+    }
+  }
+  commit_stores();
+  if (Tile::kSeparateOut && p.fold) {
+    wait_for_stores_to_read();
+    arrive(shared.state_free());
   }
 }
 

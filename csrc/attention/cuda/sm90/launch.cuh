@@ -67,11 +67,11 @@ cudaError_t make_query_maps(const BlockAttentionParams& p, KernelParams& params)
     return make_tensor_map(x, dtype, p.batch, p.num_queries, p.num_heads, p.head_dim, box_rows, to);
   };
   cudaError_t error = map(p.q, p.dtype, Tile::kBlockQ, params.q);
-  if (error == cudaSuccess && p.final_begin < p.final_end && !p.fold) {
+  if (error == cudaSuccess && p.final_begin < p.final_end) {
     error = map(p.out, p.dtype, 64, params.out);
   }
-  if (error == cudaSuccess && p.fold) {
-    error = map(p.state, DataType::kFloat32, Tile::kBlockQ, params.state);
+  if (error == cudaSuccess && p.state.data != nullptr) {
+    error = map(p.state, DataType::kFloat32, 64, params.state);
   }
   return error;
 }

@@ -37,7 +37,7 @@ struct KeyBounds {
 struct KernelParams {
   CUtensorMap q;      // in boxes of [kBlockQ, 64]
   CUtensorMap out;    // [64, 64]; only where rows are final
-  CUtensorMap state;  // [kBlockQ, 64]; only with fold, for prefetching
+  CUtensorMap state;  // [64, 32]; only where rows are not, or with fold
 
   TileOrder order;
   int num_segments;

@@ -31,7 +31,12 @@ __device__ __forceinline__ void mask_scores(float (&s)[kScores], int last_key, i
 }
 
 struct OnlineSoftmax {
-  float max[2] = {-INFINITY, -INFINITY};  // of the raw scores, the same in a quad
+  /// How far, in powers of two, scores may rise above `max` before it follows: accumulators are
+  /// then seldom scaled after the first tiles. Probabilities are that much larger, which no 16-bit
+  /// type minds; after FlashAttention-4.
+  static constexpr float kSlack = 8.0f;
+
+  float max[2] = {-INFINITY, -INFINITY};  // of the raw scores or a little less, the same in a quad
   float sum[2] = {0.0f, 0.0f};            // of this lane's probabilities, relative to max
   float decay[2] = {1.0f, 1.0f};          // what earlier accumulators have to be multiplied by
 
@@ -48,6 +53,8 @@ struct OnlineSoftmax {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      // Negated, for rows that have seen nothing: -inf - -inf.
+      if (!((max[half] - before[half]) * scale_log2 > kSlack)) max[half] = before[half];
       const float offset = scaled_max(max[half], scale_log2);
       // exp2(-inf) before the first keys; exactly 1 where nothing changes, so no contraction here.
       decay[half] = exp2_approx(__fmul_rn(before[half], scale_log2) - offset);
@@ -97,6 +104,8 @@ __device__ __forceinline__ void round_probabilities(const float (&s)[kScores],
 template <int kAccumulators>
 __device__ __forceinline__ void scale_accumulators(float (&out)[kAccumulators],
                                                    const float (&decay)[2]) {
+  // Of few accumulators, scaling costs less than the branch does in registers.
+  if (kAccumulators > 32 && __all_sync(0xffffffff, decay[0] == 1.0f && decay[1] == 1.0f)) return;
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) out[i] *= decay[i / 2 % 2];
 }

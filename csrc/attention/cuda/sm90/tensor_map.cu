@@ -49,12 +49,12 @@ cudaError_t make_tensor_map(const Strided& x, DataType dtype, int batch, int row
                                static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
   const cuuint64_t strides[3] = {stride(x.row_stride, rows), stride(x.head_stride, heads),
                                  stride(x.batch_stride, batch)};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / bytes),
+                             static_cast<cuuint32_t>(box_rows), 1, 1};
   const cuuint32_t every_element[4] = {1, 1, 1, 1};
   const CUresult result =
       encode(&map, map_type(dtype), 4, x.data, sizes, strides, box, every_element,
-             CU_TENSOR_MAP_INTERLEAVE_NONE,
-             bytes == 2 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
 }

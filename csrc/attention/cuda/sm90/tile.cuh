@@ -14,20 +14,27 @@ namespace ringattn::cuda::sm90 {
 constexpr int kWarpgroupSize = 128;
 constexpr int kColumnBlock = 64;        // columns that lie together: 128 bytes of a 16-bit type
 constexpr int kColumnBlockPitch = 128;  // bytes from row to row
+constexpr int kStateBlock = 32;         // the same of float32
 constexpr int kStages = 2;              // tiles of keys (and of values) in shared memory
+
+// Named barriers: the turns of the consumers, then one for each consumer's own threads.
+constexpr int kTurnBarrier = 1;
+constexpr int kWarpgroupBarrier = 4;
+
+/// When consumers take turns, so that one's products run under another's softmax. Measured for each
+/// instantiation; without it they drift into that by themselves, or not.
+enum class Turns { kAlways, kWhenFolding };
 
 /// One warpgroup copies; kConsumers of them attend 64 query rows each. setmaxnreg shares out the
 /// 65536 registers: what the copying one gives back goes to the others.
-///   kPingPong: consumers take turns, so that one's products run under another's softmax. Measured
-///   for each instantiation; without it they drift into that by themselves, or not.
-template <int kHeadDim_, int kConsumers_, int kBlockK_, bool kPingPong_, int kProducerRegisters_,
+template <int kHeadDim_, int kConsumers_, int kBlockK_, Turns kTurns_, int kProducerRegisters_,
           int kConsumerRegisters_>
 struct TileShape {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kBlockK = kBlockK_;
-  static constexpr bool kPingPong = kPingPong_;
+  static constexpr Turns kTurns = kTurns_;
   static constexpr int kProducerRegisters = kProducerRegisters_;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
@@ -44,19 +51,24 @@ struct TileShape {
   static constexpr int kBarrierBytes = 128;
   static constexpr int kLoadedBytes = kQueryBytes + 2 * kStages * kKeyBytes + kBarrierBytes;
   static constexpr int kMaxSharedBytes = 232448;
-  /// Where there is room, results leave through memory of their own, and the next queries come in
-  /// meanwhile; otherwise through that of the queries.
-  static constexpr bool kSeparateOut = kLoadedBytes + kQueryBytes + kAlignment <= kMaxSharedBytes;
-  static constexpr int kSharedBytes = kLoadedBytes + (kSeparateOut ? kQueryBytes : 0) + kAlignment;
+  static constexpr int kStateBlocks = kHeadDim / kStateBlock;
+  static constexpr int kStateBytes = kBlockQ * kHeadDim * 4;  // of float32
+  /// Where there is room, results leave through memory of their own, in float32 too, into which the
+  /// state comes while the tile is attended; the next queries come in meanwhile. Otherwise through
+  /// the memory of the queries, in 16 bits.
+  static constexpr bool kSeparateOut = kLoadedBytes + kStateBytes + kAlignment <= kMaxSharedBytes;
+  static constexpr int kSharedBytes = kLoadedBytes + (kSeparateOut ? kStateBytes : 0) + kAlignment;
+  static constexpr int kResultBlockBytes = 64 * kColumnBlockPitch;  // of one consumer's rows
+  static constexpr int kOutBlockBytes = kSeparateOut ? kResultBlockBytes : kQueryBlockBytes;
   static_assert(kSharedBytes <= kMaxSharedBytes);
 };
 
 template <int kHeadDim>
 struct TileFor;
 // clang-format off
-template <> struct TileFor<64> : TileShape<64, 3, 128, true, 32, 160> {};
-template <> struct TileFor<128> : TileShape<128, 2, 128, false, 24, 240> {};
-template <> struct TileFor<256> : TileShape<256, 2, 80, true, 24, 240> {};
+template <> struct TileFor<64> : TileShape<64, 3, 128, Turns::kAlways, 32, 160> {};
+template <> struct TileFor<128> : TileShape<128, 2, 128, Turns::kWhenFolding, 24, 240> {};
+template <> struct TileFor<256> : TileShape<256, 2, 80, Turns::kAlways, 24, 240> {};
 // clang-format on
 
 /// One tile of queries of one head.
@@ -65,6 +77,7 @@ struct QueryTile {
   int rows_end;
   int batch;
   int head;
+  uint32_t state_parity;  // of the state's phase, if it is loaded: known when the tile is announced
 
   __device__ __forceinline__ bool exists() const { return first_row >= 0; }
 };
@@ -82,8 +95,12 @@ struct SharedMemory {
     return base + Tile::kQueryBytes + stage * Tile::kKeyBytes;
   }
   __device__ __forceinline__ uint32_t values(uint32_t stage) const { return keys(kStages + stage); }
-  __device__ __forceinline__ uint32_t results() const {
-    return Tile::kSeparateOut ? keys(2 * kStages) : queries();
+  /// Of a consumer's 64 rows: column blocks of 16-bit results, kOutBlockBytes apart, or of float32
+  /// ones, kResultBlockBytes apart.
+  __device__ __forceinline__ uint32_t results(int consumer) const {
+    return Tile::kSeparateOut
+               ? keys(2 * kStages) + consumer * Tile::kStateBlocks * Tile::kResultBlockBytes
+               : queries() + consumer * Tile::kResultBlockBytes;
   }
 
   /// Each buffer has a barrier that says that it is full (the copy engine has written it) and one
@@ -98,12 +115,15 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t values_free(uint32_t stage) const {
     return barrier(8 + stage);
   }
+  __device__ __forceinline__ uint32_t state_full() const { return barrier(12); }
+  __device__ __forceinline__ uint32_t state_free() const { return barrier(13); }
 
   /// The tile whose queries these are: written before queries_full, read after it.
-  __device__ __forceinline__ void set_tile(const QueryTile& tile) const {
+  __device__ __forceinline__ void set_tile(const QueryTile& tile, uint32_t state_parity) const {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(barrier(10)), "r"(tile.first_row),
                  "r"(tile.rows_end), "r"(tile.batch), "r"(tile.head)
                  : "memory");
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(barrier(14)), "r"(state_parity) : "memory");
   }
   __device__ __forceinline__ QueryTile tile() const {
     QueryTile tile;
@@ -111,6 +131,7 @@ struct SharedMemory {
                  : "=r"(tile.first_row), "=r"(tile.rows_end), "=r"(tile.batch), "=r"(tile.head)
                  : "r"(barrier(10))
                  : "memory");
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(tile.state_parity) : "r"(barrier(14)) : "memory");
     return tile;
   }
 
@@ -118,6 +139,8 @@ struct SharedMemory {
     init_barrier(queries_full(), 1);
     // Each warp by itself: its threads have read the tile.
     init_barrier(queries_free(), Tile::kConsumers * kWarpgroupSize / 32);
+    init_barrier(state_full(), 1);
+    init_barrier(state_free(), Tile::kConsumers);
     for (int stage = 0; stage < kStages; ++stage) {
       init_barrier(keys_full(stage), 1);
       init_barrier(keys_free(stage), Tile::kConsumers);

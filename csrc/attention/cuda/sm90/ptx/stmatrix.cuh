@@ -15,4 +15,14 @@ __device__ __forceinline__ void store_matrices(uint32_t row_address, uint32_t m0
       : "memory");
 }
 
+__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_shared_pair(uint32_t address, float2 x) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
+}
+
 }  // namespace ringattn::cuda::sm90

@@ -24,6 +24,11 @@ struct BoxOrigin {
   int batch;
 };
 
+/// Has the engine fetch a map ahead of its first use.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, BoxOrigin at,
                                          uint32_t barrier, L2Policy policy) {
   asm volatile(
@@ -43,6 +48,7 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, BoxOrigin at, 
       : "memory");
 }
 
+/// Into L2.
 __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, BoxOrigin at) {
   asm volatile(
       "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map),
