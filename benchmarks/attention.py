@@ -3,15 +3,20 @@
 
     python benchmarks/attention.py --seq-lens 4096,16384 --head-dims 64,128 --out build/attention
     python benchmarks/attention.py --device cpu --heads 8 --kv-heads 8 --seq-lens 2048
+    python benchmarks/attention.py --full --out build/attention
 
 `ringattn` is ringattn.block_attention; `ringattn fold` adds a block to a float32 state, as a ring
-step does. TFLOP/s count the pairs that the mask lets through. The error is the largest difference
-from float64 attention over sampled rows.
+step does. TFLOP/s count the pairs that the mask lets through, "x best" is the fastest peer's time
+over this one's. The error is the largest difference from float64 attention over sampled rows.
+--full is every length, head dim, mask and batch that is reported, beside the peer that is the
+fastest there: cuDNN, for float32 the memory-efficient kernel.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import ringattn
 import torch
@@ -28,7 +33,29 @@ from harness import (
 )
 from peers import flash_attn_package, torch_sdpa
 
-COLUMNS = ["S", "D", "mask", "what", "ms", "p10", "p90", "TFLOP/s", "max error", "note"]
+COLUMNS = ["B", "S", "D", "dtype", "mask", "what"]
+COLUMNS += ["ms", "p10", "p90", "TFLOP/s", "x best", "max error", "note"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Problems: every combination. `names` are the contestants, None: all that there are."""
+
+    batches: Sequence[int]
+    seq_lens: Sequence[int]
+    head_dims: Sequence[int]
+    dtype: str
+    masks: Sequence[str] = ("causal", "dense")
+    names: Sequence[str] | None = None
+
+
+POWERS = [2**i for i in range(10, 17)]  # 1K to 64K
+FASTEST = ("ringattn", "torch cuDNN")
+FULL = [
+    Grid([1], POWERS, [64, 128, 256], "bfloat16", names=FASTEST),
+    Grid([4], POWERS[:5], [64, 128, 256], "bfloat16", names=FASTEST),
+    Grid([1], [4096, 16384], [64, 128], "float32", names=("ringattn", "torch memory-efficient")),
+]
 
 
 def ours(problem: Problem) -> list[Contestant]:
@@ -64,6 +91,10 @@ def contestants(problem: Problem) -> list[Contestant]:
     return found
 
 
+def is_ours(name: str) -> bool:
+    return name.startswith("ringattn")
+
+
 def main() -> None:
     parser = common_arguments(__doc__)
     parser.add_argument("--seq-lens", type=integers, default=[2048, 8192], help="S, with commas")
@@ -72,48 +103,71 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--masks", default="causal,dense", help="causal, dense or both")
+    parser.add_argument("--batches", type=integers, default=[1], help="B, with commas")
+    parser.add_argument("--full", action="store_true", help="the whole table; sizes do not count")
     arguments = parser.parse_args()
 
+    given = Grid(
+        arguments.batches,
+        arguments.seq_lens,
+        arguments.head_dims,
+        arguments.dtype,
+        arguments.masks.split(","),
+    )
     device = torch.device(arguments.device)
     header = environment(device) | {
-        "tensors": f"B 1, H {arguments.heads}, H_kv {arguments.kv_heads}, {arguments.dtype}",
+        "heads": f"H {arguments.heads}, H_kv {arguments.kv_heads}",
         "rounds": f"{arguments.rounds} after {arguments.warmup} of warm-up, medians",
     }
     report = Report("Block attention on one device", header, COLUMNS)
     report.start()
-    for head_dim in arguments.head_dims:
-        for seq_len in arguments.seq_lens:
-            for mask in arguments.masks.split(","):
-                problem = Problem.random(
-                    seq_len,
-                    arguments.heads,
-                    arguments.kv_heads,
-                    head_dim,
-                    dtype=DTYPES[arguments.dtype],
-                    device=device,
-                    causal=mask == "causal",
-                )
-                compete(report, problem, device, arguments.rounds, arguments.warmup)
+    for grid in FULL if arguments.full else [given]:
+        for batch in grid.batches:
+            for head_dim in grid.head_dims:
+                for seq_len in grid.seq_lens:
+                    for mask in grid.masks:
+                        problem = Problem.random(
+                            seq_len,
+                            arguments.heads,
+                            arguments.kv_heads,
+                            head_dim,
+                            dtype=DTYPES[grid.dtype],
+                            device=device,
+                            causal=mask == "causal",
+                            batch=batch,
+                        )
+                        compete(
+                            report, problem, grid.names, device, arguments.rounds, arguments.warmup
+                        )
     report.write(arguments.out)
 
 
 def compete(
-    report: Report, problem: Problem, device: torch.device, rounds: int, warmup: int
+    report: Report,
+    problem: Problem,
+    names: Sequence[str] | None,
+    device: torch.device,
+    rounds: int,
+    warmup: int,
 ) -> None:
     """One problem: a row for each contestant."""
-    field = contestants(problem)
+    field = [one for one in contestants(problem) if names is None or one.name in names]
     errors = {contestant.name: max_error(contestant, problem) for contestant in field}
     timings = measure(field, device, rounds=rounds, warmup=warmup)
+    best = min((t.median for name, t in timings.items() if not is_ours(name)), default=math.nan)
     for contestant in field:
         timing = timings[contestant.name]
         report.add(
             {
+                "B": problem.q.size(0),
                 "S": problem.seq_len,
                 "D": problem.q.size(-1),
+                "dtype": str(problem.q.dtype).removeprefix("torch."),
                 "mask": "causal" if problem.causal else "dense",
                 "what": contestant.name,
                 **timing.columns(),
                 "TFLOP/s": problem.flops / timing.median / 1e9,
+                "x best": best / timing.median,
                 "max error": errors[contestant.name],
                 "note": contestant.note,
             }
