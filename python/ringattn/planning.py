@@ -81,7 +81,18 @@ class RankProfile:
 
 def save_profiles(path: str | Path, profiles: Sequence[RankProfile]) -> None:
     """Writes profiles as JSON: an object whose ``profiles`` are one object per rank, in rank order,
-    with the fields of :class:`RankProfile`."""
+    with the fields of :class:`RankProfile`.
+
+    Args:
+        path: of the file; what it held is replaced.
+        profiles: one per rank, ``[W]``.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     content = {"profiles": [asdict(profile) for profile in profiles]}
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -89,6 +100,12 @@ def save_profiles(path: str | Path, profiles: Sequence[RankProfile]) -> None:
 def load_profiles(path: str | Path) -> list[RankProfile]:
     """The profiles in a JSON file, as :func:`save_profiles` and ``python -m ringattn profile``
     write them; what else the file holds is ignored.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        One profile per rank, in rank order.
 
     Raises:
         OSError: the file cannot be read.
@@ -303,6 +320,9 @@ def plan(
             that computes. Fewer take less memory, see :attr:`Plan.least_depth`.
         training: forward and backward, 3.5 times the attention and 3 times the matrix products of
             forward alone (https://arxiv.org/abs/2307.08691, section 4.1).
+
+    Returns:
+        The plan; it prints as a table.
 
     Raises:
         ValueError: no profiles, a negative ``seq_len``, ``max_tokens`` that do not hold the
