@@ -98,15 +98,15 @@ Partition check_partition(const std::vector<int64_t>& lengths, const std::vector
   }
 }
 
-bool is_capturing(c10::Device device) {
+void check_capture(const RingGroup& group, const Signature& signature, c10::Device device) {
 #ifdef RINGATTN_WITH_CUDA
-  if (device.is_cuda()) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
-    return status != cudaStreamCaptureStatusNone;
-  }
+  if (!device.is_cuda()) return;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
+  RINGATTN_CHECK(status == cudaStreamCaptureStatusNone || group.knows(signature),
+                 "a call must have been made once before one of its kind is captured in a CUDA "
+                 "graph, got a first one under capture");
 #endif
-  return false;
 }
 
 std::string to_text(const std::vector<int64_t>& values) {

@@ -9,7 +9,7 @@
 
 #include "core/shape.h"
 #include "partition/partition.h"
-#include "transport/agreement.h"
+#include "transport/ring_group.h"
 
 // What operators ask of their arguments, once: below this room nobody checks again. A refusal reads
 // "subject must rule, got value". The prefix tells the Python layer that the caller is to blame.
@@ -29,8 +29,8 @@ void check_state(const at::Tensor& out, const at::Tensor& lse, const at::Tensor&
 Partition check_partition(const std::vector<int64_t>& lengths, const std::vector<int64_t>& order,
                           const std::string& layout, int64_t world_size);
 
-/// Whether what the current stream of `device` is given now is captured in a CUDA graph.
-bool is_capturing(c10::Device device);
+/// What is captured in a CUDA graph has been agreed on before: ranks cannot talk then.
+void check_capture(const RingGroup& group, const Signature& signature, c10::Device device);
 
 /// Values for a Signature.
 std::string to_text(const std::vector<int64_t>& values);

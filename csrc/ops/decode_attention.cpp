@@ -31,11 +31,12 @@ at::Tensor decode_attention_op(const at::Tensor& q, const at::Tensor& k, const a
   const int64_t call = group->begin_call([&] {
     check_attention(q, k, v, scale);
     group->check_device(q.device());
-    return signature(q, k, scale);
+    Signature asked = signature(q, k, scale);
+    check_capture(*group, asked, q.device());
+    return asked;
   });
   return group->run(call, [&] {
-    // A few kilobytes from everyone to everyone: NCCL has the shorter way for that.
-    auto& transport = group->transport(q.is_cuda() ? "nccl" : "process_group", q.device());
+    CollectiveTransport& transport = group->collectives(q.device());
     const at::Tensor partials = transport.all_gather(decode_partial(q, k, v, scale), call);
     const at::Tensor out = merge_partials(partials, q);
     transport.guard({out});

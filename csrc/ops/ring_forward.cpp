@@ -76,10 +76,8 @@ std::tuple<at::Tensor, at::Tensor> ring_forward_op(
   const int64_t call = group->begin_call([&] {
     partition = check(args, group->rank(), group->size());
     group->check_device(q.device());
-    const Signature asked = signature(args, *partition);
-    RINGATTN_CHECK(!is_capturing(q.device()) || group->knows(asked),
-                   "a call must have been made once before one of its kind is captured in a CUDA "
-                   "graph, got a first one under capture");
+    Signature asked = signature(args, *partition);
+    check_capture(*group, asked, q.device());
     return asked;
   });
   MessageTransport& carrier = group->transport(args.transport, q.device());

@@ -126,7 +126,9 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
     message.call = group.begin_call([&] {
       partition = check(kv, lengths.vec(), order.vec(), transport, group.rank(), group.size());
       group.check_device(kv.device());
-      return signature(kv, *partition, transport);
+      Signature asked = signature(kv, *partition, transport);
+      check_capture(group, asked, kv.device());
+      return asked;
     });
     message.step = 1;
     message.destination = partition->neighbour(group.rank(), 1);

@@ -6,6 +6,8 @@
 
 #include <chrono>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "transport/cuda/stream_words.h"
@@ -24,7 +26,8 @@ struct Layout {
   static constexpr int64_t kStaged = 0;
   static constexpr int64_t kRead = kStaged + kRanks;
   static constexpr int64_t kBlocksDone = kRead + kRanks;
-  static constexpr int64_t kFailed = kBlocksDone + 1;
+  static constexpr int64_t kCalls = kBlocksDone + 1;
+  static constexpr int64_t kFailed = kCalls + 1;
   static constexpr int64_t kOne = kFailed + 1;  // a 1 to copy from
   static constexpr int64_t kLaunch = kOne + 1;
   static constexpr int64_t kWords = kLaunch + Handshake::kLaunchCounters + Handshake::kMaxArrivals;
@@ -48,28 +51,21 @@ class Handshake::State {
         group_(group.weak_from_this()),
         device_(device),
         patience_(group.peers().timeout() * 4 / 5),
-        words_(group, device, Layout::kWords * sizeof(uint32_t)) {
+        words_(group, device, Layout::kWords * sizeof(uint32_t), set_up()) {
     const c10::cuda::CUDAGuard guard(device);
     std::vector<uint32_t> initial(Layout::kWords, 0);
     for (int64_t rank = 0; rank < size_; ++rank) initial[Layout::kRead + rank] = 1;
     initial[Layout::kOne] = 1;
     C10_CUDA_CHECK(cudaMemcpy(word(0), initial.data(), initial.size() * sizeof(uint32_t),
                               cudaMemcpyHostToDevice));
-    C10_CUDA_CHECK(cudaHostAlloc(&host_, sizeof(HostWords), cudaHostAllocMapped));
-    host_->phase = kNotWaiting;
-    host_->calls = 0;
-    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&releasing_, cudaStreamNonBlocking));
     group.exchange("");  // nobody signals before all words are in place
   }
 
   ~State() {
-    int before = 0;
-    if (cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(device_.index()) != cudaSuccess) {
-      return;
-    }
-    cudaStreamDestroy(releasing_);
-    cudaFreeHost(host_);
-    cudaSetDevice(before);
+    on_device(device_, [&] {
+      if (releasing_ != nullptr) cudaStreamDestroy(releasing_);
+      if (host_ != nullptr) cudaFreeHost(host_);
+    });
   }
 
   uint32_t* word(int64_t index) const { return word_of(rank_, index); }
@@ -111,16 +107,35 @@ class Handshake::State {
     if (given_up_) return true;
     const std::vector<uint32_t> read = look_at(Layout::kRead);
     for (int64_t rank = 0; rank < size_; ++rank) {
-      if (rank != rank_ && read[rank] == 0) return leaving_++ > kGlancesForTheDead;
+      if (rank != rank_ && read[rank] == 0) {
+        if (!leaving_since_) leaving_since_ = Clock::now();
+        return Clock::now() - *leaving_since_ >= patience_;
+      }
     }
     return true;
   }
 
   const int64_t rank_, size_;
   HostWords* host_ = nullptr;
+  cudaStream_t releasing_ = nullptr;  // past everything that waits
 
  private:
   friend class Handshake;
+
+  // What this rank needs of its own. Why it cannot have it, or nothing.
+  std::string set_up() {
+    if (!cuda::StreamWords::available()) return "its driver has no stream memory operations";
+    const c10::cuda::CUDAGuard guard(device_);
+    cudaError_t error = cudaHostAlloc(&host_, sizeof(HostWords), cudaHostAllocMapped);
+    if (error == cudaSuccess) {
+      host_->phase = kNotWaiting;
+      host_->calls = 0;
+      error = cudaStreamCreateWithFlags(&releasing_, cudaStreamNonBlocking);
+    }
+    if (error == cudaSuccess) return "";
+    cudaGetLastError();  // it is not the next caller's
+    return cudaGetErrorString(error);
+  }
 
   void give_up(uint32_t phase) {
     const std::vector<uint32_t> seen =
@@ -169,11 +184,9 @@ class Handshake::State {
   int64_t call_ = 0;
   std::shared_ptr<const std::vector<int64_t>> step_of_rank_;
   bool closed_ = false, given_up_ = false;
-  static constexpr int kGlancesForTheDead = 4;  // of half a second
-  int leaving_ = 0;
+  std::optional<Clock::time_point> leaving_since_;  // the group is gone, and not all has been read
   uint32_t last_phase_ = kNotWaiting, last_calls_ = 0;
   Clock::time_point since_ = Clock::now();
-  cudaStream_t releasing_ = nullptr;  // past everything that waits
   SharedMemory words_;
 };
 
@@ -200,9 +213,6 @@ Handshake::Handshake(RingGroup& group, c10::Device device) {
   TORCH_CHECK(group.size() <= cuda::kMaxSignals,
               "ringattn: transport \"symmetric\" must have at most ", cuda::kMaxSignals,
               " ranks, got ", group.size());
-  TORCH_CHECK(cuda::StreamWords::available(),
-              "ringattn: transport \"symmetric\" must have a driver with stream memory operations, "
-              "got one without");
   state_ = std::make_shared<State>(group, device);
   Watchdog::get().watch(std::make_unique<Lookout<State>>(state_));
 }
@@ -229,8 +239,9 @@ void Handshake::give_signals(cuda::StageParams& params) const {
     params.signals[params.num_signals++] = state_->word_of(rank, Layout::kStaged + state_->rank_);
   }
   params.blocks_done = state_->word(Layout::kBlocksDone);
-  params.waiting = const_cast<uint32_t*>(&state_->host_->phase);
-  params.count = const_cast<uint32_t*>(&state_->host_->calls);
+  params.failed = failed();
+  params.calls = state_->word(Layout::kCalls);
+  params.calls_shown = const_cast<uint32_t*>(&state_->host_->calls);
 }
 
 void Handshake::wait_until_staged(cudaStream_t stream) {
@@ -239,14 +250,14 @@ void Handshake::wait_until_staged(cudaStream_t stream) {
   for (int64_t rank = 0; rank < state_->size_; ++rank) {
     if (rank != state_->rank_) words.wait_for(state_->word(Layout::kStaged + rank), 1);
   }
+  for (int64_t rank = 0; rank < state_->size_; ++rank) {
+    if (rank != state_->rank_) words.write(state_->word(Layout::kStaged + rank), 0);
+  }
   words.write(const_cast<uint32_t*>(&state_->host_->phase), kNotWaiting);
   C10_CUDA_CHECK(words.enqueue(stream));
 }
 
 void Handshake::tell_read(int64_t other, cudaStream_t stream) {
-  cuda::StreamWords words;
-  words.write(state_->word(Layout::kStaged + other), 0);
-  C10_CUDA_CHECK(words.enqueue(stream));
   // Note: a copy, since it goes to another device: the engine that copied the block does this after
   // it.
   C10_CUDA_CHECK(cudaMemcpyAsync(state_->word_of(other, Layout::kRead + state_->rank_),

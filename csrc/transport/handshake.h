@@ -20,13 +20,16 @@ class RingGroup;
 ///   staged[p] of rank r:  what p has staged may be read by r     p sets it, r takes it back
 ///   read[p] of rank r:    p has read what r staged last          p sets it, r takes it back
 ///
+/// r takes staged[p] back as soon as it has seen it, before anything that tells p to go on: p
+/// cannot have set it for the next call yet.
+///
 /// Every rank signals every other one in each call, so a call begins nowhere before the last one
 /// has been read everywhere. Nothing in it counts calls: what is captured in a CUDA graph can be
 /// replayed. Waiting is done by streams, before any kernel that waits itself is launched, so no
 /// rank ever waits for another one's multiprocessors while it holds its own.
 class Handshake {
  public:
-  /// Collective. Throws where the ranks do not share memory.
+  /// Collective. Throws on all ranks where they do not share memory.
   Handshake(RingGroup& group, c10::Device device);
   ~Handshake();
   Handshake(const Handshake&) = delete;
@@ -34,15 +37,16 @@ class Handshake {
 
   bool shares_devices() const;
 
-  // One call, in this order. Where something else than the staging kernel stages, first of all:
+  // One call, in this order; all but the last on one stream, with the staging kernel after the
+  // second.
   /// Nobody reads any more what this rank staged last.
   void wait_until_read(cudaStream_t stream);
-  /// Completes what the staging kernel is told: it waits until nobody reads what was staged last,
-  /// and gives the signals.
+  /// Completes what the staging kernel is told: it gives the signals.
   void give_signals(cuda::StageParams& params) const;
   /// Everything that the other ranks have for this call is in place.
   void wait_until_staged(cudaStream_t stream);
-  /// This rank needs nothing more of what `other` has staged. Once for every other rank.
+  /// This rank needs nothing more of what `other` has staged. Once for every other rank, behind
+  /// what was copied from there.
   void tell_read(int64_t other, cudaStream_t stream);
 
   /// Words of this rank alone, 0 between calls: counters for a kernel, then words for what has

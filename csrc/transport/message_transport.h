@@ -44,8 +44,6 @@ class RINGATTN_API MessageTransport : public Transport {
   virtual std::unique_ptr<Transfer> start(const Message& message) = 0;
   /// Whether a rank without a message to send or receive must start one all the same.
   virtual bool needs_every_rank() const { return false; }
-  /// mine [N] of every rank -> [W, N], the same bits on every rank, ready for the current stream.
-  virtual at::Tensor all_gather(const at::Tensor& mine, int64_t call) = 0;
   /// Sees to it that `results` are NaN if a message that they depend on fails after the host has
   /// moved on.
   virtual void guard(const std::vector<at::Tensor>& results) {}
@@ -53,6 +51,13 @@ class RINGATTN_API MessageTransport : public Transport {
   virtual void synchronize() {}
   /// Whether nothing uses its memory any more. Asked again and again once the group is gone.
   virtual bool idle() { return true; }
+};
+
+/// One whose library has collectives too.
+class RINGATTN_API CollectiveTransport : public MessageTransport {
+ public:
+  /// mine [N] of every rank -> [W, N], the same bits on every rank, ready for the current stream.
+  virtual at::Tensor all_gather(const at::Tensor& mine, int64_t call) = 0;
 };
 
 }  // namespace ringattn

@@ -272,7 +272,7 @@ class NcclTransfer : public Transfer {
   bool timed_;
 };
 
-class NcclTransport : public MessageTransport {
+class NcclTransport : public CollectiveTransport {
  public:
   NcclTransport(RingGroup& group, c10::Device device)
       : group_(group),

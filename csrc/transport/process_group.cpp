@@ -117,7 +117,7 @@ class DeviceTransfer : public Transfer {
   c10::Event started_, done_;
 };
 
-class ProcessGroupTransport : public MessageTransport {
+class ProcessGroupTransport : public CollectiveTransport {
  public:
   ProcessGroupTransport(RingGroup& group, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                         c10::Device device)

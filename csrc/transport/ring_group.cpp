@@ -131,6 +131,11 @@ MessageTransport& RingGroup::transport(const std::string& name, c10::Device devi
   return *transport;
 }
 
+CollectiveTransport& RingGroup::collectives(c10::Device device) {
+  return static_cast<CollectiveTransport&>(
+      transport(device.is_cuda() ? "nccl" : "process_group", device));
+}
+
 std::string RingGroup::choose_transport(c10::Device device) {
 #ifdef RINGATTN_WITH_CUDA
   if (!device.is_cuda()) return "process_group";

@@ -77,6 +77,8 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
   /// `name` as the caller gave it ("auto" included), resolved for `device`. Making one is
   /// collective; where the ranks cannot have it, it throws on all of them and the group works on.
   MessageTransport& transport(const std::string& name, c10::Device device);
+  /// For small pieces from everyone to everyone.
+  CollectiveTransport& collectives(c10::Device device);
 
   /// Which rank is to blame that a message of `call` at `step` did not get through, as a sentence.
   /// Asks the store who else has failed. `suspects`: whom this rank was exchanging with.

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/shared_memory.h"
 
-#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "transport/ring_group.h"
 
@@ -56,7 +58,7 @@ size_t whole_pages(size_t bytes) {
 
 }  // namespace
 
-SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes)
+SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes, std::string refusal)
     : device_(device),
       rank_(group.rank()),
       bytes_(whole_pages(bytes)),
@@ -69,12 +71,16 @@ SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes)
   if (error == cudaSuccess) {
     std::memcpy(mine.device, properties.uuid.bytes, sizeof(mine.device));
     error = cudaMalloc(&memory_[rank_], bytes_);
+    if (error == cudaErrorMemoryAllocation) {  // PyTorch may hold what nobody uses
+      c10::cuda::CUDACachingAllocator::emptyCache();
+      error = cudaMalloc(&memory_[rank_], bytes_);
+    }
   }
   if (error == cudaSuccess) error = cudaIpcGetMemHandle(&mine.handle, memory_[rank_]);
-  if (error != cudaSuccess) put(mine.reason, cudaGetErrorString(error));
+  if (refusal.empty() && error != cudaSuccess) refusal = cudaGetErrorString(error);
   cudaGetLastError();  // a failure here is not the next caller's
+  put(mine.reason, refusal);
 
-  std::string refusal = mine.reason;
   const auto words = group.exchange(to_word(mine));
   std::set<std::string> devices;
   for (int64_t rank = 0; rank < group.size(); ++rank) {
@@ -95,7 +101,8 @@ SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes)
   const auto refusals = group.exchange(refusal);
   for (int64_t rank = 0; rank < group.size(); ++rank) {
     if (refusals[rank].empty()) continue;
-    release();
+    close_others();
+    on_device(device_, [&] { cudaFree(memory_[rank_]); });
     TORCH_CHECK(false,
                 "ringattn: ranks must be on one host and reach each other's device memory for "
                 "transport \"symmetric\", got rank ",
@@ -103,24 +110,19 @@ SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes)
   }
 }
 
-SharedMemory::~SharedMemory() { release(); }
+SharedMemory::~SharedMemory() {
+  close_others();
+  on_device(device_, [&] { cudaFree(memory_[rank_]); });
+}
 
-// Nothing is thrown: at the end of the process CUDA may be gone, and takes all of this with it.
-void SharedMemory::release() noexcept {
-  int before = 0;
-  if (cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(device_.index()) != cudaSuccess) {
-    return;
-  }
-  for (size_t rank = 0; rank < memory_.size(); ++rank) {
-    if (memory_[rank] == nullptr) continue;
-    if (static_cast<int64_t>(rank) == rank_) {
-      cudaFree(memory_[rank]);
-    } else {
+void SharedMemory::close_others() noexcept {
+  on_device(device_, [&] {
+    for (int64_t rank = 0; rank < static_cast<int64_t>(memory_.size()); ++rank) {
+      if (rank == rank_ || memory_[rank] == nullptr) continue;
       cudaIpcCloseMemHandle(memory_[rank]);
+      memory_[rank] = nullptr;
     }
-    memory_[rank] = nullptr;
-  }
-  cudaSetDevice(before);
+  });
 }
 
 }  // namespace ringattn

@@ -20,6 +20,7 @@
 #include "transport/hostility.h"
 #include "transport/ring_group.h"
 #include "transport/shared_memory.h"
+#include "transport/symmetric_plan.h"
 
 namespace ringattn {
 namespace {
@@ -28,41 +29,10 @@ using at::cuda::CUDAEvent;
 using c10::cuda::CUDAStream;
 using c10::cuda::getCurrentCUDAStream;
 
-// Rows of a block, all planes (a head of a batch, keys or values) of some heads, from where its
-// owner has staged it to where this rank attends to it.
-struct Copy {
-  int64_t step = 0;
-  const char* from = nullptr;
-  char* to = nullptr;
-  size_t plane_bytes = 0;  // that are copied
-  size_t pitch = 0;        // of the staged block
-  size_t planes = 0;
-  uint32_t* arrival = nullptr;  // set to 1 behind it; null: nobody polls
-};
-
-// What a kind of call does with memory. Addresses do not change from call to call.
-struct Plan {
-  at::Tensor memory;         // the visiting blocks
-  Gathering gathering;       // arrivals only where they are polled
-  std::vector<Copy> copies;  // in the order in which they are made
-  std::shared_ptr<const std::vector<int64_t>> step_of_rank;
-  cudaGraphExec_t graph = nullptr;  // all copies of a polled call and the words behind them
-  int64_t uses = 0;
-
-  Plan() = default;
-  Plan(const Plan&) = delete;
-  Plan& operator=(const Plan&) = delete;
-  ~Plan() {
-    if (graph != nullptr) cudaGraphExecDestroy(graph);
-  }
-};
-
-std::optional<unsigned long long> capture_of(cudaStream_t stream) {
+bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &id));
-  if (status != cudaStreamCaptureStatusActive) return {};
-  return id;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
 }
 
 cuda::StageSource stage_source(const at::Tensor& x) {  // [B, S_r, H_kv, D]
@@ -89,11 +59,12 @@ class SymmetricTransport : public MessageTransport {
   SymmetricTransport(RingGroup& group, c10::Device device)
       : group_(group), device_(device), handshake_(group, device), lane_(own_stream(device)) {}
 
-  ~SymmetricTransport() override { cudaStreamDestroy(lane_); }
+  ~SymmetricTransport() override {
+    on_device(device_, [&] { cudaStreamDestroy(lane_); });
+  }
 
   std::unique_ptr<BlockStream> open(const Exchange& exchange) override;
   std::unique_ptr<Transfer> start(const Message& message) override;
-  at::Tensor all_gather(const at::Tensor& mine, int64_t call) override;
 
   bool needs_every_rank() const override { return true; }
 
@@ -107,28 +78,27 @@ class SymmetricTransport : public MessageTransport {
   }
 
   void synchronize() override {
-    for (CUDAEvent& end : ends()) end.synchronize();
+    if (!last_stream_) return;
+    end_.synchronize();
+    CUDAEvent copied;
+    copied.record(lane_);
+    copied.synchronize();
   }
 
   bool idle() override {
-    if (!ending_) ending_ = ends();
-    const bool done =
-        std::all_of(ending_->begin(), ending_->end(), [](CUDAEvent& end) { return end.query(); });
-    return done && handshake_.all_read();
+    if (!last_stream_) return true;
+    if (!end_.query()) return false;
+    if (cudaStreamQuery(lane_) == cudaErrorNotReady) {
+      cudaGetLastError();  // no error of anybody's
+      return false;
+    }
+    return handshake_.all_read();
   }
 
  private:
   friend class SymmetricStream;
 
   char* staged_by(int64_t rank) const { return static_cast<char*>(staged_->of(rank)); }
-  std::vector<int64_t> others() const {
-    std::vector<int64_t> others;
-    for (int64_t rank = 0; rank < group_.size(); ++rank) {
-      if (rank != group_.rank()) others.push_back(rank);
-    }
-    return others;
-  }
-
   // Note: none of PyTorch's pool. Two groups that came by the same stream would wait for each
   // other's copies, and their kernels for them.
   static CUDAStream own_stream(c10::Device device) {
@@ -140,15 +110,6 @@ class SymmetricTransport : public MessageTransport {
     return c10::cuda::getStreamFromExternal(stream, device.index());
   }
 
-  // The end of everything that has been enqueued so far.
-  std::vector<CUDAEvent> ends() const {
-    std::vector<CUDAEvent> ends;
-    if (!last_stream_) return ends;
-    ends.emplace_back().record(*last_stream_);
-    ends.emplace_back().record(lane_);
-    return ends;
-  }
-
   // What is copied from now on comes after what `stream` holds.
   void after(CUDAStream stream) {
     fork_.record(stream);
@@ -157,32 +118,38 @@ class SymmetricTransport : public MessageTransport {
 
   // Calls follow each other, also from stream to stream. What is captured is ordered by whoever
   // replays it, and by the handshake.
-  void after_last(CUDAStream stream) {
-    const auto capture = capture_of(stream);
+  void begin_on(CUDAStream stream) {
+    capturing_ = is_capturing(stream);
+    captured_ |= capturing_;
     if (last_stream_ && *last_stream_ != stream) {
       if (gathered_.defined()) gathered_.record_stream(stream);
-      if (capture == last_capture_) {
-        CUDAEvent end;
-        end.record(*last_stream_);
-        end.block(stream);
-      }
+      if (!capturing_) end_.block(stream);
     }
-    last_stream_ = stream;
-    last_capture_ = capture;
-    captured_ |= capture.has_value();
+    if (!capturing_) last_stream_ = stream;
+  }
+  void end_on(CUDAStream stream) {
+    if (!capturing_) end_.record(stream);
   }
 
   // Collective: memory for staging blocks of `bytes`, on every rank.
-  void reserve(size_t bytes, cudaStream_t stream) {
+  void reserve(size_t bytes) {
     if (staged_ && staged_->bytes() >= bytes) return;
-    TORCH_CHECK(!capture_of(stream),
-                "ringattn: a call must have been made once before one of its kind is captured in a "
-                "CUDA graph, got a first one under capture");
+    check_may_grow();
     forget_plans();
-    if (staged_) group_.exchange("");  // nobody reads it any more
-    if (captured_ && staged_) captured_staged_.push_back(std::move(staged_));
+    if (captured_ && staged_) {
+      captured_staged_.push_back(std::move(staged_));
+    } else if (staged_) {
+      staged_->close_others();
+      group_.exchange("");  // nobody sees it any more
+    }
     staged_.reset();
     staged_ = std::make_unique<SharedMemory>(group_, device_, bytes);
+  }
+
+  void check_may_grow() const {
+    TORCH_CHECK(!capturing_,
+                "ringattn: a call must have been made once before one of its kind is captured in a "
+                "CUDA graph, got one under capture that needs more memory");
   }
 
   // What has been captured goes on using the memory that it was captured with.
@@ -212,6 +179,7 @@ class SymmetricTransport : public MessageTransport {
   void stage(cuda::StageParams params, int64_t call,
              std::shared_ptr<const std::vector<int64_t>> step_of_rank, cudaStream_t stream) {
     handshake_.describe(call, std::move(step_of_rank));
+    handshake_.wait_until_read(stream);
     handshake_.give_signals(params);
     C10_CUDA_CHECK(cuda::stage(params, stream));
     handshake_.wait_until_staged(stream);
@@ -230,11 +198,11 @@ class SymmetricTransport : public MessageTransport {
   // tokens).
   CUDAStream lane_;
   CUDAEvent fork_;
-  std::optional<CUDAStream> last_stream_;
-  std::optional<unsigned long long> last_capture_;
-  bool captured_ = false;
-  std::optional<std::vector<CUDAEvent>> ending_;  // once the group is gone
-  std::optional<std::minstd_rand> delays_;        // where transfers are hostile
+  std::optional<CUDAStream> last_stream_;   // of the last call that was not captured,
+  CUDAEvent end_;                           // and its end there
+  bool capturing_ = false;                  // the call that is being made
+  bool captured_ = false;                   // some call was
+  std::optional<std::minstd_rand> delays_;  // where transfers are hostile
   at::Tensor nowhere_;
 };
 
@@ -250,10 +218,9 @@ class SymmetricStream : public BlockStream {
     const at::Tensor k = stageable(exchange.k), v = stageable(exchange.v);
     exchange_.k.reset();
     exchange_.v.reset();
-    transport_.after_last(stream_);
-    capturing_ = transport_.last_capture_.has_value();
+    transport_.begin_on(stream_);
     const size_t row_bytes = 2 * k.size(0) * k.size(2) * k.size(3) * k.element_size();
-    transport_.reserve(exchange_.most_rows * row_bytes, stream_);
+    transport_.reserve(exchange_.most_rows * row_bytes);
     plan_ = &transport_.plan(exchange);
     exchange_.polled = !plan_->gathering.arrivals.empty();
 
@@ -301,14 +268,14 @@ class SymmetricStream : public BlockStream {
   }
 
   void finish(const std::vector<at::Tensor>& results) override {
-    if (capturing_) {
+    if (transport_.capturing_) {
       // A capture ends with every stream that it has spread to back on the first.
       CUDAEvent done;
       done.record(transport_.lane_);
       done.block(stream_);
     }
-    if (exchange_.polled) return;  // the kernel has seen to it
-    transport_.guard(results);
+    if (!exchange_.polled) transport_.guard(results);  // else the kernel has seen to it
+    transport_.end_on(stream_);
   }
 
   double transfer_ms(int64_t step) override {
@@ -338,12 +305,17 @@ class SymmetricStream : public BlockStream {
   // All blocks at once, slice of heads by slice of heads, each with its word. From the second time
   // on as one graph: a host call for each of them would take as long as a small ring.
   void fetch_all() {
-    const bool by_host = capturing_ || hostile_transfers();
+    const bool by_host = transport_.capturing_ || hostile_transfers();
     if (by_host || (plan_->graph == nullptr && plan_->uses++ == 0)) return enqueue_all();
     if (plan_->graph == nullptr) {
       C10_CUDA_CHECK(cudaStreamBeginCapture(transport_.lane_, cudaStreamCaptureModeThreadLocal));
-      enqueue_all();
       cudaGraph_t graph = nullptr;
+      try {
+        enqueue_all();
+      } catch (...) {
+        cudaStreamEndCapture(transport_.lane_, &graph);  // the stream must work on
+        throw;
+      }
       C10_CUDA_CHECK(cudaStreamEndCapture(transport_.lane_, &graph));
       C10_CUDA_CHECK(cudaGraphInstantiate(&plan_->graph, graph, 0));
       C10_CUDA_CHECK(cudaGraphDestroy(graph));
@@ -354,6 +326,7 @@ class SymmetricStream : public BlockStream {
   void enqueue_all() {
     for (const Copy& copy : plan_->copies) enqueue(copy);
     for (const Hop& hop : exchange_.hops) {
+      if (hostile_transfers()) transport_.delay(hop.source);
       transport_.handshake_.tell_read(hop.source, transport_.lane_);
     }
   }
@@ -380,7 +353,6 @@ class SymmetricStream : public BlockStream {
   Exchange exchange_;
   CUDAStream stream_;
   int64_t num_hops_;
-  bool capturing_ = false;
   Plan* plan_ = nullptr;
   std::vector<Arrived> arrived_;  // [W - 1], where the host orders streams after arrivals
 };
@@ -389,103 +361,23 @@ std::unique_ptr<BlockStream> SymmetricTransport::open(const Exchange& exchange) 
   return std::make_unique<SymmetricStream>(*this, exchange);
 }
 
-// Where everything of this kind of call lies. A visiting block is [H_kv, 2, B, rows, D], like the
-// staged one.
 Plan& SymmetricTransport::plan(const Exchange& exchange) {
-  const at::Tensor& k = exchange.k;
-  const int64_t batch = k.size(0), kv_heads = k.size(2), head_dim = k.size(3);
-  const int64_t num_hops = exchange.hops.size();
   // Copies within a device may need its multiprocessors, which the polling kernel holds.
   const bool polled = exchange.polled && !exchange.timed && !handshake_.shares_devices();
-
-  std::vector<int64_t> key = {
-      batch, kv_heads, head_dim, static_cast<int64_t>(k.scalar_type()), exchange.depth, polled};
-  for (const Hop& hop : exchange.hops) {
-    key.insert(key.end(), {hop.source, hop.rows_received, hop.source_rows});
-  }
+  const auto key = plan_key(exchange, polled);
   const auto known = plans_.find(key);
   if (known != plans_.end()) return *known->second;
-  TORCH_CHECK(!last_capture_,
-              "ringattn: a call must have been made once before one of its kind is captured in a "
-              "CUDA graph, got a first one under capture");
-
-  // Ahead of the block being attended there are up to `depth` others: depth + 1 places in turn.
-  const int64_t num_places = std::min(num_hops, exchange.depth + 1);
-  const int64_t bytes_per_row = 2 * kv_heads * batch * head_dim * k.element_size();
-  std::vector<int64_t> place_rows(num_places, 0);
-  for (int64_t i = 0; i < num_hops; ++i) {
-    place_rows[i % num_places] =
-        std::max(place_rows[i % num_places], exchange.hops[i].rows_received);
-  }
-  std::vector<int64_t> place_begin;
-  int64_t total = 0;
-  constexpr int64_t kAlignment = 1024;
-  for (const int64_t rows : place_rows) {
-    place_begin.push_back(total);
-    total += (rows * bytes_per_row + kAlignment - 1) / kAlignment * kAlignment;
-  }
-  if (!gathered_.defined() || gathered_.nbytes() < static_cast<size_t>(total)) {
+  const int64_t bytes = gathered_bytes(exchange);
+  if (!gathered_.defined() || gathered_.nbytes() < static_cast<size_t>(bytes)) {
+    check_may_grow();
     forget_plans();
     gathered_.reset();  // the old before the new: both may not fit
-    gathered_ = at::empty({total}, at::TensorOptions(device_).dtype(at::kByte));
+    gathered_ = at::empty({bytes}, at::TensorOptions(device_).dtype(at::kByte));
   }
   constexpr size_t kMostPlans = 64;
-  if (plans_.size() >= kMostPlans) forget_plans();
-
-  auto made = std::make_unique<Plan>();
-  made->memory = gathered_;
-  Gathering& gathering = made->gathering;
-  // Slices small enough that the first is there soon, large enough for an engine's full speed.
-  constexpr int64_t kSliceBytes = int64_t{4} << 20;
-  int64_t largest = 0;
-  for (const Hop& hop : exchange.hops) largest = std::max(largest, hop.rows_received);
-  int64_t slices =
-      polled ? std::clamp<int64_t>(largest * bytes_per_row / kSliceBytes, 1, kv_heads) : 1;
-  slices = std::min(slices, Handshake::kMaxArrivals / std::max<int64_t>(num_hops, 1) - 1);
-  const int64_t heads_per_slice = (std::max<int64_t>(kv_heads, 1) + slices - 1) / slices;
-  slices = (kv_heads + heads_per_slice - 1) / heads_per_slice;
-  gathering.heads_per_arrival = heads_per_slice;
-  gathering.words = handshake_.launch_words();
-  gathering.num_arrivals = polled ? num_hops * slices : 0;
-  uint32_t* const arrivals = gathering.words + Handshake::kLaunchCounters;
-  gathering.failed = handshake_.failed();
-
-  const at::Tensor elements = gathered_.view(k.scalar_type());
-  auto step_of_rank = std::make_shared<std::vector<int64_t>>(group_.size(), 0);
-  for (int64_t i = 0; i < num_hops; ++i) {
-    const Hop& hop = exchange.hops[i];
-    (*step_of_rank)[hop.source] = i + 1;
-    const int64_t plane = hop.rows_received * head_dim;  // elements
-    const int64_t begin = place_begin[i % num_places] / k.element_size();
-    const auto view = [&](int64_t offset) {
-      return elements.as_strided({batch, hop.rows_received, kv_heads, head_dim},
-                                 {plane, head_dim, 2 * batch * plane, 1}, begin + offset);
-    };
-    gathering.blocks.push_back({view(0), view(batch * plane)});
-    if (polled) gathering.arrivals.push_back(arrivals + i * slices);
-  }
-  for (int64_t slice = 0; slice < slices; ++slice) {
-    const int64_t first_head = slice * heads_per_slice;
-    const int64_t heads = std::min(heads_per_slice, kv_heads - first_head);
-    for (int64_t i = 0; i < num_hops; ++i) {
-      const Hop& hop = exchange.hops[i];
-      const int64_t row = head_dim * k.element_size();
-      Copy copy;
-      copy.step = i + 1;
-      copy.planes = 2 * heads * batch;
-      copy.plane_bytes = hop.rows_received * row;
-      copy.pitch = hop.source_rows * row;
-      copy.from = staged_by(hop.source) + 2 * first_head * batch * copy.pitch;
-      copy.to = static_cast<char*>(gathered_.mutable_data_ptr()) + place_begin[i % num_places] +
-                2 * first_head * batch * copy.plane_bytes;
-      if (polled) copy.arrival = arrivals + i * slices + slice;
-      made->copies.push_back(copy);
-    }
-  }
-  made->step_of_rank = std::move(step_of_rank);
-  auto& entry = plans_[key];
-  entry = std::move(made);
-  return *entry;
+  if (plans_.size() >= kMostPlans && !capturing_) forget_plans();
+  auto made = make_plan(exchange, polled, *staged_, gathered_, handshake_);
+  return *plans_.emplace(key, std::move(made)).first->second;
 }
 
 // ---- single messages ----------------------------------------------------------------------------
@@ -510,54 +402,35 @@ class SymmetricTransfer : public Transfer {
 };
 
 std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
-  const CUDAStream lane = lane_;
   after(getCurrentCUDAStream());
-  after_last(lane);
-  reserve(message.largest, lane);
+  begin_on(lane_);
+  reserve(message.largest);
 
   auto transfer = std::make_unique<SymmetricTransfer>(message.timed);
-  transfer->start(lane);
-  auto steps = std::make_shared<std::vector<int64_t>>(group_.size(), message.step);
-  handshake_.describe(message.call, std::move(steps));
-  handshake_.wait_until_read(lane);
+  transfer->start(lane_);
+  cuda::StageParams params;
+  params.staged = staged_by(group_.rank());
   if (message.send.defined()) {
-    C10_CUDA_CHECK(cudaMemcpyAsync(staged_by(group_.rank()), message.send.const_data_ptr(),
-                                   message.send.nbytes(), cudaMemcpyDefault, lane));
-    message.send.record_stream(lane);
+    // One row of bytes. Note: its last piece may reach past its end, not past its allocation.
+    params.k.data = message.send.const_data_ptr();
+    params.keys_only = true;
+    params.rows = params.staged_rows = 1;
+    params.row_bytes = static_cast<int64_t>(message.send.nbytes());
+    message.send.record_stream(lane_);
   }
-  cuda::StageParams signals;
-  handshake_.give_signals(signals);
-  C10_CUDA_CHECK(cuda::stage(signals, lane));
-  handshake_.wait_until_staged(lane);
+  stage(params, message.call, std::make_shared<std::vector<int64_t>>(group_.size(), message.step),
+        lane_);
   if (message.receive.defined()) {
     C10_CUDA_CHECK(cudaMemcpyAsync(message.receive.mutable_data_ptr(), staged_by(message.source),
-                                   message.receive.nbytes(), cudaMemcpyDefault, lane));
-    message.receive.record_stream(lane);
+                                   message.receive.nbytes(), cudaMemcpyDefault, lane_));
+    message.receive.record_stream(lane_);
   }
-  transfer->end(lane);
-  for (const int64_t other : others()) handshake_.tell_read(other, lane);
-  return transfer;
-}
-
-at::Tensor SymmetricTransport::all_gather(const at::Tensor& mine, int64_t call) {
-  at::Tensor all = at::empty({group_.size(), mine.numel()}, mine.options());
-  const CUDAStream stream = getCurrentCUDAStream();
-  after_last(stream);
-  reserve(mine.nbytes(), stream);
-  handshake_.describe(call, nullptr);
-  handshake_.wait_until_read(stream);
-  C10_CUDA_CHECK(cudaMemcpyAsync(staged_by(group_.rank()), mine.const_data_ptr(), mine.nbytes(),
-                                 cudaMemcpyDefault, stream));
-  cuda::StageParams signals;
-  handshake_.give_signals(signals);
-  C10_CUDA_CHECK(cuda::stage(signals, stream));
-  handshake_.wait_until_staged(stream);
   for (int64_t rank = 0; rank < group_.size(); ++rank) {
-    C10_CUDA_CHECK(cudaMemcpyAsync(all[rank].mutable_data_ptr(), staged_by(rank), mine.nbytes(),
-                                   cudaMemcpyDefault, stream));
+    if (rank != group_.rank()) handshake_.tell_read(rank, lane_);
   }
-  for (const int64_t other : others()) handshake_.tell_read(other, stream);
-  return all;
+  transfer->end(lane_);
+  end_on(lane_);
+  return transfer;
 }
 
 }  // namespace

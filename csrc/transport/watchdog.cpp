@@ -5,6 +5,10 @@
 #include <thread>
 #include <utility>
 
+#ifdef RINGATTN_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace ringattn {
 using Clock = std::chrono::steady_clock;
 
@@ -81,6 +85,11 @@ bool Watchdog::is_over(Entry& entry) {
 }
 
 void Watchdog::run() {
+#ifdef RINGATTN_WITH_CUDA
+  // A capture that some other thread has begun is none of this one's business, and must survive it.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+#endif
   constexpr auto kGlance = std::chrono::milliseconds(20);
   constexpr auto kGlanceWhileDraining = std::chrono::milliseconds(1);
   constexpr auto kHousekeeping = std::chrono::milliseconds(500);

@@ -93,8 +93,8 @@ def ring_attention(
             communicator of ringattn's own. "process_group": over the group's own backend, CPUs
             too. "auto": the first of these that the ranks and their device can have.
         depth: how many blocks may be under way ahead of the one being attended to, at least 1; None
-            means all ``W - 1``, and so does more. Memory for visiting blocks is for ``depth + 1`` of
-            them at most.
+            means all ``W - 1``, and so does more. Memory for visiting blocks is for ``depth + 1``
+            of them at most.
         return_lse: also return the log-sum-exp of the scaled scores.
 
     Returns:

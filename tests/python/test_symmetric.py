@@ -4,6 +4,7 @@ while one kernel waits for them. What can go wrong there goes wrong rarely, so i
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import ringattn
@@ -68,24 +69,37 @@ def ring(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def under_stress(cases: list[Case], rounds: int) -> None:
-    """Late copies into poisoned memory, kind after kind of call, beside NCCL that needs SMs too."""
-    expected = [ring(case) for case in cases]
+    """Late copies and late words into poisoned memory, other tensors and another kind of call each
+    time, beside NCCL that needs multiprocessors too."""
+    # Each kind with two sets of tensors: who reads the block of the call before is found out.
+    calls = [replace(case, seed=seed) for case in cases for seed in (11, 12)]
+    inputs = [(case.local_inputs(), case) for case in calls]
+    expected = [ring(case) for case in calls]
     side = torch.cuda.Stream()
     busy = torch.ones(1 << 20, device=this().device)
     order = random.Random(0)
     with hostile_transfers(seed=this().rank):
         for _ in range(rounds):
-            index = order.randrange(len(cases))
+            index = order.randrange(len(calls))
             with torch.cuda.stream(side):
                 dist.all_reduce(busy)
                 busy.fill_(1.0)
-            for ours, theirs in zip(ring(cases[index]), expected[index], strict=True):
-                assert torch.equal(ours, theirs), cases[index]
+            (q, k, v), case = inputs[index]
+            results = ringattn.ring_attention(
+                q, k, v, case.partition, causal=case.causal, transport="symmetric", return_lse=True
+            )
+            for ours, theirs in zip(results, expected[index], strict=True):
+                assert torch.equal(ours, theirs), case
     torch.cuda.synchronize()
 
 
-def test_late_copies_are_waited_for(rank_pool):
-    rank_pool(2, "cuda").run(under_stress, cases(2), 1000, call_timeout_s=300.0)
+@pytest.mark.parametrize(
+    "world_size",
+    [2, *(pytest.param(size, marks=pytest.mark.multi_gpu(size)) for size in (3, 4))],
+)
+def test_late_copies_are_waited_for(rank_pool, world_size):
+    ring_of_ranks = rank_pool(world_size, "cuda")
+    ring_of_ranks.run(under_stress, cases(world_size), 1000, call_timeout_s=300.0)
 
 
 def replayed(case: Case, replays: int) -> None:
@@ -134,6 +148,28 @@ def test_a_new_kind_of_call_under_capture_is_refused(rank_pool):
     case = Case(Partition.even(1122, 2), torch.bfloat16, transport="symmetric")
     for message in rank_pool(2, "cuda").run(captured_first, case):
         assert re.search(r"must have been made once before", message)
+
+
+def captured_after_a_larger_one(small: Case, large: Case) -> None:
+    """Memory that grew since leaves a kind of call known."""
+    expected = ring(small)[0]
+    ring(large)
+    q, k, v = small.local_inputs()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ringattn.ring_attention(q, k, v, small.partition, transport="symmetric")
+    graph.replay()
+    assert torch.equal(out, expected)
+    ring(large)
+    torch.cuda.synchronize()
+
+
+def test_a_kind_of_call_stays_known_when_memory_grows(rank_pool):
+    small, large = (
+        Case(Partition.even(rows, 2), torch.bfloat16, transport="symmetric")
+        for rows in (1400, 60000)
+    )
+    rank_pool(2, "cuda").run(captured_after_a_larger_one, small, large)
 
 
 def memory_of_a_call(rows: int) -> list[int]:

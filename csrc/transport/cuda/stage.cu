@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cstdint>
 
 #include "transport/cuda/stage.h"
 
@@ -9,7 +10,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kInFlight = 4;
 constexpr int64_t kMostBlocks = 1024;              // of one plane
-constexpr int64_t kMostPlanes = 65535;             // gridDim.y
+constexpr int64_t kMostPlanes = 65535;             // at once: gridDim.y
 constexpr int64_t kMostPieces = int64_t{1} << 30;  // counted in 32 bits, a few steps past the end
 
 // Strides in pieces.
@@ -21,7 +22,8 @@ struct Source {
 struct Launch {
   Source k, v;
   StageParams to;
-  int pieces_per_row;  // of one head
+  uint32_t pieces_per_row;  // of one head
+  int planes;
 };
 
 __device__ __forceinline__ void release_to_system(uint32_t* word) {
@@ -34,45 +36,38 @@ __device__ __forceinline__ uint32_t load_from_system(const uint32_t* word) {
   return value;
 }
 
-// Until nobody reads what was staged before. Short: the others' copies began when this rank's last
-// call did, and need no multiprocessor. A host that gives up sets the words itself.
-__device__ __forceinline__ void wait_until_read(const StageParams& to) {
-  if (threadIdx.x < to.num_signals && load_from_system(to.taken_back[threadIdx.x]) == 0) {
-    const bool speaks = blockIdx.x + blockIdx.y == 0;
-    if (speaks) *static_cast<volatile uint32_t*>(to.waiting) = 1;
-    while (load_from_system(to.taken_back[threadIdx.x]) == 0) __nanosleep(100);
-  }
-  __syncthreads();
-}
-
-// blockIdx.y: one [rows, D] of one head and batch, keys or values; blockIdx.x and the loop: pieces
-// of it, a few of each thread under way at a time.
+// blockIdx.y and its loop: a [rows, D] of one head and batch, keys or values; blockIdx.x and its
+// loop: pieces of it, a few of each thread under way at a time.
 __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ Launch launch) {
   const StageParams& to = launch.to;
-  wait_until_read(to);
-  const int batch = blockIdx.y % max(to.batch, 1);
-  const int head_and_which = blockIdx.y / max(to.batch, 1);
-  const Source& source = head_and_which % 2 == 0 ? launch.k : launch.v;
-  const uint4* const from =
-      source.data + batch * source.batch_stride + head_and_which / 2 * source.head_stride;
+  // Who has given up must not write over what a peer that is only late will read yet.
+  if (load_from_system(to.failed) != 0) return;
   const uint32_t row_pieces = launch.pieces_per_row;
-  uint4* const into =
-      static_cast<uint4*>(to.staged) + int64_t{blockIdx.y} * to.staged_rows * row_pieces;
   const uint32_t pieces = to.rows * row_pieces;
   const uint32_t step = gridDim.x * kThreads;
-  for (uint32_t first = blockIdx.x * kThreads + threadIdx.x; first < pieces;
-       first += kInFlight * step) {
-    uint4 read[kInFlight];
+  const int kinds = to.keys_only ? 1 : 2;
+  for (int plane = blockIdx.y; plane < launch.planes; plane += gridDim.y) {
+    const int batch = plane % to.batch;
+    const int head_and_kind = plane / to.batch;
+    const Source& source = head_and_kind % kinds == 0 ? launch.k : launch.v;
+    const uint4* const from =
+        source.data + batch * source.batch_stride + head_and_kind / kinds * source.head_stride;
+    uint4* const into =
+        static_cast<uint4*>(to.staged) + int64_t{plane} * to.staged_rows * row_pieces;
+    for (uint32_t first = blockIdx.x * kThreads + threadIdx.x; first < pieces;
+         first += kInFlight * step) {
+      uint4 read[kInFlight];
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      const uint32_t i = first + j * step;
-      const uint32_t row = i / row_pieces;
-      if (i < pieces) read[j] = from[row * source.row_stride + (i - row * row_pieces)];
-    }
+      for (int j = 0; j < kInFlight; ++j) {
+        const uint32_t i = first + j * step;
+        const uint32_t row = i / row_pieces;
+        if (i < pieces) read[j] = from[row * source.row_stride + (i - row * row_pieces)];
+      }
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      const uint32_t i = first + j * step;
-      if (i < pieces) into[i] = read[j];
+      for (int j = 0; j < kInFlight; ++j) {
+        const uint32_t i = first + j * step;
+        if (i < pieces) into[i] = read[j];
+      }
     }
   }
 
@@ -90,8 +85,7 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   if (threadIdx.x < to.num_signals) release_to_system(to.signals[threadIdx.x]);
   if (threadIdx.x == 0) {
     *to.blocks_done = 0;
-    auto* const count = static_cast<volatile uint32_t*>(to.count);
-    *count = *count + 1;
+    *static_cast<volatile uint32_t*>(to.calls_shown) = ++*to.calls;
   }
 }
 
@@ -105,15 +99,19 @@ Source in_pieces(const StageSource& x) {
 cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   Launch launch;
   launch.to = params;
+  launch.to.batch = std::max(params.batch, 1);
   launch.k = in_pieces(params.k);
   launch.v = in_pieces(params.v);
-  launch.pieces_per_row = params.row_bytes / kStagePiece;
-  const int64_t planes = int64_t{2} * params.num_kv_heads * params.batch;
-  const int64_t pieces = int64_t{params.rows} * launch.pieces_per_row;  // of one plane
-  if (planes > kMostPlanes || pieces > kMostPieces) return cudaErrorInvalidConfiguration;
+  const int64_t row_pieces = (params.row_bytes + kStagePiece - 1) / kStagePiece;
+  const int64_t planes =
+      int64_t{params.keys_only ? 1 : 2} * params.num_kv_heads * params.batch * (params.rows > 0);
+  const int64_t pieces = params.rows * row_pieces;  // of one plane
+  if (planes > INT32_MAX || pieces > kMostPieces) return cudaErrorInvalidConfiguration;
+  launch.pieces_per_row = static_cast<uint32_t>(row_pieces);
+  launch.planes = static_cast<int>(planes);
   const int64_t wanted = (pieces + kInFlight * kThreads - 1) / (kInFlight * kThreads);
   const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, kMostBlocks)),
-                  params.rows > 0 ? static_cast<unsigned>(planes) : 1u);
+                  static_cast<unsigned>(std::clamp<int64_t>(planes, 1, kMostPlanes)));
   stage_kernel<<<grid, kThreads, 0, stream>>>(launch);
   return cudaGetLastError();
 }

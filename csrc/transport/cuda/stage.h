@@ -24,19 +24,20 @@ struct StageSource {
 struct StageParams {
   StageSource k, v;        // rows of D, address and strides in whole pieces of kStagePiece bytes
   void* staged = nullptr;  // [H_kv, 2, B, staged_rows, D]: the first `rows` rows are written
-  int batch = 0;
+  int batch = 1;
   int rows = 0;  // 0: nothing is copied, the signals are given all the same
   int staged_rows = 0;
-  int num_kv_heads = 0;
-  int row_bytes = 0;  // of D elements
+  int num_kv_heads = 1;
+  int64_t row_bytes = 0;   // of D elements; a last piece may be cut short, and is copied whole
+  bool keys_only = false;  // there are no values: [H_kv, B, rows, D]
 
-  uint32_t* taken_back[kMaxSignals] = {};  // of this rank; first waited for to be 1, set to 0 at
-  uint32_t* signals[kMaxSignals] = {};     // the end, before these, of other ranks, are set to 1
+  uint32_t* taken_back[kMaxSignals] = {};  // of this rank; set to 0 before
+  uint32_t* signals[kMaxSignals] = {};     // these, of other ranks, are set to 1
   int num_signals = 0;
-  uint32_t* blocks_done = nullptr;  // 0 before and after
-  // Host memory.
-  uint32_t* waiting = nullptr;  // set to 1 if there is something to wait for
-  uint32_t* count = nullptr;    // goes up by one for each call
+  const uint32_t* failed = nullptr;  // not 0: nothing is written and nobody told
+  uint32_t* blocks_done = nullptr;   // 0 before and after
+  uint32_t* calls = nullptr;         // goes up by one for each call,
+  uint32_t* calls_shown = nullptr;   // and is written here, to host memory
 };
 
 cudaError_t stage(const StageParams& params, cudaStream_t stream);

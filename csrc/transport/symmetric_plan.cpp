@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/symmetric_plan.h"
+
+#include <algorithm>
+
+namespace ringattn {
+namespace {
+
+int64_t row_bytes(const at::Tensor& k) {  // keys and values of a row, all heads and batch entries
+  return 2 * k.size(0) * k.size(2) * k.size(3) * static_cast<int64_t>(k.element_size());
+}
+
+// Ahead of the block being attended there are up to `depth` others: so many places, used in turn.
+// The first byte of each, and behind the last.
+std::vector<int64_t> places(const Exchange& exchange) {
+  const int64_t num_hops = exchange.hops.size();
+  const int64_t num_places = std::min(num_hops, exchange.depth + 1);
+  std::vector<int64_t> rows(num_places, 0);
+  for (int64_t i = 0; i < num_hops; ++i) {
+    rows[i % num_places] = std::max(rows[i % num_places], exchange.hops[i].rows_received);
+  }
+  constexpr int64_t kAlignment = 1024;
+  std::vector<int64_t> begin = {0};
+  for (const int64_t some : rows) {
+    const int64_t bytes = some * row_bytes(exchange.k);
+    begin.push_back(begin.back() + (bytes + kAlignment - 1) / kAlignment * kAlignment);
+  }
+  return begin;
+}
+
+// In how many heads a block comes at once. Slices small enough that the first is there soon, large
+// enough for an engine's full speed: each costs it some microseconds (H200: 4 MB take 14, and 5
+// pass before the next).
+int64_t heads_per_slice(const Exchange& exchange, bool polled) {
+  constexpr int64_t kSliceBytes = int64_t{4} << 20;
+  const int64_t kv_heads = exchange.k.size(2), num_hops = exchange.hops.size();
+  if (!polled) return kv_heads;
+  int64_t most_rows = 0;
+  for (const Hop& hop : exchange.hops) most_rows = std::max(most_rows, hop.rows_received);
+  const int64_t most_slices = std::min(kv_heads, Handshake::kMaxArrivals / num_hops);
+  const int64_t slices =
+      std::clamp<int64_t>(most_rows * row_bytes(exchange.k) / kSliceBytes, 1, most_slices);
+  return (kv_heads + slices - 1) / slices;
+}
+
+}  // namespace
+
+Plan::~Plan() {
+  if (graph != nullptr) cudaGraphExecDestroy(graph);
+}
+
+std::vector<int64_t> plan_key(const Exchange& exchange, bool polled) {
+  const at::Tensor& k = exchange.k;
+  std::vector<int64_t> key = {k.size(0),      k.size(2),
+                              k.size(3),      static_cast<int64_t>(k.scalar_type()),
+                              exchange.depth, polled};
+  for (const Hop& hop : exchange.hops) {
+    key.insert(key.end(), {hop.source, hop.rows_received, hop.source_rows});
+  }
+  return key;
+}
+
+int64_t gathered_bytes(const Exchange& exchange) { return places(exchange).back(); }
+
+std::unique_ptr<Plan> make_plan(const Exchange& exchange, bool polled, const SharedMemory& staged,
+                                const at::Tensor& gathered, const Handshake& handshake) {
+  const at::Tensor& k = exchange.k;
+  const int64_t batch = k.size(0), kv_heads = k.size(2), head_dim = k.size(3);
+  const int64_t num_hops = exchange.hops.size(), bytes = k.element_size();
+  const int64_t heads_per_copy = heads_per_slice(exchange, polled);
+  const int64_t slices = (kv_heads + heads_per_copy - 1) / heads_per_copy;
+  const std::vector<int64_t> begin = places(exchange);
+  const auto begin_of = [&](int64_t hop) {
+    return begin[hop % (static_cast<int64_t>(begin.size()) - 1)];
+  };
+
+  auto plan = std::make_unique<Plan>();
+  plan->memory = gathered;
+  Gathering& gathering = plan->gathering;
+  gathering.heads_per_arrival = heads_per_copy;
+  gathering.words = handshake.launch_words();
+  gathering.num_arrivals = polled ? num_hops * slices : 0;
+  gathering.failed = handshake.failed();
+  uint32_t* const arrivals = gathering.words + Handshake::kLaunchCounters;
+
+  const at::Tensor elements = gathered.view(k.scalar_type());
+  auto step_of_rank = std::make_shared<std::vector<int64_t>>(num_hops + 1, 0);
+  for (int64_t i = 0; i < num_hops; ++i) {
+    const Hop& hop = exchange.hops[i];
+    (*step_of_rank)[hop.source] = i + 1;
+    const int64_t plane = hop.rows_received * head_dim;  // elements
+    const auto view = [&](int64_t offset) {
+      return elements.as_strided({batch, hop.rows_received, kv_heads, head_dim},
+                                 {plane, head_dim, 2 * batch * plane, 1},
+                                 begin_of(i) / bytes + offset);
+    };
+    gathering.blocks.push_back({view(0), view(batch * plane)});
+    if (polled) gathering.arrivals.push_back(arrivals + i * slices);
+  }
+  plan->step_of_rank = std::move(step_of_rank);
+
+  for (int64_t slice = 0; slice < slices; ++slice) {
+    const int64_t first_head = slice * heads_per_copy;
+    const int64_t heads = std::min(heads_per_copy, kv_heads - first_head);
+    for (int64_t i = 0; i < num_hops; ++i) {
+      const Hop& hop = exchange.hops[i];
+      Copy copy;
+      copy.step = i + 1;
+      copy.planes = 2 * heads * batch;
+      copy.plane_bytes = hop.rows_received * head_dim * bytes;
+      copy.pitch = hop.source_rows * head_dim * bytes;
+      copy.from =
+          static_cast<const char*>(staged.of(hop.source)) + 2 * first_head * batch * copy.pitch;
+      copy.to = static_cast<char*>(gathered.mutable_data_ptr()) + begin_of(i) +
+                2 * first_head * batch * copy.plane_bytes;
+      if (polled) copy.arrival = arrivals + i * slices + slice;
+      plan->copies.push_back(copy);
+    }
+  }
+  return plan;
+}
+
+}  // namespace ringattn

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "transport/handshake.h"
+#include "transport/shared_memory.h"
+#include "transport/transport.h"
+
+// Where the blocks of a one-sided ring lie, and how they are copied. A block, staged or visiting,
+// is [H_kv, 2, B, rows, D]: any range of heads is contiguous.
+
+namespace ringattn {
+
+/// Rows of a block, all planes (a head of a batch, keys or values) of some heads, from where its
+/// owner has staged it to where this rank attends to it.
+struct Copy {
+  int64_t step = 0;
+  const char* from = nullptr;
+  char* to = nullptr;
+  size_t plane_bytes = 0;  // that are copied
+  size_t pitch = 0;        // of the staged block
+  size_t planes = 0;
+  uint32_t* arrival = nullptr;  // set to 1 behind it; null: nobody polls
+};
+
+/// What a kind of ring call does with memory. Addresses do not change from call to call.
+struct Plan {
+  at::Tensor memory;         // the visiting blocks, bytes
+  Gathering gathering;       // arrivals only where they are polled
+  std::vector<Copy> copies;  // in the order in which they are made
+  std::shared_ptr<const std::vector<int64_t>> step_of_rank;
+  cudaGraphExec_t graph = nullptr;  // all copies of a polled call and the words behind them
+  int64_t uses = 0;
+
+  Plan() = default;
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+  ~Plan();
+};
+
+/// What distinguishes one kind of call from another.
+std::vector<int64_t> plan_key(const Exchange& exchange, bool polled);
+
+/// Memory for visiting blocks: up to depth + 1 at a time.
+int64_t gathered_bytes(const Exchange& exchange);
+
+/// `gathered`: at least gathered_bytes(). `polled`: with words for what has arrived.
+std::unique_ptr<Plan> make_plan(const Exchange& exchange, bool polled, const SharedMemory& staged,
+                                const at::Tensor& gathered, const Handshake& handshake);
+
+}  // namespace ringattn
