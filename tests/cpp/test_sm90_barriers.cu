@@ -51,9 +51,11 @@ __global__ void pass_through_buffers(int rounds, int writer_ns, int reader_ns, u
   }
 }
 
-/// Warps write their number in turns.
-__global__ void take_turns(int rounds, int* log) {
+/// Warps write their number in turns. Barriers under the condition `no` would stop them, or give
+/// them a turn too many.
+__global__ void take_turns(int rounds, bool yes, bool no, int* log) {
   constexpr int kTurnThreads = 2 * kWarpSize;  // one warp waits, another one arrives
+  constexpr int kNobodysBarrier = 15;
   __shared__ int next;
   const int warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int my_turn = 1 + warp, next_turn = 1 + (warp + 1) % warps;
@@ -61,7 +63,8 @@ __global__ void take_turns(int rounds, int* log) {
   __syncthreads();
   if (warp == 0) named_barrier_arrive(my_turn, kTurnThreads);
   for (int round = 0; round < rounds; ++round) {
-    named_barrier_wait(my_turn, kTurnThreads);
+    named_barrier_wait_if(no, kNobodysBarrier, kTurnThreads);
+    named_barrier_wait_if(yes, my_turn, kTurnThreads);
     if (threadIdx.x % kWarpSize == 0) {
       const int at = next;
       __nanosleep(500);  // another warp would read the same number meanwhile
@@ -69,7 +72,8 @@ __global__ void take_turns(int rounds, int* log) {
       next = at + 1;
     }
     __syncwarp();
-    named_barrier_arrive(next_turn, kTurnThreads);
+    named_barrier_arrive_if(no, next_turn, kTurnThreads);
+    named_barrier_arrive_if(yes, next_turn, kTurnThreads);
   }
   if (warp == 0) named_barrier_wait(my_turn, kTurnThreads);  // the last arrival
 }
@@ -140,7 +144,7 @@ TEST_CASE("sm90: named barriers hand a turn from warp to warp") {
   constexpr int kRounds = 50;
   for (int warps : {2, 3}) {
     const DeviceArray<int> log(std::vector<int>(kRounds * warps, -1));
-    take_turns<<<1, warps * kWarpSize>>>(kRounds, log.data());
+    take_turns<<<1, warps * kWarpSize>>>(kRounds, true, false, log.data());
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     std::vector<int> in_turn;
     for (int i = 0; i < kRounds * warps; ++i) in_turn.push_back(i % warps);

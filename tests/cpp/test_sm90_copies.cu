@@ -49,6 +49,7 @@ __global__ void load(const __grid_constant__ CUtensorMap map, BoxOrigin at, L2Po
   }
   __syncthreads();
   if (threadIdx.x == 0) {
+    prefetch_map(map);
     prefetch_box(map, at);
     arrive_expecting(barrier, bytes);
     __nanosleep(2000);
@@ -57,7 +58,9 @@ __global__ void load(const __grid_constant__ CUtensorMap map, BoxOrigin at, L2Po
   }
   wait(barrier, 0);
   if (*const_cast<volatile int*>(&started) == 0) *waited_too_little = 1;
-  for (int i = threadIdx.x; i < bytes + kGuardBytes; i += kThreads) loaded[i] = shared[i];
+  for (int i = 8 * threadIdx.x; i < bytes + kGuardBytes; i += 8 * kThreads) {
+    *reinterpret_cast<float2*>(loaded + i) = load_shared_pair(shared_address(shared) + i);
+  }
 }
 
 /// Stores a box that ordinary instructions wrote, and overwrites its shared memory at once.
@@ -65,7 +68,9 @@ __global__ void store(const __grid_constant__ CUtensorMap map, BoxOrigin at, int
                       const unsigned char* image) {
   extern __shared__ unsigned char dynamic[];
   unsigned char* const shared = aligned(dynamic);
-  for (int i = threadIdx.x; i < bytes; i += kThreads) shared[i] = image[i];
+  for (int i = 8 * threadIdx.x; i < bytes; i += 8 * kThreads) {
+    store_shared_pair(shared_address(shared) + i, *reinterpret_cast<const float2*>(image + i));
+  }
   fence_async_shared();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -184,6 +189,36 @@ void check_loads(const Tensor<Bits>& x, DataType dtype, int box_rows, L2Policy p
     }
 }
 
+/// Stores a box at every interesting place, and compares all of the tensor's memory.
+template <typename Bits>
+void check_stores(const Tensor<Bits>& x, DataType dtype) {
+  constexpr int kBoxRows = 64, kColumns = kColumnsOf<Bits>;
+  constexpr int kElements = kBoxRows * kColumns, kBytes = kElements * int{sizeof(Bits)};
+  std::vector<Bits> image(kElements);
+  std::mt19937 generator(6);
+  for (Bits& bits : image) bits = static_cast<Bits>(generator());
+  const DeviceArray<Bits> device_image(image);
+
+  for (int first_row : {0, 36, 64, 99, 100})
+    for (int first_column = 0; first_column < x.head_dim + kColumns; first_column += kColumns) {
+      const BoxOrigin at = {first_column, first_row, 1, 1};
+      CAPTURE(x.head_dim, first_row, first_column);
+      const DeviceArray<Bits> memory(x.memory);
+      store<<<1, kThreads, kBytes + kAlignment>>>(
+          x.map(memory.data(), dtype, kBoxRows), at, kBytes,
+          reinterpret_cast<const unsigned char*>(device_image.data()));
+      REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+
+      std::vector<Bits> expected = x.memory;
+      for (int row = 0; row < kBoxRows; ++row)
+        for (int column = 0; column < kColumns; ++column) {
+          const BoxOrigin element = {first_column + column, first_row + row, at.head, at.batch};
+          if (x.holds(element)) expected[x.index(0, element)] = image[place<Bits>(row, column)];
+        }
+      CHECK((memory.values() == expected));
+    }
+}
+
 }  // namespace
 
 TEST_CASE("sm90: a box is loaded swizzled, and zeros where the tensor ends") {
@@ -219,33 +254,10 @@ TEST_CASE("sm90: the stride of a dimension of size 1 says nothing") {
 
 TEST_CASE("sm90: a stored box leaves alone what is not of the tensor") {
   if (!has_hopper()) return;
-  constexpr int kBoxRows = 64, kElements = kBoxRows * kBoxColumns, kBytes = kElements * 2;
   const auto [head_dim, rows_inside_heads] =
       GENERATE(table<int, bool>({{64, true}, {72, false}, {128, false}, {200, true}}));
-  const Tensor<uint16_t> x(2, 100, 3, head_dim, rows_inside_heads, 5);
-  std::vector<uint16_t> image(kElements);
-  std::mt19937 generator(6);
-  for (uint16_t& bits : image) bits = static_cast<uint16_t>(generator());
-  const DeviceArray<uint16_t> device_image(image);
-
-  for (int first_row : {0, 36, 64, 99, 100})
-    for (int first_column = 0; first_column < head_dim + kBoxColumns; first_column += kBoxColumns) {
-      const BoxOrigin at = {first_column, first_row, 1, 1};
-      CAPTURE(head_dim, first_row, first_column);
-      const DeviceArray<uint16_t> memory(x.memory);
-      store<<<1, kThreads, kBytes + kAlignment>>>(
-          x.map(memory.data(), DataType::kBFloat16, kBoxRows), at, kBytes,
-          reinterpret_cast<const unsigned char*>(device_image.data()));
-      REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-
-      std::vector<uint16_t> expected = x.memory;
-      for (int row = 0; row < kBoxRows; ++row)
-        for (int column = 0; column < kBoxColumns; ++column) {
-          const BoxOrigin element = {first_column + column, first_row + row, at.head, at.batch};
-          if (x.holds(element)) expected[x.index(0, element)] = image[swizzled(row, column)];
-        }
-      CHECK((memory.values() == expected));
-    }
+  check_stores(Tensor<uint16_t>(2, 100, 3, head_dim, rows_inside_heads, 5), DataType::kBFloat16);
+  check_stores(Tensor<uint32_t>(2, 100, 3, head_dim, rows_inside_heads, 5), DataType::kFloat32);
 }
 
 TEST_CASE("sm90: four 8x8 matrices go where the lanes' addresses say") {

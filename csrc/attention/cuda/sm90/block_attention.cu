@@ -17,11 +17,18 @@ cudaError_t dispatch_head_dim(const BlockAttentionParams& p, cudaStream_t stream
 }  // namespace
 
 bool available() {
+  static thread_local int known_device = -1;
+  static thread_local bool known = false;
   int device = 0, major = 0, minor = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-         major == 9 && minor == 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  if (device != known_device) {
+    known =
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+        major == 9 && minor == 0;
+    known_device = device;
+  }
+  return known;
 }
 
 bool supports(const BlockAttentionParams& p) {

@@ -19,13 +19,20 @@ struct DeviceLimits {
   int l2_bytes = 0;
 };
 
-inline cudaError_t device_limits(DeviceLimits& limits) {
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  const cudaError_t error =
-      cudaDeviceGetAttribute(&limits.multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(&limits.l2_bytes, cudaDevAttrL2CacheSize, device);
+inline cudaError_t device_limits(int device, DeviceLimits& limits) {
+  // Asked for in every call, and always the same: what this thread asked for last is kept.
+  static thread_local int known_device = -1;
+  static thread_local DeviceLimits known;
+  if (device != known_device) {
+    cudaError_t error =
+        cudaDeviceGetAttribute(&known.multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    error = cudaDeviceGetAttribute(&known.l2_bytes, cudaDevAttrL2CacheSize, device);
+    if (error != cudaSuccess) return error;
+    known_device = device;
+  }
+  limits = known;
+  return cudaSuccess;
 }
 
 /// Slices of equal numbers of KV heads whose keys and values take a third of L2 or less, none wider
@@ -102,8 +109,11 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
   // Numbers of tiles are 32 bits wide, the first one past the end of a block's turns included.
   if (query_tiles * p.batch * p.num_heads > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
 
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
   DeviceLimits limits;
-  cudaError_t error = device_limits(limits);
+  error = device_limits(device, limits);
   if (error != cudaSuccess) return error;
   SegmentedParams<kSegments> params = {};
   error = make_query_maps<Tile>(p, params);
@@ -131,9 +141,13 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
   params.fold = p.fold;
 
   const auto kernel = block_attention_kernel<Element, Tile, kSegments>;
-  error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
-  if (error != cudaSuccess) return error;
+  static thread_local int prepared_device = -1;
+  if (device != prepared_device) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 Tile::kSharedBytes);
+    if (error != cudaSuccess) return error;
+    prepared_device = device;
+  }
   const int blocks = std::min(limits.multiprocessors, params.order.tiles);
   kernel<<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(params);
   return cudaGetLastError();
