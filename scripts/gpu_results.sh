@@ -1,0 +1,133 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# What benchmarks/results holds of a machine with GPUs: `scripts/gpu_results.sh OUT [stage...]`, in an
+# environment that has ringattn with its kernels. Stages, all of them unless some are named:
+#
+#   tests      every test that needs a GPU, on 1, 2, 3 and all GPUs (OUT/tests_*.xml, JUnit)
+#   attention  one GPU beside PyTorch's kernels; shapes of a ring, folding, short sequences
+#   ring       all GPUs beside one GPU and other rings: causal, dense, no groups of heads; fewer GPUs
+#   transport  one hop
+#   decode     an 8B-shaped model, on one GPU and on all
+#
+# A stage that fails does not keep the others from running; the exit status says whether one did.
+
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" # multicast needs rights that not every machine gives
+export PYTHONUNBUFFERED=1
+
+out="$(realpath -m "${1:?scripts/gpu_results.sh OUT [stage...]}")"
+shift
+stages=("$@")
+[ ${#stages[@]} -eq 0 ] && stages=(tests attention ring transport decode)
+mkdir -p "$out"
+
+num_gpus="$(nvidia-smi --list-gpus | wc -l)"
+model="$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | awk '{print tolower($NF)}')"
+month="$(date +%Y%m)"
+failed=0
+
+name() { echo "$out/$1_$2x${model}_$month"; } # name WHAT NUM_GPUS
+
+# run SECONDS LOG command...: what it prints is kept, its failure remembered.
+run() {
+  local seconds=$1 log="$out/$2.log" begin=$SECONDS
+  shift 2
+  if timeout -k 10 "$seconds" "$@" >"$log" 2>&1; then
+    echo "ok      $((SECONDS - begin)) s  $(basename "$log")"
+  else
+    echo "FAILED  $((SECONDS - begin)) s  $(basename "$log")"
+    tail -n 30 "$log"
+    return 1
+  fi
+}
+
+# ranks NUM_GPUS SECONDS LOG script arguments...
+ranks() {
+  local num=$1 seconds=$2 log=$3
+  shift 3
+  run "$seconds" "$log" torchrun --standalone --nproc-per-node "$num" "$@" || failed=1
+}
+
+# pytest_on GPUS LABEL pytest-arguments...: in the background.
+pytest_on() {
+  local gpus=$1 label=$2
+  shift 2
+  CUDA_VISIBLE_DEVICES=$gpus run 400 "tests_$label" python3 -m pytest -q -p no:cacheprovider \
+    --junitxml "$out/tests_$label.xml" tests/python "$@" &
+  pids+=($!)
+}
+
+wait_for_all() {
+  local pid
+  for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+  pids=()
+}
+
+stage_tests() {
+  local pids=() late="late_copies_are_waited_for"
+  local two="not cuda-3 and not cuda-4 and not groups_of_some and not ($late and (3 or 4))"
+  pytest_on 0 "1x$model" -m cuda
+  [ "$num_gpus" -lt 2 ] && wait_for_all
+  RINGATTN_KERNEL_FAMILY=sm80 pytest_on $((num_gpus > 1)) "1x${model}_sm80" -m cuda
+  if [ "$num_gpus" -ge 4 ]; then pytest_on 2,3 "2x$model" -m multi_gpu -k "$two"; fi
+  wait_for_all
+  if [ "$num_gpus" -eq 2 ]; then pytest_on 0,1 "2x$model" -m multi_gpu -k "$two"; fi
+  if [ "$num_gpus" -ge 3 ]; then
+    pytest_on 0,1,2 "3x$model" -m multi_gpu -k "cuda-3 or ($late and 3)"
+  fi
+  if [ "$num_gpus" -ge 4 ]; then
+    pytest_on 0,1,2,3 "4x$model" -m multi_gpu \
+      -k "cuda-4 or groups_of_some or launch_is_correct or ($late and 4)"
+  fi
+  wait_for_all
+}
+
+stage_attention() {
+  run 300 attention python3 benchmarks/attention.py --full --out "$(name attention 1)" || failed=1
+  run 300 attention_shapes python3 benchmarks/attention_shapes.py \
+    --out "$(name attention_shapes 1)" || failed=1
+}
+
+stage_ring() {
+  local ring="benchmarks/ring.py --layouts zigzag" lengths=8192,16384,32768,65536
+  # shellcheck disable=SC2086
+  {
+    ranks "$num_gpus" 400 ring $ring --transports symmetric,nccl --launches \
+      --seq-lens $lengths --rounds 50 --out "$(name ring "$num_gpus")"
+    ranks "$num_gpus" 200 ring_dense $ring --transports symmetric --dense --launches \
+      --seq-lens 8192,16384,32768 --out "$(name ring_dense "$num_gpus")"
+    ranks "$num_gpus" 200 ring_mha $ring --transports symmetric --kv-heads 32 --launches \
+      --seq-lens 8192,16384,32768 --out "$(name ring_mha "$num_gpus")"
+    local num
+    for ((num = num_gpus - 1; num >= 2; num--)); do
+      ranks "$num" 200 "ring_$num" $ring --transports symmetric,nccl --launches \
+        --seq-lens 8192,16384,32768 --out "$(name ring "$num")"
+    done
+  }
+}
+
+stage_transport() {
+  ranks "$num_gpus" 120 transport benchmarks/transport.py \
+    --transports process_group,nccl,symmetric --out "$(name transport "$num_gpus")"
+}
+
+stage_decode() {
+  local decode="benchmarks/decode.py --contexts 65536 --eager --bandwidth 4200"
+  # shellcheck disable=SC2086
+  {
+    run 120 decode_1 python3 $decode --shapes 8b,demo --out "$(name decode 1)" || failed=1
+    [ "$num_gpus" -gt 1 ] || return
+    ranks "$num_gpus" 120 decode $decode --shapes 8b --out "$(name decode "$num_gpus")"
+  }
+}
+
+for stage in "${stages[@]}"; do
+  if ! declare -F "stage_$stage" >/dev/null; then
+    echo "gpu_results: stage must be tests, attention, ring, transport or decode, got $stage" >&2
+    exit 2
+  fi
+done
+for stage in "${stages[@]}"; do "stage_$stage"; done
+exit $failed
