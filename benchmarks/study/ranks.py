@@ -101,8 +101,9 @@ def _watch(
             return
         late = time.monotonic() > deadline
         if late or any(codes):
-            if None in codes and not late:
-                time.sleep(_GRACE_S)
+            last_word = time.monotonic() + (0 if late else _GRACE_S)
+            while time.monotonic() < last_word and any(p.poll() is None for p in processes):
+                time.sleep(_POLL_S)
             what = "took too long" if late else f"ended with {codes}"
             said = "\n".join(f"--- rank {r} ---\n{_tail(log)}" for r, log in enumerate(logs))
             raise RanksFailed(f"ranks must end well, got: {what}\n{said}")
