@@ -41,6 +41,39 @@ struct HostWords {
   volatile uint32_t calls;  // that have been staged
 };
 
+// What a rank needs beside shared memory.
+struct OwnParts {
+  c10::Device device;
+  HostWords* host = nullptr;
+  cudaStream_t releasing = nullptr;  // past everything that waits
+  std::string refusal;               // why it cannot have that, or nothing
+
+  explicit OwnParts(c10::Device device) : device(device) {
+    if (!cuda::StreamWords::available()) {
+      refusal = "its driver has no stream memory operations";
+      return;
+    }
+    const c10::cuda::CUDAGuard guard(device);
+    cudaError_t error = cudaHostAlloc(&host, sizeof(HostWords), cudaHostAllocMapped);
+    if (error == cudaSuccess) {
+      host->phase = kNotWaiting;
+      host->calls = 0;
+      error = cudaStreamCreateWithFlags(&releasing, cudaStreamNonBlocking);
+    }
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // it is not the next caller's
+    refusal = cudaGetErrorString(error);
+  }
+  ~OwnParts() {
+    on_device(device, [&] {
+      if (releasing != nullptr) cudaStreamDestroy(releasing);
+      if (host != nullptr) cudaFreeHost(host);
+    });
+  }
+  OwnParts(const OwnParts&) = delete;
+  OwnParts& operator=(const OwnParts&) = delete;
+};
+
 }  // namespace
 
 class Handshake::State {
@@ -48,10 +81,11 @@ class Handshake::State {
   State(RingGroup& group, c10::Device device)
       : rank_(group.rank()),
         size_(group.size()),
+        own_(device),
         group_(group.weak_from_this()),
         device_(device),
         patience_(group.peers().timeout() * 4 / 5),
-        words_(group, device, Layout::kWords * sizeof(uint32_t), set_up()) {
+        words_(group, device, Layout::kWords * sizeof(uint32_t), own_.refusal) {
     const c10::cuda::CUDAGuard guard(device);
     std::vector<uint32_t> initial(Layout::kWords, 0);
     for (int64_t rank = 0; rank < size_; ++rank) initial[Layout::kRead + rank] = 1;
@@ -59,13 +93,6 @@ class Handshake::State {
     C10_CUDA_CHECK(cudaMemcpy(word(0), initial.data(), initial.size() * sizeof(uint32_t),
                               cudaMemcpyHostToDevice));
     group.exchange("");  // nobody signals before all words are in place
-  }
-
-  ~State() {
-    on_device(device_, [&] {
-      if (releasing_ != nullptr) cudaStreamDestroy(releasing_);
-      if (host_ != nullptr) cudaFreeHost(host_);
-    });
   }
 
   uint32_t* word(int64_t index) const { return word_of(rank_, index); }
@@ -78,7 +105,7 @@ class Handshake::State {
   bool look() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return true;
-    const uint32_t phase = host_->phase, calls = host_->calls;
+    const uint32_t phase = own_.host->phase, calls = own_.host->calls;
     const bool moved = phase != last_phase_ || calls != last_calls_;
     last_phase_ = phase;
     last_calls_ = calls;
@@ -116,26 +143,10 @@ class Handshake::State {
   }
 
   const int64_t rank_, size_;
-  HostWords* host_ = nullptr;
-  cudaStream_t releasing_ = nullptr;  // past everything that waits
+  OwnParts own_;
 
  private:
   friend class Handshake;
-
-  // What this rank needs of its own. Why it cannot have it, or nothing.
-  std::string set_up() {
-    if (!cuda::StreamWords::available()) return "its driver has no stream memory operations";
-    const c10::cuda::CUDAGuard guard(device_);
-    cudaError_t error = cudaHostAlloc(&host_, sizeof(HostWords), cudaHostAllocMapped);
-    if (error == cudaSuccess) {
-      host_->phase = kNotWaiting;
-      host_->calls = 0;
-      error = cudaStreamCreateWithFlags(&releasing_, cudaStreamNonBlocking);
-    }
-    if (error == cudaSuccess) return "";
-    cudaGetLastError();  // it is not the next caller's
-    return cudaGetErrorString(error);
-  }
 
   void give_up(uint32_t phase) {
     const std::vector<uint32_t> seen =
@@ -157,8 +168,8 @@ class Handshake::State {
     const c10::cuda::CUDAGuard guard(device_);
     std::vector<uint32_t> seen(size_, 0);
     cudaMemcpyAsync(seen.data(), word(first), size_ * sizeof(uint32_t), cudaMemcpyDeviceToHost,
-                    releasing_);
-    cudaStreamSynchronize(releasing_);
+                    own_.releasing);
+    cudaStreamSynchronize(own_.releasing);
     return seen;
   }
 
@@ -169,8 +180,8 @@ class Handshake::State {
     const auto set = [&](int64_t index, int64_t count) {
       const std::vector<uint32_t> ones(count, 1);
       cudaMemcpyAsync(word(index), ones.data(), count * sizeof(uint32_t), cudaMemcpyHostToDevice,
-                      releasing_);
-      cudaStreamSynchronize(releasing_);
+                      own_.releasing);
+      cudaStreamSynchronize(own_.releasing);
     };
     set(Layout::kFailed, 1);  // first: who passes must know
     set(Layout::kStaged, Layout::kRanks);
@@ -225,7 +236,7 @@ bool Handshake::shares_devices() const { return state_->words_.shares_devices();
 
 void Handshake::wait_until_read(cudaStream_t stream) {
   cuda::StreamWords words;
-  words.write(const_cast<uint32_t*>(&state_->host_->phase), kWaitingUntilRead);
+  words.write(const_cast<uint32_t*>(&state_->own_.host->phase), kWaitingUntilRead);
   for (int64_t rank = 0; rank < state_->size_; ++rank) {
     if (rank != state_->rank_) words.wait_for(state_->word(Layout::kRead + rank), 1);
   }
@@ -241,19 +252,19 @@ void Handshake::give_signals(cuda::StageParams& params) const {
   params.blocks_done = state_->word(Layout::kBlocksDone);
   params.failed = failed();
   params.calls = state_->word(Layout::kCalls);
-  params.calls_shown = const_cast<uint32_t*>(&state_->host_->calls);
+  params.calls_shown = const_cast<uint32_t*>(&state_->own_.host->calls);
 }
 
 void Handshake::wait_until_staged(cudaStream_t stream) {
   cuda::StreamWords words;
-  words.write(const_cast<uint32_t*>(&state_->host_->phase), kWaitingUntilStaged);
+  words.write(const_cast<uint32_t*>(&state_->own_.host->phase), kWaitingUntilStaged);
   for (int64_t rank = 0; rank < state_->size_; ++rank) {
     if (rank != state_->rank_) words.wait_for(state_->word(Layout::kStaged + rank), 1);
   }
   for (int64_t rank = 0; rank < state_->size_; ++rank) {
     if (rank != state_->rank_) words.write(state_->word(Layout::kStaged + rank), 0);
   }
-  words.write(const_cast<uint32_t*>(&state_->host_->phase), kNotWaiting);
+  words.write(const_cast<uint32_t*>(&state_->own_.host->phase), kNotWaiting);
   C10_CUDA_CHECK(words.enqueue(stream));
 }
 

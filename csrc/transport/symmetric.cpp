@@ -18,6 +18,7 @@
 #include "transport/cuda/stream_words.h"
 #include "transport/handshake.h"
 #include "transport/hostility.h"
+#include "transport/lanes.h"
 #include "transport/ring_group.h"
 #include "transport/shared_memory.h"
 #include "transport/symmetric_plan.h"
@@ -57,11 +58,9 @@ at::Tensor stageable(const at::Tensor& x) {
 class SymmetricTransport : public MessageTransport {
  public:
   SymmetricTransport(RingGroup& group, c10::Device device)
-      : group_(group), device_(device), handshake_(group, device), lane_(own_stream(device)) {}
+      : group_(group), device_(device), handshake_(group, device), lane_(take_lane(device)) {}
 
-  ~SymmetricTransport() override {
-    on_device(device_, [&] { cudaStreamDestroy(lane_); });
-  }
+  ~SymmetricTransport() override { give_lane_back(lane_); }
 
   std::unique_ptr<BlockStream> open(const Exchange& exchange) override;
   std::unique_ptr<Transfer> start(const Message& message) override;
@@ -99,16 +98,6 @@ class SymmetricTransport : public MessageTransport {
   friend class SymmetricStream;
 
   char* staged_by(int64_t rank) const { return static_cast<char*>(staged_->of(rank)); }
-  // Note: none of PyTorch's pool. Two groups that came by the same stream would wait for each
-  // other's copies, and their kernels for them.
-  static CUDAStream own_stream(c10::Device device) {
-    const c10::cuda::CUDAGuard guard(device);
-    int lowest = 0, highest = 0;
-    C10_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    cudaStream_t stream = nullptr;
-    C10_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
-    return c10::cuda::getStreamFromExternal(stream, device.index());
-  }
 
   // What is copied from now on comes after what `stream` holds.
   void after(CUDAStream stream) {
@@ -121,11 +110,9 @@ class SymmetricTransport : public MessageTransport {
   void begin_on(CUDAStream stream) {
     capturing_ = is_capturing(stream);
     captured_ |= capturing_;
-    if (last_stream_ && *last_stream_ != stream) {
-      if (gathered_.defined()) gathered_.record_stream(stream);
-      if (!capturing_) end_.block(stream);
-    }
-    if (!capturing_) last_stream_ = stream;
+    if (capturing_) return;
+    if (last_stream_ && *last_stream_ != stream) end_.block(stream);
+    last_stream_ = stream;
   }
   void end_on(CUDAStream stream) {
     if (!capturing_) end_.record(stream);
@@ -136,11 +123,14 @@ class SymmetricTransport : public MessageTransport {
     if (staged_ && staged_->bytes() >= bytes) return;
     check_may_grow();
     forget_plans();
-    if (captured_ && staged_) {
-      captured_staged_.push_back(std::move(staged_));
-    } else if (staged_) {
-      staged_->close_others();
-      group_.exchange("");  // nobody sees it any more
+    if (staged_) {
+      const auto captured = group_.exchange(captured_ ? "captured" : "");
+      if (std::any_of(captured.begin(), captured.end(), [](const auto& c) { return !c.empty(); })) {
+        captured_staged_.push_back(std::move(staged_));  // what was captured anywhere reads it
+      } else {
+        staged_->close_others();
+        group_.exchange("");  // nobody sees it any more
+      }
     }
     staged_.reset();
     staged_ = std::make_unique<SharedMemory>(group_, device_, bytes);
@@ -314,6 +304,8 @@ class SymmetricStream : public BlockStream {
         enqueue_all();
       } catch (...) {
         cudaStreamEndCapture(transport_.lane_, &graph);  // the stream must work on
+        if (graph != nullptr) cudaGraphDestroy(graph);
+        cudaGetLastError();
         throw;
       }
       C10_CUDA_CHECK(cudaStreamEndCapture(transport_.lane_, &graph));

@@ -46,6 +46,9 @@ void Watchdog::watch(std::unique_ptr<Watched> watched) {
   // there, and so it outlives the thread too.
   static const StopAtExit stop_before_the_driver;
   const std::lock_guard<std::mutex> lock(mutex_);
+#ifdef RINGATTN_WITH_CUDA
+  if (device_ < 0) cudaGetDevice(&device_);
+#endif
   owners_.push_back(watched->owner());
   incoming_.push_back({std::move(watched)});
   start();
@@ -84,12 +87,21 @@ bool Watchdog::is_over(Entry& entry) {
   }
 }
 
-void Watchdog::run() {
+// Note: not before there is something to watch. A thread's first device is 0, and a context there
+// is made by the first call that needs one: memory for nothing, or none at all where CUDA is not
+// used.
+void Watchdog::use_device() {
 #ifdef RINGATTN_WITH_CUDA
+  if (uses_device_ || device_ < 0) return;
+  uses_device_ = true;
+  cudaSetDevice(device_);
   // A capture that some other thread has begun is none of this one's business, and must survive it.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);
 #endif
+}
+
+void Watchdog::run() {
   constexpr auto kGlance = std::chrono::milliseconds(20);
   constexpr auto kGlanceWhileDraining = std::chrono::milliseconds(1);
   constexpr auto kHousekeeping = std::chrono::milliseconds(500);
@@ -108,6 +120,7 @@ void Watchdog::run() {
         changed_.notify_all();
         return;
       }
+      if (!incoming_.empty()) use_device();
       entries_.splice(entries_.end(), incoming_);
       task = task_;
     }

@@ -48,6 +48,7 @@ class RINGATTN_API Watchdog {
   Watchdog() = default;
   void start();
   void run();
+  void use_device();
   static bool is_over(Entry& entry);
 
   std::mutex mutex_;
@@ -57,6 +58,8 @@ class RINGATTN_API Watchdog {
   std::list<const void*> owners_;  // one for each entry in flight
   int num_drains_ = 0;             // threads in drain()
   void (*task_)() = nullptr;
+  int device_ = -1;           // of the first that was watched
+  bool uses_device_ = false;  // the thread is set up for it
   bool running_ = false;
   bool stopping_ = false;
 };

@@ -41,7 +41,7 @@ __device__ __forceinline__ uint32_t load_from_system(const uint32_t* word) {
 __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ Launch launch) {
   const StageParams& to = launch.to;
   // Who has given up must not write over what a peer that is only late will read yet.
-  if (load_from_system(to.failed) != 0) return;
+  if (__syncthreads_or(load_from_system(to.failed) != 0)) return;
   const uint32_t row_pieces = launch.pieces_per_row;
   const uint32_t pieces = to.rows * row_pieces;
   const uint32_t step = gridDim.x * kThreads;

@@ -24,11 +24,13 @@ inline cudaError_t device_limits(int device, DeviceLimits& limits) {
   static thread_local int known_device = -1;
   static thread_local DeviceLimits known;
   if (device != known_device) {
+    DeviceLimits asked;
     cudaError_t error =
-        cudaDeviceGetAttribute(&known.multiprocessors, cudaDevAttrMultiProcessorCount, device);
+        cudaDeviceGetAttribute(&asked.multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
-    error = cudaDeviceGetAttribute(&known.l2_bytes, cudaDevAttrL2CacheSize, device);
+    error = cudaDeviceGetAttribute(&asked.l2_bytes, cudaDevAttrL2CacheSize, device);
     if (error != cudaSuccess) return error;
+    known = asked;
     known_device = device;
   }
   limits = known;
