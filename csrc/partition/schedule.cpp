@@ -49,4 +49,8 @@ std::vector<Visit> schedule(const Partition& partition, int64_t rank, bool causa
   return visits;
 }
 
+int64_t rows_seen(const Partition& partition, int64_t rank, int64_t source, bool causal) {
+  return visit(partition, rank, source, causal).key_end;
+}
+
 }  // namespace ringattn

@@ -37,4 +37,8 @@ struct Visit {
 /// Nothing masked is ever computed: every visit is one call, dense or under one diagonal.
 RINGATTN_API std::vector<Visit> schedule(const Partition& partition, int64_t rank, bool causal);
 
+/// Leading key rows of the block of `source` that `rank` sees.
+RINGATTN_API int64_t rows_seen(const Partition& partition, int64_t rank, int64_t source,
+                               bool causal);
+
 }  // namespace ringattn

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "attention/block_attention.h"
+#include "attention/params.h"
 #include "ring/timings.h"
 
 namespace ringattn {
@@ -28,7 +29,7 @@ std::vector<Hop> hops(const RingCall& call, const std::vector<Visit>& visits) {
     hop.source = visits[step].source;
     hop.rows_received = visits[step].key_end;
     hop.destination = call.partition.neighbour(call.rank, step);
-    hop.rows_sent = schedule(call.partition, hop.destination, call.causal)[step].key_end;
+    hop.rows_sent = rows_seen(call.partition, hop.destination, call.rank, call.causal);
     hop.source_rows = call.partition.length(hop.source);
     hops.push_back(hop);
   }
@@ -136,7 +137,8 @@ class Executor {
       ArrivalWords words;
       // Transfers may hold some multiprocessors for a while: tiles go to whoever is free.
       if (visits_.size() > 1 && attends_lists(q_, 1)) {
-        if (!words_.defined()) words_ = at::zeros({kNumWords}, q_.options().dtype(at::kInt));
+        if (!words_.defined())
+          words_ = at::zeros({LaunchWords::kFirstArrival}, q_.options().dtype(at::kInt));
         words.words = static_cast<uint32_t*>(words_.mutable_data_ptr());
       }
       return words;
@@ -165,10 +167,8 @@ class Executor {
   at::Tensor out_;    // [B, S_r, H, D], q's dtype: completed rows
   at::Tensor state_;  // [B, S_r, H, D], state dtype: the others, where a launch leaves some
   at::Tensor lse_;    // [B, H, S_r]
-  at::Tensor words_;  // int32 [kNumWords], 0: counters of the kernel's, where nothing is polled
+  at::Tensor words_;  // int32, 0: counters of the kernel's, where nothing is polled
   bool first_ = true;
-
-  static constexpr int64_t kNumWords = 2;
 };
 
 }  // namespace

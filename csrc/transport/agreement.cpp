@@ -52,9 +52,7 @@ void Agreement::join(int64_t call, const Signature& signature) {
   const auto deadline = std::chrono::steady_clock::now() + peers_.timeout() * 4 / 5;
   std::vector<std::string> words(peers_.size());
   for (int64_t rank = 0; rank < peers_.size(); ++rank) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-        deadline - std::chrono::steady_clock::now());
-    const auto word = peers_.get(key(call, rank), std::max(left, std::chrono::milliseconds(1)));
+    const auto word = peers_.get_until(key(call, rank), deadline);
     TORCH_CHECK_WITH(DistBackendError, word.has_value(), "rank ", rank,
                      " did not come to step 0 of ", signature.front().second,
                      " within the group's timeout of ", peers_.timeout().count(), " ms");

@@ -81,6 +81,7 @@ class Handshake::State {
   State(RingGroup& group, c10::Device device)
       : rank_(group.rank()),
         size_(group.size()),
+        others_(group.others()),
         own_(device),
         group_(group.weak_from_this()),
         device_(device),
@@ -133,8 +134,8 @@ class Handshake::State {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (given_up_) return true;
     const std::vector<uint32_t> read = look_at(Layout::kRead);
-    for (int64_t rank = 0; rank < size_; ++rank) {
-      if (rank != rank_ && read[rank] == 0) {
+    for (const int64_t rank : others_) {
+      if (read[rank] == 0) {
         if (!leaving_since_) leaving_since_ = Clock::now();
         return Clock::now() - *leaving_since_ >= patience_;
       }
@@ -143,6 +144,7 @@ class Handshake::State {
   }
 
   const int64_t rank_, size_;
+  const std::vector<int64_t> others_;
   OwnParts own_;
 
  private:
@@ -152,8 +154,8 @@ class Handshake::State {
     const std::vector<uint32_t> seen =
         look_at(phase == kWaitingUntilRead ? Layout::kRead : Layout::kStaged);
     std::vector<int64_t> suspects;
-    for (int64_t rank = 0; rank < size_; ++rank) {
-      if (rank != rank_ && seen[rank] == 0) suspects.push_back(rank);
+    for (const int64_t rank : others_) {
+      if (seen[rank] == 0) suspects.push_back(rank);
     }
     if (suspects.empty()) return;  // it came this moment
     if (const auto group = group_.lock()) {
@@ -237,15 +239,12 @@ bool Handshake::shares_devices() const { return state_->words_.shares_devices();
 void Handshake::wait_until_read(cudaStream_t stream) {
   cuda::StreamWords words;
   words.write(const_cast<uint32_t*>(&state_->own_.host->phase), kWaitingUntilRead);
-  for (int64_t rank = 0; rank < state_->size_; ++rank) {
-    if (rank != state_->rank_) words.wait_for(state_->word(Layout::kRead + rank), 1);
-  }
+  for (const int64_t rank : state_->others_) words.wait_for(state_->word(Layout::kRead + rank), 1);
   C10_CUDA_CHECK(words.enqueue(stream));
 }
 
 void Handshake::give_signals(cuda::StageParams& params) const {
-  for (int64_t rank = 0; rank < state_->size_; ++rank) {
-    if (rank == state_->rank_) continue;
+  for (const int64_t rank : state_->others_) {
     params.taken_back[params.num_signals] = state_->word(Layout::kRead + rank);
     params.signals[params.num_signals++] = state_->word_of(rank, Layout::kStaged + state_->rank_);
   }
@@ -258,12 +257,10 @@ void Handshake::give_signals(cuda::StageParams& params) const {
 void Handshake::wait_until_staged(cudaStream_t stream) {
   cuda::StreamWords words;
   words.write(const_cast<uint32_t*>(&state_->own_.host->phase), kWaitingUntilStaged);
-  for (int64_t rank = 0; rank < state_->size_; ++rank) {
-    if (rank != state_->rank_) words.wait_for(state_->word(Layout::kStaged + rank), 1);
+  for (const int64_t rank : state_->others_) {
+    words.wait_for(state_->word(Layout::kStaged + rank), 1);
   }
-  for (int64_t rank = 0; rank < state_->size_; ++rank) {
-    if (rank != state_->rank_) words.write(state_->word(Layout::kStaged + rank), 0);
-  }
+  for (const int64_t rank : state_->others_) words.write(state_->word(Layout::kStaged + rank), 0);
   words.write(const_cast<uint32_t*>(&state_->own_.host->phase), kNotWaiting);
   C10_CUDA_CHECK(words.enqueue(stream));
 }

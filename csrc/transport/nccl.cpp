@@ -14,10 +14,9 @@
 #include <algorithm>
 #include <future>
 #include <mutex>
-#include <numeric>
 #include <thread>
 
-#include "transport/cuda/poison.h"
+#include "transport/cuda_transfer.h"
 #include "transport/ring_group.h"
 #include "transport/watchdog.h"
 
@@ -59,13 +58,6 @@ struct AbortComm {
 };
 using CommHandle = std::unique_ptr<ncclComm, AbortComm>;
 
-std::vector<int64_t> others(const RingGroup& group) {
-  std::vector<int64_t> ranks(group.size());
-  std::iota(ranks.begin(), ranks.end(), 0);
-  ranks.erase(ranks.begin() + group.rank());
-  return ranks;
-}
-
 constexpr int64_t kNoCall = -1;  // ranks come together before any of their calls sends a thing
 
 // Ends the group because one of `suspects` did not come.
@@ -77,7 +69,7 @@ void give_up(RingGroup& group, const std::vector<int64_t>& suspects, const std::
 // Words of a communicator's own on its device. Note: not a tensor. Every communicator has a stream
 // of its own, and PyTorch's allocator keeps two megabytes for each stream that it has served.
 struct DeviceWords {
-  int failed;              // whether transfers have been given up
+  uint32_t failed;         // whether transfers have been given up
   unsigned char bytes[1];  // sent to and received from each rank when they meet, [2, size]
 };
 using SharedWords = std::shared_ptr<DeviceWords>;
@@ -167,7 +159,7 @@ class Communicator {
                                 words_, stream);
     CommHandle comm;
     if (formed.wait_until(deadline) == std::future_status::ready) comm = formed.get();
-    if (!comm) give_up(group, others(group), "it was not there for the NCCL communicator");
+    if (!comm) give_up(group, group.others(), "it was not there for the NCCL communicator");
     const std::lock_guard<std::mutex> lock(mutex_);
     comm_ = std::move(comm);
   }
@@ -184,7 +176,7 @@ class Communicator {
   /// Ends everything in flight; `failed` first, for those that will read it once they are released.
   void fail() {
     const c10::cuda::CUDAGuard guard(device_);
-    const int yes = 1;  // copied by an engine: no kernel has to end for it
+    const uint32_t yes = 1;  // copied by an engine: no kernel has to end for it
     cudaMemcpyAsync(&words_->failed, &yes, sizeof(yes), cudaMemcpyHostToDevice, telling_);
     cudaStreamSynchronize(telling_);
     abort();
@@ -201,7 +193,7 @@ class Communicator {
     }
     calls(comm_.get());
   }
-  const int* failed() const { return &words_->failed; }
+  const uint32_t* failed() const { return &words_->failed; }
   std::shared_ptr<RingGroup> group() const { return group_.lock(); }
 
  private:
@@ -257,21 +249,6 @@ class WatchedTransfer : public Watched {
   const void* owner_;
 };
 
-class NcclTransfer : public Transfer {
- public:
-  NcclTransfer(std::shared_ptr<at::cuda::CUDAEvent> started,
-               std::shared_ptr<at::cuda::CUDAEvent> done, bool timed)
-      : started_(std::move(started)), done_(std::move(done)), timed_(timed) {}
-
-  void wait() override { done_->block(c10::cuda::getCurrentCUDAStream()); }
-  void finish() override {}
-  double elapsed_ms() override { return timed_ ? started_->elapsed_time(*done_) : 0.0; }
-
- private:
-  std::shared_ptr<at::cuda::CUDAEvent> started_, done_;
-  bool timed_;
-};
-
 class NcclTransport : public CollectiveTransport {
  public:
   NcclTransport(RingGroup& group, c10::Device device)
@@ -283,7 +260,7 @@ class NcclTransport : public CollectiveTransport {
     communicator_->form(group, side_);
     done->record(side_);
     last_ = done;
-    watch(started, done, kNoCall, /*step=*/0, others(group));
+    watch(started, done, kNoCall, /*step=*/0, group.others());
   }
 
   std::unique_ptr<Transfer> start(const Message& message) override {
@@ -317,7 +294,7 @@ class NcclTransport : public CollectiveTransport {
     if (message.receive.defined()) suspects.push_back(message.source);
     if (message.send.defined()) suspects.push_back(message.destination);
     watch(started, done, message.call, message.step, std::move(suspects));
-    return std::make_unique<NcclTransfer>(started, done, message.timed);
+    return std::make_unique<CudaTransfer>(started, done, message.timed);
   }
 
   at::Tensor all_gather(const at::Tensor& mine, int64_t call) override {
@@ -337,11 +314,7 @@ class NcclTransport : public CollectiveTransport {
   }
 
   void guard(const std::vector<at::Tensor>& results) override {
-    const auto stream = c10::cuda::getCurrentCUDAStream();
-    for (const at::Tensor& result : results) {
-      C10_CUDA_CHECK(cuda::poison_if_failed(result.mutable_data_ptr(), result.nbytes(),
-                                            communicator_->failed(), stream.stream()));
-    }
+    poison_if_failed(results, communicator_->failed());
   }
 
  private:
@@ -349,10 +322,6 @@ class NcclTransport : public CollectiveTransport {
   // on whatever stream is current.
   void after_last(const c10::cuda::CUDAStream& stream) const {
     if (last_) last_->block(stream);
-  }
-
-  static std::shared_ptr<at::cuda::CUDAEvent> new_event(bool timed) {
-    return std::make_shared<at::cuda::CUDAEvent>(timed ? cudaEventDefault : cudaEventDisableTiming);
   }
 
   void watch(std::shared_ptr<at::cuda::CUDAEvent> started,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -31,6 +32,13 @@ class RINGATTN_API Peers {
   /// Waits for the key; nothing when it did not come in time.
   virtual std::optional<std::string> get(const std::string& key,
                                          std::chrono::milliseconds patience) = 0;
+  /// The same until a point in time; one look at least.
+  std::optional<std::string> get_until(const std::string& key,
+                                       std::chrono::steady_clock::time_point deadline) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+        deadline - std::chrono::steady_clock::now());
+    return get(key, std::max(left, std::chrono::milliseconds(1)));
+  }
   virtual void remove(const std::string& key) = 0;
 
   /// Messages through the group itself: gloo on CPU, NCCL on CUDA.

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <numeric>
 #include <sstream>
 #include <utility>
 
@@ -77,6 +78,13 @@ void RingGroup::collect() {
 RingGroup::RingGroup(std::unique_ptr<Peers> peers)
     : peers_(std::move(peers)), agreement_(*peers_) {}
 
+std::vector<int64_t> RingGroup::others() const {
+  std::vector<int64_t> ranks(size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  ranks.erase(ranks.begin() + rank());
+  return ranks;
+}
+
 std::string RingGroup::without_prefix(const std::string& message) {
   return message.rfind(kPrefix, 0) == 0 ? message.substr(std::string(kPrefix).size()) : message;
 }
@@ -100,9 +108,7 @@ std::vector<std::string> RingGroup::exchange(const std::string& mine) {
   const auto deadline = std::chrono::steady_clock::now() + peers_->timeout() * 4 / 5;
   std::vector<std::string> words;
   for (int64_t other = 0; other < size(); ++other) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-        deadline - std::chrono::steady_clock::now());
-    const auto word = peers_->get(key(number, other), std::max(left, std::chrono::milliseconds(1)));
+    const auto word = peers_->get_until(key(number, other), deadline);
     if (!word) {
       fail("rank " + std::to_string(other) + " did not come to step 0 of the ring within the " +
            "group's timeout of " + std::to_string(peers_->timeout().count()) +
@@ -201,16 +207,13 @@ int64_t RingGroup::most_suspected(const std::vector<int64_t>& suspects) {
   std::vector<bool> silent(size(), true);
   silent[rank()] = false;
   for (const int64_t suspect : suspects) ++votes[suspect];
-  std::vector<int64_t> others =
-      suspects;  // worth waiting for, the rest have had the same time by then
-  for (int64_t other = 0; other < size(); ++other) {
-    if (other != rank() && !std::count(others.begin(), others.end(), other))
-      others.push_back(other);
+  // Those are worth waiting for; the rest have had the same time by then.
+  std::vector<int64_t> asked = suspects;
+  for (const int64_t other : others()) {
+    if (!std::count(asked.begin(), asked.end(), other)) asked.push_back(other);
   }
-  for (const int64_t other : others) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-        deadline - std::chrono::steady_clock::now());
-    const auto word = peers_->get(failed_key(other), std::max(left, std::chrono::milliseconds(1)));
+  for (const int64_t other : asked) {
+    const auto word = peers_->get_until(failed_key(other), deadline);
     if (!word) continue;
     silent[other] = false;
     std::istringstream waits_for(*word);
@@ -218,7 +221,7 @@ int64_t RingGroup::most_suspected(const std::vector<int64_t>& suspects) {
   }
   int64_t blamed = suspects.front();
   int64_t most = 0;
-  for (const int64_t other : others) {
+  for (const int64_t other : asked) {
     if (silent[other] && votes[other] > most) {
       most = votes[other];
       blamed = other;

@@ -29,6 +29,7 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
   Peers& peers() { return *peers_; }
   int64_t rank() const { return peers_->rank(); }
   int64_t size() const { return peers_->size(); }
+  std::vector<int64_t> others() const;  // the ranks beside this one, ascending
 
   /// Begins a collective call: checks that the group has not failed, has `check` look at this
   /// rank's arguments (a refusal reaches the other ranks too), and has all ranks agree on what is

@@ -13,9 +13,9 @@
 #include <random>
 #include <utility>
 
-#include "transport/cuda/poison.h"
 #include "transport/cuda/stage.h"
 #include "transport/cuda/stream_words.h"
+#include "transport/cuda_transfer.h"
 #include "transport/handshake.h"
 #include "transport/hostility.h"
 #include "transport/lanes.h"
@@ -36,25 +36,6 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-cuda::StageSource stage_source(const at::Tensor& x) {  // [B, S_r, H_kv, D]
-  const auto bytes = [&](int64_t dim) {
-    return x.stride(dim) * static_cast<int64_t>(x.element_size());
-  };
-  return {x.const_data_ptr(), bytes(0), bytes(1), bytes(2)};
-}
-
-// x itself, or a copy where its rows are not whole aligned pieces of memory.
-at::Tensor stageable(const at::Tensor& x) {
-  const cuda::StageSource source = stage_source(x);
-  const bool aligned =
-      (reinterpret_cast<uintptr_t>(source.data) | static_cast<uintptr_t>(source.batch_stride) |
-       static_cast<uintptr_t>(source.row_stride) | static_cast<uintptr_t>(source.head_stride)) %
-          cuda::kStagePiece ==
-      0;
-  if (x.numel() == 0 || (x.stride(3) == 1 && aligned)) return x;
-  return x.clone(at::MemoryFormat::Contiguous);
-}
-
 class SymmetricTransport : public MessageTransport {
  public:
   SymmetricTransport(RingGroup& group, c10::Device device)
@@ -68,12 +49,7 @@ class SymmetricTransport : public MessageTransport {
   bool needs_every_rank() const override { return true; }
 
   void guard(const std::vector<at::Tensor>& results) override {
-    const auto stream = getCurrentCUDAStream();
-    for (const at::Tensor& result : results) {
-      C10_CUDA_CHECK(cuda::poison_if_failed(result.mutable_data_ptr(), result.nbytes(),
-                                            reinterpret_cast<const int*>(handshake_.failed()),
-                                            stream.stream()));
-    }
+    poison_if_failed(results, handshake_.failed());
   }
 
   void synchronize() override {
@@ -374,32 +350,13 @@ Plan& SymmetricTransport::plan(const Exchange& exchange) {
 
 // ---- single messages ----------------------------------------------------------------------------
 
-class SymmetricTransfer : public Transfer {
- public:
-  explicit SymmetricTransfer(bool timed)
-      : timed_(timed),
-        started_(timed ? cudaEventDefault : cudaEventDisableTiming),
-        done_(timed ? cudaEventDefault : cudaEventDisableTiming) {}
-
-  void start(CUDAStream stream) { started_.record(stream); }
-  void end(CUDAStream stream) { done_.record(stream); }
-
-  void wait() override { done_.block(getCurrentCUDAStream()); }
-  void finish() override {}
-  double elapsed_ms() override { return timed_ ? started_.elapsed_time(done_) : 0.0; }
-
- private:
-  bool timed_;
-  CUDAEvent started_, done_;
-};
-
 std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
   after(getCurrentCUDAStream());
   begin_on(lane_);
   reserve(message.largest);
 
-  auto transfer = std::make_unique<SymmetricTransfer>(message.timed);
-  transfer->start(lane_);
+  const auto started = new_event(message.timed), done = new_event(message.timed);
+  started->record(lane_);
   cuda::StageParams params;
   params.staged = staged_by(group_.rank());
   if (message.send.defined()) {
@@ -417,12 +374,10 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
                                    message.receive.nbytes(), cudaMemcpyDefault, lane_));
     message.receive.record_stream(lane_);
   }
-  for (int64_t rank = 0; rank < group_.size(); ++rank) {
-    if (rank != group_.rank()) handshake_.tell_read(rank, lane_);
-  }
-  transfer->end(lane_);
+  for (const int64_t rank : group_.others()) handshake_.tell_read(rank, lane_);
+  done->record(lane_);
   end_on(lane_);
-  return transfer;
+  return std::make_unique<CudaTransfer>(started, done, message.timed);
 }
 
 }  // namespace

@@ -45,6 +45,24 @@ int64_t heads_per_slice(const Exchange& exchange, bool polled) {
 
 }  // namespace
 
+cuda::StageSource stage_source(const at::Tensor& x) {
+  const auto bytes = [&](int64_t dim) {
+    return x.stride(dim) * static_cast<int64_t>(x.element_size());
+  };
+  return {x.const_data_ptr(), bytes(0), bytes(1), bytes(2)};
+}
+
+at::Tensor stageable(const at::Tensor& x) {
+  const cuda::StageSource source = stage_source(x);
+  const bool aligned =
+      (reinterpret_cast<uintptr_t>(source.data) | static_cast<uintptr_t>(source.batch_stride) |
+       static_cast<uintptr_t>(source.row_stride) | static_cast<uintptr_t>(source.head_stride)) %
+          cuda::kStagePiece ==
+      0;
+  if (x.numel() == 0 || (x.stride(3) == 1 && aligned)) return x;
+  return x.clone(at::MemoryFormat::Contiguous);
+}
+
 Plan::~Plan() {
   if (graph != nullptr) cudaGraphExecDestroy(graph);
 }

@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "transport/cuda/stage.h"
 #include "transport/handshake.h"
 #include "transport/shared_memory.h"
 #include "transport/transport.h"
@@ -43,6 +44,11 @@ struct Plan {
   Plan& operator=(const Plan&) = delete;
   ~Plan();
 };
+
+/// k or v [B, S_r, H_kv, D] for the staging kernel. `x` must be stageable.
+cuda::StageSource stage_source(const at::Tensor& x);
+/// x itself, or a copy where its rows are not whole aligned pieces of memory.
+at::Tensor stageable(const at::Tensor& x);
 
 /// What distinguishes one kind of call from another.
 std::vector<int64_t> plan_key(const Exchange& exchange, bool polled);

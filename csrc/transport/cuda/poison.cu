@@ -5,9 +5,9 @@ namespace ringattn::cuda {
 namespace {
 
 // All bits set are a NaN in every floating point type that PyTorch has.
-__global__ void poison(uint8_t* data, int64_t bytes, const int* failed) {
+__global__ void poison(uint8_t* data, int64_t bytes, const uint32_t* failed) {
   // Note: volatile, because it is set while kernels of this stream are waiting.
-  if (*static_cast<const volatile int*>(failed) == 0) return;
+  if (*static_cast<const volatile uint32_t*>(failed) == 0) return;
   const int64_t threads = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < bytes; i += threads) {
     data[i] = 0xff;
@@ -16,7 +16,8 @@ __global__ void poison(uint8_t* data, int64_t bytes, const int* failed) {
 
 }  // namespace
 
-cudaError_t poison_if_failed(void* data, int64_t bytes, const int* failed, cudaStream_t stream) {
+cudaError_t poison_if_failed(void* data, int64_t bytes, const uint32_t* failed,
+                             cudaStream_t stream) {
   if (bytes == 0) return cudaSuccess;
   constexpr int kThreads = 256;
   constexpr int kBlocks = 32;  // it almost never has work: small, so that it costs little

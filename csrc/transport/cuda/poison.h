@@ -10,6 +10,7 @@ namespace ringattn::cuda {
 /// Fills data [bytes] with NaN, of any floating point type, if *failed is not 0 by the time the
 /// stream comes to it. `failed` is device memory: reading the host's here would cost a quarter of a
 /// millisecond in every call.
-cudaError_t poison_if_failed(void* data, int64_t bytes, const int* failed, cudaStream_t stream);
+cudaError_t poison_if_failed(void* data, int64_t bytes, const uint32_t* failed,
+                             cudaStream_t stream);
 
 }  // namespace ringattn::cuda
