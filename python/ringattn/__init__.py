@@ -19,15 +19,8 @@ from ringattn.functional import (
 from ringattn.generation import generate
 from ringattn.modules import RingAttention
 from ringattn.partition import Partition
-from ringattn.planning import (
-    ModelCost,
-    Plan,
-    RankProfile,
-    load_profiles,
-    plan,
-    plan_cache,
-    save_profiles,
-)
+from ringattn.planning import ModelCost, Plan, plan, plan_cache
+from ringattn.profiles import RankProfile, load_profiles, save_profiles
 from ringattn.profiling import measure_profiles
 from ringattn.rebalancing import Rebalancer
 from ringattn.timings import StepTiming, Timings, record_timings

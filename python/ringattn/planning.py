@@ -6,19 +6,16 @@ The arithmetic is ``csrc/partition/planner.cpp``.
 
 from __future__ import annotations
 
-import json
 import math
-import numbers
-import operator
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from ringattn import _C
 from ringattn.partition import Partition
+from ringattn.profiles import RankProfile, integer, is_number
 
 _CONFIG_FIELDS = (  # our names and those of Hugging Face
     ("emb_dim", "hidden_size"),
@@ -27,112 +24,6 @@ _CONFIG_FIELDS = (  # our names and those of Hugging Face
     ("head_dim", "head_dim"),
     ("hidden_dim", "intermediate_size"),
 )
-
-
-@dataclass(frozen=True)
-class RankProfile:
-    """What one rank can do.
-
-    Args:
-        attention_tflops: speed of its attention, 1e12 operations a second.
-        linear_tflops: speed of its matrix products, 1e12 operations a second.
-        max_tokens: how many tokens it can hold; None is any number.
-        overhead_ms: what a layer takes beside the work, once, where the rank has tokens at all.
-        memory_gbps: bandwidth of its memory, 1e9 bytes a second; None where it is not known.
-        link_gbps: bandwidth of its links to other ranks, 1e9 bytes a second; None: bytes take no
-            time.
-        link_latency_us: of one message, in microseconds; None is 0.
-
-    Raises:
-        ValueError: speeds and bandwidths that are not finite and positive, a negative
-            ``max_tokens``, a negative or infinite overhead or latency.
-    """
-
-    attention_tflops: float
-    linear_tflops: float
-    _: KW_ONLY
-    max_tokens: int | None = None
-    overhead_ms: float = 0.0
-    memory_gbps: float | None = None
-    link_gbps: float | None = None
-    link_latency_us: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("attention_tflops", "linear_tflops", "memory_gbps", "link_gbps"):
-            value = getattr(self, name)
-            if value is None and name.endswith("_gbps"):
-                continue
-            if not _is_number(value) or not 0 < value < math.inf:
-                raise ValueError(f"{name} must be finite and positive, got {value!r}")
-            object.__setattr__(self, name, float(value))
-        for name in ("overhead_ms", "link_latency_us"):
-            value = getattr(self, name)
-            if value is None and name == "link_latency_us":
-                continue
-            if not _is_number(value) or not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be finite and not negative, got {value!r}")
-            object.__setattr__(self, name, float(value))
-        if self.max_tokens is not None:
-            max_tokens = _integer("max_tokens", self.max_tokens)
-            if max_tokens < 0:
-                raise ValueError(f"max_tokens must not be negative, got {max_tokens}")
-            object.__setattr__(self, "max_tokens", max_tokens)
-
-
-def save_profiles(path: str | Path, profiles: Sequence[RankProfile]) -> None:
-    """Writes profiles as JSON: an object whose ``profiles`` are one object per rank, in rank order,
-    with the fields of :class:`RankProfile`.
-
-    Args:
-        path: of the file; what it held is replaced.
-        profiles: one per rank, ``[W]``.
-
-    Returns:
-        Nothing.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    content = {"profiles": [asdict(profile) for profile in profiles]}
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def load_profiles(path: str | Path) -> list[RankProfile]:
-    """The profiles in a JSON file, as :func:`save_profiles` and ``python -m ringattn profile``
-    write them; what else the file holds is ignored.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        One profile per rank, in rank order.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds no profiles, or a profile with missing, unknown or wrong fields.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON, got {error}") from None
-    entries = content.get("profiles") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f'{path} must hold an object with a list of objects named "profiles"')
-    names = [field.name for field in fields(RankProfile)]
-    profiles = []
-    for rank, entry in enumerate(entries):
-        unknown = [name for name in entry if name not in names]
-        missing = [name for name in names[:2] if name not in entry]
-        if unknown or missing:
-            wrong = f"unknown {unknown[0]!r}" if unknown else f"no {missing[0]!r}"
-            raise ValueError(
-                f"profile of rank {rank} in {path} must have the fields of RankProfile, got {wrong}"
-            )
-        try:
-            profiles.append(RankProfile(**entry))
-        except ValueError as error:
-            raise ValueError(f"profile of rank {rank} in {path}: {error}") from None
-    return profiles
 
 
 @dataclass(frozen=True)
@@ -154,15 +45,15 @@ class ModelCost:
     kv_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not _is_number(self.attention_flops) or not 0 < self.attention_flops < math.inf:
+        if not is_number(self.attention_flops) or not 0 < self.attention_flops < math.inf:
             raise ValueError(
                 f"attention_flops must be finite and positive, got {self.attention_flops!r}"
             )
-        if not _is_number(self.linear_flops) or not 0 <= self.linear_flops < math.inf:
+        if not is_number(self.linear_flops) or not 0 <= self.linear_flops < math.inf:
             raise ValueError(
                 f"linear_flops must be finite and not negative, got {self.linear_flops!r}"
             )
-        if _integer("kv_bytes", self.kv_bytes) < 0:
+        if integer("kv_bytes", self.kv_bytes) < 0:
             raise ValueError(f"kv_bytes must not be negative, got {self.kv_bytes}")
 
     @classmethod
@@ -192,7 +83,7 @@ class ModelCost:
             ("head_dim", head_dim),
             ("num_kv_heads", num_kv_heads),
         ):
-            if _integer(name, value) < 1:
+            if integer(name, value) < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
         kv_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
         return cls(4.0 * num_heads * head_dim, 0.0, kv_bytes)
@@ -329,13 +220,13 @@ def plan(
             sequence, an unknown layout, a depth below 1.
     """
     planned = _C.plan(
-        _integer("seq_len", seq_len),
+        integer("seq_len", seq_len),
         _compiled_profiles(profiles),
         _compiled_cost(cost),
         layout,
         causal,
         training,
-        None if depth is None else _integer("depth", depth),
+        None if depth is None else integer("depth", depth),
     )
     return Plan(
         Partition(layout, tuple(planned.lengths), tuple(planned.order)),
@@ -391,7 +282,7 @@ def plan_cache(num_tokens: int, profiles: Sequence[RankProfile], cost: ModelCost
             ``memory_gbps`` of some ranks only.
     """
     return _C.plan_cache(
-        _integer("num_tokens", num_tokens), _compiled_profiles(profiles), _compiled_cost(cost)
+        integer("num_tokens", num_tokens), _compiled_profiles(profiles), _compiled_cost(cost)
     )
 
 
@@ -408,14 +299,3 @@ def _compiled_cost(cost: ModelCost) -> _C.ModelCost:
     if not isinstance(cost, ModelCost):
         raise ValueError(f"cost must be a ModelCost, got {type(cost).__name__}")
     return _C.ModelCost(**asdict(cost))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _integer(name: str, value: object) -> int:
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name} must be an integer, got {value!r}") from None

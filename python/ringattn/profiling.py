@@ -21,7 +21,7 @@ from ringattn._group import Group, Ring, resolve_group
 from ringattn._shard import Shard, resolve_device, settling_seconds
 from ringattn.functional import rotate_kv
 from ringattn.partition import Partition
-from ringattn.planning import RankProfile
+from ringattn.profiles import RankProfile
 
 #: Heads and layers of LLaMA-3-8B.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 32

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from ringattn import _C
 from ringattn._group import Group, Ring, resolve_group
-from ringattn.planning import ModelCost, Plan, RankProfile, plan, predict
+from ringattn.planning import ModelCost, Plan, plan, predict
+from ringattn.profiles import RankProfile
 from ringattn.timings import StepTiming, Timings
 
 _MOST_OVERHEAD = 0.5  # of what a call took: beyond, the rest says nothing about speed

@@ -12,7 +12,8 @@ from typing import Any
 
 from ringattn.models import LLaMA
 from ringattn.partition import Partition
-from ringattn.planning import ModelCost, Plan, RankProfile, load_profiles, plan_cache
+from ringattn.planning import ModelCost, Plan, plan_cache
+from ringattn.profiles import RankProfile, load_profiles
 from ringattn.profiling import measure_profiles
 from ringattn.rebalancing import Rebalancer
 from ringattn.timings import Timings

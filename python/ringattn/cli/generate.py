@@ -79,12 +79,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of the text")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: float32)")
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: CUDA where every rank has a device of its own (default)",
-    )
+    add_device_argument(parser)
     parser.add_argument(
         "--cuda-graphs",
         action=argparse.BooleanOptionalAction,
@@ -99,6 +94,16 @@ def add_parser(commands: Any) -> None:
         help="generate on one rank alone too; exit code 1 if its tokens differ",
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write tokens and timings to F")
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """``--device``, as :func:`process_group` takes it."""
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: CUDA where every rank has a device of its own (default)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -31,8 +31,8 @@ from ringattn import _library, profiling
 from ringattn._clock import Spread, bursts, repeat
 from ringattn._group import resolve_group
 from ringattn._shard import Shard, settling_seconds
-from ringattn.cli.generate import DTYPES, aligned, process_group
-from ringattn.planning import RankProfile
+from ringattn.cli.generate import DTYPES, add_device_argument, aligned, process_group
+from ringattn.profiles import RankProfile
 from ringattn.profiling import RankMeasurement, equalize, measure_ranks
 from ringattn.strategies import LatencyRow, MatmulRow, Regression, read_table, write_table
 from ringattn.testing import MPS, slowdown
@@ -82,12 +82,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="(default: bfloat16 on CUDA, float32 on CPU)"
     )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: CUDA where every rank has a device of its own (default)",
-    )
+    add_device_argument(parser)
     parser.add_argument(
         "--seconds",
         type=float,
@@ -124,15 +119,22 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _shape(options: argparse.Namespace) -> dict[str, Any]:
+    """What is measured: the arguments of :meth:`Shard.on` after the device."""
+    return {
+        "num_heads": options.num_heads,
+        "num_kv_heads": options.num_kv_heads,
+        "head_dim": options.head_dim,
+        "num_layers": options.num_layers,
+        "num_tokens": options.num_tokens,
+        "dtype": DTYPES.get(options.dtype),
+    }
+
+
 def _profile(options: argparse.Namespace, device: torch.device, world_size: int) -> None:
     measured = measure_ranks(
         None,
-        num_heads=options.num_heads,
-        num_kv_heads=options.num_kv_heads,
-        head_dim=options.head_dim,
-        num_layers=options.num_layers,
-        num_tokens=options.num_tokens,
-        dtype=DTYPES.get(options.dtype),
+        **_shape(options),
         device=device,
         seconds=options.seconds,
         transport=options.transport,
@@ -305,15 +307,7 @@ def _run_under(mps: MPS, percentage: float, command: Sequence[str]) -> None:
 
 def _point(options: argparse.Namespace, device: torch.device, percentage: float) -> _Point:
     """What one device does at the speed it has now."""
-    shard = Shard.on(
-        device,
-        num_heads=options.num_heads,
-        num_kv_heads=options.num_kv_heads,
-        head_dim=options.head_dim,
-        num_layers=options.num_layers,
-        num_tokens=options.num_tokens,
-        dtype=DTYPES.get(options.dtype),
-    )
+    shard = Shard.on(device, **_shape(options))
     seconds = settling_seconds(device, options.seconds)
     attention, _ = shard.attention(shard.num_tokens)
     attention()
