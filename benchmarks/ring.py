@@ -92,10 +92,7 @@ def rings(problem: Problem, arguments) -> list[Contestant]:
                 causal=problem.causal,
                 transport=transport,
             )
-            contestant = Contestant(f"ringattn {name} {transport}", call, positions)
-            found.append(contestant)
-            if arguments.launches and problem.q.is_cuda and transport != "process_group":
-                found += launches(contestant)
+            found.append(Contestant(f"ringattn {name} {transport}", call, positions))
     return found
 
 
@@ -166,8 +163,11 @@ def compete(report: Report, problem: Problem, arguments) -> None:
         if reason is not None:
             report.remark(f"{name} left out: {reason}")
 
-    field = [*ours, *alone, *peers]
-    eager = [item for item in ours if "," not in item.name]
+    launched = []
+    if arguments.launches and problem.q.is_cuda:
+        watched = [item for item in ours if not item.name.endswith("process_group")]
+        launched = [other for item in watched for other in launches(item)]
+    field = [*ours, *launched, *alone, *peers]
     errors = {contestant.name: max_error(contestant, problem) for contestant in field}
     timings = measure(field, problem.q.device, rounds=arguments.rounds, warmup=arguments.warmup)
     ideal = ideal_ms(alone, timings)
@@ -180,7 +180,7 @@ def compete(report: Report, problem: Problem, arguments) -> None:
                 "what": contestant.name,
                 **timing.columns(),
                 "share of ideal": ideal / timing.median if in_ring else None,
-                "wait share": wait_share(contestant.call) if contestant in eager else None,
+                "wait share": wait_share(contestant.call) if contestant in ours else None,
                 "max error": errors[contestant.name],
                 "note": contestant.note,
             }
