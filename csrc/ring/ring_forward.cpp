@@ -137,8 +137,9 @@ class Executor {
       ArrivalWords words;
       // Transfers may hold some multiprocessors for a while: tiles go to whoever is free.
       if (visits_.size() > 1 && attends_lists(q_, 1)) {
-        if (!words_.defined())
+        if (!words_.defined()) {
           words_ = at::zeros({LaunchWords::kFirstArrival}, q_.options().dtype(at::kInt));
+        }
         words.words = static_cast<uint32_t*>(words_.mutable_data_ptr());
       }
       return words;

@@ -207,7 +207,7 @@ int64_t RingGroup::most_suspected(const std::vector<int64_t>& suspects) {
   std::vector<bool> silent(size(), true);
   silent[rank()] = false;
   for (const int64_t suspect : suspects) ++votes[suspect];
-  // Those are worth waiting for; the rest have had the same time by then.
+  // Suspects first: they are worth waiting for, the rest have had the same time by then.
   std::vector<int64_t> asked = suspects;
   for (const int64_t other : others()) {
     if (!std::count(asked.begin(), asked.end(), other)) asked.push_back(other);
