@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmarks share: problems and their float64 check, interleaved timing, reports.
 
-Times are medians over rounds; in each round every contestant runs once, so that clocks and
-temperature treat all alike. Across ranks the slowest one counts, sample by sample.
+Times are medians over rounds. In each round every contestant runs once, in an order drawn anew,
+after a rest as long as the run before it: clocks follow what a device did just now, and treat all
+alike. Across ranks the slowest one counts, sample by sample.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import math
 import os
 import platform
+import random
 import shlex
 import statistics
 import subprocess
@@ -167,6 +169,7 @@ def from_all_ranks(values: Sequence[float]) -> torch.Tensor:
 
 # ---- timing ------------------------------------------------------------------------------------
 
+LONGEST_REST = 0.2  # seconds
 
 @dataclass(frozen=True)
 class Contestant:
@@ -209,11 +212,13 @@ class Timing:
 def measure(
     contestants: Sequence[Contestant], device: torch.device, *, rounds: int, warmup: int
 ) -> dict[str, Timing]:
-    """Times all contestants, one after the other in every round."""
+    """Times all contestants, one after the other in every round. On all ranks in one order."""
     own: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    draw = random.Random(0)
     for count in range(-warmup, rounds):
-        for contestant in contestants:
+        for contestant in draw.sample(contestants, len(contestants)):
             sample = _sample(contestant, device)
+            time.sleep(min(sample * contestant.back_to_back / 1e3, LONGEST_REST))
             if count >= 0:
                 own[contestant.name].append(sample)
     return {
@@ -246,8 +251,10 @@ def _sample_cuda(contestant: Contestant) -> float:
         torch.cuda.synchronize()
     else:
         # The device is busy for some milliseconds while the host enqueues: what is timed is the
-        # device, not Python.
+        # device, not Python. Then the ranks' devices meet: their clocks differ.
         torch.cuda._sleep(5_000_000)
+        if dist.is_initialized() and not contestant.alone:
+            dist.all_reduce(torch.zeros(1, device="cuda"))
     begin.record()
     for _ in range(contestant.back_to_back):
         contestant.call()

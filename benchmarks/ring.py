@@ -105,7 +105,11 @@ def launches(contestant: Contestant) -> list[Contestant]:
     ]
     if "symmetric" in name:
         graph = captured(contestant.call)
-        others.append(dataclasses.replace(contestant, name=f"{name}, CUDA graph", call=graph))
+        others.append(
+            dataclasses.replace(
+                contestant, name=f"{name}, CUDA graph", call=graph, back_to_back=10
+            )
+        )
     return others
 
 

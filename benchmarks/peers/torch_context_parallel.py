@@ -13,7 +13,7 @@ from harness import Contestant, Problem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from peers.torch_sdpa import CUDA_BACKENDS, calls
+from peers.torch_sdpa import backends, calls
 
 
 def available(problem: Problem) -> str | None:
@@ -49,7 +49,7 @@ def prepare(problem: Problem) -> list[Contestant]:
             yield
 
     contestants = []
-    for name, backend in CUDA_BACKENDS.items():
+    for name, backend in backends(problem).items():
         for rotate_method in ("allgather", "alltoall"):
             entered = partial(around, backend, rotate_method)
             for call, note in calls(shard):
