@@ -170,6 +170,7 @@ def from_all_ranks(values: Sequence[float]) -> torch.Tensor:
 # ---- timing ------------------------------------------------------------------------------------
 
 LONGEST_REST = 0.2  # seconds
+_draw = random.Random(0)
 
 @dataclass(frozen=True)
 class Contestant:
@@ -183,6 +184,7 @@ class Contestant:
     alone: bool = False  # rank 0 runs it while the others wait, for what uses the whole machine
     from_idle: bool = False  # on CUDA: the device waits for the host, so its launches count too
     back_to_back: int = 1  # calls in a row that make one sample
+    lead_in: int = 0  # calls before them, until clocks and temperature have settled
 
 
 @dataclass(frozen=True)
@@ -214,11 +216,11 @@ def measure(
 ) -> dict[str, Timing]:
     """Times all contestants, one after the other in every round. On all ranks in one order."""
     own: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
-    draw = random.Random(0)
     for count in range(-warmup, rounds):
-        for contestant in draw.sample(contestants, len(contestants)):
+        for contestant in _draw.sample(contestants, len(contestants)):
             sample = _sample(contestant, device)
-            time.sleep(min(sample * contestant.back_to_back / 1e3, LONGEST_REST))
+            if contestant.lead_in == 0:
+                time.sleep(min(sample * contestant.back_to_back / 1e3, LONGEST_REST))
             if count >= 0:
                 own[contestant.name].append(sample)
     return {
@@ -234,22 +236,27 @@ def _sample(contestant: Contestant, device: torch.device) -> float:
             dist.barrier()
         if contestant.alone and rank() != 0:
             elapsed = 0.0
-        elif device.type == "cuda":
-            elapsed = _sample_cuda(contestant)
         else:
-            start = time.perf_counter()
-            contestant.call()
-            elapsed = 1e3 * (time.perf_counter() - start)
+            for _ in range(contestant.lead_in):
+                contestant.call()
+            elapsed = (_on_cuda if device.type == "cuda" else _on_cpu)(contestant)
         if contestant.alone and dist.is_initialized():
             dist.barrier()
     return elapsed
 
 
-def _sample_cuda(contestant: Contestant) -> float:
+def _on_cpu(contestant: Contestant) -> float:
+    start = time.perf_counter()
+    for _ in range(contestant.back_to_back):
+        contestant.call()
+    return 1e3 * (time.perf_counter() - start) / contestant.back_to_back
+
+
+def _on_cuda(contestant: Contestant) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if contestant.from_idle:
         torch.cuda.synchronize()
-    else:
+    elif contestant.lead_in == 0:
         # The device is busy for some milliseconds while the host enqueues: what is timed is the
         # device, not Python. Then the ranks' devices meet: their clocks differ.
         torch.cuda._sleep(5_000_000)

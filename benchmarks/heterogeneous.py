@@ -190,7 +190,7 @@ def write_reports(
         "tensors": f"B 1, H {settings.heads}, H_kv {settings.kv_heads}, D {settings.head_dim}, "
         f"{settings.dtype}, causal",
         "throttle": f"{settings.throttle}, transport {settings.transport}",
-        "speeds": f"all ranks at once, settled for {settings.settle_seconds:g} s",
+        "profiles": f"all ranks at once, settled for {settings.settle_seconds:g} s",
     }
     rows = [row for cell in cells for row in store.rows(settings, cell)]
     world_size = arguments.ranks
@@ -199,7 +199,10 @@ def write_reports(
         table, columns = rows, tables.trace_columns(world_size)
         found, found_columns = tables.trace_findings(rows), tables.TRACE_FINDING_COLUMNS
     else:
-        header["rounds"] = f"up to {settings.rounds}, medians, all strategies interleaved"
+        header["rounds"] = (
+            f"up to {settings.rounds}, medians; all strategies, and every rank alone, "
+            "interleaved, each for a while before it counts"
+        )
         table, columns = tables.sweep_rows(rows), tables.sweep_columns(world_size)
         found, found_columns = tables.findings(table), tables.FINDING_COLUMNS
     title = f"Unequal ranks, {arguments.study}, {world_size} ranks"
@@ -251,7 +254,8 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{size}", type=int)
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--settle-seconds", type=float, help="default: 1 on CUDA, 0.1 on CPU")
-    parser.add_argument("--cell-seconds", type=float, default=20.0, help="fewer rounds after that")
+    parser.set_defaults(rounds=5)
+    parser.add_argument("--cell-seconds", type=float, default=20.0, help="of samples, about")
     parser.add_argument("--limit-seconds", type=float, default=3600.0, help="of one start of ranks")
     parser.add_argument("--watched", type=int, default=12, help="requests before `rebalanced`")
     parser.add_argument("--report-only", action="store_true", help="of the cells that are there")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +15,12 @@ from harness import DTYPES, Contestant, Timing, from_all_ranks, measure, rank
 
 from study.settings import Cell, Settings, set_name
 from study.splits import Grounds, Split, split
-from study.workloads import Workload, settled_ms, workload
+from study.workloads import Workload, workload
 
 _RECORDED_CALLS = 3  # whose steps are taken apart; one, where a call takes long
 _LONG_MS = 100.0
 _FEWEST_ROUNDS = 3
+_ALONE = "every rank alone"
 STEP_COLUMNS = ("own_ms", "remote_ms", "transfer_ms", "wait_ms")
 
 
@@ -30,9 +32,6 @@ def measure_cell(
 ) -> list[dict[str, Any]]:
     """One row per strategy, the same on every rank. Collective."""
     work = workload(cell, settings, device)
-    alone_ms = from_all_ranks([settled_ms(work.alone, device, settings.settle_seconds)])[:, 0]
-    ideal_ms = 1.0 / (1.0 / alone_ms).sum().item()
-
     grounds = Grounds(cell.seq_len, cell.percentages, profiles, work.cost, settings)
     splits = {name: split(name, grounds) for name in settings.strategies if name != "rebalanced"}
     if "rebalanced" in settings.strategies:
@@ -45,7 +44,11 @@ def measure_cell(
         name: from_all_ranks([work.max_error(contestant)]).max().item()
         for name, contestant in contestants.items()
     }
-    timings = _timings(list(contestants.values()), settings, device)
+    everything = torch.arange(cell.seq_len, device=device)
+    alone = Contestant(_ALONE, work.alone, everything)
+    timings = _timings([*contestants.values(), alone], settings, device)
+    alone_ms = from_all_ranks([timings.pop(_ALONE).own_median])[:, 0]
+    ideal_ms = 1.0 / (1.0 / alone_ms).sum().item()
     latencies = {
         name: from_all_ranks([timing.own_median])[:, 0].tolist() for name, timing in timings.items()
     }
@@ -120,19 +123,22 @@ def _contestant(name: str, chosen: Split, work: Workload, device: torch.device) 
 def _timings(
     contestants: Sequence[Contestant], settings: Settings, device: torch.device
 ) -> dict[str, Timing]:
-    """As many rounds as the cell has time for."""
+    """Samples that fill the time of a cell, of calls in a row with as many before them: strategies
+    and lone ranks alike are timed at the clocks that they settle to, all ranks at work."""
     first = measure(contestants, device, rounds=1, warmup=settings.warmup)
-    # The slowest rank's times are the same on all ranks, and so is the number of rounds.
-    round_s = 1e-3 * sum(timing.median for timing in first.values())
+    half_ms = 500.0 * settings.cell_seconds / (settings.rounds * len(contestants))
+    sustained = []
+    round_s = 0.0
+    for contestant in contestants:
+        slowest = first[contestant.name].median
+        # A lone rank goes on for as long as the others; calls of a ring are made by all together.
+        own = first[contestant.name].own_median if contestant.name == _ALONE else slowest
+        calls = max(1, round(max(half_ms, slowest) / own))
+        sustained.append(dataclasses.replace(contestant, lead_in=calls, back_to_back=calls))
+        round_s += 2e-3 * max(half_ms, slowest)
     affordable = math.floor(settings.cell_seconds / round_s)
     rounds = min(settings.rounds, max(_FEWEST_ROUNDS, affordable))
-    more = measure(contestants, device, rounds=rounds - 1, warmup=0)
-    return {
-        name: Timing(
-            [*first[name].samples, *timing.samples], [*first[name].own_samples, *timing.own_samples]
-        )
-        for name, timing in more.items()
-    }
+    return measure(sustained, device, rounds=rounds, warmup=0)
 
 
 def _steps(call: Callable[[], Any], calls: int) -> list[list[float]]:

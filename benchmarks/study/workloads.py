@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import ringattn
 import torch
 import torch.distributed as dist
-from harness import DTYPES, Contestant, Problem, from_all_ranks, rank
+from harness import DTYPES, Contestant, Problem, rank
 from ringattn.models import LLaMA, LLaMAConfig
 from ringattn.testing import slowdown
 
 from study.settings import Cell, Settings
 
 _VOCABULARY = 256  # tokens of the layer's input: any
-_BATCH_MS = 10.0  # calls are timed in batches of about so long, back to back
 _SAMPLED_ROWS = 32  # of a rank, for the error
 
 
@@ -148,37 +145,3 @@ def throttled(settings: Settings, percentage: float) -> Iterator[None]:
         return
     with slowdown(100.0 / percentage):
         yield
-
-
-def settled_ms(call: Callable[[], torch.Tensor], device: torch.device, seconds: float) -> float:
-    """Median time of `call` on this rank once all ranks have computed for a while: all of them
-    begin and end together, and the first half does not count. Collective."""
-    call()
-    first = _batch_ms(call, device, 1)
-    slowest = from_all_ranks([first]).max().item()
-    calls = max(1, round(_BATCH_MS / first))
-    # Time for two calls of the slowest: nobody is measured while others are done.
-    seconds = max(seconds, 2e-3 * slowest)
-    dist.barrier()
-    samples = []
-    begin = time.monotonic()
-    while len(samples) < 2 or time.monotonic() - begin < seconds:
-        samples.append(_batch_ms(call, device, calls))
-    dist.barrier()
-    return statistics.median(samples[len(samples) // 2 :])
-
-
-def _batch_ms(call: Callable[[], torch.Tensor], device: torch.device, calls: int) -> float:
-    """Milliseconds of one of `calls` calls."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        return 1e3 * (time.perf_counter() - start) / calls
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / calls

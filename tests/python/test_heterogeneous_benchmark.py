@@ -27,7 +27,7 @@ THEIR_COLUMNS = [
 SMALL = [
     *("--device", "cpu", "--dtype", "float32", "--heads", "4", "--kv-heads", "2"),
     *("--head-dim", "16", "--hidden-dim", "96", "--rounds", "2", "--warmup", "0"),
-    *("--settle-seconds", "0.02", "--watched", "2"),
+    *("--settle-seconds", "0.02", "--watched", "2", "--cell-seconds", "1"),
 ]
 
 
