@@ -172,6 +172,7 @@ def from_all_ranks(values: Sequence[float]) -> torch.Tensor:
 LONGEST_REST = 0.2  # seconds
 _draw = random.Random(0)
 
+
 @dataclass(frozen=True)
 class Contestant:
     """Something to time: `call` is timed, `around` is entered before and left after it."""

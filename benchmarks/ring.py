@@ -47,6 +47,7 @@ PEERS = {
     "zigzag on torch": zigzag_on_torch,
     "ring_flash_attn": ring_flash_attn_package,
 }
+_LONG = 32768  # tokens, from which on fewer calls in a row make a sample
 COLUMNS = ["S", "what", "ms", "p10", "p90", "share of ideal", "wait share", "max error", "note"]
 
 
@@ -79,13 +80,28 @@ def captured(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     return replay
 
 
-def rings(problem: Problem, arguments) -> list[Contestant]:
+def busiest(partition: ringattn.Partition, causal: bool) -> float:
+    """The largest part of the work that a rank has, in even shares."""
+    ranks = range(partition.world_size)
+    if causal:  # a query at position p sees p + 1 keys
+        work = [
+            sum(end * (end + 1) - begin * (begin + 1) for begin, end in partition.segments(r))
+            for r in ranks
+        ]
+    else:
+        work = list(partition.lengths)
+    return max(work) * len(work) / sum(work)
+
+
+def rings(
+    problem: Problem, splits: dict[str, ringattn.Partition], transports: list[str]
+) -> list[Contestant]:
     """ringattn.ring_attention, for each partition and transport."""
     found = []
-    for name, partition in partitions(problem, arguments).items():
+    for name, partition in splits.items():
         q, k, v = (partition.shard(x, rank()) for x in problem.tensors)
         positions = partition.position_ids(rank(), problem.q.device)
-        for transport in arguments.transports.split(","):
+        for transport in transports:
             call = partial(
                 ringattn.ring_attention,
                 *(q, k, v, partition),
@@ -96,18 +112,18 @@ def rings(problem: Problem, arguments) -> list[Contestant]:
     return found
 
 
-def launches(contestant: Contestant) -> list[Contestant]:
-    """The same call, begun in other ways."""
+def launches(contestant: Contestant, in_a_row: int) -> list[Contestant]:
+    """The same call, begun in other ways; some of them calls in a row."""
     name = contestant.name
     others = [
         dataclasses.replace(contestant, name=f"{name}, from idle", from_idle=True),
-        dataclasses.replace(contestant, name=f"{name}, back to back", back_to_back=10),
+        dataclasses.replace(contestant, name=f"{name}, back to back", back_to_back=in_a_row),
     ]
     if "symmetric" in name:
         graph = captured(contestant.call)
         others.append(
             dataclasses.replace(
-                contestant, name=f"{name}, CUDA graph", call=graph, back_to_back=10
+                contestant, name=f"{name}, CUDA graph", call=graph, back_to_back=in_a_row
             )
         )
     return others
@@ -154,7 +170,8 @@ def wait_share(call, rounds: int = 3) -> float:
 
 def compete(report: Report, problem: Problem, arguments) -> None:
     """One problem: a row for each contestant."""
-    ours = rings(problem, arguments)
+    splits = partitions(problem, arguments)
+    ours = rings(problem, splits, arguments.transports.split(","))
     alone = singles(problem)
     peers = []
     for name, peer in PEERS.items():
@@ -170,14 +187,21 @@ def compete(report: Report, problem: Problem, arguments) -> None:
     launched = []
     if arguments.launches and problem.q.is_cuda:
         watched = [item for item in ours if not item.name.endswith("process_group")]
-        launched = [other for item in watched for other in launches(item)]
+        in_a_row = 10 if problem.seq_len <= _LONG else 4
+        launched = [other for item in watched for other in launches(item, in_a_row)]
     field = [*ours, *launched, *alone, *peers]
     errors = {contestant.name: max_error(contestant, problem) for contestant in field}
     timings = measure(field, problem.q.device, rounds=arguments.rounds, warmup=arguments.warmup)
     ideal = ideal_ms(alone, timings)
+    most = {f"ringattn {name} ": busiest(split, problem.causal) for name, split in splits.items()}
     for contestant in field:
         timing = timings[contestant.name]
         in_ring = contestant not in alone
+        note = contestant.note
+        for name, shares in most.items():
+            if contestant.name.startswith(name) and shares > 1.005:
+                allowed = 100 * ideal * shares / timing.median
+                note = f"busiest rank: {shares:.2f} even shares; {allowed:.1f} % of what it allows"
         report.add(
             {
                 "S": problem.seq_len,
@@ -186,7 +210,7 @@ def compete(report: Report, problem: Problem, arguments) -> None:
                 "share of ideal": ideal / timing.median if in_ring else None,
                 "wait share": wait_share(contestant.call) if contestant in ours else None,
                 "max error": errors[contestant.name],
-                "note": contestant.note,
+                "note": note,
             }
         )
 

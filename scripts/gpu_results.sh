@@ -6,7 +6,9 @@
 #
 #   tests      every test that needs a GPU, on 1, 2, 3 and all GPUs (OUT/tests_*.xml, JUnit)
 #   attention  one GPU beside PyTorch's kernels; shapes of a ring, folding, short sequences
-#   ring       all GPUs beside one GPU and other rings: causal, dense, no groups of heads; fewer GPUs
+#   ring       all GPUs beside one GPU and other rings: causal, dense, no groups of heads, uneven; a
+#              timeline; fewer GPUs
+#   long       128K tokens
 #   transport  one hop
 #   decode     an 8B-shaped model, on one GPU and on all
 #
@@ -20,7 +22,7 @@ export PYTHONUNBUFFERED=1
 out="$(realpath -m "${1:?scripts/gpu_results.sh OUT [stage...]}")"
 shift
 stages=("$@")
-[ ${#stages[@]} -eq 0 ] && stages=(tests attention ring transport decode)
+[ ${#stages[@]} -eq 0 ] && stages=(tests attention ring long transport decode)
 mkdir -p "$out"
 
 num_gpus="$(nvidia-smi --list-gpus | wc -l)"
@@ -97,15 +99,25 @@ stage_ring() {
     ranks "$num_gpus" 400 ring $ring --transports symmetric,nccl --launches \
       --seq-lens $lengths --rounds 50 --out "$(name ring "$num_gpus")"
     ranks "$num_gpus" 200 ring_dense $ring --transports symmetric --dense --launches \
-      --seq-lens 8192,16384,32768 --out "$(name ring_dense "$num_gpus")"
+      --seq-lens 8192,16384,32768 --rounds 50 --out "$(name ring_dense "$num_gpus")"
     ranks "$num_gpus" 200 ring_mha $ring --transports symmetric --kv-heads 32 --launches \
-      --seq-lens 8192,16384,32768 --out "$(name ring_mha "$num_gpus")"
+      --seq-lens 16384,32768 --rounds 50 --out "$(name ring_mha "$num_gpus")"
+    if [ "$num_gpus" -eq 4 ]; then
+      ranks 4 200 ring_uneven $ring --transports symmetric --shares 3:1:2:2 \
+        --seq-lens 16384,32768 --rounds 50 --out "$(name ring_uneven 4)"
+    fi
+    ranks "$num_gpus" 60 timeline benchmarks/timeline.py --out "$(name timeline "$num_gpus")"
     local num
     for ((num = num_gpus - 1; num >= 2; num--)); do
-      ranks "$num" 200 "ring_$num" $ring --transports symmetric,nccl --launches \
-        --seq-lens 8192,16384,32768 --out "$(name ring "$num")"
+      ranks "$num" 200 "ring_$num" $ring --transports symmetric --launches \
+        --seq-lens 8192,16384,32768 --rounds 50 --out "$(name ring "$num")"
     done
   }
+}
+
+stage_long() {
+  ranks "$num_gpus" 300 ring_long benchmarks/ring.py --layouts zigzag --transports symmetric \
+    --seq-lens 131072 --rounds 50 --out "$(name ring_long "$num_gpus")"
 }
 
 stage_transport() {

@@ -59,15 +59,21 @@ class Drawing:
     rows: Sequence[Row]
 
     def write(self, folder: Path, name: str) -> list[Path]:
-        paths = [folder / f"{name}.{kind}" for kind in ("png", "svg", "csv")]
-        self.figure.savefig(paths[0], dpi=150)
-        self.figure.savefig(paths[1], metadata={"Date": None})
-        plt.close(self.figure)
-        with paths[2].open("w", newline="") as file:
+        table = folder / f"{name}.csv"
+        with table.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(self.rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.rows)
-        return paths
+        return [*save(self.figure, folder, name), table]
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """As PNG and as SVG; the figure is closed."""
+    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    figure.savefig(paths[0], dpi=150)
+    figure.savefig(paths[1], metadata={"Date": None})
+    plt.close(figure)
+    return paths
 
 
 def panels(
