@@ -2,7 +2,6 @@
 #include "ops/checks.h"
 
 #include <cmath>
-#include <sstream>
 #include <stdexcept>
 
 #include "attention/block_attention.h"
@@ -108,20 +107,5 @@ void check_capture(const RingGroup& group, const Signature& signature, c10::Devi
                  "graph, got a first one under capture");
 #endif
 }
-
-std::string to_text(const std::vector<int64_t>& values) {
-  std::ostringstream text;
-  text << at::IntArrayRef(values);
-  return text.str();
-}
-
-std::string to_text(double value) {
-  std::ostringstream text;
-  text.precision(17);
-  text << value;
-  return text.str();
-}
-
-std::string to_text(bool value) { return value ? "True" : "False"; }
 
 }  // namespace ringattn

@@ -32,9 +32,4 @@ Partition check_partition(const std::vector<int64_t>& lengths, const std::vector
 /// What is captured in a CUDA graph has been agreed on before: ranks cannot talk then.
 void check_capture(const RingGroup& group, const Signature& signature, c10::Device device);
 
-/// Values for a Signature.
-std::string to_text(const std::vector<int64_t>& values);
-std::string to_text(double value);
-std::string to_text(bool value);
-
 }  // namespace ringattn

@@ -12,12 +12,12 @@ namespace {
 
 // Not the number of keys: every rank holds as many as it likes.
 Signature signature(const at::Tensor& q, const at::Tensor& k, double scale) {
-  return {{"operator", "decode_attention"},
-          {"shape of q", to_text(q.sizes().vec())},
-          {"key heads", std::to_string(k.size(2))},
-          {"dtype", c10::toString(q.scalar_type())},
-          {"device type", c10::DeviceTypeName(q.device().type())},
-          {"scale", to_text(scale)}};
+  return Signature("decode_attention")
+      .add("shape of q", q.sizes())
+      .add("key heads", k.size(2))
+      .add("dtype", c10::toString(q.scalar_type()))
+      .add("device type", c10::DeviceTypeName(q.device().type()))
+      .add("scale", scale);
 }
 
 at::Tensor decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

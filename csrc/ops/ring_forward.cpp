@@ -37,19 +37,19 @@ Partition check(const Arguments& args, int64_t rank, int64_t world_size) {
 
 // Not the depth: how far ahead a rank receives is its own affair.
 Signature signature(const Arguments& args, const Partition& partition) {
-  return {{"operator", "ring_forward"},
-          {"lengths", to_text(partition.lengths())},
-          {"order", to_text(partition.order())},
-          {"layout", args.layout},
-          {"dtype", c10::toString(args.q.scalar_type())},
-          {"device type", c10::DeviceTypeName(args.q.device().type())},
-          {"batch size", std::to_string(args.q.size(0))},
-          {"query heads", std::to_string(args.q.size(2))},
-          {"key heads", std::to_string(args.k.size(2))},
-          {"head dimension", std::to_string(args.q.size(3))},
-          {"causal", to_text(args.causal)},
-          {"scale", to_text(args.scale)},
-          {"transport", args.transport}};
+  return Signature("ring_forward")
+      .add("lengths", partition.lengths())
+      .add("order", partition.order())
+      .add("layout", args.layout)
+      .add("dtype", c10::toString(args.q.scalar_type()))
+      .add("device type", c10::DeviceTypeName(args.q.device().type()))
+      .add("batch size", args.q.size(0))
+      .add("query heads", args.q.size(2))
+      .add("key heads", args.k.size(2))
+      .add("head dimension", args.q.size(3))
+      .add("causal", args.causal)
+      .add("scale", args.scale)
+      .add("transport", args.transport);
 }
 
 std::tuple<at::Tensor, at::Tensor> ring_forward_op(

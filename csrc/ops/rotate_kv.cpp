@@ -99,15 +99,15 @@ Partition check(const at::Tensor& kv, const std::vector<int64_t>& lengths,
 
 Signature signature(const at::Tensor& kv, const Partition& partition,
                     const std::string& transport) {
-  return {{"operator", "rotate_kv"},
-          {"lengths", to_text(partition.lengths())},
-          {"order", to_text(partition.order())},
-          {"dtype", c10::toString(kv.scalar_type())},
-          {"device type", c10::DeviceTypeName(kv.device().type())},
-          {"batch size", std::to_string(kv.size(1))},
-          {"key heads", std::to_string(kv.size(3))},
-          {"head dimension", std::to_string(kv.size(4))},
-          {"transport", transport}};
+  return Signature("rotate_kv")
+      .add("lengths", partition.lengths())
+      .add("order", partition.order())
+      .add("dtype", c10::toString(kv.scalar_type()))
+      .add("device type", c10::DeviceTypeName(kv.device().type()))
+      .add("batch size", kv.size(1))
+      .add("key heads", kv.size(3))
+      .add("head dimension", kv.size(4))
+      .add("transport", transport);
 }
 
 at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntArrayRef order,

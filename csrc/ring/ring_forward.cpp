@@ -197,6 +197,10 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& q, const at::Te
     exchange.hops = hops(call, visits);
     exchange.most_rows =
         *std::max_element(call.partition.lengths().begin(), call.partition.lengths().end());
+    for (size_t step = 1; step < visits.size(); ++step) {
+      exchange.query_rows = std::max(exchange.query_rows, visits[step].num_queries());
+    }
+    exchange.query_rows *= q.size(0) * q.size(2) / k.size(2);
     exchange.depth = std::min<int64_t>(call.depth, exchange.hops.size());
     exchange.polled = !by_block && kernels_may_wait();
     exchange.timed = timed;

@@ -15,13 +15,6 @@ std::string key(int64_t call, int64_t rank) {
   return "call/" + std::to_string(call) + "/" + std::to_string(rank);
 }
 
-// One "name=value" a line: comparable, and a difference can be named.
-std::string to_text(const Signature& signature) {
-  std::string text;
-  for (const auto& [name, value] : signature) text += name + "=" + value + "\n";
-  return text;
-}
-
 struct Difference {
   std::string name, mine, theirs;
 };
@@ -40,13 +33,12 @@ Difference first_difference(const std::string& mine, const std::string& theirs) 
 }  // namespace
 
 bool Agreement::knows(const Signature& signature) const {
-  return agreed_.count(to_text(signature)) > 0;
+  return agreed_.count(signature.key()) > 0;
 }
 
 void Agreement::join(int64_t call, const Signature& signature) {
-  const std::string mine = to_text(signature);
-  if (agreed_.count(mine)) return;
-  publish(call, kAsks + mine);
+  if (knows(signature)) return;
+  publish(call, kAsks + signature.text());
 
   // All answers are read before any is judged, so that every rank has the same to say.
   const auto deadline = std::chrono::steady_clock::now() + peers_.timeout() * 4 / 5;
@@ -54,7 +46,7 @@ void Agreement::join(int64_t call, const Signature& signature) {
   for (int64_t rank = 0; rank < peers_.size(); ++rank) {
     const auto word = peers_.get_until(key(call, rank), deadline);
     TORCH_CHECK_WITH(DistBackendError, word.has_value(), "rank ", rank,
-                     " did not come to step 0 of ", signature.front().second,
+                     " did not come to step 0 of ", signature.operation(),
                      " within the group's timeout of ", peers_.timeout().count(), " ms");
     words[rank] = *word;
   }
@@ -68,7 +60,7 @@ void Agreement::join(int64_t call, const Signature& signature) {
     TORCH_CHECK(false, "ringattn: ranks must agree on ", difference.name, ", got ", difference.mine,
                 " on rank 0 and ", difference.theirs, " on rank ", rank);
   }
-  agreed_.insert(mine);
+  agreed_.insert(signature.key());
 
   // Every rank has come here, so every rank has read all that was said before.
   for (const std::string& earlier : published_) {

@@ -3,15 +3,12 @@
 
 #include <string>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 #include "transport/peers.h"
+#include "transport/signature.h"
 
 namespace ringattn {
-
-/// What all ranks must say alike about a call: names and values, in the order of the messages.
-using Signature = std::vector<std::pair<std::string, std::string>>;
 
 /// Ranks compare what they were asked to do before anything is sent, through the group's store. A
 /// signature that was agreed on once costs a look-up from then on.
@@ -37,8 +34,8 @@ class Agreement {
   void publish(int64_t call, const std::string& text);
 
   Peers& peers_;
-  std::unordered_set<std::string> agreed_;
-  std::vector<std::string> published_;  // keys of this rank that are in the store
+  std::unordered_set<std::string> agreed_;  // keys of signatures
+  std::vector<std::string> published_;      // keys of this rank that are in the store
 };
 
 }  // namespace ringattn

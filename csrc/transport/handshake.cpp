@@ -25,7 +25,8 @@ struct Layout {
   static constexpr int64_t kRanks = cuda::kMaxSignals;
   static constexpr int64_t kStaged = 0;
   static constexpr int64_t kRead = kStaged + kRanks;
-  static constexpr int64_t kBlocksDone = kRead + kRanks;
+  static constexpr int64_t kNumStaged = kRead + kRanks;
+  static constexpr int64_t kBlocksDone = kNumStaged + 1;
   static constexpr int64_t kCalls = kBlocksDone + 1;
   static constexpr int64_t kFailed = kCalls + 1;
   static constexpr int64_t kOne = kFailed + 1;  // a 1 to copy from
@@ -33,7 +34,7 @@ struct Layout {
   static constexpr int64_t kWords = kLaunch + Handshake::kLaunchCounters + Handshake::kMaxArrivals;
 };
 
-// What the stream is waiting for; written by the stream, read by the watchdog.
+// What the streams are waiting for; written by them, read by the watchdog.
 enum Phase : uint32_t { kNotWaiting = 0, kWaitingUntilRead = 1, kWaitingUntilStaged = 2 };
 
 struct HostWords {
@@ -90,6 +91,7 @@ class Handshake::State {
     const c10::cuda::CUDAGuard guard(device);
     std::vector<uint32_t> initial(Layout::kWords, 0);
     for (int64_t rank = 0; rank < size_; ++rank) initial[Layout::kRead + rank] = 1;
+    initial[Layout::kNumStaged] = static_cast<uint32_t>(size_ - 1);
     initial[Layout::kOne] = 1;
     C10_CUDA_CHECK(cudaMemcpy(word(0), initial.data(), initial.size() * sizeof(uint32_t),
                               cudaMemcpyHostToDevice));
@@ -179,15 +181,17 @@ class Handshake::State {
   // still to come. What they compute is NaN.
   void release() {
     const c10::cuda::CUDAGuard guard(device_);
-    const auto set = [&](int64_t index, int64_t count) {
-      const std::vector<uint32_t> ones(count, 1);
-      cudaMemcpyAsync(word(index), ones.data(), count * sizeof(uint32_t), cudaMemcpyHostToDevice,
+    const auto set = [&](int64_t index, int64_t count, uint32_t value) {
+      const std::vector<uint32_t> values(count, value);
+      cudaMemcpyAsync(word(index), values.data(), count * sizeof(uint32_t), cudaMemcpyHostToDevice,
                       own_.releasing);
       cudaStreamSynchronize(own_.releasing);
     };
-    set(Layout::kFailed, 1);  // first: who passes must know
-    set(Layout::kStaged, Layout::kRanks);
-    set(Layout::kRead, Layout::kRanks);
+    constexpr uint32_t kEnough = 1u << 30;  // whatever is still taken off
+    set(Layout::kFailed, 1, 1);             // first: who passes must know
+    set(Layout::kStaged, Layout::kRanks, 1);
+    set(Layout::kRead, Layout::kRanks, 1);
+    set(Layout::kNumStaged, 1, kEnough);
   }
 
   std::weak_ptr<RingGroup> group_;
@@ -246,22 +250,32 @@ void Handshake::wait_until_read(cudaStream_t stream) {
 void Handshake::give_signals(cuda::StageParams& params) const {
   for (const int64_t rank : state_->others_) {
     params.taken_back[params.num_signals] = state_->word(Layout::kRead + rank);
-    params.signals[params.num_signals++] = state_->word_of(rank, Layout::kStaged + state_->rank_);
+    params.signals[params.num_signals] = state_->word_of(rank, Layout::kStaged + state_->rank_);
+    params.counts[params.num_signals++] = state_->word_of(rank, Layout::kNumStaged);
   }
+  params.counted = state_->word(Layout::kNumStaged);
   params.blocks_done = state_->word(Layout::kBlocksDone);
   params.failed = failed();
   params.calls = state_->word(Layout::kCalls);
   params.calls_shown = const_cast<uint32_t*>(&state_->own_.host->calls);
+  params.phase_shown = const_cast<uint32_t*>(&state_->own_.host->phase);
+  params.phase = kWaitingUntilStaged;
 }
 
-void Handshake::wait_until_staged(cudaStream_t stream) {
+void Handshake::take_staged(cudaStream_t stream) {
   cuda::StreamWords words;
-  words.write(const_cast<uint32_t*>(&state_->own_.host->phase), kWaitingUntilStaged);
   for (const int64_t rank : state_->others_) {
     words.wait_for(state_->word(Layout::kStaged + rank), 1);
   }
   for (const int64_t rank : state_->others_) words.write(state_->word(Layout::kStaged + rank), 0);
   words.write(const_cast<uint32_t*>(&state_->own_.host->phase), kNotWaiting);
+  C10_CUDA_CHECK(words.enqueue(stream));
+}
+
+void Handshake::wait_until_staged(cudaStream_t stream) {
+  cuda::StreamWords words;
+  words.wait_for_at_least(state_->word(Layout::kNumStaged),
+                          static_cast<uint32_t>(state_->size_ - 1));
   C10_CUDA_CHECK(words.enqueue(stream));
 }
 

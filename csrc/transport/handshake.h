@@ -19,9 +19,13 @@ class RingGroup;
 ///
 ///   staged[p] of rank r:  what p has staged may be read by r     p sets it, r takes it back
 ///   read[p] of rank r:    p has read what r staged last          p sets it, r takes it back
+///   num_staged of rank r: how many ranks have staged             all others count, r takes W - 1
+///   off
 ///
 /// r takes staged[p] back as soon as it has seen it, before anything that tells p to go on: p
-/// cannot have set it for the next call yet.
+/// cannot have set it for the next call yet. num_staged says the same as all of them, for another
+/// stream; r takes its due off when it stages the next time, by subtraction, since others may have
+/// counted themselves for that call before.
 ///
 /// Every rank signals every other one in each call, so a call begins nowhere before the last one
 /// has been read everywhere. Nothing in it counts calls: what is captured in a CUDA graph can be
@@ -37,13 +41,16 @@ class Handshake {
 
   bool shares_devices() const;
 
-  // One call, in this order; all but the last on one stream, with the staging kernel after the
-  // second.
+  // One call, in this order: the staging kernel is enqueued after the second, on the stream of the
+  // first; then, on a stream that follows it, what copies.
   /// Nobody reads any more what this rank staged last.
   void wait_until_read(cudaStream_t stream);
   /// Completes what the staging kernel is told: it gives the signals.
   void give_signals(cuda::StageParams& params) const;
   /// Everything that the other ranks have for this call is in place.
+  void take_staged(cudaStream_t stream);
+  /// The same, for a stream that will hold multiprocessors until it has been copied. Enqueued after
+  /// take_staged.
   void wait_until_staged(cudaStream_t stream);
   /// This rank needs nothing more of what `other` has staged. Once for every other rank, behind
   /// what was copied from there.

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "transport/agreement.h"
@@ -38,7 +39,7 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
   int64_t begin_call(const Check& check) {
     throw_if_failed();
     const int64_t call = next_call_++;
-    Signature signature;
+    std::optional<Signature> signature;
     try {
       signature = check();
     } catch (const c10::Error& error) {
@@ -46,7 +47,7 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
       throw;
     }
     try {
-      agreement_.join(call, signature);
+      agreement_.join(call, *signature);
     } catch (const c10::DistBackendError& error) {
       fail(error.what_without_backtrace());  // a rank that comes later must not find itself alone
       throw;

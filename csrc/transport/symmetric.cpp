@@ -148,7 +148,6 @@ class SymmetricTransport : public MessageTransport {
     handshake_.wait_until_read(stream);
     handshake_.give_signals(params);
     C10_CUDA_CHECK(cuda::stage(params, stream));
-    handshake_.wait_until_staged(stream);
   }
 
   RingGroup& group_;
@@ -209,8 +208,12 @@ class SymmetricStream : public BlockStream {
                                      transport_.gathered_.nbytes(), stream_));
     }
     transport_.after(stream_);
+    // Note: enqueued before anything that may have to wait on stream_. Streams can share a queue of
+    // the device, and are then carried out in this order.
+    transport_.handshake_.take_staged(transport_.lane_);
     if (exchange_.polled) {
       fetch_all();
+      transport_.handshake_.wait_until_staged(stream_);
     } else {
       arrived_.resize(num_hops_);
       for (int64_t step = 1; step <= exchange_.depth; ++step) fetch(step);
@@ -369,6 +372,7 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
   }
   stage(params, message.call, std::make_shared<std::vector<int64_t>>(group_.size(), message.step),
         lane_);
+  handshake_.take_staged(lane_);
   if (message.receive.defined()) {
     C10_CUDA_CHECK(cudaMemcpyAsync(message.receive.mutable_data_ptr(), staged_by(message.source),
                                    message.receive.nbytes(), cudaMemcpyDefault, lane_));

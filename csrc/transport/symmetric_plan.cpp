@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/symmetric_plan.h"
 
+#include <ATen/cuda/CUDAContext.h>
+
 #include <algorithm>
 
 namespace ringattn {
@@ -28,19 +30,27 @@ std::vector<int64_t> places(const Exchange& exchange) {
   return begin;
 }
 
-// In how many heads a block comes at once. Slices small enough that the first is there soon, large
-// enough for an engine's full speed: each costs it some microseconds (H200: 4 MB take 14, and 5
-// pass before the next).
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How many heads of a block come at once: as many as the kernel's first tiles are about, which wait
+// for all of them, and as an engine needs for its speed (H200: 2 MB take 8 us, 4 MB 14, and 4 pass
+// before the next). No more, so that the first are there soon.
 int64_t heads_per_slice(const Exchange& exchange, bool polled) {
-  constexpr int64_t kSliceBytes = int64_t{4} << 20;
+  constexpr int64_t kFewestBytes = int64_t{2} << 20;
+  constexpr int64_t kRowsOfTile = 128;  // about
   const int64_t kv_heads = exchange.k.size(2), num_hops = exchange.hops.size();
-  if (!polled) return kv_heads;
+  if (!polled || exchange.query_rows == 0) return kv_heads;
   int64_t most_rows = 0;
   for (const Hop& hop : exchange.hops) most_rows = std::max(most_rows, hop.rows_received);
+  const int64_t head_bytes = std::max<int64_t>(1, most_rows * row_bytes(exchange.k) / kv_heads);
+  const int64_t tiles = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  const int64_t at_once =
+      (tiles * kRowsOfTile + exchange.query_rows / 2) / exchange.query_rows;  // rounded
   const int64_t most_slices = std::min(kv_heads, Handshake::kMaxArrivals / num_hops);
-  const int64_t slices =
-      std::clamp<int64_t>(most_rows * row_bytes(exchange.k) / kSliceBytes, 1, most_slices);
-  return (kv_heads + slices - 1) / slices;
+  const int64_t heads =
+      std::max({at_once, ceil_div(kFewestBytes, head_bytes), ceil_div(kv_heads, most_slices)});
+  // Slices of one size: the last is not much smaller than the others.
+  return ceil_div(kv_heads, ceil_div(kv_heads, std::min(heads, kv_heads)));
 }
 
 }  // namespace
@@ -69,9 +79,9 @@ Plan::~Plan() {
 
 std::vector<int64_t> plan_key(const Exchange& exchange, bool polled) {
   const at::Tensor& k = exchange.k;
-  std::vector<int64_t> key = {k.size(0),      k.size(2),
-                              k.size(3),      static_cast<int64_t>(k.scalar_type()),
-                              exchange.depth, polled};
+  std::vector<int64_t> key = {
+      k.size(0),      k.size(2),           k.size(3), static_cast<int64_t>(k.scalar_type()),
+      exchange.depth, exchange.query_rows, polled};
   for (const Hop& hop : exchange.hops) {
     key.insert(key.end(), {hop.source, hop.rows_received, hop.source_rows});
   }
@@ -86,7 +96,7 @@ std::unique_ptr<Plan> make_plan(const Exchange& exchange, bool polled, const Sha
   const int64_t batch = k.size(0), kv_heads = k.size(2), head_dim = k.size(3);
   const int64_t num_hops = exchange.hops.size(), bytes = k.element_size();
   const int64_t heads_per_copy = heads_per_slice(exchange, polled);
-  const int64_t slices = (kv_heads + heads_per_copy - 1) / heads_per_copy;
+  const int64_t slices = ceil_div(kv_heads, heads_per_copy);
   const std::vector<int64_t> begin = places(exchange);
   const auto begin_of = [&](int64_t hop) {
     return begin[hop % (static_cast<int64_t>(begin.size()) - 1)];

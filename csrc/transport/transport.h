@@ -31,7 +31,10 @@ struct Exchange {
   at::Tensor v;
   std::vector<Hop> hops;  // [W - 1]; hops[i] belongs to step i + 1
   int64_t most_rows = 0;  // of any rank's block
-  int64_t depth = 1;      // blocks that may be in flight or waiting ahead of the one being attended
+  // Of a key head, rows of queries that attend to visiting blocks: of all its query heads and batch
+  // entries. How many heads a kernel works at together follows from it.
+  int64_t query_rows = 0;
+  int64_t depth = 1;    // blocks that may be in flight or waiting ahead of the one being attended
   bool polled = false;  // one kernel attends to all blocks and waits for each by itself, if it can
   bool timed = false;   // record how long transfers take
 };

@@ -33,14 +33,15 @@ def check_keywords(function: str, refused: dict[str, Any]) -> None:
 def check_tensors(**tensors: torch.Tensor) -> None:
     """What an operator cannot say by itself: it would not be reached, or not with these tensors."""
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
+        plain = type(tensor) is torch.Tensor  # the usual case, told at once
+        if not plain and not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if isinstance(tensor, DTensor):
+        if not plain and isinstance(tensor, DTensor):
             raise ValueError(
                 f"{name} must be a plain tensor that holds this rank's rows, got a DTensor "
                 "(use its to_local())"
             )
-        if tensor.device.type not in _library.DEVICES:
+        if not (tensor.is_cpu or (tensor.is_cuda and "cuda" in _library.DEVICES)):
             raise ValueError(
                 f"{name} must be on a device with a kernel ({', '.join(_library.DEVICES)}), "
                 f"got {tensor.device}"
@@ -54,13 +55,15 @@ def check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
 
 def check_collective(**tensors: torch.Tensor) -> None:
     """What the dispatcher would refuse before the operator could tell the peers."""
+    with_grad = torch.is_grad_enabled()
+    compiling = torch.compiler.is_compiling()
     for name, tensor in tensors.items():
-        if torch.is_grad_enabled() and tensor.requires_grad:
+        if with_grad and tensor.requires_grad:
             raise ValueError(
                 f"{name} must not require grad because there is no backward yet, got a tensor that "
                 "does (detach it, or call under torch.no_grad())"
             )
-        if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(tensor):
+        if not compiling and torch._C._functorch.is_batchedtensor(tensor):
             raise ValueError(
                 f"{name} must not be batched by torch.vmap, got a tensor that is (B is the batch)"
             )

@@ -7,8 +7,8 @@
 namespace ringattn::cuda {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kInFlight = 4;
+constexpr int kThreads = 256;
+constexpr int kInFlight = 8;
 constexpr int64_t kMostBlocks = 1024;              // of one plane
 constexpr int64_t kMostPlanes = 65535;             // at once: gridDim.y
 constexpr int64_t kMostPieces = int64_t{1} << 30;  // counted in 32 bits, a few steps past the end
@@ -28,6 +28,10 @@ struct Launch {
 
 __device__ __forceinline__ void release_to_system(uint32_t* word) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(1u) : "memory");
+}
+
+__device__ __forceinline__ void add_released_to_system(uint32_t* word, uint32_t value) {
+  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ uint32_t load_from_system(const uint32_t* word) {
@@ -81,10 +85,16 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   __syncthreads();
   if (!is_last) return;
   if (threadIdx.x < to.num_signals) *to.taken_back[threadIdx.x] = 0;
+  // Not set to 0: who is ahead may have counted itself for this call already.
+  if (threadIdx.x == 0) atomicSub_system(to.counted, to.num_signals);
   __threadfence_system();
-  if (threadIdx.x < to.num_signals) release_to_system(to.signals[threadIdx.x]);
+  if (threadIdx.x < to.num_signals) {
+    release_to_system(to.signals[threadIdx.x]);
+    add_released_to_system(to.counts[threadIdx.x], 1);
+  }
   if (threadIdx.x == 0) {
     *to.blocks_done = 0;
+    *static_cast<volatile uint32_t*>(to.phase_shown) = to.phase;
     *static_cast<volatile uint32_t*>(to.calls_shown) = ++*to.calls;
   }
 }

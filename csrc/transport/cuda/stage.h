@@ -32,12 +32,16 @@ struct StageParams {
   bool keys_only = false;  // there are no values: [H_kv, B, rows, D]
 
   uint32_t* taken_back[kMaxSignals] = {};  // of this rank; set to 0 before
-  uint32_t* signals[kMaxSignals] = {};     // these, of other ranks, are set to 1
+  uint32_t* signals[kMaxSignals] = {};     // these, of other ranks, are set to 1,
+  uint32_t* counts[kMaxSignals] = {};      // and these go up by 1
+  uint32_t* counted = nullptr;             // of this rank; goes down by num_signals before
   int num_signals = 0;
   const uint32_t* failed = nullptr;  // not 0: nothing is written and nobody told
   uint32_t* blocks_done = nullptr;   // 0 before and after
   uint32_t* calls = nullptr;         // goes up by one for each call,
-  uint32_t* calls_shown = nullptr;   // and is written here, to host memory
+  uint32_t* calls_shown = nullptr;   // and is written here, to host memory,
+  uint32_t* phase_shown = nullptr;   // as `phase` is here
+  uint32_t phase = 0;
 };
 
 cudaError_t stage(const StageParams& params, cudaStream_t stream);

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/util/ArrayRef.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "core/export.h"
+
+namespace ringattn {
+
+/// What all ranks must say alike about a call: names and values, in the order in which a difference
+/// is looked for.
+///
+/// Written in every call and nearly always the one of an earlier call, so values stay as they are:
+/// text is made of them when ranks have to talk.
+class RINGATTN_API Signature {
+ public:
+  /// Names are literals: the key holds where they lie.
+  explicit Signature(const char* operation);
+
+  Signature& add(const char* name, std::string_view value);
+  Signature& add(const char* name, c10::ArrayRef<int64_t> values);
+  Signature& add(const char* name, int64_t value);
+  Signature& add(const char* name, double value);
+  Signature& add(const char* name, bool value);
+  Signature& add(const char* name, const char* value) { return add(name, std::string_view(value)); }
+
+  const char* operation() const { return operation_; }
+  /// Equal in this process for equal calls.
+  const std::string& key() const { return bytes_; }
+  /// One "name=value" a line: comparable between processes, and a difference can be named.
+  std::string text() const;
+
+ private:
+  Signature& append(char kind, const char* name, const void* data, size_t bytes);
+
+  const char* operation_;
+  std::string bytes_;  // of each value: kind, address of the name, number of bytes, bytes
+};
+
+}  // namespace ringattn
