@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.strategies import PUBLISHED, Regression
-from study.figures import OF_SWEEP, drift_trace, regression_surface
+from study.figures import OF_SWEEP, drift_trace, regression_surface, total_percentage
 from study.style import Drawing
 
 
@@ -48,7 +48,8 @@ def _value(name: str, text: str) -> Any:
 def drawings(arguments: argparse.Namespace) -> Iterator[tuple[str, Drawing]]:
     """Names of the files, with a folder where there are several kinds, and figures, one by one."""
     if arguments.sweep is not None:
-        rows = read(arguments.sweep)
+        # Sets of ranks from the fastest to the slowest, whatever was measured first.
+        rows = sorted(read(arguments.sweep), key=lambda row: -total_percentage(row["percentages"]))
         kinds = list(dict.fromkeys(row["what"] for row in rows))
         for what in kinds:
             folder = f"{what}/" if len(kinds) > 1 else ""

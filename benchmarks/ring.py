@@ -9,14 +9,16 @@ whole problem, divided by W (for devices that differ: divided by the sum of thei
 the ranks share the cores of one machine, so ideal is one process that uses all of them. `wait
 share` is the part of a ring's time in which attention stood still because a block had not
 arrived, on the worst rank, with blocks attended one by one. Calls begin on a device that is busy,
-so that host time does not count; `--launches` adds calls from an idle device, calls back to back,
-and CUDA graphs.
+so that host time does not count: `host us` is how long it takes to enqueue one. `--launches` adds
+calls from an idle device, calls back to back, and CUDA graphs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -48,7 +50,10 @@ PEERS = {
     "ring_flash_attn": ring_flash_attn_package,
 }
 _LONG = 32768  # tokens, from which on fewer calls in a row make a sample
-COLUMNS = ["S", "what", "ms", "p10", "p90", "share of ideal", "wait share", "max error", "note"]
+COLUMNS = [
+    *("S", "what", "ms", "p10", "p90", "share of ideal", "wait share", "host us", "max error"),
+    "note",
+]
 
 
 def partitions(problem: Problem, arguments) -> dict[str, ringattn.Partition]:
@@ -168,6 +173,20 @@ def wait_share(call, rounds: int = 3) -> float:
     return from_all_ranks([share]).max().item()
 
 
+def host_us(call: Callable[[], torch.Tensor], calls: int = 50) -> float | None:
+    """Microseconds until a call returns, on CUDA, the device idle; the slowest rank's median."""
+    if not torch.cuda.is_initialized():
+        return None
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - start))
+    torch.cuda.synchronize()
+    return from_all_ranks([statistics.median(times)]).max().item()
+
+
 def compete(report: Report, problem: Problem, arguments) -> None:
     """One problem: a row for each contestant."""
     splits = partitions(problem, arguments)
@@ -209,6 +228,7 @@ def compete(report: Report, problem: Problem, arguments) -> None:
                 **timing.columns(),
                 "share of ideal": ideal / timing.median if in_ring else None,
                 "wait share": wait_share(contestant.call) if contestant in ours else None,
+                "host us": host_us(contestant.call) if contestant in ours else None,
                 "max error": errors[contestant.name],
                 "note": note,
             }

@@ -42,11 +42,11 @@ def _drawn(rows: Sequence[Row], *columns: str) -> list[Row]:
 
 
 def _most_unequal(rows: Sequence[Row]) -> list[Row]:
-    least = min((_total(row["percentages"]) for row in rows), default=0)
-    return [row for row in rows if _total(row["percentages"]) == least]
+    least = min((total_percentage(row["percentages"]) for row in rows), default=0)
+    return [row for row in rows if total_percentage(row["percentages"]) == least]
 
 
-def _total(percentages: str) -> int:
+def total_percentage(percentages: str) -> int:
     return sum(map(int, percentages.split(",")))
 
 
