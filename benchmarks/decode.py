@@ -153,15 +153,9 @@ def copy_bandwidth(device: torch.device) -> float:
     size = 2**31 if device.type == "cuda" else 2**27
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    times = []
-    for _ in range(8):
-        if device.type == "cuda":
-            times.append(1e-3 * harness._sample_cuda(lambda: target.copy_(source)))
-        else:
-            start = time.perf_counter()
-            target.copy_(source)
-            times.append(time.perf_counter() - start)
-    return 2 * size / min(times) / 1e9
+    copy = harness.Contestant("copy", lambda: target.copy_(source), torch.empty(0))
+    timing = harness.measure([copy], device, rounds=8, warmup=1)[copy.name]
+    return 2 * size / min(timing.own_samples) / 1e6
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 """What the benchmarks share: problems and their float64 check, interleaved timing, reports.
 
 Times are medians over rounds. In each round every contestant runs once, in an order drawn anew,
-after a rest as long as the run before it: clocks follow what a device did just now, and treat all
-alike. Across ranks the slowest one counts, sample by sample.
+after a rest as long as the run before it, of LONGEST_REST at most, or after calls of its own that
+do not count: clocks follow what a device did just now, and treat all alike. Across ranks the
+slowest one counts, sample by sample.
 """
 
 from __future__ import annotations

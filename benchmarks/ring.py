@@ -49,7 +49,7 @@ PEERS = {
     "zigzag on torch": zigzag_on_torch,
     "ring_flash_attn": ring_flash_attn_package,
 }
-_LONG = 32768  # tokens, from which on fewer calls in a row make a sample
+_LONG = 32768  # tokens; of more, fewer calls in a row make a sample
 COLUMNS = [
     *("S", "what", "ms", "p10", "p90", "share of ideal", "wait share", "host us", "max error"),
     "note",
@@ -120,17 +120,16 @@ def rings(
 def launches(contestant: Contestant, in_a_row: int) -> list[Contestant]:
     """The same call, begun in other ways; some of them calls in a row."""
     name = contestant.name
+    row = {"back_to_back": in_a_row, "note": f"{in_a_row} calls in a row"}
     others = [
         dataclasses.replace(contestant, name=f"{name}, from idle", from_idle=True),
-        dataclasses.replace(contestant, name=f"{name}, back to back", back_to_back=in_a_row),
+        dataclasses.replace(contestant, name=f"{name}, back to back", **row),
     ]
     if "symmetric" in name:
-        graph = captured(contestant.call)
-        others.append(
-            dataclasses.replace(
-                contestant, name=f"{name}, CUDA graph", call=graph, back_to_back=in_a_row
-            )
+        graph = dataclasses.replace(
+            contestant, name=f"{name}, CUDA graph", call=captured(contestant.call)
         )
+        others += [graph, dataclasses.replace(graph, name=f"{graph.name}, back to back", **row)]
     return others
 
 

@@ -37,9 +37,9 @@ _SHORTEST_US = 2.0  # words and counters, not data
 KINDS = {  # of work -> colour (Okabe and Ito's), row of a rank
     "attention": ("#0072B2", 0),
     "staging": ("#E69F00", 0),
-    "merging": ("#CC79A7", 0),
     "copy": ("#009E73", 1),
     "NCCL": ("#009E73", 1),
+    "other": ("#999999", 0),
 }
 
 
@@ -50,13 +50,10 @@ def kind(event: dict[str, Any]) -> str | None:
     if event["cat"] == "gpu_memcpy":
         return "copy"
     name = event["name"]
-    if "spin_kernel" in name or "AllReduce" in name:  # what comes before a call
-        return None
-    if "nccl" in name:
-        return "NCCL"
-    if "stage" in name:
-        return "staging"
-    return "merging" if "merge" in name else "attention"
+    for part, what in (("nccl", "NCCL"), ("stage_kernel", "staging"), ("attention", "attention")):
+        if part in name:
+            return what
+    return "other"
 
 
 def profiled(call, transport: str) -> list[dict[str, Any]]:
@@ -84,6 +81,12 @@ def profiled(call, transport: str) -> list[dict[str, Any]]:
         if event["name"] == _MARK and event.get("cat") == "user_annotation"
     ]
     shown = max(marks, key=lambda event: event["ts"])
+    in_mark = [
+        event
+        for event in sorted(events, key=lambda event: event["ts"])
+        if kind(event) and shown["ts"] <= event["ts"] < shown["ts"] + shown["dur"]
+    ]
+    met = max(event["ts"] for event in in_mark if "AllReduce" in event["name"])
     return [
         {
             "transport": transport,
@@ -92,8 +95,8 @@ def profiled(call, transport: str) -> list[dict[str, Any]]:
             "begin us": epoch_us + event["ts"],
             "us": event["dur"],
         }
-        for event in sorted(events, key=lambda event: event["ts"])
-        if kind(event) and shown["ts"] <= event["ts"] < shown["ts"] + shown["dur"]
+        for event in in_mark
+        if event["ts"] > met
     ]
 
 

@@ -137,7 +137,7 @@ stage_decode() {
 
 for stage in "${stages[@]}"; do
   if ! declare -F "stage_$stage" >/dev/null; then
-    echo "gpu_results: stage must be tests, attention, ring, transport or decode, got $stage" >&2
+    echo "gpu_results: stage must be tests, attention, ring, long, transport or decode, got $stage" >&2
     exit 2
   fi
 done

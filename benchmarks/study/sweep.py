@@ -125,7 +125,7 @@ def _timings(
 ) -> dict[str, Timing]:
     """Samples that fill the time of a cell, of calls in a row with as many before them: strategies
     and lone ranks alike are timed at the clocks that they settle to, all ranks at work."""
-    first = measure(contestants, device, rounds=1, warmup=settings.warmup)
+    first = measure(contestants, device, rounds=1, warmup=max(1, settings.warmup))
     half_ms = 500.0 * settings.cell_seconds / (settings.rounds * len(contestants))
     sustained = []
     round_s = 0.0
@@ -136,7 +136,7 @@ def _timings(
         calls = max(1, round(max(half_ms, slowest) / own))
         sustained.append(dataclasses.replace(contestant, lead_in=calls, back_to_back=calls))
         round_s += 2e-3 * max(half_ms, slowest)
-    affordable = math.floor(settings.cell_seconds / round_s)
+    affordable = math.floor(settings.cell_seconds / round_s + 1e-6)  # not one less by rounding
     rounds = min(settings.rounds, max(_FEWEST_ROUNDS, affordable))
     return measure(sustained, device, rounds=rounds, warmup=0)
 

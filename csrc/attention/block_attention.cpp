@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "attention/cpu/block_attention.h"
+#include "core/unequal.h"
 
 #ifdef RINGATTN_WITH_CUDA
 #include "attention/cuda/block_attention.h"
@@ -56,6 +57,7 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
   params.scale = scale;
   params.dtype = data_type(q.scalar_type());
   params.fold = result.fold;
+  params.max_blocks = sm_cap();
   params.final_begin = result.final_begin;
   params.final_end = result.final_end;
 

@@ -88,6 +88,8 @@ struct BlockAttentionParams {
   float scale = 1.0f;  // finite, any sign, 0 included
   DataType dtype = DataType::kBFloat16;
   bool fold = false;
+  /// Of kernels whose thread blocks stay, one on each multiprocessor: no more of them.
+  int32_t max_blocks = INT32_MAX;
 };
 
 /// Few queries, many keys, all of them visible: keys are split over thread blocks and the partial

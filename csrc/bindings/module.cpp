@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include "core/unequal.h"
 #include "partition/controller.h"
 #include "partition/planner.h"
 #include "partition/schedule.h"
@@ -165,6 +166,7 @@ PYBIND11_MODULE(_C, m) {
       "stop_recording", [] { return Recorder::get().stop(); },
       py::call_guard<py::gil_scoped_release>());
   m.def("set_slowdown", &set_slowdown, py::arg("factor"));
+  m.def("set_sm_cap", &set_sm_cap, py::arg("num_sms"));
 
   m.def(
       "refuse_call",

@@ -16,6 +16,7 @@
 
 #include "attention/block_attention.h"
 #include "attention/params.h"
+#include "core/unequal.h"
 #include "ring/timings.h"
 
 namespace ringattn {

@@ -6,11 +6,6 @@
 #include <utility>
 
 namespace ringattn {
-namespace {
-
-std::atomic<double> slowdown_factor{1.0};
-
-}  // namespace
 
 Stamp::Stamp(c10::Device device) : time_(std::chrono::steady_clock::now()) {
   if (device.is_cpu()) return;
@@ -52,9 +47,5 @@ std::vector<StepTiming> Recorder::stop() {
   for (const auto& finish : pending) steps.push_back(finish());
   return steps;
 }
-
-void set_slowdown(double factor) { slowdown_factor = factor; }
-
-double slowdown() { return slowdown_factor; }
 
 }  // namespace ringattn

@@ -65,9 +65,4 @@ class RINGATTN_API Recorder {
   std::vector<std::function<StepTiming()>> pending_;
 };
 
-/// For the study of unequal ranks: every ring step of this process computes `factor` (>= 1) times
-/// as much.
-RINGATTN_API void set_slowdown(double factor);
-RINGATTN_API double slowdown();
-
 }  // namespace ringattn

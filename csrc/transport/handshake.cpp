@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <algorithm>
 #include <chrono>
 #include <mutex>
 #include <optional>
@@ -95,7 +96,9 @@ class Handshake::State {
     initial[Layout::kOne] = 1;
     C10_CUDA_CHECK(cudaMemcpy(word(0), initial.data(), initial.size() * sizeof(uint32_t),
                               cudaMemcpyHostToDevice));
-    group.exchange("");  // nobody signals before all words are in place
+    // Nobody signals before all words are in place.
+    const auto without = group.exchange(words_.has_atomics() ? "" : "none");
+    counted_ = std::all_of(without.begin(), without.end(), [](const auto& w) { return w.empty(); });
   }
 
   uint32_t* word(int64_t index) const { return word_of(rank_, index); }
@@ -205,6 +208,7 @@ class Handshake::State {
   uint32_t last_phase_ = kNotWaiting, last_calls_ = 0;
   Clock::time_point since_ = Clock::now();
   SharedMemory words_;
+  bool counted_ = false;
 };
 
 namespace {
@@ -238,7 +242,9 @@ Handshake::~Handshake() { state_->close(); }
 
 bool Handshake::all_read() { return state_->all_read(); }
 
-bool Handshake::shares_devices() const { return state_->words_.shares_devices(); }
+bool Handshake::kernels_may_wait() const {
+  return state_->counted_ && !state_->words_.shares_devices();
+}
 
 void Handshake::wait_until_read(cudaStream_t stream) {
   cuda::StreamWords words;
@@ -253,7 +259,7 @@ void Handshake::give_signals(cuda::StageParams& params) const {
     params.signals[params.num_signals] = state_->word_of(rank, Layout::kStaged + state_->rank_);
     params.counts[params.num_signals++] = state_->word_of(rank, Layout::kNumStaged);
   }
-  params.counted = state_->word(Layout::kNumStaged);
+  if (state_->counted_) params.counted = state_->word(Layout::kNumStaged);
   params.blocks_done = state_->word(Layout::kBlocksDone);
   params.failed = failed();
   params.calls = state_->word(Layout::kCalls);

@@ -15,17 +15,19 @@ namespace ringattn {
 class RingGroup;
 
 /// How the ranks of a one-sided transport keep out of each other's way: words in shared memory,
-/// each 0 or 1, which one rank sets and another one waits for and takes back.
+/// each 0 or 1, which one rank sets and another one waits for and takes back; and one count.
 ///
-///   staged[p] of rank r:  what p has staged may be read by r     p sets it, r takes it back
-///   read[p] of rank r:    p has read what r staged last          p sets it, r takes it back
-///   num_staged of rank r: how many ranks have staged             all others count, r takes W - 1
-///   off
+///   staged[p] of rank r:   what p has staged may be read by r     p sets it, r takes it back
+///   read[p] of rank r:     p has read what r staged last          p sets it, r takes it back
+///   num_staged of rank r:  others that have staged                they count, r takes W - 1 off
 ///
 /// r takes staged[p] back as soon as it has seen it, before anything that tells p to go on: p
-/// cannot have set it for the next call yet. num_staged says the same as all of them, for another
-/// stream; r takes its due off when it stages the next time, by subtraction, since others may have
-/// counted themselves for that call before.
+/// cannot have set it for the next call yet.
+///
+/// num_staged is for another stream of r's, which waits until it is W - 1 or more. p counts itself
+/// for the next call only after r has told it to go on, so it says that r's copies wait for nobody.
+/// r takes its due off when it stages the next time, by subtraction: others may have counted
+/// themselves for that call before.
 ///
 /// Every rank signals every other one in each call, so a call begins nowhere before the last one
 /// has been read everywhere. Nothing in it counts calls: what is captured in a CUDA graph can be
@@ -39,7 +41,9 @@ class Handshake {
   Handshake(const Handshake&) = delete;
   Handshake& operator=(const Handshake&) = delete;
 
-  bool shares_devices() const;
+  /// Whether a kernel may wait for what is copied: ranks count themselves, which takes atomics over
+  /// their links, and no two of them share a device, where copies may take multiprocessors.
+  bool kernels_may_wait() const;
 
   // One call, in this order: the staging kernel is enqueued after the second, on the stream of the
   // first; then, on a stream that follows it, what copies.
@@ -49,8 +53,8 @@ class Handshake {
   void give_signals(cuda::StageParams& params) const;
   /// Everything that the other ranks have for this call is in place.
   void take_staged(cudaStream_t stream);
-  /// The same, for a stream that will hold multiprocessors until it has been copied. Enqueued after
-  /// take_staged.
+  /// The same, for a stream whose kernel will wait until it has been copied. Enqueued after
+  /// take_staged; only where kernels_may_wait().
   void wait_until_staged(cudaStream_t stream);
   /// This rank needs nothing more of what `other` has staged. Once for every other rank, behind
   /// what was copied from there.

@@ -50,18 +50,6 @@ std::string host_name() {
   return boot.substr(0, 36) + " " + name;
 }
 
-// Whether kernels of `device` can add to words of that memory, as ranks do that count themselves:
-// over NVLink, not over every PCIe.
-bool has_atomics(const void* memory, int device) {
-  cudaPointerAttributes attributes;
-  if (cudaPointerGetAttributes(&attributes, memory) != cudaSuccess) return false;
-  if (attributes.device == device) return true;
-  int supported = 0;
-  const cudaError_t error = cudaDeviceGetP2PAttribute(
-      &supported, cudaDevP2PAttrNativeAtomicSupported, device, attributes.device);
-  return error == cudaSuccess && supported != 0;
-}
-
 // Sub-allocations of the driver share a mapping; whole pages of its own have none to share with.
 size_t whole_pages(size_t bytes) {
   constexpr size_t kPage = size_t{2} << 20;
@@ -104,13 +92,7 @@ SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes, s
       continue;
     }
     error = cudaIpcOpenMemHandle(&memory_[rank], offer.handle, cudaIpcMemLazyEnablePeerAccess);
-    if (error == cudaSuccess) {
-      if (!has_atomics(memory_[rank], device.index())) {
-        cudaGetLastError();
-        refusal = "its device has no atomic operations on that of rank " + std::to_string(rank);
-      }
-      continue;
-    }
+    if (error == cudaSuccess) continue;
     cudaGetLastError();
     memory_[rank] = nullptr;
     refusal = "it cannot map the memory of rank " + std::to_string(rank) + " (" +
@@ -131,6 +113,23 @@ SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes, s
 SharedMemory::~SharedMemory() {
   close_others();
   on_device(device_, [&] { cudaFree(memory_[rank_]); });
+}
+
+bool SharedMemory::has_atomics() const {
+  const c10::cuda::CUDAGuard guard(device_);
+  for (const void* memory : memory_) {
+    cudaPointerAttributes attributes = {};
+    int supported = 0;
+    cudaError_t error = cudaPointerGetAttributes(&attributes, memory);
+    if (error == cudaSuccess && attributes.device == device_.index()) continue;
+    if (error == cudaSuccess) {
+      error = cudaDeviceGetP2PAttribute(&supported, cudaDevP2PAttrNativeAtomicSupported,
+                                        device_.index(), attributes.device);
+    }
+    cudaGetLastError();  // a failure here is not the next caller's
+    if (error != cudaSuccess || supported == 0) return false;
+  }
+  return true;
 }
 
 void SharedMemory::close_others() noexcept {

@@ -48,6 +48,8 @@ class SharedMemory {
   void close_others() noexcept;
   /// Whether two ranks have the same device: then copies between them may need its multiprocessors.
   bool shares_devices() const { return shares_devices_; }
+  /// Whether kernels of this rank can add to words of all others: over NVLink, not over every PCIe.
+  bool has_atomics() const;
 
  private:
   c10::Device device_;

@@ -29,7 +29,7 @@ class RINGATTN_API Signature {
   Signature& add(const char* name, const char* value) { return add(name, std::string_view(value)); }
 
   const char* operation() const { return operation_; }
-  /// Equal in this process for equal calls.
+  /// In this process equal if and only if the calls say the same.
   const std::string& key() const { return bytes_; }
   /// One "name=value" a line: comparable between processes, and a difference can be named.
   std::string text() const;

@@ -209,7 +209,7 @@ class SymmetricStream : public BlockStream {
     }
     transport_.after(stream_);
     // Note: enqueued before anything that may have to wait on stream_. Streams can share a queue of
-    // the device, and are then carried out in this order.
+    // the device, and are then carried out in this order; in a captured graph it is the driver's.
     transport_.handshake_.take_staged(transport_.lane_);
     if (exchange_.polled) {
       fetch_all();
@@ -333,8 +333,7 @@ std::unique_ptr<BlockStream> SymmetricTransport::open(const Exchange& exchange) 
 }
 
 Plan& SymmetricTransport::plan(const Exchange& exchange) {
-  // Copies within a device may need its multiprocessors, which the polling kernel holds.
-  const bool polled = exchange.polled && !exchange.timed && !handshake_.shares_devices();
+  const bool polled = exchange.polled && !exchange.timed && handshake_.kernels_may_wait();
   const auto key = plan_key(exchange, polled);
   const auto known = plans_.find(key);
   if (known != plans_.end()) return *known->second;

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers for tests of code that uses ringattn: ways to make ranks unequal.
 
-:func:`slowdown` repeats work and needs nothing; :class:`MPS` and :func:`green_context` give a
-process fewer multiprocessors of a CUDA device. None of them touches a setting of the device. What a
-rank is asked for is not what it reaches: :func:`ringattn.measure_profiles` says how fast it is.
+:func:`slowdown` repeats work and needs nothing; :class:`MPS`, :func:`green_context` and
+:func:`sm_cap` give a process fewer multiprocessors of a CUDA device. None of them touches a setting
+of the device. What a rank is asked for is not what it reaches: :func:`ringattn.measure_profiles`
+says how fast it is.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ringattn import _C
 # ---- repeated work -----------------------------------------------------------------------------
 
 _factors = [1.0]  # of the contexts entered, innermost last
+_caps: list[int | None] = [None]  # likewise
 
 
 @contextmanager
@@ -252,6 +254,35 @@ def green_context(num_sms: int, device: torch.device | int | None = None) -> Ite
         yield
     finally:
         context.pop_context()
+
+
+@contextmanager
+def sm_cap(num_sms: int) -> Iterator[None]:
+    """Inside the context the attention kernels of this process that stay on their multiprocessors
+    use at most ``num_sms`` of them, with the same results: float16 and bfloat16 on Hopper. Other
+    kernels are as fast as ever, and so are calls captured outside. Contexts nest.
+
+    Args:
+        num_sms: multiprocessors, at least 1 and at most what the current device has.
+
+    Raises:
+        ValueError: a number out of range.
+        RuntimeError: no CUDA device of compute capability 9.0.
+    """
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability != (9, 0):
+        got = "none" if capability is None else "one of {}.{}".format(*capability)
+        raise RuntimeError(f"sm_cap must run on a CUDA device of compute capability 9.0, got {got}")
+    available = torch.cuda.get_device_properties().multi_processor_count
+    if not 1 <= num_sms <= available:
+        raise ValueError(f"num_sms must lie in [1, {available}], got {num_sms}")
+    _caps.append(num_sms)
+    _C.set_sm_cap(num_sms)
+    try:
+        yield
+    finally:
+        _caps.pop()
+        _C.set_sm_cap(_caps[-1])
 
 
 # ---- late transfers ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include "catch.h"
+#include "core/unequal.h"
 #include "reference.h"
 #include "ring/ring_forward.h"
 #include "ring/timings.h"

@@ -275,6 +275,43 @@ def test_a_green_context_slows_attention_and_ends() -> None:
         raise AssertionError("the context must not be entered")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_cap_needs_a_device() -> None:
+    with (
+        pytest.raises(RuntimeError, match="capability 9\\.0, got none"),
+        testing.sm_cap(8),
+    ):
+        raise AssertionError("the context must not be entered")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="needs Hopper's kernels",
+)
+def test_a_cap_slows_attention_to_the_same_bits_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGATTN_KERNEL_FAMILY", "sm90")
+    q = torch.randn(1, 1000, 8, 128, device="cuda", dtype=torch.bfloat16)
+    expected = ringattn.block_attention(q, q, q, diagonal=0)
+    block_ms()
+    alone = block_ms()
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    with testing.sm_cap(num_sms // 4):
+        assert 3 * alone < block_ms() < 6 * alone
+        with testing.sm_cap(num_sms // 2):
+            assert 1.5 * alone < block_ms() < 3 * alone
+        for got, wanted in zip(
+            ringattn.block_attention(q, q, q, diagonal=0), expected, strict=True
+        ):
+            assert got.equal(wanted)
+    assert block_ms() < 1.5 * alone
+    with (
+        pytest.raises(ValueError, match=f"num_sms must lie in \\[1, {num_sms}\\], got 0"),
+        testing.sm_cap(0),
+    ):
+        raise AssertionError("the context must not be entered")
+
+
 def enter_green_context() -> None:
     with testing.green_context(8):
         raise AssertionError("the context must not be entered")

@@ -85,12 +85,15 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   __syncthreads();
   if (!is_last) return;
   if (threadIdx.x < to.num_signals) *to.taken_back[threadIdx.x] = 0;
+  const bool counts = to.counted != nullptr;
   // Not set to 0: who is ahead may have counted itself for this call already.
-  if (threadIdx.x == 0) atomicSub_system(to.counted, to.num_signals);
+  if (counts && threadIdx.x == 0) atomicSub_system(to.counted, to.num_signals);
   __threadfence_system();
   if (threadIdx.x < to.num_signals) {
+    // The count first: should this rank die between the two, the other one's copies wait for it in
+    // vain, which the other one notices.
+    if (counts) add_released_to_system(to.counts[threadIdx.x], 1);
     release_to_system(to.signals[threadIdx.x]);
-    add_released_to_system(to.counts[threadIdx.x], 1);
   }
   if (threadIdx.x == 0) {
     *to.blocks_done = 0;

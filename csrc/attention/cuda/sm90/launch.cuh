@@ -150,7 +150,7 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
     if (error != cudaSuccess) return error;
     prepared_device = device;
   }
-  const int blocks = std::min(limits.multiprocessors, params.order.tiles);
+  const int blocks = std::min({limits.multiprocessors, params.order.tiles, p.max_blocks});
   kernel<<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(params);
   return cudaGetLastError();
 }
