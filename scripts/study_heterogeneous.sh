@@ -3,8 +3,8 @@
 #
 # scripts/study_heterogeneous.sh [--seconds N] [--out FOLDER] [--transport NAME]
 #
-# The study of unequal ranks, whole: two ranks at 50, 10, 25 and 90 %, speeds that change, four ranks with one,
-# two and three slow ones, a slow rank at every position, whole layers; then figures. On GPUs under MPS; without two
+# The study of unequal ranks, whole: four ranks with one, two and three slow ones, two ranks at 50, 10, 25 and 90 %,
+# speeds that change, a slow rank at every position, whole layers; then figures. On GPUs under MPS; without two
 # of them small, on the CPU. In order of importance: what is not done after N seconds (3600 unless told) is left
 # out, and the same command goes on from there. Results: FOLDER (build/study unless told).
 # Needs an installed ringattn (scripts/setup.sh study).
@@ -25,11 +25,11 @@ mkdir -p "$out"
 
 gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
 if [ "$gpus" -ge 2 ]; then
-  options=(--device cuda --warmup 0 --cell-seconds 4)
-  first=8192,32768,65536 more=4096,16384,131072 middle=32768 layers=16384,65536 longest=65536
+  options=(--device cuda --warmup 0 --cell-seconds 5)
+  first=8192,32768,65536 more=4096,16384,131072 middle=32768 layers=16384,65536
 else
   options=(--device cpu --cell-seconds 8 --settle-seconds 0.5 --heads 8 --kv-heads 2)
-  first=1024,4096 more=2048 middle=2048 layers=2048 longest=4096
+  first=1024,4096 more=2048 middle=2048 layers=2048
 fi
 options+=(--transport "$transport")
 
@@ -45,12 +45,10 @@ study() {
     echo "study: $name is not complete" >&2
 }
 
-study "two ranks" sweep --sets "100,10;100,50" --seq-lens "$first" --out "$out/ranks2"
+four=(--ranks 4 --slow-ranks "1,2,3" --percentages "50,10" --seq-lens "16384,65536,131072" --out "$out/ranks4")
+[ "$gpus" -ge 4 ] && study "four ranks" sweep "${four[@]}"
+study "two ranks" sweep --percentages 50,10,25,90 --seq-lens "$first" --out "$out/ranks2"
 study "changing speeds" rebalance --seq-lens "$middle" --out "$out/rebalance"
-if [ "$gpus" -ge 4 ]; then
-  study "four ranks" sweep --ranks 4 --slow-ranks 1,2,3 --percentages 50,10 --seq-lens "$longest" \
-    --out "$out/ranks4"
-fi
 study "two ranks, all lengths" sweep --percentages 90,50,25,10 --seq-lens "$more" --out "$out/ranks2"
 study "two ranks, every position" sweep --positions every --percentages 90,50,25,10 --seq-lens "$first" \
   --out "$out/ranks2"
@@ -59,6 +57,8 @@ study "layers" sweep --what layer --percentages 50,10 --seq-lens "$layers" --out
 # The tables of everything that is there, then the figures.
 python3 benchmarks/heterogeneous.py sweep --report-only --positions every --what attention,layer \
   --percentages 90,50,25,10 --seq-lens "$first,$more" "${options[@]}" --out "$out/ranks2"
+[ -f "$out/ranks4.cells.jsonl" ] &&
+  python3 benchmarks/heterogeneous.py sweep --report-only "${four[@]}" "${options[@]}"
 for stem in ranks2 ranks4; do
   [ -f "$out/$stem.csv" ] && python3 benchmarks/plot.py "$out/$stem.csv" --out "$out/figures/$stem"
 done

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import _study
 import pytest
+import timeline
 from study.style import STYLES
 from study.tables import findings, sweep_rows, trace_findings
 
@@ -153,3 +154,40 @@ def test_a_trace_tells_how_late_the_rebalancer_was(late: int) -> None:
     settled = finding["over_oracle_settled"]
     assert settled > 1.01 if late > 3 else settled == pytest.approx(1)
     assert finding["even_zigzag_over_oracle"] > 1.1
+
+
+@pytest.mark.parametrize(
+    ("category", "name", "us", "expected"),
+    [
+        ("kernel", "void ringattn::cuda::sm90::block_attention_kernel<...>", 200.0, "attention"),
+        ("kernel", "ringattn::cuda::stage_kernel(ringattn::cuda::Launch)", 8.0, "staging"),
+        ("kernel", "ncclDevKernel_SendRecv(...)", 50.0, "NCCL"),
+        ("kernel", "void at::native::vectorized_elementwise_kernel<...>", 5.0, "other"),
+        ("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 14.0, "copy"),
+        ("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 1.5, None),
+        ("cuda_runtime", "cudaLaunchKernel", 8.0, None),
+    ],
+)
+def test_what_a_device_did_is_told_by_name(
+    category: str, name: str, us: float, expected: str | None
+) -> None:
+    assert timeline.kind({"cat": category, "name": name, "dur": us}) == expected
+
+
+def test_a_timeline_has_a_bar_for_everything_a_device_did(tmp_path: Path) -> None:
+    rows = [
+        {"transport": transport, "rank": rank, "what": what, "begin us": begin, "us": us}
+        for transport in ("symmetric", "nccl")
+        for rank in range(2)
+        for what, begin, us in (("staging", 0.0, 8.0), ("attention", 10.0, 200.0))
+    ]
+    timeline.draw(rows, "One ring", tmp_path, "timeline")
+    svg = (tmp_path / "timeline.svg").read_text()
+    texts = ["".join(node.itertext()) for node in ElementTree.fromstring(svg).iter()]
+    for label in ("symmetric", "nccl", "rank 1 transfers", "staging", "microseconds"):
+        assert any(label == text.strip() for text in texts), label
+    for what in ("staging", "attention"):
+        colour = timeline.KINDS[what][0].lower()
+        # Every bar, and the legends' patches.
+        assert svg.lower().count(f"fill: {colour}") == 4 + 2
+    assert (tmp_path / "timeline.png").stat().st_size > 1000
