@@ -20,18 +20,9 @@ from dataclasses import dataclass
 
 import ringattn
 import torch
-from harness import (
-    DTYPES,
-    Contestant,
-    Problem,
-    Report,
-    common_arguments,
-    environment,
-    integers,
-    max_error,
-    measure,
-)
+from harness import DTYPES, Contestant, Problem, common_arguments, integers, max_error, measure
 from peers import flash_attn_package, torch_sdpa
+from report import Report, environment
 
 COLUMNS = ["B", "S", "D", "dtype", "mask", "what"]
 COLUMNS += ["ms", "p10", "p90", "TFLOP/s", "x best", "max error", "note"]

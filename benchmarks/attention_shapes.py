@@ -23,7 +23,8 @@ from functools import partial
 
 import ringattn
 import torch
-from harness import Contestant, Report, common_arguments, environment, integers, measure
+from harness import Contestant, common_arguments, integers, measure
+from report import Report, environment
 
 COLUMNS = ["section", "S", "D", "mask", "what", "ms", "p10", "p90", "TFLOP/s", "ratio"]
 HEADS, KV_HEADS = 32, 8

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 import harness
 import torch
 import torch.distributed as dist
+from report import Report, environment
 from ringattn import Partition
 from ringattn.generation import Sampling, _choose, _decode
 from ringattn.models import LLaMA, LLaMAConfig, ShardedKVCache, demo_model_path, load_model
@@ -168,12 +169,12 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, help="GB/s of the floor (default: of a copy)")
     options = parser.parse_args()
     with harness.process_group(options.device) as device, torch.inference_mode():
-        header = harness.environment(device)
+        header = environment(device)
         bandwidth = options.bandwidth or copy_bandwidth(device)
         measured = "given" if options.bandwidth else "measured, a copy"
         header |= {"dtype": options.dtype, "bandwidth": f"{bandwidth:.0f} GB/s ({measured})"}
         header["tokens timed"] = str(options.rounds)
-        report = harness.Report("decode", header, (*COLUMNS, "error"))
+        report = Report("decode", header, (*COLUMNS, "error"))
         report.start()
         for shape in options.shapes.split(","):
             dtype = harness.DTYPES[options.dtype]
@@ -188,7 +189,7 @@ def main() -> None:
 
 
 def measure(
-    report: harness.Report, model: LLaMA, shape: str, context: int, bandwidth: float, options
+    report: Report, model: LLaMA, shape: str, context: int, bandwidth: float, options
 ) -> None:
     """One row, two where tokens are to be timed without CUDA graphs too."""
     partition = Partition.even(context, harness.world_size())

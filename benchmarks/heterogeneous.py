@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import DTYPES, Report, common_arguments, integers
+from harness import DTYPES, common_arguments, integers
+from report import Report
 from ringattn.testing import MPS
 from study import ranks, tables
 from study.rebalancing import SCENARIOS

@@ -30,10 +30,8 @@ from harness import (
     DTYPES,
     Contestant,
     Problem,
-    Report,
     Timing,
     common_arguments,
-    environment,
     from_all_ranks,
     integers,
     max_error,
@@ -43,6 +41,7 @@ from harness import (
     world_size,
 )
 from peers import ring_flash_attn_package, torch_context_parallel, zigzag_on_torch
+from report import Report, environment
 
 PEERS = {
     "context_parallel": torch_context_parallel,

@@ -18,16 +18,8 @@ from typing import Any
 import ringattn
 import torch
 import torch.distributed as dist
-from harness import (
-    DTYPES,
-    Problem,
-    Report,
-    common_arguments,
-    environment,
-    process_group,
-    rank,
-    world_size,
-)
+from harness import DTYPES, Problem, common_arguments, process_group, rank, world_size
+from report import Report, environment
 from torch.profiler import ProfilerActivity, profile
 
 COLUMNS = ["transport", "rank", "what", "begin us", "us"]

@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 from harness import (
     Contestant,
-    Report,
     common_arguments,
-    environment,
     from_all_ranks,
     integers,
     measure,
@@ -28,6 +26,7 @@ from harness import (
     rank,
     world_size,
 )
+from report import Report, environment
 
 HEADS, HEAD_DIM = 8, 128
 TOKEN_BYTES = 2 * HEADS * HEAD_DIM * 2  # K and V in bfloat16

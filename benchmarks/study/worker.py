@@ -10,7 +10,8 @@ import threading
 from typing import Any
 
 import torch
-from harness import environment, process_group, rank
+from harness import process_group, rank
+from report import environment
 
 from study.ranks import MARK
 from study.rebalancing import trace

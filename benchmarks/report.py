@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks write: a header that says how it was measured, and a table."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import rank, world_size
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What a reader needs to believe or repeat a figure."""
+    facts = {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "ringattn": importlib.metadata.version("ringattn"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "ranks": str(world_size()),
+    }
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        facts["device"] = f"{torch.cuda.get_device_name(device)} ({count} in this machine)"
+        facts["cuda"] = str(torch.version.cuda)
+        facts["cudnn"] = str(torch.backends.cudnn.version())
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    else:
+        facts["device"] = f"{_cpu_name()}, {os.cpu_count()} cores"
+        facts["threads of a rank"] = str(torch.get_num_threads())
+    return facts
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    if not commit:  # a copy without its history: whoever made it can say
+        return os.environ.get("RINGATTN_COMMIT", "unknown")
+    changed = git(
+        "status", "--porcelain", "--untracked-files=no", "--", "../csrc", "../python", "."
+    )
+    return commit + (" with changes" if changed else "")
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+@dataclass
+class Report:
+    """A `#` header and a table; printed by rank 0, written as Markdown, CSV and JSON."""
+
+    title: str
+    header: dict[str, str]
+    columns: Sequence[str]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def start(self) -> None:
+        if rank() == 0:
+            print(f"# {self.title}")
+            for name, value in self.header.items():
+                print(f"# {name}: {value}")
+            print("  ".join(f"{name:>{self._width(name)}}" for name in self.columns), flush=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keys are column names; what is left out stays empty."""
+        if unknown := set(row) - set(self.columns):
+            raise ValueError(f"keys of a row must be columns, got {sorted(unknown)}")
+        self.rows.append(row)
+        if rank() == 0:
+            cells = (f"{_text(row.get(name)):>{self._width(name)}}" for name in self.columns)
+            print("  ".join(cells), flush=True)
+
+    def remark(self, text: str) -> None:
+        """A line that belongs to the header, said once."""
+        if text not in self.header.values():
+            self.header[f"remark {len(self.header)}"] = text
+            if rank() == 0:
+                print(f"# {text}", flush=True)
+
+    def write(self, stem: str | None) -> None:
+        """`stem`.md, .csv and .json; nothing without a stem."""
+        if stem is None or rank() != 0:
+            return
+        Path(stem).parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"# {self.title}", "", "```"]
+        lines += [f"{name}: {value}" for name, value in self.header.items()]
+        lines += ["```", "", "| " + " | ".join(self.columns) + " |"]
+        lines.append("|" + " --- |" * len(self.columns))
+        for row in self.rows:
+            lines.append("| " + " | ".join(_text(row.get(name)) for name in self.columns) + " |")
+        Path(f"{stem}.md").write_text("\n".join(lines) + "\n")
+        with Path(f"{stem}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        content = {"title": self.title, "header": self.header, "rows": self.rows}
+        Path(f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+    def _width(self, name: str) -> int:
+        return max(len(name), 40 if name == "what" else 8)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        if value == 0 or 0.01 <= abs(value) < 1e5:
+            return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+        return f"{value:.1e}"
+    return str(value)
