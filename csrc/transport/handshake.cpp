@@ -219,10 +219,7 @@ class Lookout : public Watched {
  public:
   explicit Lookout(std::shared_ptr<State> state) : state_(std::move(state)) {}
   const void* owner() const override { return state_.get(); }
-  bool started() override { return false; }  // it keeps its own time
-  bool done() override { return state_->look(); }
-  std::chrono::milliseconds timeout() const override { return {}; }
-  void expire() override {}
+  bool look() override { return state_->look(); }
 
  private:
   std::shared_ptr<State> state_;

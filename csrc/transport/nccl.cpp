@@ -226,7 +226,7 @@ struct InFlight {
   milliseconds patience{};
 };
 
-class WatchedTransfer : public Watched {
+class WatchedTransfer : public TimeLimited {
  public:
   WatchedTransfer(InFlight transfer, const void* owner)
       : transfer_(std::move(transfer)), owner_(owner) {}

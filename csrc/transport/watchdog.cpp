@@ -50,7 +50,7 @@ void Watchdog::watch(std::unique_ptr<Watched> watched) {
   if (device_ < 0) cudaGetDevice(&device_);
 #endif
   owners_.push_back(watched->owner());
-  incoming_.push_back({std::move(watched)});
+  incoming_.push_back(std::move(watched));
   start();
   // Note: the thread is not woken. It looks soon enough by itself, and waking it in every call
   // costs more than the rest of this function.
@@ -71,17 +71,21 @@ void Watchdog::every_half_second(void (*task)()) {
   changed_.notify_all();
 }
 
-bool Watchdog::is_over(Entry& entry) {
+bool TimeLimited::look() {
+  if (done()) return true;
+  if (expired_ || !started()) return false;
+  const auto now = Clock::now();
+  if (start_ == Clock::time_point{}) start_ = now;
+  if (now - start_ >= timeout()) {
+    expired_ = true;
+    expire();
+  }
+  return false;
+}
+
+bool Watchdog::is_over(Watched& watched) {
   try {
-    if (entry.watched->done()) return true;
-    if (entry.expired || !entry.watched->started()) return false;
-    const auto now = Clock::now();
-    if (entry.start == Clock::time_point{}) entry.start = now;
-    if (now - entry.start >= entry.watched->timeout()) {
-      entry.expired = true;
-      entry.watched->expire();
-    }
-    return false;
+    return watched.look();
   } catch (const std::exception&) {
     return true;  // the device has failed: whoever uses it next is told by CUDA itself
   }
@@ -121,17 +125,17 @@ void Watchdog::run() {
         return;
       }
       if (!incoming_.empty()) use_device();
-      entries_.splice(entries_.end(), incoming_);
+      watched_.splice(watched_.end(), incoming_);
       task = task_;
     }
     std::list<const void*> finished;
-    for (auto entry = entries_.begin(); entry != entries_.end();) {
-      if (!is_over(*entry)) {
-        ++entry;
+    for (auto watched = watched_.begin(); watched != watched_.end();) {
+      if (!is_over(**watched)) {
+        ++watched;
         continue;
       }
-      finished.push_back(entry->watched->owner());
-      entry = entries_.erase(entry);
+      finished.push_back((*watched)->owner());
+      watched = watched_.erase(watched);
     }
     if (!finished.empty()) {
       const std::lock_guard<std::mutex> lock(mutex_);

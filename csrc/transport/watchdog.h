@@ -12,17 +12,30 @@
 
 namespace ringattn {
 
-/// Something that runs on without the host and should come to an end: a transfer on a CUDA stream.
-/// Called from the watchdog's thread only.
+/// Something that goes on without the host. Called from the watchdog's thread only.
 class Watched {
  public:
   virtual ~Watched() = default;
   virtual const void* owner() const = 0;  // for Watchdog::drain
+  /// Called many times a second; does what has to be done. Whether it is over. What throws is over.
+  virtual bool look() = 0;
+};
+
+/// What should come to an end in time: a transfer on a CUDA stream.
+class RINGATTN_API TimeLimited : public Watched {
+ public:
+  bool look() final;
+
+ protected:
   virtual bool started() = 0;
   virtual bool done() = 0;
   virtual std::chrono::milliseconds timeout() const = 0;
   /// It started `timeout` ago and is not done. Must end it, so that done() holds soon.
   virtual void expire() = 0;
+
+ private:
+  std::chrono::steady_clock::time_point start_{};  // when it was first seen started
+  bool expired_ = false;
 };
 
 /// One thread that looks after everything that is in flight. Thread-safe.
@@ -39,24 +52,18 @@ class RINGATTN_API Watchdog {
   void every_half_second(void (*task)());
 
  private:
-  struct Entry {
-    std::unique_ptr<Watched> watched;
-    std::chrono::steady_clock::time_point start{};  // when it was first seen started
-    bool expired = false;
-  };
-
   Watchdog() = default;
   void start();
   void run();
   void use_device();
-  static bool is_over(Entry& entry);
+  static bool is_over(Watched& watched);
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::list<Entry> incoming_;      // handed over, not yet looked at
-  std::list<Entry> entries_;       // the thread's own
-  std::list<const void*> owners_;  // one for each entry in flight
-  int num_drains_ = 0;             // threads in drain()
+  std::list<std::unique_ptr<Watched>> incoming_;  // handed over, not yet looked at
+  std::list<std::unique_ptr<Watched>> watched_;   // the thread's own
+  std::list<const void*> owners_;                 // one for each of both
+  int num_drains_ = 0;                            // threads in drain()
   void (*task_)() = nullptr;
   int device_ = -1;           // of the first that was watched
   bool uses_device_ = false;  // the thread is set up for it

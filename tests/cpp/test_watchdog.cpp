@@ -15,7 +15,7 @@ struct State {
 };
 
 // Ends by itself when told to, or when it is expired.
-class Fake : public ringattn::Watched {
+class Fake : public ringattn::TimeLimited {
  public:
   Fake(State& state, milliseconds timeout) : state_(state), timeout_(timeout) {}
   const void* owner() const override { return &state_; }
