@@ -14,6 +14,7 @@ from _distributed import RankPool, this
 from _rings import SPLITS, Case, check_ring
 from ringattn import Partition
 from ringattn.testing import hostile_transfers
+from torch.profiler import ProfilerActivity, profile
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -59,6 +60,31 @@ def test_every_way_to_launch_is_correct(setting, world_size):
     with RankPool(world_size, "cuda", environment=setting) as ring:
         for case in cases(world_size):
             check_ring(ring, case)
+
+
+def attention_launches(case: Case) -> int:
+    """Kernels of block attention in one ring."""
+    ring(case)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        ring(case)
+        torch.cuda.synchronize()
+    return sum(
+        entry.count for entry in profiler.key_averages() if "block_attention_kernel" in entry.key
+    )
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="needs Hopper's kernels",
+)
+@pytest.mark.parametrize(
+    ("environment", "launches"), [({}, 1), ({"RINGATTN_KERNEL_WAITS": "0"}, 2)]
+)
+def test_a_ring_is_one_launch_or_two(environment: dict[str, str], launches: int) -> None:
+    case = Case(Partition.even(512, 2), torch.bfloat16, transport="symmetric", head_dim=128)
+    with RankPool(2, "cuda", environment=environment) as pool:
+        assert pool.run(attention_launches, case) == [launches, launches]
 
 
 def ring(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
