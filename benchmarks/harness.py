@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ringattn
 import torch
@@ -33,6 +33,20 @@ DTYPES = {
 
 
 # ---- problems ----------------------------------------------------------------------------------
+
+
+class Shape(Protocol):
+    """What problems of any length share; what shape_arguments() makes of a command line is one."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str  # a name in DTYPES
+
+
+def shape_text(shape: Shape) -> str:
+    """As headers name it."""
+    return f"B 1, H {shape.heads}, H_kv {shape.kv_heads}, D {shape.head_dim}, {shape.dtype}"
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,19 @@ class Problem:
             for num in (heads, kv_heads, kv_heads)
         )
         return cls(q, k, v, causal)
+
+    @classmethod
+    def of(cls, shape: Shape, seq_len: int, device: torch.device, *, causal: bool) -> Problem:
+        """A random one of this shape."""
+        return cls.random(
+            seq_len,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            dtype=DTYPES[shape.dtype],
+            device=device,
+            causal=causal,
+        )
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -251,17 +278,21 @@ def _on_cuda(contestant: Contestant) -> float:
     if contestant.from_idle:
         torch.cuda.synchronize()
     elif contestant.lead_in == 0:
-        # The device is busy for some milliseconds while the host enqueues: what is timed is the
-        # device, not Python. Then the ranks' devices meet: their clocks differ.
-        torch.cuda._sleep(5_000_000)
-        if dist.is_initialized() and not contestant.alone:
-            dist.all_reduce(torch.zeros(1, device="cuda"))
+        meet(everybody=not contestant.alone)
     begin.record()
     for _ in range(contestant.back_to_back):
         contestant.call()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / contestant.back_to_back
+
+
+def meet(everybody: bool = True) -> None:
+    """The device is busy for some milliseconds while the host enqueues what follows: what is timed
+    is the device, not Python. Then the devices of all ranks meet: their clocks differ."""
+    torch.cuda._sleep(5_000_000)
+    if everybody and dist.is_initialized():
+        dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
 def max_error(contestant: Contestant, problem: Problem) -> float:
@@ -279,6 +310,14 @@ def max_error(contestant: Contestant, problem: Problem) -> float:
 def integers(text: str) -> list[int]:
     """ "1024,2048" as numbers."""
     return [int(part) for part in text.split(",")]
+
+
+def shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """What makes the command line a Shape."""
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
 
 
 def common_arguments(description: str | None) -> argparse.ArgumentParser:

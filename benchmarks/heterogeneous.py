@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import DTYPES, common_arguments, integers
+from harness import DTYPES, common_arguments, integers, shape_text
 from report import Report
 from ringattn.testing import MPS
 from study import ranks, tables
@@ -188,8 +188,7 @@ def write_reports(
     header = dict(store.header(settings, cells[0]))
     header["command"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     header |= {
-        "tensors": f"B 1, H {settings.heads}, H_kv {settings.kv_heads}, D {settings.head_dim}, "
-        f"{settings.dtype}, causal",
+        "tensors": f"{shape_text(settings)}, causal",
         "throttle": f"{settings.throttle}, transport {settings.transport}",
         "profiles": f"all ranks at once, settled for {settings.settle_seconds:g} s",
     }

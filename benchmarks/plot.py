@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.strategies import PUBLISHED, Regression
-from study.figures import OF_SWEEP, drift_trace, regression_surface, total_percentage
+from study.figures import OF_SWEEP, regression_surface, total_percentage
 from study.style import Drawing
+from study.trace_figures import drift_trace
 
 
 def read(path: Path) -> list[dict[str, Any]]:

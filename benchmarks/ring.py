@@ -27,7 +27,6 @@ import ringattn
 import torch
 from attention import contestants as single_device_contestants
 from harness import (
-    DTYPES,
     Contestant,
     Problem,
     Timing,
@@ -38,6 +37,8 @@ from harness import (
     measure,
     process_group,
     rank,
+    shape_arguments,
+    shape_text,
     world_size,
 )
 from peers import ring_flash_attn_package, torch_context_parallel, zigzag_on_torch
@@ -171,10 +172,8 @@ def wait_share(call, rounds: int = 3) -> float:
     return from_all_ranks([share]).max().item()
 
 
-def host_us(call: Callable[[], torch.Tensor], calls: int = 50) -> float | None:
-    """Microseconds until a call returns, on CUDA, the device idle; the slowest rank's median."""
-    if not torch.cuda.is_initialized():
-        return None
+def host_us(call: Callable[[], torch.Tensor], calls: int = 50) -> float:
+    """Microseconds until a call on CUDA returns, the device idle; the slowest rank's median."""
     times = []
     for _ in range(calls):
         torch.cuda.synchronize()
@@ -226,7 +225,9 @@ def compete(report: Report, problem: Problem, arguments) -> None:
                 **timing.columns(),
                 "share of ideal": ideal / timing.median if in_ring else None,
                 "wait share": wait_share(contestant.call) if contestant in ours else None,
-                "host us": host_us(contestant.call) if contestant in ours else None,
+                "host us": host_us(contestant.call)
+                if contestant in ours and problem.q.is_cuda
+                else None,
                 "max error": errors[contestant.name],
                 "note": note,
             }
@@ -236,10 +237,7 @@ def compete(report: Report, problem: Problem, arguments) -> None:
 def main() -> None:
     parser = common_arguments(__doc__)
     parser.add_argument("--seq-lens", type=integers, default=[8192], help="S, with commas")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    shape_arguments(parser)
     parser.add_argument("--dense", action="store_true", help="no causal mask")
     parser.add_argument("--transports", default="auto", help="with commas")
     parser.add_argument("--layouts", default="zigzag,contiguous", help="with commas")
@@ -252,8 +250,7 @@ def main() -> None:
     with process_group(arguments.device) as device:
         mask = "dense" if arguments.dense else "causal"
         header = environment(device) | {
-            "tensors": f"B 1, H {arguments.heads}, H_kv {arguments.kv_heads}, "
-            f"D {arguments.head_dim}, {arguments.dtype}, {mask}",
+            "tensors": f"{shape_text(arguments)}, {mask}",
             "rounds": f"{arguments.rounds} after {arguments.warmup} of warm-up, medians",
             "ideal": "one process with all cores"
             if device.type == "cpu"
@@ -262,15 +259,7 @@ def main() -> None:
         report = Report(f"Ring attention over {world_size()} ranks", header, COLUMNS)
         report.start()
         for seq_len in arguments.seq_lens:
-            problem = Problem.random(
-                seq_len,
-                arguments.heads,
-                arguments.kv_heads,
-                arguments.head_dim,
-                dtype=DTYPES[arguments.dtype],
-                device=device,
-                causal=not arguments.dense,
-            )
+            problem = Problem.of(arguments, seq_len, device, causal=not arguments.dense)
             compete(report, problem, arguments)
         report.write(arguments.out)
 

@@ -18,7 +18,16 @@ from typing import Any
 import ringattn
 import torch
 import torch.distributed as dist
-from harness import DTYPES, Problem, common_arguments, process_group, rank, world_size
+from harness import (
+    Problem,
+    common_arguments,
+    meet,
+    process_group,
+    rank,
+    shape_arguments,
+    shape_text,
+    world_size,
+)
 from report import Report, environment
 from torch.profiler import ProfilerActivity, profile
 
@@ -57,8 +66,7 @@ def profiled(call, transport: str) -> list[dict[str, Any]]:
         for _ in range(_CALLS):
             dist.barrier()
             with torch.profiler.record_function(_MARK):
-                torch.cuda._sleep(5_000_000)
-                dist.all_reduce(torch.zeros(1, device="cuda"))
+                meet()
                 call()
                 torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
@@ -66,28 +74,29 @@ def profiled(call, transport: str) -> list[dict[str, Any]]:
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text())
     epoch_us = trace.get("baseTimeNanoseconds", 0) / 1e3
-    events = [event for event in trace["traceEvents"] if "dur" in event]
-    marks = [
+    events = sorted(
+        (event for event in trace["traceEvents"] if "dur" in event), key=lambda event: event["ts"]
+    )
+    *_, shown = (
         event
         for event in events
         if event["name"] == _MARK and event.get("cat") == "user_annotation"
+    )
+    work = [
+        (what, event)
+        for event in events
+        if (what := kind(event)) and shown["ts"] <= event["ts"] < shown["ts"] + shown["dur"]
     ]
-    shown = max(marks, key=lambda event: event["ts"])
-    in_mark = [
-        event
-        for event in sorted(events, key=lambda event: event["ts"])
-        if kind(event) and shown["ts"] <= event["ts"] < shown["ts"] + shown["dur"]
-    ]
-    met = max(event["ts"] for event in in_mark if "AllReduce" in event["name"])
+    met = max(event["ts"] for _, event in work if "AllReduce" in event["name"])
     return [
         {
             "transport": transport,
             "rank": rank(),
-            "what": kind(event),
+            "what": what,
             "begin us": epoch_us + event["ts"],
             "us": event["dur"],
         }
-        for event in in_mark
+        for what, event in work
         if event["ts"] > met
     ]
 
@@ -124,33 +133,19 @@ def draw(rows: list[dict[str, Any]], title: str, folder: Path, name: str) -> Non
 def main() -> None:
     parser = common_arguments(__doc__)
     parser.add_argument("--seq-len", type=int, default=8192, metavar="S")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    shape_arguments(parser)
     parser.add_argument("--transports", default="symmetric,nccl", help="with commas")
     arguments = parser.parse_args()
     if arguments.device != "cuda" or arguments.out is None:
         parser.error("a timeline must have a CUDA device and --out")
     with process_group(arguments.device) as device, torch.no_grad():
-        tensors = (
-            f"B 1, S {arguments.seq_len}, H {arguments.heads}, H_kv {arguments.kv_heads}, "
-            f"D {arguments.head_dim}, {arguments.dtype}, causal, even zigzag"
-        )
+        tensors = f"S {arguments.seq_len}, {shape_text(arguments)}, causal, even zigzag"
         report = Report(
             f"One ring forward over {world_size()} ranks",
             environment(device) | {"tensors": tensors},
             COLUMNS,
         )
-        problem = Problem.random(
-            arguments.seq_len,
-            arguments.heads,
-            arguments.kv_heads,
-            arguments.head_dim,
-            dtype=DTYPES[arguments.dtype],
-            device=device,
-            causal=True,
-        )
+        problem = Problem.of(arguments, arguments.seq_len, device, causal=True)
         partition = ringattn.Partition.even(problem.seq_len, world_size())
         q, k, v = (partition.shard(x, rank()) for x in problem.tensors)
         report.start()

@@ -25,7 +25,7 @@ mkdir -p "$out"
 
 gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
 if [ "$gpus" -ge 2 ]; then
-  options=(--device cuda --warmup 0 --cell-seconds 5)
+  options=(--device cuda --warmup 1 --cell-seconds 5)
   first=8192,32768,65536 more=4096,16384,131072 middle=32768 layers=16384,65536
 else
   options=(--device cpu --cell-seconds 8 --settle-seconds 0.5 --heads 8 --kv-heads 2)

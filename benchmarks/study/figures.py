@@ -371,34 +371,6 @@ def rank_timeline(rows: Sequence[Row]) -> Drawing | None:
     return Drawing(figure, data)
 
 
-def drift_trace(rows: Sequence[Row]) -> Drawing:
-    """What each request took, and what the last rank was given."""
-    scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
-    last = max(
-        int(name[4:-7]) for name in rows[0] if name.endswith("_tokens") and "oracle" not in name
-    )
-    figure, axes = panels(2 * len(scenarios), "The rebalancer follows", width=4.6, columns=2)
-    for place, scenario in enumerate(scenarios):
-        above, below = axes[2 * place : 2 * place + 2]
-        trace = [row for row in rows if row["scenario"] == scenario]
-        requests = [row["request"] for row in trace]
-        for policy in ("even_zigzag", "oracle", "rebalanced"):
-            colour, _, label = STYLES[policy]
-            above.plot(requests, [row[f"{policy}_ms"] for row in trace], color=colour, label=label)
-        for column, policy in (("oracle_tokens", "oracle"), ("tokens", "rebalanced")):
-            share = [100 * row[f"rank{last}_{column}"] / row["seq_len"] for row in trace]
-            below.step(requests, share, where="post", color=STYLES[policy][0])
-        above.set_ylabel("latency, ms")
-        above.set_ylim(bottom=0)
-        below.set_ylabel(f"tokens of rank {last}, %")
-        below.set_ylim(bottom=0)
-        for ax in (above, below):
-            ax.set_title(f"{scenario}, {short(trace[0]['seq_len'])} tokens", fontsize=10)
-            ax.set_xlabel("request")
-    legend_below(figure, axes[0])
-    return Drawing(figure, list(rows))
-
-
 #: Name of the files -> what draws them from the rows of a sweep.
 OF_SWEEP: dict[str, Callable[[Sequence[Row]], Drawing | None]] = {
     draw.__name__: draw

@@ -125,7 +125,7 @@ def _timings(
 ) -> dict[str, Timing]:
     """Samples that fill the time of a cell, of calls in a row with as many before them: strategies
     and lone ranks alike are timed at the clocks that they settle to, all ranks at work."""
-    first = measure(contestants, device, rounds=1, warmup=max(1, settings.warmup))
+    first = measure(contestants, device, rounds=1, warmup=settings.warmup)
     half_ms = 500.0 * settings.cell_seconds / (settings.rounds * len(contestants))
     sustained = []
     round_s = 0.0

@@ -40,15 +40,7 @@ class Attention:
     """Causal attention forward."""
 
     def __init__(self, seq_len: int, settings: Settings, device: torch.device) -> None:
-        self._problem = Problem.random(
-            seq_len,
-            settings.heads,
-            settings.kv_heads,
-            settings.head_dim,
-            dtype=DTYPES[settings.dtype],
-            device=device,
-            causal=True,
-        )
+        self._problem = Problem.of(settings, seq_len, device, causal=True)
         for tensor in self._problem.tensors:
             # Random numbers depend on how many multiprocessors a process sees.
             dist.broadcast(tensor, 0)

@@ -217,6 +217,12 @@ class MPS:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _check_num_sms(num_sms: int, device: int) -> None:
+    available = torch.cuda.get_device_properties(device).multi_processor_count
+    if not 1 <= num_sms <= available:
+        raise ValueError(f"num_sms must lie in [1, {available}], got {num_sms}")
+
+
 @contextmanager
 def green_context(num_sms: int, device: torch.device | int | None = None) -> Iterator[None]:
     """Work that this thread queues on ``device`` inside the context uses about ``num_sms`` of its
@@ -245,9 +251,7 @@ def green_context(num_sms: int, device: torch.device | int | None = None) -> Ite
             f"got one of {dist.get_world_size()} ranks"
         )
     index = torch.cuda._utils._get_device_index(device, optional=True)
-    available = torch.cuda.get_device_properties(index).multi_processor_count
-    if not 1 <= num_sms <= available:
-        raise ValueError(f"num_sms must lie in [1, {available}], got {num_sms}")
+    _check_num_sms(num_sms, index)
     context: Any = green_contexts.GreenContext.create(num_sms, index)
     context.set_context()
     try:
@@ -273,9 +277,7 @@ def sm_cap(num_sms: int) -> Iterator[None]:
     if capability != (9, 0):
         got = "none" if capability is None else "one of {}.{}".format(*capability)
         raise RuntimeError(f"sm_cap must run on a CUDA device of compute capability 9.0, got {got}")
-    available = torch.cuda.get_device_properties().multi_processor_count
-    if not 1 <= num_sms <= available:
-        raise ValueError(f"num_sms must lie in [1, {available}], got {num_sms}")
+    _check_num_sms(num_sms, torch.cuda.current_device())
     _caps.append(num_sms)
     _C.set_sm_cap(num_sms)
     try:

@@ -47,6 +47,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         size = given["ring"][1] if "ring" in given else (*marker.args, 2)[0]
         if num_devices < size:
             pytest.skip(f"needs {size} CUDA devices")
+    if item.get_closest_marker("hopper") and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

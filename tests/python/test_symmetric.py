@@ -74,10 +74,7 @@ def attention_launches(case: Case) -> int:
     )
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-    reason="needs Hopper's kernels",
-)
+@pytest.mark.hopper
 @pytest.mark.parametrize(
     ("environment", "launches"), [({}, 1), ({"RINGATTN_KERNEL_WAITS": "0"}, 2)]
 )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -239,11 +240,17 @@ def test_one_rank_of_a_ring_drifts(rank_pool: Callable[..., RankPool], world_siz
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_green_contexts_need_a_device() -> None:
-    with (
-        pytest.raises(RuntimeError, match="green_context must run on a CUDA device, got none"),
-        testing.green_context(8),
-    ):
+@pytest.mark.parametrize(
+    ("context", "message"),
+    [
+        (testing.green_context, "green_context must run on a CUDA device, got none"),
+        (testing.sm_cap, r"sm_cap must run on a CUDA device .* capability 9\.0, got none"),
+    ],
+)
+def test_fewer_multiprocessors_need_a_device(
+    context: Callable[[int], AbstractContextManager[None]], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message), context(8):
         raise AssertionError("the context must not be entered")
 
 
@@ -275,20 +282,8 @@ def test_a_green_context_slows_attention_and_ends() -> None:
         raise AssertionError("the context must not be entered")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_cap_needs_a_device() -> None:
-    with (
-        pytest.raises(RuntimeError, match="capability 9\\.0, got none"),
-        testing.sm_cap(8),
-    ):
-        raise AssertionError("the context must not be entered")
-
-
 @pytest.mark.cuda
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-    reason="needs Hopper's kernels",
-)
+@pytest.mark.hopper
 def test_a_cap_slows_attention_to_the_same_bits_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGATTN_KERNEL_FAMILY", "sm90")
     q = torch.randn(1, 1000, 8, 128, device="cuda", dtype=torch.bfloat16)
