@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -51,11 +53,10 @@ __global__ void pass_through_buffers(int rounds, int writer_ns, int reader_ns, u
   }
 }
 
-/// Warps write their number in turns. Barriers under the condition `no` would stop them, or give
-/// them a turn too many.
-__global__ void take_turns(int rounds, bool yes, bool no, int* log) {
+/// Warps write their number in turns. Every other arrival stands behind a pair of `floats`, which
+/// may hold anything: another barrier, or none, would stop the warps.
+__global__ void take_turns(int rounds, const float* floats, int num_floats, int* log) {
   constexpr int kTurnThreads = 2 * kWarpSize;  // one warp waits, another one arrives
-  constexpr int kNobodysBarrier = 15;
   __shared__ int next;
   const int warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int my_turn = 1 + warp, next_turn = 1 + (warp + 1) % warps;
@@ -63,8 +64,7 @@ __global__ void take_turns(int rounds, bool yes, bool no, int* log) {
   __syncthreads();
   if (warp == 0) named_barrier_arrive(my_turn, kTurnThreads);
   for (int round = 0; round < rounds; ++round) {
-    named_barrier_wait_if(no, kNobodysBarrier, kTurnThreads);
-    named_barrier_wait_if(yes, my_turn, kTurnThreads);
+    named_barrier_wait(my_turn, kTurnThreads);
     if (threadIdx.x % kWarpSize == 0) {
       const int at = next;
       __nanosleep(500);  // another warp would read the same number meanwhile
@@ -72,8 +72,13 @@ __global__ void take_turns(int rounds, bool yes, bool no, int* log) {
       next = at + 1;
     }
     __syncwarp();
-    named_barrier_arrive_if(no, next_turn, kTurnThreads);
-    named_barrier_arrive_if(yes, next_turn, kTurnThreads);
+    if (round % 2 == 0) {
+      named_barrier_arrive(next_turn, kTurnThreads);
+    } else {
+      const float pair[2] = {floats[(round + threadIdx.x) % num_floats],
+                             floats[round % num_floats]};
+      named_barrier_arrive_behind(pair, next_turn, kTurnThreads);
+    }
   }
   if (warp == 0) named_barrier_wait(my_turn, kTurnThreads);  // the last arrival
 }
@@ -142,9 +147,13 @@ TEST_CASE("sm90: transaction barriers pass buffers on when they are full, and ba
 TEST_CASE("sm90: named barriers hand a turn from warp to warp") {
   if (!has_hopper()) return;
   constexpr int kRounds = 50;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const std::vector<float> any_floats{0.0f, -kInfinity, kInfinity, std::nanf(""), -1e38f, 1e38f};
+  const DeviceArray<float> floats(any_floats);
   for (int warps : {2, 3}) {
     const DeviceArray<int> log(std::vector<int>(kRounds * warps, -1));
-    take_turns<<<1, warps * kWarpSize>>>(kRounds, true, false, log.data());
+    take_turns<<<1, warps * kWarpSize>>>(kRounds, floats.data(),
+                                         static_cast<int>(any_floats.size()), log.data());
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     std::vector<int> in_turn;
     for (int i = 0; i < kRounds * warps; ++i) in_turn.push_back(i % warps);

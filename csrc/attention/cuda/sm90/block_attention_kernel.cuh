@@ -204,8 +204,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
 
   RingPosition ring;  // of keys; values follow one behind
   uint32_t queries_parity = 0;
-  const bool takes_turns = Tile::kTurns == Turns::kAlways || p.fold;
-  if (takes_turns && consumer == 0) named_barrier_arrive(my_turn, kTurnThreads);
+  if (consumer == 0) named_barrier_arrive(my_turn, kTurnThreads);
 
   for (;;) {
     wait(shared.queries_full(), queries_parity);
@@ -233,11 +232,18 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       {
         float scores[Tile::kBlockK / 2];
         wait(shared.keys_full(ring.stage()), ring.parity());
+        if constexpr (Tile::kTurnEnds == TurnEnds::kIssued) {
+          named_barrier_wait(my_turn, kTurnThreads);
+        }
         issue_scores<Element, Tile>(scores, queries, shared.keys(ring.stage()));
         wait_for_products<0>();
+        if constexpr (Tile::kTurnEnds == TurnEnds::kIssued) {
+          named_barrier_arrive(next_turn, kTurnThreads);
+        }
         if (is_first_thread) arrive(shared.keys_free(ring.stage()));
         mask(scores, key_tile);
-        softmax.update(scores, p.scale_log2);
+        const RowMaxima lower = softmax.raise_max(scores);
+        softmax.exponentiate(scores, lower, p.scale_log2);
         round_probabilities<Element>(scores, probabilities);
         ++ring.count;
         --key_tile;
@@ -248,17 +254,23 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
         float scores[Tile::kBlockK / 2];
         const RingPosition before = ring.previous();
         wait(shared.keys_full(ring.stage()), ring.parity());
-        named_barrier_wait_if(takes_turns, my_turn, kTurnThreads);
+        named_barrier_wait(my_turn, kTurnThreads);
         issue_scores<Element, Tile>(scores, queries, shared.keys(ring.stage()));
         wait(shared.values_full(before.stage()), before.parity());
         issue_values<Element, Tile>(out, probabilities, shared.values(before.stage()));
-        named_barrier_arrive_if(takes_turns, next_turn, kTurnThreads);
+        if constexpr (Tile::kTurnEnds == TurnEnds::kIssued) {
+          named_barrier_arrive(next_turn, kTurnThreads);
+        }
         wait_for_products<1>();
         if (is_first_thread) arrive(shared.keys_free(ring.stage()));
         if constexpr (decltype(masked)::value) mask(scores, key_tile);
-        softmax.update(scores, p.scale_log2);
+        const RowMaxima lower = softmax.raise_max(scores);
+        if constexpr (Tile::kTurnEnds == TurnEnds::kMaximaFound) {
+          named_barrier_arrive_behind(softmax.max, next_turn, kTurnThreads);
+        }
+        softmax.exponentiate(scores, lower, p.scale_log2);
         // Note: the compiler moves this wait up before most of the exponentials. Pinning it behind
-        // them was tried and is slower, by 3 to 5 %.
+        // them was tried and is slower, by a fifth.
         wait_for_products<0>();
         if (is_first_thread) arrive(shared.values_free(before.stage()));
         round_probabilities<Element>(scores, probabilities);
@@ -270,7 +282,6 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
         for (; key_tile >= seen.unmasked; --key_tile) attend(key_tile, std::true_type{});
 #pragma unroll 1
         for (; key_tile >= 0; --key_tile) attend(key_tile, std::false_type{});
-        if constexpr (kSegments == 1) break;
         segment = seen_segment<Tile>(p, tile, segment + 1);
         if (segment == p.num_segments) break;
         seen = SeenKeys<Tile>(p.keys[segment], tile);
@@ -313,7 +324,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     block_attention_kernel(const __grid_constant__ SegmentedParams<kSegments> p) {
   extern __shared__ unsigned char dynamic_shared[];
   const SharedMemory<Tile> shared(dynamic_shared);
-  const int warpgroup = threadIdx.x / kWarpgroupSize;
+  // Exchanged, so that the compiler knows it to be the same in all lanes.
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroupSize, 0);
 
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();

@@ -30,6 +30,13 @@ __device__ __forceinline__ void mask_scores(float (&s)[kScores], int last_key, i
   }
 }
 
+/// Of the two rows of which a lane holds parts.
+struct RowMaxima {
+  float of[2];
+
+  __device__ __forceinline__ float operator[](int half) const { return of[half]; }
+};
+
 struct OnlineSoftmax {
   /// How far, in powers of two, scores may rise above `max` before it follows: accumulators are
   /// then seldom scaled after the first tiles. Probabilities are that much larger, which no 16-bit
@@ -40,10 +47,10 @@ struct OnlineSoftmax {
   float sum[2] = {0.0f, 0.0f};            // of this lane's probabilities, relative to max
   float decay[2] = {1.0f, 1.0f};          // what earlier accumulators have to be multiplied by
 
-  /// Scores become probabilities.
+  /// The maxima with these scores. Then exponentiate(), with what this returns: the maxima before.
   template <int kScores>
-  __device__ __forceinline__ void update(float (&s)[kScores], float scale_log2) {
-    const float before[2] = {max[0], max[1]};
+  __device__ __forceinline__ RowMaxima raise_max(const float (&s)[kScores]) {
+    const RowMaxima before = {{max[0], max[1]}};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) max[i / 2 % 2] = fmaxf(max[i / 2 % 2], s[i]);
 #pragma unroll
@@ -51,6 +58,13 @@ struct OnlineSoftmax {
       max[half] = fmaxf(max[half], __shfl_xor_sync(0xffffffff, max[half], 1));
       max[half] = fmaxf(max[half], __shfl_xor_sync(0xffffffff, max[half], 2));
     }
+    return before;
+  }
+
+  /// Scores become probabilities, and are added to the sums.
+  template <int kScores>
+  __device__ __forceinline__ void exponentiate(float (&s)[kScores], const RowMaxima& before,
+                                               float scale_log2) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Negated, for rows that have seen nothing: -inf - -inf.

@@ -21,20 +21,22 @@ constexpr int kStages = 2;              // tiles of keys (and of values) in shar
 constexpr int kTurnBarrier = 1;
 constexpr int kWarpgroupBarrier = 4;
 
-/// When consumers take turns, so that one's products run under another's softmax. Measured for each
-/// instantiation; without it they drift into that by themselves, or not.
-enum class Turns { kAlways, kWhenFolding };
+/// Consumers take turns, so that one's products run under another's softmax. Measured for each tile
+/// shape: a turn ends once both products are issued (the first scores of a tile of queries, which
+/// stand alone, have a turn of their own), or later, once the maxima of the scores are found: then
+/// the second product is nearly done, and the next consumer's do not slow it down.
+enum class TurnEnds { kIssued, kMaximaFound };
 
 /// One warpgroup copies; kConsumers of them attend 64 query rows each. setmaxnreg shares out the
 /// 65536 registers: what the copying one gives back goes to the others.
-template <int kHeadDim_, int kConsumers_, int kBlockK_, Turns kTurns_, int kProducerRegisters_,
-          int kConsumerRegisters_>
+template <int kHeadDim_, int kConsumers_, int kBlockK_, TurnEnds kTurnEnds_,
+          int kProducerRegisters_, int kConsumerRegisters_>
 struct TileShape {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kBlockK = kBlockK_;
-  static constexpr Turns kTurns = kTurns_;
+  static constexpr TurnEnds kTurnEnds = kTurnEnds_;
   static constexpr int kProducerRegisters = kProducerRegisters_;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
@@ -66,9 +68,9 @@ struct TileShape {
 template <int kHeadDim>
 struct TileFor;
 // clang-format off
-template <> struct TileFor<64> : TileShape<64, 3, 128, Turns::kAlways, 32, 160> {};
-template <> struct TileFor<128> : TileShape<128, 2, 128, Turns::kWhenFolding, 24, 240> {};
-template <> struct TileFor<256> : TileShape<256, 2, 80, Turns::kAlways, 24, 240> {};
+template <> struct TileFor<64> : TileShape<64, 3, 128, TurnEnds::kIssued, 32, 160> {};
+template <> struct TileFor<128> : TileShape<128, 2, 128, TurnEnds::kMaximaFound, 24, 240> {};
+template <> struct TileFor<256> : TileShape<256, 2, 80, TurnEnds::kIssued, 24, 240> {};
 // clang-format on
 
 /// One tile of queries of one head.

@@ -14,20 +14,19 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/// Only if `condition`, which is the same in all threads.
+/// Behind the instructions that make x: an arrival without operands is moved by the compiler, which
+/// keeps it only between the waits for products around it.
 ///
-/// Note: the condition is inside the asm, as the compiler would serialise products in flight around
-/// a branch.
-__device__ __forceinline__ void named_barrier_wait_if(bool condition, int barrier, int threads) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p bar.sync %0, %1; }" ::"r"(barrier),
-               "r"(threads), "r"(int{condition})
-               : "memory");
-}
-
-__device__ __forceinline__ void named_barrier_arrive_if(bool condition, int barrier, int threads) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p bar.arrive %0, %1; }" ::"r"(barrier),
-               "r"(threads), "r"(int{condition})
-               : "memory");
+/// Note: nothing is greater than infinity, so the barrier is always the one asked for; the compiler
+/// does not see that.
+__device__ __forceinline__ void named_barrier_arrive_behind(const float (&x)[2], int barrier,
+                                                            int threads) {
+  asm volatile(
+      "{ .reg .pred p; .reg .b32 b; setp.gt.f32 p, %2, 0f7F800000; "
+      "setp.gt.or.f32 p, %3, 0f7F800000, p; selp.b32 b, 15, %0, p; bar.arrive b, %1; }" ::"r"(
+          barrier),
+      "r"(threads), "f"(x[0]), "f"(x[1])
+      : "memory");
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -32,18 +32,19 @@ __device__ __forceinline__ void wait_for_products() {
 ///   bits 16-29  leading distance: from 64 columns to the next 64, where a product takes more
 ///   bits 32-45  stride distance: from 8 rows to the next 8
 ///   bits 62-63  1: swizzle of 128 bytes
+/// The same in all lanes of a warp.
 struct OperandDescriptor {
   uint32_t low;
 
   /// Rows are the product's M or N, the 64 columns its K (queries, keys).
   static __device__ __forceinline__ OperandDescriptor k_major(uint32_t address) {
-    return {((address & 0x3FFFF) >> 4) | (1u << 16)};
+    return of(((address & 0x3FFFF) >> 4) | (1u << 16));
   }
 
   /// Rows are the product's K, columns its N, in blocks `block_bytes` apart (values).
   static __device__ __forceinline__ OperandDescriptor n_major(uint32_t address,
                                                               uint32_t block_bytes) {
-    return {((address & 0x3FFFF) >> 4) | ((block_bytes >> 4) << 16)};
+    return of(((address & 0x3FFFF) >> 4) | ((block_bytes >> 4) << 16));
   }
 
   __device__ __forceinline__ uint64_t at(uint32_t offset_bytes) const {
@@ -51,6 +52,14 @@ struct OperandDescriptor {
     uint64_t bits;
     asm("mov.b64 %0, {%1, %2};" : "=l"(bits) : "r"(low + (offset_bytes >> 4)), "r"(kHigh));
     return bits;
+  }
+
+ private:
+  /// Products take descriptors from a warp's uniform registers. The exchange says that all lanes
+  /// have the same one: it is then computed there, once. Otherwise each product waits for four
+  /// moves between register files.
+  static __device__ __forceinline__ OperandDescriptor of(uint32_t low) {
+    return {__shfl_sync(0xffffffff, low, 0)};
   }
 };
 
