@@ -243,13 +243,6 @@ bool Handshake::kernels_may_wait() const {
   return state_->counted_ && !state_->words_.shares_devices();
 }
 
-void Handshake::wait_until_read(cudaStream_t stream) {
-  cuda::StreamWords words;
-  words.write(const_cast<uint32_t*>(&state_->own_.host->phase), kWaitingUntilRead);
-  for (const int64_t rank : state_->others_) words.wait_for(state_->word(Layout::kRead + rank), 1);
-  C10_CUDA_CHECK(words.enqueue(stream));
-}
-
 void Handshake::give_signals(cuda::StageParams& params) const {
   for (const int64_t rank : state_->others_) {
     params.taken_back[params.num_signals] = state_->word(Layout::kRead + rank);
@@ -288,6 +281,15 @@ void Handshake::tell_read(int64_t other, cudaStream_t stream) {
   C10_CUDA_CHECK(cudaMemcpyAsync(state_->word_of(other, Layout::kRead + state_->rank_),
                                  state_->word(Layout::kOne), sizeof(uint32_t), cudaMemcpyDefault,
                                  stream));
+}
+
+void Handshake::wait_until_read(cudaStream_t stream) {
+  uint32_t* const phase = const_cast<uint32_t*>(&state_->own_.host->phase);
+  cuda::StreamWords words;
+  words.write(phase, kWaitingUntilRead);
+  for (const int64_t rank : state_->others_) words.wait_for(state_->word(Layout::kRead + rank), 1);
+  words.write(phase, kNotWaiting);
+  C10_CUDA_CHECK(words.enqueue(stream));
 }
 
 uint32_t* Handshake::launch_words() const { return state_->word(Layout::kLaunch); }

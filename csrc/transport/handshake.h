@@ -29,10 +29,11 @@ class RingGroup;
 /// r takes its due off when it stages the next time, by subtraction: others may have counted
 /// themselves for that call before.
 ///
-/// Every rank signals every other one in each call, so a call begins nowhere before the last one
-/// has been read everywhere. Nothing in it counts calls: what is captured in a CUDA graph can be
-/// replayed. Waiting is done by streams, before any kernel that waits itself is launched, so no
-/// rank ever waits for another one's multiprocessors while it holds its own.
+/// Every rank signals every other one in each call, and a call ends for its stream when everybody
+/// has read what this rank staged: whatever stages next, a replay of a captured call too, need not
+/// ask. Nothing in it counts calls: what is captured in a CUDA graph can be replayed. Waiting is
+/// done by streams, for staging before any kernel that waits itself is launched, so no rank ever
+/// waits for another one's multiprocessors while it holds its own.
 class Handshake {
  public:
   /// Collective. Throws on all ranks where they do not share memory.
@@ -45,10 +46,8 @@ class Handshake {
   /// their links, and no two of them share a device, where copies may take multiprocessors.
   bool kernels_may_wait() const;
 
-  // One call, in this order: the staging kernel is enqueued after the second, on the stream of the
-  // first; then, on a stream that follows it, what copies.
-  /// Nobody reads any more what this rank staged last.
-  void wait_until_read(cudaStream_t stream);
+  // One call: the staging kernel, then, on a stream that follows it, all but the first and the
+  // third of these, in this order. The call's own stream goes on after the last.
   /// Completes what the staging kernel is told: it gives the signals.
   void give_signals(cuda::StageParams& params) const;
   /// Everything that the other ranks have for this call is in place.
@@ -59,6 +58,8 @@ class Handshake {
   /// This rank needs nothing more of what `other` has staged. Once for every other rank, behind
   /// what was copied from there.
   void tell_read(int64_t other, cudaStream_t stream);
+  /// Nobody reads any more what this rank has staged.
+  void wait_until_read(cudaStream_t stream);
 
   /// Words of this rank alone, 0 between calls: counters for a kernel, then words for what has
   /// arrived.

@@ -80,9 +80,15 @@ class SymmetricTransport : public MessageTransport {
     fork_.record(stream);
     fork_.block(lane_);
   }
+  // And what `stream` does from now on after what has been copied. A capture, too, ends with every
+  // stream that it has spread to back on the first.
+  void join(CUDAStream stream) {
+    join_.record(lane_);
+    join_.block(stream);
+  }
 
   // Calls follow each other, also from stream to stream. What is captured is ordered by whoever
-  // replays it, and by the handshake.
+  // replays it.
   void begin_on(CUDAStream stream) {
     capturing_ = is_capturing(stream);
     captured_ |= capturing_;
@@ -145,7 +151,6 @@ class SymmetricTransport : public MessageTransport {
   void stage(cuda::StageParams params, int64_t call,
              std::shared_ptr<const std::vector<int64_t>> step_of_rank, cudaStream_t stream) {
     handshake_.describe(call, std::move(step_of_rank));
-    handshake_.wait_until_read(stream);
     handshake_.give_signals(params);
     C10_CUDA_CHECK(cuda::stage(params, stream));
   }
@@ -162,7 +167,7 @@ class SymmetricTransport : public MessageTransport {
   // that take turns on it cost more than they bring (H200: 0.27 against 0.30 ms for a ring of 8192
   // tokens).
   CUDAStream lane_;
-  CUDAEvent fork_;
+  CUDAEvent fork_, join_;
   std::optional<CUDAStream> last_stream_;   // of the last call that was not captured,
   CUDAEvent end_;                           // and its end there
   bool capturing_ = false;                  // the call that is being made
@@ -208,13 +213,14 @@ class SymmetricStream : public BlockStream {
                                      transport_.gathered_.nbytes(), stream_));
     }
     transport_.after(stream_);
-    // Note: enqueued before anything that may have to wait on stream_. Streams can share a queue of
-    // the device, and are then carried out in this order; in a captured graph it is the driver's.
-    transport_.handshake_.take_staged(transport_.lane_);
     if (exchange_.polled) {
+      // Note: enqueued before anything that may have to wait on stream_. Streams can share a queue
+      // of the device, and are then carried out in this order; in a captured graph it is the
+      // driver's.
       fetch_all();
       transport_.handshake_.wait_until_staged(stream_);
     } else {
+      transport_.handshake_.take_staged(transport_.lane_);
       arrived_.resize(num_hops_);
       for (int64_t step = 1; step <= exchange_.depth; ++step) fetch(step);
     }
@@ -237,13 +243,11 @@ class SymmetricStream : public BlockStream {
   }
 
   void finish(const std::vector<at::Tensor>& results) override {
-    if (transport_.capturing_) {
-      // A capture ends with every stream that it has spread to back on the first.
-      CUDAEvent done;
-      done.record(transport_.lane_);
-      done.block(stream_);
+    if (!exchange_.polled) {  // else the kernel and fetch_all() have seen to these
+      transport_.guard(results);
+      transport_.handshake_.wait_until_read(transport_.lane_);
     }
-    if (!exchange_.polled) transport_.guard(results);  // else the kernel has seen to it
+    transport_.join(stream_);
     transport_.end_on(stream_);
   }
 
@@ -271,8 +275,8 @@ class SymmetricStream : public BlockStream {
     transport_.handshake_.tell_read(exchange_.hops[step - 1].source, transport_.lane_);
   }
 
-  // All blocks at once, slice of heads by slice of heads, each with its word. From the second time
-  // on as one graph: a host call for each of them would take as long as a small ring.
+  // All that the lane does, blocks slice of heads by slice of heads, each with its word. From the
+  // second time on as one graph: a host call for each of them would take as long as a small ring.
   void fetch_all() {
     const bool by_host = transport_.capturing_ || hostile_transfers();
     if (by_host || (plan_->graph == nullptr && plan_->uses++ == 0)) return enqueue_all();
@@ -295,11 +299,13 @@ class SymmetricStream : public BlockStream {
   }
 
   void enqueue_all() {
+    transport_.handshake_.take_staged(transport_.lane_);
     for (const Copy& copy : plan_->copies) enqueue(copy);
     for (const Hop& hop : exchange_.hops) {
       if (hostile_transfers()) transport_.delay(hop.source);
       transport_.handshake_.tell_read(hop.source, transport_.lane_);
     }
+    transport_.handshake_.wait_until_read(transport_.lane_);
   }
 
   void enqueue(const Copy& copy) {
@@ -378,6 +384,7 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
     message.receive.record_stream(lane_);
   }
   for (const int64_t rank : group_.others()) handshake_.tell_read(rank, lane_);
+  handshake_.wait_until_read(lane_);
   done->record(lane_);
   end_on(lane_);
   return std::make_unique<CudaTransfer>(started, done, message.timed);
