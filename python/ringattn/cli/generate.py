@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,13 +22,12 @@ import torch.distributed as dist
 
 from ringattn import _library
 from ringattn.cli.auto import AutoPartition, describe
+from ringattn.cli.common import DTYPES, add_device_argument, aligned, process_group
 from ringattn.cli.text import Tokenizer, read_tokenizer
 from ringattn.generation import generate
 from ringattn.models import LLaMA, demo_model_path, load_model
 from ringattn.partition import LAYOUTS, Partition
 from ringattn.timings import Timings, record_timings
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def add_parser(commands: Any) -> None:
@@ -96,16 +92,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", type=Path, metavar="F", help="write tokens and timings to F")
 
 
-def add_device_argument(parser: argparse.ArgumentParser) -> None:
-    """``--device``, as :func:`process_group` takes it."""
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: CUDA where every rank has a device of its own (default)",
-    )
-
-
 def run(options: argparse.Namespace) -> int:
     """Runs the command on this rank; only rank 0 prints."""
     folder = demo_model_path() if options.model is None else options.model
@@ -152,30 +138,6 @@ def _run(
         if options.json is not None:
             options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if compared is None or compared["same"] else 1
-
-
-@contextmanager
-def process_group(device: str) -> Iterator[tuple[torch.device, int]]:
-    """The group that torchrun describes, if it does: this rank's device and the number of ranks."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    num_devices = torch.cuda.device_count() if "cuda" in _library.DEVICES else 0
-    if device == "auto":
-        device = "cuda" if 0 < local_ranks <= num_devices else "cpu"
-    if device == "cuda" and local_ranks > num_devices:
-        raise ValueError(f"--device cuda must find {local_ranks} CUDA devices, got {num_devices}")
-    place = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
-    if device == "cuda":
-        torch.cuda.set_device(place)
-    if world_size == 1:
-        yield place, 1
-        return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    try:
-        yield place, world_size
-    finally:
-        dist.destroy_process_group()
 
 
 def parse_partition(text: str, num_tokens: int, world_size: int, layout: str) -> Partition:
@@ -391,15 +353,3 @@ def _comparison(result: dict[str, Any]) -> str:
     if first is None:
         return f"{len(alone['generated_ids'])} tokens instead of {len(ours)}"
     return f"other tokens, from token {first} of {len(ours)} on"
-
-
-def aligned(rows: list[tuple[str, ...]], left: tuple[str, ...] = ()) -> list[str]:
-    """Lines of a table whose first row names the columns; columns not in ``left`` align right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if name in left else cell.rjust(width)
-            for cell, width, name in zip(row, widths, rows[0], strict=True)
-        ).rstrip()
-        for row in rows
-    ]

@@ -31,7 +31,7 @@ from ringattn import _library, profiling
 from ringattn._clock import Spread, bursts, repeat
 from ringattn._group import resolve_group
 from ringattn._shard import Shard, settling_seconds
-from ringattn.cli.generate import DTYPES, add_device_argument, aligned, process_group
+from ringattn.cli.common import DTYPES, add_device_argument, aligned, process_group
 from ringattn.profiles import RankProfile
 from ringattn.profiling import RankMeasurement, equalize, measure_ranks
 from ringattn.strategies import LatencyRow, MatmulRow, Regression, read_table, write_table
