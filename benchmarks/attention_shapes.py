@@ -65,11 +65,16 @@ def fold(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Cal
 @contextlib.contextmanager
 def family(name: str) -> Iterator[None]:
     """Has a kernel family take the calls; "" is the choice that calls make."""
-    os.environ["RINGATTN_KERNEL_FAMILY"] = name
+    variable = "RINGATTN_KERNEL_FAMILY"
+    before = os.environ.get(variable)
+    os.environ[variable] = name
     try:
         yield
     finally:
-        del os.environ["RINGATTN_KERNEL_FAMILY"]
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
 
 
 class Sections:

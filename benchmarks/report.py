@@ -25,7 +25,7 @@ from harness import rank, world_size
 def environment(device: torch.device) -> dict[str, str]:
     """What a reader needs to believe or repeat a figure."""
     facts = {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "date": time.strftime("%Y-%m-%d"),
         "commit": _commit(),
         "ringattn": importlib.metadata.version("ringattn"),
@@ -43,6 +43,19 @@ def environment(device: torch.device) -> dict[str, str]:
         facts["device"] = f"{_cpu_name()}, {os.cpu_count()} cores"
         facts["threads of a rank"] = str(torch.get_num_threads())
     return facts
+
+
+def _command() -> str:
+    """As it can be given again: with the switches of ringattn, and the ranks."""
+    switches = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith("RINGATTN_") and name != "RINGATTN_COMMIT"
+    ]
+    launcher = ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = ["torchrun", "--nproc-per-node", str(world_size())]
+    return shlex.join([*switches, *launcher, Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def _commit() -> str:

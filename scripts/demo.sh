@@ -37,8 +37,8 @@ fi
 threads=$(($(nproc) / ranks))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 
-python -m torch.distributed.run --nproc-per-node "$ranks" -m ringattn generate --prompt-file "$folder/prompt.txt" \
-  --warmup 1 --compare --json "$folder/result.json" "$@"
+python -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m ringattn generate \
+  --prompt-file "$folder/prompt.txt" --warmup 1 --compare --json "$folder/result.json" "$@"
 
 python - "$folder/result.json" <<'PYTHON'
 import json, sys

@@ -54,7 +54,7 @@ run_clang_format() {
 }
 
 run_ruff() {
-  have ruff "pip install '.[lint]'"
+  have ruff "pip install --no-build-isolation '.[lint]'"
   local paths=("${files[@]}")
   [ ${#paths[@]} -eq 0 ] && paths=(.)
   if [ -n "$fix" ]; then
@@ -67,7 +67,7 @@ run_ruff() {
 }
 
 run_mypy() {
-  have mypy "pip install '.[lint]'"
+  have mypy "pip install --no-build-isolation '.[lint]'"
   mypy --no-error-summary
 }
 

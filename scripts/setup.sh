@@ -77,6 +77,14 @@ PYTHON
   ringattn_quietly python -m pip install "$@"
 }
 
+# Version 4 refuses the older projects that CMake may have to fetch.
+ringattn_require_cmake() {
+  local version
+  version="$(cmake --version 2>/dev/null | awk 'NR == 1 {print $3}')"
+  printf '3.25\n%s\n' "$version" | sort --check=quiet --version-sort ||
+    ringattn_require 'cmake>=3.25,<4'
+}
+
 # Installs what the chosen extras ask for and is not there.
 ringattn_install_extras() {
   local unmet
@@ -146,6 +154,7 @@ ringattn_setup() {
   ringattn_activate &&
     ringattn_require 'torch>=2.11,<2.12' &&
     ringattn_require 'scikit-build-core>=0.10' ninja &&
+    ringattn_require_cmake &&
     (cd "$ringattn_root" && ringattn_install) &&
     ringattn_install_extras &&
     ringattn_say "ready: $(python --version), torch $(python -c \

@@ -30,10 +30,12 @@ using at::cuda::CUDAEvent;
 using c10::cuda::CUDAStream;
 using c10::cuda::getCurrentCUDAStream;
 
-bool is_capturing(cudaStream_t stream) {
+// The capture that `stream` takes part in; 0: none.
+unsigned long long capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  return status != cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
+  return status == cudaStreamCaptureStatusNone ? 0 : capture;
 }
 
 class SymmetricTransport : public MessageTransport {
@@ -87,18 +89,23 @@ class SymmetricTransport : public MessageTransport {
     join_.block(stream);
   }
 
-  // Calls follow each other, also from stream to stream. What is captured is ordered by whoever
-  // replays it.
+  // Calls follow each other, also from stream to stream, and within a capture. What has been
+  // captured is ordered by whoever replays it.
   void begin_on(CUDAStream stream) {
-    capturing_ = is_capturing(stream);
-    captured_ |= capturing_;
-    if (capturing_) return;
+    capture_ = capture_of(stream);
+    captured_ |= capturing();
+    if (capturing()) {
+      if (capture_ == last_capture_) captured_end_.block(stream);
+      return;
+    }
     if (last_stream_ && *last_stream_ != stream) end_.block(stream);
     last_stream_ = stream;
   }
   void end_on(CUDAStream stream) {
-    if (!capturing_) end_.record(stream);
+    (capturing() ? captured_end_ : end_).record(stream);
+    if (capturing()) last_capture_ = capture_;
   }
+  bool capturing() const { return capture_ != 0; }
 
   // Collective: memory for staging blocks of `bytes`, on every rank.
   void reserve(size_t bytes) {
@@ -119,7 +126,7 @@ class SymmetricTransport : public MessageTransport {
   }
 
   void check_may_grow() const {
-    TORCH_CHECK(!capturing_,
+    TORCH_CHECK(!capturing(),
                 "ringattn: a call must have been made once before one of its kind is captured in a "
                 "CUDA graph, got one under capture that needs more memory");
   }
@@ -170,7 +177,9 @@ class SymmetricTransport : public MessageTransport {
   CUDAEvent fork_, join_;
   std::optional<CUDAStream> last_stream_;   // of the last call that was not captured,
   CUDAEvent end_;                           // and its end there
-  bool capturing_ = false;                  // the call that is being made
+  unsigned long long capture_ = 0;          // that the call is part of which is being made; 0: none
+  unsigned long long last_capture_ = 0;     // that the last captured call was part of,
+  CUDAEvent captured_end_;                  // and its end there
   bool captured_ = false;                   // some call was
   std::optional<std::minstd_rand> delays_;  // where transfers are hostile
   at::Tensor nowhere_;
@@ -278,7 +287,7 @@ class SymmetricStream : public BlockStream {
   // All that the lane does, blocks slice of heads by slice of heads, each with its word. From the
   // second time on as one graph: a host call for each of them would take as long as a small ring.
   void fetch_all() {
-    const bool by_host = transport_.capturing_ || hostile_transfers();
+    const bool by_host = transport_.capturing() || hostile_transfers();
     if (by_host || (plan_->graph == nullptr && plan_->uses++ == 0)) return enqueue_all();
     if (plan_->graph == nullptr) {
       C10_CUDA_CHECK(cudaStreamBeginCapture(transport_.lane_, cudaStreamCaptureModeThreadLocal));
@@ -351,7 +360,7 @@ Plan& SymmetricTransport::plan(const Exchange& exchange) {
     gathered_ = at::empty({bytes}, at::TensorOptions(device_).dtype(at::kByte));
   }
   constexpr size_t kMostPlans = 64;
-  if (plans_.size() >= kMostPlans && !capturing_) forget_plans();
+  if (plans_.size() >= kMostPlans && !capturing()) forget_plans();
   auto made = make_plan(exchange, polled, *staged_, gathered_, handshake_);
   return *plans_.emplace(key, std::move(made)).first->second;
 }

@@ -36,7 +36,7 @@ struct Plan {
   Gathering gathering;       // arrivals only where they are polled
   std::vector<Copy> copies;  // in the order in which they are made
   std::shared_ptr<const std::vector<int64_t>> step_of_rank;
-  cudaGraphExec_t graph = nullptr;  // all copies of a polled call and the words behind them
+  cudaGraphExec_t graph = nullptr;  // all that the lane does in a polled call
   int64_t uses = 0;
 
   Plan() = default;

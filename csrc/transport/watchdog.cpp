@@ -27,10 +27,21 @@ Watchdog& Watchdog::get() {
   return *watchdog;
 }
 
+void Watchdog::begin_thread(void (Watchdog::*body)()) {
+  ++running_;
+  std::thread([this, body] {
+    (this->*body)();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    --running_;
+    changed_.notify_all();
+  }).detach();
+}
+
 void Watchdog::start() {
-  if (running_ || stopping_) return;
-  running_ = true;
-  std::thread([this] { run(); }).detach();
+  if (started_ || stopping_) return;
+  started_ = true;
+  begin_thread(&Watchdog::look_after);
+  begin_thread(&Watchdog::free_up);
 }
 
 void Watchdog::stop() {
@@ -38,7 +49,7 @@ void Watchdog::stop() {
   std::unique_lock<std::mutex> lock(mutex_);
   stopping_ = true;
   changed_.notify_all();
-  changed_.wait_for(lock, kPatience, [&] { return !running_; });
+  changed_.wait_for(lock, kPatience, [&] { return running_ == 0; });
 }
 
 void Watchdog::watch(std::unique_ptr<Watched> watched) {
@@ -96,8 +107,9 @@ bool Watchdog::is_over(Watched& watched) {
 // used.
 void Watchdog::use_device() {
 #ifdef RINGATTN_WITH_CUDA
-  if (uses_device_ || device_ < 0) return;
-  uses_device_ = true;
+  static thread_local bool uses_device = false;
+  if (uses_device || device_ < 0) return;
+  uses_device = true;
   cudaSetDevice(device_);
   // A capture that some other thread has begun is none of this one's business, and must survive it.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -105,13 +117,10 @@ void Watchdog::use_device() {
 #endif
 }
 
-void Watchdog::run() {
+void Watchdog::look_after() {
   constexpr auto kGlance = std::chrono::milliseconds(20);
   constexpr auto kGlanceWhileDraining = std::chrono::milliseconds(1);
-  constexpr auto kHousekeeping = std::chrono::milliseconds(500);
-  auto next_housekeeping = Clock::now();
   for (;;) {
-    void (*task)() = nullptr;
     {
       std::unique_lock<std::mutex> lock(mutex_);
       if (num_drains_ == 0) {
@@ -119,35 +128,43 @@ void Watchdog::run() {
       } else {
         changed_.wait_for(lock, kGlanceWhileDraining);
       }
-      if (stopping_) {
-        running_ = false;
-        changed_.notify_all();
-        return;
-      }
+      if (stopping_) return;
       if (!incoming_.empty()) use_device();
       watched_.splice(watched_.end(), incoming_);
+    }
+    std::list<std::unique_ptr<Watched>> over;
+    for (auto watched = watched_.begin(); watched != watched_.end();) {
+      const auto current = watched++;
+      if (is_over(**current)) over.splice(over.end(), watched_, current);
+    }
+    if (over.empty()) continue;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& watched : over) {
+      owners_.erase(std::find(owners_.begin(), owners_.end(), watched->owner()));
+    }
+    over_.splice(over_.end(), over);
+    changed_.notify_all();
+  }
+}
+
+void Watchdog::free_up() {
+  constexpr auto kHousekeeping = std::chrono::milliseconds(500);
+  auto next_housekeeping = Clock::now();
+  for (;;) {
+    std::list<std::unique_ptr<Watched>> over;
+    void (*task)() = nullptr;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait_until(lock, next_housekeeping, [&] { return stopping_ || !over_.empty(); });
+      if (stopping_) return;
+      use_device();
+      over.swap(over_);
       task = task_;
     }
-    std::list<const void*> finished;
-    for (auto watched = watched_.begin(); watched != watched_.end();) {
-      if (!is_over(**watched)) {
-        ++watched;
-        continue;
-      }
-      finished.push_back((*watched)->owner());
-      watched = watched_.erase(watched);
-    }
-    if (!finished.empty()) {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      for (const void* owner : finished) {
-        owners_.erase(std::find(owners_.begin(), owners_.end(), owner));
-      }
-      changed_.notify_all();
-    }
-    if (task != nullptr && Clock::now() >= next_housekeeping) {
-      next_housekeeping = Clock::now() + kHousekeeping;
-      task();
-    }
+    over.clear();
+    if (Clock::now() < next_housekeeping) continue;
+    next_housekeeping = Clock::now() + kHousekeeping;
+    if (task != nullptr) task();
   }
 }
 

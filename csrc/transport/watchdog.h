@@ -12,7 +12,7 @@
 
 namespace ringattn {
 
-/// Something that goes on without the host. Called from the watchdog's thread only.
+/// Something that goes on without the host. look() is called from the watchdog's thread only.
 class Watched {
  public:
   virtual ~Watched() = default;
@@ -38,7 +38,9 @@ class RINGATTN_API TimeLimited : public Watched {
   bool expired_ = false;
 };
 
-/// One thread that looks after everything that is in flight. Thread-safe.
+/// A thread that looks after everything that is in flight, and one that frees what is over: freeing
+/// device memory may wait for all that runs on a device, and must not keep the first from ending
+/// what runs there. Thread-safe.
 class RINGATTN_API Watchdog {
  public:
   static Watchdog& get();
@@ -46,28 +48,31 @@ class RINGATTN_API Watchdog {
   void watch(std::unique_ptr<Watched> watched);
   /// Blocks until nothing of this owner is in flight.
   void drain(const void* owner);
-  /// Ends the thread, for good.
+  /// Ends the threads, for good.
   void stop();
-  /// `task` is called about twice a second from now on. One task.
+  /// `task` is called about twice a second from now on, by the thread that frees. One task.
   void every_half_second(void (*task)());
 
  private:
   Watchdog() = default;
   void start();
-  void run();
+  void look_after();  // the first thread
+  void free_up();     // the second
+  void begin_thread(void (Watchdog::*body)());
   void use_device();
   static bool is_over(Watched& watched);
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::list<std::unique_ptr<Watched>> incoming_;  // handed over, not yet looked at
-  std::list<std::unique_ptr<Watched>> watched_;   // the thread's own
+  std::list<std::unique_ptr<Watched>> watched_;   // the first thread's own
+  std::list<std::unique_ptr<Watched>> over_;      // to be freed
   std::list<const void*> owners_;                 // one for each of both
   int num_drains_ = 0;                            // threads in drain()
   void (*task_)() = nullptr;
-  int device_ = -1;           // of the first that was watched
-  bool uses_device_ = false;  // the thread is set up for it
-  bool running_ = false;
+  int device_ = -1;  // of the first that was watched
+  int running_ = 0;  // threads
+  bool started_ = false;
   bool stopping_ = false;
 };
 

@@ -188,8 +188,7 @@ def merge_states(
 
     Returns:
         A new state: out ``[B, S, H, D]`` and lse ``[B, H, S]``, both float32, float64 where any
-            input
-        is float64. The state (0, -inf) is neutral.
+        input is float64. The state (0, -inf) is neutral.
 
     Raises:
         ValueError: shapes or devices that do not go together, dtypes that are not floating, inputs

@@ -32,23 +32,60 @@ class Fake : public ringattn::TimeLimited {
   milliseconds timeout_;
 };
 
+// Over at once; freeing it takes until `go_on`.
+class SlowToFree : public ringattn::Watched {
+ public:
+  SlowToFree(std::atomic<bool>& go_on, std::atomic<bool>& freed) : go_on_(go_on), freed_(freed) {}
+  ~SlowToFree() override {
+    while (!go_on_) std::this_thread::sleep_for(milliseconds(1));
+    freed_ = true;
+  }
+  const void* owner() const override { return &go_on_; }
+  bool look() override { return true; }
+
+ private:
+  std::atomic<bool>&go_on_, &freed_;
+};
+
 }  // namespace
 
 TEST_CASE("what does not end is ended after its timeout, counted from its start") {
   static State state;
-  Watchdog::get().watch(std::make_unique<Fake>(state, milliseconds(50)));
-  std::this_thread::sleep_for(milliseconds(150));
+  const auto timeout = milliseconds(300);
+  Watchdog::get().watch(std::make_unique<Fake>(state, timeout));
+  std::this_thread::sleep_for(milliseconds(100));
   CHECK(!state.expired);  // not started: whoever holds it up is not a peer
+  const auto start = std::chrono::steady_clock::now();
   state.started = true;
   Watchdog::get().drain(&state);
   CHECK(state.expired);
+  CHECK(std::chrono::steady_clock::now() - start >= timeout);
 }
 
 TEST_CASE("what ends in time is left alone") {
   static State state;
   state.started = true;
   Watchdog::get().watch(std::make_unique<Fake>(state, milliseconds(10000)));
+  std::this_thread::sleep_for(milliseconds(100));  // it is looked at a few times
   state.done = true;
   Watchdog::get().drain(&state);
   CHECK(!state.expired);
+}
+
+TEST_CASE("what takes long to free keeps nothing else from being ended") {
+  static State state;
+  static std::atomic<bool> go_on{false}, freed{false};
+  Watchdog::get().watch(std::make_unique<SlowToFree>(go_on, freed));
+  Watchdog::get().drain(&go_on);
+  state.started = true;
+  Watchdog::get().watch(std::make_unique<Fake>(state, milliseconds(50)));
+  std::thread([] {  // so that a failure is one, and no hang
+    std::this_thread::sleep_for(std::chrono::seconds(5));
+    go_on = true;
+  })
+      .detach();
+  Watchdog::get().drain(&state);
+  CHECK(state.expired);
+  CHECK(!freed);
+  go_on = true;
 }

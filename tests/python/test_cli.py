@@ -16,7 +16,7 @@ from _llama import random_ids, save, tiny_llama
 from ringattn import RankProfile, save_profiles
 from ringattn.__main__ import main
 from ringattn.generation import generate
-from ringattn.models import demo_model_path, load_model
+from ringattn.models import load_model
 
 PROMPT_LEN = 40
 
@@ -202,8 +202,6 @@ def test_a_tokenizer_file_is_used(tmp_path: Path) -> None:
 
 
 def test_without_a_model_that_of_the_package_writes_bytes(tmp_path: Path) -> None:
-    if not demo_model_path().exists():
-        pytest.skip("the package has no model")
     prompt, file = "def f(x):\n    retur", tmp_path / "run.json"
     arguments = ["generate", "--prompt", prompt, "--max-new-tokens", "5", "--json", str(file)]
     assert main(arguments) == 0
@@ -213,8 +211,6 @@ def test_without_a_model_that_of_the_package_writes_bytes(tmp_path: Path) -> Non
 
 
 def test_a_prompt_file_of_any_bytes_is_read_as_it_is(tmp_path: Path) -> None:
-    if not demo_model_path().exists():
-        pytest.skip("the package has no model")
     prompt, file = b"def f():\r\n    return '\xe2\x82", tmp_path / "run.json"  # half a euro sign
     (tmp_path / "prompt").write_bytes(prompt)
     arguments = ["generate", "--prompt-file", str(tmp_path / "prompt"), "--json", str(file)]

@@ -132,8 +132,6 @@ def test_the_model_needs_no_gradients_and_is_in_eval_mode(tmp_path: Path) -> Non
 
 
 def test_the_model_of_the_package_continues_text() -> None:
-    if not demo_model_path().exists():
-        pytest.skip("the package has no model")
     model = load_model(demo_model_path())
     text = torch.tensor([list(b"import os\n\ndef f(x):\n    retur")])
     assert int(model(text)[0, -1].argmax()) == ord("n")

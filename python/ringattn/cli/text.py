@@ -54,7 +54,7 @@ class FromFile:
         except ModuleNotFoundError:
             raise ValueError(
                 f"tokenizers must be installed to read {path.name} "
-                "(pip install 'ringattn[tokenizers]'), got no such package"
+                "(pip install tokenizers), got no such package"
             ) from None
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
 

@@ -17,8 +17,8 @@
 // Block attention for Hopper, after FlashAttention-3 (Shah et al., arXiv:2407.08608). One thread
 // block stays on each SM. Its first warpgroup copies; each of the others keeps 64 query rows and
 // walks over the keys in tiles of kBlockK, last tile first, so that the tiles under the mask come
-// first. The products of tile j and the values of tile j + 1 run together, the softmax of tile j
-// under the second of them:
+// first. The products of tile j and the values of tile j + 1 are issued together; the softmax of
+// tile j runs under the products of the other consumers, its maxima under its own second one:
 //
 //   consumer 0   q k(j), p v(j+1) | softmax(j) ........... | q k(j-1), p v(j) | softmax(j-1)
 //   consumer 1   ... softmax(j+1) | q k(j), p v(j+1)       | softmax(j) ..... | q k(j-1), p v(j)
