@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 from harness import DTYPES, common_arguments, integers, shape_text
-from report import Report
+from report import STUDY_VARIABLES, Report
 from ringattn.testing import MPS
 from study import ranks, tables
 from study.rebalancing import SCENARIOS
@@ -237,7 +237,15 @@ def percentage_sets(text: str) -> list[tuple[int, ...]]:
 
 
 def of_environment(*variables: str) -> list[int] | None:
-    return next((integers(os.environ[name]) for name in variables if name in os.environ), None)
+    """The numbers of the first variable that is set to anything."""
+    for name in variables:
+        text = os.environ.get(name, "")
+        try:
+            if text:
+                return integers(text)
+        except ValueError:
+            raise ValueError(f"{name} must be whole numbers with commas, got {text!r}") from None
+    return None
 
 
 def parse() -> argparse.Namespace:
@@ -281,11 +289,14 @@ def parse() -> argparse.Namespace:
         arguments.throttle = "mps" if on_cuda else "repeat"
     if arguments.settle_seconds is None:
         arguments.settle_seconds = 1.0 if on_cuda else 0.1
-    arguments.seq_lens = arguments.seq_lens or of_environment("SEQ_LEN", "SWEEP_SEQ_LEN")
+    try:
+        seq_lens = of_environment(*STUDY_VARIABLES[:2])
+        percentages = of_environment(*STUDY_VARIABLES[2:])
+    except ValueError as error:
+        parser.error(str(error))
+    arguments.seq_lens = arguments.seq_lens or seq_lens
     arguments.percentages = (
-        arguments.percentages
-        or of_environment("WEAK_GPU_PERCENTAGE", "SWEEP_SLOWDOWN_PCT")
-        or [90, 80, 70, 60, 50, 40, 30, 20, 10]
+        arguments.percentages or percentages or [90, 80, 70, 60, 50, 40, 30, 20, 10]
     )
     for name, value in (_LLAMA_3_8B if on_cuda else _SMALL).items():
         if getattr(arguments, name) is None:
@@ -296,6 +307,8 @@ def parse() -> argparse.Namespace:
 
 def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     world_size = arguments.ranks
+    if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
+        parser.error("ranks must be --ranks, which this starts by itself, got a start by torchrun")
     if arguments.throttle == "mps" and arguments.device == "cpu":
         parser.error("--throttle must be repeat on CPU, got mps")
     count = torch.cuda.device_count()

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from harness import rank, world_size
 
+# Where benchmarks/heterogeneous.py looks for what its command line does not say.
+STUDY_VARIABLES = ("SEQ_LEN", "SWEEP_SEQ_LEN", "WEAK_GPU_PERCENTAGE", "SWEEP_SLOWDOWN_PCT")
+
 
 def environment(device: torch.device) -> dict[str, str]:
     """What a reader needs to believe or repeat a figure."""
@@ -46,11 +49,11 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def _command() -> str:
-    """As it can be given again: with the switches of ringattn, and the ranks."""
+    """As it can be given again: with the variables that are heard, and the ranks."""
     switches = [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
-        if name.startswith("RINGATTN_") and name != "RINGATTN_COMMIT"
+        if (name.startswith("RINGATTN_") and name != "RINGATTN_COMMIT") or name in STUDY_VARIABLES
     ]
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:

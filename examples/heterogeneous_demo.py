@@ -90,8 +90,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         for percentage, profile in zip(percentages, profiles, strict=True)
     ]
     rebalancer = ringattn.Rebalancer(profiles, cost)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", strategies.ClampWarning)
+    with warnings.catch_warnings(record=True) as clamped:
+        warnings.simplefilter("always", strategies.ClampWarning)
         splits = {
             "even": strategies.even(seq_len, world_size, layout="contiguous"),
             "uneven": strategies.uneven(seq_len, percentages, layout="contiguous"),
@@ -100,6 +100,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
             "even zigzag": strategies.even(seq_len, world_size),
             "planned": ringattn.plan(seq_len, profiles, cost).partition,
         }
+    for warning in clamped:
+        say(f"note: {warning.message}")
     with last_rank_at(arguments.speed):
         for _ in range(12):
             request(rebalancer, seq_len, tensors)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -115,5 +116,9 @@ class Store:
         self._done[entry["key"]] = entry
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+            # In a line of its own, also behind one that a killed run has left half written.
+            with self._path.open("a+b") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 1))
+                begin = b"\n" if file.read(1) not in (b"", b"\n") else b""
+                file.write(begin + json.dumps(entry).encode() + b"\n")

@@ -139,13 +139,23 @@ TRACE_FINDING_COLUMNS = (
 )
 
 
+_TRACE = ("scenario", "what", "seq_len")
+
+
+def traces(rows: Sequence[Row]) -> list[list[Row]]:
+    """The requests of each scenario, work and length, in their order."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in _TRACE), []).append(row)
+    return list(found.values())
+
+
 def trace_findings(rows: Sequence[Row]) -> list[Row]:
-    """One row for each scenario. `requests_to_follow`: after the worst change, how many requests
+    """One row for each trace. `requests_to_follow`: after the worst change, how many requests
     it took until the next three together were within 5 % of the oracle; `over_oracle_settled`:
     total time over the oracle's, from the fourth request after each change on."""
     found = []
-    for scenario in dict.fromkeys(row["scenario"] for row in rows):
-        trace = [row for row in rows if row["scenario"] == scenario]
+    for trace in traces(rows):
         speeds = [row["asked_speed"] for row in trace]
         changes = [i for i in range(1, len(trace)) if speeds[i] != speeds[i - 1]]
         settled = [
@@ -155,9 +165,7 @@ def trace_findings(rows: Sequence[Row]) -> list[Row]:
         ]
         found.append(
             {
-                "scenario": scenario,
-                "what": trace[0]["what"],
-                "seq_len": trace[0]["seq_len"],
+                **{name: trace[0][name] for name in _TRACE},
                 "requests": len(trace),
                 "changes": len(changes),
                 "replans": sum(row["replanned"] for row in trace),

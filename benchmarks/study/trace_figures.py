@@ -6,18 +6,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from study.style import STYLES, Drawing, Row, legend_below, panels, short
+from study.tables import traces
 
 
 def drift_trace(rows: Sequence[Row]) -> Drawing:
     """What each request took, and what the last rank was given."""
-    scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
+    drawn = traces(rows)
     last = max(
         int(name[4:-7]) for name in rows[0] if name.endswith("_tokens") and "oracle" not in name
     )
-    figure, axes = panels(2 * len(scenarios), "The rebalancer follows", width=4.6, columns=2)
-    for place, scenario in enumerate(scenarios):
+    figure, axes = panels(2 * len(drawn), "The rebalancer follows", width=4.6, columns=2)
+    for place, trace in enumerate(drawn):
         above, below = axes[2 * place : 2 * place + 2]
-        trace = [row for row in rows if row["scenario"] == scenario]
         requests = [row["request"] for row in trace]
         for policy in ("even_zigzag", "oracle", "rebalanced"):
             colour, _, label = STYLES[policy]
@@ -29,8 +29,10 @@ def drift_trace(rows: Sequence[Row]) -> Drawing:
         above.set_ylim(bottom=0)
         below.set_ylabel(f"tokens of rank {last}, %")
         below.set_ylim(bottom=0)
+        scenario, what, seq_len = (trace[0][name] for name in ("scenario", "what", "seq_len"))
+        title = f"{scenario}, {what}, {short(seq_len)} tokens"
         for ax in (above, below):
-            ax.set_title(f"{scenario}, {short(trace[0]['seq_len'])} tokens", fontsize=10)
+            ax.set_title(title, fontsize=10)
             ax.set_xlabel("request")
     legend_below(figure, axes[0])
     return Drawing(figure, list(rows))

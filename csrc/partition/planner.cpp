@@ -268,6 +268,20 @@ void check(int64_t num_tokens, const std::vector<RankProfile>& profiles, const c
   }
 }
 
+// How long attention of each rank stands still for blocks.
+std::vector<double> waits_ms(const Partition& partition, const std::vector<RankProfile>& profiles,
+                             const ModelCost& cost, bool causal, int64_t depth) {
+  std::vector<RankProfile> instant = profiles;
+  for (RankProfile& profile : instant) profile.link_gbps = profile.link_latency_us = {};
+  // With all blocks ahead and nothing in their way, nobody waits.
+  const auto busy = simulate_ring(partition, instant, cost, causal, partition.world_size());
+  auto waits = simulate_ring(partition, profiles, cost, causal, depth);
+  for (size_t rank = 0; rank < waits.size(); ++rank) {
+    waits[rank] = std::max(0.0, waits[rank] - busy[rank]);
+  }
+  return waits;
+}
+
 }  // namespace
 
 std::vector<double> predict(const Partition& partition, const std::vector<RankProfile>& profiles,
@@ -315,6 +329,8 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
   const Partition& partition = *quickest(std::min(used, least_depth)).first;
   Plan plan{partition, used, least_depth, rank_ms(partition, times), ideal_ms(times, partition),
             {}};
+  const auto waits = waits_ms(partition, profiles, cost, workload.causal, used);
+  for (size_t rank = 0; rank < waits.size(); ++rank) plan.rank_ms[rank] += waits[rank];
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
     plan.memory_bytes.push_back(cost.kv_bytes *
                                 buffered_tokens(partition, rank, workload.causal, used));

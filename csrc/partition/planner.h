@@ -25,7 +25,7 @@ struct Plan {
   Partition partition;
   int64_t depth = 1;                  // blocks in flight ahead of the one being attended
   int64_t least_depth = 1;            // that makes no rank wait for another
-  std::vector<double> rank_ms;        // [W], predicted
+  std::vector<double> rank_ms;        // [W], predicted, waits for blocks included
   double ideal_ms = 0.0;              // without overheads, limits of memory, and rounding
   std::vector<int64_t> memory_bytes;  // [W], key/value buffers of a ring call
 };
@@ -36,7 +36,9 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
                                          const std::vector<RankProfile>& profiles,
                                          const ModelCost& cost, const Workload& workload);
 
-/// The partition whose slowest rank is fastest, by `predict`.
+/// The partition whose slowest rank is fastest, by `predict`: transfers are hidden behind attention,
+/// or another partition would not hide them better. What they take beyond that, by `simulate_ring`,
+/// is in the plan's times.
 ///
 /// No other partition into whole tokens is faster by more than 0.5 %, and none at all below 512
 /// tokens a rank: long sequences are dealt out in units of 16, 64 or 256 tokens, which fill the

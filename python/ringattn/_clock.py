@@ -31,9 +31,9 @@ class Spread:
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, low, high)
 
-    def overlaps(self, other: Spread) -> bool:
-        """Whether the ranges between the quartiles meet."""
-        return self.low <= other.high and other.low <= self.high
+    def explains(self, other: Spread) -> bool:
+        """Whether the other's median lies between the quartiles, as half of these samples do."""
+        return self.low <= other.median <= self.high
 
 
 def repeat(

@@ -121,10 +121,11 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
     """Profiles out of measurements, the noise taken out.
 
     For each quantity, from the largest median down: ranks whose medians are less than ``noise``
-    below it, and ranks whose ranges between quartiles overlap with its own, are one class; all of
-    them get the mean of their medians. The rest is divided in the same way. Ranks on the same model
-    of device with as many multiprocessors are one class up to ``2 * noise``: under load, speeds of
-    equal GPUs drift apart and back by that much, and a plan that follows them is slower than an
+    below it, and ranks whose median lies between its quartiles, or its median between theirs, are
+    one class; all of them get the mean of their medians. The rest is divided in the same way. Ranks
+    on the same model of device with as many multiprocessors are one class up to ``2 * noise``: under
+    load, speeds of equal GPUs drift apart and back by that much, and a plan that follows them is
+    slower than an
     even one.
 
     Raises:
@@ -157,7 +158,8 @@ def _classes(
         for rank in left:
             tolerance = 2 * noise if devices[rank] == devices[first] else noise
             close = spreads[rank].median >= (1 - tolerance) * spreads[first].median
-            if close or spreads[rank].overlaps(spreads[first]):
+            explained = spreads[rank].explains(spreads[first])
+            if close or explained or spreads[first].explains(spreads[rank]):
                 ranks.append(rank)
         yield ranks
         left = [rank for rank in left if rank not in ranks]

@@ -171,7 +171,7 @@ def read_table(path: Path | str) -> Table:
         ValueError: columns that are missing, no rows, a value that is not a positive number.
         OSError: a file that cannot be read.
     """
-    with Path(path).open(newline="") as file:
+    with Path(path).open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         columns = reader.fieldnames or []
         cells = list(reader)
@@ -204,18 +204,28 @@ def _row(kind: type[_Row], path: Path | str, line: int, cells: dict[str, str]) -
     values: dict[str, float | str] = {}
     for field in dataclasses.fields(kind):
         text = cells.get(field.name)
-        if text is None:  # an optional column
+        is_optional = field.default is not dataclasses.MISSING
+        if text is None and is_optional:
             continue
         if field.name == "dtype":
-            values[field.name] = text
+            values[field.name] = text or ""
             continue
+        is_whole = field.type == "int"
         try:
-            value = float(text)
+            value = float(text or "")
         except ValueError:
             value = math.nan
-        if not math.isfinite(value) or value < 0 or (value == 0 and field.name != "bg_streams"):
-            raise ValueError(f"{field.name} in line {line} of {path} must be positive, got {text}")
-        values[field.name] = int(value) if field.type == "int" else value
+        if (
+            not math.isfinite(value)
+            or value < 0
+            or (value == 0 and field.name != "bg_streams")
+            or (is_whole and value != int(value))
+        ):
+            kind_of = "a positive whole number" if is_whole else "positive"
+            raise ValueError(
+                f"{field.name} in line {line} of {path} must be {kind_of}, got {text or 'nothing'}"
+            )
+        values[field.name] = int(value) if is_whole else value
     return kind(**values)  # type: ignore[arg-type]
 
 
@@ -225,6 +235,9 @@ def _look_up(table: Table, seq_len: int, percentage: float) -> float:
     if latencies:
         return 1.0 / _interpolate(latencies, percentage)
     rows = [row for row in table if isinstance(row, MatmulRow)]
+    # Several loads beside them: the least one counts, as a rank has the device to itself.
+    least = min(row.bg_streams for row in rows)
+    rows = [row for row in rows if row.bg_streams == least]
     nearest = min(sorted({row.size for row in rows}), key=lambda size: abs(size - seq_len))
     return _interpolate({r.mps_pct: r.tflops for r in rows if r.size == nearest}, percentage)
 
@@ -299,7 +312,10 @@ class Regression:
             ValueError: anything but six finite coefficients.
             OSError: a file that cannot be read.
         """
-        content = json.loads(Path(path).read_text())
+        try:
+            content = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} must be JSON, got {error}") from None
         c = content.get("coefficients") if isinstance(content, dict) else None
         numbers = isinstance(c, list) and all(isinstance(x, int | float) for x in c)
         if c is None or not numbers or len(c) != 6 or not all(math.isfinite(x) for x in c):

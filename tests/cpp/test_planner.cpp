@@ -246,6 +246,23 @@ TEST_CASE("the least depth makes nobody wait") {
   CHECK(planned({1.0, 1.0, 1.0, 0.25}).partition.order() == Lengths{0, 1, 2, 3});
 }
 
+TEST_CASE("waits for blocks are in the predicted times") {
+  const auto ms = [](std::vector<RankProfile> profiles, std::optional<int64_t> depth = {}) {
+    return slowest(make_plan(1 << 14, profiles, kAttention, Layout::kZigzag, {}, depth).rank_ms);
+  };
+  auto profiles = with_speeds({1.0, 1.0, 1.0, 1.0});
+  const double alone = ms(profiles);
+  for (RankProfile& profile : profiles) profile.link_gbps = 200.0;
+  CHECK(ms(profiles) == Approx(alone).epsilon(1e-9));  // 4096 tokens of 4 KB: 0.08 ms each
+  for (RankProfile& profile : profiles) profile.link_gbps = 0.1;
+  const double transfers = 3 * 4096 * 4096 / 0.1e6;  // of the last step's block, half as much
+  CHECK(ms(profiles) > 0.5 * transfers);
+  CHECK(ms(profiles) < alone + transfers);
+  // A fast rank among slow ones waits where only one block is under way.
+  const auto unequal = with_speeds({1.0, 0.1, 0.1, 0.1});
+  CHECK(ms(unequal, 1) > 1.1 * ms(unequal, 3));
+}
+
 TEST_CASE("the depth is the one asked for, or all there is") {
   const auto depth = [](const std::vector<double>& speeds, std::optional<int64_t> asked) {
     return make_plan(4096, with_speeds(speeds), kAttention, Layout::kZigzag, {}, asked).depth;

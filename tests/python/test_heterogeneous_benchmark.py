@@ -154,6 +154,49 @@ def test_other_settings_are_other_cells(tmp_path: Path) -> None:
     assert not again.has(Settings(**base), Cell("sweep", (50, 100), "attention", 256))
 
 
+def test_a_line_cut_short_costs_no_other_cell(tmp_path: Path) -> None:
+    settings = Settings(
+        **{"device": "cpu", "throttle": "repeat", "transport": "auto", "dtype": "float32"},
+        **{"heads": 4, "kv_heads": 2, "head_dim": 16, "hidden_dim": 96, "strategies": ("even",)},
+        **{"rounds": 2, "warmup": 0, "cell_seconds": 1.0, "settle_seconds": 0.1, "watched": 2},
+        **{"requests": 4, "lut": None, "regression": None},
+    )
+    first, second, third = (Cell("sweep", (100, 50), "attention", s) for s in (64, 128, 256))
+    path = tmp_path / "cells.jsonl"
+    for cell in (first, second):
+        Store(path).add(settings, cell, {}, [{"ms": 1.0}])
+    path.write_text(path.read_text()[:-30])  # killed while it wrote
+    for cell in (second, third):
+        Store(path).add(settings, cell, {}, [{"ms": 2.0}])
+    store = Store(path)
+    assert [store.has(settings, cell) for cell in (first, second, third)] == [True] * 3
+
+
+def test_a_start_by_torchrun_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["heterogeneous.py", "sweep", "--device", "cpu"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        heterogeneous.parse()
+    assert "which this starts by itself, got a start by torchrun" in capsys.readouterr().err
+
+
+def test_lengths_and_percentages_may_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["heterogeneous.py", "sweep", "--device", "cpu"])
+    monkeypatch.setenv("SEQ_LEN", "512,64")
+    monkeypatch.setenv("WEAK_GPU_PERCENTAGE", "")
+    monkeypatch.setenv("SWEEP_SLOWDOWN_PCT", "30")
+    arguments = heterogeneous.parse()
+    assert arguments.seq_lens == [512, 64] and arguments.percentages == [30]
+    monkeypatch.setenv("SEQ_LEN", "4K")
+    with pytest.raises(SystemExit):
+        heterogeneous.parse()
+    assert "SEQ_LEN must be whole numbers with commas, got '4K'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -145,6 +145,14 @@ def test_findings_compare_the_better_plan_with_its_targets() -> None:
     assert finding["worst_ours_over_even_zigzag"] == pytest.approx(1.25 * 0.9 / 1.45, rel=1e-3)
 
 
+def test_each_length_of_a_scenario_is_a_trace_of_its_own() -> None:
+    rows = _study.trace(TRACE, 80, 2)
+    both = [*rows, *({**row, "seq_len": 2 * row["seq_len"]} for row in rows)]
+    once, twice = trace_findings(both)
+    assert twice == {**once, "seq_len": 2 * once["seq_len"]}
+    assert once["requests"] == len(rows)
+
+
 @pytest.mark.parametrize("late", [0, 2, 6])
 def test_a_trace_tells_how_late_the_rebalancer_was(late: int) -> None:
     (finding,) = trace_findings(_study.trace(TRACE, 80, late))

@@ -148,9 +148,10 @@ def test_differences_below_the_noise_are_none() -> None:
     # Equal hardware needs twice as much to differ.
     assert speeds(measured(100), measured(92)) == [96, 96]
     assert speeds(measured(100), measured(89)) == [100, 89]
-    # Quartiles that overlap are noise, whatever their distance.
-    assert speeds(measured(100, 0.2), measured(70, 0.2)) == [85, 85]
-    assert speeds(measured(100, 0.2), measured(60, 0.2)) == [100, 60]
+    # A median between the other's quartiles is noise; that ranges touch says nothing.
+    assert speeds(measured(100, 0.2), measured(82, 0.01)) == [91, 91]
+    assert speeds(measured(100, 0.01), measured(85, 0.2)) == [92.5, 92.5]
+    assert speeds(measured(100, 0.2), measured(70, 0.2)) == [100, 70]
 
 
 def test_classes_do_not_creep() -> None:
@@ -219,6 +220,18 @@ def test_a_sweep_over_slowdowns_writes_tables_and_a_formula(tmp_path: Path) -> N
     # What it wrote splits a sequence.
     fast, slow = ringattn.strategies.lut(1000, [100, 25], latencies).lengths
     assert fast > 1.5 * slow
+
+
+def test_a_sweep_too_small_for_a_formula_writes_the_rest(tmp_path: Path) -> None:
+    done = command_line(
+        *("profile", *FLAGS, "--slowdowns", "1,4", "--sizes", "64,96"),
+        *("--out", tmp_path, "--json", tmp_path / "sweep.json", "--seconds", "0.05"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no formula" in done.stdout and not (tmp_path / "regression.json").exists()
+    content = json.loads((tmp_path / "sweep.json").read_text())
+    assert len(content["latencies"]) == 2 and len(content["matmuls"]) == 4
+    assert content["regression"] is None
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,13 @@ def test_tables_are_read_as_they_were_written(tmp_path: Path) -> None:
         ("mps_pct,latency_ms\n100,3\n50,nan\n", "latency_ms in line 3 of .* must be positive, got"),
         ("mps_pct,latency_ms\n100,-3\n", "latency_ms in line 2 of .* must be positive, got -3"),
         ("mps_pct,size,tflops\n100,64,0\n", "tflops in line 2 of .* must be positive, got 0"),
-        ("mps_pct,size,tflops\n100,wide,1\n", "size in line 2 of .* must be positive, got wide"),
+        (
+            "mps_pct,size,tflops\n100,wide,1\n",
+            "size in line 2 of .* positive whole number, got wide",
+        ),
+        ("mps_pct,size,tflops\n100,0.5,1\n", "size in line 2 of .* whole number, got 0.5"),
+        ("mps_pct,latency_ms\n100,1\n50\n", "latency_ms in line 3 of .* positive, got nothing"),
+        ("mps_pct,size,tflops\n100,64,\n", "tflops in line 2 of .* must be positive, got nothing"),
     ],
 )
 def test_a_file_that_is_no_table_says_what_is_wrong(
@@ -146,6 +152,23 @@ def test_a_file_that_is_no_table_says_what_is_wrong(
     (tmp_path / "table.csv").write_text(text)
     with pytest.raises(ValueError, match=message):
         strategies.read_table(tmp_path / "table.csv")
+
+
+def test_a_table_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("mps_pct,latency_ms\n100,1\n", encoding="utf-8-sig")
+    assert len(strategies.read_table(tmp_path / "table.csv")) == 1
+
+
+def test_products_beside_other_work_do_not_count() -> None:
+    alone = [MatmulRow(mps_pct=p, size=64, tflops=p) for p in (100, 50)]
+    beside = [MatmulRow(mps_pct=p, size=64, tflops=25 + p / 20, bg_streams=4) for p in (100, 50)]
+    assert strategies.lut(300, [100, 50], alone + beside).lengths == (200, 100)
+
+
+def test_a_formula_that_is_no_json_is_refused_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "formula.json").write_text("a x + b")
+    with pytest.raises(ValueError, match=r"formula\.json must be JSON, got"):
+        strategies.Regression.read(tmp_path / "formula.json")
 
 
 @pytest.mark.parametrize("wrong", [0, -1, math.nan, math.inf])

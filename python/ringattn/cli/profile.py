@@ -226,19 +226,21 @@ def _sweep(options: argparse.Namespace) -> None:
         )
     write_table(options.out / LATENCIES, latencies)
     write_table(options.out / MATMULS, matmuls)
-    if len(latencies) < 3:
-        print("no formula: it takes at least three speeds")
-        return
-    regression = Regression.fit(matmuls)
-    regression.write(options.out / REGRESSION)
-    print(regression)
+    content: dict[str, Any] = {
+        **_facts(),
+        "latencies": [dataclasses.asdict(row) for row in latencies],
+        "matmuls": [dataclasses.asdict(row) for row in matmuls],
+        "regression": None,
+    }
+    num_sizes = len({row.size for row in matmuls})
+    if len(latencies) < 3 or num_sizes < 3:
+        print("no formula: it takes at least three speeds and three sizes")
+    else:
+        regression = Regression.fit(matmuls)
+        regression.write(options.out / REGRESSION)
+        print(regression)
+        content["regression"] = dataclasses.asdict(regression)
     if options.json is not None:
-        content = {
-            **_facts(),
-            "latencies": [dataclasses.asdict(row) for row in latencies],
-            "matmuls": [dataclasses.asdict(row) for row in matmuls],
-            "regression": dataclasses.asdict(regression),
-        }
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
