@@ -25,8 +25,14 @@ void for_each_tensor(const c10::OperatorHandle& op, Stack& stack, const Visit& v
   }
 }
 
-// There is no backward: a result that silently is a constant would train a wrong model.
+// There is no backward: a result that silently is a constant would train a wrong model. Nor is
+// there a derivative in forward mode.
 void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  for_each_tensor(op, *stack, [&](const std::string& name, const c10::IValue& value) {
+    RINGATTN_CHECK(!value.toTensor()._fw_grad(/*level=*/0).defined(), name,
+                   " must have no tangent: ", op.schema().name(),
+                   " has no forward-mode derivative, got a dual tensor");
+  });
   if (c10::GradMode::is_enabled()) {
     for_each_tensor(op, *stack, [&](const std::string& name, const c10::IValue& value) {
       RINGATTN_CHECK(

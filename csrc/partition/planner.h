@@ -36,9 +36,9 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
                                          const std::vector<RankProfile>& profiles,
                                          const ModelCost& cost, const Workload& workload);
 
-/// The partition whose slowest rank is fastest, by `predict`: transfers are hidden behind attention,
-/// or another partition would not hide them better. What they take beyond that, by `simulate_ring`,
-/// is in the plan's times.
+/// The partition whose slowest rank is fastest, by `predict`: transfers are hidden behind
+/// attention, or another partition would not hide them better. What they take beyond that, by
+/// `simulate_ring`, is in the plan's times.
 ///
 /// No other partition into whole tokens is faster by more than 0.5 %, and none at all below 512
 /// tokens a rank: long sequences are dealt out in units of 16, 64 or 256 tokens, which fill the

@@ -19,6 +19,12 @@ struct Difference {
   std::string name, mine, theirs;
 };
 
+// The same on every rank, whatever its standard library (FNV-1a).
+uint32_t hash(const std::string& text, uint32_t begin = 2166136261u) {
+  for (const char c : text) begin = (begin ^ static_cast<unsigned char>(c)) * 16777619u;
+  return begin;
+}
+
 Difference first_difference(const std::string& mine, const std::string& theirs) {
   std::istringstream my_lines(mine), their_lines(theirs);
   std::string my_line, their_line;
@@ -37,8 +43,14 @@ bool Agreement::knows(const Signature& signature) const {
 }
 
 void Agreement::join(int64_t call, const Signature& signature) {
-  if (knows(signature)) return;
-  publish(call, kAsks + signature.text());
+  const auto known = agreed_.find(signature.key());
+  if (known != agreed_.end() && !meet_) {
+    latest_ = hash(std::to_string(call), known->second);
+    return;
+  }
+  meet_ = true;  // should this fail
+  const std::string text = signature.text();
+  publish(call, kAsks + text);
 
   // All answers are read before any is judged, so that every rank has the same to say.
   const auto deadline = std::chrono::steady_clock::now() + peers_.timeout() * 4 / 5;
@@ -60,7 +72,9 @@ void Agreement::join(int64_t call, const Signature& signature) {
     TORCH_CHECK(false, "ringattn: ranks must agree on ", difference.name, ", got ", difference.mine,
                 " on rank 0 and ", difference.theirs, " on rank ", rank);
   }
-  agreed_.insert(signature.key());
+  meet_ = false;
+  agreed_[signature.key()] = hash(text);
+  latest_ = hash(std::to_string(call), hash(text));
 
   // Every rank has come here, so every rank has read all that was said before.
   for (const std::string& earlier : published_) {
@@ -70,7 +84,12 @@ void Agreement::join(int64_t call, const Signature& signature) {
 }
 
 void Agreement::refuse(int64_t call, const std::string& message) {
+  meet_ = true;
   publish(call, kRefuses + message);
+}
+
+int32_t Agreement::tag(int64_t step) const {
+  return static_cast<int32_t>(hash(std::to_string(step), latest_) & 0x7fffffffu);
 }
 
 std::optional<std::string> Agreement::refusal(int64_t call, int64_t rank) {

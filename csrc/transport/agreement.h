@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <string>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 #include "transport/peers.h"
@@ -11,7 +13,9 @@
 namespace ringattn {
 
 /// Ranks compare what they were asked to do before anything is sent, through the group's store. A
-/// signature that was agreed on once costs a look-up from then on.
+/// signature that was agreed on once costs a look-up from then on, until some call has failed here:
+/// then ranks compare again, because one that refused a call goes on while others, who knew its
+/// signature, may still be in it.
 ///
 /// Calls are numbered by the group; all ranks make the same calls in the same order, refused ones
 /// included, so the number alone tells which call a rank speaks of. Not thread-safe: one call at a
@@ -27,6 +31,10 @@ class Agreement {
   void join(int64_t call, const Signature& signature);
   /// Tells the others that this rank's arguments are wrong.
   void refuse(int64_t call, const std::string& message);
+  /// What messages at `step` of the latest call are marked with, the same on all ranks and another
+  /// one for calls that are not the same: where a transport can, it pairs only what belongs
+  /// together. Not negative.
+  int32_t tag(int64_t step) const;
   /// What `rank` said when it refused `call`, if it did.
   std::optional<std::string> refusal(int64_t call, int64_t rank);
 
@@ -34,8 +42,10 @@ class Agreement {
   void publish(int64_t call, const std::string& text);
 
   Peers& peers_;
-  std::unordered_set<std::string> agreed_;  // keys of signatures
-  std::vector<std::string> published_;      // keys of this rank that are in the store
+  std::unordered_map<std::string, uint32_t> agreed_;  // by key of a signature: a hash of its text
+  bool meet_ = false;                                 // also for what has been agreed on before
+  uint32_t latest_ = 0;                               // a hash of the latest call
+  std::vector<std::string> published_;                // keys of this rank that are in the store
 };
 
 }  // namespace ringattn

@@ -27,7 +27,7 @@ class CpuTransfer : public Transfer {
  public:
   CpuTransfer(RingGroup& group, c10d::ProcessGroup& process_group, const Message& message)
       : group_(group), message_(message), start_(Clock::now()) {
-    const int tag = static_cast<int>(message.step);
+    const int tag = group.tag(message.step);
     if (message.send.defined()) {
       std::vector<at::Tensor> tensors = {message_.send};
       group_.blaming(message_.call, message_.step, message_.destination, [&] {
@@ -44,7 +44,7 @@ class CpuTransfer : public Transfer {
 
   void wait() override {
     complete(receiving_, message_.source);
-    if (elapsed_ms_ == 0.0)
+    if (elapsed_ms_ == 0.0 && message_.receive.defined())
       elapsed_ms_ = std::chrono::duration<double, std::milli>(Clock::now() - start_).count();
   }
   void finish() override {

@@ -3,10 +3,12 @@
 the rest. A refusal reads "subject must rule, got value"."""
 
 import math
+import operator
 from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from ringattn import _C, _library
@@ -41,6 +43,13 @@ def check_tensors(**tensors: torch.Tensor) -> None:
                 f"{name} must be a plain tensor that holds this rank's rows, got a DTensor "
                 "(use its to_local())"
             )
+        if (
+            not plain
+            or tensor.layout is not torch.strided
+            or tensor.is_quantized
+            or tensor.is_nested
+        ):
+            _check_memory(name, tensor)
         if not (tensor.is_cpu or (tensor.is_cuda and "cuda" in _library.DEVICES)):
             raise ValueError(
                 f"{name} must be on a device with a kernel ({', '.join(_library.DEVICES)}), "
@@ -48,9 +57,42 @@ def check_tensors(**tensors: torch.Tensor) -> None:
             )
 
 
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_nested:
+        raise ValueError(f"{name} must be a plain tensor, got a nested one")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} must be strided, got {tensor.layout}")
+    if tensor.is_quantized:
+        raise ValueError(f"{name} must be of a floating point dtype, got {tensor.dtype}")
+
+
+def check_flag(name: str, value: bool) -> bool:
+    if isinstance(value, torch.Tensor) or value not in (True, False):
+        got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(f"{name} must be True or False, got {got}")
+    return bool(value)
+
+
+def check_diagonal(diagonal: int | None) -> int | None:
+    if diagonal is None:
+        return None
+    try:
+        whole = operator.index(diagonal)
+    except TypeError:
+        raise ValueError(f"diagonal must be a whole number or None, got {diagonal!r}") from None
+    if not -(2**63) <= whole < 2**63:
+        raise ValueError(f"diagonal must fit 64 bits, got {whole}")
+    return whole
+
+
 def check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
     if tensor.dim() != shape.count(",") + 1:
         raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    level = forward_ad._current_level  # -1: nothing is differentiated forwards
+    return level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def check_collective(**tensors: torch.Tensor) -> None:
@@ -62,6 +104,11 @@ def check_collective(**tensors: torch.Tensor) -> None:
             raise ValueError(
                 f"{name} must not require grad because there is no backward yet, got a tensor that "
                 "does (detach it, or call under torch.no_grad())"
+            )
+        if not compiling and has_tangent(tensor):
+            raise ValueError(
+                f"{name} must have no tangent because there is no forward-mode derivative, got a "
+                "dual tensor"
             )
         if not compiling and torch._C._functorch.is_batchedtensor(tensor):
             raise ValueError(
@@ -81,6 +128,8 @@ def finite_scale(scale: float | None, q: torch.Tensor) -> float:
         return 1 / math.sqrt(q.size(-1)) if q.size(-1) > 0 else 1.0
     try:
         finite = math.isfinite(scale)
+    except OverflowError:
+        raise ValueError("scale must be finite, got a number past the range of floats") from None
     except TypeError:
         raise ValueError(f"scale must be a number, got {scale!r}") from None
     if not finite:
@@ -101,7 +150,7 @@ def check_transport(transport: str) -> None:
         raise ValueError(f"transport must be a name, got {transport!r}")
 
 
-def tell_peers(ring: Ring, error: ValueError) -> None:
+def tell_peers(ring: Ring, error: Exception) -> None:
     """So that all ranks fail at once and name this one, instead of waiting for it."""
     if ring.world_size > 1:
         with suppress(RuntimeError):  # no store any more: this rank's mistake is still its own

@@ -8,7 +8,9 @@ import torch
 from ringattn import _C
 from ringattn._checks import (
     check_collective,
+    check_diagonal,
     check_dims,
+    check_flag,
     check_keywords,
     check_tensors,
     check_transport,
@@ -125,8 +127,9 @@ def ring_attention(
             lengths, order, layout = partition_arguments(partition)
         scale = finite_scale(scale, q)
         depth = clamp_depth(depth, ring)
+        causal = check_flag("causal", causal)
         check_transport(transport)
-    except ValueError as error:
+    except Exception as error:
         tell_peers(ring, error)
         raise
     out, lse = call(
@@ -171,7 +174,8 @@ def block_attention(
     check_keywords("block_attention", refused)
     check_tensors(q=q, k=k, v=v)
     check_dims("q", q, "[B, S_q, H, D]")
-    out, lse = call(_ops.block_attention, q, k, v, finite_scale(scale, q), diagonal)
+    arguments = (q, k, v, finite_scale(scale, q), check_diagonal(diagonal))
+    out, lse = call(_ops.block_attention, *arguments)
     return out, lse
 
 
@@ -250,7 +254,7 @@ def decode_attention(
         check_dims("q", q, "[B, T, H, D]")
         check_collective(q=q, k_shard=k_shard, v_shard=v_shard)
         scale = finite_scale(scale, q)
-    except ValueError as error:
+    except Exception as error:
         tell_peers(ring, error)
         raise
     out: torch.Tensor = call(_ops.decode_attention, q, k_shard, v_shard, scale, ring.name)
@@ -303,7 +307,7 @@ def rotate_kv(
         check_collective(kv=kv)
         lengths, order, _ = partition_arguments(partition)
         check_transport(transport)
-    except ValueError as error:
+    except Exception as error:
         tell_peers(ring, error)
         raise
     received = call(_ops.rotate_kv, kv, lengths, order, ring.name, transport)

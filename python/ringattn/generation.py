@@ -147,6 +147,8 @@ def generate(
         )
     except ValueError as error:
         message = str(error)
+    except TypeError as error:
+        message = f"arguments must be of the types that generate() names, got: {error}"
     _agree(model, request, message)
     assert request is not None  # _agree has raised otherwise
     new_ids = []
@@ -204,8 +206,10 @@ class _Request:
         eos_ids = _end_ids(eos_token_id, model)
         if pad_token_id is None:
             pad_token_id = model.config.pad_id
-        if pad_token_id is None:
+        if pad_token_id is None or pad_token_id == -1:  # some configurations write none as -1
             pad_token_id = eos_ids[0] if eos_ids else 0
+        if not 0 <= pad_token_id < vocabulary:
+            raise ValueError(f"pad_token_id must lie in [0, {vocabulary}), got {pad_token_id}")
         return cls(
             prompt_ids.to(model.device, torch.int64),
             partition,

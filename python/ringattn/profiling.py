@@ -123,10 +123,9 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
     For each quantity, from the largest median down: ranks whose medians are less than ``noise``
     below it, and ranks whose median lies between its quartiles, or its median between theirs, are
     one class; all of them get the mean of their medians. The rest is divided in the same way. Ranks
-    on the same model of device with as many multiprocessors are one class up to ``2 * noise``: under
-    load, speeds of equal GPUs drift apart and back by that much, and a plan that follows them is
-    slower than an
-    even one.
+    on the same model of device with as many multiprocessors are one class up to ``2 * noise``:
+    under load, speeds of equal GPUs drift apart and back by that much, and a plan that follows them
+    is slower than an even one.
 
     Raises:
         ValueError: noise outside [0, 1).

@@ -304,3 +304,71 @@ def test_a_rank_missing_from_the_other_collectives_is_named(function_name):
     with RankPool(3, timeout_s=TIMEOUT_S) as ring:
         outcomes = ring.outcomes(absent_from, function_name, 2)
         assert_named(outcomes, 2, TIMEOUT_S + GRACE_S)
+
+
+# ---- a call that one rank refuses while the others, who know its like, are already in it -------
+
+
+def refused_by_one(operation: str, wrong: str) -> list[str]:
+    """Two warm calls, one that rank 1 alone refuses and catches, two more: what became of each."""
+    case = even(this().world_size)
+    q, k, v = case.local_inputs()
+    step = {
+        "ring": lambda x: ringattn.ring_attention(x, k, v, case.partition),
+        "decode": lambda x: ringattn.decode_attention(x if x.is_sparse else x[:, :1], k, v),
+        "rotate": lambda x: ringattn.rotate_kv(torch.stack((x, x)), case.partition).wait(),
+    }[operation]
+    refused = {"operator": q[:, :1, :, :7], "python": q[0], "type": q.to_sparse()}[wrong]
+    right = step(q).clone()
+    ends = []
+    for request in range(4):
+        try:
+            out = step(refused if request == 1 and this().rank == 1 else q)
+            ends.append("right" if torch.equal(out, right) else "WRONG")
+        except (ValueError, dist.DistBackendError) as error:
+            ends.append(type(error).__name__)
+    return ends
+
+
+@pytest.mark.parametrize("wrong", ["operator", "python", "type"])
+@pytest.mark.parametrize("operation", ["ring", "decode", "rotate"])
+def test_a_repeated_call_that_one_rank_refuses_gives_nobody_wrong_results(operation, wrong):
+    with RankPool(2, timeout_s=TIMEOUT_S) as ring:
+        other, refusing = (o.value for o in ring.outcomes(refused_by_one, operation, wrong))
+    assert refusing[:2] == ["right", "ValueError"] and other[0] == "right"
+    assert other[1] == "DistBackendError"  # it waited for a rank that was not in the call
+    assert "right" not in refusing[2:] + other[2:] and "WRONG" not in refusing + other
+
+
+def all_refuse_and_go_on() -> None:
+    case = even(this().world_size)
+    q, k, v = case.local_inputs()
+    for _ in range(2):
+        ring_call(case)
+        with pytest.raises(ValueError, match="q must"):
+            ringattn.ring_attention(q[0], k, v, case.partition)
+    ring_call(case)
+
+
+def test_a_call_that_all_ranks_refuse_costs_nothing(shared_ring):
+    shared_ring.run(all_refuse_and_go_on)
+
+
+def two_known_calls_at_once() -> list[str]:
+    cases = [even(this().world_size, rows=12), even(this().world_size, rows=20)]
+    for case in cases:
+        ring_call(case)
+    ends = []
+    for _ in range(2):
+        try:
+            ring_call(cases[this().rank])
+            ends.append("no error")
+        except dist.DistBackendError:
+            ends.append("error")
+    return ends
+
+
+def test_ranks_that_make_different_calls_they_know_all_get_an_error():
+    with RankPool(2, timeout_s=TIMEOUT_S) as ring:
+        for outcome in ring.outcomes(two_known_calls_at_once):
+            assert outcome.value == ["error", "error"], outcome

@@ -121,6 +121,41 @@ def call(function, changes, **more):
     return function(*operands(**tensors), **others, **more)
 
 
+@pytest.mark.parametrize("diagonal", [1.5, "a", 2**63])
+def test_a_diagonal_that_is_no_whole_number_is_refused(diagonal):
+    with pytest.raises(ValueError, match=r"^diagonal must .*, got "):
+        ringattn.block_attention(*operands(), diagonal=diagonal)
+
+
+def test_tensors_without_plain_memory_are_refused():
+    q, k, v = operands()
+    with pytest.raises(ValueError, match=r"^q must be strided, got torch\.sparse_coo"):
+        ringattn.block_attention(q.to_sparse(), k, v)
+    with pytest.raises(ValueError, match=r"^k must be a plain tensor, got a nested one"):
+        ringattn.block_attention(q, torch.nested.nested_tensor([k[0], k[1]]), v)
+
+
+def test_forward_mode_is_refused():
+    q, k, v = operands()
+    for function in (ringattn.ring_attention, ringattn.block_attention, ringattn.decode_attention):
+        with pytest.raises(ValueError, match=r"q must have no tangent"):
+            torch.func.jvp(lambda x, f=function: f(x, k, v), (q,), (torch.ones_like(q),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        lse = torch.zeros(2, 4, 6)
+        with pytest.raises(ValueError, match="must have no tangent"):
+            ringattn.merge_states(dual, lse, q, lse)
+
+
+@pytest.mark.parametrize("scale", [1e-46, -1e-46, 1e-320, 1e-38])
+def test_a_scale_that_is_next_to_none_is_one(scale):
+    q, k, v = (torch.randn(1, 40, heads, 16) for heads in (4, 2, 2))
+    out, lse = ringattn.block_attention(q, k, v, scale=scale, diagonal=0)
+    means = v.cumsum(1) / torch.arange(1, 41).view(1, -1, 1, 1)
+    torch.testing.assert_close(out, means.repeat_interleave(2, 2), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse[0, 0], torch.arange(1.0, 41.0).log(), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("function", [ringattn.ring_attention, ringattn.block_attention])
 @pytest.mark.parametrize(("changes", "message"), ATTENTION_RULES)
 def test_wrong_attention_arguments_are_refused(function, changes, message):
@@ -161,6 +196,9 @@ def test_wrong_decode_arguments_are_refused(changes, message):
         ({"depth": -1}, "depth must be None or an integer of at least 1, got -1"),
         ({"transport": None}, "transport must be a name, got None"),
         ({"scale": "big"}, "scale must be a number, got 'big'"),
+        ({"scale": 10**400}, "scale must be finite, got a number past the range of floats"),
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"causal": None}, "causal must be True or False, got None"),
         ({"depth": 1.5}, "depth must be None or an integer of at least 1, got 1.5"),
         ({"partition": (6,)}, "partition must be a Partition, got tuple"),
         ({"partition": Partition.even(5, 1)}, "q must have the 5 rows .* got 6"),

@@ -264,6 +264,8 @@ def test_tokens_are_handed_out_as_they_come(model: LLaMA) -> None:
         ({"prompt_ids": random_ids(1, 0)}, r"prompt_ids must hold tokens, got shape \[1, 0\]"),
         ({"prompt_ids": torch.tensor([[1, 99]])}, r"prompt_ids must lie in \[0, 99\), got 99"),
         ({"prompt_ids": torch.tensor([[1, -2]])}, r"prompt_ids must lie in \[0, 99\), got -2"),
+        ({"pad_token_id": 99}, r"pad_token_id must lie in \[0, 99\), got 99"),
+        ({"temperature": "1"}, r"arguments must be of the types that generate\(\) names"),
         ({"cuda_graphs": True}, "cuda_graphs must have a model on CUDA, got cpu"),
         ({"partition": Partition.even(4, 1)}, "the 4 tokens of the partition, got 5"),
         ({"partition": Partition.even(5, 2)}, "partition must have 1 ranks, got 2"),

@@ -48,7 +48,8 @@ State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   if (k.size(1) < kFewKeys) return dense_attention(q, k, v, scale, causal);
   // Note: the kernel masks with -inf before it scales: a scale of 0 makes that NaN, a negative one
   // +inf. The sign goes into q, and so does a scale of 0, where NaN stays NaN.
-  const double sign = scale > 0 ? 1.0 : scale < 0 ? -1.0 : 0.0;
+  const double rounded = q.scalar_type() == at::kDouble ? scale : static_cast<float>(scale);
+  const double sign = rounded > 0 ? 1.0 : rounded < 0 ? -1.0 : 0.0;
   auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
       (sign > 0 ? q : q.mul(sign)).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
       /*dropout_p=*/0.0, causal, /*attn_mask=*/{}, sign == 0 ? 1.0 : scale * sign);
