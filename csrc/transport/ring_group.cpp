@@ -89,6 +89,10 @@ std::string RingGroup::without_prefix(const std::string& message) {
   return message.rfind(kPrefix, 0) == 0 ? message.substr(std::string(kPrefix).size()) : message;
 }
 
+int64_t RingGroup::begin_checked_call(const Signature& signature) {
+  return begin_call([&] { return signature; });
+}
+
 void RingGroup::refuse_call(const std::string& message) {
   agreement_.refuse(next_call_++, without_prefix(message));
 }

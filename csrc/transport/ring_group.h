@@ -54,6 +54,8 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
     }
     return call;
   }
+  /// The same for arguments that have been checked.
+  int64_t begin_checked_call(const Signature& signature);
   /// The rest of a call that has begun. A rank that fails here alone is out of step with the
   /// others: the group ends, and they are told why.
   template <typename Body>

@@ -4,14 +4,13 @@ the rest. A refusal reads "subject must rule, got value"."""
 
 import math
 import operator
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
-from ringattn import _C, _library
+from ringattn import _library
 from ringattn._group import Ring
 from ringattn.partition import Partition
 
@@ -148,10 +147,3 @@ def clamp_depth(depth: int | None, ring: Ring) -> int | None:
 def check_transport(transport: str) -> None:
     if not isinstance(transport, str):
         raise ValueError(f"transport must be a name, got {transport!r}")
-
-
-def tell_peers(ring: Ring, error: Exception) -> None:
-    """So that all ranks fail at once and name this one, instead of waiting for it."""
-    if ring.world_size > 1:
-        with suppress(RuntimeError):  # no store any more: this rank's mistake is still its own
-            _C.refuse_call(ring.name, str(error))

@@ -1,40 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators need on the Python side: fake kernels, flop formulas, and how they are called.
+"""What the operators need on the Python side: fake kernels and flop formulas.
 
 Schemas and kernels are C++ (``csrc/ops/library.cpp``). The group travels as its name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
 from ringattn import _library  # noqa: F401  defines the operators
 from ringattn.partition import Partition
 
-_PREFIX = "ringattn: "
 _ops = torch.ops.ringattn
-
-
-def call(operator: Callable[..., Any], *args: Any) -> Any:
-    """Calls an operator or a function of ``_C``; what it says about a caller's arguments becomes a
-    ValueError. Failures of the other kind (a peer died, a timeout) pass through unchanged."""
-    if torch.compiler.is_compiling():
-        return operator(*args)
-    try:
-        return operator(*args)
-    except dist.DistBackendError:
-        raise
-    except RuntimeError as error:
-        message = str(error)
-        if not message.startswith(_PREFIX):
-            raise
-        # With TORCH_SHOW_CPP_STACKTRACES=1 the C++ stack follows the sentence.
-        sentence = message.removeprefix(_PREFIX).split("\nException raised from")[0]
-        raise ValueError(sentence) from None
 
 
 def _rank_in(group_name: str) -> int:

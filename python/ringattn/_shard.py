@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringattn import _library
+from ringattn._calls import call
 from ringattn._group import Ring
-from ringattn._ops import call
 
 
 @dataclass(frozen=True)

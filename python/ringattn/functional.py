@@ -6,6 +6,7 @@ from typing import Literal, overload
 import torch
 
 from ringattn import _C
+from ringattn._calls import call, tell_peers
 from ringattn._checks import (
     check_collective,
     check_diagonal,
@@ -17,10 +18,8 @@ from ringattn._checks import (
     clamp_depth,
     finite_scale,
     partition_arguments,
-    tell_peers,
 )
 from ringattn._group import Group, resolve_group
-from ringattn._ops import call
 from ringattn.partition import Partition
 
 _ops = torch.ops.ringattn

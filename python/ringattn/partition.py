@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ringattn._group import Group, resolve_group
+from ringattn import _C
+from ringattn._calls import call, tell_peers
+from ringattn._group import Group, Ring, resolve_group
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -217,24 +219,23 @@ class Partition:
         Raises:
             ValueError: a group this process is not in or whose size is not W, ``x`` without S_r
                 rows, ``x`` that requires grad under grad mode (the gathered rows are not
-                differentiable).
+                differentiable), ranks that disagree.
+            torch.distributed.DistBackendError: a peer died or never arrived.
         """
         ring = resolve_group(group)
-        if ring.world_size != self.world_size:
-            raise ValueError(f"group must have {self.world_size} ranks, got {ring.world_size}")
-        dim = _check_dim("x", x, dim)
-        rows = self.lengths[ring.rank]
-        if x.size(dim) != rows:
-            raise ValueError(f"x must have {rows} rows in dim {dim}, got {x.size(dim)}")
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(
-                "x must not require grad because gather has no backward, got a tensor that does "
-                "(detach it, or call gather under torch.no_grad())"
-            )
+        try:
+            dim = self._check_gather(x, ring, dim)
+        except Exception as error:
+            tell_peers(ring, error)
+            raise
         if ring.world_size == 1:
             return self.unshard([x], dim)
+        sizes = [*x.shape[:dim], *x.shape[dim + 1 :]]
+        who = (list(self.lengths), list(self.order), self.layout)
+        call(_C.agree_to_gather, ring.name, *who, str(x.dtype), sizes, dim)
         # Every rank sends as many rows as the longest has, as bytes: so any backend takes any
         # dtype.
+        rows = self.lengths[ring.rank]
         by_row = x.movedim(dim, 0)
         padded = by_row.new_zeros(max(self.lengths), *by_row.shape[1:])
         padded.narrow(0, 0, rows).copy_(by_row)
@@ -249,6 +250,21 @@ class Partition:
             for block, length in zip(blocks, self.lengths, strict=True)
         ]
         return self.unshard(shards, dim)
+
+    def _check_gather(self, x: torch.Tensor, ring: Ring, dim: int) -> int:
+        """``dim`` counted from the front."""
+        if ring.world_size != self.world_size:
+            raise ValueError(f"group must have {self.world_size} ranks, got {ring.world_size}")
+        dim = _check_dim("x", x, dim)
+        rows = self.lengths[ring.rank]
+        if x.size(dim) != rows:
+            raise ValueError(f"x must have {rows} rows in dim {dim}, got {x.size(dim)}")
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(
+                "x must not require grad because gather has no backward, got a tensor that does "
+                "(detach it, or call gather under torch.no_grad())"
+            )
+        return dim
 
     def _pieces(self) -> list[tuple[int, tuple[int, int]]]:
         """(rank, (start, stop)) of every rank's head piece and tail piece, empty ones included. A

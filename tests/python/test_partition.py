@@ -219,3 +219,35 @@ def test_gather_gives_every_rank_the_whole(ring):
         ring.run(gather_every_kind, Partition.zigzag(lengths, order))
         ring.run(gather_every_kind, Partition.contiguous(lengths, order))
     ring.run(gather_every_kind, Partition.even(0, ring.world_size))
+
+
+def gather_unlike_the_others(what: str) -> str:
+    rank, world_size = this().rank, this().world_size
+    partition = Partition.even(8 + world_size, world_size)
+    x = torch.zeros(2, partition.lengths[rank], 3, device=this().device)
+    right = partition.gather(x)
+    if rank == world_size - 1:
+        if what == "dtype":
+            x = x.half()
+        elif what == "sizes":
+            x = x[..., :2]
+        elif what == "order":
+            reverse = list(range(world_size))[::-1]
+            partition = Partition.contiguous(partition.lengths, reverse)
+        else:
+            x = x[:, 1:]
+    else:
+        x = x.double() if what == "rows" else x
+    # A kind of its own each time: what is known already is not compared again.
+    x = x.unsqueeze(-1).expand(*x.shape, 5 + len(what))
+    with pytest.raises(ValueError) as error:
+        partition.gather(x)
+    again = Partition.even(8 + world_size, world_size)
+    assert torch.equal(again.gather(torch.zeros(2, again.lengths[rank], 3).to(right)), right)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("what", ["dtype", "sizes", "order", "rows"])
+def test_ranks_that_gather_different_things_all_get_an_error(rank_pool, what):
+    for message in rank_pool(2, "cpu").run(gather_unlike_the_others, what):
+        assert "x must have" in message if what == "rows" else f"agree on {what}" in message

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ringattn import _C
+from ringattn._calls import call
 from ringattn._group import Group, Ring, resolve_group
-from ringattn._ops import call
 from ringattn.models.cache import ShardedKVCache
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.rope import RotaryEmbedding, Rotation, rotate

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How C++ is called: what it says of arguments becomes a ValueError, and what one rank says of its
+own is told to the others."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringattn import _C
+from ringattn._group import Ring
+
+_PREFIX = "ringattn: "
+
+
+def call(operator: Callable[..., Any], *args: Any) -> Any:
+    """Calls an operator or a function of ``_C``; what it says about a caller's arguments becomes a
+    ValueError. Failures of the other kind (a peer died, a timeout) pass through unchanged."""
+    if torch.compiler.is_compiling():
+        return operator(*args)
+    try:
+        return operator(*args)
+    except dist.DistBackendError:
+        raise
+    except RuntimeError as error:
+        message = str(error)
+        if not message.startswith(_PREFIX):
+            raise
+        # With TORCH_SHOW_CPP_STACKTRACES=1 the C++ stack follows the sentence.
+        sentence = message.removeprefix(_PREFIX).split("\nException raised from")[0]
+        raise ValueError(sentence) from None
+
+
+def tell_peers(ring: Ring, error: Exception) -> None:
+    """So that all ranks fail at once and name this one, instead of waiting for it."""
+    if ring.world_size > 1:
+        with suppress(RuntimeError):  # no store any more: this rank's mistake is still its own
+            _C.refuse_call(ring.name, str(error))
