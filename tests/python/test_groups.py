@@ -100,8 +100,8 @@ def test_what_a_group_owns_is_freed_with_it(rank_pool):
     num_groups = 25
     pool = rank_pool(2)
     alone = max(pool.run(make_and_destroy_groups, num_groups, False))
-    pool.run(make_and_destroy_groups, num_groups, True)  # the allocator grows to its size first
-    grown = max(pool.run(make_and_destroy_groups, num_groups, True))
+    # What is kept grows every time; the allocator, until it has its size.
+    grown = min(max(pool.run(make_and_destroy_groups, num_groups, True)) for _ in range(4))
     assert grown - alone < num_groups * blocks / 4, f"{grown - alone} bytes in {num_groups} groups"
 
 
