@@ -5,8 +5,8 @@ Tensors are ``[B, S_r, H, D]``: batch, tokens of this rank, heads, head dimensio
 keep their own ``H_kv`` heads, ``H % H_kv == 0``.
 """
 
-# The library comes first: it defines the operators.
-from ringattn import _library, models, reference, strategies, testing
+# The library comes first: it defines the operators; _ops adds their fake kernels.
+from ringattn import _library, _ops, models, reference, strategies, testing  # noqa: F401
 from ringattn.functional import (
     RotatedKV,
     block_attention,
