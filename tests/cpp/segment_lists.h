@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "attention/block_attention.h"
+#include "attention/cuda/block_attention.h"
+#include "attention/kernel_params.h"
+#include "catch.h"
+
+// Launches over a list of key segments: problems, what is launched, and what to expect of it.
+
+namespace ringattn::testing {
+
+constexpr double kScale = 0.11;
+constexpr int64_t kBatch = 2, kHeads = 8, kKvHeads = 4;
+inline const double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+struct Shape {
+  int64_t num_keys;
+  int64_t diagonal;     // kAll: no mask
+  int64_t first_query;  // rows before it see nothing
+};
+constexpr int64_t kAll = 1 << 20;
+
+struct Segment {
+  at::Tensor k, v;  // [B, S_k, H_kv, D], with NaN behind them
+  int64_t diagonal;
+  int64_t first_query;
+};
+
+/// x with rows of NaN behind those of each batch entry.
+inline at::Tensor with_poison(const at::Tensor& x) {
+  at::Tensor poisoned =
+      at::full({x.size(0), x.size(1) + 200, x.size(2), x.size(3)}, kNaN, x.options());
+  poisoned.narrow(1, 0, x.size(1)).copy_(x);
+  return poisoned.narrow(1, 0, x.size(1));
+}
+
+struct Problem {
+  at::Tensor q;  // [B, S_q, H, D]
+  std::vector<Segment> segments;
+
+  Problem(int64_t num_queries, const std::vector<Shape>& shapes, int64_t head_dim,
+          at::ScalarType dtype) {
+    const auto options = at::TensorOptions(at::kCUDA).dtype(dtype);
+    const auto random = [&](int64_t rows, int64_t heads) {
+      return at::randn({kBatch, rows, heads, head_dim}, options);
+    };
+    q = random(num_queries, kHeads);
+    for (const Shape& shape : shapes) {
+      segments.push_back({with_poison(random(shape.num_keys, kKvHeads)),
+                          with_poison(random(shape.num_keys, kKvHeads)),
+                          std::clamp(shape.diagonal, -num_queries, shape.num_keys),
+                          shape.first_query});
+    }
+  }
+
+  at::TensorOptions wide() const { return q.options().dtype(at::kFloat); }
+};
+
+/// What a call leaves behind, everything that it did not write being NaN.
+struct Results {
+  at::Tensor out;    // [B, S_q, H, D], q's dtype
+  at::Tensor state;  // [B, S_q, H, D], float32
+  at::Tensor lse;    // [B, H, S_q]
+
+  explicit Results(const Problem& problem)
+      : out(at::full_like(problem.q, kNaN)),
+        state(at::full(problem.q.sizes(), kNaN, problem.wide())),
+        lse(at::full({kBatch, kHeads, problem.q.size(1)}, kNaN, problem.wide())) {}
+};
+
+/// What a launch over a list is told beside its tensors.
+struct Launch {
+  int64_t final_begin = 0, final_end = 0;
+  bool fold = false;
+  at::Tensor words;  // int32 [2 + num_arrivals]
+  int64_t kv_heads_per_arrival = 0;
+  at::Tensor failed;  // int32 [1]
+};
+
+inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Results& results) {
+  const bool arriving = launch.kv_heads_per_arrival > 0;
+  LaunchWords words;
+  if (launch.words.defined()) {
+    words.data = reinterpret_cast<uint32_t*>(launch.words.data_ptr());
+    words.num_arrivals = launch.words.numel() - LaunchWords::kFirstArrival;
+  }
+  std::vector<KeySegment> segments;
+  for (const Segment& from : problem.segments) {
+    KeySegment& segment = segments.emplace_back();
+    segment.k = ringattn::strided(from.k);
+    segment.v = ringattn::strided(from.v);
+    segment.num_keys = from.k.size(1);
+    segment.diagonal = from.diagonal;
+    segment.first_query = from.first_query;
+    // The first one is this rank's own: it is there.
+    const int64_t slices = arriving ? kKvHeads / launch.kv_heads_per_arrival : 0;
+    if (arriving && segments.size() > 1) {
+      segment.arrivals = words.arrivals() + (segments.size() - 2) * slices;
+    }
+  }
+  BlockAttentionParams params;
+  params.q = ringattn::strided(problem.q);
+  params.out = ringattn::strided(results.out);
+  params.state = ringattn::strided(results.state);
+  params.lse = results.lse.data_ptr<float>();
+  params.lse_batch_stride = results.lse.stride(0);
+  params.lse_head_stride = results.lse.stride(1);
+  params.segments = segments.data();
+  params.num_segments = segments.size();
+  params.kv_heads_per_arrival = launch.kv_heads_per_arrival;
+  params.words = words;
+  if (launch.failed.defined()) {
+    params.failed = reinterpret_cast<const uint32_t*>(launch.failed.data_ptr());
+  }
+  params.batch = kBatch;
+  params.num_queries = problem.q.size(1);
+  params.num_heads = kHeads;
+  params.num_kv_heads = kKvHeads;
+  params.head_dim = problem.q.size(3);
+  params.final_begin = launch.final_begin;
+  params.final_end = launch.final_end;
+  params.scale = kScale;
+  params.dtype = ringattn::data_type(problem.q.scalar_type());
+  params.fold = launch.fold;
+  return ringattn::cuda::block_attention(params, ringattn::current_stream(problem.q));
+}
+
+/// One call for each segment, folded one into the other: the state over all of them.
+inline Results attend_chain(const Problem& problem) {
+  Results results(problem);
+  results.state.zero_();
+  results.lse.fill_(-std::numeric_limits<double>::infinity());
+  for (const Segment& segment : problem.segments) {
+    const int64_t first = segment.first_query, rows = problem.q.size(1) - first;
+    if (rows == 0) continue;
+    AttentionResult part;
+    part.state = results.state.narrow(1, first, rows);
+    part.lse = results.lse.narrow(2, first, rows);
+    part.fold = true;
+    ringattn::block_attention(problem.q.narrow(1, first, rows), segment.k, segment.v, kScale,
+                              segment.diagonal + first, part);
+  }
+  return results;
+}
+
+/// Results in float64, and what rounding the probabilities may cost each of them.
+struct Expected {
+  at::Tensor out;    // [B, S_q, H, D], 0 for a row that sees nothing
+  at::Tensor lse;    // [B, H, S_q], -inf
+  at::Tensor bound;  // [B, S_q, H, D]: u * sum_j p_j |v_j|, u being the half unit of a 16-bit type
+
+  /// Largest share of the bound that an error takes, with room for float32 sums.
+  ///   roundings: those of the probabilities, and one if the result is rounded too
+  double share_of_bound(const at::Tensor& result, int roundings) const {
+    return ((result.to(at::kDouble) - out).abs() / (bound * roundings + 5e-6)).max().item<double>();
+  }
+};
+
+inline Expected expected(const Problem& problem) {
+  const int64_t num_queries = problem.q.size(1);
+  std::vector<at::Tensor> keys, values, hidden;
+  const at::Tensor i = at::arange(num_queries, problem.q.options().dtype(at::kLong)).unsqueeze(1);
+  for (const Segment& segment : problem.segments) {
+    keys.push_back(segment.k.to(at::kDouble));
+    values.push_back(segment.v.to(at::kDouble));
+    const at::Tensor j = at::arange(segment.k.size(1), i.options()).unsqueeze(0);
+    hidden.push_back((j - i).gt(segment.diagonal).logical_or(i.lt(segment.first_query)));
+  }
+  const auto heads_first = [](const std::vector<at::Tensor>& x) {
+    return at::cat(x, 1).repeat_interleave(kHeads / kKvHeads, 2).transpose(1, 2);
+  };
+  const at::Tensor k = heads_first(keys), v = heads_first(values);  // [B, H, keys, D]
+  const at::Tensor q = problem.q.to(at::kDouble).transpose(1, 2);
+  const at::Tensor scores =
+      (at::matmul(q, k.transpose(2, 3)) * kScale)
+          .masked_fill(at::cat(hidden, 1), -std::numeric_limits<double>::infinity());
+  const at::Tensor lse = at::logsumexp(scores, {3});
+  const at::Tensor weights = at::exp(scores - lse.unsqueeze(3)).nan_to_num(0.0);
+  const double unit = problem.q.scalar_type() == at::kHalf ? 0x1p-11 : 0x1p-8;
+  return {at::matmul(weights, v).transpose(1, 2), lse,
+          at::matmul(weights, v.abs()).transpose(1, 2) * unit};
+}
+
+/// Cases run where the device has kernels for lists.
+inline bool can_run() {
+  if (at::hasCUDA() && at::detail::getCUDAHooks().deviceCount() > 0) {
+    BlockAttentionParams params;
+    KeySegment segment;
+    params.segments = &segment;
+    params.num_segments = 1;
+    params.head_dim = 64;
+    if (ringattn::cuda::attends_segments(params)) return true;
+  }
+  WARN("no device with kernels for lists of segments: skipped");
+  return false;
+}
+
+/// Own rows under the diagonal; a block nested inside, seen by the tail; one outside, its head half
+/// seen by all; none; one key.
+inline const std::vector<Shape> kZigzag = {{300, 0, 0},  {211, kAll, 141}, {130, kAll, 0},
+                                           {0, kAll, 0}, {1, kAll, 141},   {256, kAll, 141}};
+/// Diagonals that begin and end inside tiles, above and below; the first segment is seen by few.
+inline const std::vector<Shape> kDiagonals = {
+    {400, -290, 0}, {500, 77, 0}, {129, -100, 200}, {64, -300, 0}, {300, 0, 200}};
+
+inline at::Tensor no_words(int64_t num_arrivals = 0) {
+  return at::zeros({LaunchWords::kFirstArrival + num_arrivals},
+                   at::TensorOptions(at::kCUDA).dtype(at::kInt));
+}
+
+inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  return a.view(at::kByte).equal(b.view(at::kByte));
+}
+
+}  // namespace ringattn::testing
