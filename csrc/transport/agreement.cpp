@@ -43,11 +43,15 @@ bool Agreement::knows(const Signature& signature) const {
 }
 
 void Agreement::join(int64_t call, const Signature& signature) {
-  const auto known = agreed_.find(signature.key());
-  if (known != agreed_.end() && !meet_) {
-    latest_ = hash(std::to_string(call), known->second);
-    return;
+  auto agreed = agreed_.find(signature.key());
+  if (agreed == agreed_.end() || meet_) {
+    const uint32_t text_hash = compare(call, signature);
+    agreed = agreed_.emplace(signature.key(), text_hash).first;
   }
+  latest_ = hash(std::to_string(call), agreed->second);
+}
+
+uint32_t Agreement::compare(int64_t call, const Signature& signature) {
   meet_ = true;  // should this fail
   const std::string text = signature.text();
   publish(call, kAsks + text);
@@ -73,14 +77,13 @@ void Agreement::join(int64_t call, const Signature& signature) {
                 " on rank 0 and ", difference.theirs, " on rank ", rank);
   }
   meet_ = false;
-  agreed_[signature.key()] = hash(text);
-  latest_ = hash(std::to_string(call), hash(text));
 
   // Every rank has come here, so every rank has read all that was said before.
   for (const std::string& earlier : published_) {
     if (earlier != key(call, peers_.rank())) peers_.remove(earlier);
   }
   published_ = {key(call, peers_.rank())};
+  return hash(text);
 }
 
 void Agreement::refuse(int64_t call, const std::string& message) {

@@ -39,6 +39,8 @@ class Agreement {
   std::optional<std::string> refusal(int64_t call, int64_t rank);
 
  private:
+  // A hash of the signature's text, once all ranks have asked for the same.
+  uint32_t compare(int64_t call, const Signature& signature);
   void publish(int64_t call, const std::string& text);
 
   Peers& peers_;

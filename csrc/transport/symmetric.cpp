@@ -13,6 +13,7 @@
 #include <random>
 #include <utility>
 
+#include "transport/call_order.h"
 #include "transport/cuda/stage.h"
 #include "transport/cuda/stream_words.h"
 #include "transport/cuda_transfer.h"
@@ -29,14 +30,6 @@ namespace {
 using at::cuda::CUDAEvent;
 using c10::cuda::CUDAStream;
 using c10::cuda::getCurrentCUDAStream;
-
-// The capture that `stream` takes part in; 0: none.
-unsigned long long capture_of(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long capture = 0;
-  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
-  return status == cudaStreamCaptureStatusNone ? 0 : capture;
-}
 
 class SymmetricTransport : public MessageTransport {
  public:
@@ -55,16 +48,16 @@ class SymmetricTransport : public MessageTransport {
   }
 
   void synchronize() override {
-    if (!last_stream_) return;
-    end_.synchronize();
+    if (!calls_.any()) return;
+    calls_.synchronize();
     CUDAEvent copied;
     copied.record(lane_);
     copied.synchronize();
   }
 
   bool idle() override {
-    if (!last_stream_) return true;
-    if (!end_.query()) return false;
+    if (!calls_.any()) return true;
+    if (!calls_.done()) return false;
     if (cudaStreamQuery(lane_) == cudaErrorNotReady) {
       cudaGetLastError();  // no error of anybody's
       return false;
@@ -89,31 +82,13 @@ class SymmetricTransport : public MessageTransport {
     join_.block(stream);
   }
 
-  // Calls follow each other, also from stream to stream, and within a capture. What has been
-  // captured is ordered by whoever replays it.
-  void begin_on(CUDAStream stream) {
-    capture_ = capture_of(stream);
-    captured_ |= capturing();
-    if (capturing()) {
-      if (capture_ == last_capture_) captured_end_.block(stream);
-      return;
-    }
-    if (last_stream_ && *last_stream_ != stream) end_.block(stream);
-    last_stream_ = stream;
-  }
-  void end_on(CUDAStream stream) {
-    (capturing() ? captured_end_ : end_).record(stream);
-    if (capturing()) last_capture_ = capture_;
-  }
-  bool capturing() const { return capture_ != 0; }
-
   // Collective: memory for staging blocks of `bytes`, on every rank.
   void reserve(size_t bytes) {
     if (staged_ && staged_->bytes() >= bytes) return;
     check_may_grow();
     forget_plans();
     if (staged_) {
-      const auto captured = group_.exchange(captured_ ? "captured" : "");
+      const auto captured = group_.exchange(calls_.captured() ? "captured" : "");
       if (std::any_of(captured.begin(), captured.end(), [](const auto& c) { return !c.empty(); })) {
         captured_staged_.push_back(std::move(staged_));  // what was captured anywhere reads it
       } else {
@@ -126,7 +101,7 @@ class SymmetricTransport : public MessageTransport {
   }
 
   void check_may_grow() const {
-    TORCH_CHECK(!capturing(),
+    TORCH_CHECK(!calls_.capturing(),
                 "ringattn: a call must have been made once before one of its kind is captured in a "
                 "CUDA graph, got one under capture that needs more memory");
   }
@@ -134,7 +109,7 @@ class SymmetricTransport : public MessageTransport {
   // What has been captured goes on using the memory that it was captured with.
   void forget_plans() {
     synchronize();
-    if (captured_) {
+    if (calls_.captured()) {
       for (auto& [key, plan] : plans_) captured_plans_.push_back(std::move(plan));
     }
     plans_.clear();
@@ -175,12 +150,7 @@ class SymmetricTransport : public MessageTransport {
   // tokens).
   CUDAStream lane_;
   CUDAEvent fork_, join_;
-  std::optional<CUDAStream> last_stream_;   // of the last call that was not captured,
-  CUDAEvent end_;                           // and its end there
-  unsigned long long capture_ = 0;          // that the call is part of which is being made; 0: none
-  unsigned long long last_capture_ = 0;     // that the last captured call was part of,
-  CUDAEvent captured_end_;                  // and its end there
-  bool captured_ = false;                   // some call was
+  CallOrder calls_;
   std::optional<std::minstd_rand> delays_;  // where transfers are hostile
   at::Tensor nowhere_;
 };
@@ -197,7 +167,7 @@ class SymmetricStream : public BlockStream {
     const at::Tensor k = stageable(exchange.k), v = stageable(exchange.v);
     exchange_.k.reset();
     exchange_.v.reset();
-    transport_.begin_on(stream_);
+    transport_.calls_.begin_on(stream_);
     const size_t row_bytes = 2 * k.size(0) * k.size(2) * k.size(3) * k.element_size();
     transport_.reserve(exchange_.most_rows * row_bytes);
     plan_ = &transport_.plan(exchange);
@@ -257,7 +227,7 @@ class SymmetricStream : public BlockStream {
       transport_.handshake_.wait_until_read(transport_.lane_);
     }
     transport_.join(stream_);
-    transport_.end_on(stream_);
+    transport_.calls_.end_on(stream_);
   }
 
   double transfer_ms(int64_t step) override {
@@ -287,7 +257,7 @@ class SymmetricStream : public BlockStream {
   // All that the lane does, blocks slice of heads by slice of heads, each with its word. From the
   // second time on as one graph: a host call for each of them would take as long as a small ring.
   void fetch_all() {
-    const bool by_host = transport_.capturing() || hostile_transfers();
+    const bool by_host = transport_.calls_.capturing() || hostile_transfers();
     if (by_host || (plan_->graph == nullptr && plan_->uses++ == 0)) return enqueue_all();
     if (plan_->graph == nullptr) {
       C10_CUDA_CHECK(cudaStreamBeginCapture(transport_.lane_, cudaStreamCaptureModeThreadLocal));
@@ -360,7 +330,7 @@ Plan& SymmetricTransport::plan(const Exchange& exchange) {
     gathered_ = at::empty({bytes}, at::TensorOptions(device_).dtype(at::kByte));
   }
   constexpr size_t kMostPlans = 64;
-  if (plans_.size() >= kMostPlans && !capturing()) forget_plans();
+  if (plans_.size() >= kMostPlans && !calls_.capturing()) forget_plans();
   auto made = make_plan(exchange, polled, *staged_, gathered_, handshake_);
   return *plans_.emplace(key, std::move(made)).first->second;
 }
@@ -369,7 +339,7 @@ Plan& SymmetricTransport::plan(const Exchange& exchange) {
 
 std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
   after(getCurrentCUDAStream());
-  begin_on(lane_);
+  calls_.begin_on(lane_);
   reserve(message.largest);
 
   const auto started = new_event(message.timed), done = new_event(message.timed);
@@ -395,7 +365,7 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
   for (const int64_t rank : group_.others()) handshake_.tell_read(rank, lane_);
   handshake_.wait_until_read(lane_);
   done->record(lane_);
-  end_on(lane_);
+  calls_.end_on(lane_);
   return std::make_unique<CudaTransfer>(started, done, message.timed);
 }
 
