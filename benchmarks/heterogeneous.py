@@ -26,7 +26,6 @@ import argparse
 import contextlib
 import importlib.util
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,7 @@ from typing import Any
 
 import torch
 from harness import DTYPES, common_arguments, integers, shape_text
-from report import STUDY_VARIABLES, Report
+from report import PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, Report, command
 from ringattn.testing import MPS
 from study import ranks, tables
 from study.rebalancing import SCENARIOS
@@ -186,7 +185,7 @@ def write_reports(
     arguments: argparse.Namespace, cells: Sequence[Cell], settings: Settings, store: Store
 ) -> None:
     header = dict(store.header(settings, cells[0]))
-    header["command"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    header["command"] = command()
     header |= {
         "tensors": f"{shape_text(settings)}, causal",
         "throttle": f"{settings.throttle}, transport {settings.transport}",
@@ -290,8 +289,8 @@ def parse() -> argparse.Namespace:
     if arguments.settle_seconds is None:
         arguments.settle_seconds = 1.0 if on_cuda else 0.1
     try:
-        seq_lens = of_environment(*STUDY_VARIABLES[:2])
-        percentages = of_environment(*STUDY_VARIABLES[2:])
+        seq_lens = of_environment(*SEQ_LEN_VARIABLES)
+        percentages = of_environment(*PERCENTAGE_VARIABLES)
     except ValueError as error:
         parser.error(str(error))
     arguments.seq_lens = arguments.seq_lens or seq_lens

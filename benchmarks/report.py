@@ -22,13 +22,14 @@ import torch
 from harness import rank, world_size
 
 # Where benchmarks/heterogeneous.py looks for what its command line does not say.
-STUDY_VARIABLES = ("SEQ_LEN", "SWEEP_SEQ_LEN", "WEAK_GPU_PERCENTAGE", "SWEEP_SLOWDOWN_PCT")
+SEQ_LEN_VARIABLES = ("SEQ_LEN", "SWEEP_SEQ_LEN")
+PERCENTAGE_VARIABLES = ("WEAK_GPU_PERCENTAGE", "SWEEP_SLOWDOWN_PCT")
 
 
 def environment(device: torch.device) -> dict[str, str]:
     """What a reader needs to believe or repeat a figure."""
     facts = {
-        "command": _command(),
+        "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "commit": _commit(),
         "ringattn": importlib.metadata.version("ringattn"),
@@ -48,13 +49,11 @@ def environment(device: torch.device) -> dict[str, str]:
     return facts
 
 
-def _command() -> str:
+def command() -> str:
     """As it can be given again: with the variables that are heard, and the ranks."""
-    switches = [
-        f"{name}={value}"
-        for name, value in sorted(os.environ.items())
-        if (name.startswith("RINGATTN_") and name != "RINGATTN_COMMIT") or name in STUDY_VARIABLES
-    ]
+    heard = {*SEQ_LEN_VARIABLES, *PERCENTAGE_VARIABLES}
+    heard |= {name for name in os.environ if name.startswith("RINGATTN_")} - {"RINGATTN_COMMIT"}
+    switches = [f"{name}={os.environ[name]}" for name in sorted(heard) if name in os.environ]
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = ["torchrun", "--nproc-per-node", str(world_size())]

@@ -139,14 +139,14 @@ TRACE_FINDING_COLUMNS = (
 )
 
 
-_TRACE = ("scenario", "what", "seq_len")
+TRACE = ("scenario", "what", "seq_len")
 
 
 def traces(rows: Sequence[Row]) -> list[list[Row]]:
     """The requests of each scenario, work and length, in their order."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[name] for name in _TRACE), []).append(row)
+        found.setdefault(tuple(row[name] for name in TRACE), []).append(row)
     return list(found.values())
 
 
@@ -165,7 +165,7 @@ def trace_findings(rows: Sequence[Row]) -> list[Row]:
         ]
         found.append(
             {
-                **{name: trace[0][name] for name in _TRACE},
+                **{name: trace[0][name] for name in TRACE},
                 "requests": len(trace),
                 "changes": len(changes),
                 "replans": sum(row["replanned"] for row in trace),

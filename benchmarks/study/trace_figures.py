@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from study.style import STYLES, Drawing, Row, legend_below, panels, short
-from study.tables import traces
+from study.tables import TRACE, traces
 
 
 def drift_trace(rows: Sequence[Row]) -> Drawing:
@@ -29,7 +29,7 @@ def drift_trace(rows: Sequence[Row]) -> Drawing:
         above.set_ylim(bottom=0)
         below.set_ylabel(f"tokens of rank {last}, %")
         below.set_ylim(bottom=0)
-        scenario, what, seq_len = (trace[0][name] for name in ("scenario", "what", "seq_len"))
+        scenario, what, seq_len = (trace[0][name] for name in TRACE)
         title = f"{scenario}, {what}, {short(seq_len)} tokens"
         for ax in (above, below):
             ax.set_title(title, fontsize=10)

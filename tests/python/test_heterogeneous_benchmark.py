@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import heterogeneous
 import pytest
@@ -137,30 +138,27 @@ def test_what_is_finished_is_not_run_again(stem: Path) -> None:
     assert cells.read_text().splitlines() == after
 
 
+BASE: dict[str, Any] = {
+    **{"device": "cpu", "throttle": "repeat", "transport": "auto", "dtype": "float32"},
+    **{"heads": 4, "kv_heads": 2, "head_dim": 16, "hidden_dim": 96, "strategies": ("even",)},
+    **{"rounds": 2, "warmup": 0, "cell_seconds": 1.0, "settle_seconds": 0.1, "watched": 2},
+    **{"requests": 4, "lut": None, "regression": None},
+}
+
+
 def test_other_settings_are_other_cells(tmp_path: Path) -> None:
-    base = {
-        **{"device": "cpu", "throttle": "repeat", "transport": "auto", "dtype": "float32"},
-        **{"heads": 4, "kv_heads": 2, "head_dim": 16, "hidden_dim": 96, "strategies": ("even",)},
-        **{"rounds": 2, "warmup": 0, "cell_seconds": 1.0, "settle_seconds": 0.1, "watched": 2},
-        **{"requests": 4, "lut": None, "regression": None},
-    }
     cell = Cell("sweep", (100, 50), "attention", 256)
     store = Store(tmp_path / "cells.jsonl")
-    store.add(Settings(**base), cell, {"device": "here"}, [{"ms": 1.0}])
+    store.add(Settings(**BASE), cell, {"device": "here"}, [{"ms": 1.0}])
     again = Store(tmp_path / "cells.jsonl")
-    assert again.rows(Settings(**base), cell) == [{"ms": 1.0}]
-    assert again.header(Settings(**base), cell) == {"device": "here"}
-    assert not again.has(Settings(**{**base, "rounds": 3}), cell)
-    assert not again.has(Settings(**base), Cell("sweep", (50, 100), "attention", 256))
+    assert again.rows(Settings(**BASE), cell) == [{"ms": 1.0}]
+    assert again.header(Settings(**BASE), cell) == {"device": "here"}
+    assert not again.has(Settings(**{**BASE, "rounds": 3}), cell)
+    assert not again.has(Settings(**BASE), Cell("sweep", (50, 100), "attention", 256))
 
 
 def test_a_line_cut_short_costs_no_other_cell(tmp_path: Path) -> None:
-    settings = Settings(
-        **{"device": "cpu", "throttle": "repeat", "transport": "auto", "dtype": "float32"},
-        **{"heads": 4, "kv_heads": 2, "head_dim": 16, "hidden_dim": 96, "strategies": ("even",)},
-        **{"rounds": 2, "warmup": 0, "cell_seconds": 1.0, "settle_seconds": 0.1, "watched": 2},
-        **{"requests": 4, "lut": None, "regression": None},
-    )
+    settings = Settings(**BASE)
     first, second, third = (Cell("sweep", (100, 50), "attention", s) for s in (64, 128, 256))
     path = tmp_path / "cells.jsonl"
     for cell in (first, second):
