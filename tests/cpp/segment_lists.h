@@ -84,6 +84,7 @@ struct Launch {
   at::Tensor words;  // int32 [2 + num_arrivals]
   int64_t kv_heads_per_arrival = 0;
   at::Tensor failed;  // int32 [1]
+  int32_t max_blocks = std::numeric_limits<int32_t>::max();
 };
 
 inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Results& results) {
@@ -131,6 +132,7 @@ inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Res
   params.scale = kScale;
   params.dtype = ringattn::data_type(problem.q.scalar_type());
   params.fold = launch.fold;
+  params.max_blocks = launch.max_blocks;
   return ringattn::cuda::block_attention(params, ringattn::current_stream(problem.q));
 }
 
@@ -208,6 +210,9 @@ inline bool can_run() {
 /// seen by all; none; one key.
 inline const std::vector<Shape> kZigzag = {{300, 0, 0},  {211, kAll, 141}, {130, kAll, 0},
                                            {0, kAll, 0}, {1, kAll, 141},   {256, kAll, 141}};
+/// The same, with keys enough for thread blocks that share them.
+inline const std::vector<Shape> kLongZigzag = {{900, 0, 0},  {811, kAll, 141}, {130, kAll, 0},
+                                               {0, kAll, 0}, {1, kAll, 141},   {756, kAll, 141}};
 /// Diagonals that begin and end inside tiles, above and below; the first segment is seen by few.
 inline const std::vector<Shape> kDiagonals = {
     {400, -290, 0}, {500, 77, 0}, {129, -100, 200}, {64, -300, 0}, {300, 0, 200}};

@@ -16,12 +16,14 @@ using ringattn::testing::Expected;
 using ringattn::testing::expected;
 using ringattn::testing::kAll;
 using ringattn::testing::kDiagonals;
+using ringattn::testing::kLongZigzag;
 using ringattn::testing::kZigzag;
 using ringattn::testing::Launch;
 using ringattn::testing::max_error;
 using ringattn::testing::Problem;
 using ringattn::testing::Results;
 using ringattn::testing::same_bits;
+using ringattn::testing::Shape;
 
 TEST_CASE("a list of segments is attention over all of them, as the chain of calls is") {
   if (!can_run()) return;
@@ -80,6 +82,38 @@ TEST_CASE("a list of segments folds into a state, and leaves whole tiles rounded
     CHECK(max_error(whole.lse, exact.lse) < 1e-5);
     CHECK(exact.share_of_bound(results.out, 2) <= 1.0);
     CHECK(exact.share_of_bound(whole.out, 2) <= 1.0);
+  }
+}
+
+TEST_CASE("thread blocks that share keys and values leave the bits of those that do not") {
+  if (!can_run()) return;
+  const std::vector<Shape> causal = {{2300, 0, 0}}, crooked = {{2100, -290, 0}, {129, -100, 200}};
+  for (const int64_t head_dim : {72, 128, 256}) {
+    for (const auto& shapes : {causal, crooked, kLongZigzag}) {
+      const Problem problem(700, shapes, head_dim, at::kBFloat16);
+      for (const bool is_final : {false, true}) {
+        Launch launch;
+        launch.final_end = is_final ? 700 : 0;
+        Results pairs(problem), single(problem);
+        REQUIRE(attend_list(problem, launch, pairs) == cudaSuccess);
+        launch.max_blocks = 7;  // odd: not all of them could be in pairs
+        REQUIRE(attend_list(problem, launch, single) == cudaSuccess);
+        INFO("D " << head_dim << ", " << shapes.size() << " segments, final " << is_final);
+        CHECK(expected(problem).share_of_bound(is_final ? pairs.out : pairs.state,
+                                               is_final ? 2 : 1) <= 1.0);
+        CHECK(same_bits(pairs.out, single.out));
+        CHECK(same_bits(pairs.state, single.state));
+        CHECK(same_bits(pairs.lse, single.lse));
+        // Into the state that is there now.
+        if (is_final) continue;
+        launch.fold = true;
+        REQUIRE(attend_list(problem, launch, single) == cudaSuccess);
+        launch.max_blocks = 6;
+        REQUIRE(attend_list(problem, launch, pairs) == cudaSuccess);
+        CHECK(same_bits(pairs.state, single.state));
+        CHECK(same_bits(pairs.lse, single.lse));
+      }
+    }
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/cuda/sm90/launch.h"
+#include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/system_memory.cuh"
 
 // Keys that arrive while the kernel runs.
@@ -30,8 +31,8 @@ struct SeenArrivals {
   }
 };
 
-/// Called by a warp when its thread block has taken all its tiles and seen all its arrivals. The
-/// last thread block sets the words back.
+/// Called by the warps that bring keys and values when they have brought all and seen all their
+/// arrivals. The last one sets the words back.
 template <bool kArriving>
 __device__ __forceinline__ void finish(const LaunchWords& words) {
   if (words.data == nullptr) return;
@@ -42,7 +43,7 @@ __device__ __forceinline__ void finish(const LaunchWords& words) {
     done = atomicAdd(words.data + LaunchWords::kBlocksDone, 1) + 1;
     __threadfence();
   }
-  if (__shfl_sync(0xffffffff, done, 0) != gridDim.x) return;
+  if (__shfl_sync(0xffffffff, done, 0) != 2 * gridDim.x) return;
   if (lane < LaunchWords::kFirstArrival) words.data[lane] = 0;
   if constexpr (kArriving) {
     for (int i = lane; i < words.num_arrivals; i += 32) {

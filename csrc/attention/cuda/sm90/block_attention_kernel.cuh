@@ -3,9 +3,10 @@
 
 #include <cuda_runtime.h>
 
-#include "attention/cuda/sm90/arrivals.cuh"
+#include "attention/cuda/sm90/copies.cuh"
 #include "attention/cuda/sm90/epilogue.cuh"
 #include "attention/cuda/sm90/launch.h"
+#include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/named_barrier.cuh"
 #include "attention/cuda/sm90/ptx/registers.cuh"
@@ -25,108 +26,6 @@
 //   copies       k(j-1)  v(j)  k(j-2)  v(j-1) ...
 
 namespace ringattn::cuda::sm90 {
-
-/// The copying thread: queries, keys and values of one tile after the other, as far ahead as there
-/// are free buffers. Keys go one tile ahead of values.
-template <typename Tile, int kSegments>
-__device__ __forceinline__ void produce(const SegmentedParams<kSegments>& p,
-                                        const SharedMemory<Tile>& shared) {
-  RingPosition ring;            // of keys; values follow one behind
-  uint32_t queries_parity = 0;  // of the next tile's queries
-  uint32_t states = 0;          // that were loaded
-  TileSchedule schedule;
-  SeenArrivals<kSegments> arrived;
-
-  const auto load_state = [&](const QueryTile& tile) {
-    wait(shared.state_free(), states % 2 ^ 1);
-    ++states;
-    arrive_expecting(shared.state_full(), Tile::kStateBytes);
-#pragma unroll 1
-    for (int consumer = 0; consumer < Tile::kConsumers; ++consumer)
-#pragma unroll 1
-      for (int block = 0; block < Tile::kStateBlocks; ++block) {
-        load_box(shared.results(consumer) + block * Tile::kResultBlockBytes, p.state,
-                 {block * kStateBlock, tile.first_row + consumer * 64, tile.head, tile.batch},
-                 shared.state_full(), L2Policy::kEvictFirst);
-      }
-  };
-  const auto announce = [&](const QueryTile& tile, int query_bytes) {
-    wait(shared.queries_free(), queries_parity ^ 1);
-    queries_parity ^= 1;
-    shared.set_tile(tile, states % 2);
-    arrive_expecting(shared.queries_full(), query_bytes);
-  };
-
-  prefetch_map(p.q);
-  prefetch_map(p.maps[0].k);
-  prefetch_map(p.maps[0].v);
-
-  for (int tile_idx = schedule.take(p.words), next; tile_idx < p.order.tiles; tile_idx = next) {
-    const QueryTile tile = query_tile<Tile>(p, tile_idx);
-    const int kv_head = tile.head / p.heads_per_kv_head;
-    if constexpr (p.kArriving) arrived.go_to(kv_head / p.kv_heads_per_arrival);
-
-    bool announced = false, asked = false;
-    // The state goes where the results of the tile before leave from: not at once.
-    int state_in = Tile::kSeparateOut && p.fold && goes_through_shared<Tile>(p, tile) ? 3 : 0;
-#pragma unroll 1
-    for (int segment = 0; segment < p.num_segments; ++segment) {
-      const int key_tiles = SeenKeys<Tile>(p.keys[segment], tile).tiles;
-      if (key_tiles == 0) continue;
-      if constexpr (p.kArriving) arrived.wait_for(segment, p.keys[segment].arrivals);
-      const CUtensorMap &keys = p.maps[segment].k, &values = p.maps[segment].v;
-
-      const auto load_values = [&](RingPosition at, int key_tile) {
-        wait(shared.values_free(at.stage()), at.parity() ^ 1);
-        arrive_expecting(shared.values_full(at.stage()), Tile::kKeyBytes);
-#pragma unroll
-        for (int block = 0; block < Tile::kColumnBlocks; ++block) {
-          load_box(shared.values(at.stage()) + block * Tile::kKeyBlockBytes, values,
-                   {block * kColumnBlock, key_tile * Tile::kBlockK, kv_head, tile.batch},
-                   shared.values_full(at.stage()), L2Policy::kEvictLast);
-        }
-      };
-
-#pragma unroll 1
-      for (int key_tile = key_tiles - 1; key_tile >= 0; --key_tile) {
-        wait(shared.keys_free(ring.stage()), ring.parity() ^ 1);
-        arrive_expecting(shared.keys_full(ring.stage()), Tile::kKeyBytes);
-#pragma unroll
-        for (int block = 0; block < Tile::kColumnBlocks; ++block) {
-          load_box(shared.keys(ring.stage()) + block * Tile::kKeyBlockBytes, keys,
-                   {block * kColumnBlock, key_tile * Tile::kBlockK, kv_head, tile.batch},
-                   shared.keys_full(ring.stage()), L2Policy::kEvictLast);
-        }
-        if (key_tile < key_tiles - 1) {
-          load_values(ring.previous(), key_tile + 1);
-        } else if (!announced) {
-          announced = true;
-          announce(tile, Tile::kQueryBytes);
-#pragma unroll
-          for (int block = 0; block < Tile::kColumnBlocks; ++block) {
-            load_box(shared.queries() + block * Tile::kQueryBlockBytes, p.q,
-                     {block * kColumnBlock, tile.first_row, tile.head, tile.batch},
-                     shared.queries_full(), L2Policy::kEvictFirst);
-          }
-        }
-        ++ring.count;
-        if (state_in > 0 && --state_in == 0) load_state(tile);
-      }
-      // The next tile is asked for when this one's end is near: who waits for an arrival keeps none
-      // from the others. The answer comes while the buffer for the last values gets free.
-      if (segment == p.num_segments - 1) next = schedule.take(p.words);
-      asked = segment == p.num_segments - 1;
-      load_values(ring.previous(), 0);
-    }
-    if (!asked) next = schedule.take(p.words);
-    if (!announced) {
-      announce(tile, 0);
-    } else if (state_in > 0) {
-      load_state(tile);
-    }
-  }
-  announce({-1, 0, 0, 0, 0}, 0);
-}
 
 /// q = -q in the warpgroup's 64 rows, for a negative scale: online softmax wants the largest score.
 template <typename Tile>
@@ -181,14 +80,6 @@ __device__ __forceinline__ void issue_values(float (&out)[Tile::kHeadDim / 2],
   commit_products();
 }
 
-/// The next segment that the tile sees something of.
-template <typename Tile, int kSegments>
-__device__ __forceinline__ int seen_segment(const SegmentedParams<kSegments>& p,
-                                            const QueryTile& tile, int segment) {
-  while (segment < p.num_segments && SeenKeys<Tile>(p.keys[segment], tile).tiles == 0) ++segment;
-  return segment;
-}
-
 /// A consumer warpgroup: attends 64 rows of one tile after the other.
 template <typename Element, typename Tile, int kSegments>
 __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
@@ -202,7 +93,8 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
   const int my_turn = kTurnBarrier + consumer;
   const int next_turn = kTurnBarrier + (consumer + 1) % Tile::kConsumers;
 
-  RingPosition ring;  // of keys; values follow one behind
+  RingPosition<Tile::kKeyStages> keys_at;
+  RingPosition<Tile::kValueStages> values_at;
   uint32_t queries_parity = 0;
   if (consumer == 0) named_barrier_arrive(my_turn, kTurnThreads);
 
@@ -231,38 +123,37 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       int key_tile = seen.tiles - 1;
       {
         float scores[Tile::kBlockK / 2];
-        wait(shared.keys_full(ring.stage()), ring.parity());
+        wait(shared.full(kKeys, keys_at.stage), keys_at.parity);
         if constexpr (Tile::kTurnEnds == TurnEnds::kIssued) {
           named_barrier_wait(my_turn, kTurnThreads);
         }
-        issue_scores<Element, Tile>(scores, queries, shared.keys(ring.stage()));
+        issue_scores<Element, Tile>(scores, queries, shared.buffer(kKeys, keys_at.stage));
         wait_for_products<0>();
         if constexpr (Tile::kTurnEnds == TurnEnds::kIssued) {
           named_barrier_arrive(next_turn, kTurnThreads);
         }
-        if (is_first_thread) arrive(shared.keys_free(ring.stage()));
+        if (is_first_thread) arrive(shared.free(kKeys, keys_at.stage));
         mask(scores, key_tile);
         const RowMaxima lower = softmax.raise_max(scores);
         softmax.exponentiate(scores, lower, p.scale_log2);
         round_probabilities<Element>(scores, probabilities);
-        ++ring.count;
+        keys_at.advance();
         --key_tile;
       }
 
       // scores of this tile of keys, and values of the one before it.
       const auto attend = [&](int key_tile, auto masked) {
         float scores[Tile::kBlockK / 2];
-        const RingPosition before = ring.previous();
-        wait(shared.keys_full(ring.stage()), ring.parity());
+        wait(shared.full(kKeys, keys_at.stage), keys_at.parity);
         named_barrier_wait(my_turn, kTurnThreads);
-        issue_scores<Element, Tile>(scores, queries, shared.keys(ring.stage()));
-        wait(shared.values_full(before.stage()), before.parity());
-        issue_values<Element, Tile>(out, probabilities, shared.values(before.stage()));
+        issue_scores<Element, Tile>(scores, queries, shared.buffer(kKeys, keys_at.stage));
+        wait(shared.full(kValues, values_at.stage), values_at.parity);
+        issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
         if constexpr (Tile::kTurnEnds == TurnEnds::kIssued) {
           named_barrier_arrive(next_turn, kTurnThreads);
         }
         wait_for_products<1>();
-        if (is_first_thread) arrive(shared.keys_free(ring.stage()));
+        if (is_first_thread) arrive(shared.free(kKeys, keys_at.stage));
         if constexpr (decltype(masked)::value) mask(scores, key_tile);
         const RowMaxima lower = softmax.raise_max(scores);
         if constexpr (Tile::kTurnEnds == TurnEnds::kMaximaFound) {
@@ -272,10 +163,11 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
         // Note: the compiler moves this wait up before most of the exponentials. Pinning it behind
         // them was tried and is slower, by a fifth.
         wait_for_products<0>();
-        if (is_first_thread) arrive(shared.values_free(before.stage()));
+        if (is_first_thread) arrive(shared.free(kValues, values_at.stage));
+        values_at.advance();
         round_probabilities<Element>(scores, probabilities);
         scale_accumulators(out, softmax.decay);
-        ++ring.count;
+        keys_at.advance();
       };
       for (;;) {
 #pragma unroll 1
@@ -293,11 +185,11 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       if (is_first_lane && (Tile::kSeparateOut || !goes_through_shared<Tile>(p, tile))) {
         arrive(shared.queries_free());
       }
-      const RingPosition last = ring.previous();
-      wait(shared.values_full(last.stage()), last.parity());
-      issue_values<Element, Tile>(out, probabilities, shared.values(last.stage()));
+      wait(shared.full(kValues, values_at.stage), values_at.parity);
+      issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
       wait_for_products<0>();
-      if (is_first_thread) arrive(shared.values_free(last.stage()));
+      if (is_first_thread) arrive(shared.free(kValues, values_at.stage));
+      values_at.advance();
     } else {
       __syncwarp();  // all lanes have read the tile
       if (is_first_lane) arrive(shared.queries_free());
@@ -328,19 +220,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroupSize, 0);
 
   if (threadIdx.x == 0) shared.init_barriers();
-  __syncthreads();
+  if (cluster_size() > 1) {
+    cluster_barrier();
+  } else {
+    __syncthreads();
+  }
 
   if (warpgroup == 0) {
-    release_registers<Tile::kProducerRegisters>();
-    if (threadIdx.x / 32 == 0) {
-      if (elect_one_lane()) produce<Tile>(p, shared);
-      __syncwarp();
-      finish<p.kArriving>(p.words);
-    }
+    release_registers<Tile::kCopyRegisters>();
+    copy<Tile>(p, shared);
   } else {
     take_registers<Tile::kConsumerRegisters>();
     consume<Element, Tile>(p, shared, warpgroup - 1);
   }
+  // Shared memory goes with the thread block, and the other one may still arrive there.
+  if (cluster_size() > 1) cluster_barrier();
 }
 
 }  // namespace ringattn::cuda::sm90

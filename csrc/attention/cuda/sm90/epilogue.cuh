@@ -78,8 +78,8 @@ __device__ __forceinline__ bool all_final(const KernelParams& p, const QueryTile
 template <typename Tile>
 __device__ __forceinline__ bool goes_through_shared(const KernelParams& p, const QueryTile& tile) {
   const bool none_final = tile.rows_end <= p.final_begin || tile.first_row >= p.final_end;
-  const bool has_room = Tile::kSeparateOut || !p.fold;
-  return has_room && (all_final(p, tile) || (Tile::kSeparateOut && none_final)) &&
+  const bool has_room = Tile::kStateThroughShared || !p.fold;
+  return has_room && (all_final(p, tile) || (Tile::kStateThroughShared && none_final)) &&
          (tile.rows_end == tile.first_row + Tile::kBlockQ || tile.rows_end == p.num_queries);
 }
 
@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_through_shared(const KernelParams& p, cons
            (chunk ^ (lane / 4)) * 16 + lane % 2 * 8;
   };
 
-  if (Tile::kSeparateOut && p.fold) {
+  if (Tile::kStateThroughShared && p.fold) {
     wait(shared.state_full(), tile.state_parity);
 #pragma unroll
     for (int i = 0; i < Tile::kHeadDim / 4; ++i) {
@@ -157,7 +157,7 @@ __device__ __forceinline__ void store_through_shared(const KernelParams& p, cons
     }
   }
   commit_stores();
-  if (Tile::kSeparateOut && p.fold) {
+  if (Tile::kStateThroughShared && p.fold) {
     wait_for_stores_to_read();
     arrive(shared.state_free());
   }

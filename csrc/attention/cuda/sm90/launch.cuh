@@ -37,10 +37,60 @@ inline cudaError_t device_limits(int device, DeviceLimits& limits) {
   return cudaSuccess;
 }
 
+/// A launch of as many thread blocks in clusters; without an attribute where a cluster is one
+/// block, which would cost 1 %. `clusters` must live as long.
+template <typename Tile>
+cudaLaunchConfig_t launch_config(int blocks, int cluster, cudaLaunchAttribute& clusters) {
+  clusters = {};
+  clusters.id = cudaLaunchAttributeClusterDimension;
+  clusters.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(Tile::kThreads);
+  config.dynamicSmemBytes = Tile::kSharedBytes;
+  config.attrs = &clusters;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  return config;
+}
+
+/// Of the current device: the kernel's shared memory is allowed. `pairs`: so many clusters of two
+/// can run at one time.
+template <auto kKernel, typename Tile>
+cudaError_t prepare(int device, int& pairs) {
+  static thread_local int prepared_device = -1, known_pairs = 0;
+  if (device != prepared_device) {
+    cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             Tile::kSharedBytes);
+    if (error != cudaSuccess) return error;
+    if constexpr (Tile::kInPairs) {
+      cudaLaunchAttribute clusters;
+      const cudaLaunchConfig_t config = launch_config<Tile>(2, 2, clusters);
+      error = cudaOccupancyMaxActiveClusters(&known_pairs, kKernel, &config);
+      if (error != cudaSuccess) return error;
+    }
+    prepared_device = device;
+  }
+  pairs = known_pairs;
+  return cudaSuccess;
+}
+
+/// Thread blocks that share keys and values: two, with two heads of one KV head, where there are
+/// keys enough for it to pay and all blocks can be in pairs.
+template <typename Tile>
+int choose_cluster_size(const BlockAttentionParams& p, int most_blocks, int pairs) {
+  constexpr int64_t kFewestKeys = 2048;
+  int64_t num_keys = 0;
+  for (int i = 0; i < p.num_segments; ++i) num_keys += p.segments[i].num_keys;
+  const bool pays = Tile::kInPairs && num_keys >= kFewestKeys;
+  const bool possible = p.num_heads / p.num_kv_heads % 2 == 0 && most_blocks % 2 == 0;
+  return pays && possible && 2 * pairs >= most_blocks ? 2 : 1;
+}
+
 /// Slices of equal numbers of KV heads whose keys and values take a third of L2 or less, none wider
 /// than an arrival.
 template <typename Tile>
-TileOrder tile_order(const BlockAttentionParams& p, const DeviceLimits& limits) {
+TileOrder tile_order(const BlockAttentionParams& p, const DeviceLimits& limits,
+                     int heads_per_bundle) {
   constexpr int kElementBytes = 2;
   int64_t num_keys = 1;
   int split = 0;
@@ -61,11 +111,13 @@ TileOrder tile_order(const BlockAttentionParams& p, const DeviceLimits& limits) 
   order.split = std::min(split, p.num_queries);
   order.late_row_tiles = (p.num_queries - order.split + Tile::kBlockQ - 1) / Tile::kBlockQ;
   order.early_row_tiles = (order.split + Tile::kBlockQ - 1) / Tile::kBlockQ;
-  order.heads = p.batch * p.num_heads;
-  order.heads_per_slice = static_cast<int>(kv_heads_per_slice) * (p.num_heads / p.num_kv_heads);
-  order.slices = (order.heads + order.heads_per_slice - 1) / order.heads_per_slice;
-  order.late_tiles = order.late_row_tiles * order.heads;
-  order.tiles = order.late_tiles + order.early_row_tiles * order.heads;
+  const int bundles_per_kv_head = p.num_heads / p.num_kv_heads / heads_per_bundle;
+  order.heads_per_bundle = heads_per_bundle;
+  order.bundles = p.batch * p.num_kv_heads * bundles_per_kv_head;
+  order.bundles_per_slice = static_cast<int>(kv_heads_per_slice) * bundles_per_kv_head;
+  order.slices = (order.bundles + order.bundles_per_slice - 1) / order.bundles_per_slice;
+  order.late_turns = order.late_row_tiles * order.bundles;
+  order.turns = order.late_turns + order.early_row_tiles * order.bundles;
   return order;
 }
 
@@ -122,7 +174,13 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
   if (error == cudaSuccess) error = add_segments<Tile>(p, params);
   if (error != cudaSuccess) return error;
 
-  params.order = tile_order<Tile>(p, limits);
+  constexpr auto kKernel = block_attention_kernel<Element, Tile, kSegments>;
+  int pairs = 0;
+  error = prepare<kKernel, Tile>(device, pairs);
+  if (error != cudaSuccess) return error;
+  const int most_blocks = std::min(limits.multiprocessors, p.max_blocks);
+  const int cluster = choose_cluster_size<Tile>(p, most_blocks, pairs);
+  params.order = tile_order<Tile>(p, limits, cluster);
   params.kv_heads_per_arrival = std::max(p.kv_heads_per_arrival, 1);
   params.words = p.words;
   params.failed = p.failed;
@@ -142,25 +200,23 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
   params.negative_scale = p.scale < 0.0f;
   params.fold = p.fold;
 
-  const auto kernel = block_attention_kernel<Element, Tile, kSegments>;
-  static thread_local int prepared_device = -1;
-  if (device != prepared_device) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 Tile::kSharedBytes);
-    if (error != cudaSuccess) return error;
-    prepared_device = device;
-  }
-  const int blocks = std::min({limits.multiprocessors, params.order.tiles, p.max_blocks});
-  kernel<<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(params);
-  return cudaGetLastError();
+  const int blocks = std::min(most_blocks, params.order.turns * cluster);
+  cudaLaunchAttribute clusters;
+  cudaLaunchConfig_t config = launch_config<Tile>(blocks, cluster, clusters);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kKernel, params);
 }
 
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
-  using Tile = TileFor<kHeadDim>;
   const bool alone = p.num_segments == 1 && p.words.num_arrivals == 0 && p.failed == nullptr;
-  return alone ? launch_segmented<Element, Tile, 1>(p, stream)
-               : launch_segmented<Element, Tile, kMaxSegments>(p, stream);
+  const auto launch = [&](auto tile) {
+    using Tile = decltype(tile);
+    return alone ? launch_segmented<Element, Tile, 1>(p, stream)
+                 : launch_segmented<Element, Tile, kMaxSegments>(p, stream);
+  };
+  return p.state.data != nullptr ? launch(TileFor<kHeadDim, true>{})
+                                 : launch(TileFor<kHeadDim, false>{});
 }
 
 }  // namespace ringattn::cuda::sm90

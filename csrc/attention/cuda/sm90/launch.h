@@ -11,17 +11,20 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// The order in which tiles are taken. Queries from `split` on, which see more segments than those
-/// before it, come first. Both parts go by slices of heads whose keys and values fit L2 together
-/// and arrive together; within a slice by length, the slice's heads next to each other.
+/// The order in which tiles are taken, one by each thread block of a cluster at a time: those of as
+/// many neighbouring heads ("a bundle") with the same rows. Queries from `split` on, which see more
+/// segments than those before it, come first. Both parts go by slices of heads whose keys and
+/// values fit L2 together and arrive together; within a slice by length, the slice's heads next to
+/// each other.
 struct TileOrder {
-  int tiles;
-  int split;            // a tile's queries lie on one side of it
-  int late_tiles;       // of all heads, from the split on
-  int late_row_tiles;   // of one head, from the split on
-  int early_row_tiles;  // of one head, before the split
-  int heads;            // B * H
-  int heads_per_slice;  // whole groups of H / H_kv
+  int turns;              // of all clusters together; in each, one takes the tiles of a bundle
+  int split;              // a tile's queries lie on one side of it
+  int late_turns;         // from the split on
+  int late_row_tiles;     // of one head, from the split on
+  int early_row_tiles;    // of one head, before the split
+  int bundles;            // B * H / heads_per_bundle
+  int heads_per_bundle;   // of one KV head; thread blocks of a cluster
+  int bundles_per_slice;  // whole groups of H / H_kv heads
   int slices;
 };
 

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/cuda/sm90/launch.h"
+#include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 
 // What a thread block works on and with: the shape of its tiles, its shared memory, and the order
@@ -15,7 +17,6 @@ constexpr int kWarpgroupSize = 128;
 constexpr int kColumnBlock = 64;        // columns that lie together: 128 bytes of a 16-bit type
 constexpr int kColumnBlockPitch = 128;  // bytes from row to row
 constexpr int kStateBlock = 32;         // the same of float32
-constexpr int kStages = 2;              // tiles of keys (and of values) in shared memory
 
 // Named barriers: the turns of the consumers, then one for each consumer's own threads.
 constexpr int kTurnBarrier = 1;
@@ -28,19 +29,28 @@ constexpr int kWarpgroupBarrier = 4;
 enum class TurnEnds { kIssued, kMaximaFound };
 
 /// One warpgroup copies; kConsumers of them attend 64 query rows each. setmaxnreg shares out the
-/// 65536 registers: what the copying one gives back goes to the others.
-template <int kHeadDim_, int kConsumers_, int kBlockK_, TurnEnds kTurnEnds_,
-          int kProducerRegisters_, int kConsumerRegisters_>
+/// registers that the thread block begins with: what the copying one gives back goes to the others.
+///   kKeyStages, kValueStages  tiles of keys and of values in shared memory
+///   kWithState                results may be a state, in float32
+///   kInPairs                  two thread blocks share keys and values, where they can
+template <int kHeadDim_, int kConsumers_, int kBlockK_, int kKeyStages_, int kValueStages_,
+          bool kWithState, TurnEnds kTurnEnds_, bool kInPairs_, int kCopyRegisters_,
+          int kConsumerRegisters_>
 struct TileShape {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kBlockK = kBlockK_;
+  static constexpr int kKeyStages = kKeyStages_;
+  static constexpr int kValueStages = kValueStages_;
   static constexpr TurnEnds kTurnEnds = kTurnEnds_;
-  static constexpr int kProducerRegisters = kProducerRegisters_;
+  static constexpr bool kInPairs = kInPairs_;
+  static constexpr int kCopyRegisters = kCopyRegisters_;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupSize;
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512);
+  static constexpr int kFirstRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kCopyRegisters + kConsumers * kConsumerRegisters <=
+                (kConsumers + 1) * kFirstRegisters);
 
   static constexpr int kColumnBlocks = kHeadDim / kColumnBlock;
   static constexpr int kQueryBlockBytes = kBlockQ * kColumnBlockPitch;  // of one column block
@@ -50,28 +60,42 @@ struct TileShape {
   static_assert(kKeyBlockBytes % 1024 == 0);
 
   static constexpr int kAlignment = 1024;  // of the 128-byte swizzle
-  static constexpr int kBarrierBytes = 128;
-  static constexpr int kLoadedBytes = kQueryBytes + 2 * kStages * kKeyBytes + kBarrierBytes;
+  static constexpr int kMaxStages = 3;
+  static_assert(kKeyStages <= kMaxStages && kValueStages <= kMaxStages);
+  static constexpr int kBarrierBytes = 224;  // and a few words
+  static constexpr int kLoadedBytes =
+      kQueryBytes + (kKeyStages + kValueStages) * kKeyBytes + kBarrierBytes;
   static constexpr int kMaxSharedBytes = 232448;
   static constexpr int kStateBlocks = kHeadDim / kStateBlock;
   static constexpr int kStateBytes = kBlockQ * kHeadDim * 4;  // of float32
-  /// Where there is room, results leave through memory of their own, in float32 too, into which the
-  /// state comes while the tile is attended; the next queries come in meanwhile. Otherwise through
-  /// the memory of the queries, in 16 bits.
-  static constexpr bool kSeparateOut = kLoadedBytes + kStateBytes + kAlignment <= kMaxSharedBytes;
-  static constexpr int kSharedBytes = kLoadedBytes + (kSeparateOut ? kStateBytes : 0) + kAlignment;
+  static constexpr int kOutBytes = kWithState ? kStateBytes : kQueryBytes;
+  /// Where there is room, results leave through memory of their own, those of a state in float32,
+  /// into which it comes while the tile is attended; the next queries come in meanwhile. Otherwise
+  /// through the memory of the queries, in 16 bits.
+  static constexpr bool kSeparateOut = kLoadedBytes + kOutBytes + kAlignment <= kMaxSharedBytes;
+  static constexpr bool kStateThroughShared = kSeparateOut && kWithState;
+  static constexpr int kSharedBytes = kLoadedBytes + (kSeparateOut ? kOutBytes : 0) + kAlignment;
   static constexpr int kResultBlockBytes = 64 * kColumnBlockPitch;  // of one consumer's rows
   static constexpr int kOutBlockBytes = kSeparateOut ? kResultBlockBytes : kQueryBlockBytes;
   static_assert(kSharedBytes <= kMaxSharedBytes);
 };
 
-template <int kHeadDim>
-struct TileFor;
 // clang-format off
-template <> struct TileFor<64> : TileShape<64, 3, 128, TurnEnds::kIssued, 32, 160> {};
-template <> struct TileFor<128> : TileShape<128, 2, 128, TurnEnds::kMaximaFound, 24, 240> {};
-template <> struct TileFor<256> : TileShape<256, 2, 80, TurnEnds::kIssued, 24, 240> {};
+using Tile64 = TileShape<64, 3, 128, 2, 2, true, TurnEnds::kIssued, false, 32, 160>;
+using Tile128 = TileShape<128, 2, 128, 2, 3, false, TurnEnds::kMaximaFound, true, 40, 232>;
+using Tile128WithState = TileShape<128, 2, 128, 2, 2, true, TurnEnds::kMaximaFound, true, 40, 232>;
+using Tile256 = TileShape<256, 2, 80, 2, 2, true, TurnEnds::kIssued, true, 40, 232>;
 // clang-format on
+
+/// The shape for head dimensions up to kHeadDim, of calls with a state or without.
+template <int kHeadDim, bool kWithState>
+using TileFor = std::conditional_t<
+    kHeadDim <= 64, Tile64,
+    std::conditional_t<kHeadDim <= 128, std::conditional_t<kWithState, Tile128WithState, Tile128>,
+                       Tile256>>;
+
+/// What comes in tiles of kBlockK rows.
+enum Operand { kKeys, kValues };
 
 /// One tile of queries of one head.
 struct QueryTile {
@@ -93,48 +117,67 @@ struct SharedMemory {
       : base((shared_address(dynamic) + Tile::kAlignment - 1) & ~(Tile::kAlignment - 1)) {}
 
   __device__ __forceinline__ uint32_t queries() const { return base; }
-  __device__ __forceinline__ uint32_t keys(uint32_t stage) const {
-    return base + Tile::kQueryBytes + stage * Tile::kKeyBytes;
+  __device__ __forceinline__ uint32_t buffer(Operand operand, uint32_t stage) const {
+    const uint32_t first = operand == kKeys ? 0 : Tile::kKeyStages;
+    return base + Tile::kQueryBytes + (first + stage) * Tile::kKeyBytes;
   }
-  __device__ __forceinline__ uint32_t values(uint32_t stage) const { return keys(kStages + stage); }
   /// Of a consumer's 64 rows: column blocks of 16-bit results, kOutBlockBytes apart, or of float32
   /// ones, kResultBlockBytes apart.
   __device__ __forceinline__ uint32_t results(int consumer) const {
-    return Tile::kSeparateOut
-               ? keys(2 * kStages) + consumer * Tile::kStateBlocks * Tile::kResultBlockBytes
-               : queries() + consumer * Tile::kResultBlockBytes;
+    return Tile::kSeparateOut ? buffer(kValues, Tile::kValueStages) +
+                                    consumer * (Tile::kOutBytes / Tile::kConsumers)
+                              : queries() + consumer * Tile::kResultBlockBytes;
   }
 
   /// Each buffer has a barrier that says that it is full (the copy engine has written it) and one
   /// that says that it is free (every consumer has read it).
   __device__ __forceinline__ uint32_t queries_full() const { return barrier(0); }
   __device__ __forceinline__ uint32_t queries_free() const { return barrier(1); }
-  __device__ __forceinline__ uint32_t keys_full(uint32_t stage) const { return barrier(2 + stage); }
-  __device__ __forceinline__ uint32_t keys_free(uint32_t stage) const { return barrier(4 + stage); }
-  __device__ __forceinline__ uint32_t values_full(uint32_t stage) const {
-    return barrier(6 + stage);
+  __device__ __forceinline__ uint32_t state_full() const { return barrier(2); }
+  __device__ __forceinline__ uint32_t state_free() const { return barrier(3); }
+  __device__ __forceinline__ uint32_t full(Operand operand, uint32_t stage) const {
+    return barrier(6 + operand * Tile::kMaxStages + stage);
   }
-  __device__ __forceinline__ uint32_t values_free(uint32_t stage) const {
-    return barrier(8 + stage);
+  __device__ __forceinline__ uint32_t free(Operand operand, uint32_t stage) const {
+    return barrier(6 + (2 + operand) * Tile::kMaxStages + stage);
   }
-  __device__ __forceinline__ uint32_t state_full() const { return barrier(12); }
-  __device__ __forceinline__ uint32_t state_free() const { return barrier(13); }
+  /// Of the thread block that brings keys or values for all of a cluster: the others' are free.
+  __device__ __forceinline__ uint32_t free_elsewhere(Operand operand, uint32_t stage) const {
+    return barrier(6 + (4 + operand) * Tile::kMaxStages + stage);
+  }
+  /// The turn that was handed out last.
+  __device__ __forceinline__ uint32_t turn_full() const { return barrier(4); }
+  __device__ __forceinline__ uint32_t turn_free() const { return barrier(5); }
 
   /// The tile whose queries these are: written before queries_full, read after it.
   __device__ __forceinline__ void set_tile(const QueryTile& tile, uint32_t state_parity) const {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(barrier(10)), "r"(tile.first_row),
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(words()), "r"(tile.first_row),
                  "r"(tile.rows_end), "r"(tile.batch), "r"(tile.head)
                  : "memory");
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(barrier(14)), "r"(state_parity) : "memory");
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(words() + 16), "r"(state_parity) : "memory");
   }
   __device__ __forceinline__ QueryTile tile() const {
     QueryTile tile;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(tile.first_row), "=r"(tile.rows_end), "=r"(tile.batch), "=r"(tile.head)
-                 : "r"(barrier(10))
+                 : "r"(words())
                  : "memory");
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(tile.state_parity) : "r"(barrier(14)) : "memory");
+    asm volatile("ld.shared.u32 %0, [%1];"
+                 : "=r"(tile.state_parity)
+                 : "r"(words() + 16)
+                 : "memory");
     return tile;
+  }
+
+  /// Written before turn_full, read after it.
+  __device__ __forceinline__ uint32_t turn_word() const { return words() + 20; }
+  __device__ __forceinline__ void set_turn(int turn) const {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(turn_word()), "r"(turn) : "memory");
+  }
+  __device__ __forceinline__ int turn() const {
+    int turn;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(turn) : "r"(turn_word()) : "memory");
+    return turn;
   }
 
   __device__ __forceinline__ void init_barriers() const {
@@ -143,47 +186,65 @@ struct SharedMemory {
     init_barrier(queries_free(), Tile::kConsumers * kWarpgroupSize / 32);
     init_barrier(state_full(), 1);
     init_barrier(state_free(), Tile::kConsumers);
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(keys_full(stage), 1);
-      init_barrier(keys_free(stage), Tile::kConsumers);
-      init_barrier(values_full(stage), 1);
-      init_barrier(values_free(stage), Tile::kConsumers);
+    for (const Operand operand : {kKeys, kValues}) {
+      const int stages = operand == kKeys ? Tile::kKeyStages : Tile::kValueStages;
+      for (int stage = 0; stage < stages; ++stage) {
+        init_barrier(full(operand, stage), 1);
+        init_barrier(free(operand, stage), Tile::kConsumers);
+        if (cluster_size() > 1) init_barrier(free_elsewhere(operand, stage), cluster_size() - 1);
+      }
     }
+    init_barrier(turn_full(), 1);
+    init_barrier(turn_free(), 3 * cluster_size());  // who brings queries, keys, values
     publish_barriers();
   }
 
  private:
+  static constexpr uint32_t kWordBytes = 24;
+
   __device__ __forceinline__ uint32_t barrier(uint32_t i) const {
-    return base + Tile::kSharedBytes - Tile::kAlignment - Tile::kBarrierBytes + 8 * i;
+    return words() + kWordBytes + 8 * i;
+  }
+  __device__ __forceinline__ uint32_t words() const {
+    return base + Tile::kSharedBytes - Tile::kAlignment - Tile::kBarrierBytes;
   }
 };
 
-/// A place in a ring of two buffers: which one, and the parity of its current phase.
+/// A place in a ring of buffers: which one, and the parity of its current phase.
+template <int kStages>
 struct RingPosition {
-  uint32_t count = 0;
+  uint32_t stage = 0;
+  uint32_t parity = 0;
 
-  __device__ __forceinline__ uint32_t stage() const { return count % kStages; }
-  __device__ __forceinline__ uint32_t parity() const { return count / kStages % 2; }
-  __device__ __forceinline__ RingPosition previous() const { return {count - 1}; }
+  __device__ __forceinline__ void advance() {
+    if constexpr (kStages == 2) {
+      parity ^= stage;
+      stage ^= 1;
+    } else {
+      stage = stage == kStages - 1 ? 0 : stage + 1;
+      parity ^= stage == 0;
+    }
+  }
 };
 
-/// Number `tile` in the order.
+/// What this thread block takes in number `turn` of the order.
 template <typename Tile>
-__device__ __forceinline__ QueryTile query_tile(const KernelParams& p, int tile) {
+__device__ __forceinline__ QueryTile query_tile(const KernelParams& p, int turn) {
   const TileOrder& order = p.order;
-  const bool is_late = tile < order.late_tiles;
-  const int in_part = is_late ? tile : tile - order.late_tiles;
+  const bool is_late = turn < order.late_turns;
+  const int in_part = is_late ? turn : turn - order.late_turns;
   const int row_tiles = is_late ? order.late_row_tiles : order.early_row_tiles;
-  const int slice = in_part / (order.heads_per_slice * row_tiles);
-  const int in_slice = in_part - slice * order.heads_per_slice * row_tiles;
-  const int first_head = slice * order.heads_per_slice;
-  const int heads = min(order.heads_per_slice, order.heads - first_head);
-  const int row_of_tiles = in_slice / heads;
+  const int slice = in_part / (order.bundles_per_slice * row_tiles);
+  const int in_slice = in_part - slice * order.bundles_per_slice * row_tiles;
+  const int first_bundle = slice * order.bundles_per_slice;
+  const int bundles = min(order.bundles_per_slice, order.bundles - first_bundle);
+  const int row_of_tiles = in_slice / bundles;
   // Slices are walked longest tile first, shortest first, and so on; the last one longest first.
   const bool longest_first = (order.slices - 1 - slice) % 2 == 0;
   const int row_tile = longest_first ? row_tiles - 1 - row_of_tiles : row_of_tiles;
   // Batch entries of a KV head lie next to each other, as they arrive.
-  const int head_of_all = first_head + in_slice - row_of_tiles * heads;
+  const int bundle = first_bundle + in_slice - row_of_tiles * bundles;
+  const int head_of_all = bundle * order.heads_per_bundle + cluster_rank();
   const int group = head_of_all / p.heads_per_kv_head;
   const int kv_head = group / p.batch;
 
@@ -210,20 +271,46 @@ struct SeenKeys {
   }
 };
 
-/// The tiles that this thread block takes: every gridDim.x-th, there and back again, or, where
-/// there are words, the next one that nobody has.
+/// The next segment that the tile sees something of.
+template <typename Tile, int kSegments>
+__device__ __forceinline__ int seen_segment(const SegmentedParams<kSegments>& p,
+                                            const QueryTile& tile, int segment) {
+  while (segment < p.num_segments && SeenKeys<Tile>(p.keys[segment], tile).tiles == 0) ++segment;
+  return segment;
+}
+
+/// The turns that this cluster takes: every n-th of n clusters, there and back again, or, where
+/// there are words, the next one that nobody has (hand_out_turns). Each copying thread goes through
+/// them by itself.
 ///
 /// Note: sharing out beforehand is as balanced as handing out the longest tile next, as long as all
-/// blocks run at the same speed from the same moment on: lengths rise and fall slowly along the
-/// order (query_tile), blocks go through it in turns of alternating direction, so two turns give
-/// every block the same, and the last turn holds the shortest tiles. It needs no memory.
-struct TileSchedule {
-  int turn = 0;
+/// clusters run at the same speed from the same moment on: lengths rise and fall slowly along the
+/// order (query_tile), clusters go through it in rounds of alternating direction, so two rounds
+/// give every cluster the same, and the last round holds the shortest tiles. It needs no memory.
+struct TurnsTaken {
+  uint32_t round = 0;
 
-  __device__ __forceinline__ int take(const LaunchWords& words) {
-    if (words.data != nullptr) return atomicAdd(words.data + LaunchWords::kTilesTaken, 1);
-    const int block = turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-    return turn++ * gridDim.x + block;
+  template <typename Tile>
+  __device__ __forceinline__ int read(const KernelParams& p, const SharedMemory<Tile>& shared) {
+    const uint32_t parity = round++ % 2;
+    if (p.words.data == nullptr) {
+      const uint32_t size = cluster_size(), clusters = gridDim.x / size;
+      const uint32_t cluster = blockIdx.x / size;
+      return (round - 1) * clusters + (parity == 0 ? cluster : clusters - 1 - cluster);
+    }
+    wait(shared.turn_full(), parity);
+    return shared.turn();
+  }
+
+  /// The next one may be handed out.
+  template <typename Tile>
+  __device__ __forceinline__ void free(const KernelParams& p, const SharedMemory<Tile>& shared) {
+    if (p.words.data == nullptr) return;
+    if (cluster_size() == 1) {
+      arrive(shared.turn_free());
+    } else {
+      arrive_in_cluster(address_in_rank(shared.turn_free(), 0));
+    }
   }
 };
 

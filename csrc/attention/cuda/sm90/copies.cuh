@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "attention/cuda/sm90/arrivals.cuh"
+#include "attention/cuda/sm90/epilogue.cuh"
+#include "attention/cuda/sm90/launch.h"
+#include "attention/cuda/sm90/ptx/cluster.cuh"
+#include "attention/cuda/sm90/ptx/mbarrier.cuh"
+#include "attention/cuda/sm90/ptx/registers.cuh"
+#include "attention/cuda/sm90/ptx/tma.cuh"
+#include "attention/cuda/sm90/tile.cuh"
+
+// The copying warpgroup: a thread of each warp does one thing for all the tiles, as far ahead as
+// there are free buffers.
+
+namespace ringattn::cuda::sm90 {
+
+/// Asks for turns and tells all copying threads of the cluster.
+template <typename Tile>
+__device__ __forceinline__ void hand_out_turns(const KernelParams& p,
+                                               const SharedMemory<Tile>& shared) {
+  for (uint32_t round = 0;; ++round) {
+    wait(shared.turn_free(), round % 2 ^ 1);
+    const int turn = atomicAdd(p.words.data + LaunchWords::kTilesTaken, 1);
+    if (cluster_size() == 1) {
+      shared.set_turn(turn);
+      arrive(shared.turn_full());
+    } else {
+      for (uint32_t rank = 0; rank < cluster_size(); ++rank) {
+        const uint32_t full = address_in_rank(shared.turn_full(), rank);
+        arrive_expecting_in_cluster(full, sizeof(turn));
+        send_word(address_in_rank(shared.turn_word(), rank), turn, full);
+      }
+    }
+    if (turn >= p.order.turns) return;
+  }
+}
+
+/// Keys or values of one tile after the other. One thread block of a cluster brings them for all;
+/// the others tell it when they can take them.
+template <Operand kOperand, typename Tile, int kSegments>
+__device__ __forceinline__ void bring(const SegmentedParams<kSegments>& p,
+                                      const SharedMemory<Tile>& shared) {
+  const uint32_t ranks = cluster_size(), from_rank = kOperand == kKeys ? 0 : ranks - 1;
+  const bool is_here = cluster_rank() == from_rank;
+  RingPosition<kOperand == kKeys ? Tile::kKeyStages : Tile::kValueStages> ring;
+  TurnsTaken turns;
+  SeenArrivals<kSegments> arrived;
+  prefetch_map(kOperand == kKeys ? p.maps[0].k : p.maps[0].v);
+
+  for (int turn = turns.read(p, shared); turn < p.order.turns; turn = turns.read(p, shared)) {
+    if constexpr (kOperand == kValues) turns.free(p, shared);
+    const QueryTile tile = query_tile<Tile>(p, turn);
+    const int kv_head = tile.head / p.heads_per_kv_head;
+    if constexpr (p.kArriving) arrived.go_to(kv_head / p.kv_heads_per_arrival);
+#pragma unroll 1
+    for (int segment = 0; segment < p.num_segments; ++segment) {
+      const int key_tiles = SeenKeys<Tile>(p.keys[segment], tile).tiles;
+      if (key_tiles == 0) continue;
+      if constexpr (p.kArriving) {
+        if (is_here) arrived.wait_for(segment, p.keys[segment].arrivals);
+      }
+      const CUtensorMap& from = kOperand == kKeys ? p.maps[segment].k : p.maps[segment].v;
+#pragma unroll 1
+      for (int key_tile = key_tiles - 1; key_tile >= 0; --key_tile) {
+        const uint32_t to = shared.buffer(kOperand, ring.stage);
+        const uint32_t full = shared.full(kOperand, ring.stage);
+        const uint32_t free_elsewhere = shared.free_elsewhere(kOperand, ring.stage);
+        const auto box = [&](int block) {
+          return BoxOrigin{block * kColumnBlock, key_tile * Tile::kBlockK, kv_head, tile.batch};
+        };
+        wait(shared.free(kOperand, ring.stage), ring.parity ^ 1);
+        arrive_expecting(full, Tile::kKeyBytes);
+        if (!is_here) {
+          arrive_in_cluster(address_in_rank(free_elsewhere, from_rank));
+        } else if (ranks == 1) {
+#pragma unroll
+          for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+            load_box(to + block * Tile::kKeyBlockBytes, from, box(block), full,
+                     L2Policy::kEvictLast);
+          }
+        } else {
+          wait(free_elsewhere, ring.parity);
+#pragma unroll
+          for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+            load_box_in_ranks(to + block * Tile::kKeyBlockBytes, from, box(block), full,
+                              (1 << ranks) - 1, L2Policy::kEvictLast);
+          }
+        }
+        ring.advance();
+      }
+    }
+    // The next tile is asked for when this one's end is near: who waits for an arrival keeps none
+    // from the others. The answer comes while the last keys are attended to.
+    if constexpr (kOperand == kKeys) turns.free(p, shared);
+  }
+}
+
+/// Queries of one tile after the other, and the state that its results are folded into.
+template <typename Tile, int kSegments>
+__device__ __forceinline__ void bring_queries(const SegmentedParams<kSegments>& p,
+                                              const SharedMemory<Tile>& shared) {
+  uint32_t parity = 0;  // of the next tile's queries
+  uint32_t states = 0;  // that were loaded
+  TurnsTaken turns;
+  prefetch_map(p.q);
+
+  const auto announce = [&](const QueryTile& tile, int query_bytes) {
+    wait(shared.queries_free(), parity ^ 1);
+    parity ^= 1;
+    shared.set_tile(tile, states % 2);
+    arrive_expecting(shared.queries_full(), query_bytes);
+  };
+
+  for (int turn = turns.read(p, shared); turn < p.order.turns; turn = turns.read(p, shared)) {
+    turns.free(p, shared);
+    const QueryTile tile = query_tile<Tile>(p, turn);
+    if (seen_segment<Tile>(p, tile, 0) == p.num_segments) {
+      announce(tile, 0);
+      continue;
+    }
+    announce(tile, Tile::kQueryBytes);
+#pragma unroll
+    for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+      load_box(shared.queries() + block * Tile::kQueryBlockBytes, p.q,
+               {block * kColumnBlock, tile.first_row, tile.head, tile.batch}, shared.queries_full(),
+               L2Policy::kEvictFirst);
+    }
+    if (!Tile::kStateThroughShared || !p.fold || !goes_through_shared<Tile>(p, tile)) continue;
+    wait(shared.state_free(), states % 2 ^ 1);
+    ++states;
+    arrive_expecting(shared.state_full(), Tile::kStateBytes);
+#pragma unroll 1
+    for (int consumer = 0; consumer < Tile::kConsumers; ++consumer)
+#pragma unroll 1
+      for (int block = 0; block < Tile::kStateBlocks; ++block) {
+        load_box(shared.results(consumer) + block * Tile::kResultBlockBytes, p.state,
+                 {block * kStateBlock, tile.first_row + consumer * 64, tile.head, tile.batch},
+                 shared.state_full(), L2Policy::kEvictFirst);
+      }
+  }
+  announce({-1, 0, 0, 0, 0}, 0);
+}
+
+/// All of it, by the warps of one warpgroup.
+template <typename Tile, int kSegments>
+__device__ __forceinline__ void copy(const SegmentedParams<kSegments>& p,
+                                     const SharedMemory<Tile>& shared) {
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  const bool elected = elect_one_lane();
+  if (warp == 0) {
+    if (elected) bring_queries<Tile>(p, shared);
+  } else if (warp == 1) {
+    if (elected) bring<kKeys, Tile>(p, shared);
+    __syncwarp();
+    finish<p.kArriving>(p.words);
+  } else if (warp == 2) {
+    if (elected) bring<kValues, Tile>(p, shared);
+    __syncwarp();
+    finish<p.kArriving>(p.words);
+  } else if (cluster_rank() == 0 && p.words.data != nullptr) {
+    if (elected) hand_out_turns<Tile>(p, shared);
+  }
+}
+
+}  // namespace ringattn::cuda::sm90
