@@ -97,14 +97,19 @@ Partition check_partition(const std::vector<int64_t>& lengths, const std::vector
   }
 }
 
-void check_capture(const RingGroup& group, const Signature& signature, c10::Device device) {
+void check_capture(const RingGroup& group, const Signature& signature, c10::Device device,
+                   const std::function<const MessageTransport&()>& transport) {
 #ifdef RINGATTN_WITH_CUDA
   if (!device.is_cuda()) return;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
-  RINGATTN_CHECK(status == cudaStreamCaptureStatusNone || group.knows(signature),
+  if (status == cudaStreamCaptureStatusNone) return;
+  RINGATTN_CHECK(group.knows(signature),
                  "a call must have been made once before one of its kind is captured in a CUDA "
                  "graph, got a first one under capture");
+  RINGATTN_CHECK(transport().can_be_captured(),
+                 "a call that is captured in a CUDA graph must not travel over NCCL, got one that "
+                 "does");
 #endif
 }
 

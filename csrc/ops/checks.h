@@ -4,11 +4,13 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <functional>
 #include <optional>
 #include <vector>
 
 #include "core/shape.h"
 #include "partition/partition.h"
+#include "transport/message_transport.h"
 #include "transport/ring_group.h"
 
 // What operators ask of their arguments, once: below this room nobody checks again. A refusal reads
@@ -29,7 +31,9 @@ void check_state(const at::Tensor& out, const at::Tensor& lse, const at::Tensor&
 Partition check_partition(const std::vector<int64_t>& lengths, const std::vector<int64_t>& order,
                           const std::string& layout, int64_t world_size);
 
-/// What is captured in a CUDA graph has been agreed on before: ranks cannot talk then.
-void check_capture(const RingGroup& group, const Signature& signature, c10::Device device);
+/// What is captured in a CUDA graph has been agreed on before: ranks cannot talk then. And its
+/// transport, asked for where there is a capture, can be part of one.
+void check_capture(const RingGroup& group, const Signature& signature, c10::Device device,
+                   const std::function<const MessageTransport&()>& transport);
 
 }  // namespace ringattn

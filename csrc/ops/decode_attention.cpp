@@ -32,7 +32,8 @@ at::Tensor decode_attention_op(const at::Tensor& q, const at::Tensor& k, const a
     check_attention(q, k, v, scale);
     group->check_device(q.device());
     Signature asked = signature(q, k, scale);
-    check_capture(*group, asked, q.device());
+    check_capture(*group, asked, q.device(),
+                  [&]() -> const MessageTransport& { return group->collectives(q.device()); });
     return asked;
   });
   return group->run(call, [&] {

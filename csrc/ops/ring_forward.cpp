@@ -77,7 +77,9 @@ std::tuple<at::Tensor, at::Tensor> ring_forward_op(
     partition = check(args, group->rank(), group->size());
     group->check_device(q.device());
     Signature asked = signature(args, *partition);
-    check_capture(*group, asked, q.device());
+    check_capture(*group, asked, q.device(), [&]() -> const MessageTransport& {
+      return group->transport(args.transport, q.device());
+    });
     return asked;
   });
   MessageTransport& carrier = group->transport(args.transport, q.device());

@@ -127,7 +127,9 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
       partition = check(kv, lengths.vec(), order.vec(), transport, group.rank(), group.size());
       group.check_device(kv.device());
       Signature asked = signature(kv, *partition, transport);
-      check_capture(group, asked, kv.device());
+      check_capture(group, asked, kv.device(), [&]() -> const MessageTransport& {
+        return group.transport(transport, kv.device());
+      });
       return asked;
     });
     message.step = 1;

@@ -162,7 +162,9 @@ class Handshake::State {
     for (const int64_t rank : others_) {
       if (seen[rank] == 0) suspects.push_back(rank);
     }
-    if (suspects.empty()) return;  // it came this moment
+    // It came this moment; or the device does not go on although everybody has.
+    if (suspects.empty() && Clock::now() - since_ < 2 * patience_) return;
+    if (suspects.empty()) suspects = others_;
     if (const auto group = group_.lock()) {
       const int64_t step = step_of_rank_ ? (*step_of_rank_)[suspects.front()] : 1;
       group->fail(group->blame(call_, step, suspects, "no signal came through shared memory"));
@@ -195,6 +197,7 @@ class Handshake::State {
     set(Layout::kStaged, Layout::kRanks, 1);
     set(Layout::kRead, Layout::kRanks, 1);
     set(Layout::kNumStaged, 1, kEnough);
+    set(Layout::kLaunch + Handshake::kLaunchCounters, Handshake::kMaxArrivals, 1);
   }
 
   std::weak_ptr<RingGroup> group_;

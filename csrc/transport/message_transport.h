@@ -44,6 +44,8 @@ class RINGATTN_API MessageTransport : public Transport {
   virtual std::unique_ptr<Transfer> start(const Message& message) = 0;
   /// Whether a rank without a message to send or receive must start one all the same.
   virtual bool needs_every_rank() const { return false; }
+  /// Whether what it does can be part of a CUDA graph.
+  virtual bool can_be_captured() const { return true; }
   /// Sees to it that `results` are NaN if a message that they depend on fails after the host has
   /// moved on.
   virtual void guard(const std::vector<at::Tensor>& results) {}

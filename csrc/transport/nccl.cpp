@@ -12,7 +12,9 @@
 #include <nccl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <future>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -132,7 +134,7 @@ std::future<CommHandle> come_together(const ncclUniqueId& id, int rank, int size
 }
 
 // The communicator, shared by the transport and by what the watchdog holds. Either may be the last.
-class Communicator {
+class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   Communicator(RingGroup& group, c10::Device device)
       : group_(group.weak_from_this()), device_(device) {
@@ -173,13 +175,13 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  /// Ends everything in flight; `failed` first, for those that will read it once they are released.
-  void fail() {
-    const c10::cuda::CUDAGuard guard(device_);
-    const uint32_t yes = 1;  // copied by an engine: no kernel has to end for it
-    cudaMemcpyAsync(&words_->failed, &yes, sizeof(yes), cudaMemcpyHostToDevice, telling_);
-    cudaStreamSynchronize(telling_);
-    abort();
+  /// Starts to end everything in flight; `failed` first, for those that will read it once they are
+  /// released. On a thread of its own: NCCL waits for what it has launched before, which may be
+  /// behind what only the watchdog can end. `group` is let go of there too: it may be the last to
+  /// hold it, and freeing may wait as long.
+  void end(std::shared_ptr<RingGroup> group) {
+    if (ending_.exchange(true)) return;
+    std::thread([self = shared_from_this(), group = std::move(group)] { self->fail(); }).detach();
   }
 
   /// Calls NCCL with the communicator. Note: the lock keeps the watchdog from aborting it in the
@@ -197,6 +199,14 @@ class Communicator {
   std::shared_ptr<RingGroup> group() const { return group_.lock(); }
 
  private:
+  void fail() noexcept {
+    if (cudaSetDevice(device_.index()) != cudaSuccess) return;
+    const uint32_t yes = 1;  // copied by an engine: no kernel has to end for it
+    cudaMemcpyAsync(&words_->failed, &yes, sizeof(yes), cudaMemcpyHostToDevice, telling_);
+    cudaStreamSynchronize(telling_);
+    abort();
+  }
+
   // Whether the device could be spoken to.
   bool abort() noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -215,6 +225,7 @@ class Communicator {
   CommHandle comm_;
   SharedWords words_;
   cudaStream_t telling_ = nullptr;  // where words_->failed is written, past everything that waits
+  std::atomic<bool> ending_{false};
 };
 
 // What runs on a stream between two events, and whom it waits for.
@@ -236,12 +247,12 @@ class WatchedTransfer : public TimeLimited {
   bool done() override { return transfer_.done->query(); }
   milliseconds timeout() const override { return transfer_.patience; }
   void expire() override {
-    const auto group = transfer_.communicator->group();
+    auto group = transfer_.communicator->group();
     if (group) {
       group->fail(group->blame(transfer_.call, transfer_.step, transfer_.suspects,
                                "no data came through NCCL"));
     }
-    transfer_.communicator->fail();
+    transfer_.communicator->end(std::move(group));
   }
 
  private:
@@ -296,6 +307,9 @@ class NcclTransport : public CollectiveTransport {
     watch(started, done, message.call, message.step, std::move(suspects));
     return std::make_unique<CudaTransfer>(started, done, message.timed);
   }
+
+  /// Operations follow each other by events of eager calls, and the watchdog asks for each of them.
+  bool can_be_captured() const override { return false; }
 
   at::Tensor all_gather(const at::Tensor& mine, int64_t call) override {
     at::Tensor all = at::empty({group_.size(), mine.numel()}, mine.options());

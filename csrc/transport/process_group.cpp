@@ -170,6 +170,7 @@ class ProcessGroupPeers : public Peers {
         timeout_(find_timeout(*group)) {
     if (size_ == 1) return;
     store_ = group->getStore();
+    spare_ = store_->clone();
     const std::string counter = "ringattn/" + std::to_string(rank_);
     prefix_ = "ringattn/" + std::to_string(store().add(counter, 1)) + "/";
   }
@@ -212,11 +213,13 @@ class ProcessGroupPeers : public Peers {
 
  private:
   // A clone has a connection of its own, and one for each thread: whoever waits on it keeps nobody
-  // else from the store, least of all the watchdog.
+  // else from the store, least of all the watchdog. The second thread to come, which is the
+  // watchdog as a rule, finds one that has been made while all was well: whoever has the store may
+  // be who is gone, and connecting takes as long then as the store's own timeout.
   c10d::Store& store() {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& clone = clones_[std::this_thread::get_id()];
-    if (!clone) clone = store_->clone();
+    if (!clone) clone = clones_.size() == 2 && spare_ ? std::move(spare_) : store_->clone();
     return *clone;
   }
 
@@ -237,7 +240,8 @@ class ProcessGroupPeers : public Peers {
   int64_t rank_, size_;
   milliseconds timeout_;
   c10::intrusive_ptr<c10d::Store> store_;  // the group's; null for a single rank
-  std::mutex mutex_;                       // guards clones_
+  std::mutex mutex_;                       // guards what follows
+  c10::intrusive_ptr<c10d::Store> spare_;  // for the second thread
   std::map<std::thread::id, c10::intrusive_ptr<c10d::Store>> clones_;
   std::string prefix_;
 };

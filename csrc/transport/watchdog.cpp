@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/watchdog.h"
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -23,8 +26,20 @@ struct StopAtExit {
 
 Watchdog& Watchdog::get() {
   // Never destroyed: its thread may outlive static objects by a moment.
-  static Watchdog* const watchdog = new Watchdog;
+  static Watchdog* const watchdog = [] {
+    auto* made = new Watchdog;
+    pthread_atfork(nullptr, nullptr, [] { Watchdog::get().begin_anew(); });
+    return made;
+  }();
   return *watchdog;
+}
+
+// In a forked child: threads are not forked, and whoever held the lock is not there. What was
+// watched is the parent's.
+void Watchdog::begin_anew() {
+  const auto task = task_;
+  new (this) Watchdog;
+  task_ = task;
 }
 
 void Watchdog::begin_thread(void (Watchdog::*body)()) {

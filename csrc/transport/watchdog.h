@@ -55,6 +55,7 @@ class RINGATTN_API Watchdog {
 
  private:
   Watchdog() = default;
+  void begin_anew();
   void start();
   void look_after();  // the first thread
   void free_up();     // the second

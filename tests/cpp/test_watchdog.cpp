@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <thread>
 
@@ -88,4 +91,25 @@ TEST_CASE("what takes long to free keeps nothing else from being ended") {
   CHECK(state.expired);
   CHECK(!freed);
   go_on = true;
+}
+
+TEST_CASE("a forked process has a watchdog of its own") {
+  static State state;
+  Watchdog::get().every_half_second([] {});  // its threads run
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    alarm(20);  // ends a child that waits for threads which have not been forked
+    state.started = true;
+    Watchdog::get().watch(std::make_unique<Fake>(state, milliseconds(100)));
+    Watchdog::get().drain(&state);
+    const auto start = std::chrono::steady_clock::now();
+    Watchdog::get().stop();
+    const bool soon = std::chrono::steady_clock::now() - start < std::chrono::seconds(3);
+    _exit(state.expired && soon ? 0 : 1);
+  }
+  int status = -1;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
 }
