@@ -259,6 +259,18 @@ def test_a_state_of_part_of_the_rows_may_be_folded_into(device):
     assert (out[:, :11] == 0).all() and (lse[:, :, :11] == -math.inf).all()
 
 
+def test_a_state_that_overlaps_itself_is_refused(device):
+    q, k, v = inputs(device)
+    out, lse = empty_state(q)
+    wrong = {"out": (out[:, :1].expand(q.shape), lse), "lse": (out, lse[:1].expand(lse.shape))}
+    for name, state in wrong.items():
+        message = rf"{name} must not overlap itself, got strides \[.*0"
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.ringattn.block_attention_(*state, q, k, v, 0.125, None)
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.ringattn.merge_states_(*state, out, lse)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("diagonal", [None, 0])
 def test_operators_are_well_behaved(device, dtype, diagonal):
