@@ -4,6 +4,8 @@ the rest. A refusal reads "subject must rule, got value"."""
 
 import math
 import operator
+import sys
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -75,13 +77,16 @@ def check_flag(name: str, value: bool) -> bool:
 def check_diagonal(diagonal: int | None) -> int | None:
     if diagonal is None:
         return None
-    try:
-        whole = operator.index(diagonal)
-    except TypeError:
-        raise ValueError(f"diagonal must be a whole number or None, got {diagonal!r}") from None
-    if not -(2**63) <= whole < 2**63:
-        raise ValueError(f"diagonal must fit 64 bits, got {whole}")
-    return whole
+    # Note: what is an int already stays as it is: operator.index would make a traced length a
+    # constant, and recompile for the next one.
+    if type(diagonal) is not int and not isinstance(diagonal, torch.SymInt):
+        try:
+            diagonal = operator.index(diagonal)
+        except TypeError:
+            raise ValueError(f"diagonal must be a whole number or None, got {diagonal!r}") from None
+    if not torch.compiler.is_compiling() and not -(2**63) <= diagonal < 2**63:
+        raise ValueError(f"diagonal must fit 64 bits, got {diagonal}")
+    return diagonal
 
 
 def check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
@@ -126,13 +131,13 @@ def finite_scale(scale: float | None, q: torch.Tensor) -> float:
         # D 0 is the operator's to refuse.
         return 1 / math.sqrt(q.size(-1)) if q.size(-1) > 0 else 1.0
     try:
-        finite = math.isfinite(scale)
-    except OverflowError:
-        raise ValueError("scale must be finite, got a number past the range of floats") from None
-    except TypeError:
+        # Note: torch.compile traces this, and not math.isfinite.
+        finite = -sys.float_info.max <= scale <= sys.float_info.max
+    except (TypeError, ValueError):
         raise ValueError(f"scale must be a number, got {scale!r}") from None
     if not finite:
-        raise ValueError(f"scale must be finite, got {scale}")
+        got = "a number past the range of floats" if isinstance(scale, int) else scale
+        raise ValueError(f"scale must be finite, got {got}")
     return float(scale)
 
 

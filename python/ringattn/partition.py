@@ -190,19 +190,18 @@ class Partition:
         """
         if len(shards) != self.world_size:
             raise ValueError(f"shards must be {self.world_size} tensors, got {len(shards)}")
-        offsets = [0] * self.world_size  # rows of each rank that are placed already
-        placed: list[tuple[int, torch.Tensor]] = []
-        for rank, (start, stop) in sorted(self._pieces(), key=lambda piece: piece[1]):
-            shard = shards[rank]
+        heads, tails = [], []
+        for rank in self.order:
+            shard, length = shards[rank], self.lengths[rank]
             axis = _check_dim(f"shard {rank}", shard, dim)
-            if shard.size(axis) != self.lengths[rank]:
+            if shard.size(axis) != length:
                 raise ValueError(
-                    f"shard {rank} must have {self.lengths[rank]} rows in dim {axis}, "
-                    f"got {shard.size(axis)}"
+                    f"shard {rank} must have {length} rows in dim {axis}, got {shard.size(axis)}"
                 )
-            placed.append((axis, shard.narrow(axis, offsets[rank], stop - start)))
-            offsets[rank] += stop - start
-        return torch.cat([piece for _, piece in placed], placed[0][0])
+            head = self._head(length)
+            heads.append(shard.narrow(axis, 0, head))
+            tails.append(shard.narrow(axis, head, length - head))
+        return torch.cat(heads + tails[::-1], axis)  # the last tail is the innermost
 
     def gather(self, x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.Tensor:
         """The global tensor on every rank, out of each rank's own rows. Collective: every rank of
@@ -266,6 +265,10 @@ class Partition:
             )
         return dim
 
+    def _head(self, length: int) -> int:
+        """How many of a rank's tokens are its head piece."""
+        return length // 2 if self.layout == "zigzag" else length
+
     def _pieces(self) -> list[tuple[int, tuple[int, int]]]:
         """(rank, (start, stop)) of every rank's head piece and tail piece, empty ones included. A
         contiguous piece is a head without a tail."""
@@ -273,7 +276,7 @@ class Partition:
         head_start, tail_stop = 0, self.seq_len
         for rank in self.order:
             length = self.lengths[rank]
-            head = length // 2 if self.layout == "zigzag" else length
+            head = self._head(length)
             tail = length - head
             pieces.append((rank, (head_start, head_start + head)))
             pieces.append((rank, (tail_stop - tail, tail_stop)))
