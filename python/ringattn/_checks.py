@@ -130,6 +130,8 @@ def finite_scale(scale: float | None, q: torch.Tensor) -> float:
     if scale is None:
         # D 0 is the operator's to refuse.
         return 1 / math.sqrt(q.size(-1)) if q.size(-1) > 0 else 1.0
+    if isinstance(scale, torch.Tensor):  # a learned one would silently be a constant
+        raise ValueError("scale must be a number, got a tensor")
     try:
         # Note: torch.compile traces this, and not math.isfinite.
         finite = -sys.float_info.max <= scale <= sys.float_info.max

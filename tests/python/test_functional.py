@@ -4,6 +4,7 @@
 import copy
 import inspect
 
+import numpy as np
 import pytest
 import ringattn
 import torch
@@ -196,6 +197,8 @@ def test_wrong_decode_arguments_are_refused(changes, message):
         ({"depth": -1}, "depth must be None or an integer of at least 1, got -1"),
         ({"transport": None}, "transport must be a name, got None"),
         ({"scale": "big"}, "scale must be a number, got 'big'"),
+        ({"scale": torch.nn.Parameter(torch.tensor(0.3))}, "scale must be a number, got a tensor"),
+        ({"scale": np.ones(2)}, "scale must be a number, got array"),
         ({"scale": 10**400}, "scale must be finite, got a number past the range of floats"),
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
         ({"causal": None}, "causal must be True or False, got None"),
