@@ -20,13 +20,26 @@ from ringattn._group import Group, Ring, resolve_group
 
 LAYOUTS = ("zigzag", "contiguous")
 
+_MOST_TOKENS = 2**63 - 1  # positions are 64 bits wide
+
+
+def _index(value: int) -> int:
+    # Note: what is an int already stays as it is, symbolic integers among them.
+    return value if isinstance(value, int) else operator.index(value)
+
 
 def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     try:
-        # Note: what is an int already stays as it is, symbolic integers among them.
-        return tuple(v if isinstance(v, int) else operator.index(v) for v in values)
+        return tuple(_index(value) for value in values)
     except TypeError:
         raise ValueError(f"{name} must be integers, got {values!r}") from None
+
+
+def _integer(name: str, value: int) -> int:
+    try:
+        return _index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
 
 
 @dataclass(frozen=True)
@@ -49,8 +62,8 @@ class Partition:
             W-1``. Key/value blocks visit in this order.
 
     Raises:
-        ValueError: an unknown layout, no ranks, lengths that are not non-negative integers, an
-            order that is not a permutation of the ranks.
+        ValueError: an unknown layout, no ranks, lengths that are not non-negative integers or add
+            up to 2**63 or more, an order that is not a permutation of the ranks.
 
     The symmetry argument: a set of positions that is its own mirror image sees, causally, half of
         any
@@ -72,6 +85,9 @@ class Partition:
         for length in lengths:
             if length < 0:
                 raise ValueError(f"lengths must not be negative, got {length}")
+        # Sizes of tensors, which is what traced lengths are made of, are in range.
+        if not torch.compiler.is_compiling() and sum(lengths) > _MOST_TOKENS:
+            raise ValueError(f"lengths must add up to less than 2**63 tokens, got {sum(lengths)}")
         if sorted(order) != list(range(len(lengths))):
             raise ValueError(
                 f"order must name each of the {len(lengths)} ranks once, got {list(order)}"
@@ -83,12 +99,14 @@ class Partition:
     def zigzag(cls, lengths: Sequence[int], order: Sequence[int] | None = None) -> Partition:
         """Nested head and tail pieces: rank r owns ``lengths[r]`` tokens. See
         :class:`Partition`."""
-        return cls("zigzag", _integers("lengths", lengths), _integers("order", order or ()))
+        order = () if order is None else order
+        return cls("zigzag", _integers("lengths", lengths), _integers("order", order))
 
     @classmethod
     def contiguous(cls, lengths: Sequence[int], order: Sequence[int] | None = None) -> Partition:
         """One piece per rank: rank r owns ``lengths[r]`` tokens. See :class:`Partition`."""
-        return cls("contiguous", _integers("lengths", lengths), _integers("order", order or ()))
+        order = () if order is None else order
+        return cls("contiguous", _integers("lengths", lengths), _integers("order", order))
 
     @classmethod
     def even(cls, seq_len: int, world_size: int, layout: str = "zigzag") -> Partition:
@@ -96,8 +114,10 @@ class Partition:
         ranks have the longer ones.
 
         Raises:
-            ValueError: no ranks, a negative number of tokens, an unknown layout.
+            ValueError: no ranks, a number of tokens that is negative or no integer, an unknown
+                layout.
         """
+        seq_len, world_size = _integer("seq_len", seq_len), _integer("world_size", world_size)
         if world_size < 1:
             raise ValueError(f"world_size must be positive, got {world_size}")
         if seq_len < 0:
@@ -121,9 +141,9 @@ class Partition:
         tail) under zigzag and one under contiguous; empty pieces are left out.
 
         Raises:
-            ValueError: a rank out of range.
+            ValueError: a rank out of range, or no integer.
         """
-        self._check_rank(rank)
+        rank = self._check_rank(rank)
         return [piece for owner, piece in self._pieces() if owner == rank and piece[0] < piece[1]]
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -131,7 +151,7 @@ class Partition:
         needs.
 
         Raises:
-            ValueError: a rank out of range.
+            ValueError: a rank out of range, or no integer.
         """
         pieces = [
             torch.arange(start, stop, dtype=torch.int64, device=device)
@@ -143,8 +163,9 @@ class Partition:
         """The rank that owns ``position``.
 
         Raises:
-            ValueError: a position outside ``[0, seq_len)``.
+            ValueError: a position outside ``[0, seq_len)``, or no integer.
         """
+        position = _integer("position", position)
         for rank, (start, stop) in self._pieces():
             if start <= position < stop:
                 return rank
@@ -164,7 +185,7 @@ class Partition:
         Raises:
             ValueError: a rank or dimension out of range, ``x`` without S rows.
         """
-        self._check_rank(rank)
+        rank = self._check_rank(rank)
         dim = _check_dim("x", x, dim)
         if x.size(dim) != self.seq_len:
             raise ValueError(f"x must have {self.seq_len} rows in dim {dim}, got {x.size(dim)}")
@@ -283,13 +304,16 @@ class Partition:
             head_start, tail_stop = head_start + head, tail_stop - tail
         return pieces
 
-    def _check_rank(self, rank: int) -> None:
+    def _check_rank(self, rank: int) -> int:
+        rank = _integer("rank", rank)
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must lie in [0, {self.world_size}), got {rank}")
+        return rank
 
 
 def _check_dim(name: str, x: torch.Tensor, dim: int) -> int:
     """``dim`` counted from the front."""
+    dim = _integer("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must be a dimension of {name} with shape {list(x.shape)}, got {dim}")
     return dim % x.dim()

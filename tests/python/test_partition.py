@@ -5,6 +5,7 @@ import itertools
 import pickle
 import random
 
+import numpy as np
 import pytest
 import torch
 from _distributed import this
@@ -145,9 +146,14 @@ def test_shard_and_unshard_are_differentiable():
     assert torch.equal(x.grad, weights)
 
 
-def test_integers_of_other_kinds_are_integers():
-    partition = Partition.zigzag(torch.tensor([3, 4]), torch.tensor([1, 0]).tolist())
-    assert partition.lengths == (3, 4) and all(type(n) is int for n in partition.lengths)
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
+def test_integers_of_other_kinds_are_integers(kind):
+    for make in (Partition.zigzag, Partition.contiguous):
+        partition = make(kind([3, 4]), kind([1, 0]))
+        assert partition == make([3, 4], [1, 0])
+        assert all(type(n) is int for n in (*partition.lengths, *partition.order))
+        assert partition.segments(kind([1])[0]) == partition.segments(1)
+        assert partition.owner(kind([6])[0]) == partition.owner(6)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +165,15 @@ def test_integers_of_other_kinds_are_integers():
         (lambda: Partition.zigzag([3, -1]), "lengths must not be negative, got -1"),
         (lambda: Partition.zigzag([3, 1.5]), "lengths must be integers, got"),
         (lambda: Partition.zigzag(4), "lengths must be integers, got 4"),
+        (lambda: Partition.zigzag([2**63]), r"lengths must add up to less than 2\*\*63 tokens"),
+        (lambda: Partition.contiguous([2**62] * 2), r"lengths must add up to less than 2\*\*63"),
+        (lambda: Partition.even(4.0, 2), "seq_len must be an integer, got 4.0"),
+        (lambda: Partition.even(4, "2"), "world_size must be an integer, got '2'"),
+        (lambda: Partition.even(4, 2).segments(0.5), "rank must be an integer, got 0.5"),
+        (lambda: Partition.even(4, 2).position_ids(0.5), "rank must be an integer, got 0.5"),
+        (lambda: Partition.even(4, 2).shard(torch.ones(1, 4), 0.5), "rank must be an integer"),
+        (lambda: Partition.even(4, 2).shard(torch.ones(1, 4), 0, "1"), "dim must be an integer"),
+        (lambda: Partition.even(4, 2).owner(0.5), "position must be an integer, got 0.5"),
         (lambda: Partition.zigzag([3, 1], [0, 0]), r"order must name .* got \[0, 0\]"),
         (lambda: Partition.zigzag([3, 1], [1]), r"order must name .* got \[1\]"),
         (lambda: Partition.zigzag([3, 1], [0, 2]), r"order must name .* got \[0, 2\]"),
