@@ -80,6 +80,7 @@ def agree_to_gather(
     order: list[int],
     layout: str,
     dtype: str,
+    device_type: str,
     sizes: list[int],
     dim: int,
 ) -> None: ...

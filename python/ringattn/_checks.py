@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from ringattn import _library
-from ringattn._group import Ring
-from ringattn.partition import Partition
+from ringattn._calls import tell_peers
+from ringattn._group import Group, Ring, resolve_group
 
 # Keywords of torch's scaled_dot_product_attention and what to write instead.
 _REFUSED_KEYWORDS = {
@@ -64,7 +64,7 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} must be strided, got {tensor.layout}")
     if tensor.is_quantized:
-        raise ValueError(f"{name} must be of a floating point dtype, got {tensor.dtype}")
+        raise ValueError(f"{name} must not be quantized, got {tensor.dtype}")
 
 
 def check_flag(name: str, value: bool) -> bool:
@@ -118,12 +118,6 @@ def check_collective(**tensors: torch.Tensor) -> None:
             raise ValueError(
                 f"{name} must not be batched by torch.vmap, got a tensor that is (B is the batch)"
             )
-
-
-def partition_arguments(partition: Partition) -> tuple[list[int], list[int], str]:
-    if not isinstance(partition, Partition):
-        raise ValueError(f"partition must be a Partition, got {type(partition).__name__}")
-    return list(partition.lengths), list(partition.order), partition.layout
 
 
 def finite_scale(scale: float | None, q: torch.Tensor) -> float:

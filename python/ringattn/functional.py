@@ -17,10 +17,9 @@ from ringattn._checks import (
     check_transport,
     clamp_depth,
     finite_scale,
-    partition_arguments,
 )
 from ringattn._group import Group, resolve_group
-from ringattn.partition import Partition
+from ringattn.partition import Partition, partition_arguments
 
 _ops = torch.ops.ringattn
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ringattn import _C
 from ringattn._calls import call, tell_peers
+from ringattn._checks import check_collective, check_tensors
 from ringattn._group import Group, Ring, resolve_group
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -237,9 +238,10 @@ class Partition:
             A new tensor with S rows along ``dim``.
 
         Raises:
-            ValueError: a group this process is not in or whose size is not W, ``x`` without S_r
-                rows, ``x`` that requires grad under grad mode (the gathered rows are not
-                differentiable), ranks that disagree.
+            ValueError: a group this process is not in or whose size is not W, ``x`` that is no
+                plain tensor on a device with a kernel, has no S_r rows, or requires grad under
+                grad mode (the gathered rows are not differentiable), DTensors, ``torch.vmap``,
+                ranks that disagree.
             torch.distributed.DistBackendError: a peer died or never arrived.
         """
         ring = resolve_group(group)
@@ -252,7 +254,7 @@ class Partition:
             return self.unshard([x], dim)
         sizes = [*x.shape[:dim], *x.shape[dim + 1 :]]
         who = (list(self.lengths), list(self.order), self.layout)
-        call(_C.agree_to_gather, ring.name, *who, str(x.dtype), sizes, dim)
+        call(_C.agree_to_gather, ring.name, *who, str(x.dtype), x.device.type, sizes, dim)
         # Every rank sends as many rows as the longest has, as bytes: so any backend takes any
         # dtype.
         rows = self.lengths[ring.rank]
@@ -275,15 +277,12 @@ class Partition:
         """``dim`` counted from the front."""
         if ring.world_size != self.world_size:
             raise ValueError(f"group must have {self.world_size} ranks, got {ring.world_size}")
+        check_tensors(x=x)
         dim = _check_dim("x", x, dim)
         rows = self.lengths[ring.rank]
         if x.size(dim) != rows:
             raise ValueError(f"x must have {rows} rows in dim {dim}, got {x.size(dim)}")
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(
-                "x must not require grad because gather has no backward, got a tensor that does "
-                "(detach it, or call gather under torch.no_grad())"
-            )
+        check_collective(x=x)
         return dim
 
     def _head(self, length: int) -> int:
@@ -317,3 +316,10 @@ def _check_dim(name: str, x: torch.Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must be a dimension of {name} with shape {list(x.shape)}, got {dim}")
     return dim % x.dim()
+
+
+def partition_arguments(partition: Partition) -> tuple[list[int], list[int], str]:
+    """What the operators take of a partition: lengths, order, layout."""
+    if not isinstance(partition, Partition):
+        raise ValueError(f"partition must be a Partition, got {type(partition).__name__}")
+    return list(partition.lengths), list(partition.order), partition.layout

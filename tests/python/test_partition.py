@@ -4,6 +4,9 @@
 import itertools
 import pickle
 import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ import torch
 from _distributed import this
 from _rings import SPLITS
 from ringattn import _C, Partition
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 LENGTHS = [[1], [16], [5, 3, 8], [2, 2, 2, 2], [7, 0, 1], [0, 0, 3, 0], [0], [0, 0], [1, 1, 1]]
 
@@ -199,6 +204,14 @@ def test_integers_of_other_kinds_are_integers(kind):
             lambda: Partition.even(4, 1).gather(torch.ones(1, 4, requires_grad=True)),
             "x must not require grad",
         ),
+        (
+            lambda: Partition.even(4, 1).gather(torch.ones(1, 4, device="meta")),
+            "x must be on a dev",
+        ),
+        (
+            lambda: torch.func.jvp(Partition.even(4, 1).gather, *[(torch.ones(1, 4),)] * 2),
+            "x must have no tangent",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(make, message):
@@ -266,3 +279,51 @@ def gather_unlike_the_others(what: str) -> str:
 def test_ranks_that_gather_different_things_all_get_an_error(rank_pool, what):
     for message in rank_pool(2, "cpu").run(gather_unlike_the_others, what):
         assert "x must have" in message if what == "rows" else f"agree on {what}" in message
+
+
+def gather_wrongly(what: str, culprit: int, width: int) -> str:
+    """A gather in which rank ``culprit`` gives what cannot be gathered."""
+    size, rank = this().world_size, this().rank
+    partition = Partition.even(5 * size, size)
+    gather: Callable[[Any], Any] = partition.gather
+    x: Any = torch.zeros(2, 5, width)
+    mesh = init_device_mesh("cpu", (size,))
+    if rank == culprit:
+        if what == "meta":
+            x = x.to("meta")
+        elif what == "sparse":
+            x = x.to_sparse()
+        elif what == "list":
+            x = x.tolist()
+        elif what == "DTensor":
+            x = DTensor.from_local(x, mesh, run_check=False)
+        elif what == "dim":
+            gather = partial(partition.gather, dim="1")
+        elif what == "vmap":
+            gather, x = torch.vmap(gather), x.expand(4, *x.shape)
+        elif what == "tangent":
+            gather, x = partial(torch.func.jvp, partition.gather, (x,)), (x,)
+    with pytest.raises(ValueError) as error:
+        gather(x)
+    whole = torch.arange(10.0 * size).view(2, 5 * size)
+    assert torch.equal(partition.gather(partition.shard(whole, rank)), whole)
+    return str(error.value)
+
+
+WRONG_GATHERS = {
+    "meta": "x must be on a device with a kernel",
+    "sparse": "x must be strided",
+    "list": "x must be a tensor, got list",
+    "DTensor": "x must be a plain tensor that holds this rank's rows, got a DTensor",
+    "dim": "dim must be an integer, got '1'",
+    "vmap": "x must not be batched by torch.vmap",
+    "tangent": "x must have no tangent",
+}
+
+
+@pytest.mark.parametrize(("what", "message"), WRONG_GATHERS.items(), ids=WRONG_GATHERS)
+def test_what_cannot_be_gathered_fails_every_rank_and_names_the_one(rank_pool, what, message):
+    # A kind of its own each time: what is known already is not compared again.
+    width = 20 + list(WRONG_GATHERS).index(what)
+    for rank, got in enumerate(rank_pool(2, "cpu").run(gather_wrongly, what, 1, width)):
+        assert got.startswith(message if rank == 1 else f"rank 1: {message}")
