@@ -33,6 +33,15 @@ def check_keywords(function: str, refused: dict[str, Any]) -> None:
         raise ValueError(f"{name} must be left out ({_REFUSED_KEYWORDS[name]}), got {got}")
 
 
+def refuse_keywords(function: str, group: Group, refused: dict[str, Any]) -> None:
+    """:func:`check_keywords`, and the peers are told."""
+    try:
+        check_keywords(function, refused)
+    except Exception as error:
+        tell_peers(resolve_group(group), error)
+        raise
+
+
 def check_tensors(**tensors: torch.Tensor) -> None:
     """What an operator cannot say by itself: it would not be reached, or not with these tensors."""
     for name, tensor in tensors.items():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import ringattn
 import torch
+from _distributed import this
 from ringattn import Partition
 
 PUBLIC = [getattr(ringattn, name) for name in ringattn.__all__ if name != "testing"]
@@ -216,6 +217,42 @@ def test_wrong_decode_arguments_are_refused(changes, message):
 def test_wrong_ring_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ringattn.ring_attention(*operands(), **options)
+
+
+def test_a_learned_scale_is_refused_where_it_would_be_a_constant():
+    learned = torch.nn.Parameter(torch.tensor(0.3))
+    for function in (ringattn.block_attention, ringattn.decode_attention):
+        with pytest.raises(ValueError, match="scale must be a number, got a tensor"):
+            function(*operands(), scale=learned)
+
+
+@pytest.mark.parametrize(("name", "value"), [("dropout_p", 0.1), ("attn_mask", torch.ones(6, 6))])
+def test_the_module_refuses_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be left out"):
+        ringattn.RingAttention(**{name: value})
+    with pytest.raises(ValueError, match=f"{name} must be left out"):
+        ringattn.RingAttention()(*operands(), **{name: value})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
+        ringattn.RingAttention(window=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
+        ringattn.RingAttention()(*operands(), window=3)
+
+
+def refuse_in_the_module(where: str) -> str:
+    rows = {"constructor": 31, "call": 32}[where]  # what is known already is not compared again
+    q, k, v = (torch.zeros(1, rows, heads, 16) for heads in (4, 2, 2))
+    wrong = {"dropout_p": 0.1} if this().rank == 1 else {}
+    with pytest.raises(ValueError) as error:
+        attention = ringattn.RingAttention(**(wrong if where == "constructor" else {}))
+        attention(q, k, v, **wrong)
+    assert ringattn.RingAttention()(q, k, v).shape == q.shape
+    return str(error.value)
+
+
+@pytest.mark.parametrize("where", ["constructor", "call"])
+def test_the_module_tells_the_peers(rank_pool, where):
+    first, second = rank_pool(2).run(refuse_in_the_module, where)
+    assert second.startswith("dropout_p must be left out") and first == f"rank 1: {second}"
 
 
 @pytest.mark.parametrize(
