@@ -2,7 +2,8 @@
 """How C++ is called: what it says of arguments becomes a ValueError, and what one rank says of its
 own is told to the others."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,9 +16,10 @@ from ringattn._group import Ring
 _PREFIX = "ringattn: "
 
 
-def call(operator: Callable[..., Any], *args: Any) -> Any:
+def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | None = None) -> Any:
     """Calls an operator or a function of ``_C``; what it says about a caller's arguments becomes a
-    ValueError. Failures of the other kind (a peer died, a timeout) pass through unchanged."""
+    ValueError, with ``names`` for those that the caller knows by another one. Failures of the other
+    kind (a peer died, a timeout) pass through unchanged."""
     if torch.compiler.is_compiling():
         return operator(*args)
     try:
@@ -30,6 +32,8 @@ def call(operator: Callable[..., Any], *args: Any) -> Any:
             raise
         # With TORCH_SHOW_CPP_STACKTRACES=1 the C++ stack follows the sentence.
         sentence = message.removeprefix(_PREFIX).split("\nException raised from")[0]
+        if names is not None:
+            sentence = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), sentence)
         raise ValueError(sentence) from None
 
 

@@ -77,7 +77,9 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_flag(name: str, value: bool) -> bool:
-    if isinstance(value, torch.Tensor) or value not in (True, False):
+    # Arrays and tensors compare elementwise.
+    single = isinstance(value, Hashable) and not isinstance(value, torch.Tensor)
+    if not single or value not in (True, False):
         got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"{name} must be True or False, got {got}")
     return bool(value)

@@ -3,6 +3,7 @@
 
 import copy
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -179,7 +180,7 @@ def test_wrong_head_dimensions_are_refused(function):
     [
         (
             changes,
-            message.replace("k must", "k_?s?h?a?r?d? must").replace("v must", "v_?s?h?a?r?d? must"),
+            re.sub(r"\b([kv])( must|,)", r"\1_shard\2", message),
         )
         for changes, message in ATTENTION_RULES
     ],
@@ -203,6 +204,8 @@ def test_wrong_decode_arguments_are_refused(changes, message):
         ({"scale": 10**400}, "scale must be finite, got a number past the range of floats"),
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
         ({"causal": None}, "causal must be True or False, got None"),
+        ({"causal": np.ones(2)}, "causal must be True or False, got array"),
+        ({"causal": torch.tensor(True)}, "causal must be True or False, got Tensor"),
         ({"depth": 1.5}, "depth must be None or an integer of at least 1, got 1.5"),
         ({"partition": (6,)}, "partition must be a Partition, got tuple"),
         ({"partition": Partition.even(5, 1)}, "q must have the 5 rows .* got 6"),
