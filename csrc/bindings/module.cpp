@@ -176,6 +176,17 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("group_name"), py::arg("message"), py::call_guard<py::gil_scoped_release>());
   m.def(
+      "check_group",
+      [](const std::string& group_name) { RingGroup::resolve(group_name)->throw_if_failed(); },
+      py::arg("group_name"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "end_group",
+      [](const std::string& group_name, const std::string& operation, const std::string& reason) {
+        RingGroup::resolve(group_name)->end(operation, reason);
+      },
+      py::arg("group_name"), py::arg("operation"), py::arg("reason"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
       "agree_to_gather",
       [](const std::string& group_name, const std::vector<int64_t>& lengths,
          const std::vector<int64_t>& order, const std::string& layout, const std::string& dtype,

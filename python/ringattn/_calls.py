@@ -3,8 +3,8 @@
 own is told to the others."""
 
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -42,3 +42,18 @@ def tell_peers(ring: Ring, error: Exception) -> None:
     if ring.world_size > 1:
         with suppress(RuntimeError):  # no store any more: this rank's mistake is still its own
             _C.refuse_call(ring.name, str(error))
+
+
+@contextmanager
+def collective(ring: Ring, operation: str) -> Iterator[None]:
+    """Around collectives of torch.distributed's own: where one fails a peer is gone, which the
+    error says of ``operation``, with the peer's rank where it is known, and so does every later
+    call of this group."""
+    if ring.world_size == 1:
+        yield
+        return
+    call(_C.check_group, ring.name)
+    try:
+        yield
+    except RuntimeError as error:
+        call(_C.end_group, ring.name, operation, str(error).split("\n")[0])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn import _C
-from ringattn._calls import call, tell_peers
+from ringattn._calls import call, collective, tell_peers
 from ringattn._checks import check_collective, check_tensors
 from ringattn._group import Group, Ring, resolve_group
 
@@ -262,11 +262,12 @@ class Partition:
         padded = by_row.new_zeros(max(self.lengths), *by_row.shape[1:])
         padded.narrow(0, 0, rows).copy_(by_row)
         blocks = [torch.empty_like(padded) for _ in range(ring.world_size)]
-        dist.all_gather(
-            [block.view(-1).view(torch.uint8) for block in blocks],
-            padded.view(-1).view(torch.uint8),
-            group=ring.process_group,
-        )
+        with collective(ring, "gather"):
+            dist.all_gather(
+                [block.view(-1).view(torch.uint8) for block in blocks],
+                padded.view(-1).view(torch.uint8),
+                group=ring.process_group,
+            )
         shards = [
             block.narrow(0, 0, length).movedim(0, dim)
             for block, length in zip(blocks, self.lengths, strict=True)
