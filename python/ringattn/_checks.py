@@ -76,6 +76,10 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} must not be quantized, got {tensor.dtype}")
 
 
+def is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_flag(name: str, value: bool) -> bool:
     # Arrays and tensors compare elementwise.
     single = isinstance(value, Hashable) and not isinstance(value, torch.Tensor)
