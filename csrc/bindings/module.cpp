@@ -176,21 +176,34 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("group_name"), py::arg("message"), py::call_guard<py::gil_scoped_release>());
   m.def(
+      "check_group",
+      [](const std::string& group_name) { RingGroup::resolve(group_name)->throw_if_failed(); },
+      py::arg("group_name"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "end_group",
+      [](const std::string& group_name, const std::string& operation, const std::string& reason) {
+        RingGroup::resolve(group_name)->end(operation, reason);
+      },
+      py::arg("group_name"), py::arg("operation"), py::arg("reason"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
       "agree_to_gather",
       [](const std::string& group_name, const std::vector<int64_t>& lengths,
          const std::vector<int64_t>& order, const std::string& layout, const std::string& dtype,
-         const std::vector<int64_t>& sizes, int64_t dim) {
+         const std::string& device_type, const std::vector<int64_t>& sizes, int64_t dim) {
         RingGroup::resolve(group_name)
             ->begin_checked_call(Signature("gather")
                                      .add("lengths", lengths)
                                      .add("order", order)
                                      .add("layout", layout)
                                      .add("dtype", dtype)
+                                     .add("device type", device_type)
                                      .add("sizes", sizes)
                                      .add("dim", dim));
       },
       py::arg("group_name"), py::arg("lengths"), py::arg("order"), py::arg("layout"),
-      py::arg("dtype"), py::arg("sizes"), py::arg("dim"), py::call_guard<py::gil_scoped_release>());
+      py::arg("dtype"), py::arg("device_type"), py::arg("sizes"), py::arg("dim"),
+      py::call_guard<py::gil_scoped_release>());
   m.def(
       "synchronize",
       [](const std::string& group_name) { RingGroup::resolve(group_name)->synchronize(); },

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/checks.h"
 
+#include <ATen/MemoryOverlap.h>
+
 #include <cmath>
 #include <stdexcept>
 
@@ -33,6 +35,12 @@ void check_like(const at::Tensor& x, const char* name, const at::Tensor& q) {
                  ", got ", x.size(0));
   RINGATTN_CHECK(x.size(3) == q.size(3), name, " must have the head dimension of q, ", q.size(3),
                  ", got ", x.size(3));
+}
+
+// What is folded into is written once for each of its elements.
+void check_written(const at::Tensor& x, const char* name) {
+  RINGATTN_CHECK(at::has_internal_overlap(x) != at::MemOverlap::Yes, name,
+                 " must not overlap itself, got strides ", x.strides());
 }
 
 }  // namespace
@@ -72,6 +80,8 @@ void check_state(const at::Tensor& out, const at::Tensor& lse) {
   RINGATTN_CHECK(lse.scalar_type() == dtype && lse.device() == out.device(),
                  "lse must have the dtype and the device of out, ", dtype, " on ", out.device(),
                  ", got ", lse.scalar_type(), " on ", lse.device());
+  check_written(out, "out");
+  check_written(lse, "lse");
 }
 
 void check_state(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& q) {

@@ -187,24 +187,51 @@ std::string RingGroup::blame(int64_t call, int64_t step, const std::vector<int64
   int64_t blamed = suspects.front();
   std::string refusal;
   try {
-    std::string word;
-    for (const int64_t suspect : suspects) word += std::to_string(suspect) + " ";
-    peers_->put(failed_key(rank()), word);
-    blamed = most_suspected(suspects);
+    const std::vector<int64_t> silent = most_suspected(suspects);
+    if (!silent.empty()) blamed = silent.front();
     refusal = agreement_.refusal(call, blamed).value_or("");
   } catch (const std::exception&) {
     // The store may have gone with the rank that died; then the first suspect is all that is known.
   }
-  std::string sentence = "rank " + std::to_string(blamed) + " did not take part in step " +
-                         std::to_string(step) + " of the ring within the group's timeout of " +
+  return lost("rank " + std::to_string(blamed), "step " + std::to_string(step) + " of the ring",
+              refusal, reason);
+}
+
+void RingGroup::end(const std::string& operation, const std::string& reason) {
+  throw_if_failed();
+  const std::vector<int64_t> suspects = others();
+  std::vector<int64_t> silent;
+  std::string refusal;
+  try {
+    silent = most_suspected(suspects);
+    if (silent.size() == 1)
+      refusal = agreement_.refusal(next_call_ - 1, silent.front()).value_or("");
+  } catch (const std::exception&) {
+    // As in blame().
+  }
+  if (silent.empty() && suspects.size() == 1) silent = suspects;
+  std::string who;  // survivors that have not noticed yet are silent too
+  for (const int64_t rank : silent)
+    who += (who.empty() ? "rank " : " or rank ") + std::to_string(rank);
+  fail(lost(who.empty() ? "a rank" : who, operation, refusal, reason));
+  throw_if_failed();
+}
+
+std::string RingGroup::lost(const std::string& who, const std::string& place,
+                            const std::string& refusal, const std::string& reason) const {
+  std::string sentence = who + " did not take part in " + place +
+                         " within the group's timeout of " +
                          std::to_string(peers_->timeout().count()) + " ms";
   if (!refusal.empty()) sentence += ", it refused the call: " + refusal;
   return sentence + " (" + reason + "); the group cannot be used any more";
 }
 
-int64_t RingGroup::most_suspected(const std::vector<int64_t>& suspects) {
+std::vector<int64_t> RingGroup::most_suspected(const std::vector<int64_t>& suspects) {
   // Ranks that wait in vain say so. Among those that say nothing, whom most of the others wait for
-  // is the one that is gone; the others have only not noticed yet.
+  // is the one that is gone; the others have only not noticed yet. Several where as many wait.
+  std::string mine;
+  for (const int64_t suspect : suspects) mine += std::to_string(suspect) + " ";
+  peers_->put(failed_key(rank()), mine);
   const auto deadline = std::chrono::steady_clock::now() +
                         std::min(peers_->timeout() / 5, std::chrono::milliseconds(2000));
   std::vector<int64_t> votes(size(), 0);
@@ -223,13 +250,13 @@ int64_t RingGroup::most_suspected(const std::vector<int64_t>& suspects) {
     std::istringstream waits_for(*word);
     for (int64_t suspect; waits_for >> suspect;) ++votes[suspect];
   }
-  int64_t blamed = suspects.front();
-  int64_t most = 0;
+  std::vector<int64_t> blamed;
+  int64_t most = 1;
   for (const int64_t other : asked) {
-    if (silent[other] && votes[other] > most) {
-      most = votes[other];
-      blamed = other;
-    }
+    if (!silent[other] || votes[other] < most) continue;
+    if (votes[other] > most) blamed.clear();
+    most = votes[other];
+    blamed.push_back(other);
   }
   return blamed;
 }

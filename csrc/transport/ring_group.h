@@ -90,6 +90,9 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
   /// Asks the store who else has failed. `suspects`: whom this rank was exchanging with.
   std::string blame(int64_t call, int64_t step, const std::vector<int64_t>& suspects,
                     const std::string& reason);
+  /// Throws, with blame: the group ends because a collective that it does not run itself, one of
+  /// c10d's own in `operation`, failed for `reason`.
+  void end(const std::string& operation, const std::string& reason);
   /// Runs `body`, whose failure means that `other` is gone: the group ends, with blame.
   template <typename Body>
   void blaming(int64_t call, int64_t step, int64_t other, const Body& body) {
@@ -111,7 +114,9 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
  private:
   static std::string reason_of(const std::exception& error);
   void fail_call(int64_t call, const std::exception& error);
-  int64_t most_suspected(const std::vector<int64_t>& suspects);
+  std::string lost(const std::string& who, const std::string& place, const std::string& refusal,
+                   const std::string& reason) const;
+  std::vector<int64_t> most_suspected(const std::vector<int64_t>& suspects);
   static std::string without_prefix(const std::string& message);
 
   std::unique_ptr<Peers> peers_;

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from typing import NoReturn
+
 class Visit:
     source: int
     query_begin: int
@@ -80,9 +82,12 @@ def agree_to_gather(
     order: list[int],
     layout: str,
     dtype: str,
+    device_type: str,
     sizes: list[int],
     dim: int,
 ) -> None: ...
+def check_group(group_name: str) -> None: ...
+def end_group(group_name: str, operation: str, reason: str) -> NoReturn: ...
 def refuse_call(group_name: str, message: str) -> None: ...
 def synchronize(group_name: str) -> None: ...
 def start_recording() -> None: ...

@@ -2,8 +2,9 @@
 """How C++ is called: what it says of arguments becomes a ValueError, and what one rank says of its
 own is told to the others."""
 
-from collections.abc import Callable
-from contextlib import suppress
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from ringattn._group import Ring
 _PREFIX = "ringattn: "
 
 
-def call(operator: Callable[..., Any], *args: Any) -> Any:
+def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | None = None) -> Any:
     """Calls an operator or a function of ``_C``; what it says about a caller's arguments becomes a
-    ValueError. Failures of the other kind (a peer died, a timeout) pass through unchanged."""
+    ValueError, with ``names`` for those that the caller knows by another one. Failures of the other
+    kind (a peer died, a timeout) pass through unchanged."""
     if torch.compiler.is_compiling():
         return operator(*args)
     try:
@@ -30,6 +32,8 @@ def call(operator: Callable[..., Any], *args: Any) -> Any:
             raise
         # With TORCH_SHOW_CPP_STACKTRACES=1 the C++ stack follows the sentence.
         sentence = message.removeprefix(_PREFIX).split("\nException raised from")[0]
+        if names is not None:
+            sentence = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), sentence)
         raise ValueError(sentence) from None
 
 
@@ -38,3 +42,18 @@ def tell_peers(ring: Ring, error: Exception) -> None:
     if ring.world_size > 1:
         with suppress(RuntimeError):  # no store any more: this rank's mistake is still its own
             _C.refuse_call(ring.name, str(error))
+
+
+@contextmanager
+def collective(ring: Ring, operation: str) -> Iterator[None]:
+    """Around collectives of torch.distributed's own: where one fails a peer is gone, which the
+    error says of ``operation``, with the peer's rank where it is known, and so does every later
+    call of this group."""
+    if ring.world_size == 1:
+        yield
+        return
+    call(_C.check_group, ring.name)
+    try:
+        yield
+    except RuntimeError as error:
+        call(_C.end_group, ring.name, operation, str(error).split("\n")[0])

@@ -4,6 +4,8 @@ the rest. A refusal reads "subject must rule, got value"."""
 
 import math
 import operator
+import sys
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -11,8 +13,8 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from ringattn import _library
-from ringattn._group import Ring
-from ringattn.partition import Partition
+from ringattn._calls import tell_peers
+from ringattn._group import Group, Ring, resolve_group
 
 # Keywords of torch's scaled_dot_product_attention and what to write instead.
 _REFUSED_KEYWORDS = {
@@ -29,6 +31,15 @@ def check_keywords(function: str, refused: dict[str, Any]) -> None:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"{name} must be left out ({_REFUSED_KEYWORDS[name]}), got {got}")
+
+
+def refuse_keywords(function: str, group: Group, refused: dict[str, Any]) -> None:
+    """:func:`check_keywords`, and the peers are told."""
+    try:
+        check_keywords(function, refused)
+    except Exception as error:
+        tell_peers(resolve_group(group), error)
+        raise
 
 
 def check_tensors(**tensors: torch.Tensor) -> None:
@@ -62,11 +73,17 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} must be strided, got {tensor.layout}")
     if tensor.is_quantized:
-        raise ValueError(f"{name} must be of a floating point dtype, got {tensor.dtype}")
+        raise ValueError(f"{name} must not be quantized, got {tensor.dtype}")
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_flag(name: str, value: bool) -> bool:
-    if isinstance(value, torch.Tensor) or value not in (True, False):
+    # Arrays and tensors compare elementwise.
+    single = isinstance(value, Hashable) and not isinstance(value, torch.Tensor)
+    if not single or value not in (True, False):
         got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"{name} must be True or False, got {got}")
     return bool(value)
@@ -75,13 +92,16 @@ def check_flag(name: str, value: bool) -> bool:
 def check_diagonal(diagonal: int | None) -> int | None:
     if diagonal is None:
         return None
-    try:
-        whole = operator.index(diagonal)
-    except TypeError:
-        raise ValueError(f"diagonal must be a whole number or None, got {diagonal!r}") from None
-    if not -(2**63) <= whole < 2**63:
-        raise ValueError(f"diagonal must fit 64 bits, got {whole}")
-    return whole
+    # Note: what is an int already stays as it is: operator.index would make a traced length a
+    # constant, and recompile for the next one.
+    if type(diagonal) is not int and not isinstance(diagonal, torch.SymInt):
+        try:
+            diagonal = operator.index(diagonal)
+        except TypeError:
+            raise ValueError(f"diagonal must be a whole number or None, got {diagonal!r}") from None
+    if not torch.compiler.is_compiling() and not -(2**63) <= diagonal < 2**63:
+        raise ValueError(f"diagonal must fit 64 bits, got {diagonal}")
+    return diagonal
 
 
 def check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
@@ -115,24 +135,20 @@ def check_collective(**tensors: torch.Tensor) -> None:
             )
 
 
-def partition_arguments(partition: Partition) -> tuple[list[int], list[int], str]:
-    if not isinstance(partition, Partition):
-        raise ValueError(f"partition must be a Partition, got {type(partition).__name__}")
-    return list(partition.lengths), list(partition.order), partition.layout
-
-
 def finite_scale(scale: float | None, q: torch.Tensor) -> float:
     if scale is None:
         # D 0 is the operator's to refuse.
         return 1 / math.sqrt(q.size(-1)) if q.size(-1) > 0 else 1.0
+    if isinstance(scale, torch.Tensor):  # a learned one would silently be a constant
+        raise ValueError("scale must be a number, got a tensor")
     try:
-        finite = math.isfinite(scale)
-    except OverflowError:
-        raise ValueError("scale must be finite, got a number past the range of floats") from None
-    except TypeError:
+        # Note: torch.compile traces this, and not math.isfinite.
+        finite = -sys.float_info.max <= scale <= sys.float_info.max
+    except (TypeError, ValueError):
         raise ValueError(f"scale must be a number, got {scale!r}") from None
     if not finite:
-        raise ValueError(f"scale must be finite, got {scale}")
+        got = "a number past the range of floats" if isinstance(scale, int) else scale
+        raise ValueError(f"scale must be finite, got {got}")
     return float(scale)
 
 

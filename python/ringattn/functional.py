@@ -17,12 +17,15 @@ from ringattn._checks import (
     check_transport,
     clamp_depth,
     finite_scale,
-    partition_arguments,
 )
 from ringattn._group import Group, resolve_group
-from ringattn.partition import Partition
+from ringattn.partition import Partition, partition_arguments
 
 _ops = torch.ops.ringattn
+
+# What the operators call arguments that have other names here.
+_MERGED = {"out": "out_a", "lse": "lse_a", "other_out": "out_b", "other_lse": "lse_b"}
+_SHARDS = {"k": "k_shard", "v": "v_shard"}
 
 
 @overload
@@ -210,7 +213,7 @@ def merge_states(
         state.to(dtype, copy=True, memory_format=torch.contiguous_format)
         for state in (out_a, lse_a)
     )
-    call(_ops.merge_states_, out, lse, out_b.to(dtype), lse_b.to(dtype))
+    call(_ops.merge_states_, out, lse, out_b.to(dtype), lse_b.to(dtype), names=_MERGED)
     return out, lse
 
 
@@ -256,7 +259,8 @@ def decode_attention(
     except Exception as error:
         tell_peers(ring, error)
         raise
-    out: torch.Tensor = call(_ops.decode_attention, q, k_shard, v_shard, scale, ring.name)
+    arguments = (q, k_shard, v_shard, scale, ring.name)
+    out: torch.Tensor = call(_ops.decode_attention, *arguments, names=_SHARDS)
     return out
 
 

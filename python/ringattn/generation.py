@@ -8,79 +8,31 @@ token. So all go on with the same token even where their hardware rounds differe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from ringattn._calls import collective
+from ringattn._checks import check_flag, is_integer
 from ringattn.models.cache import ShardedKVCache
 from ringattn.models.graphs import DecodeGraphs, record
 from ringattn.models.llama import LLaMA
 from ringattn.partition import Partition
+from ringattn.sampling import Sampling
 
 # Tokens before CUDA graphs are recorded, and that must be left then: recording takes as much time
 # as the graphs save in some dozens of tokens.
 _TOKENS_BEFORE_GRAPHS = 16
 
+# What the sampler sends where it could not draw a token.
+_NO_TOKEN = -1
+
 #: One token id, several, None for no end, or "config" for those of the model.
 EndIds = int | Sequence[int] | None | Literal["config"]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn from its logits. Applied in this order, each None is left out.
-
-    Args:
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: only the k likeliest tokens stay, and those as likely as the k-th.
-        top_p: only the fewest likeliest tokens whose probabilities reach ``top_p`` together stay
-            (Holtzman et al., https://arxiv.org/abs/1904.09751).
-        greedy: take the likeliest token, whatever the others say.
-
-    Raises:
-        ValueError: a temperature below 0 or not finite, top_k below 1, top_p outside (0, 1].
-    """
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    greedy: bool = False
-
-    def __post_init__(self) -> None:
-        if self.temperature is not None and not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 or more and finite, got {self.temperature}")
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
-            raise ValueError(f"top_k must be an integer of at least 1, got {self.top_k!r}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-
-    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32 ``[B, V]`` from logits ``[B, V]``; tokens that do not stay have 0."""
-        logits = logits.float()
-        if self.temperature is not None:
-            logits = logits / self.temperature
-        if self.top_k is not None and self.top_k < logits.size(-1):
-            least = logits.topk(self.top_k).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -math.inf)
-        probabilities = logits.softmax(-1)
-        if self.top_p is None or self.top_p == 1:
-            return probabilities
-        ordered, indices = probabilities.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered  # what the likelier tokens have together
-        before[:, 0] = 0  # the likeliest always stays
-        ordered = ordered.masked_fill(before >= self.top_p, 0)
-        ordered /= ordered.sum(-1, keepdim=True)
-        return torch.zeros_like(probabilities).scatter(-1, indices, ordered)
-
-    def draw(self, logits: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Token ids, int64 ``[B]``, from logits ``[B, V]``."""
-        if self.greedy or self.temperature == 0:
-            return logits.argmax(-1)
-        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
 
 
 def generate(
@@ -135,21 +87,27 @@ def generate(
     Raises:
         ValueError: arguments that break a rule above, differ between ranks, or ask for more tokens
             than the model was trained for; on all ranks, before anything is computed.
+        RuntimeError: a token could not be drawn (logits that are NaN, say); on all ranks.
+        torch.distributed.DistBackendError: a peer died or never arrived.
     """
-    request, message = None, None
+    request, summary, message = None, None, None
     try:
         if do_sample is None:
             do_sample = any(option is not None for option in (temperature, top_k, top_p))
+        do_sample = check_flag("do_sample", do_sample)
         sampling = Sampling(temperature, top_k, top_p, greedy=not do_sample)
         request = _Request.checked(
             *(model, prompt_ids, max_new_tokens, partition, cache_lengths, sampling),
             *(eos_token_id, pad_token_id, seed, cuda_graphs),
         )
+        summary = {"model": model.config, "dtype": model.dtype, **request.summary()}
     except ValueError as error:
         message = str(error)
     except TypeError as error:
         message = f"arguments must be of the types that generate() names, got: {error}"
-    _agree(model, request, message)
+    except Exception as error:  # whatever it is: the peers wait
+        message = f"arguments must be such that generation can begin, got: {error}"
+    _agree(model, summary, message)
     assert request is not None  # _agree has raised otherwise
     new_ids = []
     for tokens in _tokens(model, request):
@@ -187,10 +145,12 @@ class _Request:
         seed: int | None,
         cuda_graphs: bool | None,
     ) -> _Request:
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if not is_integer(max_new_tokens) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens!r}")
-        if seed is not None and not isinstance(seed, int):
+        if seed is not None and not is_integer(seed):
             raise ValueError(f"seed must be an integer or None, got {seed!r}")
+        if seed is not None and not -(2**63) <= seed < 2**64:
+            raise ValueError(f"seed must fit 64 bits, got {seed}")
         if cuda_graphs and model.device.type != "cuda":
             raise ValueError(f"cuda_graphs must have a model on CUDA, got {model.device}")
         partition = model.check(prompt_ids, partition, new_tokens=max_new_tokens)
@@ -208,6 +168,8 @@ class _Request:
             pad_token_id = model.config.pad_id
         if pad_token_id is None or pad_token_id == -1:  # some configurations write none as -1
             pad_token_id = eos_ids[0] if eos_ids else 0
+        if not is_integer(pad_token_id):
+            raise ValueError(f"pad_token_id must be an integer or None, got {pad_token_id!r}")
         if not 0 <= pad_token_id < vocabulary:
             raise ValueError(f"pad_token_id must lie in [0, {vocabulary}), got {pad_token_id}")
         return cls(
@@ -241,7 +203,7 @@ class _Request:
 
 def _cache_lengths(given: Sequence[int], partition: Partition, new_tokens: int) -> tuple[int, ...]:
     lengths = tuple(given)
-    if not all(isinstance(length, int) and length >= 0 for length in lengths):
+    if not all(is_integer(length) and length >= 0 for length in lengths):
         raise ValueError(f"cache_lengths must be integers of at least 0, got {list(lengths)}")
     if len(lengths) != partition.world_size:
         raise ValueError(
@@ -259,24 +221,21 @@ def _end_ids(eos_token_id: EndIds, model: LLaMA) -> tuple[int, ...]:
     if eos_token_id == "config":
         return model.config.eos_ids
     ids = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
-    if not all(isinstance(token, int) for token in ids):
+    if not all(is_integer(token) for token in ids):
         raise ValueError(f'eos_token_id must be integers, None or "config", got {eos_token_id!r}')
     return ids
 
 
-def _agree(model: LLaMA, request: _Request | None, message: str | None) -> None:
+def _agree(model: LLaMA, summary: dict[str, Any] | None, message: str | None) -> None:
     """Raises on every rank what is wrong on any, before anything is computed."""
     ring = model.ring
     if ring.world_size == 1:
         if message is not None:
             raise ValueError(message)
         return
-    own: tuple[str | None, dict[str, Any] | None] = (message, None)
-    if request is not None:
-        own = (None, {"model": model.config, "dtype": model.dtype, **request.summary()})
     of_ranks: list[Any] = [None] * ring.world_size
-    with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
-        dist.all_gather_object(of_ranks, own, group=ring.process_group)
+    with _on_device(model), collective(ring, "generate"):
+        dist.all_gather_object(of_ranks, (message, summary), group=ring.process_group)
     for rank, (problem, _) in enumerate(of_ranks):
         if problem is not None:
             raise ValueError(problem if rank == ring.rank else f"rank {rank}: {problem}")
@@ -288,6 +247,11 @@ def _agree(model: LLaMA, request: _Request | None, message: str | None) -> None:
                     f"{name} must be the same on all ranks, "
                     f"got {first[name]} on rank 0 and {value} on rank {rank}"
                 )
+
+
+def _on_device(model: LLaMA) -> AbstractContextManager[Any]:
+    """Where collectives of objects put what they send."""
+    return torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
 
 
 def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
@@ -367,12 +331,31 @@ def _choose(
     sampling: Sampling,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """The next tokens, int64 ``[B]``: drawn on one rank, the same on all."""
+    """The next tokens, int64 ``[B]``: drawn on one rank, the same on all. Where that rank cannot
+    draw, all say why."""
     ring = model.ring
+    problem: Exception | None = None
     if ring.rank == sampler:
-        tokens = sampling.draw(model.project(hidden), generator)
-    else:
-        tokens = torch.empty(batch, dtype=torch.int64, device=model.device)
+        try:
+            tokens = sampling.draw(model.project(hidden), generator)
+        except Exception as error:  # whatever it is: the peers wait
+            problem = error
+    if ring.rank != sampler or problem is not None:
+        tokens = torch.full((batch,), _NO_TOKEN, dtype=torch.int64, device=model.device)
     if ring.world_size > 1:
-        dist.broadcast(tokens, group=ring.process_group, group_src=sampler)
+        with collective(ring, "generate"):
+            dist.broadcast(tokens, group=ring.process_group, group_src=sampler)
+    # The sampler knows, and does not wait for its device here.
+    if problem is not None or (ring.rank != sampler and int(tokens[0]) == _NO_TOKEN):
+        raise RuntimeError(_why_no_token(model, sampler, problem)) from problem
     return tokens
+
+
+def _why_no_token(model: LLaMA, sampler: int, problem: Exception | None) -> str:
+    """The sentence that every rank raises, from the sampler."""
+    ring = model.ring
+    sentence = [f"rank {sampler} could not draw a token: {problem}"]
+    if ring.world_size > 1:
+        with _on_device(model), collective(ring, "generate"):
+            dist.broadcast_object_list(sentence, group=ring.process_group, group_src=sampler)
+    return sentence[0]

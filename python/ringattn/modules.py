@@ -4,6 +4,7 @@
 import torch
 from torch import nn
 
+from ringattn._checks import refuse_keywords
 from ringattn._group import Group
 from ringattn.functional import ring_attention
 from ringattn.partition import Partition
@@ -20,6 +21,10 @@ class RingAttention(nn.Module):
         transport: how blocks travel, see :func:`ringattn.ring_attention`.
         depth: how many blocks may be under way ahead of the one being attended to.
 
+    Raises:
+        ValueError: ``attn_mask``, ``dropout_p``, ``is_causal`` or ``enable_gqa``, here or in the
+            call; the other ranks of the group get an error from their next call.
+
     The method is ring attention (Liu et al., https://arxiv.org/abs/2310.01889).
     """
 
@@ -31,8 +36,10 @@ class RingAttention(nn.Module):
         scale: float | None = None,
         transport: str = "auto",
         depth: int | None = None,
+        **refused: object,
     ) -> None:
         super().__init__()
+        refuse_keywords("RingAttention", group, refused)
         self.group = group
         self.causal = causal
         self.scale = scale
@@ -45,9 +52,11 @@ class RingAttention(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         partition: Partition | None = None,
+        **refused: object,
     ) -> torch.Tensor:
         """out ``[B, S_r, H, D]`` of this rank's queries, in the dtype of ``q``. Collective; shapes
         and errors as in :func:`ringattn.ring_attention`."""
+        refuse_keywords("RingAttention.forward", self.group, refused)
         out = ring_attention(
             q,
             k,

@@ -15,18 +15,32 @@ import torch
 import torch.distributed as dist
 
 from ringattn import _C
-from ringattn._calls import call, tell_peers
+from ringattn._calls import call, collective, tell_peers
+from ringattn._checks import check_collective, check_tensors
 from ringattn._group import Group, Ring, resolve_group
 
 LAYOUTS = ("zigzag", "contiguous")
 
+_MOST_TOKENS = 2**63 - 1  # positions are 64 bits wide
+
+
+def _index(value: int) -> int:
+    # Note: what is an int already stays as it is, symbolic integers among them.
+    return value if isinstance(value, int) else operator.index(value)
+
 
 def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     try:
-        # Note: what is an int already stays as it is, symbolic integers among them.
-        return tuple(v if isinstance(v, int) else operator.index(v) for v in values)
+        return tuple(_index(value) for value in values)
     except TypeError:
         raise ValueError(f"{name} must be integers, got {values!r}") from None
+
+
+def _integer(name: str, value: int) -> int:
+    try:
+        return _index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
 
 
 @dataclass(frozen=True)
@@ -49,8 +63,8 @@ class Partition:
             W-1``. Key/value blocks visit in this order.
 
     Raises:
-        ValueError: an unknown layout, no ranks, lengths that are not non-negative integers, an
-            order that is not a permutation of the ranks.
+        ValueError: an unknown layout, no ranks, lengths that are not non-negative integers or add
+            up to 2**63 or more, an order that is not a permutation of the ranks.
 
     The symmetry argument: a set of positions that is its own mirror image sees, causally, half of
         any
@@ -72,6 +86,9 @@ class Partition:
         for length in lengths:
             if length < 0:
                 raise ValueError(f"lengths must not be negative, got {length}")
+        # Sizes of tensors, which is what traced lengths are made of, are in range.
+        if not torch.compiler.is_compiling() and sum(lengths) > _MOST_TOKENS:
+            raise ValueError(f"lengths must add up to less than 2**63 tokens, got {sum(lengths)}")
         if sorted(order) != list(range(len(lengths))):
             raise ValueError(
                 f"order must name each of the {len(lengths)} ranks once, got {list(order)}"
@@ -83,12 +100,14 @@ class Partition:
     def zigzag(cls, lengths: Sequence[int], order: Sequence[int] | None = None) -> Partition:
         """Nested head and tail pieces: rank r owns ``lengths[r]`` tokens. See
         :class:`Partition`."""
-        return cls("zigzag", _integers("lengths", lengths), _integers("order", order or ()))
+        order = () if order is None else order
+        return cls("zigzag", _integers("lengths", lengths), _integers("order", order))
 
     @classmethod
     def contiguous(cls, lengths: Sequence[int], order: Sequence[int] | None = None) -> Partition:
         """One piece per rank: rank r owns ``lengths[r]`` tokens. See :class:`Partition`."""
-        return cls("contiguous", _integers("lengths", lengths), _integers("order", order or ()))
+        order = () if order is None else order
+        return cls("contiguous", _integers("lengths", lengths), _integers("order", order))
 
     @classmethod
     def even(cls, seq_len: int, world_size: int, layout: str = "zigzag") -> Partition:
@@ -96,8 +115,10 @@ class Partition:
         ranks have the longer ones.
 
         Raises:
-            ValueError: no ranks, a negative number of tokens, an unknown layout.
+            ValueError: no ranks, a number of tokens that is negative or no integer, an unknown
+                layout.
         """
+        seq_len, world_size = _integer("seq_len", seq_len), _integer("world_size", world_size)
         if world_size < 1:
             raise ValueError(f"world_size must be positive, got {world_size}")
         if seq_len < 0:
@@ -121,9 +142,9 @@ class Partition:
         tail) under zigzag and one under contiguous; empty pieces are left out.
 
         Raises:
-            ValueError: a rank out of range.
+            ValueError: a rank out of range, or no integer.
         """
-        self._check_rank(rank)
+        rank = self._check_rank(rank)
         return [piece for owner, piece in self._pieces() if owner == rank and piece[0] < piece[1]]
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -131,7 +152,7 @@ class Partition:
         needs.
 
         Raises:
-            ValueError: a rank out of range.
+            ValueError: a rank out of range, or no integer.
         """
         pieces = [
             torch.arange(start, stop, dtype=torch.int64, device=device)
@@ -143,8 +164,9 @@ class Partition:
         """The rank that owns ``position``.
 
         Raises:
-            ValueError: a position outside ``[0, seq_len)``.
+            ValueError: a position outside ``[0, seq_len)``, or no integer.
         """
+        position = _integer("position", position)
         for rank, (start, stop) in self._pieces():
             if start <= position < stop:
                 return rank
@@ -164,7 +186,7 @@ class Partition:
         Raises:
             ValueError: a rank or dimension out of range, ``x`` without S rows.
         """
-        self._check_rank(rank)
+        rank = self._check_rank(rank)
         dim = _check_dim("x", x, dim)
         if x.size(dim) != self.seq_len:
             raise ValueError(f"x must have {self.seq_len} rows in dim {dim}, got {x.size(dim)}")
@@ -190,19 +212,18 @@ class Partition:
         """
         if len(shards) != self.world_size:
             raise ValueError(f"shards must be {self.world_size} tensors, got {len(shards)}")
-        offsets = [0] * self.world_size  # rows of each rank that are placed already
-        placed: list[tuple[int, torch.Tensor]] = []
-        for rank, (start, stop) in sorted(self._pieces(), key=lambda piece: piece[1]):
-            shard = shards[rank]
+        heads, tails = [], []
+        for rank in self.order:
+            shard, length = shards[rank], self.lengths[rank]
             axis = _check_dim(f"shard {rank}", shard, dim)
-            if shard.size(axis) != self.lengths[rank]:
+            if shard.size(axis) != length:
                 raise ValueError(
-                    f"shard {rank} must have {self.lengths[rank]} rows in dim {axis}, "
-                    f"got {shard.size(axis)}"
+                    f"shard {rank} must have {length} rows in dim {axis}, got {shard.size(axis)}"
                 )
-            placed.append((axis, shard.narrow(axis, offsets[rank], stop - start)))
-            offsets[rank] += stop - start
-        return torch.cat([piece for _, piece in placed], placed[0][0])
+            head = self._head(length)
+            heads.append(shard.narrow(axis, 0, head))
+            tails.append(shard.narrow(axis, head, length - head))
+        return torch.cat(heads + tails[::-1], axis)  # the last tail is the innermost
 
     def gather(self, x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.Tensor:
         """The global tensor on every rank, out of each rank's own rows. Collective: every rank of
@@ -217,9 +238,10 @@ class Partition:
             A new tensor with S rows along ``dim``.
 
         Raises:
-            ValueError: a group this process is not in or whose size is not W, ``x`` without S_r
-                rows, ``x`` that requires grad under grad mode (the gathered rows are not
-                differentiable), ranks that disagree.
+            ValueError: a group this process is not in or whose size is not W, ``x`` that is no
+                plain tensor on a device with a kernel, has no S_r rows, or requires grad under
+                grad mode (the gathered rows are not differentiable), DTensors, ``torch.vmap``,
+                ranks that disagree.
             torch.distributed.DistBackendError: a peer died or never arrived.
         """
         ring = resolve_group(group)
@@ -232,7 +254,7 @@ class Partition:
             return self.unshard([x], dim)
         sizes = [*x.shape[:dim], *x.shape[dim + 1 :]]
         who = (list(self.lengths), list(self.order), self.layout)
-        call(_C.agree_to_gather, ring.name, *who, str(x.dtype), sizes, dim)
+        call(_C.agree_to_gather, ring.name, *who, str(x.dtype), x.device.type, sizes, dim)
         # Every rank sends as many rows as the longest has, as bytes: so any backend takes any
         # dtype.
         rows = self.lengths[ring.rank]
@@ -240,11 +262,12 @@ class Partition:
         padded = by_row.new_zeros(max(self.lengths), *by_row.shape[1:])
         padded.narrow(0, 0, rows).copy_(by_row)
         blocks = [torch.empty_like(padded) for _ in range(ring.world_size)]
-        dist.all_gather(
-            [block.view(-1).view(torch.uint8) for block in blocks],
-            padded.view(-1).view(torch.uint8),
-            group=ring.process_group,
-        )
+        with collective(ring, "gather"):
+            dist.all_gather(
+                [block.view(-1).view(torch.uint8) for block in blocks],
+                padded.view(-1).view(torch.uint8),
+                group=ring.process_group,
+            )
         shards = [
             block.narrow(0, 0, length).movedim(0, dim)
             for block, length in zip(blocks, self.lengths, strict=True)
@@ -255,16 +278,17 @@ class Partition:
         """``dim`` counted from the front."""
         if ring.world_size != self.world_size:
             raise ValueError(f"group must have {self.world_size} ranks, got {ring.world_size}")
+        check_tensors(x=x)
         dim = _check_dim("x", x, dim)
         rows = self.lengths[ring.rank]
         if x.size(dim) != rows:
             raise ValueError(f"x must have {rows} rows in dim {dim}, got {x.size(dim)}")
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(
-                "x must not require grad because gather has no backward, got a tensor that does "
-                "(detach it, or call gather under torch.no_grad())"
-            )
+        check_collective(x=x)
         return dim
+
+    def _head(self, length: int) -> int:
+        """How many of a rank's tokens are its head piece."""
+        return length // 2 if self.layout == "zigzag" else length
 
     def _pieces(self) -> list[tuple[int, tuple[int, int]]]:
         """(rank, (start, stop)) of every rank's head piece and tail piece, empty ones included. A
@@ -273,20 +297,30 @@ class Partition:
         head_start, tail_stop = 0, self.seq_len
         for rank in self.order:
             length = self.lengths[rank]
-            head = length // 2 if self.layout == "zigzag" else length
+            head = self._head(length)
             tail = length - head
             pieces.append((rank, (head_start, head_start + head)))
             pieces.append((rank, (tail_stop - tail, tail_stop)))
             head_start, tail_stop = head_start + head, tail_stop - tail
         return pieces
 
-    def _check_rank(self, rank: int) -> None:
+    def _check_rank(self, rank: int) -> int:
+        rank = _integer("rank", rank)
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must lie in [0, {self.world_size}), got {rank}")
+        return rank
 
 
 def _check_dim(name: str, x: torch.Tensor, dim: int) -> int:
     """``dim`` counted from the front."""
+    dim = _integer("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must be a dimension of {name} with shape {list(x.shape)}, got {dim}")
     return dim % x.dim()
+
+
+def partition_arguments(partition: Partition) -> tuple[list[int], list[int], str]:
+    """What the operators take of a partition: lengths, order, layout."""
+    if not isinstance(partition, Partition):
+        raise ValueError(f"partition must be a Partition, got {type(partition).__name__}")
+    return list(partition.lengths), list(partition.order), partition.layout

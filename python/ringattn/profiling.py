@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ringattn._calls import collective
 from ringattn._checks import check_transport
 from ringattn._clock import Spread, bursts, repeat
 from ringattn._group import Group, Ring, resolve_group
@@ -226,7 +227,8 @@ def _measure(ring: Ring, shard: Shard, seconds: float, transport: str) -> RankMe
     for work in (linear, decode, one_token, attention):  # what only a first call does
         work()
     if ring.world_size > 1:
-        dist.barrier(ring.process_group)
+        with collective(ring, "measure_profiles"):
+            dist.barrier(ring.process_group)
     # Attention in one go: after any lighter work, clocks are higher for a while than they stay.
     attention_ms = _settled(attention, shard.device, seconds, seconds)
     linear_ms = _settled(linear, shard.device, seconds / 4, seconds / 2)
@@ -274,7 +276,8 @@ def _link(ring: Ring, shard: Shard, transport: str) -> tuple[Spread, Spread]:
         for _ in range(ring.world_size):  # after so many hops, every rank has waited for all others
             small()
 
-    dist.barrier(ring.process_group)
+    with collective(ring, "measure_profiles"):
+        dist.barrier(ring.process_group)
     latency = Spread.of([1e3 * ms for ms in bursts(small, shard.device, meet)])
     times = bursts(large, shard.device, meet)
     # Noise may make the longer hop the faster one: a tenth of its time is the least that counts.
@@ -317,5 +320,6 @@ def _from_all(ring: Ring, own: _Value) -> list[_Value]:
     if ring.world_size == 1:
         return [own]
     values: list[Any] = [None] * ring.world_size
-    dist.all_gather_object(values, own, group=ring.process_group)
+    with collective(ring, "measure_profiles"):
+        dist.all_gather_object(values, own, group=ring.process_group)
     return values

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ringattn import _C
+from ringattn._calls import collective
 from ringattn._group import Group, Ring, resolve_group
 from ringattn.planning import ModelCost, Plan, plan, predict
 from ringattn.profiles import RankProfile
@@ -171,7 +172,8 @@ class Rebalancer:
         own = (message, speed, self._latest, self._in_use)
         of_ranks: list[Any] = [own] * ring.world_size
         if ring.world_size > 1:
-            dist.all_gather_object(of_ranks, own, group=ring.process_group)
+            with collective(ring, "observe"):
+                dist.all_gather_object(of_ranks, own, group=ring.process_group)
         for rank, (problem, _, *planned) in enumerate(of_ranks):
             if problem is not None:
                 raise ValueError(problem if rank == ring.rank else f"rank {rank}: {problem}")

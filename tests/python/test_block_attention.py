@@ -186,6 +186,47 @@ def test_nan_in_a_value_reaches_at_most_its_diagonal_tile(device, dtype):
     assert not out[:, : 700 - 512].isnan().any() and not out[:, :, :2].isnan().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_lost", [1, 10, 32, 600])
+@pytest.mark.parametrize("scale", [0.25, -0.25])
+def test_keys_whose_scores_overflow_to_minus_infinity_weigh_nothing(dtype, num_lost, scale):
+    q, k, v = inputs(torch.device("cpu"), dtype, num_queries=40, num_keys=num_lost + 40)
+    q = q.abs() + 1
+    k[:, :num_lost] = -torch.finfo(dtype).max * math.copysign(1, scale)
+    for diagonal in (None, 0, num_lost, num_lost + 3, -2):
+        first = ringattn.block_attention(
+            q, k[:, :num_lost], v[:, :num_lost], scale=scale, diagonal=diagonal
+        )
+        assert (first[1] == -math.inf).all() and (first[0] == 0).all()
+        rest = None if diagonal is None else diagonal - num_lost
+        expected = ringattn.block_attention(
+            q, k[:, num_lost:], v[:, num_lost:], scale=scale, diagonal=rest
+        )
+        merged = ringattn.merge_states(*first, *expected)
+        whole = ringattn.block_attention(q, k, v, scale=scale, diagonal=diagonal)
+        tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+        for state in (merged, whole):
+            for got, wanted in zip(state, expected, strict=True):
+                torch.testing.assert_close(
+                    got, wanted.to(got.dtype), atol=tolerance, rtol=tolerance
+                )
+
+
+@pytest.mark.parametrize("num_keys", [3, 40])
+def test_rows_without_scores_stand_beside_rows_of_zeros_and_nan(num_keys):
+    q, k, v = inputs(torch.device("cpu"), num_queries=num_keys, num_keys=num_keys)
+    q = q.abs() + 1
+    k[0, :2] = -math.inf
+    k[1, 0] = 0  # a score of 0, the only one of its row: lse 0 as it stands
+    q[1, 0, 1, 0] = math.nan
+    out, lse = ringattn.block_attention(q, k, v, diagonal=0)
+    assert (lse[0, :, :2] == -math.inf).all() and (out[0, :2] == 0).all()
+    assert torch.isfinite(lse[0, :, 2:]).all()
+    assert (lse[1, [0, 2, 3], 0] == 0).all() and lse[1, 1, 0].isnan()
+    torch.testing.assert_close(out[1, 0, 2:], v[1, 0, 1].expand(2, -1))
+    assert out[1, 0, 1].isnan().all()
+
+
 def empty_state(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
@@ -216,6 +257,18 @@ def test_a_state_of_part_of_the_rows_may_be_folded_into(device):
     )
     check_attention(out[:, rows], lse[:, :, rows], q[:, rows], k, v, scale=0.125)
     assert (out[:, :11] == 0).all() and (lse[:, :, :11] == -math.inf).all()
+
+
+def test_a_state_that_overlaps_itself_is_refused(device):
+    q, k, v = inputs(device)
+    out, lse = empty_state(q)
+    wrong = {"out": (out[:, :1].expand(q.shape), lse), "lse": (out, lse[:1].expand(lse.shape))}
+    for name, state in wrong.items():
+        message = rf"{name} must not overlap itself, got strides \[.*0"
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.ringattn.block_attention_(*state, q, k, v, 0.125, None)
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.ringattn.merge_states_(*state, out, lse)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

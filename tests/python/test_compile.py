@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators under torch.compile, FakeTensorMode, autocast and opcheck."""
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import pytest
 import ringattn
 import torch
@@ -250,3 +253,46 @@ def test_gradients_are_refused_under_compile():
         torch.compile(ringattn.block_attention, backend="aot_eager", fullgraph=True)(q, q, q)
     with pytest.raises(Exception, match="must not require grad"):
         torch.compile(ringattn.ring_attention, backend="aot_eager")(q, q, q)
+
+
+def num_compiled(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> int:
+    """How often ``function`` is compiled over these calls, none of which may break the graph."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for arguments in calls:
+        got, expected = compiled(*arguments), function(*arguments)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    return counter.frame_count
+
+
+def rows(*numbers: int) -> list[torch.Tensor]:
+    return [torch.randn(1, number, 2, 8) for number in numbers]
+
+
+def test_a_scale_that_changes_is_traced():
+    def attend(x, scale):
+        out, _ = ringattn.block_attention(x, x, x, scale=scale)
+        return ringattn.ring_attention(x, x, x, scale=scale) + out
+
+    # A float that reaches an operator is a constant to torch.compile: one program for each.
+    assert num_compiled(attend, [(*rows(6), 0.5 + n) for n in range(3)]) <= 4
+
+
+def test_a_diagonal_made_of_lengths_is_compiled_for_any_length():
+    def attend(q, k):
+        return ringattn.block_attention(q, k, k, diagonal=k.size(1) - q.size(1))[0]
+
+    assert num_compiled(attend, [rows(n, 2 * n + 3) for n in (16, 24, 33, 50, 77)]) <= 2
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("order", [(), (2, 0, 1)])
+def test_unsharding_is_compiled_for_any_length(layout, order):
+    def join(a, b, c):
+        shards = [a, b, c]
+        return Partition(layout, tuple(x.size(1) for x in shards), order).unshard(shards)
+
+    lengths = [(5, 4, 6), (8, 7, 9), (20, 31, 6), (12, 50, 70)]
+    assert num_compiled(join, [rows(*each) for each in lengths]) <= 2
+    assert num_compiled(join, [rows(0, 3, 4)]) == 1

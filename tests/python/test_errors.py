@@ -317,6 +317,7 @@ def refused_by_one(operation: str, wrong: str) -> list[str]:
         "ring": lambda x: ringattn.ring_attention(x, k, v, case.partition),
         "decode": lambda x: ringattn.decode_attention(x if x.is_sparse else x[:, :1], k, v),
         "rotate": lambda x: ringattn.rotate_kv(torch.stack((x, x)), case.partition).wait(),
+        "gather": case.partition.gather,
     }[operation]
     refused = {"operator": q[:, :1, :, :7], "python": q[0], "type": q.to_sparse()}[wrong]
     right = step(q).clone()
@@ -331,7 +332,7 @@ def refused_by_one(operation: str, wrong: str) -> list[str]:
 
 
 @pytest.mark.parametrize("wrong", ["operator", "python", "type"])
-@pytest.mark.parametrize("operation", ["ring", "decode", "rotate"])
+@pytest.mark.parametrize("operation", ["ring", "decode", "rotate", "gather"])
 def test_a_repeated_call_that_one_rank_refuses_gives_nobody_wrong_results(operation, wrong):
     with RankPool(2, timeout_s=TIMEOUT_S) as ring:
         other, refusing = (o.value for o in ring.outcomes(refused_by_one, operation, wrong))

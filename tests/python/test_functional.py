@@ -3,10 +3,13 @@
 
 import copy
 import inspect
+import re
 
+import numpy as np
 import pytest
 import ringattn
 import torch
+from _distributed import this
 from ringattn import Partition
 
 PUBLIC = [getattr(ringattn, name) for name in ringattn.__all__ if name != "testing"]
@@ -177,7 +180,7 @@ def test_wrong_head_dimensions_are_refused(function):
     [
         (
             changes,
-            message.replace("k must", "k_?s?h?a?r?d? must").replace("v must", "v_?s?h?a?r?d? must"),
+            re.sub(r"\b([kv])( must|,)", r"\1_shard\2", message),
         )
         for changes, message in ATTENTION_RULES
     ],
@@ -196,9 +199,13 @@ def test_wrong_decode_arguments_are_refused(changes, message):
         ({"depth": -1}, "depth must be None or an integer of at least 1, got -1"),
         ({"transport": None}, "transport must be a name, got None"),
         ({"scale": "big"}, "scale must be a number, got 'big'"),
+        ({"scale": torch.nn.Parameter(torch.tensor(0.3))}, "scale must be a number, got a tensor"),
+        ({"scale": np.ones(2)}, "scale must be a number, got array"),
         ({"scale": 10**400}, "scale must be finite, got a number past the range of floats"),
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
         ({"causal": None}, "causal must be True or False, got None"),
+        ({"causal": np.ones(2)}, "causal must be True or False, got array"),
+        ({"causal": torch.tensor(True)}, "causal must be True or False, got Tensor"),
         ({"depth": 1.5}, "depth must be None or an integer of at least 1, got 1.5"),
         ({"partition": (6,)}, "partition must be a Partition, got tuple"),
         ({"partition": Partition.even(5, 1)}, "q must have the 5 rows .* got 6"),
@@ -213,6 +220,42 @@ def test_wrong_decode_arguments_are_refused(changes, message):
 def test_wrong_ring_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ringattn.ring_attention(*operands(), **options)
+
+
+def test_a_learned_scale_is_refused_where_it_would_be_a_constant():
+    learned = torch.nn.Parameter(torch.tensor(0.3))
+    for function in (ringattn.block_attention, ringattn.decode_attention):
+        with pytest.raises(ValueError, match="scale must be a number, got a tensor"):
+            function(*operands(), scale=learned)
+
+
+@pytest.mark.parametrize(("name", "value"), [("dropout_p", 0.1), ("attn_mask", torch.ones(6, 6))])
+def test_the_module_refuses_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be left out"):
+        ringattn.RingAttention(**{name: value})
+    with pytest.raises(ValueError, match=f"{name} must be left out"):
+        ringattn.RingAttention()(*operands(), **{name: value})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
+        ringattn.RingAttention(window=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
+        ringattn.RingAttention()(*operands(), window=3)
+
+
+def refuse_in_the_module(where: str) -> str:
+    rows = {"constructor": 31, "call": 32}[where]  # what is known already is not compared again
+    q, k, v = (torch.zeros(1, rows, heads, 16) for heads in (4, 2, 2))
+    wrong = {"dropout_p": 0.1} if this().rank == 1 else {}
+    with pytest.raises(ValueError) as error:
+        attention = ringattn.RingAttention(**(wrong if where == "constructor" else {}))
+        attention(q, k, v, **wrong)
+    assert ringattn.RingAttention()(q, k, v).shape == q.shape
+    return str(error.value)
+
+
+@pytest.mark.parametrize("where", ["constructor", "call"])
+def test_the_module_tells_the_peers(rank_pool, where):
+    first, second = rank_pool(2).run(refuse_in_the_module, where)
+    assert second.startswith("dropout_p must be left out") and first == f"rank 1: {second}"
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,14 @@ def test_tokens_are_handed_out_as_they_come(model: LLaMA) -> None:
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"temperature": -1.0}, "temperature must be 0 or more and finite, got -1.0"),
+        ({"temperature": 1e-39}, "temperature must be 0 or 1.18e-38 or more, got 1e-39"),
         ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
+        ({"top_k": True}, "top_k must be an integer of at least 1, got True"),
+        ({"do_sample": "no"}, "do_sample must be True or False, got 'no'"),
+        ({"max_new_tokens": True}, "max_new_tokens must be at least 1, got True"),
+        ({"seed": 2**64}, "seed must fit 64 bits, got 18446744073709551616"),
+        ({"seed": -(2**63) - 1}, "seed must fit 64 bits"),
+        ({"pad_token_id": 1.5}, "pad_token_id must be an integer or None, got 1.5"),
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
         ({"top_p": 1.5}, r"top_p must lie in \(0, 1\], got 1.5"),
         ({"seed": "x"}, "seed must be an integer or None, got 'x'"),
@@ -308,6 +315,9 @@ def generate_differently(folder: Path, options: dict[str, Any]) -> str:
             "cache_lengths must be the same on all ranks, got None on rank 0 and (9, 1) on rank 1",
         ),
         ({"top_p": 2.0}, "top_p must lie in (0, 1], got 2.0"),
+        ({"temperature": 1e-39}, "temperature must be 0 or 1.18e-38 or more, got 1e-39"),
+        ({"prompt_ids": random_ids(1, 9).to("meta")}, "arguments must be such that generation can"),
+        ({"prompt_ids": [1, 2, 3]}, "token_ids must be a tensor"),
     ],
 )
 def test_ranks_that_disagree_all_fail(
@@ -315,3 +325,32 @@ def test_ranks_that_disagree_all_fail(
 ) -> None:
     for got in rank_pool(2).run(generate_differently, folder, options):
         assert message in got
+
+
+def draw_from_nan(folder: Path, partition: Partition) -> tuple[str, str]:
+    """The errors of generations in which a weight that only the sampler uses is NaN."""
+    model = load_model(folder, group=None)
+    prompt = random_ids(1, 9)
+    errors = []
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        right = model.project
+        for wrong in (lambda x: right(x) * torch.nan, lambda x: 1 / 0):
+            patch.setattr(model, "project", wrong)
+            with pytest.raises(RuntimeError) as error:
+                generate(model, prompt, max_new_tokens=3, do_sample=True, partition=partition)
+            errors.append(str(error.value))
+        patch.undo()
+    generate(model, prompt, max_new_tokens=3, partition=partition)
+    return errors[0], errors[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_ranks_say_why_the_sampler_could_not_draw(
+    world_size: int, folder: Path, rank_pool: Callable[..., RankPool]
+) -> None:
+    partition = Partition.contiguous([9] + [0] * (world_size - 1))
+    answers = rank_pool(world_size).run(draw_from_nan, folder, partition)
+    assert len(set(answers)) == 1
+    from_nan, from_zero = answers[0]
+    assert from_nan.startswith("rank 0 could not draw a token: probability tensor contains")
+    assert from_zero == "rank 0 could not draw a token: division by zero"

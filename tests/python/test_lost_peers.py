@@ -5,13 +5,17 @@ import os
 import re
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ringattn
 import torch
 import torch.distributed as dist
 from _distributed import RankPool, this
-from ringattn import Partition
+from _llama import random_ids, save, tiny_llama
+from ringattn import Partition, generation
+from ringattn.models import load_model
+from ringattn.models.cache import ShardedKVCache
 
 TIMEOUT_S = 3.0
 
@@ -46,6 +50,79 @@ def test_a_rank_that_dies_is_named_by_the_other_collectives(function_name):
             assert outcome.ok, outcome.traceback
             assert re.search(rf"\brank {victim}\b", outcome.value), outcome.value
             assert re.search(r"\bstep \d", outcome.value), outcome.value
+
+
+def lose_a_rank_beside_the_ring(name: str, folder: Path, victim: int, dies: bool) -> list[str]:
+    """A collective of torch.distributed's own that one rank does not come to: what the others are
+    told, by it and by the next call."""
+    size, rank = this().world_size, this().rank
+    x = torch.zeros(1, 3, 2, 8)
+    cost = ringattn.ModelCost.attention_only(num_heads=2, head_dim=8)
+    rebalancer = ringattn.Rebalancer([ringattn.RankProfile(1.0, 1.0)] * size, cost)
+    model = load_model(folder, group=None)
+    cache = ShardedKVCache(
+        *(1, [0, 3, 0], rank),  # all come from the victim
+        targets=[1, 1, 1],
+        **dict(batch=1, num_kv_heads=2, head_dim=8, dtype=torch.float32, device=this().device),
+    )
+    right = generation._choose
+
+    def choose(*arguments: Any) -> torch.Tensor:  # the rank goes just before a token is handed out
+        go_if_victim()
+        return right(*arguments)
+
+    def go_if_victim() -> None:
+        if rank == victim and dies:
+            os._exit(1)
+        if rank == victim:
+            raise KeyboardInterrupt  # as a rank that never comes
+
+    def call() -> None:
+        if name == "gather":
+            Partition.even(3 * size, size).gather(x)
+        elif name == "observe":
+            rebalancer.observe(ringattn.Timings())
+        elif name == "measure_profiles":
+            ringattn.measure_profiles(num_tokens=8, seconds=0.01)
+        elif name == "settle":
+            cache.settle(dist.group.WORLD)
+        else:
+            partition = Partition.contiguous([3, 3, 3], order=[0, 2, victim])  # it draws the tokens
+            ringattn.generate(model, random_ids(1, 9), max_new_tokens=2, partition=partition)
+
+    if name == "gather":
+        call()
+    if name == "generate":
+        generation._choose = choose
+    else:
+        go_if_victim()
+    said = []
+    for _ in range(2):
+        with pytest.raises(dist.DistBackendError) as error:
+            call()
+        said.append(str(error.value))
+    generation._choose = right
+    return said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny_llama(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "never comes"])
+@pytest.mark.parametrize("name", ["gather", "observe", "measure_profiles", "settle", "generate"])
+def test_a_rank_that_is_missing_beside_the_ring_is_named(name, dies, folder):
+    victim = 1
+    with RankPool(3, timeout_s=TIMEOUT_S) as ring:
+        for outcome in ring.outcomes(lose_a_rank_beside_the_ring, name, folder, victim, dies):
+            if outcome.rank == victim:
+                continue
+            assert outcome.ok, outcome.traceback
+            first, second = outcome.value
+            assert re.search(rf"\brank {victim}\b.* {name} within", first), first
+            assert second == first
+            assert outcome.seconds < 4 * TIMEOUT_S
 
 
 def test_rotations_that_nobody_waits_for_are_freed():

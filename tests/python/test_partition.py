@@ -4,12 +4,18 @@
 import itertools
 import pickle
 import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from _distributed import this
 from _rings import SPLITS
 from ringattn import _C, Partition
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 LENGTHS = [[1], [16], [5, 3, 8], [2, 2, 2, 2], [7, 0, 1], [0, 0, 3, 0], [0], [0, 0], [1, 1, 1]]
 
@@ -145,9 +151,14 @@ def test_shard_and_unshard_are_differentiable():
     assert torch.equal(x.grad, weights)
 
 
-def test_integers_of_other_kinds_are_integers():
-    partition = Partition.zigzag(torch.tensor([3, 4]), torch.tensor([1, 0]).tolist())
-    assert partition.lengths == (3, 4) and all(type(n) is int for n in partition.lengths)
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
+def test_integers_of_other_kinds_are_integers(kind):
+    for make in (Partition.zigzag, Partition.contiguous):
+        partition = make(kind([3, 4]), kind([1, 0]))
+        assert partition == make([3, 4], [1, 0])
+        assert all(type(n) is int for n in (*partition.lengths, *partition.order))
+        assert partition.segments(kind([1])[0]) == partition.segments(1)
+        assert partition.owner(kind([6])[0]) == partition.owner(6)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +170,15 @@ def test_integers_of_other_kinds_are_integers():
         (lambda: Partition.zigzag([3, -1]), "lengths must not be negative, got -1"),
         (lambda: Partition.zigzag([3, 1.5]), "lengths must be integers, got"),
         (lambda: Partition.zigzag(4), "lengths must be integers, got 4"),
+        (lambda: Partition.zigzag([2**63]), r"lengths must add up to less than 2\*\*63 tokens"),
+        (lambda: Partition.contiguous([2**62] * 2), r"lengths must add up to less than 2\*\*63"),
+        (lambda: Partition.even(4.0, 2), "seq_len must be an integer, got 4.0"),
+        (lambda: Partition.even(4, "2"), "world_size must be an integer, got '2'"),
+        (lambda: Partition.even(4, 2).segments(0.5), "rank must be an integer, got 0.5"),
+        (lambda: Partition.even(4, 2).position_ids(0.5), "rank must be an integer, got 0.5"),
+        (lambda: Partition.even(4, 2).shard(torch.ones(1, 4), 0.5), "rank must be an integer"),
+        (lambda: Partition.even(4, 2).shard(torch.ones(1, 4), 0, "1"), "dim must be an integer"),
+        (lambda: Partition.even(4, 2).owner(0.5), "position must be an integer, got 0.5"),
         (lambda: Partition.zigzag([3, 1], [0, 0]), r"order must name .* got \[0, 0\]"),
         (lambda: Partition.zigzag([3, 1], [1]), r"order must name .* got \[1\]"),
         (lambda: Partition.zigzag([3, 1], [0, 2]), r"order must name .* got \[0, 2\]"),
@@ -183,6 +203,14 @@ def test_integers_of_other_kinds_are_integers():
         (
             lambda: Partition.even(4, 1).gather(torch.ones(1, 4, requires_grad=True)),
             "x must not require grad",
+        ),
+        (
+            lambda: Partition.even(4, 1).gather(torch.ones(1, 4, device="meta")),
+            "x must be on a dev",
+        ),
+        (
+            lambda: torch.func.jvp(Partition.even(4, 1).gather, *[(torch.ones(1, 4),)] * 2),
+            "x must have no tangent",
         ),
     ],
 )
@@ -251,3 +279,51 @@ def gather_unlike_the_others(what: str) -> str:
 def test_ranks_that_gather_different_things_all_get_an_error(rank_pool, what):
     for message in rank_pool(2, "cpu").run(gather_unlike_the_others, what):
         assert "x must have" in message if what == "rows" else f"agree on {what}" in message
+
+
+def gather_wrongly(what: str, culprit: int, width: int) -> str:
+    """A gather in which rank ``culprit`` gives what cannot be gathered."""
+    size, rank = this().world_size, this().rank
+    partition = Partition.even(5 * size, size)
+    gather: Callable[[Any], Any] = partition.gather
+    x: Any = torch.zeros(2, 5, width)
+    mesh = init_device_mesh("cpu", (size,))
+    if rank == culprit:
+        if what == "meta":
+            x = x.to("meta")
+        elif what == "sparse":
+            x = x.to_sparse()
+        elif what == "list":
+            x = x.tolist()
+        elif what == "DTensor":
+            x = DTensor.from_local(x, mesh, run_check=False)
+        elif what == "dim":
+            gather = partial(partition.gather, dim="1")
+        elif what == "vmap":
+            gather, x = torch.vmap(gather), x.expand(4, *x.shape)
+        elif what == "tangent":
+            gather, x = partial(torch.func.jvp, partition.gather, (x,)), (x,)
+    with pytest.raises(ValueError) as error:
+        gather(x)
+    whole = torch.arange(10.0 * size).view(2, 5 * size)
+    assert torch.equal(partition.gather(partition.shard(whole, rank)), whole)
+    return str(error.value)
+
+
+WRONG_GATHERS = {
+    "meta": "x must be on a device with a kernel",
+    "sparse": "x must be strided",
+    "list": "x must be a tensor, got list",
+    "DTensor": "x must be a plain tensor that holds this rank's rows, got a DTensor",
+    "dim": "dim must be an integer, got '1'",
+    "vmap": "x must not be batched by torch.vmap",
+    "tangent": "x must have no tangent",
+}
+
+
+@pytest.mark.parametrize(("what", "message"), WRONG_GATHERS.items(), ids=WRONG_GATHERS)
+def test_what_cannot_be_gathered_fails_every_rank_and_names_the_one(rank_pool, what, message):
+    # A kind of its own each time: what is known already is not compared again.
+    width = 20 + list(WRONG_GATHERS).index(what)
+    for rank, got in enumerate(rank_pool(2, "cpu").run(gather_wrongly, what, 1, width)):
+        assert got.startswith(message if rank == 1 else f"rank 1: {message}")

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/cpu/block_attention.h"
 
+#include <ATen/Dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
@@ -24,7 +25,8 @@ State empty_state(const at::Tensor& q) {
 // Fewer keys than a vector of ATen's kernel holds are compared one by one there, which loses a NaN.
 constexpr int64_t kFewKeys = 16;
 
-// Plain attention in float64, for few keys.
+// Plain attention in float64, for few keys. Scores that the state's dtype cannot hold are -inf: a
+// row that has no others weighs nothing.
 State dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
                       bool causal) {
   const int64_t group_size = q.size(2) / k.size(2);
@@ -37,12 +39,50 @@ State dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor
     const auto visible = at::ones({q.size(1), k.size(1)}, q.options().dtype(at::kBool)).tril();
     scores.masked_fill_(visible.logical_not(), -std::numeric_limits<double>::infinity());
   }
-  const at::Tensor out = scores.softmax(-1).matmul(by_query_head(v)).transpose(1, 2);
-  return {out.to(q.scalar_type()), scores.logsumexp(-1).to(q.scalar_type())};
+  const at::Tensor lse = scores.logsumexp(-1).to(q.scalar_type());  // [B, H, S_q]
+  const at::Tensor out = scores.softmax(-1).matmul(by_query_head(v)).to(q.scalar_type());
+  out.masked_fill_(lse.isneginf().unsqueeze(-1), 0.0);
+  return {out.transpose(1, 2), lse};
 }
 
-// ATen's CPU flash kernel; `causal` is diagonal 0. Every row sees a key here: the kernel returns
-// lse 0 for one that does not, and dies on an empty tensor.
+// ATen's CPU flash kernel, q, k and v ready for it; `causal` is diagonal 0. It dies on an empty
+// tensor.
+State call_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                  bool causal) {
+  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
+      q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), /*dropout_p=*/0.0, causal,
+      /*attn_mask=*/{}, scale);
+  return {out.transpose(1, 2), lse};
+}
+
+// The kernel's lse, as it lies in memory: the tensor operations would take as long as a small call.
+bool has_zero(const at::Tensor& lse) {
+  TORCH_INTERNAL_ASSERT(lse.is_non_overlapping_and_dense());
+  return AT_DISPATCH_FLOATING_TYPES(lse.scalar_type(), "has_zero", [&] {
+    const auto* begin = lse.const_data_ptr<scalar_t>();
+    const auto* end = begin + lse.numel();
+    return std::find(begin, end, scalar_t{0}) != end;
+  });
+}
+
+// Note: the kernel says lse 0 of a row whose scores are all -inf, which finite inputs may overflow
+// to; merged with other keys, such a row would weigh as much as a score of 0 does. Over values of 1
+// every other row is 1, and these rows are 0.
+void empty_rows_without_scores(const State& state, const at::Tensor& q, const at::Tensor& k,
+                               double scale, bool causal) {
+  if (!has_zero(state.lse)) return;  // the usual case
+  // Under a triangle the first row's only score may well be 0: later rows and keys are left out.
+  const int64_t num_rows = state.lse.eq(0).nonzero().select(1, 2).max().item<int64_t>() + 1;
+  const at::Tensor keys = k.narrow(1, 0, causal ? std::min(num_rows, k.size(1)) : k.size(1));
+  const State ones = call_kernel(q.narrow(1, 0, num_rows), keys,
+                                 at::ones(keys.sizes(), keys.options()), scale, causal);
+  const at::Tensor lse = state.lse.transpose(1, 2).narrow(1, 0, num_rows);
+  const at::Tensor empty = lse.eq(0).logical_and(ones.out.select(3, 0).eq(0));  // [B, num_rows, H]
+  lse.masked_fill_(empty, -std::numeric_limits<double>::infinity());
+  state.out.narrow(1, 0, num_rows).masked_fill_(empty.unsqueeze(-1), 0.0);
+}
+
+// Attention under diagonal 0 or without any. Every row sees a key here.
 State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
                       bool causal) {
   if (k.size(1) < kFewKeys) return dense_attention(q, k, v, scale, causal);
@@ -50,10 +90,11 @@ State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   // +inf. The sign goes into q, and so does a scale of 0, where NaN stays NaN.
   const double rounded = q.scalar_type() == at::kDouble ? scale : static_cast<float>(scale);
   const double sign = rounded > 0 ? 1.0 : rounded < 0 ? -1.0 : 0.0;
-  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
-      (sign > 0 ? q : q.mul(sign)).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-      /*dropout_p=*/0.0, causal, /*attn_mask=*/{}, sign == 0 ? 1.0 : scale * sign);
-  return {out.transpose(1, 2), lse};
+  const at::Tensor signed_q = sign > 0 ? q : q.mul(sign);
+  const double magnitude = sign == 0 ? 1.0 : scale * sign;
+  const State state = call_kernel(signed_q, k, v, magnitude, causal);
+  empty_rows_without_scores(state, signed_q, k, magnitude, causal);
+  return state;
 }
 
 // Any diagonal is made of at most two calls that the kernel has: rows that see nothing are cut off,

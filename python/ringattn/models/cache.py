@@ -6,6 +6,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ringattn._calls import collective
+from ringattn._group import resolve_group
+
 _GROWTH = 1.5  # how much larger a rank's storage becomes when it is full
 
 
@@ -135,8 +138,9 @@ class ShardedKVCache:
                     )
                 lengths[destination] += tokens
             if operations:
-                for work in dist.batch_isend_irecv(operations):
-                    work.wait()
+                with collective(resolve_group(group), "settle"):
+                    for work in dist.batch_isend_irecv(operations):
+                        work.wait()
             for place, arriving in arrived:
                 place.copy_(arriving)
         for source, destination, tokens in planned:

@@ -20,6 +20,7 @@ from torch import nn
 
 from ringattn import _C
 from ringattn._calls import call
+from ringattn._checks import check_keywords
 from ringattn._group import Group, Ring, resolve_group
 from ringattn.models.cache import ShardedKVCache
 from ringattn.models.config import LLaMAConfig
@@ -93,7 +94,9 @@ class _LoneAttention(RingAttention):
         k: torch.Tensor,
         v: torch.Tensor,
         partition: Partition | None = None,
+        **refused: object,
     ) -> torch.Tensor:
+        check_keywords("RingAttention.forward", refused)
         scale = 1 / math.sqrt(q.size(-1)) if self.scale is None else self.scale
         lengths, order, group_name = [q.size(1)], [0], ""
         out, _ = call(

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a token is drawn from its logits."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ringattn._checks import is_integer
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from its logits. Applied in this order, each None is left out.
+
+    Args:
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: only the k likeliest tokens stay, and those as likely as the k-th.
+        top_p: only the fewest likeliest tokens whose probabilities reach ``top_p`` together stay
+            (Holtzman et al., https://arxiv.org/abs/1904.09751).
+        greedy: take the likeliest token, whatever the others say.
+
+    Raises:
+        ValueError: a temperature below 0, not finite or next to 0, top_k below 1, top_p outside
+            (0, 1].
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 or more and finite, got {self.temperature}")
+        least = torch.finfo(torch.float32).tiny  # devices may take what is smaller for 0
+        if self.temperature and self.temperature < least:
+            raise ValueError(
+                f"temperature must be 0 or {least:.3g} or more, got {self.temperature}"
+            )
+        if self.top_k is not None and (not is_integer(self.top_k) or self.top_k < 1):
+            raise ValueError(f"top_k must be an integer of at least 1, got {self.top_k!r}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """float32 ``[B, V]`` from logits ``[B, V]``; tokens that do not stay have 0."""
+        logits = logits.float()
+        if self.temperature is not None:
+            logits = logits / self.temperature
+        if self.top_k is not None and self.top_k < logits.size(-1):
+            least = logits.topk(self.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -math.inf)
+        probabilities = logits.softmax(-1)
+        if self.top_p is None or self.top_p == 1:
+            return probabilities
+        ordered, indices = probabilities.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered  # what the likelier tokens have together
+        before[:, 0] = 0  # the likeliest always stays
+        ordered = ordered.masked_fill(before >= self.top_p, 0)
+        ordered /= ordered.sum(-1, keepdim=True)
+        return torch.zeros_like(probabilities).scatter(-1, indices, ordered)
+
+    def draw(self, logits: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Token ids, int64 ``[B]``, from logits ``[B, V]``."""
+        if self.greedy or self.temperature == 0:
+            return logits.argmax(-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
