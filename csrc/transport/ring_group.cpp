@@ -204,15 +204,17 @@ void RingGroup::end(const std::string& operation, const std::string& reason) {
   std::string refusal;
   try {
     silent = most_suspected(suspects);
-    if (silent.size() == 1)
+    if (silent.size() == 1) {
       refusal = agreement_.refusal(next_call_ - 1, silent.front()).value_or("");
+    }
   } catch (const std::exception&) {
     // As in blame().
   }
   if (silent.empty() && suspects.size() == 1) silent = suspects;
   std::string who;  // survivors that have not noticed yet are silent too
-  for (const int64_t rank : silent)
+  for (const int64_t rank : silent) {
     who += (who.empty() ? "rank " : " or rank ") + std::to_string(rank);
+  }
   fail(lost(who.empty() ? "a rank" : who, operation, refusal, reason));
   throw_if_failed();
 }

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ringattn._calls import collective
+from ringattn._calls import collective, tell_peers
 from ringattn._checks import check_flag, is_integer
 from ringattn.models.cache import ShardedKVCache
 from ringattn.models.graphs import DecodeGraphs, record
@@ -87,7 +87,8 @@ def generate(
     Raises:
         ValueError: arguments that break a rule above, differ between ranks, or ask for more tokens
             than the model was trained for; on all ranks, before anything is computed.
-        RuntimeError: a token could not be drawn (logits that are NaN, say); on all ranks.
+        RuntimeError: a token could not be drawn (logits that are NaN, say); on a CPU on all ranks,
+            on CUDA the others say that the one that draws is gone.
         torch.distributed.DistBackendError: a peer died or never arrived.
     """
     request, summary, message = None, None, None
@@ -334,19 +335,24 @@ def _choose(
     """The next tokens, int64 ``[B]``: drawn on one rank, the same on all. Where that rank cannot
     draw, all say why."""
     ring = model.ring
+    # Looking at a token would have every rank wait for its device in each step: on CUDA the others
+    # hear of the sampler's failure as of any that keeps a rank from coming.
+    can_look = model.device.type == "cpu"
     problem: Exception | None = None
     if ring.rank == sampler:
         try:
             tokens = sampling.draw(model.project(hidden), generator)
         except Exception as error:  # whatever it is: the peers wait
             problem = error
+            if not can_look:
+                tell_peers(ring, error)
+                raise
     if ring.rank != sampler or problem is not None:
         tokens = torch.full((batch,), _NO_TOKEN, dtype=torch.int64, device=model.device)
     if ring.world_size > 1:
         with collective(ring, "generate"):
             dist.broadcast(tokens, group=ring.process_group, group_src=sampler)
-    # The sampler knows, and does not wait for its device here.
-    if problem is not None or (ring.rank != sampler and int(tokens[0]) == _NO_TOKEN):
+    if can_look and int(tokens[0]) == _NO_TOKEN:
         raise RuntimeError(_why_no_token(model, sampler, problem)) from problem
     return tokens
 
