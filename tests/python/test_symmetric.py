@@ -173,6 +173,26 @@ def test_a_new_kind_of_call_under_capture_is_refused(rank_pool):
         assert re.search(r"must have been made once before", message)
 
 
+def captured_over_nccl(case: Case) -> None:
+    q, k, v = case.local_inputs()
+    calls = (
+        lambda: ringattn.ring_attention(q, k, v, case.partition, transport="nccl"),
+        lambda: ringattn.decode_attention(q[:, :1], k, v),
+    )
+    for call in calls:
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(ValueError, match="must not travel over NCCL"), torch.cuda.graph(graph):
+            call()
+        call()  # the group works on
+        torch.cuda.synchronize()
+
+
+def test_nccl_under_capture_is_refused(rank_pool):
+    case = Case(Partition.even(1122, 2), torch.bfloat16, transport="nccl")
+    rank_pool(2, "cuda").run(captured_over_nccl, case)
+
+
 def captured_after_a_larger_one(small: Case, large: Case) -> None:
     """Memory that grew since leaves a kind of call known."""
     expected = ring(small)[0]
