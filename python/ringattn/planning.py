@@ -122,8 +122,8 @@ class Plan:
     Args:
         partition: who owns which tokens.
         depth: how many blocks should be under way ahead of the one being attended to.
-        least_depth: how many would do, as far as the profiles tell: with fewer, ranks wait for each
-            other.
+        least_depth: how many would do for these lengths, as far as the profiles tell: with fewer,
+            ranks wait longer for each other.
         rank_ms: time of each rank, ``[W]``; 0 for one without tokens.
         ideal_ms: the same without overheads, limits of memory, and rounding to whole tokens.
         memory_bytes: key/value buffers of a ring call on each rank, ``[W]``: its own block as it is
@@ -190,16 +190,20 @@ def plan(
 ) -> Plan:
     """The partition whose slowest rank is fastest.
 
-    A rank takes its overhead, and for each token the time of the matrix products and of attention
-    to half the sequence (zigzag, causal), to the tokens before it (contiguous, causal) or to all of
-    it. No partition into whole tokens is more than 0.5 % faster than the planned one, and none at
-    all for sequences below 512 tokens a rank: longer ones are dealt out in units of 16, 64 or 256
-    tokens, which fill the tiles of attention kernels, where that costs no more. The even partition
-    is taken wherever it is as fast. A rank that does not pay gets no tokens.
+    A rank takes its overhead, for each token the time of the matrix products and of attention to
+    half the sequence (zigzag, causal), to the tokens before it (contiguous, causal) or to all of
+    it, and what it waits for blocks that its computation does not hide. Where nobody waits, no
+    partition into whole tokens is more than 0.5 % faster than the planned one, and none at all for
+    sequences below 512 tokens a rank: longer ones are dealt out in units of 16, 64 or 256 tokens,
+    which fill the tiles of attention kernels, where that costs no more. Where slow links, or a
+    small ``depth``, have ranks wait, lengths that wait less are searched for; the best are found up
+    to a percent for two or three ranks, up to some percent for more. The even partition is taken
+    wherever it is as fast. A rank that does not pay, for its overhead or for its link, gets no
+    tokens.
 
     Contiguous and causal, the order of the ranks is chosen too, among all orders up to 8 ranks;
-    above, it is from fast to slow. Under zigzag it costs nothing, and is the one that lets the
-    least depth do.
+    above, it is from fast to slow. Under zigzag it costs nothing by itself, and is the one that
+    lets the least depth do. Where ranks wait, the order is part of the search.
 
     Args:
         seq_len: S.
@@ -244,12 +248,14 @@ def predict(
     cost: ModelCost,
     *,
     causal: bool = True,
+    depth: int | None = None,
     training: bool = False,
 ) -> tuple[float, ...]:
-    """What :func:`plan` expects of any partition: milliseconds of each rank, ``[W]``.
+    """What :func:`plan` expects of any partition: milliseconds of each rank, ``[W]``, waits for
+    blocks included. Arguments as there.
 
     Raises:
-        ValueError: another number of profiles than ranks.
+        ValueError: another number of profiles than ranks, a depth below 1.
     """
     return tuple(
         _C.predict(
@@ -260,6 +266,7 @@ def predict(
             _compiled_cost(cost),
             causal,
             training,
+            None if depth is None else integer("depth", depth),
         )
     )
 
