@@ -132,7 +132,13 @@ class Rebalancer:
             )
             for profile, speed in zip(self._measured, self.speeds, strict=True)
         ]
-        current_ms = predict(self._latest.partition, believed, self._cost, causal=self._causal)
+        current_ms = predict(
+            self._latest.partition,
+            believed,
+            self._cost,
+            causal=self._causal,
+            depth=self._latest.depth,
+        )
         best_ms = self._plan(seq_len, believed).predicted_ms
         excess = max(current_ms) / best_ms - 1 if best_ms > 0 else 0.0
         changed = self._controller.should_replan(excess, current_ms.index(max(current_ms)))
