@@ -109,16 +109,16 @@ class Rebalancer:
                 no :class:`ringattn.Timings`.
         """
         ring = resolve_group(group)
+        message, speed = None, None
         if ring.world_size != len(self._measured):
-            raise ValueError(
+            message = (
                 f"profiles must be one for each of the {ring.world_size} ranks of the group, "
                 f"got {len(self._measured)}"
             )
-        message, speed = None, None
-        if isinstance(timings, Timings):
-            speed = self._speed(timings.steps, ring.rank)
-        else:
+        elif not isinstance(timings, Timings):
             message = f"timings must be Timings, got {type(timings).__name__}"
+        else:
+            speed = self._speed(timings.steps, ring.rank)
         seen = self._from_all(ring, message, speed)
         self._controller.observe(seen)
         if self._latest is None:

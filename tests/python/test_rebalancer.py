@@ -321,6 +321,18 @@ def no_timings_on_one_rank() -> None:
     rebalancer.observe(Timings() if this().rank == 0 else [1])
 
 
+def another_number_of_profiles_on_one_rank() -> None:
+    rebalancer = Rebalancer(PROFILES[: 2 + this().rank], COST)
+    rebalancer.observe(Timings())
+
+
+def test_another_number_of_profiles_on_one_rank_is_an_error_on_all(rank_pool):
+    first, second = rank_pool(2).outcomes(another_number_of_profiles_on_one_rank)
+    assert first.error == second.error == "ValueError"
+    message = "profiles must be one for each of the 2 ranks of the group, got 3"
+    assert (first.message, second.message) == (f"rank 1: {message}", message)
+
+
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(rank_pool):
     for outcome in rank_pool(2).outcomes(different_lengths):
         assert outcome.error == "ValueError"
