@@ -181,10 +181,20 @@ class WandbLog:
 # ---- reports -----------------------------------------------------------------------------------
 
 
+def headers_of(of_cells: Sequence[dict[str, str]]) -> dict[str, str]:
+    """What the ranks said of their machine, cell by cell: each fact once, or all there are of it,
+    where cells were measured on other days or with other commits."""
+    names = dict.fromkeys(name for header in of_cells for name in header)
+    return {
+        name: ", ".join(dict.fromkeys(header[name] for header in of_cells if name in header))
+        for name in names
+    }
+
+
 def write_reports(
     arguments: argparse.Namespace, cells: Sequence[Cell], settings: Settings, store: Store
 ) -> None:
-    header = dict(store.header(settings, cells[0]))
+    header = headers_of([store.header(settings, cell) for cell in cells])
     header["command"] = command()
     header |= {
         "tensors": f"{shape_text(settings)}, causal",

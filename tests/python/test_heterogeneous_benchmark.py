@@ -16,8 +16,9 @@ from typing import Any
 
 import heterogeneous
 import pytest
+import ringattn
 from study.settings import Cell, Settings, Store
-from study.splits import STRATEGIES
+from study.splits import STRATEGIES, Grounds, split
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 170
@@ -92,6 +93,9 @@ def test_a_slow_rank_is_measured_as_one_and_gets_fewer_tokens(stem: Path) -> Non
         planned = rows[what, "100,10", "planned"]
         assert float(planned["rank1_tflops"]) < 0.6 * float(planned["rank0_tflops"])
         assert int(planned["rank1_tokens"]) < 128
+        # As measured: no two ranks are equal to the last digit.
+        equal = rows[what, "100,100", "planned"]
+        assert equal["rank0_linear_tflops"] != equal["rank1_linear_tflops"]
         assert int(rows[what, "100,10", "uneven"]["rank1_tokens"]) == 23
         # The formula has nothing to say at 256 tokens, and that is said.
         assert "negative weights" in rows[what, "100,10", "formula"]["note"]
@@ -154,6 +158,39 @@ def test_other_settings_are_other_cells(tmp_path: Path) -> None:
     assert again.header(Settings(**BASE), cell) == {"device": "here"}
     assert not again.has(Settings(**{**BASE, "rounds": 3}), cell)
     assert not again.has(Settings(**BASE), Cell("sweep", (50, 100), "attention", 256))
+
+
+def test_a_table_that_was_edited_is_another_one(tmp_path: Path) -> None:
+    cell = Cell("sweep", (100, 50), "attention", 256)
+    store = Store(None)
+    for name in ("lut", "regression"):
+        path = tmp_path / name
+        path.write_text("first")
+        settings = Settings(**{**BASE, name: str(path)})
+        store.add(settings, cell, {}, [{"ms": 1.0}])
+        assert store.has(settings, cell)
+        path.write_text("second")
+        assert not store.has(settings, cell)
+
+
+def test_a_report_names_every_commit_and_date_of_its_cells() -> None:
+    first = {"command": "a", "date": "2026-11-21", "commit": "aaa", "device": "CPU"}
+    second = {**first, "date": "2026-11-22", "commit": "bbb", "cuda": "13.0"}
+    assert heterogeneous.headers_of([first, second, first]) == {
+        "command": "a",
+        "date": "2026-11-21, 2026-11-22",
+        "commit": "aaa, bbb",
+        "device": "CPU",
+        "cuda": "13.0",
+    }
+
+
+def test_the_lut_has_what_was_measured_and_plans_have_it_without_the_noise() -> None:
+    profiles = [ringattn.RankProfile(100, 95)] * 2  # 100 and 90, taken as equal
+    cost = ringattn.ModelCost.attention_only(4, 16)
+    grounds = Grounds(1900, (100, 90), profiles, [100.0, 90.0], cost, Settings(**BASE))
+    assert split("lut", grounds).partition.lengths == (1000, 900)
+    assert split("planned", grounds).partition.lengths == (950, 950)
 
 
 def test_a_line_cut_short_costs_no_other_cell(tmp_path: Path) -> None:
