@@ -26,7 +26,7 @@ void check(int64_t num_tokens, const std::vector<RankProfile>& profiles, const c
   }
   int64_t room = 0;
   for (const RankProfile& profile : profiles) {
-    room += std::min(num_tokens, profile.max_tokens.value_or(num_tokens));
+    room += std::min(num_tokens - room, profile.max_tokens.value_or(num_tokens));
   }
   if (room < num_tokens) {
     throw std::invalid_argument("profiles must have max_tokens for all " +

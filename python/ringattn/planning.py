@@ -6,7 +6,6 @@ The arithmetic is ``csrc/partition/planner.cpp``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from ringattn import _C
 from ringattn.partition import Partition
-from ringattn.profiles import RankProfile, integer, is_number
+from ringattn.profiles import MAX_INTEGER, RankProfile, integer, is_number, is_positive
 
 _CONFIG_FIELDS = (  # our names and those of Hugging Face
     ("emb_dim", "hidden_size"),
@@ -45,16 +44,18 @@ class ModelCost:
     kv_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not is_number(self.attention_flops) or not 0 < self.attention_flops < math.inf:
+        if not is_positive(self.attention_flops):
             raise ValueError(
                 f"attention_flops must be finite and positive, got {self.attention_flops!r}"
             )
-        if not is_number(self.linear_flops) or not 0 <= self.linear_flops < math.inf:
+        flops = self.linear_flops
+        if not is_positive(flops) and not (is_number(flops) and flops == 0):
             raise ValueError(
                 f"linear_flops must be finite and not negative, got {self.linear_flops!r}"
             )
-        if integer("kv_bytes", self.kv_bytes) < 0:
-            raise ValueError(f"kv_bytes must not be negative, got {self.kv_bytes}")
+        kv_bytes = _integer("kv_bytes", self.kv_bytes)
+        if kv_bytes < 0:
+            raise ValueError(f"kv_bytes must not be negative, got {kv_bytes}")
 
     @classmethod
     def attention_only(
@@ -223,14 +224,16 @@ def plan(
         ValueError: no profiles, a negative ``seq_len``, ``max_tokens`` that do not hold the
             sequence, an unknown layout, a depth below 1.
     """
+    _check_layout(layout)
+    _check_switches(causal=causal, training=training)
     planned = _C.plan(
-        integer("seq_len", seq_len),
+        _integer("seq_len", seq_len),
         _compiled_profiles(profiles),
         _compiled_cost(cost),
         layout,
         causal,
         training,
-        None if depth is None else integer("depth", depth),
+        None if depth is None else _integer("depth", depth),
     )
     return Plan(
         Partition(layout, tuple(planned.lengths), tuple(planned.order)),
@@ -257,6 +260,7 @@ def predict(
     Raises:
         ValueError: another number of profiles than ranks, a depth below 1.
     """
+    _check_switches(causal=causal, training=training)
     return tuple(
         _C.predict(
             partition.layout,
@@ -266,7 +270,7 @@ def predict(
             _compiled_cost(cost),
             causal,
             training,
-            None if depth is None else integer("depth", depth),
+            None if depth is None else _integer("depth", depth),
         )
     )
 
@@ -289,11 +293,33 @@ def plan_cache(num_tokens: int, profiles: Sequence[RankProfile], cost: ModelCost
             ``memory_gbps`` of some ranks only.
     """
     return _C.plan_cache(
-        integer("num_tokens", num_tokens), _compiled_profiles(profiles), _compiled_cost(cost)
+        _integer("num_tokens", num_tokens), _compiled_profiles(profiles), _compiled_cost(cost)
     )
 
 
+def _check_layout(layout: object) -> None:
+    if layout not in ("zigzag", "contiguous"):
+        got = f'"{layout}"' if isinstance(layout, str) else repr(layout)
+        raise ValueError(f'layout must be "zigzag" or "contiguous", got {got}')
+
+
+def _check_switches(**switches: object) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def _integer(name: str, value: object) -> int:
+    """One that the compiled planner can hold."""
+    number = integer(name, value)
+    if abs(number) > MAX_INTEGER:
+        raise ValueError(f"{name} must fit into 64 bits, got {number}")
+    return number
+
+
 def _compiled_profiles(profiles: Sequence[RankProfile]) -> list[_C.RankProfile]:
+    if not isinstance(profiles, Sequence):
+        raise ValueError(f"profiles must be a list of RankProfiles, got {type(profiles).__name__}")
     for rank, profile in enumerate(profiles):
         if not isinstance(profile, RankProfile):
             raise ValueError(

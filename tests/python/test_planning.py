@@ -255,6 +255,7 @@ def test_profiles_come_back_from_a_file(tmp_path):
         ("not", "must be JSON, got"),
         ("[1]", 'must hold an object with a list of objects named "profiles"'),
         ('{"profiles": [1]}', "must hold an object with a list of objects"),
+        ('{"profiles": []}', "must hold at least one profile, got none"),
         ('{"profiles": [{"attention_tflops": 1}]}', "rank 0 .* got no 'linear_tflops'"),
         (
             '{"profiles": [{"attention_tflops": 1, "linear_tflops": 2, "colour": 3}]}',
@@ -287,6 +288,34 @@ def test_files_that_are_no_profiles_are_refused(tmp_path, text, message):
         (lambda: RankProfile(None, 1), "attention_tflops must be finite and positive, got None"),
         (lambda: RankProfile(1, 1, max_tokens=-1), "max_tokens must not be negative, got -1"),
         (lambda: RankProfile(1, 1, max_tokens=1.5), "max_tokens must be an integer, got 1.5"),
+        (
+            lambda: RankProfile(1, 1, max_tokens=2**63),
+            "max_tokens must be at most 9223372036854775807, got 9223372036854775808",
+        ),
+        (lambda: RankProfile(10**400, 1), "attention_tflops must be finite and positive, got 1000"),
+        (lambda: RankProfile(1, 1, overhead_ms=10**400), "overhead_ms must be finite and not neg"),
+        (lambda: ModelCost(10**400), "attention_flops must be finite and positive, got 1000"),
+        (lambda: ModelCost(1, 10**400), "linear_flops must be finite and not negative, got 1000"),
+        (lambda: ModelCost(1, 1, 2**63), "kv_bytes must fit into 64 bits, got 9223372036854775808"),
+        (lambda: ringattn.plan(2**63, ranks(1), LAYER), "seq_len must fit into 64 bits, got 9223"),
+        (lambda: ringattn.plan(8, ranks(1), LAYER, depth=2**63), "depth must fit into 64 bits"),
+        (lambda: ringattn.plan(8, *ranks(1), LAYER), "must be a list of .* got RankProfile"),
+        (
+            lambda: ringattn.plan(8, ranks(1), LAYER, layout=None),
+            'layout must be "zigzag" or "contiguous", got None',
+        ),
+        (
+            lambda: ringattn.plan(8, ranks(1), LAYER, causal="no"),
+            "causal must be True or False, got 'no'",
+        ),
+        (
+            lambda: ringattn.plan(8, ranks(1), LAYER, training=1),
+            "training must be True or False, got 1",
+        ),
+        (
+            lambda: predict(Partition.even(8, 1), ranks(1), LAYER, causal=None),
+            "causal must be True or False, got None",
+        ),
         (lambda: RankProfile(1, 1, overhead_ms=-1), "overhead_ms must be finite and not negative"),
         (lambda: RankProfile(1, 1, memory_gbps=0), "memory_gbps must be finite and positive"),
         (lambda: RankProfile(1, 1, link_gbps=math.nan), "link_gbps must be finite and positive"),
