@@ -239,6 +239,16 @@ def test_lengths_and_percentages_may_come_from_the_environment(
         (["--percentages", "0"], "must give 2 numbers in 1..100, got 100,0"),
         (["--slow-ranks", "2"], "--slow-ranks must lie in 1..1, got [2]"),
         (["--strategies", "odd"], "must be among even,uneven"),
+        (["--seq-lens", "0"], "--seq-lens must be at least 1, got 0"),
+        (["--seq-lens", "64,-8"], "--seq-lens must be at least 1, got -8"),
+        (["--requests", "0"], "--requests must be at least 1, got 0"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--warmup", "-1"], "--warmup must be at least 0, got -1"),
+        (["--noise", "nan"], "--noise must be at least 0, got nan"),
+        (["--ranks", "0", "--slow-ranks", "0"], "got"),
+        (["--cell-seconds", "0"], "--cell-seconds must be positive, got 0.0"),
+        (["--lut", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
+        (["--regression", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
         (["--wandb"], "--wandb must find the package wandb, got none"),
     ],
 )
@@ -289,15 +299,24 @@ def test_ranks_end_with_the_command(how: signal.Signals, after_s: float) -> None
         time.sleep(0.1)
 
 
-def test_rows_go_to_weights_and_biases_where_it_is_there(stem: Path, tmp_path: Path) -> None:
+def test_rows_go_to_weights_and_biases_where_it_is_there(tmp_path: Path) -> None:
     (tmp_path / "wandb.py").write_text(
         "class Run:\n"
-        "    def log(self, row): print('LOGGED', row['split_type'])\n"
+        "    def log(self, row):\n"
+        "        print('LOGGED', row['split_type'], 'slowdown' in row, 'efficiency' in row,\n"
+        "              'speedup_over_even' in row)\n"
         "    def finish(self): print('FINISHED')\n"
         "def init(**config): return Run()\n"
     )
     command = ["benchmarks/heterogeneous.py", "sweep", *SMALL, "--seq-lens", "64"]
-    command += ["--sets", "100,100", "--strategies", "even,planned", "--wandb"]
-    done = run(*command, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "LOGGED planned" in done.stdout and "FINISHED" in done.stdout
+    command += ["--strategies", "even,even_zigzag,planned", "--wandb"]
+    command += ["--out", str(tmp_path / "het")]
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    # The second goes on from the cells of the first: all of them are logged, not only the new one.
+    for sets, num_rows in (("100,100", 4), ("100,50", 8)):
+        done = run(*command, "--sets", sets, PYTHONPATH=path)
+        assert done.returncode == 0, done.stderr
+        logged = [line for line in done.stdout.splitlines() if line.startswith("LOGGED")]
+        assert len(logged) == num_rows and "LOGGED planned True True True" in logged
+        assert all(line.endswith("True True True") for line in logged)
+        assert done.stdout.index("LOGGED") < done.stdout.index("FINISHED")
