@@ -228,7 +228,8 @@ def _sweep(options: argparse.Namespace) -> None:
         points = _under_mps(options)
     else:
         for factor in _numbers("--slowdowns", options.slowdowns):
-            slowdown(factor)  # refuses what is none
+            with slowdown(factor):  # refuses what is none
+                pass
         points = _slowed(options)
     if options.sizes is not None:
         _sizes(options.sizes)
