@@ -217,6 +217,16 @@ Partition search_with_links(const Partition& start, const RingProblem& problem) 
       if (top.ms < best.ms * (1 - kLeastGain)) best = std::move(top);
     }
   }
+  // The same ranks in finer units, where coarse ones cost too much.
+  auto times = problem.times;
+  for (size_t rank = 0; rank < times.size(); ++rank) {
+    if (best.partition.length(static_cast<int64_t>(rank)) == 0) times[rank].max_tokens = 0;
+  }
+  const Partition fine = best_partition(times, start.layout(), start.seq_len());
+  for (const Ranks& order : {best.partition.order(), fine.order()}) {
+    Candidate of_fine = search.weigh(Partition(start.layout(), fine.lengths(), order));
+    if (of_fine.ms < best.ms * (1 - kUnitTolerance)) best = std::move(of_fine);
+  }
   return best.partition;
 }
 
