@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import math
 import os
 import signal
 import sys
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 from harness import DTYPES, common_arguments, integers, shape_text
 from report import PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, Report, command
+from ringattn import strategies
 from ringattn.testing import MPS
 from study import ranks, tables
 from study.rebalancing import SCENARIOS
@@ -123,9 +125,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 # ---- running -----------------------------------------------------------------------------------
 
 
-def run(
-    cells: Sequence[Cell], settings: Settings, store: Store, log: WandbLog, limit_s: float
-) -> None:
+def run(cells: Sequence[Cell], settings: Settings, store: Store, limit_s: float) -> None:
     """Measures what the store does not have yet; one start of the ranks for each set."""
     todo = [cell for cell in cells if not store.has(settings, cell)]
     jobs: dict[tuple[int, ...], list[Cell]] = {}
@@ -141,7 +141,6 @@ def run(
             job = Job(settings, percentages, tuple(of_job))
             for cell, header, rows in finished(job, mps, limit_s):
                 store.add(settings, cell, header, rows)
-                log.add(rows)
                 bar.set_postfix_str(cell.label)
                 bar.update()
 
@@ -159,7 +158,8 @@ def finished(
 
 
 class WandbLog:
-    """Rows to Weights & Biases, where that was asked for."""
+    """Rows to Weights & Biases, where that was asked for: with all that follows from them, which
+    takes all cells, those of earlier runs too."""
 
     def __init__(self, wanted: bool, config: dict[str, Any]) -> None:
         self._run = None
@@ -181,10 +181,21 @@ class WandbLog:
 # ---- reports -----------------------------------------------------------------------------------
 
 
+def headers_of(of_cells: Sequence[dict[str, str]]) -> dict[str, str]:
+    """What the ranks said of their machine, cell by cell: each fact once, or all there are of it,
+    where cells were measured on other days or with other commits."""
+    names = dict.fromkeys(name for header in of_cells for name in header)
+    return {
+        name: ", ".join(dict.fromkeys(header[name] for header in of_cells if name in header))
+        for name in names
+    }
+
+
 def write_reports(
     arguments: argparse.Namespace, cells: Sequence[Cell], settings: Settings, store: Store
-) -> None:
-    header = dict(store.header(settings, cells[0]))
+) -> list[dict[str, Any]]:
+    """The whole table, which it writes."""
+    header = headers_of([store.header(settings, cell) for cell in cells])
     header["command"] = command()
     header |= {
         "tensors": f"{shape_text(settings)}, causal",
@@ -212,6 +223,7 @@ def write_reports(
     for row in found:
         summary.add(row)
     summary.write(arguments.out and f"{arguments.out}_findings")
+    return table
 
 
 # ---- command line ------------------------------------------------------------------------------
@@ -321,6 +333,31 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
                 f"--sets and --percentages must give {world_size} numbers in 1..100, "
                 f"got {set_name(percentages)}"
             )
+    for name, least in (
+        ("ranks", 1),
+        ("seq_lens", 1),
+        ("requests", 1),
+        ("rounds", 1),
+        ("warmup", 0),
+        ("watched", 0),
+        ("noise", 0),
+    ):
+        values = getattr(arguments, name)
+        for value in values if isinstance(values, list) else [values]:
+            if not least <= value < math.inf:
+                option = name.replace("_", "-")
+                parser.error(f"--{option} must be at least {least}, got {value}")
+    for name in ("cell_seconds", "settle_seconds", "limit_seconds"):
+        if not 0 < getattr(arguments, name) < math.inf:
+            option = name.replace("_", "-")
+            parser.error(f"--{option} must be positive, got {getattr(arguments, name)}")
+    try:
+        if arguments.lut is not None:
+            strategies.read_table(arguments.lut)
+        if arguments.regression is not None:
+            strategies.Regression.read(arguments.regression)
+    except (OSError, ValueError) as error:
+        parser.error(f"--lut and --regression must be tables that can be read, got: {error}")
     if arguments.wandb and importlib.util.find_spec("wandb") is None:
         parser.error("--wandb must find the package wandb, got none (pip install wandb)")
 
@@ -337,12 +374,12 @@ def main() -> None:
         if not cells:
             sys.exit(f"{arguments.out}.cells.jsonl must have cells of these settings, got none")
     try:
-        run(cells, settings, store, log, arguments.limit_seconds)
+        run(cells, settings, store, arguments.limit_seconds)
+        log.add(write_reports(arguments, cells, settings, store))
     except ranks.RanksFailed as error:
         sys.exit(f"{error}\nfinished cells are kept; the same command goes on from here")
     finally:
         log.close()
-    write_reports(arguments, cells, settings, store)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 from ringattn.strategies import PUBLISHED, Regression
 from study.figures import OF_SWEEP, regression_surface, total_percentage
 from study.style import Drawing
+from study.tables import REFERENCE, sweep_rows
 from study.trace_figures import drift_trace
 
 
@@ -50,7 +51,8 @@ def drawings(arguments: argparse.Namespace) -> Iterator[tuple[str, Drawing]]:
     """Names of the files, with a folder where there are several kinds, and figures, one by one."""
     if arguments.sweep is not None:
         # Sets of ranks from the fastest to the slowest, whatever was measured first.
-        rows = sorted(read(arguments.sweep), key=lambda row: -total_percentage(row["percentages"]))
+        rows = [row for row in sweep_rows(read(arguments.sweep)) if row["split_type"] != REFERENCE]
+        rows.sort(key=lambda row: -total_percentage(row["percentages"]))
         kinds = list(dict.fromkeys(row["what"] for row in rows))
         for what in kinds:
             folder = f"{what}/" if len(kinds) > 1 else ""

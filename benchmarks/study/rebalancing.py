@@ -18,11 +18,12 @@ from typing import Any
 import ringattn
 import torch
 from harness import Contestant, measure, rank, world_size
+from ringattn.profiling import equalize
 from ringattn.testing import slowdown
 
 from study.settings import Cell, Settings
 from study.splits import Grounds, Split, split
-from study.sweep import measured_profiles, watched
+from study.sweep import measured_ranks, watched
 from study.workloads import workload
 
 POLICIES = ("rebalanced", "oracle", "even_zigzag")
@@ -66,8 +67,17 @@ def trace(cell: Cell, settings: Settings, device: torch.device) -> list[dict[str
     profiles, oracle = {}, {}
     for speed in dict.fromkeys(speeds):
         with _last_rank_at(speed):
-            profiles[speed] = measured_profiles(settings, device)
-            grounds = Grounds(cell.seq_len, cell.percentages, profiles[speed], work.cost, settings)
+            measured = measured_ranks(settings, device)
+            profiles[speed] = equalize(measured)
+            linear_tflops = [of_rank.linear_tflops.median for of_rank in measured]
+            grounds = Grounds(
+                cell.seq_len,
+                cell.percentages,
+                profiles[speed],
+                linear_tflops,
+                work.cost,
+                settings,
+            )
             oracle[speed] = watched(grounds, work)
     even = split("even_zigzag", grounds)
     rebalancer = ringattn.Rebalancer(profiles[speeds[0]], work.cost)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -97,7 +98,12 @@ class Store:
 
     @staticmethod
     def _key(settings: Settings, cell: Cell) -> str:
-        return json.dumps([asdict(settings), asdict(cell)], sort_keys=True)
+        named = asdict(settings)
+        for name in ("lut", "regression"):
+            if named[name] is not None:  # another table under the same name is another one
+                digest = hashlib.sha256(Path(named[name]).read_bytes()).hexdigest()
+                named[f"{name}_digest"] = digest
+        return json.dumps([named, asdict(cell)], sort_keys=True)
 
     def has(self, settings: Settings, cell: Cell) -> bool:
         return self._key(settings, cell) in self._done

@@ -47,7 +47,8 @@ class Grounds:
 
     seq_len: int
     percentages: Sequence[int]
-    profiles: Sequence[ringattn.RankProfile]
+    profiles: Sequence[ringattn.RankProfile]  # with the noise taken out, as plans need them
+    linear_tflops: Sequence[float]  # [W], as measured
     cost: ringattn.ModelCost
     settings: Settings
 
@@ -82,8 +83,8 @@ def _lut(grounds: Grounds, layout: str) -> Split:
     else:
         # One size, which is then the nearest to every sequence.
         table = [
-            strategies.MatmulRow(mps_pct=percentage, size=1, tflops=profile.linear_tflops)
-            for percentage, profile in zip(grounds.percentages, grounds.profiles, strict=True)
+            strategies.MatmulRow(mps_pct=percentage, size=1, tflops=tflops)
+            for percentage, tflops in zip(grounds.percentages, grounds.linear_tflops, strict=True)
         ]
     return Split(strategies.lut(grounds.seq_len, grounds.percentages, table, layout=layout))
 

@@ -12,6 +12,7 @@ import ringattn
 import torch
 import torch.distributed as dist
 from harness import DTYPES, Contestant, Timing, from_all_ranks, measure, rank
+from ringattn.profiling import NUM_LAYERS, RankMeasurement, equalize, measure_ranks
 
 from study.settings import Cell, Settings, set_name
 from study.splits import Grounds, Split, split
@@ -26,13 +27,16 @@ STEP_COLUMNS = ("own_ms", "remote_ms", "transfer_ms", "wait_ms")
 
 def measure_cell(
     cell: Cell,
-    profiles: Sequence[ringattn.RankProfile],
+    measured: Sequence[RankMeasurement],
     settings: Settings,
     device: torch.device,
 ) -> list[dict[str, Any]]:
     """One row per strategy, the same on every rank. Collective."""
     work = workload(cell, settings, device)
-    grounds = Grounds(cell.seq_len, cell.percentages, profiles, work.cost, settings)
+    linear_tflops = [of_rank.linear_tflops.median for of_rank in measured]
+    grounds = Grounds(
+        cell.seq_len, cell.percentages, equalize(measured), linear_tflops, work.cost, settings
+    )
     splits = {name: split(name, grounds) for name in settings.strategies if name != "rebalanced"}
     if "rebalanced" in settings.strategies:
         splits["rebalanced"] = watched(grounds, work)
@@ -77,23 +81,26 @@ def measure_cell(
             "max_error": errors[twin],
             "note": "; ".join(filter(None, notes)),
         }
-        for r, profile in enumerate(profiles):
+        for r in range(len(measured)):
             row[f"rank{r}_tokens"] = chosen.partition.lengths[r]
             row[f"rank{r}_latency_ms"] = latencies[twin][r]
             row[f"rank{r}_tflops"] = 1e-9 * work.flops / alone_ms[r].item()
-            row[f"rank{r}_linear_tflops"] = profile.linear_tflops
+            row[f"rank{r}_linear_tflops"] = linear_tflops[r]
             for column, value in zip(STEP_COLUMNS, steps[twin][r], strict=True):
                 row[f"rank{r}_{column}"] = value
         rows.append(row)
     return rows
 
 
-def measured_profiles(settings: Settings, device: torch.device) -> list[ringattn.RankProfile]:
-    """What a user of the package would plan with. Collective."""
-    return ringattn.measure_profiles(
+def measured_ranks(settings: Settings, device: torch.device) -> list[RankMeasurement]:
+    """What `ringattn.measure_profiles`, and so a user of the package, starts from. Collective."""
+    return measure_ranks(
+        None,
         num_heads=settings.heads,
         num_kv_heads=settings.kv_heads,
         head_dim=settings.head_dim,
+        num_layers=NUM_LAYERS,
+        num_tokens=None,
         dtype=DTYPES[settings.dtype],
         device=device,
         seconds=settings.settle_seconds,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ Row = dict[str, Any]
 #: What a plan of ours has to reach of the ideal: tokens per rank from which on, share.
 TARGETS = ((4096, 0.90), (8193, 0.93), (32768, 0.95))
 OURS = ("planned", "rebalanced")
+REFERENCE = "reference_homogeneous"  # their name for even contiguous on equal ranks
 _SETTLED = 3  # requests after a change that do not count
 _CLOSE = 1.05  # to the oracle
 
@@ -38,90 +40,116 @@ def sweep_rows(rows: Sequence[Row]) -> list[Row]:
     """Rows with everything that takes more than one of them.
 
     `slowdown` is T over the time of the same problem on equal ranks under even zigzag (a balanced
-    ring), `speedup_over_even` is over even contiguous.
+    ring), `speedup_over_even` is over even contiguous. A rank's speed, and with it the ideal, is
+    that of its fastest median for the whole problem: as it was timed alone, or under a split that
+    gave it everything. `reference_homogeneous`, the even contiguous ring of equal ranks, stands
+    beside every set of ranks, as in the earlier study.
     """
-    found = {
-        (row["what"], row["percentages"], row["seq_len"], row["split_type"]): row for row in rows
-    }
-    derived = []
-    for raw in rows:
-        row = dict(raw)
-        what, percentages, seq_len = row["what"], row["percentages"], row["seq_len"]
-        ms = row["overall_latency_ms"]
+    rows = [row for row in rows if row["split_type"] != REFERENCE]  # derived anew
+    cells: dict[tuple[str, str, int], dict[str, Row]] = {}
+    for row in _at_their_fastest(rows):
+        cells.setdefault(_key(row), {})[row["split_type"]] = row
+    derived: list[Row] = []
+    references = []
+    for (what, percentages, seq_len), cell in cells.items():
         asked = [int(part) for part in percentages.split(",")]
-        row["slowdown_pct"] = min(asked)
-        row["efficiency"] = row["ideal_ms"] / ms
-        for column, name in (
-            ("speedup_over_even", "even"),
-            ("speedup_over_even_zigzag", "even_zigzag"),
-        ):
-            if other := found.get((what, percentages, seq_len, name)):
-                row[column] = other["overall_latency_ms"] / ms
-        unthrottled = ",".join(["100"] * len(asked))
-        if homogeneous := found.get((what, unthrottled, seq_len, "even_zigzag")):
-            row["slowdown"] = ms / homogeneous["overall_latency_ms"]
-            row["t_homogeneous_over_t"] = 1 / row["slowdown"]
-            for r in range(len(asked)):
-                row[f"rank{r}_tflops_unthrottled"] = homogeneous[f"rank{r}_tflops"]
-        derived.append(row)
-        # Their name for the even split of equal ranks.
-        if row["split_type"] == "even" and set(asked) == {100}:
-            derived.append({**row, "split_type": "reference_homogeneous"})
-    return derived
+        equal = cells.get((what, ",".join(["100"] * len(asked)), seq_len), {})
+        homogeneous = equal.get("even_zigzag")
+        for row in cell.values():
+            ms = row["overall_latency_ms"]
+            row["slowdown_pct"] = min(asked)
+            row["efficiency"] = row["ideal_ms"] / ms
+            for column, name in (
+                ("speedup_over_even", "even"),
+                ("speedup_over_even_zigzag", "even_zigzag"),
+            ):
+                if other := cell.get(name):
+                    row[column] = other["overall_latency_ms"] / ms
+            if homogeneous:
+                row["slowdown"] = ms / homogeneous["overall_latency_ms"]
+                row["t_homogeneous_over_t"] = 1 / row["slowdown"]
+                for r in range(len(asked)):
+                    row[f"rank{r}_tflops_unthrottled"] = homogeneous[f"rank{r}_tflops"]
+        derived += cell.values()
+        if even := equal.get("even"):
+            references.append((even, percentages, min(asked)))
+    return derived + [
+        {**even, "split_type": REFERENCE, "percentages": percentages, "slowdown_pct": least}
+        for even, percentages, least in references
+    ]
+
+
+def _key(row: Row) -> tuple[str, str, int]:
+    return row["what"], row["percentages"], row["seq_len"]
+
+
+def _at_their_fastest(rows: Sequence[Row]) -> list[Row]:
+    """Copies with `rank*_tflops` and `ideal_ms` from the fastest whole problem of each rank."""
+    whole: dict[tuple[str, str, int], dict[int, float]] = {}  # by cell and rank, ms
+    for row in rows:
+        of_cell = whole.setdefault(_key(row), {})
+        for r in range(len(row["percentages"].split(","))):
+            if row[f"rank{r}_tokens"] == row["seq_len"]:
+                of_cell[r] = min(row["overall_latency_ms"], of_cell.get(r, math.inf))
+    fastest = []
+    for row in rows:
+        names = [f"rank{r}_tflops" for r in range(len(row["percentages"].split(",")))]
+        total = sum(row[name] for name in names)
+        alone = [row["ideal_ms"] * total / row[name] for name in names]  # ms of each rank
+        best = [min(ms, whole[_key(row)].get(r, ms)) for r, ms in enumerate(alone)]
+        speeds = {
+            name: row[name] * ms / least for name, ms, least in zip(names, alone, best, strict=True)
+        }
+        fastest.append({**row, **speeds, "ideal_ms": 1 / sum(1 / ms for ms in best)})
+    return fastest
 
 
 FINDING_COLUMNS = (
-    *("what", "percentages", "tokens_per_rank", "seq_len", "slow_over_fast", "best_of_ours"),
+    *("what", "percentages", "tokens_per_rank", "seq_len", "slow_over_fast", "split_type"),
     *("efficiency", "target", "equal_ring_efficiency", "points_behind_equal_ring"),
-    *("slowdown", "slowdown_bound", "over_even", "over_even_zigzag", "worst_ours_over_even_zigzag"),
-    "spread",
+    *("slowdown", "slowdown_bound", "over_even", "over_even_zigzag", "spread"),
 )
 
 
 def findings(rows: Sequence[Row]) -> list[Row]:
-    """One row for each problem on each set of ranks: the better of ours beside what it should
-    reach. `rows` come from :func:`sweep_rows`."""
+    """One row for each of ours, each problem and each set of ranks, beside what it should reach.
+    `rows` come from :func:`sweep_rows`."""
     cells: dict[tuple[str, str, int], dict[str, Row]] = {}
     for row in rows:
-        key = (row["what"], row["percentages"], row["seq_len"])
-        cells.setdefault(key, {})[row["split_type"]] = row
+        cells.setdefault(_key(row), {})[row["split_type"]] = row
     found = []
     for (what, percentages, seq_len), cell in cells.items():
-        ours = [cell[name] for name in OURS if name in cell]
-        if not ours:
-            continue
-        best = min(ours, key=lambda row: row["overall_latency_ms"])
         world_size = len(percentages.split(","))
-        speeds = [best[f"rank{r}_tflops"] for r in range(world_size)]
+        equal = cells.get((what, ",".join(["100"] * world_size), seq_len), {}).get("even_zigzag")
         tokens = seq_len // world_size
         targets = [share for least, share in TARGETS if tokens >= least]
-        finding: Row = {
-            "what": what,
-            "percentages": percentages,
-            "seq_len": seq_len,
-            "tokens_per_rank": tokens,
-            "slow_over_fast": min(speeds) / max(speeds),
-            "best_of_ours": best["split_type"],
-            "efficiency": best["efficiency"],
-            "target": targets[-1] if targets else None,
-            "slowdown": best.get("slowdown"),
-            # A balanced ring of these ranks, and 5 %.
-            "slowdown_bound": 1.05 * world_size * max(speeds) / sum(speeds),
-            "over_even": best.get("speedup_over_even"),
-            "over_even_zigzag": best.get("speedup_over_even_zigzag"),
-        }
-        equal = cells.get((what, ",".join(["100"] * world_size), seq_len), {}).get("even_zigzag")
-        if equal is not None:
-            finding["equal_ring_efficiency"] = equal["efficiency"]
-            finding["points_behind_equal_ring"] = 100 * (equal["efficiency"] - best["efficiency"])
-        if zigzag := cell.get("even_zigzag"):
-            worst = max(row["overall_latency_ms"] for row in ours)
-            finding["worst_ours_over_even_zigzag"] = worst / zigzag["overall_latency_ms"]
-            both = (zigzag, best)
-            finding["spread"] = max(
-                (row["p90_ms"] - row["p10_ms"]) / row["overall_latency_ms"] for row in both
-            )
-        found.append(finding)
+        for row in (cell[name] for name in OURS if name in cell):
+            speeds = [row[f"rank{r}_tflops"] for r in range(world_size)]
+            finding: Row = {
+                "what": what,
+                "percentages": percentages,
+                "seq_len": seq_len,
+                "tokens_per_rank": tokens,
+                "slow_over_fast": min(speeds) / max(speeds),
+                "split_type": row["split_type"],
+                "efficiency": row["efficiency"],
+                "target": targets[-1] if targets else None,
+                "slowdown": row.get("slowdown"),
+                # A balanced ring of these ranks, and 5 %.
+                "slowdown_bound": 1.05 * world_size * max(speeds) / sum(speeds),
+                "over_even": row.get("speedup_over_even"),
+                "over_even_zigzag": row.get("speedup_over_even_zigzag"),
+            }
+            if equal is not None:
+                behind = equal["efficiency"] - row["efficiency"]
+                finding["equal_ring_efficiency"] = equal["efficiency"]
+                finding["points_behind_equal_ring"] = 100 * behind
+            if zigzag := cell.get("even_zigzag"):
+                finding["spread"] = max(
+                    (each["p90_ms"] - each["p10_ms"]) / each["overall_latency_ms"]
+                    for each in (zigzag, row)
+                )
+            found.append(finding)
     return found
 
 

@@ -16,7 +16,7 @@ from report import environment
 from study.ranks import MARK
 from study.rebalancing import trace
 from study.settings import SWEEP, Job
-from study.sweep import measure_cell, measured_profiles
+from study.sweep import measure_cell, measured_ranks
 from study.workloads import throttled
 
 
@@ -42,15 +42,15 @@ def main() -> None:
     settings = job.settings
     with process_group(settings.device) as device, torch.no_grad():
         report({"header": environment(device)})
-        profiles = None
+        measured = None
         for cell in job.cells:
             if cell.kind != SWEEP:
                 rows = trace(cell, settings, device)
             else:
                 with throttled(settings, job.percentages[rank()]):
-                    if profiles is None:
-                        profiles = measured_profiles(settings, device)
-                    rows = measure_cell(cell, profiles, settings, device)
+                    if measured is None:
+                        measured = measured_ranks(settings, device)
+                    rows = measure_cell(cell, measured, settings, device)
             report({"cell": job.cells.index(cell), "rows": rows})
 
 

@@ -60,8 +60,9 @@ Plan planned(int64_t seq_len, const std::vector<RankProfile>& profiles, const Mo
 
 std::vector<double> predicted(const std::string& layout, const Lengths& lengths,
                               const Lengths& order, const std::vector<RankProfile>& profiles,
-                              const ModelCost& cost, bool causal, bool training) {
-  return predict(partition(layout, lengths, order), profiles, cost, {causal, training});
+                              const ModelCost& cost, bool causal, bool training,
+                              std::optional<int64_t> depth) {
+  return predict(partition(layout, lengths, order), profiles, cost, {causal, training}, depth);
 }
 
 py::dict build_info() {
@@ -143,7 +144,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("plan", &planned, py::arg("seq_len"), py::arg("profiles"), py::arg("cost"),
         py::arg("layout"), py::arg("causal"), py::arg("training"), py::arg("depth"));
   m.def("predict", &predicted, py::arg("layout"), py::arg("lengths"), py::arg("order"),
-        py::arg("profiles"), py::arg("cost"), py::arg("causal"), py::arg("training"));
+        py::arg("profiles"), py::arg("cost"), py::arg("causal"), py::arg("training"),
+        py::arg("depth"));
   m.def("plan_cache", &plan_cache, py::arg("num_tokens"), py::arg("profiles"), py::arg("cost"));
 
   py::class_<Controller>(m, "Controller")

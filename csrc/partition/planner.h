@@ -24,31 +24,38 @@ struct Workload {
 struct Plan {
   Partition partition;
   int64_t depth = 1;                  // blocks in flight ahead of the one being attended
-  int64_t least_depth = 1;            // that makes no rank wait for another
+  int64_t least_depth = 1;            // with which these lengths have nobody wait longer
   std::vector<double> rank_ms;        // [W], predicted, waits for blocks included
   double ideal_ms = 0.0;              // without overheads, limits of memory, and rounding
   std::vector<int64_t> memory_bytes;  // [W], key/value buffers of a ring call
 };
 
 /// Milliseconds that each rank takes for a layer: overhead + tokens x time per token, which holds
-/// causal attention to half the sequence (zigzag) or to what lies before the token (contiguous).
+/// causal attention to half the sequence (zigzag) or to what lies before the token (contiguous);
+/// and what it waits for blocks, by `simulate_waits`, with so many of them under way (absent: all).
 RINGATTN_API std::vector<double> predict(const Partition& partition,
                                          const std::vector<RankProfile>& profiles,
-                                         const ModelCost& cost, const Workload& workload);
+                                         const ModelCost& cost, const Workload& workload,
+                                         std::optional<int64_t> depth = std::nullopt);
 
-/// The partition whose slowest rank is fastest, by `predict`: transfers are hidden behind
-/// attention, or another partition would not hide them better. What they take beyond that, by
-/// `simulate_ring`, is in the plan's times.
+/// The partition whose slowest rank is fastest, by `predict`.
 ///
-/// No other partition into whole tokens is faster by more than 0.5 %, and none at all below 512
-/// tokens a rank: long sequences are dealt out in units of 16, 64 or 256 tokens, which fill the
-/// tiles of attention kernels, where that costs no more. The even partition is taken wherever it
-/// is as fast. Up to 8 ranks this holds over all orders of a contiguous partition, above them for
-/// the order from fast to slow.
+/// Where nobody waits for blocks, no other partition into whole tokens is faster by more than
+/// 0.5 %, and none at all below 512 tokens a rank: long sequences are dealt out in units of 16, 64
+/// or 256 tokens, which fill the tiles of attention kernels, where that costs no more. Up to 8
+/// ranks this holds over all orders of a contiguous partition, above them for the order from fast
+/// to slow.
 ///
-/// `depth` absent: W - 1, with which nobody waits. The least depth that would do is what
-/// `simulate_ring` finds as fast; under zigzag, where the order costs nothing by `predict`, it is
-/// the one that makes that depth least.
+/// Where these lengths would have ranks wait, for links or for want of depth, others are searched
+/// for: without ranks whose blocks take longer than they help, and with tokens where they hide or
+/// shorten the waits. That finds the best of two or three ranks up to a percent, of more ranks up
+/// to some percent (`search_with_links`).
+///
+/// The even partition is taken wherever it is as fast.
+///
+/// `depth` absent: W - 1, with which nobody waits for a rank that computes. The least depth that
+/// would do for these lengths is what `simulate_ring` finds as fast; under zigzag, where the order
+/// costs nothing by itself, it is the one that makes that depth least.
 ///
 /// Throws std::invalid_argument for no profiles, a negative length, limits that do not hold the
 /// sequence, a depth below 1.

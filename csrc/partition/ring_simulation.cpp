@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "partition/schedule.h"
 
@@ -19,46 +20,70 @@ double transfer_ms(const RankProfile& from, const RankProfile& to, double bytes)
   return ms;
 }
 
+// By rank: when it is done with its last block, and how much of that it was at work.
+struct Ends {
+  std::vector<double> all_ms, busy_ms;
+};
+
+Ends simulate(const Partition& partition, const std::vector<RankProfile>& profiles,
+              const ModelCost& cost, bool causal, int64_t depth) {
+  const int64_t world_size = partition.world_size();
+  std::vector<std::vector<Visit>> visits;
+  visits.reserve(world_size);
+  for (int64_t rank = 0; rank < world_size; ++rank) {
+    visits.push_back(schedule(partition, rank, causal));
+  }
+  std::vector<double> attended(world_size * world_size);  // [step, rank]: when the step ended
+  std::vector<double> busy(world_size, 0.0);              // by rank: at work so far
+  const auto attend = [&](int64_t rank, int64_t step, double begin) {
+    const double flops = cost.attention_flops * static_cast<double>(visits[rank][step].num_pairs());
+    const double ms = flops / (profiles[rank].attention_tflops * kFlopsPerMs);
+    attended[step * world_size + rank] = begin + ms;
+    busy[rank] += ms;
+  };
+  for (int64_t rank = 0; rank < world_size; ++rank) attend(rank, 0, 0.0);
+
+  std::vector<double> moved(world_size, 0.0);  // by rank: when its last message ended
+  std::vector<double> ready(world_size);       // by rank: when its next one may begin
+  for (int64_t step = 1; step < world_size; ++step) {
+    for (int64_t rank = 0; rank < world_size; ++rank) {
+      const int64_t behind = step - 1 - depth;
+      ready[rank] = moved[rank];
+      if (behind >= 0) {
+        ready[rank] = std::max(ready[rank], attended[behind * world_size + rank]);
+      }
+    }
+    for (int64_t rank = 0; rank < world_size; ++rank) {
+      const Visit& visit = visits[rank][step];
+      if (visit.key_end == 0) continue;
+      const double bytes = static_cast<double>(visit.key_end * cost.kv_bytes);
+      const double end = std::max(ready[visit.source], ready[rank]) +
+                         transfer_ms(profiles[visit.source], profiles[rank], bytes);
+      moved[visit.source] = std::max(moved[visit.source], end);
+      moved[rank] = std::max(moved[rank], end);
+    }
+    for (int64_t rank = 0; rank < world_size; ++rank) {
+      const double begin = attended[(step - 1) * world_size + rank];
+      attend(rank, step, visits[rank][step].visible() ? std::max(begin, moved[rank]) : begin);
+    }
+  }
+  return {{attended.end() - world_size, attended.end()}, std::move(busy)};
+}
+
 }  // namespace
 
 std::vector<double> simulate_ring(const Partition& partition,
                                   const std::vector<RankProfile>& profiles, const ModelCost& cost,
                                   bool causal, int64_t depth) {
-  const int64_t world_size = partition.world_size();
-  std::vector<std::vector<Visit>> visits;
-  for (int64_t rank = 0; rank < world_size; ++rank) {
-    visits.push_back(schedule(partition, rank, causal));
-  }
-  std::vector<std::vector<double>> attended(world_size);  // by rank: when each step so far ended
-  std::vector<double> moved(world_size, 0.0);             // by rank: when its last message ended
-  const auto attend = [&](int64_t rank, int64_t step, double begin) {
-    const double flops = cost.attention_flops * static_cast<double>(visits[rank][step].num_pairs());
-    attended[rank].push_back(begin + flops / (profiles[rank].attention_tflops * kFlopsPerMs));
-  };
-  for (int64_t rank = 0; rank < world_size; ++rank) attend(rank, 0, 0.0);
+  return simulate(partition, profiles, cost, causal, depth).all_ms;
+}
 
-  for (int64_t step = 1; step < world_size; ++step) {
-    std::vector<double> ready = moved;
-    for (int64_t rank = 0; rank < world_size && step > depth; ++rank) {
-      ready[rank] = std::max(ready[rank], attended[rank][step - 1 - depth]);
-    }
-    for (int64_t rank = 0; rank < world_size; ++rank) {
-      const auto arrival = [&](int64_t from, int64_t to) {
-        const int64_t rows = visits[to][step].key_end;
-        if (rows == 0) return moved[rank];
-        const double bytes = static_cast<double>(rows * cost.kv_bytes);
-        return std::max(ready[from], ready[to]) + transfer_ms(profiles[from], profiles[to], bytes);
-      };
-      const double over = std::max(arrival(partition.neighbour(rank, -step), rank),
-                                   arrival(rank, partition.neighbour(rank, step)));
-      const double begin = attended[rank].back();
-      attend(rank, step, visits[rank][step].visible() ? std::max(begin, over) : begin);
-      moved[rank] = over;
-    }
-  }
-  std::vector<double> ends;
-  for (const auto& steps : attended) ends.push_back(steps.back());
-  return ends;
+std::vector<double> simulate_waits(const Partition& partition,
+                                   const std::vector<RankProfile>& profiles, const ModelCost& cost,
+                                   bool causal, int64_t depth) {
+  auto [waits, busy] = simulate(partition, profiles, cost, causal, depth);
+  for (size_t rank = 0; rank < waits.size(); ++rank) waits[rank] -= busy[rank];
+  return waits;
 }
 
 int64_t buffered_tokens(const Partition& partition, int64_t rank, bool causal, int64_t depth) {

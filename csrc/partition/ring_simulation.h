@@ -25,6 +25,12 @@ RINGATTN_API std::vector<double> simulate_ring(const Partition& partition,
                                                const std::vector<RankProfile>& profiles,
                                                const ModelCost& cost, bool causal, int64_t depth);
 
+/// The part of that for which attention of each rank stands still, in ms: it waits for blocks. None
+/// where nothing delays any.
+RINGATTN_API std::vector<double> simulate_waits(const Partition& partition,
+                                                const std::vector<RankProfile>& profiles,
+                                                const ModelCost& cost, bool causal, int64_t depth);
+
 /// Tokens whose keys and values a ring call holds on `rank` beside its own: its block as it is
 /// sent, and one buffer for each block in flight and the one being attended.
 RINGATTN_API int64_t buffered_tokens(const Partition& partition, int64_t rank, bool causal,

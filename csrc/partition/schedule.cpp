@@ -34,6 +34,7 @@ Visit visit(const Partition& partition, int64_t rank, int64_t source, bool causa
 
 std::vector<Visit> schedule(const Partition& partition, int64_t rank, bool causal) {
   std::vector<Visit> visits;
+  visits.reserve(partition.world_size());
   for (int64_t step = 0; step < partition.world_size(); ++step) {
     visits.push_back(visit(partition, rank, partition.neighbour(rank, -step), causal));
   }

@@ -52,6 +52,7 @@ def predict(
     cost: ModelCost,
     causal: bool,
     training: bool,
+    depth: int | None,
 ) -> list[float]: ...
 def plan_cache(num_tokens: int, profiles: list[RankProfile], cost: ModelCost) -> list[int]: ...
 

@@ -6,7 +6,6 @@ The arithmetic is ``csrc/partition/planner.cpp``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from ringattn import _C
 from ringattn.partition import Partition
-from ringattn.profiles import RankProfile, integer, is_number
+from ringattn.profiles import MAX_INTEGER, RankProfile, integer, is_number, is_positive
 
 _CONFIG_FIELDS = (  # our names and those of Hugging Face
     ("emb_dim", "hidden_size"),
@@ -45,16 +44,18 @@ class ModelCost:
     kv_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not is_number(self.attention_flops) or not 0 < self.attention_flops < math.inf:
+        if not is_positive(self.attention_flops):
             raise ValueError(
                 f"attention_flops must be finite and positive, got {self.attention_flops!r}"
             )
-        if not is_number(self.linear_flops) or not 0 <= self.linear_flops < math.inf:
+        flops = self.linear_flops
+        if not is_positive(flops) and not (is_number(flops) and flops == 0):
             raise ValueError(
                 f"linear_flops must be finite and not negative, got {self.linear_flops!r}"
             )
-        if integer("kv_bytes", self.kv_bytes) < 0:
-            raise ValueError(f"kv_bytes must not be negative, got {self.kv_bytes}")
+        kv_bytes = _integer("kv_bytes", self.kv_bytes)
+        if kv_bytes < 0:
+            raise ValueError(f"kv_bytes must not be negative, got {kv_bytes}")
 
     @classmethod
     def attention_only(
@@ -122,8 +123,8 @@ class Plan:
     Args:
         partition: who owns which tokens.
         depth: how many blocks should be under way ahead of the one being attended to.
-        least_depth: how many would do, as far as the profiles tell: with fewer, ranks wait for each
-            other.
+        least_depth: how many would do for these lengths, as far as the profiles tell: with fewer,
+            ranks wait longer for each other.
         rank_ms: time of each rank, ``[W]``; 0 for one without tokens.
         ideal_ms: the same without overheads, limits of memory, and rounding to whole tokens.
         memory_bytes: key/value buffers of a ring call on each rank, ``[W]``: its own block as it is
@@ -190,16 +191,20 @@ def plan(
 ) -> Plan:
     """The partition whose slowest rank is fastest.
 
-    A rank takes its overhead, and for each token the time of the matrix products and of attention
-    to half the sequence (zigzag, causal), to the tokens before it (contiguous, causal) or to all of
-    it. No partition into whole tokens is more than 0.5 % faster than the planned one, and none at
-    all for sequences below 512 tokens a rank: longer ones are dealt out in units of 16, 64 or 256
-    tokens, which fill the tiles of attention kernels, where that costs no more. The even partition
-    is taken wherever it is as fast. A rank that does not pay gets no tokens.
+    A rank takes its overhead, for each token the time of the matrix products and of attention to
+    half the sequence (zigzag, causal), to the tokens before it (contiguous, causal) or to all of
+    it, and what it waits for blocks that its computation does not hide. Where nobody waits, no
+    partition into whole tokens is more than 0.5 % faster than the planned one, and none at all for
+    sequences below 512 tokens a rank: longer ones are dealt out in units of 16, 64 or 256 tokens,
+    which fill the tiles of attention kernels, where that costs no more. Where slow links, or a
+    small ``depth``, have ranks wait, lengths that wait less are searched for; the best are found up
+    to a percent for two or three ranks, up to some percent for more. The even partition is taken
+    wherever it is as fast. A rank that does not pay, for its overhead or for its link, gets no
+    tokens.
 
     Contiguous and causal, the order of the ranks is chosen too, among all orders up to 8 ranks;
-    above, it is from fast to slow. Under zigzag it costs nothing, and is the one that lets the
-    least depth do.
+    above, it is from fast to slow. Under zigzag it costs nothing by itself, and is the one that
+    lets the least depth do. Where ranks wait, the order is part of the search.
 
     Args:
         seq_len: S.
@@ -219,14 +224,16 @@ def plan(
         ValueError: no profiles, a negative ``seq_len``, ``max_tokens`` that do not hold the
             sequence, an unknown layout, a depth below 1.
     """
+    _check_layout(layout)
+    _check_switches(causal=causal, training=training)
     planned = _C.plan(
-        integer("seq_len", seq_len),
+        _integer("seq_len", seq_len),
         _compiled_profiles(profiles),
         _compiled_cost(cost),
         layout,
         causal,
         training,
-        None if depth is None else integer("depth", depth),
+        None if depth is None else _integer("depth", depth),
     )
     return Plan(
         Partition(layout, tuple(planned.lengths), tuple(planned.order)),
@@ -244,13 +251,16 @@ def predict(
     cost: ModelCost,
     *,
     causal: bool = True,
+    depth: int | None = None,
     training: bool = False,
 ) -> tuple[float, ...]:
-    """What :func:`plan` expects of any partition: milliseconds of each rank, ``[W]``.
+    """What :func:`plan` expects of any partition: milliseconds of each rank, ``[W]``, waits for
+    blocks included. Arguments as there.
 
     Raises:
-        ValueError: another number of profiles than ranks.
+        ValueError: another number of profiles than ranks, a depth below 1.
     """
+    _check_switches(causal=causal, training=training)
     return tuple(
         _C.predict(
             partition.layout,
@@ -260,6 +270,7 @@ def predict(
             _compiled_cost(cost),
             causal,
             training,
+            None if depth is None else _integer("depth", depth),
         )
     )
 
@@ -282,11 +293,33 @@ def plan_cache(num_tokens: int, profiles: Sequence[RankProfile], cost: ModelCost
             ``memory_gbps`` of some ranks only.
     """
     return _C.plan_cache(
-        integer("num_tokens", num_tokens), _compiled_profiles(profiles), _compiled_cost(cost)
+        _integer("num_tokens", num_tokens), _compiled_profiles(profiles), _compiled_cost(cost)
     )
 
 
+def _check_layout(layout: object) -> None:
+    if layout not in ("zigzag", "contiguous"):
+        got = f'"{layout}"' if isinstance(layout, str) else repr(layout)
+        raise ValueError(f'layout must be "zigzag" or "contiguous", got {got}')
+
+
+def _check_switches(**switches: object) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def _integer(name: str, value: object) -> int:
+    """One that the compiled planner can hold."""
+    number = integer(name, value)
+    if abs(number) > MAX_INTEGER:
+        raise ValueError(f"{name} must fit into 64 bits, got {number}")
+    return number
+
+
 def _compiled_profiles(profiles: Sequence[RankProfile]) -> list[_C.RankProfile]:
+    if not isinstance(profiles, Sequence):
+        raise ValueError(f"profiles must be a list of RankProfiles, got {type(profiles).__name__}")
     for rank, profile in enumerate(profiles):
         if not isinstance(profile, RankProfile):
             raise ValueError(

@@ -12,6 +12,8 @@ from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+MAX_INTEGER = 2**63 - 1  # of the compiled planner
+
 
 @dataclass(frozen=True)
 class RankProfile:
@@ -28,8 +30,8 @@ class RankProfile:
         link_latency_us: of one message, in microseconds; None is 0.
 
     Raises:
-        ValueError: speeds and bandwidths that are not finite and positive, a negative
-            ``max_tokens``, a negative or infinite overhead or latency.
+        ValueError: speeds and bandwidths that are not finite and positive, ``max_tokens`` that are
+            negative or do not fit into 64 bits, a negative or infinite overhead or latency.
     """
 
     attention_tflops: float
@@ -46,20 +48,22 @@ class RankProfile:
             value = getattr(self, name)
             if value is None and name.endswith("_gbps"):
                 continue
-            if not is_number(value) or not 0 < value < math.inf:
+            if not is_positive(value):
                 raise ValueError(f"{name} must be finite and positive, got {value!r}")
             object.__setattr__(self, name, float(value))
         for name in ("overhead_ms", "link_latency_us"):
             value = getattr(self, name)
             if value is None and name == "link_latency_us":
                 continue
-            if not is_number(value) or not 0 <= value < math.inf:
+            if not is_positive(value) and not (is_number(value) and value == 0):
                 raise ValueError(f"{name} must be finite and not negative, got {value!r}")
             object.__setattr__(self, name, float(value))
         if self.max_tokens is not None:
             max_tokens = integer("max_tokens", self.max_tokens)
             if max_tokens < 0:
                 raise ValueError(f"max_tokens must not be negative, got {max_tokens}")
+            if max_tokens > MAX_INTEGER:
+                raise ValueError(f"max_tokens must be at most {MAX_INTEGER}, got {max_tokens}")
             object.__setattr__(self, "max_tokens", max_tokens)
 
 
@@ -102,6 +106,8 @@ def load_profiles(path: str | Path) -> list[RankProfile]:
     entries = content.get("profiles") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f'{path} must hold an object with a list of objects named "profiles"')
+    if not entries:
+        raise ValueError(f"{path} must hold at least one profile, got none")
     names = [field.name for field in fields(RankProfile)]
     profiles = []
     for rank, entry in enumerate(entries):
@@ -121,6 +127,14 @@ def load_profiles(path: str | Path) -> list[RankProfile]:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_positive(value: Any) -> bool:
+    """A number, above 0 and finite as a float."""
+    try:
+        return is_number(value) and 0 < float(value) < math.inf
+    except OverflowError:  # an integer of more than 308 digits
+        return False
 
 
 def integer(name: str, value: object) -> int:

@@ -110,16 +110,16 @@ class Rebalancer:
                 no :class:`ringattn.Timings`.
         """
         ring = resolve_group(group)
+        message, speed = None, None
         if ring.world_size != len(self._measured):
-            raise ValueError(
+            message = (
                 f"profiles must be one for each of the {ring.world_size} ranks of the group, "
                 f"got {len(self._measured)}"
             )
-        message, speed = None, None
-        if isinstance(timings, Timings):
-            speed = self._speed(timings.steps, ring.rank)
-        else:
+        elif not isinstance(timings, Timings):
             message = f"timings must be Timings, got {type(timings).__name__}"
+        else:
+            speed = self._speed(timings.steps, ring.rank)
         seen = self._from_all(ring, message, speed)
         self._controller.observe(seen)
         if self._latest is None:
@@ -133,7 +133,13 @@ class Rebalancer:
             )
             for profile, speed in zip(self._measured, self.speeds, strict=True)
         ]
-        current_ms = predict(self._latest.partition, believed, self._cost, causal=self._causal)
+        current_ms = predict(
+            self._latest.partition,
+            believed,
+            self._cost,
+            causal=self._causal,
+            depth=self._latest.depth,
+        )
         best_ms = self._plan(seq_len, believed).predicted_ms
         excess = max(current_ms) / best_ms - 1 if best_ms > 0 else 0.0
         changed = self._controller.should_replan(excess, current_ms.index(max(current_ms)))

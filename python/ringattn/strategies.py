@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 
 from ringattn.partition import Partition
+from ringattn.profiles import integer, is_number, is_positive
 
 
 class ClampWarning(UserWarning):
@@ -58,8 +59,8 @@ def uneven(
         ValueError: speeds that are not finite and positive; as :class:`ringattn.Partition`.
     """
     for rank, speed in enumerate(speeds):
-        if not (math.isfinite(speed) and speed > 0):
-            raise ValueError(f"speed of rank {rank} must be finite and positive, got {speed}")
+        if not is_positive(speed):
+            raise ValueError(f"speed of rank {rank} must be finite and positive, got {speed!r}")
     return _proportional(seq_len, speeds, layout, order)
 
 
@@ -85,11 +86,11 @@ def lut(
         order: as in :class:`ringattn.Partition`.
 
     Raises:
-        ValueError: an empty table, percentages out of range; as :class:`ringattn.Partition`.
+        ValueError: an empty table, rows of two kinds, values in it that are not positive,
+            percentages out of range; as :class:`ringattn.Partition`.
     """
     _check_percentages(percentages)
-    if not table:
-        raise ValueError("table must have at least one row, got none")
+    _check_table(table)
     weights = [_look_up(table, seq_len, percentage) for percentage in percentages]
     return _proportional(seq_len, weights, layout, order)
 
@@ -174,7 +175,7 @@ def read_table(path: Path | str) -> Table:
     with Path(path).open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         columns = reader.fieldnames or []
-        cells = list(reader)
+        cells = [(reader.line_num, row) for row in reader]
     latencies = "latency_ms" in columns
     required = ("mps_pct", "latency_ms") if latencies else ("mps_pct", "size", "tflops")
     if missing := [name for name in required if name not in columns]:
@@ -185,8 +186,8 @@ def read_table(path: Path | str) -> Table:
     if not cells:
         raise ValueError(f"{path} must have at least one row, got none")
     if latencies:
-        return [_row(LatencyRow, path, number, row) for number, row in enumerate(cells, 2)]
-    return [_row(MatmulRow, path, number, row) for number, row in enumerate(cells, 2)]
+        return [_row(LatencyRow, path, line, row) for line, row in cells]
+    return [_row(MatmulRow, path, line, row) for line, row in cells]
 
 
 def write_table(path: Path | str, table: Table) -> None:
@@ -227,6 +228,25 @@ def _row(kind: type[_Row], path: Path | str, line: int, cells: dict[str, str]) -
             )
         values[field.name] = int(value) if is_whole else value
     return kind(**values)  # type: ignore[arg-type]
+
+
+def _check_table(table: Table) -> None:
+    if not table:
+        raise ValueError("table must have at least one row, got none")
+    kind = type(table[0])
+    for number, row in enumerate(table):
+        if not isinstance(row, LatencyRow | MatmulRow) or type(row) is not kind:
+            raise ValueError(
+                "table must have rows that are all LatencyRows or all MatmulRows, "
+                f"got {type(row).__name__} as row {number}"
+            )
+        names = ["mps_pct", "latency_ms"] if kind is LatencyRow else ["mps_pct", "size", "tflops"]
+        for name in names:
+            if not is_positive(getattr(row, name)):
+                raise ValueError(
+                    f"{name} in row {number} of the table must be finite and positive, "
+                    f"got {getattr(row, name)!r}"
+                )
 
 
 def _look_up(table: Table, seq_len: int, percentage: float) -> float:
@@ -279,7 +299,8 @@ class Regression:
         """Least squares over a table of matrix products.
 
         Raises:
-            ValueError: fewer than three sizes or three percentages.
+            ValueError: fewer than three sizes or three percentages, sizes that are not positive,
+                no speed that is.
         """
         for name, values in (
             ("sizes", {row.size for row in rows}),
@@ -287,7 +308,12 @@ class Regression:
         ):
             if len(values) < 3:
                 raise ValueError(f"rows must have at least three {name}, got {len(values)}")
+        for number, row in enumerate(rows):
+            if not is_positive(row.size):
+                raise ValueError(f"size in row {number} must be positive, got {row.size!r}")
         best = max(row.tflops for row in rows)
+        if not is_positive(best):
+            raise ValueError(f"rows must have a largest tflops that is positive, got {best!r}")
         terms = torch.tensor([_terms(row.size, row.mps_pct) for row in rows], dtype=torch.float64)
         speeds = torch.tensor([100 * row.tflops / best for row in rows], dtype=torch.float64)
         # Columns of one scale: they range from 1 to 10,000.
@@ -341,8 +367,8 @@ def _terms(size: int, percentage: float) -> tuple[float, ...]:
 
 def _check_percentages(percentages: Sequence[float]) -> None:
     for rank, percentage in enumerate(percentages):
-        if not 0 < percentage <= 100:
-            raise ValueError(f"percentage of rank {rank} must lie in (0, 100], got {percentage}")
+        if not is_number(percentage) or not 0 < percentage <= 100:
+            raise ValueError(f"percentage of rank {rank} must lie in (0, 100], got {percentage!r}")
 
 
 def _proportional(
@@ -350,9 +376,13 @@ def _proportional(
 ) -> Partition:
     """Tokens in proportion to non-negative weights, each rounded by itself (halves to even); the
     last rank makes up for what the rounding added or left out."""
+    seq_len = integer("seq_len", seq_len)
     if seq_len < 0:
         raise ValueError(f"seq_len must not be negative, got {seq_len}")
     total = sum(weights)
+    if math.isinf(total):  # of finite ones
+        weights = [weight / len(weights) for weight in weights]
+        total = sum(weights)
     lengths = [round(seq_len * (weight / total)) for weight in weights]
     excess = sum(lengths) - seq_len
     for rank in reversed(range(len(lengths))):

@@ -232,6 +232,8 @@ def test_a_prompt_file_of_any_bytes_is_read_as_it_is(tmp_path: Path) -> None:
         (["--max-new-tokens", "89"], "at most the 128 tokens the model was trained for, got 129"),
         (["--top-p", "3"], "top_p must lie in (0, 1], got 3.0"),
         (["--dtype", "float16", "--seed", "-1", "--temperature", "-1"], "temperature must be 0"),
+        (["--warmup", "-1"], "--warmup must not be negative, got -1"),
+        (["--json", "nowhere/f"], "--json must lie in a folder that is there, got nowhere/f"),
         (["--model", "nowhere"], "No such file or directory: 'nowhere/config.json'"),
     ],
 )

@@ -16,8 +16,9 @@ from typing import Any
 
 import heterogeneous
 import pytest
+import ringattn
 from study.settings import Cell, Settings, Store
-from study.splits import STRATEGIES
+from study.splits import STRATEGIES, Grounds, split
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 170
@@ -66,8 +67,7 @@ def test_every_strategy_is_measured_exact_and_in_columns_that_are_known(stem: Pa
         for percentages in ("100,100", "100,10"):
             here = [r for r in rows if (r["what"], r["percentages"]) == (what, percentages)]
             splits = {row["split_type"] for row in here}
-            assert splits - {"reference_homogeneous"} == set(STRATEGIES)
-            assert ("reference_homogeneous" in splits) == (percentages == "100,100")
+            assert splits == {*STRATEGIES, "reference_homogeneous"}
     for row in rows:
         assert int(row["rank0_tokens"]) + int(row["rank1_tokens"]) == int(row["seq_len"]) == 256
         assert float(row["max_error"]) < 1e-5
@@ -93,6 +93,9 @@ def test_a_slow_rank_is_measured_as_one_and_gets_fewer_tokens(stem: Path) -> Non
         planned = rows[what, "100,10", "planned"]
         assert float(planned["rank1_tflops"]) < 0.6 * float(planned["rank0_tflops"])
         assert int(planned["rank1_tokens"]) < 128
+        # As measured: no two ranks are equal to the last digit.
+        equal = rows[what, "100,100", "planned"]
+        assert equal["rank0_linear_tflops"] != equal["rank1_linear_tflops"]
         assert int(rows[what, "100,10", "uneven"]["rank1_tokens"]) == 23
         # The formula has nothing to say at 256 tokens, and that is said.
         assert "negative weights" in rows[what, "100,10", "formula"]["note"]
@@ -157,6 +160,39 @@ def test_other_settings_are_other_cells(tmp_path: Path) -> None:
     assert not again.has(Settings(**BASE), Cell("sweep", (50, 100), "attention", 256))
 
 
+def test_a_table_that_was_edited_is_another_one(tmp_path: Path) -> None:
+    cell = Cell("sweep", (100, 50), "attention", 256)
+    store = Store(None)
+    for name in ("lut", "regression"):
+        path = tmp_path / name
+        path.write_text("first")
+        settings = Settings(**{**BASE, name: str(path)})
+        store.add(settings, cell, {}, [{"ms": 1.0}])
+        assert store.has(settings, cell)
+        path.write_text("second")
+        assert not store.has(settings, cell)
+
+
+def test_a_report_names_every_commit_and_date_of_its_cells() -> None:
+    first = {"command": "a", "date": "2026-11-21", "commit": "aaa", "device": "CPU"}
+    second = {**first, "date": "2026-11-22", "commit": "bbb", "cuda": "13.0"}
+    assert heterogeneous.headers_of([first, second, first]) == {
+        "command": "a",
+        "date": "2026-11-21, 2026-11-22",
+        "commit": "aaa, bbb",
+        "device": "CPU",
+        "cuda": "13.0",
+    }
+
+
+def test_the_lut_has_what_was_measured_and_plans_have_it_without_the_noise() -> None:
+    profiles = [ringattn.RankProfile(100, 95)] * 2  # 100 and 90, taken as equal
+    cost = ringattn.ModelCost.attention_only(4, 16)
+    grounds = Grounds(1900, (100, 90), profiles, [100.0, 90.0], cost, Settings(**BASE))
+    assert split("lut", grounds).partition.lengths == (1000, 900)
+    assert split("planned", grounds).partition.lengths == (950, 950)
+
+
 def test_a_line_cut_short_costs_no_other_cell(tmp_path: Path) -> None:
     settings = Settings(**BASE)
     first, second, third = (Cell("sweep", (100, 50), "attention", s) for s in (64, 128, 256))
@@ -203,6 +239,16 @@ def test_lengths_and_percentages_may_come_from_the_environment(
         (["--percentages", "0"], "must give 2 numbers in 1..100, got 100,0"),
         (["--slow-ranks", "2"], "--slow-ranks must lie in 1..1, got [2]"),
         (["--strategies", "odd"], "must be among even,uneven"),
+        (["--seq-lens", "0"], "--seq-lens must be at least 1, got 0"),
+        (["--seq-lens", "64,-8"], "--seq-lens must be at least 1, got -8"),
+        (["--requests", "0"], "--requests must be at least 1, got 0"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--warmup", "-1"], "--warmup must be at least 0, got -1"),
+        (["--noise", "nan"], "--noise must be at least 0, got nan"),
+        (["--ranks", "0", "--slow-ranks", "0"], "got"),
+        (["--cell-seconds", "0"], "--cell-seconds must be positive, got 0.0"),
+        (["--lut", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
+        (["--regression", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
         (["--wandb"], "--wandb must find the package wandb, got none"),
     ],
 )
@@ -253,15 +299,24 @@ def test_ranks_end_with_the_command(how: signal.Signals, after_s: float) -> None
         time.sleep(0.1)
 
 
-def test_rows_go_to_weights_and_biases_where_it_is_there(stem: Path, tmp_path: Path) -> None:
+def test_rows_go_to_weights_and_biases_where_it_is_there(tmp_path: Path) -> None:
     (tmp_path / "wandb.py").write_text(
         "class Run:\n"
-        "    def log(self, row): print('LOGGED', row['split_type'])\n"
+        "    def log(self, row):\n"
+        "        print('LOGGED', row['split_type'], 'slowdown' in row, 'efficiency' in row,\n"
+        "              'speedup_over_even' in row)\n"
         "    def finish(self): print('FINISHED')\n"
         "def init(**config): return Run()\n"
     )
     command = ["benchmarks/heterogeneous.py", "sweep", *SMALL, "--seq-lens", "64"]
-    command += ["--sets", "100,100", "--strategies", "even,planned", "--wandb"]
-    done = run(*command, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "LOGGED planned" in done.stdout and "FINISHED" in done.stdout
+    command += ["--strategies", "even,even_zigzag,planned", "--wandb"]
+    command += ["--out", str(tmp_path / "het")]
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    # The second goes on from the cells of the first: all of them are logged, not only the new one.
+    for sets, num_rows in (("100,100", 4), ("100,50", 8)):
+        done = run(*command, "--sets", sets, PYTHONPATH=path)
+        assert done.returncode == 0, done.stderr
+        logged = [line for line in done.stdout.splitlines() if line.startswith("LOGGED")]
+        assert len(logged) == num_rows and "LOGGED planned True True True" in logged
+        assert all(line.endswith("True True True") for line in logged)
+        assert done.stdout.index("LOGGED") < done.stdout.index("FINISHED")

@@ -84,6 +84,32 @@ def test_time_is_proportional_to_tokens_under_zigzag():
         assert ms == pytest.approx(profile.overhead_ms + tokens * of_token, rel=1e-12)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_at_a_bad_link_is_left_out_where_it_does_not_pay(layout):
+    links = [dict(link_gbps=gbps, link_latency_us=10) for gbps in (200, 200, 200, 1.25)]
+    profiles = [RankProfile(600, 650, **link) for link in links]
+    plan = ringattn.plan(16384, profiles, ATTENTION, layout=layout)
+    assert plan.rank_ms == predict(plan.partition, profiles, ATTENTION, depth=plan.depth)
+    profiles[3] = RankProfile(600, 650, max_tokens=0, **links[3])
+    without = ringattn.plan(16384, profiles, ATTENTION, layout=layout)
+    assert plan.predicted_ms <= 1.01 * without.predicted_ms
+    # Two ranks that together are slower than one.
+    both = [RankProfile(600, 650, link_gbps=5, link_latency_us=30)] * 2
+    alone = ringattn.plan(8192, both[:1], ATTENTION, layout=layout)
+    assert ringattn.plan(8192, both, ATTENTION, layout=layout).predicted_ms <= alone.predicted_ms
+
+
+def test_predictions_hold_what_ranks_wait():
+    profiles = [RankProfile(600, 650, link_gbps=1.0)] * 2
+    even = Partition.even(16384, 2)
+    waited = predict(even, profiles, ATTENTION)
+    assert min(waited) > 1.5 * max(predict(even, [RankProfile(600, 650)] * 2, ATTENTION))
+    # A fast rank among slow ones, and one block under way at a time.
+    unequal = ringattn.plan(2**16, ranks(1, 0.1, 0.1, 0.1), ATTENTION)
+    one = predict(unequal.partition, ranks(1, 0.1, 0.1, 0.1), ATTENTION, depth=1)
+    assert max(one) > 1.1 * unequal.predicted_ms
+
+
 def test_training_weighs_attention_more():
     profiles = [RankProfile(500, 500), RankProfile(100, 500)]
     forward = ringattn.plan(65536, profiles, LAYER)
@@ -229,6 +255,7 @@ def test_profiles_come_back_from_a_file(tmp_path):
         ("not", "must be JSON, got"),
         ("[1]", 'must hold an object with a list of objects named "profiles"'),
         ('{"profiles": [1]}', "must hold an object with a list of objects"),
+        ('{"profiles": []}', "must hold at least one profile, got none"),
         ('{"profiles": [{"attention_tflops": 1}]}', "rank 0 .* got no 'linear_tflops'"),
         (
             '{"profiles": [{"attention_tflops": 1, "linear_tflops": 2, "colour": 3}]}',
@@ -261,6 +288,34 @@ def test_files_that_are_no_profiles_are_refused(tmp_path, text, message):
         (lambda: RankProfile(None, 1), "attention_tflops must be finite and positive, got None"),
         (lambda: RankProfile(1, 1, max_tokens=-1), "max_tokens must not be negative, got -1"),
         (lambda: RankProfile(1, 1, max_tokens=1.5), "max_tokens must be an integer, got 1.5"),
+        (
+            lambda: RankProfile(1, 1, max_tokens=2**63),
+            "max_tokens must be at most 9223372036854775807, got 9223372036854775808",
+        ),
+        (lambda: RankProfile(10**400, 1), "attention_tflops must be finite and positive, got 1000"),
+        (lambda: RankProfile(1, 1, overhead_ms=10**400), "overhead_ms must be finite and not neg"),
+        (lambda: ModelCost(10**400), "attention_flops must be finite and positive, got 1000"),
+        (lambda: ModelCost(1, 10**400), "linear_flops must be finite and not negative, got 1000"),
+        (lambda: ModelCost(1, 1, 2**63), "kv_bytes must fit into 64 bits, got 9223372036854775808"),
+        (lambda: ringattn.plan(2**63, ranks(1), LAYER), "seq_len must fit into 64 bits, got 9223"),
+        (lambda: ringattn.plan(8, ranks(1), LAYER, depth=2**63), "depth must fit into 64 bits"),
+        (lambda: ringattn.plan(8, *ranks(1), LAYER), "must be a list of .* got RankProfile"),
+        (
+            lambda: ringattn.plan(8, ranks(1), LAYER, layout=None),
+            'layout must be "zigzag" or "contiguous", got None',
+        ),
+        (
+            lambda: ringattn.plan(8, ranks(1), LAYER, causal="no"),
+            "causal must be True or False, got 'no'",
+        ),
+        (
+            lambda: ringattn.plan(8, ranks(1), LAYER, training=1),
+            "training must be True or False, got 1",
+        ),
+        (
+            lambda: predict(Partition.even(8, 1), ranks(1), LAYER, causal=None),
+            "causal must be True or False, got None",
+        ),
         (lambda: RankProfile(1, 1, overhead_ms=-1), "overhead_ms must be finite and not negative"),
         (lambda: RankProfile(1, 1, memory_gbps=0), "memory_gbps must be finite and positive"),
         (lambda: RankProfile(1, 1, link_gbps=math.nan), "link_gbps must be finite and positive"),
@@ -288,6 +343,10 @@ def test_files_that_are_no_profiles_are_refused(tmp_path, text, message):
         (
             lambda: predict(Partition.even(8, 3), ranks(1, 1), LAYER),
             "profiles must be 3, one for each rank of the partition, got 2",
+        ),
+        (
+            lambda: predict(Partition.even(8, 2), ranks(1, 1), LAYER, depth=0),
+            "depth must be at least 1, got 0",
         ),
         (
             lambda: ringattn.plan_cache(-1, ranks(1), LAYER),

@@ -2,6 +2,7 @@
 """Tables and figures of the study say what the measurements say, on measurements from a model."""
 
 import csv
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -122,27 +123,83 @@ def test_slowdowns_refer_to_the_balanced_ring_of_equal_ranks() -> None:
     assert planned["speedup_over_even_zigzag"] == pytest.approx(0.5 * 1.45 / 0.45, rel=1e-3)
     assert planned["slowdown_pct"] == 50
     assert planned["rank1_tflops"] == pytest.approx(0.45 * planned["rank1_tflops_unthrottled"])
-    homogeneous = [row for row in rows if row["split_type"] == "reference_homogeneous"]
-    assert [row["percentages"] for row in homogeneous] == ["100,100"] * len(_study.LENGTHS)
 
 
-def test_findings_compare_the_better_plan_with_its_targets() -> None:
+def test_every_set_of_ranks_has_the_baseline_of_the_earlier_study() -> None:
+    rows = sweep_rows(_study.sweep(SETS))
+    even = {
+        row["seq_len"]: row["overall_latency_ms"]
+        for row in rows
+        if (row["split_type"], row["percentages"]) == ("even", "100,100")
+    }
+    found = {
+        (row["percentages"], row["seq_len"]): row
+        for row in rows
+        if row["split_type"] == "reference_homogeneous"
+    }
+    assert found.keys() == {(",".join(map(str, p)), s) for p in SETS for s in even}
+    for (percentages, seq_len), row in found.items():
+        assert row["overall_latency_ms"] == even[seq_len]
+        assert row["slowdown_pct"] == min(map(int, percentages.split(",")))
+
+
+def test_the_ideal_counts_the_fastest_whole_problem_of_each_rank() -> None:
+    raw = _study.sweep(SETS)
+    (given_all,) = [
+        row
+        for row in raw
+        if (row["split_type"], row["seq_len"], row["percentages"]) == ("formula", 8192, "100,50")
+    ]
+    alone_ms = 8192e-9 * 8192**2 / _study.SPEED
+    given_all |= {"rank0_tokens": 8192, "rank1_tokens": 0, "overall_latency_ms": 0.9 * alone_ms}
+    rows = sweep_rows(raw)
+    for row in rows:
+        if (row["seq_len"], row["percentages"]) != (8192, "100,50"):
+            continue
+        if row["split_type"] == "reference_homogeneous":
+            continue
+        assert row["rank0_tflops"] == pytest.approx(_study.SPEED / 0.9)
+        assert row["rank1_tflops"] == pytest.approx(_study.SPEED * 0.45)
+        assert row["ideal_ms"] == pytest.approx(alone_ms / (1 / 0.9 + 0.45))
+        assert row["efficiency"] == row["ideal_ms"] / row["overall_latency_ms"]
+    again = sweep_rows(rows)  # once derived, they stay
+    assert [row["ideal_ms"] for row in again] == pytest.approx([row["ideal_ms"] for row in rows])
+    assert len(again) == len(rows)
+
+
+def test_each_of_ours_is_compared_with_its_targets() -> None:
     rows = _study.sweep(SETS)
     for row in rows:
         if row["percentages"] == "100,50":
             slower = {"planned": 1.25, "rebalanced": 1.1}
             row["overall_latency_ms"] *= slower.get(row["split_type"], 1.0)
-    found = {(row["percentages"], row["seq_len"]): row for row in findings(sweep_rows(rows))}
-    finding = found["100,50", 8192]
-    assert finding["best_of_ours"] == "rebalanced"
-    assert finding["efficiency"] == pytest.approx(1 / 1.1, rel=1e-3)
-    assert finding["slow_over_fast"] == pytest.approx(0.45)
-    assert finding["target"] == 0.90  # 4096 tokens a rank
-    assert found["100,50", 32768]["target"] == 0.93  # 16384
-    assert finding["slowdown_bound"] == pytest.approx(1.05 * 2 / 1.45)
-    assert finding["points_behind_equal_ring"] == pytest.approx(100 - 100 / 1.1, abs=0.1)
-    # The worse of ours counts where ours must not lose.
-    assert finding["worst_ours_over_even_zigzag"] == pytest.approx(1.25 * 0.9 / 1.45, rel=1e-3)
+    found = {
+        (row["percentages"], row["seq_len"], row["split_type"]): row
+        for row in findings(sweep_rows(rows))
+    }
+    assert len(found) == 2 * len(SETS) * len(_study.LENGTHS)
+    for name, slower_by in (("planned", 1.25), ("rebalanced", 1.1)):
+        finding = found["100,50", 8192, name]
+        assert finding["efficiency"] == pytest.approx(1 / slower_by, rel=1e-3)
+        assert finding["slow_over_fast"] == pytest.approx(0.45)
+        assert finding["target"] == 0.90  # 4096 tokens a rank
+        assert found["100,50", 32768, name]["target"] == 0.93  # 16384
+        assert finding["slowdown_bound"] == pytest.approx(1.05 * 2 / 1.45)
+        behind = finding["points_behind_equal_ring"]
+        assert behind == pytest.approx(100 - 100 / slower_by, abs=0.1)
+        faster = finding["over_even_zigzag"]
+        assert faster == pytest.approx(1.45 / 0.9 / slower_by, rel=1e-3)
+
+
+def test_findings_can_be_had_of_a_sweep_that_was_measured_before(tmp_path: Path) -> None:
+    content = {"title": "A sweep", "header": {"commit": "abc"}, "rows": _study.sweep(SETS)}
+    (tmp_path / "het.json").write_text(json.dumps(content))
+    command = [sys.executable, "benchmarks/findings.py", str(tmp_path / "het.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = read(tmp_path / "het_findings.csv")
+    assert len(found) == 2 * len(SETS) * len(_study.LENGTHS)
+    assert json.loads((tmp_path / "het_findings.json").read_text())["header"] == {"commit": "abc"}
 
 
 def test_each_length_of_a_scenario_is_a_trace_of_its_own() -> None:

@@ -241,6 +241,20 @@ def test_a_sweep_too_small_for_a_formula_writes_the_rest(tmp_path: Path) -> None
         (("--slowdowns", "1,x", "--out", "."), "--slowdowns must be positive numbers .* '1,x'"),
         (("--slowdowns", "0.5", "--out", "."), "factor must be a finite number of at least 1"),
         (("--percentages", "100", "--out", "."), "--percentages must have a CUDA device, got none"),
+        (("--slowdowns=", "--out", "."), "--slowdowns must be positive numbers .* got ''"),
+        (("--percentages=", "--out", "."), "--percentages must be positive numbers .* got ''"),
+        (("--percentages", "101", "--out", "."), r"--percentages must lie in \(0, 100\], got 101"),
+        (("--slowdowns", "1,inf", "--out", "."), "--slowdowns must be positive numbers .* '1,inf'"),
+        (("--slowdowns", "1,0.5", "--out", "."), "factor must be a finite number of at least 1"),
+        (("--slowdowns", "1", "--sizes", "inf", "--out", "."), "--sizes must be positive numbers"),
+        (("--slowdowns", "1", "--sizes", "0.5", "--out", "."), "--sizes must be whole .* '0.5'"),
+        (
+            ("--slowdowns", "1", "--json", "nowhere/f.json", "--out", "."),
+            "--json must lie in a folder that is there, got nowhere/f.json",
+        ),
+        (("--json", "nowhere/f.json"), "--json must lie in a folder that is there, got nowhere/f"),
+        (("--json", "."), r"--json must be a file, got the folder \."),
+        (("--noise", "2"), r"--noise must lie in \[0, 1\), got 2.0"),
         (("--seconds", "-1"), "seconds must be finite and positive, got -1.0"),
     ],
 )
@@ -253,9 +267,11 @@ def test_the_command_refuses_in_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["profile", "--device", "cpu", *arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    out, error = capsys.readouterr()
+    (line,) = error.splitlines()
     assert line.startswith("ringattn: ")
     assert re.search(message, line)
+    assert len(out.splitlines()) <= 1  # a sweep's header, and nothing that was measured
 
 
 @pytest.mark.cuda

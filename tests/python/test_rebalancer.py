@@ -17,6 +17,7 @@ from ringattn import ModelCost, Partition, RankProfile, Rebalancer, StepTiming, 
 from ringattn.planning import predict
 
 COST = ModelCost.attention_only(32, 128)
+ATTENTION = ModelCost.attention_only(32, 128, num_kv_heads=8)
 LAYERS = 3
 PROFILES = [RankProfile(500, 700, overhead_ms=0.01)] * 4
 SEQ_LENS = (65536, 16384, 131072)
@@ -154,6 +155,29 @@ def test_steps_without_flops_are_of_the_latest_plan(rank_pool):
     assert taken.replans == known.replans
     for ours, theirs in zip(taken.plans, known.plans, strict=True):
         assert ours.partition.lengths == pytest.approx(theirs.partition.lengths, rel=1e-3, abs=256)
+
+
+def slow_links(gbps: float, speed: float) -> tuple[float, float]:
+    """What the second of two ranks at such links costs once it is slow: the plan in use after some
+    requests, and the best plan there is."""
+    profiles = [RankProfile(500, 700, link_gbps=gbps, link_latency_us=30)] * 2
+    rebalancer = Rebalancer(profiles, ATTENTION)
+    for _ in range(20):
+        p = rebalancer.plan(32768).partition
+        flops = ATTENTION.attention_flops * p.lengths[this().rank] * p.seq_len / 2
+        took = flops / ((speed if this().rank else 1.0) * 500e9)
+        rebalancer.observe(Timings([StepTiming(0, this().rank, "own", took, 0.0, 0.0, flops)]))
+    actual = [profiles[0], replace(profiles[1], attention_tflops=500 * speed)]
+    used = rebalancer.plan(32768)
+    of_used = predict(used.partition, actual, ATTENTION, depth=used.depth)
+    return max(of_used), ringattn.plan(32768, actual, ATTENTION).predicted_ms
+
+
+@pytest.mark.parametrize("gbps", [6, 12, 24])
+@pytest.mark.parametrize("speed", [0.8, 0.6])
+def test_waits_count_for_the_plan_in_use_and_for_the_best(rank_pool, gbps, speed):
+    for used_ms, best_ms in rank_pool(2).run(slow_links, gbps, speed):
+        assert used_ms <= 1.03 * best_ms
 
 
 def idle_rank() -> tuple[list[float], tuple[int, ...]]:
@@ -295,6 +319,18 @@ def different_lengths() -> None:
 def no_timings_on_one_rank() -> None:
     rebalancer = Rebalancer(PROFILES[:2], COST)
     rebalancer.observe(Timings() if this().rank == 0 else [1])
+
+
+def another_number_of_profiles_on_one_rank() -> None:
+    rebalancer = Rebalancer(PROFILES[: 2 + this().rank], COST)
+    rebalancer.observe(Timings())
+
+
+def test_another_number_of_profiles_on_one_rank_is_an_error_on_all(rank_pool):
+    first, second = rank_pool(2).outcomes(another_number_of_profiles_on_one_rank)
+    assert first.error == second.error == "ValueError"
+    message = "profiles must be one for each of the 2 ranks of the group, got 3"
+    assert (first.message, second.message) == (f"rank 1: {message}", message)
 
 
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(rank_pool):

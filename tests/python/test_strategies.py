@@ -135,6 +135,7 @@ def test_tables_are_read_as_they_were_written(tmp_path: Path) -> None:
         ("", r"got none \(missing: "),
         ("mps_pct,latency_ms\n", "must have at least one row, got none"),
         ("mps_pct,latency_ms\n100,3\n50,nan\n", "latency_ms in line 3 of .* must be positive, got"),
+        ("mps_pct,latency_ms\n100,3\n\n\n50,x\n", "latency_ms in line 5 of .* positive, got x"),
         ("mps_pct,latency_ms\n100,-3\n", "latency_ms in line 2 of .* must be positive, got -3"),
         ("mps_pct,size,tflops\n100,64,0\n", "tflops in line 2 of .* must be positive, got 0"),
         (
@@ -238,3 +239,58 @@ def test_a_regression_survives_its_file(tmp_path: Path) -> None:
     (tmp_path / "regression.json").write_text('{"coefficients": [1, 2]}')
     with pytest.raises(ValueError, match=r"must have six finite coefficients, got \[1, 2\]"):
         Regression.read(tmp_path / "regression.json")
+
+
+# ---- tables of one's own -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([], "table must have at least one row, got none"),
+        ([LatencyRow(mps_pct=100, latency_ms=0)], "latency_ms in row 0 of the table .* got 0"),
+        (
+            [LatencyRow(mps_pct=100, latency_ms=1), LatencyRow(mps_pct=-1, latency_ms=1)],
+            "mps_pct in row 1 of the table must be finite and positive, got -1",
+        ),
+        (
+            [MatmulRow(mps_pct=100, size=1, tflops=10), MatmulRow(mps_pct=50, size=1, tflops=-3)],
+            "tflops in row 1 of the table must be finite and positive, got -3",
+        ),
+        ([MatmulRow(mps_pct=100, size=1, tflops=math.nan)], "tflops in row 0 .* got nan"),
+        ([MatmulRow(mps_pct=100, size=1, tflops=0)], "tflops in row 0 .* positive, got 0"),
+        (
+            [LatencyRow(mps_pct=100, latency_ms=1), MatmulRow(mps_pct=50, size=1, tflops=3)],
+            "all LatencyRows or all MatmulRows, got MatmulRow as row 1",
+        ),
+        ([(100, 1)], "all LatencyRows or all MatmulRows, got tuple as row 0"),
+    ],
+)
+def test_a_table_of_ones_own_is_checked(table, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        strategies.lut(10, [100, 50], table)
+
+
+def test_speeds_may_be_as_large_as_numbers_are() -> None:
+    assert strategies.uneven(10, [1e308, 1e308]).lengths == (5, 5)
+    assert strategies.uneven(9, [1e308, 0.5e308, 1.5e308]).lengths == (3, 2, 4)
+    with pytest.raises(ValueError, match="speed of rank 1 must be finite and positive, got 1"):
+        strategies.uneven(10, [1, 10**400])
+    with pytest.raises(ValueError, match="speed of rank 0 must be finite and positive, got 'a'"):
+        strategies.uneven(10, ["a", 1])
+    with pytest.raises(ValueError, match=r"percentage of rank 0 must lie in .* got 'a'"):
+        strategies.formula(10, ["a", 1])
+    with pytest.raises(ValueError, match=r"seq_len must be an integer, got 10\.5"):
+        strategies.uneven(10.5, [1, 1])
+
+
+def test_what_cannot_be_fitted_is_refused() -> None:
+    def rows(size: int, tflops: float) -> list[MatmulRow]:
+        return [
+            MatmulRow(mps_pct=p, size=s, tflops=tflops) for p in (1, 2, 3) for s in (size, 2, 4)
+        ]
+
+    with pytest.raises(ValueError, match="size in row 0 must be positive, got 0"):
+        Regression.fit(rows(0, 1.0))
+    with pytest.raises(ValueError, match=r"a largest tflops that is positive, got 0\.0"):
+        Regression.fit(rows(1, 0.0))

@@ -7,6 +7,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,16 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: CUDA where every rank has a device of its own (default)",
     )
+
+
+def check_json(path: Path | None) -> None:
+    """Refuses, before anything is measured, a ``--json`` that could not be written after it."""
+    if path is None or os.environ.get("RANK", "0") != "0":  # only rank 0 writes
+        return
+    if not path.parent.is_dir():
+        raise ValueError(f"--json must lie in a folder that is there, got {path}")
+    if path.is_dir():
+        raise ValueError(f"--json must be a file, got the folder {path}")
 
 
 @contextmanager

@@ -22,7 +22,13 @@ import torch.distributed as dist
 
 from ringattn import _library
 from ringattn.cli.auto import AutoPartition, describe
-from ringattn.cli.common import DTYPES, add_device_argument, aligned, process_group
+from ringattn.cli.common import (
+    DTYPES,
+    add_device_argument,
+    aligned,
+    check_json,
+    process_group,
+)
 from ringattn.cli.text import Tokenizer, read_tokenizer
 from ringattn.generation import generate
 from ringattn.models import LLaMA, demo_model_path, load_model
@@ -94,6 +100,9 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command on this rank; only rank 0 prints."""
+    if options.warmup < 0:
+        raise ValueError(f"--warmup must not be negative, got {options.warmup}")
+    check_json(options.json)
     folder = demo_model_path() if options.model is None else options.model
     tokenizer = read_tokenizer(folder)
     text = options.prompt

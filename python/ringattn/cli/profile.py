@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import platform
 import statistics
@@ -31,7 +32,13 @@ from ringattn import _library, profiling
 from ringattn._clock import Spread, bursts, repeat
 from ringattn._group import resolve_group
 from ringattn._shard import Shard, settling_seconds
-from ringattn.cli.common import DTYPES, add_device_argument, aligned, process_group
+from ringattn.cli.common import (
+    DTYPES,
+    add_device_argument,
+    aligned,
+    check_json,
+    process_group,
+)
 from ringattn.profiles import RankProfile
 from ringattn.profiling import RankMeasurement, equalize, measure_ranks
 from ringattn.strategies import LatencyRow, MatmulRow, Regression, read_table, write_table
@@ -57,7 +64,7 @@ def add_parser(commands: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="F", help="write the profiles to F")
+    parser.add_argument("--json", type=Path, metavar="F", help="write profiles, or a sweep, to F")
     for name, default in (
         ("heads", profiling.NUM_HEADS),
         ("kv-heads", profiling.NUM_KV_HEADS),
@@ -110,9 +117,12 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command on this rank; only rank 0 prints."""
-    if options.percentages or options.slowdowns:
+    if not 0 <= options.noise < 1:
+        raise ValueError(f"--noise must lie in [0, 1), got {options.noise}")
+    if options.percentages is not None or options.slowdowns is not None:
         _sweep(options)
         return 0
+    check_json(options.json)
     with process_group(options.device) as (device, world_size):
         # Note: a function of its own, so that nothing of it is left when the group is destroyed.
         _profile(options, device, world_size)
@@ -211,11 +221,24 @@ def _sweep(options: argparse.Namespace) -> None:
         raise ValueError("a sweep must run on one rank, got several (leave torchrun out)")
     if options.out is None:
         raise ValueError("--out must name a folder for what the sweep finds, got none")
+    if options.percentages is not None:
+        for percentage in _numbers("--percentages", options.percentages):
+            if percentage > 100:
+                raise ValueError(f"--percentages must lie in (0, 100], got {percentage:g}")
+        points = _under_mps(options)
+    else:
+        for factor in _numbers("--slowdowns", options.slowdowns):
+            with slowdown(factor):  # refuses what is none
+                pass
+        points = _slowed(options)
+    if options.sizes is not None:
+        _sizes(options.sizes)
     options.out.mkdir(parents=True, exist_ok=True)
+    check_json(options.json)
     latencies: list[LatencyRow] = []
     matmuls: list[MatmulRow] = []
     print("percentage  attention ms  of the fastest  TFLOPS of the largest product", flush=True)
-    for latency, products in _under_mps(options) if options.percentages else _slowed(options):
+    for latency, products in points:
         latencies.append(latency)
         matmuls += products
         best = min(row.latency_ms for row in latencies)
@@ -317,8 +340,7 @@ def _point(options: argparse.Namespace, device: torch.device, percentage: float)
     latency_ms = statistics.median(repeat(attention, device, seconds / 4))
 
     products = []
-    sizes = _numbers("--sizes", options.sizes) if options.sizes else SIZES[device.type]
-    for size in map(int, sizes):
+    for size in SIZES[device.type] if options.sizes is None else _sizes(options.sizes):
         x, weight = shard.random(size, size), shard.random(size, size)
 
         def multiply(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
@@ -346,6 +368,13 @@ def _numbers(name: str, text: str) -> list[float]:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or not all(number > 0 for number in numbers):
+    if not numbers or not all(0 < number < math.inf for number in numbers):
         raise ValueError(f"{name} must be positive numbers such as 1,2,4, got {text!r}")
     return numbers
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = _numbers("--sizes", text)
+    if not all(size.is_integer() for size in sizes):
+        raise ValueError(f"--sizes must be whole numbers, got {text!r}")
+    return [int(size) for size in sizes]

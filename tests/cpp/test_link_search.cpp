@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans where blocks are waited for: links decide who takes part, with how many tokens.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+
+#include "catch.h"
+#include "partition/planner.h"
+
+using ringattn::Layout;
+using ringattn::ModelCost;
+using ringattn::Partition;
+using ringattn::Plan;
+using ringattn::RankProfile;
+using ringattn::Workload;
+
+namespace {
+
+using Lengths = std::vector<int64_t>;
+using Depth = std::optional<int64_t>;
+
+const ModelCost kAttention{16384.0, 0.0, 4096};  // LLaMA-3-8B
+
+double slowest(const std::vector<double>& ms) { return *std::max_element(ms.begin(), ms.end()); }
+
+double planned_ms(int64_t seq_len, const std::vector<RankProfile>& profiles,
+                  const ModelCost& cost = kAttention, Layout layout = Layout::kZigzag) {
+  return slowest(ringattn::plan(seq_len, profiles, cost, layout, {}, std::nullopt).rank_ms);
+}
+
+// [W] equal ranks at links of these bandwidths, in GB/s.
+std::vector<RankProfile> at_links(const std::vector<double>& link_gbps) {
+  std::vector<RankProfile> profiles(link_gbps.size());
+  for (size_t rank = 0; rank < profiles.size(); ++rank) {
+    profiles[rank].attention_tflops = 600.0;
+    profiles[rank].linear_tflops = 650.0;
+    profiles[rank].link_gbps = link_gbps[rank];
+    profiles[rank].link_latency_us = 10.0;
+  }
+  return profiles;
+}
+
+// The same ring, with these ranks in it that may own nothing.
+std::vector<RankProfile> without(std::vector<RankProfile> profiles, const Lengths& ranks) {
+  for (const int64_t rank : ranks) profiles[rank].max_tokens = 0;
+  return profiles;
+}
+
+// The least of `predict` over all lengths and all orders.
+double brute_force_ms(int64_t seq_len, const std::vector<RankProfile>& profiles,
+                      const ModelCost& cost, Layout layout, const Workload& workload, Depth depth) {
+  Lengths lengths(profiles.size()), order(profiles.size());
+  double best = std::numeric_limits<double>::infinity();
+  const auto deal = [&](const auto& self, size_t rank, int64_t left) -> void {
+    const int64_t room = std::min(left, profiles[rank].max_tokens.value_or(left));
+    if (rank + 1 < profiles.size()) {
+      for (lengths[rank] = 0; lengths[rank] <= room; ++lengths[rank]) {
+        self(self, rank + 1, left - lengths[rank]);
+      }
+      return;
+    }
+    if (room < left) return;
+    lengths[rank] = left;
+    std::iota(order.begin(), order.end(), 0);
+    do {
+      const Partition partition(layout, lengths, order);
+      best = std::min(best, slowest(predict(partition, profiles, cost, workload, depth)));
+    } while (std::next_permutation(order.begin(), order.end()));
+  };
+  deal(deal, 0, seq_len);
+  return best;
+}
+
+}  // namespace
+
+TEST_CASE("with links, no partition of a short sequence is much faster than the planned one") {
+  std::mt19937 random(1);
+  const auto between = [&](double low, double high) {
+    return std::uniform_real_distribution<double>(low, high)(random);
+  };
+  int trials = 0, waited = 0, best_of_all = 0;
+  while (trials < 400) {
+    const size_t world_size = 2 + random() % 2;
+    const int64_t seq_len = 10 + random() % (world_size == 2 ? 40 : 12);
+    const double scale = static_cast<double>(seq_len);
+    // Transfers, latencies and overheads in the order of what a few tokens take.
+    const ModelCost cost{16.0, random() % 2 ? 8.0 * scale : 0.0, 8};
+    std::vector<RankProfile> profiles(world_size);
+    int64_t room = 0;
+    for (RankProfile& profile : profiles) {
+      profile.attention_tflops = between(0.05, 1.0);
+      profile.linear_tflops = between(0.05, 1.0);
+      if (random() % 2) profile.overhead_ms = between(0.05, 1.0) * 1e-8 * scale;
+      if (random() % 4) profile.link_gbps = std::exp(between(-2.0, 2.5)) * 8 / scale;
+      if (random() % 2) profile.link_latency_us = between(0.0, 1e-5) * scale;
+      if (random() % 4 == 0) profile.max_tokens = seq_len / 2 + random() % seq_len;
+      room += profile.max_tokens.value_or(seq_len);
+    }
+    if (room < seq_len) continue;
+    ++trials;
+    const Layout layout = random() % 2 ? Layout::kZigzag : Layout::kContiguous;
+    const Workload workload{random() % 4 != 0, false};
+    const Depth depth = random() % 3 ? Depth() : Depth(1);
+    const Plan planned = ringattn::plan(seq_len, profiles, cost, layout, workload, depth);
+    const double ms = slowest(planned.rank_ms);
+    CHECK(planned.rank_ms == predict(planned.partition, profiles, cost, workload, depth));
+    auto instant = profiles;
+    for (RankProfile& profile : instant) profile.link_gbps = profile.link_latency_us = {};
+    waited +=
+        ms > 1.01 * slowest(ringattn::plan(seq_len, instant, cost, layout, workload, {}).rank_ms);
+    const double best = brute_force_ms(seq_len, profiles, cost, layout, workload, depth);
+    INFO("trial " << trials << ": " << seq_len << " tokens, " << world_size << " ranks");
+    CHECK(ms < 1.02 * best);
+    best_of_all += ms <= best * (1 + 1e-9);
+    for (size_t rank = 0; rank < world_size; ++rank) {
+      const int64_t tokens = planned.partition.length(rank);
+      CHECK(tokens <= profiles[rank].max_tokens.value_or(tokens));
+    }
+  }
+  CHECK(waited > 100);  // or links have no part in this test
+  CHECK(best_of_all > 390);
+}
+
+TEST_CASE("a rank at a bad link is left out where it does not pay") {
+  const auto profiles = at_links({200, 200, 200, 1.25});
+  for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) {
+    const double ms = planned_ms(1 << 14, profiles, kAttention, layout);
+    CHECK(ms < 1.006 * planned_ms(1 << 14, without(profiles, {3}), kAttention, layout));
+    // In whole tokens, three ranks take a third of it each.
+    CHECK(ms < 1.006 * planned_ms(1 << 14, at_links({200, 200, 200}), kAttention, layout));
+    // Wherever it stands.
+    CHECK(planned_ms(1 << 14, at_links({1.25, 200, 200, 200}), kAttention, layout) < 1.01 * ms);
+  }
+  // Long enough, it pays.
+  CHECK(planned_ms(1 << 20, profiles) < 0.9 * planned_ms(1 << 20, without(profiles, {3})));
+  // Two ranks, and links that take longer than one of them alone.
+  CHECK(planned_ms(1 << 13, at_links({5, 5})) <= planned_ms(1 << 13, at_links({5})));
+}
+
+TEST_CASE("no plan is slower than a rank alone, or than all but those at the worst links") {
+  std::mt19937 random(2);
+  for (int trial = 0; trial < 60; ++trial) {
+    const size_t world_size = 2 + random() % 7;
+    std::vector<double> link_gbps(world_size);
+    for (double& gbps : link_gbps) gbps = std::exp(std::uniform_real_distribution<>(0, 5)(random));
+    std::sort(link_gbps.begin(), link_gbps.end());
+    const auto profiles = at_links(link_gbps);
+    auto instant = profiles;
+    for (RankProfile& profile : instant) profile.link_gbps = profile.link_latency_us = {};
+    const int64_t seq_len = int64_t{1} << (12 + random() % 6);
+    const double ms = planned_ms(seq_len, profiles);
+    INFO("trial " << trial << ": " << seq_len << " tokens, " << world_size << " ranks");
+    Lengths left_out;
+    for (size_t worst = 0; worst < world_size; ++worst) {
+      const Plan balanced = ringattn::plan(seq_len, without(instant, left_out), kAttention,
+                                           Layout::kZigzag, {}, std::nullopt);
+      CHECK(ms <= 1.01 * slowest(predict(balanced.partition, profiles, kAttention, {})));
+      left_out.push_back(static_cast<int64_t>(worst));
+    }
+    CHECK(ms <= planned_ms(seq_len, at_links({link_gbps[0]})));
+  }
+}
+
+TEST_CASE("tokens lie where they hide a wait") {
+  // Equal ranks; who waits for the longer transfer owns less.
+  const auto profiles = at_links({12, 12});
+  const int64_t seq_len = 1 << 14;
+  const auto even =
+      predict(Partition(Layout::kZigzag, {seq_len / 2, seq_len / 2}), profiles, kAttention, {});
+  const double alone = planned_ms(seq_len, at_links({12}));
+  CHECK(planned_ms(seq_len, profiles) < 0.95 * std::min(slowest(even), alone));
+}
+
+TEST_CASE("a plan with links is the same every time") {
+  const auto profiles = at_links({40, 3, 200, 7, 90, 12, 1, 60});
+  const auto first = ringattn::plan(1 << 15, profiles, kAttention, Layout::kZigzag, {}, {});
+  const auto again = ringattn::plan(1 << 15, profiles, kAttention, Layout::kZigzag, {}, {});
+  CHECK(first.partition.lengths() == again.partition.lengths());
+  CHECK(first.partition.order() == again.partition.order());
+  CHECK(first.rank_ms == again.rank_ms);
+}
