@@ -105,6 +105,32 @@ def test_a_config_of_transformers_4_means_the_same(scaled: bool, tmp_path: Path)
     torch.testing.assert_close(logits, theirs(ids).logits.detach(), atol=TOLERANCE, rtol=0)
 
 
+OLD_LLAMA3 = {name: value for name, value in LLAMA3_ROPE.items() if name != "rope_theta"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 300.0},
+        {"rope_scaling": {"type": "linear", "factor": 4.0, "rope_theta": 70.0}},
+        {"rope_scaling": OLD_LLAMA3, "rope_theta": 300.0},
+        {"rope_scaling": {}, "rope_theta": 300.0},
+        {"rope_scaling": None},
+    ],
+    ids=["linear", "type", "theta", "llama3", "empty", "null"],
+)
+def test_a_config_of_both_transformers_means_what_it_means_there(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    save(tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 3000.0}), tmp_path)
+    edit_config(tmp_path, **changes)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path)
+    ids = random_ids(1, 101)
+    logits = load_model(tmp_path)(ids)
+    torch.testing.assert_close(logits, theirs(ids).logits.detach(), atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize(("eos", "ends"), [(None, ()), (7, (7,)), ([7, 9], (7, 9)), (..., ())])
 def test_end_tokens_come_from_the_config(eos: Any, ends: tuple[int, ...], tmp_path: Path) -> None:
     save(tiny_llama(), tmp_path)
@@ -144,6 +170,7 @@ def test_the_model_of_the_package_continues_text() -> None:
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
         ({"vocab_size": ...}, "config.json must have 'vocab_size'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of .*, got 'yarn'"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_type must be one of .*, got 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_scaling must have 'factor'"),
         ({"head_dim": 20}, "head_dim must be a multiple of 8, at most 256, got 20"),
         ({"num_key_value_heads": 3}, "nheads must be a multiple of kvheads 3, got 4"),

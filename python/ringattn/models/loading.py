@@ -88,8 +88,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> LLaMAConfig:
         return hf[name]
 
     max_positions = field("max_position_embeddings")
-    # transformers 5 keeps in rope_parameters what 4 has in rope_theta and rope_scaling.
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    # transformers 5 keeps in rope_parameters what 4 has in rope_theta and rope_scaling. In a file
+    # with both, rope_scaling stands for all of rope_parameters, its rope_theta included.
+    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
     if rope.pop("partial_rotary_factor", 1.0) != 1.0 or hf.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor must be 1, got another in config.json")
