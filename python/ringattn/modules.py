@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 
-from ringattn._group import Group
+from ringattn._group import Group, keep, kept
 from ringattn.functional import ring_attention
 from ringattn.partition import Partition
 
@@ -20,6 +20,9 @@ class RingAttention(nn.Module):
         transport: how blocks travel, see :func:`ringattn.ring_attention`.
         depth: how many blocks may be under way ahead of the one being attended to.
 
+    The group is kept by its name: the module can be copied and pickled, and does not keep a group
+    alive that is destroyed.
+
     The method is ring attention (Liu et al., https://arxiv.org/abs/2310.01889).
     """
 
@@ -33,11 +36,16 @@ class RingAttention(nn.Module):
         depth: int | None = None,
     ) -> None:
         super().__init__()
-        self.group = group
+        self._group = keep(group)
         self.causal = causal
         self.scale = scale
         self.transport = transport
         self.depth = depth
+
+    @property
+    def group(self) -> Group:
+        """The group it was given, or the one that has its name now; ValueError where none has."""
+        return kept(self._group)
 
     def forward(
         self,
