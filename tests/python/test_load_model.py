@@ -138,6 +138,27 @@ def test_end_tokens_come_from_the_config(eos: Any, ends: tuple[int, ...], tmp_pa
     assert load_model(tmp_path).config.eos_ids == ends
 
 
+@pytest.mark.parametrize(
+    ("named", "ends", "pad"),
+    [
+        ({"eos_token_id": [9, 3], "pad_token_id": 5}, (9, 3), 5),
+        ({"eos_token_id": 9}, (9,), 4),
+        ({"eos_token_id": None}, (), 4),
+        ({}, (7,), 4),  # transformers generates without end here
+        (None, (7,), 4),
+    ],
+)
+def test_end_tokens_of_the_generation_config_come_first(
+    named: dict[str, Any] | None, ends: tuple[int, ...], pad: int, tmp_path: Path
+) -> None:
+    save(tiny_llama(), tmp_path)
+    edit_config(tmp_path, eos_token_id=7, pad_token_id=4)
+    file = tmp_path / "generation_config.json"
+    file.unlink() if named is None else file.write_text(json.dumps(named))
+    config = load_model(tmp_path).config
+    assert (config.eos_ids, config.pad_id) == (ends, pad)
+
+
 def test_old_files_with_frequencies_and_a_repeated_tied_head_load(tmp_path: Path) -> None:
     theirs = tiny_llama(tie_word_embeddings=True)
     save(theirs, tmp_path)

@@ -30,7 +30,8 @@ def load_model(
 
     Args:
         path: folder with ``config.json`` (of transformers 4 or 5) and ``model.safetensors``, or the
-            shards that ``model.safetensors.index.json`` names, or other ``*.safetensors``.
+            shards that ``model.safetensors.index.json`` names, or other ``*.safetensors``. End and
+            padding tokens are those of ``generation_config.json``, else of ``config.json``.
         group: over whose ranks sequences will be spread, see :class:`LLaMA`; "single" is this
             process alone, None the default group. Every rank loads all weights.
         device: where the weights shall lie.
@@ -52,13 +53,19 @@ def load_model(
 
 
 def read_config(folder: str | Path) -> LLaMAConfig:
-    """The ``config.json`` of a Hugging Face LLaMA directory.
+    """The ``config.json`` of a Hugging Face LLaMA directory, with the end and padding tokens that
+    ``generation_config.json`` names, where it does: those that transformers generates with.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it is not JSON, or of a model that is not a LLaMA as built here.
     """
-    return config_from_hf(read_json(Path(folder) / "config.json"))
+    hf = read_json(Path(folder) / "config.json")
+    generation = Path(folder) / "generation_config.json"
+    if generation.exists():
+        named = read_json(generation)
+        hf |= {name: named[name] for name in ("eos_token_id", "pad_token_id") if name in named}
+    return config_from_hf(hf)
 
 
 def read_json(path: Path) -> dict[str, Any]:
