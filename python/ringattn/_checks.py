@@ -76,6 +76,8 @@ def check_diagonal(diagonal: int | None) -> int | None:
     if diagonal is None:
         return None
     try:
+        if isinstance(diagonal, bool):  # True is no place of a diagonal: causal attention is 0
+            raise TypeError
         whole = operator.index(diagonal)
     except TypeError:
         raise ValueError(f"diagonal must be a whole number or None, got {diagonal!r}") from None
