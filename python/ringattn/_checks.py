@@ -4,11 +4,11 @@ the rest. A refusal reads "subject must rule, got value"."""
 
 import math
 import operator
+import sys
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.distributed.tensor import DTensor
 
 from ringattn import _library
 from ringattn._group import Ring
@@ -37,7 +37,7 @@ def check_tensors(**tensors: torch.Tensor) -> None:
         plain = type(tensor) is torch.Tensor  # the usual case, told at once
         if not plain and not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if not plain and isinstance(tensor, DTensor):
+        if not plain and _is_dtensor(tensor):
             raise ValueError(
                 f"{name} must be a plain tensor that holds this rank's rows, got a DTensor "
                 "(use its to_local())"
@@ -54,6 +54,13 @@ def check_tensors(**tensors: torch.Tensor) -> None:
                 f"{name} must be on a device with a kernel ({', '.join(_library.DEVICES)}), "
                 f"got {tensor.device}"
             )
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    # Note: importing the module would double the time that importing ringattn takes. Who has a
+    # DTensor has imported it.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
