@@ -7,6 +7,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,13 @@ def process_group(device: str) -> Iterator[tuple[torch.device, int]]:
         yield place, world_size
     finally:
         dist.destroy_process_group()
+
+
+def unwritable(option: str, path: Path | None) -> str | None:
+    """What is wrong with the file that an option names for results, before there are any."""
+    if path is None or (not path.is_dir() and os.access(path.parent, os.W_OK)):
+        return None
+    return f"{option} must name a file in a folder that can be written to, got {path}"
 
 
 def aligned(rows: list[tuple[str, ...]], left: tuple[str, ...] = ()) -> list[str]:

@@ -22,7 +22,13 @@ import torch.distributed as dist
 
 from ringattn import _library
 from ringattn.cli.auto import AutoPartition, describe
-from ringattn.cli.common import DTYPES, add_device_argument, aligned, process_group
+from ringattn.cli.common import (
+    DTYPES,
+    add_device_argument,
+    aligned,
+    process_group,
+    unwritable,
+)
 from ringattn.cli.text import Tokenizer, read_tokenizer
 from ringattn.generation import generate
 from ringattn.models import LLaMA, demo_model_path, load_model
@@ -119,6 +125,8 @@ def _run(
 ) -> int:
     if options.profiles is not None and options.partition != "auto":
         raise ValueError(f"--profiles must go with --partition auto, got {options.partition}")
+    if problem := _on_rank_0(lambda: unwritable("--json", options.json)):  # the one that writes
+        raise ValueError(problem)
     partition = None
     if options.partition != "auto":
         partition = parse_partition(options.partition, len(prompt_ids), world_size, options.layout)
