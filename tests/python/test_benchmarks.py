@@ -96,7 +96,11 @@ def test_transport_benchmark_receives_what_was_sent(tmp_path: Path) -> None:
 def test_wrong_usage_is_one_sentence(arguments: str, message: str) -> None:
     script, *options = arguments.split()
     done = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", *options], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, f"benchmarks/{script}", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr.splitlines()[-1]
