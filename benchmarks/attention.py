@@ -20,7 +20,16 @@ from dataclasses import dataclass
 
 import ringattn
 import torch
-from harness import DTYPES, Contestant, Problem, common_arguments, integers, max_error, measure
+from harness import (
+    DTYPES,
+    Contestant,
+    Problem,
+    common_arguments,
+    integers,
+    max_error,
+    measure,
+    names_of,
+)
 from peers import flash_attn_package, torch_sdpa
 from report import Report, environment
 
@@ -93,7 +102,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--masks", default="causal,dense", help="causal, dense or both")
+    masks = names_of("causal", "dense")
+    parser.add_argument("--masks", type=masks, default="causal,dense", help="with commas")
     parser.add_argument("--batches", type=integers, default=[1], help="B, with commas")
     parser.add_argument("--full", action="store_true", help="the whole table; sizes do not count")
     arguments = parser.parse_args()
@@ -103,7 +113,7 @@ def main() -> None:
         arguments.seq_lens,
         arguments.head_dims,
         arguments.dtype,
-        arguments.masks.split(","),
+        arguments.masks,
     )
     device = torch.device(arguments.device)
     header = environment(device) | {

@@ -167,6 +167,8 @@ def main() -> None:
     parser = common_arguments(__doc__)
     parser.add_argument("--head-dims", type=integers, default=[64, 128, 256], help="with commas")
     arguments = parser.parse_args()
+    if arguments.device != "cuda":
+        parser.error(f"shapes must be measured on a CUDA device, got {arguments.device}")
     device = torch.device("cuda")
     header = environment(device) | {
         "tensors": f"B 1 (short: 8), H {HEADS}, H_kv {KV_HEADS}, bfloat16",

@@ -161,7 +161,8 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def main() -> None:
     parser = harness.common_arguments(__doc__)
-    parser.add_argument("--shapes", default="8b", help=f"{', '.join(SHAPES)}, demo")
+    shapes = harness.names_of(*SHAPES, "demo")
+    parser.add_argument("--shapes", type=shapes, default="8b", help=f"{', '.join(SHAPES)}, demo")
     parser.add_argument("--contexts", type=harness.integers, default=[4096, 65536])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", choices=harness.DTYPES, default="bfloat16")
@@ -176,7 +177,7 @@ def main() -> None:
         header["tokens timed"] = str(options.rounds)
         report = Report("decode", header, (*COLUMNS, "error"))
         report.start()
-        for shape in options.shapes.split(","):
+        for shape in options.shapes:
             dtype = harness.DTYPES[options.dtype]
             if shape == "demo":
                 model = load_model(demo_model_path(), group=None, device=device, dtype=dtype)

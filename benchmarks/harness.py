@@ -312,6 +312,40 @@ def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """A type of arguments: whole numbers from ``least`` on."""
+
+    def number(text: str) -> int:
+        if not text.lstrip("-").isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be an integer from {least} on, got {text!r}")
+        return int(text)
+
+    return number
+
+
+def names_of(*known: str) -> Callable[[str], list[str]]:
+    """A type of arguments: some of the ``known`` names, with commas."""
+
+    def names(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"must be of {', '.join(known)}, got {name!r}")
+        return text.split(",")
+
+    return names
+
+
+transport_names = names_of("auto", "process_group", "nccl", "symmetric")
+
+
+def parse_under_torchrun(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments; wrong usage where no launcher says which rank this is."""
+    arguments = parser.parse_args()
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("ranks must be started by torchrun, got a process without it")
+    return arguments
+
+
 def shape_arguments(parser: argparse.ArgumentParser) -> None:
     """What makes the command line a Shape."""
     parser.add_argument("--heads", type=int, default=32)
@@ -327,7 +361,7 @@ def common_arguments(description: str | None) -> argparse.ArgumentParser:
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
-    parser.add_argument("--rounds", type=int, default=20, help="samples of each contestant")
-    parser.add_argument("--warmup", type=int, default=3, help="rounds that do not count")
+    parser.add_argument("--rounds", type=at_least(1), default=20, help="samples of each contestant")
+    parser.add_argument("--warmup", type=at_least(0), default=3, help="rounds that do not count")
     parser.add_argument("--out", metavar="STEM", help="write STEM.md, STEM.csv and STEM.json")
     return parser

@@ -35,10 +35,13 @@ from harness import (
     integers,
     max_error,
     measure,
+    names_of,
+    parse_under_torchrun,
     process_group,
     rank,
     shape_arguments,
     shape_text,
+    transport_names,
     world_size,
 )
 from peers import ring_flash_attn_package, torch_context_parallel, zigzag_on_torch
@@ -60,7 +63,7 @@ def partitions(problem: Problem, arguments) -> dict[str, ringattn.Partition]:
     """By name: the even ones, and that with the shares asked for."""
     found = {
         layout: ringattn.Partition.even(problem.seq_len, world_size(), layout)
-        for layout in arguments.layouts.split(",")
+        for layout in arguments.layouts
     }
     if arguments.shares:
         shares = [int(share) for share in arguments.shares.split(":")]
@@ -187,7 +190,7 @@ def host_us(call: Callable[[], torch.Tensor], calls: int = 50) -> float:
 def compete(report: Report, problem: Problem, arguments) -> None:
     """One problem: a row for each contestant."""
     splits = partitions(problem, arguments)
-    ours = rings(problem, splits, arguments.transports.split(","))
+    ours = rings(problem, splits, arguments.transports)
     alone = singles(problem)
     peers = []
     for name, peer in PEERS.items():
@@ -239,13 +242,14 @@ def main() -> None:
     parser.add_argument("--seq-lens", type=integers, default=[8192], help="S, with commas")
     shape_arguments(parser)
     parser.add_argument("--dense", action="store_true", help="no causal mask")
-    parser.add_argument("--transports", default="auto", help="with commas")
-    parser.add_argument("--layouts", default="zigzag,contiguous", help="with commas")
+    parser.add_argument("--transports", type=transport_names, default="auto", help="with commas")
+    layouts = names_of("zigzag", "contiguous")
+    parser.add_argument("--layouts", type=layouts, default="zigzag,contiguous", help="with commas")
     parser.add_argument("--shares", help="of the ranks, as 3:1:2:2: one more partition")
     parser.add_argument(
         "--launches", action="store_true", help="also from idle, back to back, as a CUDA graph"
     )
-    arguments = parser.parse_args()
+    arguments = parse_under_torchrun(parser)
 
     with process_group(arguments.device) as device:
         mask = "dense" if arguments.dense else "causal"

@@ -22,10 +22,12 @@ from harness import (
     Problem,
     common_arguments,
     meet,
+    parse_under_torchrun,
     process_group,
     rank,
     shape_arguments,
     shape_text,
+    transport_names,
     world_size,
 )
 from report import Report, environment
@@ -134,8 +136,10 @@ def main() -> None:
     parser = common_arguments(__doc__)
     parser.add_argument("--seq-len", type=int, default=8192, metavar="S")
     shape_arguments(parser)
-    parser.add_argument("--transports", default="symmetric,nccl", help="with commas")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--transports", type=transport_names, default="symmetric,nccl", help="with commas"
+    )
+    arguments = parse_under_torchrun(parser)
     if arguments.device != "cuda" or arguments.out is None:
         parser.error("a timeline must have a CUDA device and --out")
     with process_group(arguments.device) as device, torch.no_grad():
@@ -149,7 +153,7 @@ def main() -> None:
         partition = ringattn.Partition.even(problem.seq_len, world_size())
         q, k, v = (partition.shard(x, rank()) for x in problem.tensors)
         report.start()
-        for transport in arguments.transports.split(","):
+        for transport in arguments.transports:
             call = partial(ringattn.ring_attention, q, k, v, partition, transport=transport)
             of_ranks: list[Any] = [None] * world_size()
             dist.all_gather_object(of_ranks, profiled(call, transport))

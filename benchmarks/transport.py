@@ -22,8 +22,10 @@ from harness import (
     from_all_ranks,
     integers,
     measure,
+    parse_under_torchrun,
     process_group,
     rank,
+    transport_names,
     world_size,
 )
 from report import Report, environment
@@ -84,8 +86,8 @@ def main() -> None:
     parser = common_arguments(__doc__)
     default = [64, 256, 1024, 4096, 16384, 65536, 131072]
     parser.add_argument("--kilobytes", type=integers, default=default, help="with commas")
-    parser.add_argument("--transports", default="auto", help="with commas")
-    arguments = parser.parse_args()
+    parser.add_argument("--transports", type=transport_names, default="auto", help="with commas")
+    arguments = parse_under_torchrun(parser)
 
     with process_group(arguments.device) as device:
         header = environment(device) | {
@@ -96,7 +98,7 @@ def main() -> None:
         report.start()
         for kilobytes in arguments.kilobytes:
             tokens = max(1, kilobytes * 1024 // TOKEN_BYTES)
-            field = ways(tokens, device, arguments.transports.split(","))
+            field = ways(tokens, device, arguments.transports)
             expected = block((rank() - 1) % world_size(), tokens, device)
             wrong = {item.name: wrong_bytes(item, expected) for item in field}
             timings = measure(field, device, rounds=arguments.rounds, warmup=arguments.warmup)

@@ -15,12 +15,21 @@ ranks=
 bytes=6000
 while [ $# -gt 0 ]; do
   case "$1" in
-    --ranks) ranks="$2" && shift 2 ;;
-    --bytes) bytes="$2" && shift 2 ;;
+    --ranks) ranks="${2:-none}" && shift $(($# > 1 ? 2 : 1)) ;;
+    --bytes) bytes="${2:-none}" && shift $(($# > 1 ? 2 : 1)) ;;
     -h | --help) sed -n '4,9s/^# \{0,1\}//p' "$0" && exit ;;
     *) break ;;
   esac
 done
+
+if [[ -n "$ranks" && ! "$ranks" =~ ^[1-9][0-9]*$ ]]; then
+  echo "demo: --ranks must be a number from 1 on, got $ranks; usage: $(sed -n '4s/^# //p' "$0")" >&2
+  exit 2
+fi
+if [[ ! "$bytes" =~ ^[1-9][0-9]*$ ]]; then
+  echo "demo: --bytes must be a number from 1 on, got $bytes; usage: $(sed -n '4s/^# //p' "$0")" >&2
+  exit 2
+fi
 
 # shellcheck source=scripts/setup.sh
 . scripts/setup.sh

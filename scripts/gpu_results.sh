@@ -19,7 +19,14 @@ cd "$(dirname "$0")/.." || exit
 export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" # multicast needs rights that not every machine gives
 export PYTHONUNBUFFERED=1
 
-out="$(realpath -m "${1:?scripts/gpu_results.sh OUT [stage...]}")"
+case "${1:-}" in
+  -h | --help) sed -n '4,15s/^# \{0,1\}//p' "$0" && exit ;;
+  '' | -*)
+    echo "usage: scripts/gpu_results.sh OUT [stage...]" >&2
+    exit 2
+    ;;
+esac
+out="$(realpath -m "$1")"
 shift
 stages=("$@")
 [ ${#stages[@]} -eq 0 ] && stages=(tests attention ring long transport decode)

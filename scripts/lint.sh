@@ -8,16 +8,22 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+usage="usage: scripts/lint.sh [--fix] [clang-format|ruff|mypy|includes|clang-tidy] [files]"
 fix=
 if [ "${1:-}" = --fix ]; then
   fix=1
   shift
 fi
 tools=(clang-format ruff mypy includes)
-if [ $# -gt 0 ]; then
-  tools=("$1")
-  shift
-fi
+case "${1:-}" in
+  '') ;;
+  clang-format | ruff | mypy | includes | clang-tidy) tools=("$1") && shift ;;
+  -h | --help) echo "$usage" && exit ;;
+  *)
+    echo "lint: tool must be one of these, got $1; $usage" >&2
+    exit 2
+    ;;
+esac
 files=("$@")
 
 have() {
@@ -91,9 +97,11 @@ run_clang_tidy() {
 
 failed=()
 for tool in "${tools[@]}"; do
-  # A function called in a condition runs without `set -e`: a subshell gets it back.
-  status=0
-  (set -e; "run_${tool//-/_}") || status=$?
+  # Note: what is called in a condition, `||` included, runs without `set -e`, a subshell too.
+  set +e
+  (set -e; "run_${tool//-/_}")
+  status=$?
+  set -e
   if [ $status -eq 0 ]; then
     echo "lint: $tool ok"
   else

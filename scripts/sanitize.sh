@@ -5,6 +5,11 @@
 # a build with kernels under compute-sanitizer's memcheck too.
 
 set -euo pipefail
+if [ $# -gt 0 ]; then
+  case "$1" in -h | --help) sed -n '4,5s/^# \{0,1\}//p' "$0" && exit ;; esac
+  echo "usage: scripts/sanitize.sh" >&2
+  exit 2
+fi
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
 . scripts/setup.sh

@@ -127,23 +127,26 @@ print(digest.hexdigest())
 PYTHON
 }
 
-# The CMake folder that the editable install and the C++ tests share, so that nothing compiles twice.
+# The CMake folder that every install (pyproject.toml names it) and the C++ tests share, so that nothing
+# compiles twice.
 ringattn_build_dir() {
   python -c 'import sys; print("build/cmake-" + sys.implementation.cache_tag)'
 }
 
 ringattn_install() {
-  local stamp fingerprint
+  local stamp fingerprint minutes="minutes"
   stamp="$(python -c 'import sys; print(sys.prefix)')/ringattn.stamp"
   fingerprint="$(ringattn_fingerprint)" || return 1
   if [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ] &&
     python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("ringattn"))'; then
     return
   fi
-  ringattn_say "building ringattn (the first time takes minutes: kernels for several architectures)"
+  if [ "${RINGATTN_CUDA:-}" != OFF ] && command -v nvcc >/dev/null; then
+    minutes+=": kernels for several architectures"
+  fi
+  ringattn_say "building ringattn (the first time takes $minutes)"
   # Kernels compile through a launcher that keeps what ptxas says, for scripts/check_spills.py.
   ringattn_quietly python -m pip install --no-build-isolation \
-    --config-settings=build-dir="$(ringattn_build_dir)" \
     --config-settings=cmake.define.RINGATTN_PTXAS_VERBOSE=ON \
     --config-settings=cmake.define.CMAKE_CUDA_COMPILER_LAUNCHER="python3;$ringattn_root/scripts/record_ptxas.py" \
     --editable "${ringattn_root}[${ringattn_extras}]" || return 1

@@ -48,8 +48,9 @@ void check_written(const at::Tensor& x, const char* name) {
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
   RINGATTN_CHECK(q.dim() == 4, "q must have 4 dimensions [B, S, H, D], got ", q.dim());
   RINGATTN_CHECK(q.is_cpu() || q.is_cuda(), "q must be on a CPU or CUDA device, got ", q.device());
-  RINGATTN_CHECK(has_kernel(q), "q must be float16, bfloat16 or float32",
-                 q.is_cpu() ? " or float64" : " on CUDA", ", got ", q.scalar_type());
+  RINGATTN_CHECK(has_kernel(q), "q must be float16, bfloat16",
+                 q.is_cpu() ? ", float32 or float64" : " or float32 on CUDA", ", got ",
+                 q.scalar_type());
   const int64_t head_dim = q.size(3);
   RINGATTN_CHECK(head_dim > 0 && head_dim <= kMaxHeadDim && head_dim % kHeadDimStep == 0,
                  "the head dimension must be a multiple of ", kHeadDimStep, " from ", kHeadDimStep,

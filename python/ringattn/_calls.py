@@ -38,8 +38,9 @@ def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | No
 
 
 def tell_peers(ring: Ring, error: Exception) -> None:
-    """So that all ranks fail at once and name this one, instead of waiting for it."""
-    if ring.world_size > 1:
+    """So that all ranks fail at once and name this one, instead of waiting for it. While compiling
+    nobody is told: the others may run the call, with nothing to tell them from."""
+    if ring.world_size > 1 and not torch.compiler.is_compiling():
         with suppress(RuntimeError):  # no store any more: this rank's mistake is still its own
             _C.refuse_call(ring.name, str(error))
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.distributed.tensor import DTensor
 
 from ringattn import _library
 from ringattn._calls import tell_peers
@@ -48,7 +47,7 @@ def check_tensors(**tensors: torch.Tensor) -> None:
         plain = type(tensor) is torch.Tensor  # the usual case, told at once
         if not plain and not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if not plain and isinstance(tensor, DTensor):
+        if not plain and _is_dtensor(tensor):
             raise ValueError(
                 f"{name} must be a plain tensor that holds this rank's rows, got a DTensor "
                 "(use its to_local())"
@@ -65,6 +64,13 @@ def check_tensors(**tensors: torch.Tensor) -> None:
                 f"{name} must be on a device with a kernel ({', '.join(_library.DEVICES)}), "
                 f"got {tensor.device}"
             )
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    # Note: importing the module would double the time that importing ringattn takes. Who has a
+    # DTensor has imported it.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
@@ -96,6 +102,8 @@ def check_diagonal(diagonal: int | None) -> int | None:
     # constant, and recompile for the next one.
     if type(diagonal) is not int and not isinstance(diagonal, torch.SymInt):
         try:
+            if isinstance(diagonal, bool):  # True is no place of a diagonal: causal attention is 0
+                raise TypeError
             diagonal = operator.index(diagonal)
         except TypeError:
             raise ValueError(f"diagonal must be a whole number or None, got {diagonal!r}") from None

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ringattn._checks import refuse_keywords
-from ringattn._group import Group
+from ringattn._group import Group, keep, kept
 from ringattn.functional import ring_attention
 from ringattn.partition import Partition
 
@@ -20,6 +20,9 @@ class RingAttention(nn.Module):
         scale: of the scores; None means ``1 / sqrt(D)``.
         transport: how blocks travel, see :func:`ringattn.ring_attention`.
         depth: how many blocks may be under way ahead of the one being attended to.
+
+    The group is kept by its name: the module can be copied and pickled, and does not keep a group
+    alive that is destroyed.
 
     Raises:
         ValueError: ``attn_mask``, ``dropout_p``, ``is_causal`` or ``enable_gqa``, here or in the
@@ -39,12 +42,18 @@ class RingAttention(nn.Module):
         **refused: object,
     ) -> None:
         super().__init__()
-        refuse_keywords("RingAttention", group, refused)
-        self.group = group
+        if refused:
+            refuse_keywords("RingAttention", group, refused)
+        self._group = keep(group)
         self.causal = causal
         self.scale = scale
         self.transport = transport
         self.depth = depth
+
+    @property
+    def group(self) -> Group:
+        """The group it was given, or the one that has its name now; ValueError where none has."""
+        return kept(self._group)
 
     def forward(
         self,
@@ -56,7 +65,8 @@ class RingAttention(nn.Module):
     ) -> torch.Tensor:
         """out ``[B, S_r, H, D]`` of this rank's queries, in the dtype of ``q``. Collective; shapes
         and errors as in :func:`ringattn.ring_attention`."""
-        refuse_keywords("RingAttention.forward", self.group, refused)
+        if refused:
+            refuse_keywords("RingAttention.forward", self.group, refused)
         out = ring_attention(
             q,
             k,

@@ -80,6 +80,32 @@ def test_transport_benchmark_receives_what_was_sent(tmp_path: Path) -> None:
     assert all(row["wrong"] == "0" and float(row["GB/s"]) > 0 for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("attention.py --masks foo", "--masks: must be of causal, dense, got 'foo'"),
+        ("attention.py --rounds 0", "--rounds: must be an integer from 1 on, got '0'"),
+        ("attention.py --warmup -1", "--warmup: must be an integer from 0 on, got '-1'"),
+        ("attention_shapes.py --device cpu", "shapes must be measured on a CUDA device, got cpu"),
+        ("decode.py --shapes foo", "--shapes: must be of 8b, 1b, tiny, demo, got 'foo'"),
+        ("ring.py --layouts foo", "--layouts: must be of zigzag, contiguous, got 'foo'"),
+        ("ring.py", "ranks must be started by torchrun, got a process without it"),
+        ("transport.py", "ranks must be started by torchrun, got a process without it"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(arguments: str, message: str) -> None:
+    script, *options = arguments.split()
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr.splitlines()[-1]
+
+
 def test_problem_sees_a_wrong_row_and_a_nan() -> None:
     device = torch.device("cpu")
     problem = Problem.random(32, 4, 2, 8, dtype=torch.float64, device=device, causal=True)

@@ -233,7 +233,8 @@ def test_a_prompt_file_of_any_bytes_is_read_as_it_is(tmp_path: Path) -> None:
         (["--top-p", "3"], "top_p must lie in (0, 1], got 3.0"),
         (["--dtype", "float16", "--seed", "-1", "--temperature", "-1"], "temperature must be 0"),
         (["--warmup", "-1"], "--warmup must not be negative, got -1"),
-        (["--json", "nowhere/f"], "--json must lie in a folder that is there, got nowhere/f"),
+        (["--json", "nowhere/run.json"], "--json must name a file in a folder that can be written"),
+        (["--json", "."], "--json must name a file in a folder that can be written to, got ."),
         (["--model", "nowhere"], "No such file or directory: 'nowhere/config.json'"),
     ],
 )
@@ -247,11 +248,32 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(
     assert out == ""
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json must be a tokenizer's file, got: "),
+        ("config.json", '{"hidden_size": "big"}', "hidden_size must be an integer in config.json"),
+        ("model.safetensors.index.json", '{"weight_map": []}', "weight_map must name the file of"),
+    ],
+)
+def test_a_broken_folder_is_one_sentence(
+    file: str, content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tiny_llama(), tmp_path)
+    if file == "config.json":
+        content = json.dumps(json.loads((tmp_path / file).read_text()) | json.loads(content))
+    (tmp_path / file).write_text(content)
+    capsys.readouterr()
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "1 2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ringattn: ") and error.count("\n") == 1 and message in error
+
+
 def test_words_for_a_model_without_tokenizer_are_refused(folder: Path) -> None:
     done = ringattn("generate", "--model", folder, "--prompt", "1 2 three")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "ringattn: prompt must be token ids because the model has no tokenizer, got 'three'\n"
+        "ringattn: prompt must be token ids because the model has no tokenizer.json, got 'three'\n"
     )
 
 

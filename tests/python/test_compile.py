@@ -296,3 +296,37 @@ def test_unsharding_is_compiled_for_any_length(layout, order):
     lengths = [(5, 4, 6), (8, 7, 9), (20, 31, 6), (12, 50, 70)]
     assert num_compiled(join, [rows(*each) for each in lengths]) <= 2
     assert num_compiled(join, [rows(0, 3, 4)]) == 1
+
+
+def refused_while_compiling() -> list[str]:
+    x = Case(Partition.even(8 * this().world_size, this().world_size)).local_inputs()[1]
+    partition = Partition.even(8 * this().world_size, this().world_size)
+    calls = [
+        lambda x: ringattn.ring_attention(x[0], x, x),
+        lambda x: ringattn.ring_attention(x, x, x, depth=0),
+        lambda x: ringattn.ring_attention(x, x, x, Partition.even(5, this().world_size)),
+        lambda x: ringattn.rotate_kv(x, partition).wait(),
+    ]
+    messages = []
+    for call in calls:
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"must .*, got ") as caught:
+            torch.compile(call, fullgraph=True, backend="aot_eager")(x)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_is_refused_while_compiling_is_told_in_the_same_sentence(rank_pool):
+    for messages in rank_pool(2).run(refused_while_compiling):
+        assert "q must be [B, S_r, H, D], got shape [8, 2, 64]" in messages[0]
+        assert "depth must be None or an integer of at least 1, got 0" in messages[1]
+        assert "q must have the " in messages[2]
+        assert "kv must be [2, B, S_r, H_kv, D], got shape " in messages[3]
+
+
+def test_a_parameter_is_an_operand_like_any_other():
+    x = torch.randn(1, 8, 2, 16)
+    q = torch.nn.Parameter(torch.randn(1, 8, 2, 16), requires_grad=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(ringattn.ring_attention, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, x, x), ringattn.ring_attention(q, x, x))

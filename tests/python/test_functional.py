@@ -99,8 +99,8 @@ ATTENTION_RULES = [
     ({"v": torch.randn(2, 6, 4, 16)}, "v must have as many heads as k, 2, got 4"),
     ({"k": torch.randn(1, 6, 2, 16)}, "k must have the batch size of q, 2, got 1"),
     ({"v": torch.randn(2, 6, 2, 16).half()}, "v must have the dtype of q"),
-    ({"q": torch.randn(2, 6, 4, 16).cfloat()}, "q must be float16, bfloat16 or float32"),
-    ({"q": torch.ones(2, 6, 4, 16).long()}, "q must be float16, bfloat16 or float32"),
+    ({"q": torch.randn(2, 6, 4, 16).cfloat()}, "q must be float16, bfloat16, float32 or float64"),
+    ({"q": torch.ones(2, 6, 4, 16).long()}, "q must be float16, bfloat16, float32 or float64"),
     ({"q": torch.randn(2, 6, 4, 16, device="meta")}, "q must be on a device with a kernel"),
     ({"v": torch.randn(2, 6, 2, 16, device="meta")}, "v must be on a device with a kernel"),
     ({"q": torch.randn(2, 6, 4, 16, requires_grad=True)}, "q must not require grad"),
@@ -124,7 +124,7 @@ def call(function, changes, **more):
     return function(*operands(**tensors), **others, **more)
 
 
-@pytest.mark.parametrize("diagonal", [1.5, "a", 2**63])
+@pytest.mark.parametrize("diagonal", [1.5, "a", 2**63, True, False])
 def test_a_diagonal_that_is_no_whole_number_is_refused(diagonal):
     with pytest.raises(ValueError, match=r"^diagonal must .*, got "):
         ringattn.block_attention(*operands(), diagonal=diagonal)
@@ -215,6 +215,8 @@ def test_wrong_decode_arguments_are_refused(changes, message):
             {"group": torch.distributed.GroupMember.NON_GROUP_MEMBER},
             "group must contain this process",
         ),
+        ({"group": True}, "group must be a ProcessGroup, .* got bool"),
+        ({"group": 0}, "group must be a ProcessGroup, .* got int"),
     ],
 )
 def test_wrong_ring_options_are_refused(options, message):

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several groups: two rings at once, what a group owns, and names that are used again."""
 
+import copy
 import gc
+import io
 import os
+import pickle
 import threading
 import time
+import weakref
+from collections.abc import Callable
 
+import pytest
 import ringattn
 import torch
 import torch.distributed as dist
 from _distributed import RankPool, this
 from _rings import Case
 from ringattn import Partition
+from ringattn.models import LLaMA, LLaMAConfig
+from torch import nn
 
 
 def even(world_size: int, rows: int = 6, **options) -> Case:
@@ -108,6 +116,7 @@ def test_what_a_group_owns_is_freed_with_it(rank_pool):
 def names_are_reused(num_times: int) -> None:
     """Each time the group of the same name is another one, with other ranks in other places."""
     world = this().world_size
+    module = ringattn.RingAttention(dist.group.WORLD)
     for number in range(num_times):
         name = dist.group.WORLD.group_name
         dist.destroy_process_group()
@@ -122,6 +131,7 @@ def names_are_reused(num_times: int) -> None:
         case = even(world, rows=5 + number)
         q, k, v = (case.partition.shard(x, rank) for x in case.inputs("cpu"))
         out = ringattn.ring_attention(q, k, v)
+        assert torch.equal(module(q, k, v), out)
         q, k, v = case.inputs("cpu")
         expected, _ = ringattn.block_attention(q, k, v, diagonal=0)
         torch.testing.assert_close(out, case.partition.shard(expected, rank), rtol=0, atol=4e-6)
@@ -130,3 +140,80 @@ def names_are_reused(num_times: int) -> None:
 def test_a_name_that_is_used_again_means_the_new_group():
     with RankPool(3) as ring:
         ring.run(names_are_reused, 4)
+
+
+TINY = LLaMAConfig(src_vocab_size=16, emb_dim=16, nlayers=1, nheads=2, hidden_dim=8)
+
+
+def saved_and_loaded(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def a_module_is_copied(make: Callable, args: Callable) -> None:
+    """Copies work on the module's group; none of them keeps it alive when it is destroyed."""
+    size = this().world_size
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+    for group in (None, dist.group.WORLD, mesh, dist.new_group(list(range(size)))):
+        module, inputs = make(group), args()
+        copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+        copies.append(saved_and_loaded(module))
+        with torch.no_grad():
+            for twin in copies:
+                assert torch.equal(twin(*inputs), module(*inputs))
+    held = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert held() is None
+    for twin in (module, *copies):
+        with pytest.raises(ValueError, match="group must exist, got '"):
+            twin(*inputs)
+
+
+def ring_inputs() -> tuple[torch.Tensor, ...]:
+    return even(this().world_size).local_inputs()
+
+
+def token_ids() -> tuple[torch.Tensor]:
+    return (torch.arange(12)[None] % 16,)
+
+
+def tiny_model(group) -> LLaMA:
+    torch.manual_seed(0)
+    return LLaMA(TINY, group=group)
+
+
+def test_modules_are_copied_and_keep_no_group(rank_pool):
+    rank_pool(2).run(a_module_is_copied, ringattn.RingAttention, ring_inputs)
+    rank_pool(2).run(a_module_is_copied, tiny_model, token_ids)
+
+
+def compiled_models_follow_a_name(num_times: int) -> None:
+    """The compiled module sees that the group of its name is another one, with another rank."""
+    torch._dynamo.reset()
+    world = this().world_size
+    model = tiny_model(None)
+    ids = token_ids()[0]
+    with torch.no_grad():
+        expected = model.alone()(ids)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for number in range(num_times):
+        rank = (this().rank + number) % world
+        if number > 0:
+            dist.destroy_process_group()
+            store = dist.PrefixStore(f"compiled{number}", this().store)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        partition = Partition.zigzag([5, 7])
+        with torch.no_grad():
+            for called in (model, compiled):
+                logits = called(ids, partition)
+                expected_here = partition.shard(expected, rank)
+                torch.testing.assert_close(logits, expected_here, rtol=0, atol=1e-5)
+
+
+def test_a_compiled_model_follows_the_name_of_its_group():
+    with RankPool(2) as ring:
+        ring.run(compiled_models_follow_a_name, 3)

@@ -105,11 +105,58 @@ def test_a_config_of_transformers_4_means_the_same(scaled: bool, tmp_path: Path)
     torch.testing.assert_close(logits, theirs(ids).logits.detach(), atol=TOLERANCE, rtol=0)
 
 
+OLD_LLAMA3 = {name: value for name, value in LLAMA3_ROPE.items() if name != "rope_theta"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 300.0},
+        {"rope_scaling": {"type": "linear", "factor": 4.0, "rope_theta": 70.0}},
+        {"rope_scaling": OLD_LLAMA3, "rope_theta": 300.0},
+        {"rope_scaling": {}, "rope_theta": 300.0},
+        {"rope_scaling": None},
+    ],
+    ids=["linear", "type", "theta", "llama3", "empty", "null"],
+)
+def test_a_config_of_both_transformers_means_what_it_means_there(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    save(tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 3000.0}), tmp_path)
+    edit_config(tmp_path, **changes)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path)
+    ids = random_ids(1, 101)
+    logits = load_model(tmp_path)(ids)
+    torch.testing.assert_close(logits, theirs(ids).logits.detach(), atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize(("eos", "ends"), [(None, ()), (7, (7,)), ([7, 9], (7, 9)), (..., ())])
 def test_end_tokens_come_from_the_config(eos: Any, ends: tuple[int, ...], tmp_path: Path) -> None:
     save(tiny_llama(), tmp_path)
     edit_config(tmp_path, eos_token_id=eos)
     assert load_model(tmp_path).config.eos_ids == ends
+
+
+@pytest.mark.parametrize(
+    ("named", "ends", "pad"),
+    [
+        ({"eos_token_id": [9, 3], "pad_token_id": 5}, (9, 3), 5),
+        ({"eos_token_id": 9}, (9,), 4),
+        ({"eos_token_id": None}, (), 4),
+        ({}, (7,), 4),  # transformers generates without end here
+        (None, (7,), 4),
+    ],
+)
+def test_end_tokens_of_the_generation_config_come_first(
+    named: dict[str, Any] | None, ends: tuple[int, ...], pad: int, tmp_path: Path
+) -> None:
+    save(tiny_llama(), tmp_path)
+    edit_config(tmp_path, eos_token_id=7, pad_token_id=4)
+    file = tmp_path / "generation_config.json"
+    file.unlink() if named is None else file.write_text(json.dumps(named))
+    config = load_model(tmp_path).config
+    assert (config.eos_ids, config.pad_id) == (ends, pad)
 
 
 def test_old_files_with_frequencies_and_a_repeated_tied_head_load(tmp_path: Path) -> None:
@@ -144,6 +191,15 @@ def test_the_model_of_the_package_continues_text() -> None:
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
         ({"vocab_size": ...}, "config.json must have 'vocab_size'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of .*, got 'yarn'"),
+        ({"vocab_size": "many"}, "vocab_size must be an integer in config.json, got 'many'"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers must be an integer .*, got 2.0"),
+        ({"num_key_value_heads": True}, "num_key_value_heads must be an integer .*, got True"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number in config.json, got 'small'"),
+        ({"rope_scaling": ["yarn"]}, r"rope_scaling must be an object .*, got \['yarn'\]"),
+        ({"rope_scaling": {"type": "linear", "factor": "4x"}}, "factor must be a number"),
+        ({"rope_parameters": ..., "rope_theta": "1e4"}, "rope_theta must be a number"),
+        ({"eos_token_id": [7, "end"]}, "eos_token_id must be an integer .*, got 'end'"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_type must be one of .*, got 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_scaling must have 'factor'"),
         ({"head_dim": 20}, "head_dim must be a multiple of 8, at most 256, got 20"),
         ({"num_key_value_heads": 3}, "nheads must be a multiple of kvheads 3, got 4"),

@@ -81,6 +81,11 @@ print(len(maps))
     assert (result.stdout, result.stderr) == ("1\n", "")
 
 
+def test_importing_does_without_what_takes_long_and_few_need():
+    late = {"torch.distributed.tensor", "torch._dynamo", "sympy"}
+    assert python(f"import sys, ringattn; print({late} & sys.modules.keys())").stdout == "set()\n"
+
+
 def test_a_local_label_of_torch_does_not_matter():
     result = python("import torch; torch.__version__ = '2.11.0+local'; import ringattn")
     assert result.returncode == 0, result.stderr

@@ -28,13 +28,11 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def check_json(path: Path | None) -> None:
-    """Refuses, before anything is measured, a ``--json`` that could not be written after it."""
+    """Refuses, before there are results, a ``--json`` that they could not be written to."""
     if path is None or os.environ.get("RANK", "0") != "0":  # only rank 0 writes
         return
-    if not path.parent.is_dir():
-        raise ValueError(f"--json must lie in a folder that is there, got {path}")
-    if path.is_dir():
-        raise ValueError(f"--json must be a file, got the folder {path}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--json must name a file in a folder that can be written to, got {path}")
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class Numbers:
             return [int(word) for word in text.split()]
         except ValueError as error:
             raise ValueError(
-                "prompt must be token ids because the model has no tokenizer, "
+                "prompt must be token ids because the model has no tokenizer.json, "
                 f"got {str(error).rpartition(': ')[2]}"
             ) from None
 
@@ -56,7 +56,10 @@ class FromFile:
                 f"tokenizers must be installed to read {path.name} "
                 "(pip install tokenizers), got no such package"
             ) from None
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(f"{path} must be a tokenizer's file, got: {error}") from None
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text).ids
@@ -71,7 +74,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     """What the model in ``folder`` reads.
 
     Raises:
-        ValueError: a tokenizer that is not known, or whose package is not installed.
+        ValueError: a tokenizer that is not known or broken, or whose package is not installed.
     """
     if (folder / "tokenizer.json").exists():
         return FromFile(folder / "tokenizer.json")

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ringattn import _C
-from ringattn._calls import call
+from ringattn._calls import call, tell_peers
 from ringattn._checks import check_keywords
-from ringattn._group import Group, Ring, resolve_group
+from ringattn._group import Group, Ring, keep, kept, resolve_group
 from ringattn.models.cache import ShardedKVCache
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.rope import RotaryEmbedding, Rotation, rotate
@@ -30,6 +29,8 @@ from ringattn.partition import Partition
 
 #: A group as everywhere in ringattn, or "single": this process alone, whatever groups there are.
 ModelGroup = Group | Literal["single"]
+
+_ALONE = Ring("", 0, 1, None)
 
 
 class LLaMAAttention(nn.Module):
@@ -209,6 +210,9 @@ class LLaMA(nn.Module):
         device: where the weights lie.
         dtype: of the weights.
 
+    The group is kept by its name: the model can be copied and pickled, and does not keep a group
+    alive that is destroyed.
+
     Weights are drawn at random (normal, standard deviation 0.02); :func:`load_model` reads them
     from files. Until ring attention has a backward, calls run under ``torch.no_grad()`` or with
     weights that do not require grad.
@@ -226,9 +230,11 @@ class LLaMA(nn.Module):
         self.config = config
         if isinstance(group, str) and group != "single":
             raise ValueError(f'group must be a group, None or "single", got {group!r}')
-        self.ring = Ring("", 0, 1, None) if isinstance(group, str) else resolve_group(group)
+        ring = _ALONE if isinstance(group, str) else resolve_group(group)
+        # None: this process alone, whatever default group there is now or later.
+        self._group = None if ring.process_group is None else keep(ring.process_group)
         factory = {"device": device, "dtype": dtype}
-        self.base_model = LLaMAHeadless(config, self.ring, **factory)
+        self.base_model = LLaMAHeadless(config, ring, **factory)
         self.head = (  # None: the embedding's weight is the head's
             None
             if config.tie_heads
@@ -236,6 +242,11 @@ class LLaMA(nn.Module):
         )
         if self.device.type != "meta":
             self.reset_parameters()
+
+    @property
+    def ring(self) -> Ring:
+        """This process among the ranks of the group, as it is now."""
+        return _ALONE if self._group is None else resolve_group(kept(self._group))
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -277,14 +288,14 @@ class LLaMA(nn.Module):
             ValueError: a partition for another number of ranks or tokens, more tokens than the
                 model was trained for, and what :func:`ringattn.ring_attention` raises.
         """
+        ring = self.ring
         try:
             partition = self.check(token_ids, partition, sharded=sharded)
         except ValueError as error:
-            if self.ring.world_size > 1:  # no other rank shall wait for this one
-                _C.refuse_call(self.ring.name, str(error))
+            tell_peers(ring, error)
             raise
-        local_ids = token_ids if sharded else partition.shard(token_ids, self.ring.rank)
-        position_ids = partition.position_ids(self.ring.rank, device=local_ids.device)
+        local_ids = token_ids if sharded else partition.shard(token_ids, ring.rank)
+        position_ids = partition.position_ids(ring.rank, device=local_ids.device)
         return self.project(self.base_model(local_ids, position_ids, partition))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -342,7 +353,7 @@ class LLaMA(nn.Module):
         Raises:
             ValueError: as in :meth:`forward`.
         """
-        world_size, rank = self.ring.world_size, self.ring.rank
+        _, rank, world_size, _ = self.ring
         if not isinstance(token_ids, torch.Tensor) or token_ids.dim() != 2:
             got = getattr(token_ids, "shape", type(token_ids).__name__)
             raise ValueError(f"token_ids must be a tensor [B, S], got {got}")

@@ -30,7 +30,8 @@ def load_model(
 
     Args:
         path: folder with ``config.json`` (of transformers 4 or 5) and ``model.safetensors``, or the
-            shards that ``model.safetensors.index.json`` names, or other ``*.safetensors``.
+            shards that ``model.safetensors.index.json`` names, or other ``*.safetensors``. End and
+            padding tokens are those of ``generation_config.json``, else of ``config.json``.
         group: over whose ranks sequences will be spread, see :class:`LLaMA`; "single" is this
             process alone, None the default group. Every rank loads all weights.
         device: where the weights shall lie.
@@ -52,13 +53,19 @@ def load_model(
 
 
 def read_config(folder: str | Path) -> LLaMAConfig:
-    """The ``config.json`` of a Hugging Face LLaMA directory.
+    """The ``config.json`` of a Hugging Face LLaMA directory, with the end and padding tokens that
+    ``generation_config.json`` names, where it does: those that transformers generates with.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it is not JSON, or of a model that is not a LLaMA as built here.
     """
-    return config_from_hf(read_json(Path(folder) / "config.json"))
+    hf = read_json(Path(folder) / "config.json")
+    generation = Path(folder) / "generation_config.json"
+    if generation.exists():
+        named = read_json(generation)
+        hf |= {name: named[name] for name in ("eos_token_id", "pad_token_id") if name in named}
+    return config_from_hf(hf)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -82,38 +89,65 @@ def config_from_hf(hf: Mapping[str, Any]) -> LLaMAConfig:
     _must_be(hf, "hidden_act", "silu")
     _must_be(hf, "quantization_config", None)
 
-    def field(name: str) -> Any:
-        if hf.get(name) is None:
-            raise ValueError(f"config.json must have {name!r}, got only {', '.join(sorted(hf))}")
-        return hf[name]
-
-    max_positions = field("max_position_embeddings")
-    # transformers 5 keeps in rope_parameters what 4 has in rope_theta and rope_scaling.
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+    max_positions = _whole(hf, "max_position_embeddings")
+    # transformers 5 keeps in rope_parameters what 4 has in rope_theta and rope_scaling. In a file
+    # with both, rope_scaling stands for all of rope_parameters, its rope_theta included.
+    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    rope = _of_kind(hf, name, dict, "an object", {}).copy()
+    for number in _ROPE_NUMBERS:
+        _number(rope, number)
+    theta = rope.pop("rope_theta", None) or _number(hf, "rope_theta", 10000.0)
     if rope.pop("partial_rotary_factor", 1.0) != 1.0 or hf.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor must be 1, got another in config.json")
     if rope.get("rope_type", rope.get("type")) == "llama3":
         rope.setdefault("original_max_position_embeddings", max_positions)
     eos = hf.get("eos_token_id")
+    eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
     return LLaMAConfig(
-        src_vocab_size=field("vocab_size"),
-        emb_dim=field("hidden_size"),
-        nlayers=field("num_hidden_layers"),
-        nheads=field("num_attention_heads"),
-        kvheads=hf.get("num_key_value_heads") or 0,
-        head_dim=hf.get("head_dim") or 0,
-        hidden_dim=field("intermediate_size"),
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        src_vocab_size=_whole(hf, "vocab_size"),
+        emb_dim=_whole(hf, "hidden_size"),
+        nlayers=_whole(hf, "num_hidden_layers"),
+        nheads=_whole(hf, "num_attention_heads"),
+        kvheads=_whole(hf, "num_key_value_heads", 0),
+        head_dim=_whole(hf, "head_dim", 0),
+        hidden_dim=_whole(hf, "intermediate_size"),
+        norm_eps=_number(hf, "rms_norm_eps", 1e-6),
         max_expected_seq_len=max_positions,
         rope_theta=float(theta),
         rope_scaling=rope,
         attn_bias=bool(hf.get("attention_bias")),
         mlp_bias=bool(hf.get("mlp_bias")),
         tie_heads=bool(hf.get("tie_word_embeddings")),
-        eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        pad_id=hf.get("pad_token_id"),
+        eos_ids=tuple(_whole({"eos_token_id": token}, "eos_token_id") for token in eos),
+        pad_id=_whole(hf, "pad_token_id", None),
     )
+
+
+_ROPE_NUMBERS = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+    "original_max_position_embeddings",
+)
+_REQUIRED = object()
+
+
+def _whole(hf: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> Any:
+    """An integer; ``default`` where there is none, or null."""
+    if default is _REQUIRED and hf.get(name) is None:
+        raise ValueError(f"config.json must have {name!r}, got only {', '.join(sorted(hf))}")
+    return _of_kind(hf, name, int, "an integer", default)
+
+
+def _number(hf: Mapping[str, Any], name: str, default: float | None = None) -> Any:
+    return _of_kind(hf, name, (int, float), "a number", default)
+
+
+def _of_kind(hf: Mapping[str, Any], name: str, kind: Any, called: str, default: Any) -> Any:
+    value = hf.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name} must be {called} in config.json, got {value!r}")
+    return value
 
 
 def _must_be(hf: Mapping[str, Any], name: str, expected: Any) -> None:
@@ -123,8 +157,10 @@ def _must_be(hf: Mapping[str, Any], name: str, expected: Any) -> None:
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / _INDEX).exists():
-        names = sorted(set(read_json(folder / _INDEX).get("weight_map", {}).values()))
-        files = [folder / name for name in names]
+        places = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(n, str) for n in places.values()):
+            raise ValueError(f"weight_map must name the file of each weight in {folder / _INDEX}")
+        files = [folder / name for name in sorted(set(places.values()))]
     elif (folder / _SINGLE_FILE).exists():
         files = [folder / _SINGLE_FILE]
     else:
