@@ -337,8 +337,6 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         ("ranks", 1),
         ("seq_lens", 1),
         ("requests", 1),
-        ("rounds", 1),
-        ("warmup", 0),
         ("watched", 0),
         ("noise", 0),
     ):
