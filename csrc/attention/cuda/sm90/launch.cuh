@@ -65,8 +65,10 @@ cudaError_t prepare(int device, int& pairs) {
     if constexpr (Tile::kInPairs) {
       cudaLaunchAttribute clusters;
       const cudaLaunchConfig_t config = launch_config<Tile>(2, 2, clusters);
-      error = cudaOccupancyMaxActiveClusters(&known_pairs, kKernel, &config);
-      if (error != cudaSuccess) return error;
+      if (cudaOccupancyMaxActiveClusters(&known_pairs, kKernel, &config) != cudaSuccess) {
+        known_pairs = 0;     // a part of a device, perhaps: blocks work alone too
+        cudaGetLastError();  // it is not the next caller's
+      }
     }
     prepared_device = device;
   }
