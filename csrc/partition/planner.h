@@ -46,12 +46,14 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 /// ranks this holds over all orders of a contiguous partition, above them for the order from fast
 /// to slow.
 ///
-/// Where these lengths would have ranks wait, for links or for want of depth, others are searched
+/// Where these lengths would have ranks wait, for the bandwidth of links (their latency is only
+/// predicted, and moves no tokens) or for want of depth, others are searched
 /// for: without ranks whose blocks take longer than they help, and with tokens where they hide or
 /// shorten the waits. That finds the best of two or three ranks up to a percent, of more ranks up
 /// to some percent (`search_with_links`).
 ///
-/// The even partition is taken wherever it is as fast.
+/// The even partition is taken wherever it is as fast, and kept for equal ranks that wait unless
+/// another is a tenth faster.
 ///
 /// `depth` absent: W - 1, with which nobody waits for a rank that computes. The least depth that
 /// would do for these lengths is what `simulate_ring` finds as fast; under zigzag, where the order

@@ -85,7 +85,7 @@ TEST_CASE("with links, no partition of a short sequence is much faster than the 
     const size_t world_size = 2 + random() % 2;
     const int64_t seq_len = 10 + random() % (world_size == 2 ? 40 : 12);
     const double scale = static_cast<double>(seq_len);
-    // Transfers, latencies and overheads in the order of what a few tokens take.
+    // Transfers and overheads in the order of what a few tokens take.
     const ModelCost cost{16.0, random() % 2 ? 8.0 * scale : 0.0, 8};
     std::vector<RankProfile> profiles(world_size);
     int64_t room = 0;
@@ -94,7 +94,6 @@ TEST_CASE("with links, no partition of a short sequence is much faster than the 
       profile.linear_tflops = between(0.05, 1.0);
       if (random() % 2) profile.overhead_ms = between(0.05, 1.0) * 1e-8 * scale;
       if (random() % 4) profile.link_gbps = std::exp(between(-2.0, 2.5)) * 8 / scale;
-      if (random() % 2) profile.link_latency_us = between(0.0, 1e-5) * scale;
       if (random() % 4 == 0) profile.max_tokens = seq_len / 2 + random() % seq_len;
       room += profile.max_tokens.value_or(seq_len);
     }
@@ -160,6 +159,20 @@ TEST_CASE("no plan is slower than a rank alone, or than all but those at the wor
       left_out.push_back(static_cast<int64_t>(worst));
     }
     CHECK(ms <= planned_ms(seq_len, at_links({link_gbps[0]})));
+  }
+}
+
+TEST_CASE("equal ranks at fast equal links keep equal lengths, whatever the latency") {
+  for (const size_t world_size : {2, 3, 4, 8}) {
+    for (const int64_t seq_len : {1 << 12, 1 << 13, 1 << 16}) {
+      auto profiles = at_links(std::vector<double>(world_size, 200));
+      for (RankProfile& profile : profiles) profile.link_latency_us = 60;
+      const auto lengths = ringattn::plan(seq_len, profiles, kAttention, Layout::kZigzag, {}, {})
+                               .partition.lengths();
+      INFO(world_size << " ranks, " << seq_len << " tokens");
+      const auto [least, most] = std::minmax_element(lengths.begin(), lengths.end());
+      CHECK(*most - *least <= 1);
+    }
   }
 }
 
