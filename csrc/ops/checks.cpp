@@ -109,7 +109,7 @@ Partition check_partition(const std::vector<int64_t>& lengths, const std::vector
 }
 
 void check_capture(const RingGroup& group, const Signature& signature, c10::Device device,
-                   const std::function<const MessageTransport&()>& transport) {
+                   c10::function_ref<const MessageTransport&()> transport) {
 #ifdef RINGATTN_WITH_CUDA
   if (!device.is_cuda()) return;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

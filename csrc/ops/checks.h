@@ -3,8 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
 
-#include <functional>
 #include <optional>
 #include <vector>
 
@@ -34,6 +34,6 @@ Partition check_partition(const std::vector<int64_t>& lengths, const std::vector
 /// What is captured in a CUDA graph has been agreed on before: ranks cannot talk then. And its
 /// transport, asked for where there is a capture, can be part of one.
 void check_capture(const RingGroup& group, const Signature& signature, c10::Device device,
-                   const std::function<const MessageTransport&()>& transport);
+                   c10::function_ref<const MessageTransport&()> transport);
 
 }  // namespace ringattn

@@ -8,6 +8,7 @@
 
 #include "catch.h"
 #include "partition/planner.h"
+#include "plans.h"
 
 using ringattn::Layout;
 using ringattn::ModelCost;
@@ -15,15 +16,13 @@ using ringattn::Partition;
 using ringattn::Plan;
 using ringattn::RankProfile;
 using ringattn::Workload;
+using ringattn::testing::kAttention;
+using ringattn::testing::Lengths;
+using ringattn::testing::slowest;
 
 namespace {
 
-using Lengths = std::vector<int64_t>;
 using Depth = std::optional<int64_t>;
-
-const ModelCost kAttention{16384.0, 0.0, 4096};  // LLaMA-3-8B
-
-double slowest(const std::vector<double>& ms) { return *std::max_element(ms.begin(), ms.end()); }
 
 double planned_ms(int64_t seq_len, const std::vector<RankProfile>& profiles,
                   const ModelCost& cost = kAttention, Layout layout = Layout::kZigzag) {

@@ -10,6 +10,7 @@
 #include "catch.h"
 #include "partition/planner.h"
 #include "partition/ring_simulation.h"
+#include "plans.h"
 
 using ringattn::Layout;
 using ringattn::ModelCost;
@@ -17,13 +18,13 @@ using ringattn::Partition;
 using ringattn::Plan;
 using ringattn::RankProfile;
 using ringattn::Workload;
+using ringattn::testing::kAttention;
+using ringattn::testing::Lengths;
+using ringattn::testing::slowest;
 
 namespace {
 
-using Lengths = std::vector<int64_t>;
-
 const ModelCost kLayer{16384.0, 436.2e6, 4096};  // LLaMA-3-8B
-const ModelCost kAttention{16384.0, 0.0, 4096};
 constexpr Layout kLayouts[] = {Layout::kZigzag, Layout::kContiguous};
 
 std::vector<RankProfile> with_speeds(const std::vector<double>& speeds) {
@@ -51,8 +52,6 @@ std::vector<RankProfile> random_profiles(std::mt19937& random, size_t world_size
   std::shuffle(profiles.begin(), profiles.end(), random);
   return profiles;
 }
-
-double slowest(const std::vector<double>& ms) { return *std::max_element(ms.begin(), ms.end()); }
 
 // By the definition: pairs counted one rank after the other, nothing shared with the planner.
 double reference_ms(const Lengths& lengths, const Lengths& order,
