@@ -121,13 +121,13 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init([](double attention_tflops, double linear_tflops,
                        std::optional<int64_t> max_tokens, double overhead_ms,
                        std::optional<double> memory_gbps, std::optional<double> link_gbps,
-                       std::optional<double> link_latency_us) {
-             return RankProfile{attention_tflops, linear_tflops, max_tokens,     overhead_ms,
-                                memory_gbps,      link_gbps,     link_latency_us};
+                       std::optional<double> link_latency_us, int64_t tile_tokens) {
+             return RankProfile{attention_tflops, linear_tflops, max_tokens,      overhead_ms,
+                                memory_gbps,      link_gbps,     link_latency_us, tile_tokens};
            }),
            py::kw_only(), py::arg("attention_tflops"), py::arg("linear_tflops"),
            py::arg("max_tokens"), py::arg("overhead_ms"), py::arg("memory_gbps"),
-           py::arg("link_gbps"), py::arg("link_latency_us"));
+           py::arg("link_gbps"), py::arg("link_latency_us"), py::arg("tile_tokens"));
   py::class_<ModelCost>(m, "ModelCost")
       .def(py::init([](double attention_flops, double linear_flops, int64_t kv_bytes) {
              return ModelCost{attention_flops, linear_flops, kv_bytes};

@@ -76,6 +76,10 @@ int64_t RankTime::most(int64_t before, int64_t left, int64_t unit, double limit_
   return tokens;
 }
 
+double attention_flops(const ModelCost& cost, const Workload& workload) {
+  return (workload.training ? 3.5 : 1.0) * cost.attention_flops;
+}
+
 std::vector<RankTime> rank_times(int64_t seq_len, Layout layout,
                                  const std::vector<RankProfile>& profiles, const ModelCost& cost,
                                  const Workload& workload) {
@@ -84,8 +88,8 @@ std::vector<RankTime> rank_times(int64_t seq_len, Layout layout,
     RankTime time;
     time.overhead_ms = profile.overhead_ms;
     time.max_tokens = profile.max_tokens.value_or(std::numeric_limits<int64_t>::max());
-    const double attention = (workload.training ? 3.5 : 1.0) * cost.attention_flops /
-                             (profile.attention_tflops * kFlopsPerMs);
+    const double attention =
+        attention_flops(cost, workload) / (profile.attention_tflops * kFlopsPerMs);
     const double linear =
         (workload.training ? 3.0 : 1.0) * cost.linear_flops / (profile.linear_tflops * kFlopsPerMs);
     time.token_ms = linear;

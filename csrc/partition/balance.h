@@ -15,6 +15,9 @@ using Ranks = std::vector<int64_t>;  // an order of ranks, or tokens of each
 
 // Coarser units are taken where they lose at most this share of the time to rounding.
 inline constexpr double kUnitTolerance = 5e-3;
+// Equal ranks part with equal lengths only for this much: what lengths cost beside the work, waits
+// and unfilled tiles, is known less well than speeds.
+inline constexpr double kLeastGainOverEven = 0.1;
 
 /// The time of one rank as a function of what it owns.
 struct RankTime {
@@ -33,6 +36,9 @@ struct RankTime {
   /// of `unit`.
   int64_t most(int64_t before, int64_t left, int64_t unit, double limit_ms) const;
 };
+
+/// Of one pair of a query and a key.
+double attention_flops(const ModelCost& cost, const Workload& workload);
 
 std::vector<RankTime> rank_times(int64_t seq_len, Layout layout,
                                  const std::vector<RankProfile>& profiles, const ModelCost& cost,

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "partition/ring_simulation.h"
+#include "partition/tiles.h"
 
 namespace ringattn {
 namespace {
@@ -26,10 +27,14 @@ struct Candidate {
 
 class Search {
  public:
-  explicit Search(const RingProblem& problem) : problem_(problem) {}
+  explicit Search(const RingProblem& problem) : problem_(problem) {
+    for (const RankProfile& profile : problem.profiles) {
+      if (profile.tile_tokens > 1) cost_of_one_ = 2;  // tiles are counted too
+    }
+  }
 
   Candidate weigh(const Partition& partition) {
-    spent_ += partition.world_size() * partition.world_size();
+    spent_ += cost_of_one_ * partition.world_size() * partition.world_size();
     auto rank_ms = problem_.rank_ms(partition);
     const double ms = slowest(rank_ms);
     return {partition, std::move(rank_ms), ms};
@@ -134,6 +139,7 @@ class Search {
 
   const RingProblem& problem_;
   int64_t spent_ = 0;
+  int64_t cost_of_one_ = 1;
 };
 
 // Those at the slowest links first, by what a block of the mean length takes; of these, the
@@ -188,9 +194,13 @@ std::vector<Ranks> orders_of_ranks(const Ranks& order) {
 
 }  // namespace
 
+std::vector<double> RingProblem::busy_ms(const Partition& partition) const {
+  return ringattn::busy_ms(partition, times, profiles, cost, workload);
+}
+
 std::vector<double> RingProblem::rank_ms(const Partition& partition) const {
-  auto ms = ringattn::rank_ms(partition, times);
-  const auto waits = simulate_waits(partition, profiles, cost, causal, depth);
+  auto ms = busy_ms(partition);
+  const auto waits = simulate_waits(partition, profiles, cost, workload.causal, depth);
   for (size_t rank = 0; rank < ms.size(); ++rank) ms[rank] += waits[rank];
   return ms;
 }

@@ -16,8 +16,11 @@ struct RingProblem {
   const std::vector<RankTime>& times;  // [W]
   const std::vector<RankProfile>& profiles;
   const ModelCost& cost;
-  bool causal;
+  Workload workload;
   int64_t depth;
+
+  /// [W]: the time of each rank if blocks were there at once.
+  std::vector<double> busy_ms(const Partition& partition) const;
 
   /// [W]: the time of each rank, waits for blocks included.
   std::vector<double> rank_ms(const Partition& partition) const;

@@ -10,14 +10,13 @@
 #include "partition/balance.h"
 #include "partition/link_search.h"
 #include "partition/ring_simulation.h"
+#include "partition/tiles.h"
 
 namespace ringattn {
 namespace {
 
 // Waits below this share of the time are none.
 constexpr double kWaitTolerance = 1e-3;
-// Equal ranks part with equal lengths only for this much: waits are known less well than speeds.
-constexpr double kLeastGainOverEven = 0.1;
 
 void check(int64_t num_tokens, const std::vector<RankProfile>& profiles, const char* tokens) {
   if (profiles.empty())
@@ -28,6 +27,10 @@ void check(int64_t num_tokens, const std::vector<RankProfile>& profiles, const c
   }
   int64_t room = 0;
   for (const RankProfile& profile : profiles) {
+    if (profile.tile_tokens < 1) {
+      throw std::invalid_argument("tile_tokens must be at least 1, got " +
+                                  std::to_string(profile.tile_tokens));
+    }
     room += std::min(num_tokens - room, profile.max_tokens.value_or(num_tokens));
   }
   if (room < num_tokens) {
@@ -61,7 +64,7 @@ std::vector<double> predict(const Partition& partition, const std::vector<RankPr
                                 std::to_string(profiles.size()));
   }
   const auto times = rank_times(partition.seq_len(), partition.layout(), profiles, cost, workload);
-  const RingProblem problem{times, profiles, cost, workload.causal,
+  const RingProblem problem{times, profiles, cost, workload,
                             depth_used(depth, partition.world_size())};
   return problem.rank_ms(partition);
 }
@@ -71,7 +74,8 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
   check(seq_len, profiles, "seq_len");
   check_depth(depth);
   const auto times = rank_times(seq_len, layout, profiles, cost, workload);
-  const Partition chosen = best_partition(times, layout, seq_len);
+  const Partition chosen =
+      fill_tiles(best_partition(times, layout, seq_len), times, profiles, cost, workload);
 
   std::vector<Partition> orders = {chosen};
   if (layout == Layout::kZigzag) {
@@ -79,7 +83,7 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
   }
   const int64_t deepest = depth_used({}, chosen.world_size());
   const auto ring_ms = [&](const Partition& partition, int64_t at) {
-    return slowest(simulate_ring(partition, profiles, cost, workload.causal, at));
+    return slowest(RingProblem{times, profiles, cost, workload, at}.rank_ms(partition));
   };
   // The first order that is as fast as any at this depth, and how fast that is.
   const auto quickest = [&](int64_t at) {
@@ -98,16 +102,16 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
   };
   int64_t least_depth = least_depth_of_orders();
   const int64_t used = depth_used(depth, chosen.world_size());
-  const RingProblem problem{times, profiles, cost, workload.causal, used};
+  const RingProblem problem{times, profiles, cost, workload, used};
   Partition partition = *quickest(std::min(used, least_depth)).first;
   // Latencies move no tokens: a hop by itself, which is what is measured, has more of it than a
   // block that follows others in a ring, and a plan must not be slower than the even one for that.
   std::vector<RankProfile> prompt = profiles;
   for (RankProfile& profile : prompt) profile.link_latency_us = {};
-  const RingProblem without_latency{times, prompt, cost, workload.causal, used};
+  const RingProblem without_latency{times, prompt, cost, workload, used};
   // Nothing is faster than the chosen lengths where nobody waits.
   if (slowest(without_latency.rank_ms(partition)) >
-      slowest(rank_ms(partition, times)) * (1 + kWaitTolerance)) {
+      slowest(problem.busy_ms(partition)) * (1 + kWaitTolerance)) {
     const Partition found = search_with_links(partition, without_latency);
     const bool is_even = partition.lengths() == even_lengths(seq_len, partition.world_size());
     const double wanted = is_even ? 1 - kLeastGainOverEven : 1.0;

@@ -32,7 +32,8 @@ struct Plan {
 
 /// Milliseconds that each rank takes for a layer: overhead + tokens x time per token, which holds
 /// causal attention to half the sequence (zigzag) or to what lies before the token (contiguous);
-/// and what it waits for blocks, by `simulate_waits`, with so many of them under way (absent: all).
+/// tiles of attention that its tokens do not fill (`padding_ms`); and what it waits for blocks, by
+/// `simulate_waits`, with so many of them under way (absent: all).
 RINGATTN_API std::vector<double> predict(const Partition& partition,
                                          const std::vector<RankProfile>& profiles,
                                          const ModelCost& cost, const Workload& workload,
@@ -46,14 +47,18 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 /// ranks this holds over all orders of a contiguous partition, above them for the order from fast
 /// to slow.
 ///
+/// Where kernels compute whole tiles (`RankProfile::tile_tokens`), lengths that fill them are taken
+/// instead if they are faster: of three ranks with ten tiles each the best up to a percent, of a
+/// few tiles only nearly so (`fill_tiles`).
+///
 /// Where these lengths would have ranks wait, for the bandwidth of links (their latency is only
 /// predicted, and moves no tokens) or for want of depth, others are searched
 /// for: without ranks whose blocks take longer than they help, and with tokens where they hide or
 /// shorten the waits. That finds the best of two or three ranks up to a percent, of more ranks up
 /// to some percent (`search_with_links`).
 ///
-/// The even partition is taken wherever it is as fast, and kept for equal ranks that wait unless
-/// another is a tenth faster.
+/// The even partition is taken wherever it is as fast, and kept for equal ranks that wait, or whose
+/// tiles it does not fill, unless another is a tenth faster.
 ///
 /// `depth` absent: W - 1, with which nobody waits for a rank that computes. The least depth that
 /// would do for these lengths is what `simulate_ring` finds as fast; under zigzag, where the order

@@ -16,6 +16,7 @@ struct RankProfile {
   std::optional<double> memory_gbps;      // 1e9 bytes a second, of its memory
   std::optional<double> link_gbps;        // of its links to other ranks; absent: bytes take no time
   std::optional<double> link_latency_us;  // of one message; absent: 0
+  int64_t tile_tokens = 1;                // rows, and keys, that its attention computes together
 };
 
 /// One layer.

@@ -21,6 +21,7 @@ class RankProfile:
         memory_gbps: float | None,
         link_gbps: float | None,
         link_latency_us: float | None,
+        tile_tokens: int,
     ) -> None: ...
 
 class ModelCost:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_INTEGER = 2**63 - 1  # of the compiled planner
+MAX_TILE = 2**16  # tokens, far beyond any kernel's
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,13 @@ class RankProfile:
         link_gbps: bandwidth of its links to other ranks, 1e9 bytes a second; None: bytes take no
             time.
         link_latency_us: of one message, in microseconds; None is 0.
+        tile_tokens: how many rows, and how many keys, its attention computes together: pieces of
+            other lengths cost as much as the next multiple of it. 1: kernels without tiles.
 
     Raises:
         ValueError: speeds and bandwidths that are not finite and positive, ``max_tokens`` that are
-            negative or do not fit into 64 bits, a negative or infinite overhead or latency.
+            negative or do not fit into 64 bits, a negative or infinite overhead or latency,
+            ``tile_tokens`` that are not positive.
     """
 
     attention_tflops: float
@@ -42,6 +46,7 @@ class RankProfile:
     memory_gbps: float | None = None
     link_gbps: float | None = None
     link_latency_us: float | None = None
+    tile_tokens: int = 1
 
     def __post_init__(self) -> None:
         for name in ("attention_tflops", "linear_tflops", "memory_gbps", "link_gbps"):
@@ -65,6 +70,10 @@ class RankProfile:
             if max_tokens > MAX_INTEGER:
                 raise ValueError(f"max_tokens must be at most {MAX_INTEGER}, got {max_tokens}")
             object.__setattr__(self, "max_tokens", max_tokens)
+        tile_tokens = integer("tile_tokens", self.tile_tokens)
+        if not 1 <= tile_tokens <= MAX_TILE:
+            raise ValueError(f"tile_tokens must lie in 1..{MAX_TILE}, got {tile_tokens}")
+        object.__setattr__(self, "tile_tokens", tile_tokens)
 
 
 def save_profiles(path: str | Path, profiles: Sequence[RankProfile]) -> None:

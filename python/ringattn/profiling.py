@@ -29,6 +29,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 32
 #: Relative difference of two speeds that is none, see :func:`equalize`.
 NOISE = 0.05
 
+_TILE_TOKENS = 128  # of the CUDA kernels: rows of queries and keys (attention/cuda/*/, TileShape)
 _MEMORY_SHARE = 0.9  # of the free memory, that tokens may fill
 _Value = TypeVar("_Value")
 
@@ -59,6 +60,7 @@ def measure_profiles(
     * ``memory_gbps``: how fast decode attention reads cached keys and values, GB/s;
     * ``link_gbps``, ``link_latency_us``: the hop that brings blocks to a rank, all ranks sending at
       once, GB/s and microseconds; None on a single rank;
+    * ``tile_tokens``: 128 on CUDA, whose kernels compute tiles of as many rows and keys, 1 on CPU;
     * ``max_tokens``: tokens whose keys and values over all layers fit into nine tenths of the free
       memory; ranks on one device share it, as do CPU ranks on one host.
 
@@ -116,6 +118,7 @@ class RankMeasurement:
     link_gbps: Spread | None
     link_latency_us: Spread | None
     max_tokens: int
+    tile_tokens: int = 1
 
 
 def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[RankProfile]:
@@ -143,7 +146,7 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
             for rank in ranks:
                 values[rank][field.name] = mean
     return [
-        RankProfile(max_tokens=of_rank.max_tokens, **own)
+        RankProfile(max_tokens=of_rank.max_tokens, tile_tokens=of_rank.tile_tokens, **own)
         for of_rank, own in zip(measured, values, strict=True)
     ]
 
@@ -247,6 +250,7 @@ def _measure(ring: Ring, shard: Shard, seconds: float, transport: str) -> RankMe
         link_gbps=link_gbps,
         link_latency_us=link_latency_us,
         max_tokens=max_tokens,
+        tile_tokens=_TILE_TOKENS if shard.device.type == "cuda" else 1,
     )
 
 

@@ -141,6 +141,21 @@ def test_no_plan_is_slower_than_even(seq_len, layout):
         assert plan.predicted_ms <= max(even)
 
 
+@pytest.mark.parametrize("speed", [0.1, 0.25, 0.6])
+@pytest.mark.parametrize("num_slow", [1, 2, 3])
+def test_a_few_thousand_tokens_fill_the_tiles_of_kernels(speed, num_slow):
+    speeds = [1.0] * (4 - num_slow) + [speed] * num_slow
+    in_tiles = ranks(*speeds, tile_tokens=128)
+    tiled = ringattn.plan(16384, in_tiles, ATTENTION)
+    plain = ringattn.plan(16384, ranks(*speeds), ATTENTION)
+    innermost = tiled.partition.order[-1]
+    for rank, tokens in enumerate(tiled.partition.lengths):
+        assert tokens % (128 if rank == innermost else 256) == 0
+    # Tokens that fill no tile cost as much as if they did.
+    assert tiled.predicted_ms <= max(predict(plain.partition, in_tiles, ATTENTION))
+    assert tiled.ideal_ms == plain.ideal_ms
+
+
 def test_the_slow_rank_may_be_any():
     shares = set()
     for slow in range(4):
@@ -240,6 +255,7 @@ def test_profiles_come_back_from_a_file(tmp_path):
             memory_gbps=1e3,
             link_gbps=300,
             link_latency_us=15,
+            tile_tokens=128,
         ),
     ]
     ringattn.save_profiles(path, profiles)
@@ -320,6 +336,8 @@ def test_files_that_are_no_profiles_are_refused(tmp_path, text, message):
         (lambda: RankProfile(1, 1, memory_gbps=0), "memory_gbps must be finite and positive"),
         (lambda: RankProfile(1, 1, link_gbps=math.nan), "link_gbps must be finite and positive"),
         (lambda: RankProfile(1, 1, link_latency_us=-1), "link_latency_us must be finite and not"),
+        (lambda: RankProfile(1, 1, tile_tokens=0), "tile_tokens must lie in 1..65536, got 0"),
+        (lambda: RankProfile(1, 1, tile_tokens=1.5), "tile_tokens must be an integer, got 1.5"),
         (lambda: ModelCost.attention_only(0, 64), "num_heads must be positive, got 0"),
         (lambda: ModelCost.attention_only(8, 64.5), "head_dim must be an integer, got 64.5"),
         (lambda: ModelCost(math.nan), "attention_flops must be finite and positive, got nan"),

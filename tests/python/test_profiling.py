@@ -57,7 +57,15 @@ def test_every_rank_gets_the_same_profiles(ring: RankPool) -> None:
 
 
 def test_no_process_group_is_one_rank() -> None:
-    check_profiles(ringattn.measure_profiles(device="cpu", **SMALL), 1)
+    profiles = ringattn.measure_profiles(device="cpu", **SMALL)
+    check_profiles(profiles, 1)
+    assert profiles[0].tile_tokens == 1  # the CPU's kernels compute what is there
+
+
+@pytest.mark.cuda
+def test_kernels_on_devices_have_tiles() -> None:
+    (profile,) = ringattn.measure_profiles(device="cuda", **SMALL)
+    assert profile.tile_tokens == 128
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -133,6 +141,7 @@ def measured(tflops: float, spread: float = 0.0, device: str = "a") -> RankMeasu
         link_gbps=None,
         link_latency_us=None,
         max_tokens=7,
+        tile_tokens=128,
     )
 
 
@@ -162,7 +171,9 @@ def test_classes_do_not_creep() -> None:
 
 def test_equalizing_keeps_the_rest() -> None:
     (profile,) = equalize([measured(1.0)])
-    assert profile == RankProfile(1.0, 2.0, max_tokens=7, overhead_ms=0.5, memory_gbps=3.0)
+    assert profile == RankProfile(
+        1.0, 2.0, max_tokens=7, overhead_ms=0.5, memory_gbps=3.0, tile_tokens=128
+    )
 
 
 def test_a_spread_is_the_median_and_its_quartiles() -> None:
