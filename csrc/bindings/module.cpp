@@ -163,7 +163,9 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("transfer_ms", &StepTiming::transfer_ms)
       .def_readonly("wait_ms", &StepTiming::wait_ms)
       .def_readonly("flops", &StepTiming::flops);
-  m.def("start_recording", [] { Recorder::get().start(); });
+  m.def(
+      "start_recording", [](bool by_block) { Recorder::get().start(by_block); },
+      py::arg("by_block"));
   m.def(
       "stop_recording", [] { return Recorder::get().stop(); },
       py::call_guard<py::gil_scoped_release>());

@@ -184,10 +184,10 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& q, const at::Te
   const int64_t recorded_call = timed ? recorder.begin_call() : 0;
 
   // One launch for the whole ring, or for all that visits, takes kernels for lists of blocks. Work
-  // that is timed or repeated goes block by block.
+  // that is repeated goes block by block, and what is to be timed so.
   const int64_t num_visits = visits.size();
-  const bool by_block =
-      timed || slowdown() > 1.0 || call.depth < num_visits - 1 || !attends_lists(q, num_visits);
+  const bool by_block = (timed && recorder.by_block()) || slowdown() > 1.0 ||
+                        call.depth < num_visits - 1 || !attends_lists(q, num_visits);
 
   std::shared_ptr<BlockStream> stream;
   if (num_visits > 1) {
@@ -204,7 +204,7 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& q, const at::Te
     exchange.query_rows *= q.size(0) * q.size(2) / k.size(2);
     exchange.depth = std::min<int64_t>(call.depth, exchange.hops.size());
     exchange.polled = !by_block && kernels_may_wait();
-    exchange.timed = timed;
+    exchange.timed = timed && by_block;
     stream = transport->open(exchange);
   }
   const Gathering* gathering = stream && !by_block ? stream->gathering() : nullptr;
@@ -225,19 +225,21 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& q, const at::Te
     executor.attend(first, last, blocks, gathering);
     if (timed) {
       after.emplace(q.device());
-      const Visit& visit = visits[first];
       // Two products of a multiplication and an addition for every pair.
-      const double flops = 4.0 * static_cast<double>(q.size(0) * q.size(2) * q.size(3)) *
-                           static_cast<double>(visit.num_pairs());
-      recorder.add([=, step = first, source = visit.source, visible = visit.visible()] {
+      const double pair_flops = 4.0 * static_cast<double>(q.size(0) * q.size(2) * q.size(3));
+      double flops = 0.0;
+      for (int64_t step = first; step < last; ++step) {
+        flops += pair_flops * static_cast<double>(visits[step].num_pairs());
+      }
+      recorder.add([=, step = first, source = visits[first].source] {
         StepTiming timing;
         timing.call = recorded_call;
         timing.source = source;
         timing.own = step == 0;
         timing.flops = flops;
         timing.wait_ms = step == 0 ? 0.0 : before->until(*ready);
-        timing.attention_ms = visible ? ready->until(*after) : 0.0;
-        timing.transfer_ms = step == 0 ? 0.0 : stream->transfer_ms(step);
+        timing.attention_ms = flops > 0.0 ? ready->until(*after) : 0.0;
+        timing.transfer_ms = step == 0 || !by_block ? 0.0 : stream->transfer_ms(step);
         return timing;
       });
     }

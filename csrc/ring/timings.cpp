@@ -24,10 +24,11 @@ Recorder& Recorder::get() {
   return recorder;
 }
 
-void Recorder::start() {
+void Recorder::start(bool by_block) {
   const std::lock_guard<std::mutex> lock(mutex_);
   pending_.clear();
   num_calls_ = 0;
+  by_block_ = by_block;
   on_ = true;
 }
 

@@ -20,7 +20,7 @@
 
 namespace ringattn {
 
-/// One visiting block, as plain values.
+/// One visiting block, or all that one launch attends to, named by the first. As plain values.
 struct StepTiming {
   int64_t call = 0;           // 0, 1, ...: ring calls since recording began
   int64_t source = 0;         // the rank whose block it was
@@ -48,10 +48,12 @@ class RINGATTN_API Recorder {
  public:
   static Recorder& get();
 
-  void start();
+  /// `by_block`: calls go block by block, each timed; otherwise as they would by themselves.
+  void start(bool by_block);
   /// Ends recording; waits for the streams. Returns what was recorded since start().
   std::vector<StepTiming> stop();
   bool on() const { return on_; }
+  bool by_block() const { return by_block_; }
 
   /// Number of the ring call that begins now.
   int64_t begin_call() { return num_calls_++; }
@@ -60,6 +62,7 @@ class RINGATTN_API Recorder {
 
  private:
   std::atomic<bool> on_{false};
+  std::atomic<bool> by_block_{true};
   std::atomic<int64_t> num_calls_{0};
   std::mutex mutex_;  // guards pending_
   std::vector<std::function<StepTiming()>> pending_;

@@ -10,7 +10,8 @@ from ringattn import _C
 
 @dataclass(frozen=True)
 class StepTiming:
-    """One visiting block of one ring call, in milliseconds. From CUDA events on CUDA, from a steady
+    """One visiting block of one ring call (or one launch, see :func:`record_timings`), in
+    milliseconds. From CUDA events on CUDA, from a steady
     clock on CPU; there a transfer ends when it has been waited for, so that ``transfer_ms`` is an
     upper bound (the process group does not say when it was done)."""
 
@@ -54,23 +55,31 @@ _recording = False
 
 
 @contextmanager
-def record_timings() -> Iterator[Timings]:
+def record_timings(*, by_block: bool = True) -> Iterator[Timings]:
     """Records every ring call of this process inside the context; costs nothing when it is off.
+
+    Args:
+        by_block: attention goes block by block, and ``steps`` has each. False: calls go as they
+            would by themselves; where that is one launch for some blocks or all of them,
+            ``steps`` has one entry for it, with the first block's ``source`` and ``kind``, and what
+            a kernel waits for blocks by itself is in its ``attention_ms``.
 
     Yields:
         A :class:`Timings`; its ``steps`` are there once the context has ended, also by an
         exception. On CUDA the end of the context waits for the recorded work.
 
     Raises:
-        ValueError: another recording is going on.
+        ValueError: another recording is going on, ``by_block`` that is no bool.
     """
     global _recording
     if _recording:
         raise ValueError(
             "record_timings must not be nested, got a second recording in this process"
         )
+    if not isinstance(by_block, bool):
+        raise ValueError(f"by_block must be True or False, got {by_block!r}")
     timings = Timings()
-    _C.start_recording()
+    _C.start_recording(by_block)
     _recording = True
     try:
         yield timings

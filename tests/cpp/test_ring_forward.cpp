@@ -75,7 +75,7 @@ TEST_CASE("a ring over 1 to 5 ranks equals attention on one device") {
 TEST_CASE("timings have one step for every visiting block, and none when nobody records") {
   const Partition partition(Layout::kContiguous, {4, 4});
   auto& recorder = ringattn::Recorder::get();
-  recorder.start();
+  recorder.start(true);
   check_ring(partition, true);
   const auto steps = recorder.stop();
   check_ring(partition, true);
@@ -85,7 +85,7 @@ TEST_CASE("timings have one step for every visiting block, and none when nobody 
   CHECK(steps[1].attention_ms == 0.0);  // rank 0 sees nothing of rank 1
   CHECK(steps[3].attention_ms > 0.0);
   CHECK(steps[3].call == 1);
-  recorder.start();
+  recorder.start(true);
   CHECK(recorder.stop().empty());
 }
 

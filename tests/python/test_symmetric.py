@@ -84,6 +84,30 @@ def test_a_ring_is_one_launch_or_two(environment: dict[str, str], launches: int)
         assert pool.run(attention_launches, case) == [launches, launches]
 
 
+def recorded(case: Case) -> list[ringattn.StepTiming]:
+    ring(case)
+    with ringattn.record_timings(by_block=False) as timings:
+        ring(case)
+    return timings.steps
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    ("environment", "launches"), [({}, 1), ({"RINGATTN_KERNEL_WAITS": "0"}, 2)]
+)
+def test_launches_are_recorded_as_they_are(environment: dict[str, str], launches: int) -> None:
+    case = Case(Partition.even(512, 2), torch.bfloat16, transport="symmetric", head_dim=128)
+    with RankPool(2, "cuda", environment=environment) as pool:
+        of_ranks = pool.run(recorded, case)
+    pair_flops = 4 * case.batch * case.num_heads * case.head_dim
+    for rank, steps in enumerate(of_ranks):
+        assert [step.kind for step in steps] == ["own", "remote"][:launches]
+        assert steps[0].source == rank
+        assert all(step.attention_ms > 0 and step.transfer_ms == 0 for step in steps)
+        expected = pair_flops * (256 * 257 / 2 + 256 * 128)
+        assert sum(step.flops for step in steps) == expected
+
+
 def ring(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = case.local_inputs()
     return ringattn.ring_attention(

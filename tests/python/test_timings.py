@@ -11,9 +11,9 @@ from _rings import Case
 from ringattn import Partition, StepTiming, Timings
 
 
-def record(case: Case, num_calls: int) -> Timings:
+def record(case: Case, num_calls: int, by_block: bool = True) -> Timings:
     q, k, v = case.local_inputs()
-    with ringattn.record_timings() as timings:
+    with ringattn.record_timings(by_block=by_block) as timings:
         assert timings.steps == []
         for _ in range(num_calls):
             ringattn.ring_attention(q, k, v, case.partition, causal=case.causal)
@@ -35,6 +35,26 @@ def test_one_step_for_every_visiting_block(ring):
             assert step.transfer_ms >= 0 and step.wait_ms >= 0
             if step.kind == "own":
                 assert step.transfer_ms == 0 and step.wait_ms == 0
+
+
+def test_without_kernels_for_lists_of_blocks_each_is_recorded_either_way(rank_pool):
+    case = Case(Partition.zigzag([10, 22]))
+    by_block, as_is = (rank_pool(2).run(record, case, 2, which) for which in (True, False))
+    for ours, theirs in zip(as_is, by_block, strict=True):
+        shown = [
+            [(step.call, step.source, step.kind, step.flops) for step in timings.steps]
+            for timings in (ours, theirs)
+        ]
+        assert shown[0] == shown[1] and len(shown[0]) == 4
+        assert all(step.attention_ms > 0 for step in ours.steps)
+
+
+def test_how_to_record_is_yes_or_no():
+    with (
+        pytest.raises(ValueError, match="by_block must be True or False, got 1"),
+        ringattn.record_timings(by_block=1),
+    ):
+        raise AssertionError("the context must not be entered")
 
 
 def test_a_block_of_which_nothing_is_visible_takes_no_attention(ring):
