@@ -152,7 +152,10 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<int64_t>(), py::arg("world_size"))
       .def("observe", &Controller::observe, py::arg("speeds"))
       .def("speeds", &Controller::speeds)
-      .def("should_replan", &Controller::should_replan, py::arg("excess"), py::arg("slowest"));
+      .def("should_replan", &Controller::should_replan, py::arg("excess"), py::arg("slowest"))
+      .def("copy", [](const Controller& controller) { return controller; })
+      .def("regret", &Controller::regret, py::arg("excess"))
+      .def("jumps", &Controller::jumps);
 
   py::class_<StepTiming>(m, "StepTiming")
       .def_readonly("call", &StepTiming::call)

@@ -43,7 +43,10 @@ void Controller::observe(const std::vector<std::optional<double>>& speeds) {
     }
   }
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-    if (speeds[rank] && update(ranks_[rank], *speeds[rank])) jumped_ = true;
+    if (!speeds[rank] || !update(ranks_[rank], *speeds[rank])) continue;
+    jumped_ = true;
+    regretted_ = 0.0;
+    ++jumps_;
   }
 }
 
@@ -61,12 +64,15 @@ bool Controller::should_replan(double excess, int64_t slowest) {
   ++since_plan_;
   const Rank& rank = ranks_[slowest];
   const double uncertainty = std::sqrt(rank.variance / static_cast<double>(rank.observations));
-  const double gain = std::max(kGain, kGainSigmas * uncertainty);
+  const double least = regretted_ > 0.0 ? regretted_ + kGain : kGain;
+  const double gain = std::max(least, kGainSigmas * uncertainty);
   const bool replan = excess > gain && (jumped_ || since_plan_ >= kPause);
   jumped_ = false;
   if (replan) since_plan_ = 0;
   return replan;
 }
+
+void Controller::regret(double excess) { regretted_ = excess; }
 
 bool Controller::update(Rank& rank, double seen) {
   ++rank.request;

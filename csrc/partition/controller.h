@@ -36,6 +36,13 @@ class RINGATTN_API Controller {
   /// is 2 %, and the least that counts. Throws std::invalid_argument for a rank that is none.
   bool should_replan(double excess, int64_t slowest);
 
+  /// A plan that promised to be faster by `excess` was not, and has been given up: until a belief
+  /// jumps, the next one has to promise 2 % more than that.
+  void regret(double excess);
+
+  /// How often a belief has jumped: what was measured before a jump says nothing of what is after.
+  int64_t jumps() const { return jumps_; }
+
  private:
   struct Rank {
     double speed = 1.0;
@@ -55,6 +62,8 @@ class RINGATTN_API Controller {
 
   std::vector<Rank> ranks_;
   bool jumped_ = false;
+  int64_t jumps_ = 0;
+  double regretted_ = 0.0;  // excess
   int64_t since_plan_ = 0;  // requests
 };
 

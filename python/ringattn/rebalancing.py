@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,11 +13,76 @@ import torch.distributed as dist
 from ringattn import _C
 from ringattn._calls import collective
 from ringattn._group import Group, Ring, resolve_group
+from ringattn.partition import Partition
 from ringattn.planning import ModelCost, Plan, plan, predict
 from ringattn.profiles import RankProfile
+from ringattn.profiling import NOISE
 from ringattn.timings import StepTiming, Timings
 
 _MOST_OVERHEAD = 0.5  # of what a call took: beyond, the rest says nothing about speed
+
+# A new plan is on trial until it has been seen so often, and is given up if it is that much slower
+# than the latest requests under the plan before.
+_TRIAL = 3
+_FEWEST_BEFORE = 2
+_WORSE = 0.01
+
+
+@dataclass
+class _Seen:
+    """What one rank tells the others of a request."""
+
+    speed: float | None  # relative to its profile; None: it had nothing to do
+    took_ms: float = 0.0  # of a call, waits included
+    flops: float = 0.0  # of a call
+
+
+@dataclass
+class _Paces:
+    """How long the latest requests took for the work that all ranks did together, by length."""
+
+    requests: int = 0
+    partitions: dict[int, Partition] = field(default_factory=dict)
+    latest: dict[int, list[tuple[int, float]]] = field(
+        default_factory=dict
+    )  # request, ms for flops
+
+    def add(self, partition: Partition, seen: Sequence[_Seen]) -> None:
+        self.requests += 1
+        flops = sum(of_rank.flops for of_rank in seen)
+        if flops > 0:
+            self.partitions[partition.seq_len] = partition
+            paces = self.latest.setdefault(partition.seq_len, [])
+            paces.append((self.requests, max(of_rank.took_ms for of_rank in seen) / flops))
+            del paces[:-_TRIAL]
+
+    def forget(self) -> None:
+        """All but the very last requests: speeds have been others before."""
+        for paces in self.latest.values():
+            paces[:] = [pace for pace in paces if pace[0] > self.requests - _FEWEST_BEFORE]
+
+    def of(self, seq_len: int) -> list[float]:
+        return [ms for _, ms in self.latest.get(seq_len, [])]
+
+
+@dataclass
+class _Trial:
+    """What a new plan has to prove itself against."""
+
+    profiles: list[RankProfile]  # that plans were made from before
+    paces: _Paces
+    excess: float  # that the new plan was to save
+    controller: _C.Controller  # with what was believed: a bad plan looks like slow ranks
+
+    def outcome(self, paces: _Paces) -> float | None:
+        """The new plan's time over that of the one before; None: not known yet."""
+        for seq_len in paces.latest:
+            new, old = paces.of(seq_len), self.paces.of(seq_len)
+            if len(new) < _TRIAL or len(old) < _FEWEST_BEFORE:
+                continue
+            if paces.partitions[seq_len] != self.paces.partitions[seq_len]:
+                return statistics.median(new) / statistics.median(old)
+        return None
 
 
 class Rebalancer:
@@ -28,13 +93,20 @@ class Rebalancer:
     noise so far explains) is believed when it is seen again: a fall after two of four requests, a
     rise after three in a row, because a rank that has too many tokens holds all others up, one that
     has too few only idles. A rank that falls soon after it rose has to be fast for twice as long
-    before it is believed again. Plans change when that gains more than 2 %, at once after such a
-    jump, else at most every fourth request. Between changes, :meth:`plan` gives equal plans for
-    equal lengths.
+    before it is believed again. Ranks that began with equal profiles count as equal while they
+    differ by less than 5 %: so much equal devices drift apart and back. Plans change when that
+    gains more than 2 %, at once after such a jump, else at most every fourth request. Between
+    changes, :meth:`plan` gives equal plans for equal lengths.
+
+    A new plan is measured against the one before. Where the first three requests of one length are
+    slower under it than the latest under that one, it is given up, with what was believed of speeds
+    because of it; until a speed is seen to change, plans then change only for 2 % more than it had
+    promised.
 
     Matrix products are taken to slow down with attention, the only work that is timed. A rank
-    without tokens shows nothing: its speed stays what it was. Requests need not all be observed:
-    where a whole ring is one launch, one that is recorded goes block by block instead.
+    without tokens shows nothing: its speed stays what it was. Requests need not all be observed.
+    Where a whole ring is one launch, ``record_timings(by_block=False)`` shows how fast that is;
+    block by block, calls are slower, and not by the same on all ranks.
 
     All ranks hold the same arguments and call the same methods; then all have the same plans, bit
     for bit. Not thread safe.
@@ -68,6 +140,8 @@ class Rebalancer:
         self._controller = _C.Controller(len(self._measured))
         self._in_use = self._measured
         self._latest: Plan | None = None
+        self._paces = _Paces()
+        self._trial: _Trial | None = None
 
     @property
     def profiles(self) -> list[RankProfile]:
@@ -110,7 +184,7 @@ class Rebalancer:
                 no :class:`ringattn.Timings`.
         """
         ring = resolve_group(group)
-        message, speed = None, None
+        message, own = None, _Seen(None)
         if ring.world_size != len(self._measured):
             message = (
                 f"profiles must be one for each of the {ring.world_size} ranks of the group, "
@@ -119,63 +193,129 @@ class Rebalancer:
         elif not isinstance(timings, Timings):
             message = f"timings must be Timings, got {type(timings).__name__}"
         else:
-            speed = self._speed(timings.steps, ring.rank)
-        seen = self._from_all(ring, message, speed)
-        self._controller.observe(seen)
+            own = self._see(timings.steps, ring.rank)
+        seen = self._from_all(ring, message, own)
+        jumps = self._controller.jumps()
+        self._controller.observe([of_rank.speed for of_rank in seen])
         if self._latest is None:
             return False
-        seq_len = self._latest.partition.seq_len
+        self._paces.add(self._latest.partition, seen)
+        if self._controller.jumps() != jumps:
+            self._paces.forget()
+        return self._give_up() or self._change(self._latest)
+
+    def _give_up(self) -> bool:
+        """Back to the plan before, where the new one has turned out slower."""
+        trial = self._trial
+        if trial is None:
+            return False
+        outcome = trial.outcome(self._paces)
+        if outcome is None:
+            return False
+        self._trial = None
+        if outcome <= 1 + _WORSE:
+            return False
+        self._controller = trial.controller
+        self._controller.regret(trial.excess)
+        self._in_use, self._paces = trial.profiles, trial.paces
+        return True
+
+    def _change(self, current: Plan) -> bool:
+        """To plans for the speeds that are believed, where that pays."""
         believed = [
             replace(
                 profile,
                 attention_tflops=profile.attention_tflops * speed,
                 linear_tflops=profile.linear_tflops * speed,
             )
-            for profile, speed in zip(self._measured, self.speeds, strict=True)
+            for profile, speed in zip(self._measured, self._levelled(), strict=True)
         ]
         current_ms = predict(
-            self._latest.partition,
+            current.partition,
             believed,
             self._cost,
             causal=self._causal,
-            depth=self._latest.depth,
+            depth=current.depth,
         )
-        best_ms = self._plan(seq_len, believed).predicted_ms
+        best_ms = self._plan(current.partition.seq_len, believed).predicted_ms
         excess = max(current_ms) / best_ms - 1 if best_ms > 0 else 0.0
-        changed = self._controller.should_replan(excess, current_ms.index(max(current_ms)))
-        if changed:
-            self._in_use = believed
-        return changed
+        if not self._controller.should_replan(excess, current_ms.index(max(current_ms))):
+            return False
+        self._trial = _Trial(self._in_use, self._paces, excess, self._controller.copy())
+        self._in_use, self._paces = believed, _Paces()
+        return True
+
+    def _levelled(self) -> list[float]:
+        """What is believed, without differences of ranks with equal profiles that are noise."""
+        believed = self.speeds
+        speeds = list(believed)
+        left = sorted(range(len(speeds)), key=lambda rank: -believed[rank])
+        while left:
+            first = left[0]
+            equal = [
+                rank
+                for rank in left
+                if self._measured[rank].attention_tflops == self._measured[first].attention_tflops
+                and believed[rank] >= (1 - NOISE) * believed[first]
+            ]
+            mean = statistics.fmean(believed[rank] for rank in equal)
+            for rank in equal:
+                speeds[rank] = mean
+            left = [rank for rank in left if rank not in equal]
+        return speeds
 
     def _plan(self, seq_len: int, profiles: Sequence[RankProfile]) -> Plan:
         return plan(seq_len, profiles, self._cost, causal=self._causal, layout=self._layout)
 
-    def _speed(self, steps: Sequence[StepTiming], rank: int) -> float | None:
-        """Of this rank in a request, relative to its profile: the median over the ring calls. None:
-        it had nothing to do."""
-        planned = 0.0
+    def _see(self, steps: Sequence[StepTiming], rank: int) -> _Seen:
+        """This rank in a request: medians over the ring calls."""
+        planned, in_tiles = 0.0, 1.0
         if self._latest is not None:
             partition = self._latest.partition
             visits = _C.schedule(
                 partition.layout, list(partition.lengths), list(partition.order), rank, self._causal
             )
             planned = self._cost.attention_flops * sum(visit.num_pairs for visit in visits)
+            in_tiles = self._work_in_tiles(partition, rank)
         calls: dict[int, list[StepTiming]] = {}
         for step in steps:
             calls.setdefault(step.call, []).append(step)
         profile = self._measured[rank]
-        speeds = []
+        speeds, took, work = [], [], []
         for of_call in calls.values():
             flops = sum(step.flops for step in of_call) or planned
-            took_ms = sum(step.attention_ms for step in of_call)
-            if flops > 0 and took_ms > 0:
-                work_ms = took_ms - min(profile.overhead_ms, _MOST_OVERHEAD * took_ms)
-                speeds.append(flops / (work_ms * 1e9) / profile.attention_tflops)
-        return statistics.median(speeds) if speeds else None
+            busy_ms = sum(step.attention_ms for step in of_call)
+            took.append(busy_ms + sum(step.wait_ms for step in of_call))
+            work.append(flops)
+            if flops > 0 and busy_ms > 0:
+                work_ms = busy_ms - min(profile.overhead_ms, _MOST_OVERHEAD * busy_ms)
+                speeds.append(in_tiles * flops / (work_ms * 1e9) / profile.attention_tflops)
+        if not calls:
+            return _Seen(None)
+        speed = statistics.median(speeds) if speeds else None
+        return _Seen(speed, statistics.median(took), statistics.median(work))
 
-    def _from_all(self, ring: Ring, message: str | None, speed: float | None) -> list[float | None]:
-        """The speeds of all ranks, or on every rank what is wrong on any."""
-        own = (message, speed, self._latest, self._in_use)
+    def _work_in_tiles(self, partition: Partition, rank: int) -> float:
+        """What attention of a rank computes, whole tiles, over what its rows see: a tile that is
+        not full is no slowness."""
+        tile_tokens = self._measured[rank].tile_tokens
+        if tile_tokens == 1 or partition.lengths[rank] == 0:
+            return 1.0
+        cost = replace(self._cost, linear_flops=0.0, kv_bytes=0)
+        computed, seen = (
+            predict(
+                partition,
+                [RankProfile(1, 1, tile_tokens=of)] * len(self._measured),
+                cost,
+                causal=self._causal,
+            )[rank]
+            for of in (tile_tokens, 1)
+        )
+        return computed / seen
+
+    def _from_all(self, ring: Ring, message: str | None, seen: _Seen) -> list[_Seen]:
+        """What all ranks have seen, or on every rank what is wrong on any."""
+        own = (message, seen, self._latest, self._in_use)
         of_ranks: list[Any] = [own] * ring.world_size
         if ring.world_size > 1:
             with collective(ring, "observe"):
@@ -188,4 +328,4 @@ class Rebalancer:
                     "plans must be the same on all ranks, "
                     f"got another one on rank {rank} than on rank 0"
                 )
-        return [seen for _, seen, *_ in of_ranks]
+        return [of_rank for _, of_rank, *_ in of_ranks]

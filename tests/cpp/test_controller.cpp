@@ -202,6 +202,27 @@ TEST_CASE("without a jump a new plan waits for four requests and for 2 %") {
   CHECK(controller.should_replan(0.021, 0));
 }
 
+TEST_CASE("after a plan that was no better, the next has to promise more, until a speed jumps") {
+  Controller controller(2);
+  for (int request = 0; request < 10; ++request) controller.observe({1.0, 1.0});
+  const auto replans = [&](double excess) {
+    bool any = false;
+    for (int request = 0; request < 4; ++request) any |= controller.should_replan(excess, 0);
+    return any;
+  };
+  CHECK(replans(0.03));
+  controller.regret(0.03);
+  CHECK(!replans(0.04));
+  CHECK(replans(0.06));
+  CHECK(!replans(0.04));
+  CHECK(controller.jumps() == 0);
+  controller.observe({0.5, 1.0});
+  controller.observe({0.5, 1.0});
+  CHECK(controller.jumps() == 1);
+  for (int request = 0; request < 100; ++request) controller.observe({0.5, 1.0});
+  CHECK(replans(0.04));
+}
+
 TEST_CASE("speeds that are none are refused") {
   Controller controller(2);
   CHECK_THROWS_AS(controller.observe({1.0}), std::invalid_argument);
