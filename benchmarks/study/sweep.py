@@ -21,6 +21,7 @@ from study.workloads import Workload, workload
 _RECORDED_CALLS = 3  # whose steps are taken apart; one, where a call takes long
 _LONG_MS = 100.0
 _FEWEST_ROUNDS = 3
+_TRIAL = 4  # requests until the rebalancer has judged a new plan
 _ALONE = "every rank alone"
 STEP_COLUMNS = ("own_ms", "remote_ms", "transfer_ms", "wait_ms")
 
@@ -57,7 +58,7 @@ def measure_cell(
         name: from_all_ranks([timing.own_median])[:, 0].tolist() for name, timing in timings.items()
     }
     steps = {
-        name: _steps(contestant.call, 1 if timings[name].median > _LONG_MS else _RECORDED_CALLS)
+        name: _steps(contestant.call, _recorded_calls(timings[name].median))
         for name, contestant in contestants.items()
     }
 
@@ -109,17 +110,28 @@ def measured_ranks(settings: Settings, device: torch.device) -> list[RankMeasure
 
 
 def watched(grounds: Grounds, work: Workload) -> Split:
-    """The rebalancer's plan, once it has watched some requests. Collective."""
+    """The rebalancer's plan, once it has watched some requests of a few calls in a row, as they are
+    without it; and, where plans have changed at last, some more, so that it can take a bad one
+    back. Collective."""
     rebalancer = ringattn.Rebalancer(grounds.profiles, grounds.cost)
-    for _ in range(grounds.settings.watched):
+    request, requests = 0, grounds.settings.watched
+    while request < requests:
         planned = rebalancer.plan(grounds.seq_len)
         call = work.ring(planned.partition, planned.depth)
+        call()  # what only a first call does
         dist.barrier()
-        with ringattn.record_timings() as timings:
-            call()
-        rebalancer.observe(timings)
+        with ringattn.record_timings(by_block=False) as timings:
+            for _ in range(_recorded_calls(planned.predicted_ms)):
+                call()
+        request += 1
+        if rebalancer.observe(timings):
+            requests = min(max(requests, request + _TRIAL), 2 * grounds.settings.watched)
     planned = rebalancer.plan(grounds.seq_len)
     return Split(planned.partition, planned.depth, planned.predicted_ms)
+
+
+def _recorded_calls(ms: float) -> int:
+    return 1 if ms > _LONG_MS else _RECORDED_CALLS
 
 
 def _contestant(name: str, chosen: Split, work: Workload, device: torch.device) -> Contestant:
