@@ -7,7 +7,7 @@ The arithmetic is ``csrc/partition/planner.cpp``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -275,6 +275,26 @@ def predict(
             None if depth is None else _integer("depth", depth),
         )
     )
+
+
+def work_in_tiles(
+    partition: Partition, rank: int, cost: ModelCost, tile_tokens: int, *, causal: bool = True
+) -> float:
+    """What attention of a rank computes, whole tiles, over what its rows see: a tile that is not
+    full is no slowness."""
+    if tile_tokens == 1 or partition.lengths[rank] == 0:
+        return 1.0
+    attention = replace(cost, linear_flops=0.0, kv_bytes=0)
+    computed, seen = (
+        predict(
+            partition,
+            [RankProfile(1, 1, tile_tokens=of)] * partition.world_size,
+            attention,
+            causal=causal,
+        )[rank]
+        for of in (tile_tokens, 1)
+    )
+    return computed / seen
 
 
 def plan_cache(num_tokens: int, profiles: Sequence[RankProfile], cost: ModelCost) -> list[int]:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +21,11 @@ from ringattn._checks import check_transport
 from ringattn._clock import Spread, bursts, repeat
 from ringattn._group import Group, Ring, resolve_group
 from ringattn._shard import Shard, resolve_device, settling_seconds
-from ringattn.functional import rotate_kv
+from ringattn.functional import ring_attention, rotate_kv
 from ringattn.partition import Partition
+from ringattn.planning import ModelCost, plan, work_in_tiles
 from ringattn.profiles import RankProfile
+from ringattn.timings import call_tflops, record_timings
 
 #: Heads and layers of LLaMA-3-8B.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 32
@@ -30,6 +33,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 32
 NOISE = 0.05
 
 _TILE_TOKENS = 128  # of the CUDA kernels: rows of queries and keys (attention/cuda/*/, TileShape)
+_FEWEST_CALLS = 3  # of a ring
 _MEMORY_SHARE = 0.9  # of the free memory, that tokens may fill
 _Value = TypeVar("_Value")
 
@@ -49,10 +53,12 @@ def measure_profiles(
     noise: float = NOISE,
 ) -> list[RankProfile]:
     """Measures every rank of a group, all at once, because the speed of a GPU depends on its
-    temperature and on the power it and its neighbours draw. Collective; takes about four times
+    temperature and on the power it and its neighbours draw. Collective; takes about six times
     ``seconds``.
 
-    * ``attention_tflops``: causal attention of ``num_tokens`` tokens on themselves;
+    * ``attention_tflops``: causal attention of ``num_tokens`` tokens on themselves; of several
+      ranks then that of a ring of them all, with so many tokens each on average, dealt out by the
+      former speeds: devices are not as fast in a ring as alone, and not all by the same;
     * ``linear_tflops``: a linear layer ``[num_tokens, E] -> [num_tokens, E]``, ``E = num_heads *
       head_dim``;
     * ``overhead_ms``: W attention calls of one token, what a rank pays per ring call whatever it
@@ -88,7 +94,7 @@ def measure_profiles(
 
     Raises:
         ValueError: sizes or seconds that are not positive, noise outside [0, 1), a device without
-            kernels, what :func:`ringattn.ring_attention` refuses.
+            kernels, what :func:`ringattn.ring_attention` refuses, a recording of timings.
         torch.distributed.DistBackendError: a peer died or never arrived.
     """
     measured = measure_ranks(
@@ -210,7 +216,10 @@ def measure_ranks(
             raise ValueError(f"{of_rank} (on rank {rank})")
     on_cuda = shard.device.type == "cuda"
     with torch.no_grad(), torch.cuda.device(shard.device) if on_cuda else contextlib.nullcontext():
-        return _from_all(ring, _measure(ring, shard, settling, transport))
+        measured = _from_all(ring, _measure(ring, shard, settling, transport))
+        if ring.world_size == 1:
+            return measured
+        return _from_all(ring, _in_ring(ring, shard, settling, transport, measured))
 
 
 def _measure(ring: Ring, shard: Shard, seconds: float, transport: str) -> RankMeasurement:
@@ -252,6 +261,40 @@ def _measure(ring: Ring, shard: Shard, seconds: float, transport: str) -> RankMe
         max_tokens=max_tokens,
         tile_tokens=_TILE_TOKENS if shard.device.type == "cuda" else 1,
     )
+
+
+def _in_ring(
+    ring: Ring, shard: Shard, seconds: float, transport: str, measured: Sequence[RankMeasurement]
+) -> RankMeasurement:
+    """This rank's part, with the speed of its attention in a ring that is balanced by what was
+    measured: all ranks at work, on the kernels that rings have."""
+    cost = ModelCost.attention_only(
+        shard.num_heads, shard.head_dim, num_kv_heads=shard.num_kv_heads, dtype=shard.dtype
+    )
+    # Room for one layer there is, whatever there is for all.
+    profiles = [replace(profile, max_tokens=None) for profile in equalize(measured)]
+    planned = plan(shard.num_tokens * ring.world_size, profiles, cost)
+    own, profile = measured[ring.rank], profiles[ring.rank]
+    num_tokens = planned.partition.lengths[ring.rank]
+    q = shard.random(1, num_tokens, shard.num_heads, shard.head_dim)
+    k, v = (shard.random(1, num_tokens, shard.num_kv_heads, shard.head_dim) for _ in range(2))
+    group = ring.process_group
+
+    def call() -> Any:
+        return ring_attention(q, k, v, planned.partition, group=group, transport=transport)
+
+    # By number and not by the clock: all ranks make the same calls.
+    calls = max(_FEWEST_CALLS, math.ceil(1e3 * seconds / planned.predicted_ms))
+    with collective(ring, "measure_profiles"):
+        dist.barrier(ring.process_group)
+    repeat(call, shard.device, 0.0, at_least=calls)
+    with record_timings(by_block=False) as timings:
+        repeat(call, shard.device, 0.0, at_least=calls)
+    speeds = call_tflops(timings.calls, profile.overhead_ms)
+    if not speeds:
+        return own  # no tokens: it did not pay
+    in_tiles = work_in_tiles(planned.partition, ring.rank, cost, own.tile_tokens)
+    return replace(own, attention_tflops=Spread.of([in_tiles * speed for speed in speeds]))
 
 
 def _settled(

@@ -14,12 +14,10 @@ from ringattn import _C
 from ringattn._calls import collective
 from ringattn._group import Group, Ring, resolve_group
 from ringattn.partition import Partition
-from ringattn.planning import ModelCost, Plan, plan, predict
+from ringattn.planning import ModelCost, Plan, plan, predict, work_in_tiles
 from ringattn.profiles import RankProfile
 from ringattn.profiling import NOISE
-from ringattn.timings import StepTiming, Timings
-
-_MOST_OVERHEAD = 0.5  # of what a call took: beyond, the rest says nothing about speed
+from ringattn.timings import Timings, call_tflops
 
 # A new plan is on trial until it has been seen so often, and is given up if it is that much slower
 # than the latest requests under the plan before.
@@ -193,7 +191,7 @@ class Rebalancer:
         elif not isinstance(timings, Timings):
             message = f"timings must be Timings, got {type(timings).__name__}"
         else:
-            own = self._see(timings.steps, ring.rank)
+            own = self._see(timings, ring.rank)
         seen = self._from_all(ring, message, own)
         jumps = self._controller.jumps()
         self._controller.observe([of_rank.speed for of_rank in seen])
@@ -267,51 +265,33 @@ class Rebalancer:
     def _plan(self, seq_len: int, profiles: Sequence[RankProfile]) -> Plan:
         return plan(seq_len, profiles, self._cost, causal=self._causal, layout=self._layout)
 
-    def _see(self, steps: Sequence[StepTiming], rank: int) -> _Seen:
+    def _see(self, timings: Timings, rank: int) -> _Seen:
         """This rank in a request: medians over the ring calls."""
+        calls = timings.calls
         planned, in_tiles = 0.0, 1.0
+        profile = self._measured[rank]
         if self._latest is not None:
             partition = self._latest.partition
             visits = _C.schedule(
                 partition.layout, list(partition.lengths), list(partition.order), rank, self._causal
             )
             planned = self._cost.attention_flops * sum(visit.num_pairs for visit in visits)
-            in_tiles = self._work_in_tiles(partition, rank)
-        calls: dict[int, list[StepTiming]] = {}
-        for step in steps:
-            calls.setdefault(step.call, []).append(step)
-        profile = self._measured[rank]
-        speeds, took, work = [], [], []
-        for of_call in calls.values():
-            flops = sum(step.flops for step in of_call) or planned
-            busy_ms = sum(step.attention_ms for step in of_call)
-            took.append(busy_ms + sum(step.wait_ms for step in of_call))
-            work.append(flops)
-            if flops > 0 and busy_ms > 0:
-                work_ms = busy_ms - min(profile.overhead_ms, _MOST_OVERHEAD * busy_ms)
-                speeds.append(in_tiles * flops / (work_ms * 1e9) / profile.attention_tflops)
+            in_tiles = work_in_tiles(
+                partition, rank, self._cost, profile.tile_tokens, causal=self._causal
+            )
+        for steps in calls:
+            if not any(step.flops for step in steps):
+                steps[0] = replace(steps[0], flops=planned)
         if not calls:
             return _Seen(None)
-        speed = statistics.median(speeds) if speeds else None
-        return _Seen(speed, statistics.median(took), statistics.median(work))
-
-    def _work_in_tiles(self, partition: Partition, rank: int) -> float:
-        """What attention of a rank computes, whole tiles, over what its rows see: a tile that is
-        not full is no slowness."""
-        tile_tokens = self._measured[rank].tile_tokens
-        if tile_tokens == 1 or partition.lengths[rank] == 0:
-            return 1.0
-        cost = replace(self._cost, linear_flops=0.0, kv_bytes=0)
-        computed, seen = (
-            predict(
-                partition,
-                [RankProfile(1, 1, tile_tokens=of)] * len(self._measured),
-                cost,
-                causal=self._causal,
-            )[rank]
-            for of in (tile_tokens, 1)
+        speeds = call_tflops(calls, profile.overhead_ms)
+        took = [sum(step.attention_ms + step.wait_ms for step in steps) for steps in calls]
+        flops = [sum(step.flops for step in steps) for steps in calls]
+        return _Seen(
+            in_tiles * statistics.median(speeds) / profile.attention_tflops if speeds else None,
+            statistics.median(took),
+            statistics.median(flops),
         )
-        return computed / seen
 
     def _from_all(self, ring: Ring, message: str | None, seen: _Seen) -> list[_Seen]:
         """What all ranks have seen, or on every rank what is wrong on any."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of ring calls goes: one record per visiting block."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -30,6 +30,14 @@ class Timings:
 
     steps: list[StepTiming] = field(default_factory=list)
 
+    @property
+    def calls(self) -> list[list[StepTiming]]:
+        """The steps of each ring call."""
+        calls: dict[int, list[StepTiming]] = {}
+        for step in self.steps:
+            calls.setdefault(step.call, []).append(step)
+        return list(calls.values())
+
     def summary(self) -> dict[str, float]:
         """The steps added up.
 
@@ -49,6 +57,21 @@ class Timings:
             "transfer_ms": sum(step.transfer_ms for step in self.steps),
             "wait_ms": sum(step.wait_ms for step in self.steps),
         }
+
+
+_MOST_OVERHEAD = 0.5  # of what a call took: beyond, the rest says nothing about speed
+
+
+def call_tflops(calls: Sequence[Sequence[StepTiming]], overhead_ms: float) -> list[float]:
+    """How fast attention was in each call that had any, waits excluded and what a call takes
+    whatever it does, TFLOP/s."""
+    speeds = []
+    for steps in calls:
+        flops = sum(step.flops for step in steps)
+        busy_ms = sum(step.attention_ms for step in steps)
+        if flops > 0 and busy_ms > 0:
+            speeds.append(flops / (busy_ms - min(overhead_ms, _MOST_OVERHEAD * busy_ms)) / 1e9)
+    return speeds
 
 
 _recording = False

@@ -13,7 +13,7 @@ import pytest
 import ringattn
 import torch
 from _distributed import RankPool, this
-from ringattn import RankProfile, testing
+from ringattn import RankProfile, profiling, testing
 from ringattn.__main__ import main
 from ringattn._clock import Spread
 from ringattn.profiling import RankMeasurement, equalize
@@ -80,6 +80,34 @@ def test_a_rank_that_repeats_its_work_measures_slower(
         # Few cores, many ranks: what a rank measures alone is exact, among others about right.
         assert slow < getattr(before[slow_rank], name) / 3
         assert all(getattr(p, name) > 2 * slow for p in profiles[:slow_rank])
+
+
+def profiles_of_another_ring() -> tuple[list[RankProfile], list[int]]:
+    """Had the calls of the ring been others: profiles, and how many calls there were."""
+    seen = []
+
+    def tflops(calls: list[list[ringattn.StepTiming]], overhead_ms: float) -> list[float]:
+        assert overhead_ms > 0
+        assert all(sum(step.flops for step in steps) > 0 for steps in calls)
+        seen.append(len(calls))
+        return [7.0 * (1 + this().rank)] * 3
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiling, "call_tflops", tflops)
+        return ringattn.measure_profiles(device="cpu", **SMALL), seen
+
+
+def test_attention_is_as_fast_as_in_the_ring(rank_pool: Callable[..., RankPool]) -> None:
+    answers = rank_pool(2).run(profiles_of_another_ring)
+    for profiles, calls in answers:
+        assert [profile.attention_tflops for profile in profiles] == [7.0, 14.0]
+        assert calls == answers[0][1] and calls[0] >= 3
+
+
+def test_room_for_all_layers_does_not_matter_to_one(rank_pool: Callable[..., RankPool]) -> None:
+    small = {**SMALL, "num_layers": 2**40}
+    profiles = rank_pool(2).run(ringattn.measure_profiles, device="cpu", **small)[0]
+    assert all(profile.max_tokens == 0 for profile in profiles)
 
 
 def test_profiles_make_a_plan(rank_pool: Callable[..., RankPool]) -> None:
