@@ -12,11 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import heterogeneous
 import pytest
 import ringattn
+import torch
+from study import sweep
 from study.settings import Cell, Settings, Store
 from study.splits import STRATEGIES, Grounds, split
 
@@ -320,3 +323,29 @@ def test_rows_go_to_weights_and_biases_where_it_is_there(tmp_path: Path) -> None
         assert len(logged) == num_rows and "LOGGED planned True True True" in logged
         assert all(line.endswith("True True True") for line in logged)
         assert done.stdout.index("LOGGED") < done.stdout.index("FINISHED")
+
+
+@pytest.mark.parametrize(
+    ("watched", "changes_at", "requests"), [(12, 3, 12), (12, 12, 16), (2, 2, 4)]
+)
+def test_the_last_plan_is_judged_before_it_is_timed(monkeypatch, watched, changes_at, requests):
+    observed = []
+
+    class Watching:
+        def __init__(self, profiles, cost):
+            pass
+
+        def plan(self, seq_len):
+            return SimpleNamespace(partition=len(observed), depth=1, predicted_ms=1.0)
+
+        def observe(self, timings):
+            observed.append(timings)
+            return len(observed) == changes_at
+
+    monkeypatch.setattr(ringattn, "Rebalancer", Watching)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    settings = SimpleNamespace(watched=watched)
+    grounds = SimpleNamespace(profiles=[], cost=None, seq_len=8, settings=settings)
+    chosen = sweep.watched(grounds, SimpleNamespace(ring=lambda partition, depth: lambda: None))
+    assert len(observed) == requests
+    assert chosen.partition == requests  # what it would plan next
