@@ -109,14 +109,13 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
   std::vector<RankProfile> prompt = profiles;
   for (RankProfile& profile : prompt) profile.link_latency_us = {};
   const RingProblem without_latency{times, prompt, cost, workload, used};
+  const double with_waits_ms = slowest(without_latency.rank_ms(partition));
   // Nothing is faster than the chosen lengths where nobody waits.
-  if (slowest(without_latency.rank_ms(partition)) >
-      slowest(problem.busy_ms(partition)) * (1 + kWaitTolerance)) {
+  if (with_waits_ms > slowest(problem.busy_ms(partition)) * (1 + kWaitTolerance)) {
     const Partition found = search_with_links(partition, without_latency);
     const bool is_even = partition.lengths() == even_lengths(seq_len, partition.world_size());
     const double wanted = is_even ? 1 - kLeastGainOverEven : 1.0;
-    if (slowest(without_latency.rank_ms(found)) <
-        wanted * slowest(without_latency.rank_ms(partition))) {
+    if (slowest(without_latency.rank_ms(found)) < wanted * with_waits_ms) {
       partition = found;
       orders = {partition};
       least_depth = least_depth_of_orders();

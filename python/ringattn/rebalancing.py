@@ -41,9 +41,8 @@ class _Paces:
 
     requests: int = 0
     partitions: dict[int, Partition] = field(default_factory=dict)
-    latest: dict[int, list[tuple[int, float]]] = field(
-        default_factory=dict
-    )  # request, ms for flops
+    # (number of the request, milliseconds an operation)
+    latest: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
     def add(self, partition: Partition, seen: Sequence[_Seen]) -> None:
         self.requests += 1

@@ -11,9 +11,9 @@ from ringattn import _C
 @dataclass(frozen=True)
 class StepTiming:
     """One visiting block of one ring call (or one launch, see :func:`record_timings`), in
-    milliseconds. From CUDA events on CUDA, from a steady
-    clock on CPU; there a transfer ends when it has been waited for, so that ``transfer_ms`` is an
-    upper bound (the process group does not say when it was done)."""
+    milliseconds. From CUDA events on CUDA, from a steady clock on CPU; there a transfer ends when
+    it has been waited for, so that ``transfer_ms`` is an upper bound (the process group does not
+    say when it was done)."""
 
     call: int  # which ring call inside the context, counted from 0: a model's layers
     source: int  # the rank that owns the block

@@ -2,8 +2,6 @@
 // Plans where blocks are waited for: links decide who takes part, with how many tokens.
 #include <algorithm>
 #include <cmath>
-#include <limits>
-#include <numeric>
 #include <random>
 
 #include "catch.h"
@@ -17,7 +15,9 @@ using ringattn::Plan;
 using ringattn::RankProfile;
 using ringattn::Workload;
 using ringattn::testing::kAttention;
+using ringattn::testing::least_predicted_ms;
 using ringattn::testing::Lengths;
+using ringattn::testing::make_plan;
 using ringattn::testing::slowest;
 
 namespace {
@@ -26,7 +26,7 @@ using Depth = std::optional<int64_t>;
 
 double planned_ms(int64_t seq_len, const std::vector<RankProfile>& profiles,
                   const ModelCost& cost = kAttention, Layout layout = Layout::kZigzag) {
-  return slowest(ringattn::plan(seq_len, profiles, cost, layout, {}, std::nullopt).rank_ms);
+  return slowest(make_plan(seq_len, profiles, cost, layout).rank_ms);
 }
 
 // [W] equal ranks at links of these bandwidths, in GB/s.
@@ -45,31 +45,6 @@ std::vector<RankProfile> at_links(const std::vector<double>& link_gbps) {
 std::vector<RankProfile> without(std::vector<RankProfile> profiles, const Lengths& ranks) {
   for (const int64_t rank : ranks) profiles[rank].max_tokens = 0;
   return profiles;
-}
-
-// The least of `predict` over all lengths and all orders.
-double brute_force_ms(int64_t seq_len, const std::vector<RankProfile>& profiles,
-                      const ModelCost& cost, Layout layout, const Workload& workload, Depth depth) {
-  Lengths lengths(profiles.size()), order(profiles.size());
-  double best = std::numeric_limits<double>::infinity();
-  const auto deal = [&](const auto& self, size_t rank, int64_t left) -> void {
-    const int64_t room = std::min(left, profiles[rank].max_tokens.value_or(left));
-    if (rank + 1 < profiles.size()) {
-      for (lengths[rank] = 0; lengths[rank] <= room; ++lengths[rank]) {
-        self(self, rank + 1, left - lengths[rank]);
-      }
-      return;
-    }
-    if (room < left) return;
-    lengths[rank] = left;
-    std::iota(order.begin(), order.end(), 0);
-    do {
-      const Partition partition(layout, lengths, order);
-      best = std::min(best, slowest(predict(partition, profiles, cost, workload, depth)));
-    } while (std::next_permutation(order.begin(), order.end()));
-  };
-  deal(deal, 0, seq_len);
-  return best;
 }
 
 }  // namespace
@@ -108,7 +83,7 @@ TEST_CASE("with links, no partition of a short sequence is much faster than the 
     for (RankProfile& profile : instant) profile.link_gbps = profile.link_latency_us = {};
     waited +=
         ms > 1.01 * slowest(ringattn::plan(seq_len, instant, cost, layout, workload, {}).rank_ms);
-    const double best = brute_force_ms(seq_len, profiles, cost, layout, workload, depth);
+    const double best = least_predicted_ms(seq_len, 1, profiles, cost, layout, workload, depth);
     INFO("trial " << trials << ": " << seq_len << " tokens, " << world_size << " ranks");
     CHECK(ms < 1.02 * best);
     best_of_all += ms <= best * (1 + 1e-9);

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <limits>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -19,14 +17,17 @@ using ringattn::Plan;
 using ringattn::RankProfile;
 using ringattn::Workload;
 using ringattn::testing::kAttention;
+using ringattn::testing::kLayouts;
 using ringattn::testing::kMostPlanningMs;
+using ringattn::testing::least_ms;
 using ringattn::testing::Lengths;
+using ringattn::testing::make_plan;
+using ringattn::testing::planning_ms;
 using ringattn::testing::slowest;
 
 namespace {
 
 const ModelCost kLayer{16384.0, 436.2e6, 4096};  // LLaMA-3-8B
-constexpr Layout kLayouts[] = {Layout::kZigzag, Layout::kContiguous};
 
 std::vector<RankProfile> with_speeds(const std::vector<double>& speeds) {
   std::vector<RankProfile> profiles(speeds.size());
@@ -78,33 +79,11 @@ double reference_ms(const Lengths& lengths, const Lengths& order,
 // The least of reference_ms over all lengths in steps of `unit`, and all orders where they count.
 double brute_force_ms(int64_t seq_len, int64_t unit, const std::vector<RankProfile>& profiles,
                       const ModelCost& cost, Layout layout, const Workload& workload) {
-  const int64_t world_size = static_cast<int64_t>(profiles.size());
-  Lengths lengths(world_size), order(world_size);
-  double best = std::numeric_limits<double>::infinity();
-  const auto deal = [&](const auto& self, int64_t rank, int64_t left) -> void {
-    const int64_t room = std::min(left, profiles[rank].max_tokens.value_or(left));
-    if (rank + 1 == world_size) {
-      if (room < left) return;
-      lengths[rank] = left;
-      std::iota(order.begin(), order.end(), 0);
-      do {
-        best = std::min(best, reference_ms(lengths, order, profiles, cost, layout, workload));
-      } while (layout == Layout::kContiguous && workload.causal &&
-               std::next_permutation(order.begin(), order.end()));
-      return;
-    }
-    for (lengths[rank] = 0; lengths[rank] <= room; lengths[rank] += unit) {
-      self(self, rank + 1, left - lengths[rank]);
-    }
-  };
-  deal(deal, 0, seq_len);
-  return best;
-}
-
-Plan make_plan(int64_t seq_len, const std::vector<RankProfile>& profiles,
-               const ModelCost& cost = kLayer, Layout layout = Layout::kZigzag,
-               Workload workload = {}, std::optional<int64_t> depth = std::nullopt) {
-  return ringattn::plan(seq_len, profiles, cost, layout, workload, depth);
+  const bool orders_count = layout == Layout::kContiguous && workload.causal;
+  return least_ms(seq_len, unit, profiles, orders_count,
+                  [&](const Lengths& lengths, const Lengths& order) {
+                    return reference_ms(lengths, order, profiles, cost, layout, workload);
+                  });
 }
 
 }  // namespace
@@ -158,7 +137,8 @@ TEST_CASE("long sequences are dealt in units that cost next to nothing") {
 TEST_CASE("equal ranks get the even split, and no plan is slower than it") {
   for (const int64_t seq_len : {0, 1, 7, 1000, 4096, 100003, 1 << 20}) {
     for (const int64_t world_size : {1, 2, 3, 8}) {
-      const Plan equal = make_plan(seq_len, with_speeds(std::vector<double>(world_size, 1.0)));
+      const Plan equal =
+          make_plan(seq_len, with_speeds(std::vector<double>(world_size, 1.0)), kLayer);
       for (int64_t rank = 0; rank < world_size; ++rank) {
         CHECK(equal.partition.length(rank) == seq_len / world_size + (rank < seq_len % world_size));
         CHECK(equal.partition.place(rank) == rank);
@@ -210,7 +190,7 @@ TEST_CASE("the ideal knows neither overheads nor limits nor rounding") {
   }
   profiles[0].max_tokens = 12000;
   profiles[1].overhead_ms = 0.1;
-  CHECK(make_plan(30000, profiles).ideal_ms == Approx(seq_len / rate).epsilon(1e-9));
+  CHECK(make_plan(30000, profiles, kLayer).ideal_ms == Approx(seq_len / rate).epsilon(1e-9));
   // Attention alone takes the same whatever the layout.
   const double attention = 16384.0 * seq_len * seq_len / 2 / (550e9 * 1.75);
   for (const Layout layout : kLayouts) {
@@ -357,12 +337,12 @@ TEST_CASE("cached keys lie where they are read fastest") {
 
 TEST_CASE("what cannot be planned is refused") {
   auto profiles = with_speeds({1.0, 1.0});
-  CHECK_THROWS_AS(make_plan(10, {}), std::invalid_argument);
-  CHECK_THROWS_AS(make_plan(-1, profiles), std::invalid_argument);
+  CHECK_THROWS_AS(make_plan(10, {}, kLayer), std::invalid_argument);
+  CHECK_THROWS_AS(make_plan(-1, profiles, kLayer), std::invalid_argument);
   CHECK_THROWS_AS(make_plan(10, profiles, kLayer, Layout::kZigzag, {}, 0), std::invalid_argument);
   for (RankProfile& profile : profiles) profile.max_tokens = 4;
-  CHECK_THROWS_AS(make_plan(10, profiles), std::invalid_argument);
-  CHECK(make_plan(8, profiles).partition.lengths() == Lengths{4, 4});
+  CHECK_THROWS_AS(make_plan(10, profiles, kLayer), std::invalid_argument);
+  CHECK(make_plan(8, profiles, kLayer).partition.lengths() == Lengths{4, 4});
 }
 
 TEST_CASE("planning a million tokens over eight ranks takes less than 5 ms") {
@@ -375,11 +355,7 @@ TEST_CASE("planning a million tokens over eight ranks takes less than 5 ms") {
       for (RankProfile& profile : profiles) {
         if (trial % 2) profile.link_gbps = random() % 3 ? 20.0 : 1.0;
       }
-      const auto start = std::chrono::steady_clock::now();
-      make_plan(1 << 20, profiles, kLayer, layout);
-      const std::chrono::duration<double, std::milli> took =
-          std::chrono::steady_clock::now() - start;
-      best_ms[trial % 2] = std::min(best_ms[trial % 2], took.count());
+      best_ms[trial % 2] = std::min(best_ms[trial % 2], planning_ms(profiles, kLayer, layout));
     }
     CHECK(best_ms[0] < kMostPlanningMs);
     CHECK(best_ms[1] < kMostPlanningMs);
