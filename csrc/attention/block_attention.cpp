@@ -23,13 +23,15 @@ at::ScalarType state_dtype(at::ScalarType dtype) {
 namespace {
 
 void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
-                          const AttentionResult& result, const ArrivalWords& words) {
+                          const AttentionResult& result, const Bringing& bringing) {
   const int64_t num_queries = q.size(1);
   const at::Tensor queries = kernel_ready(q);
   std::vector<at::Tensor> ready;  // alive until the launch
   std::vector<KeySegment> segments;
   for (const KeyBlock& block : blocks) {
     const at::Tensor keys = kernel_ready(block.k), values = kernel_ready(block.v);
+    TORCH_INTERNAL_ASSERT(block.source.data == nullptr ||
+                          (keys.is_same(block.k) && values.is_same(block.v)));
     const int64_t num_keys = keys.size(1);
     KeySegment segment;
     segment.k = strided(keys);
@@ -37,7 +39,7 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
     segment.num_keys = num_keys;
     segment.diagonal = std::clamp(block.diagonal.value_or(num_keys), -num_queries, num_keys);
     segment.first_query = block.first_query;
-    segment.arrivals = block.arrivals;
+    segment.source = block.source;
     segments.push_back(segment);
     ready.insert(ready.end(), {keys, values});
   }
@@ -46,9 +48,7 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
   params.q = strided(queries);
   params.segments = segments.data();
   params.num_segments = segments.size();
-  params.kv_heads_per_arrival = words.kv_heads_per_arrival;
-  params.words = {words.words, static_cast<int32_t>(words.num_arrivals)};
-  params.failed = words.failed;
+  params.bringing = bringing;
   params.batch = q.size(0);
   params.num_queries = num_queries;
   params.num_heads = q.size(2);
@@ -88,10 +88,10 @@ bool attends_lists(const at::Tensor& q, int64_t num_blocks) {
 }
 
 void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
-                     const AttentionResult& result, const ArrivalWords& words) {
+                     const AttentionResult& result, const Bringing& bringing) {
   if (q.numel() == 0) return;
 #ifdef RINGATTN_WITH_CUDA
-  if (q.is_cuda()) return block_attention_cuda(q, blocks, scale, result, words);
+  if (q.is_cuda()) return block_attention_cuda(q, blocks, scale, result, bringing);
 #endif
   TORCH_INTERNAL_ASSERT(blocks.size() == 1);
   const KeyBlock& block = blocks.front();

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/export.h"
+#include "core/remote_keys.h"
 #include "core/shape.h"
 
 // Block attention on tensors of any device that has kernels. Arguments have been checked by the
@@ -37,27 +38,19 @@ struct AttentionResult {
 struct KeyBlock {
   at::Tensor k;  // [B, S_k, H_kv, D]
   at::Tensor v;
-  std::optional<int64_t> diagonal;     // query row i sees key j when j - i <= diagonal; absent: all
-  int64_t first_query = 0;             // rows before it see nothing of this block
-  const uint32_t* arrivals = nullptr;  // see KeySegment; null: the keys are there
+  std::optional<int64_t> diagonal;  // query row i sees key j when j - i <= diagonal; absent: all
+  int64_t first_query = 0;          // rows before it see nothing of this block
+  RemoteKeys source = {};           // see KeySegment; without data: the keys are there
 };
 
-/// What a kernel needs to wait by itself for blocks with arrivals; see LaunchWords.
-struct ArrivalWords {
-  int64_t kv_heads_per_arrival = 0;
-  uint32_t* words = nullptr;
-  int64_t num_arrivals = 0;
-  const uint32_t* failed = nullptr;  // device memory; not 0: the results are NaN
-};
-
-/// Whether one call can attend q to a list of `num_blocks` blocks, and wait for their arrivals.
+/// Whether one call can attend q to a list of `num_blocks` blocks, and bring them by itself.
 RINGATTN_API bool attends_lists(const at::Tensor& q, int64_t num_blocks);
 
 /// Attends q to a list of blocks, in its order, in one launch; more than one only where
 /// attends_lists says so.
 RINGATTN_API void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks,
                                   double scale, const AttentionResult& result,
-                                  const ArrivalWords& words = {});
+                                  const Bringing& bringing = {});
 
 /// Attends q [B, S_q, H, D] to k, v [B, S_k, H_kv, D] under `diagonal`, folds the earlier state in
 /// where there is one, and writes `result`. Any strides. On CUDA: runs on the current stream.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/remote_keys.h"
 #include "core/shape.h"
 
 // What a kernel is told. Plain data: no torch, no CUDA types, so that every kernel family and every
@@ -28,28 +29,9 @@ struct KeySegment {
   int32_t diagonal = 0;     // row i sees key j when j - i <= diagonal; in [-S_q, S_k]; S_k: no mask
   int32_t first_query = 0;  // rows before it see nothing of the segment; 0, or the same in all
                             // segments of a call where it is not 0
-  /// Null: the keys are there. Otherwise one word for each slice of kv_heads_per_arrival heads, of
-  /// all batch entries, among LaunchWords::arrivals: not 0 once the slice has arrived.
-  const uint32_t* arrivals = nullptr;
-};
-
-/// Words of device memory, [2 + num_arrivals] of them, that are 0 when a launch begins and that it
-/// leaves 0 behind: a captured launch can be replayed. Launches that overlap need words of their
-/// own each.
-///
-/// An arrival is set by whoever brings the keys, with system scope and after them: a copy engine's
-/// write behind its copy (cuStreamWriteValue32), a peer's release. Every arrival has to come, also
-/// of a segment that no row sees: the launch waits for all of them before it sets them back. It
-/// occupies the device while it waits, so they must not depend on anything that runs there.
-struct LaunchWords {
-  static constexpr int kTilesTaken = 0;
-  static constexpr int kBlocksDone = 1;
-  static constexpr int kFirstArrival = 2;
-
-  uint32_t* data = nullptr;
-  int32_t num_arrivals = 0;
-
-  constexpr uint32_t* arrivals() const { return data + kFirstArrival; }
+  /// With data: the launch brings the keys from there, and `k` and `v` are where to, the planes of
+  /// one memory [H_kv, 2, B, num_keys, D]. Without: the keys are there.
+  RemoteKeys source;
 };
 
 /// One call of block attention: S_q query rows against a list of key segments, folded into a state
@@ -69,14 +51,12 @@ struct BlockAttentionParams {
   int64_t lse_head_stride = 0;
   const KeySegment* segments = nullptr;  // [num_segments], host memory, read during the call
   int32_t num_segments = 0;
-  int32_t kv_heads_per_arrival = 0;  // where a segment has arrivals
 
   /// Where there are words, tiles are handed out as thread blocks come to ask, otherwise they are
-  /// shared out beforehand: better where nothing else runs on the device. Arrivals need them.
-  LaunchWords words;
-  /// Device memory, may be null: where it is not 0 when a tile is finished, its results and lse are
-  /// NaN. For a host that gives up and releases the waits.
-  const uint32_t* failed = nullptr;
+  /// shared out beforehand: better where nothing else runs on the device. With `failed`, which
+  /// needs words, the launch brings the segments that have a source, and gives notice also where
+  /// there are none.
+  Bringing bringing;
 
   int32_t batch = 0;
   int32_t num_queries = 0;   // S_q

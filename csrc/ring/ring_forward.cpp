@@ -37,8 +37,8 @@ std::vector<Hop> hops(const RingCall& call, const std::vector<Visit>& visits) {
   return hops;
 }
 
-// Whether a kernel may wait for blocks by itself, on the device. Off, nothing but streams waits:
-// for debuggers, and for processes that take turns on one device.
+// Whether a kernel may bring blocks by itself, and wait for them on the device. Off, nothing but
+// streams waits: for debuggers, and for processes that take turns on one device.
 bool kernels_may_wait() {
   static const bool may = [] {
     const char* text = std::getenv("RINGATTN_KERNEL_WAITS");
@@ -63,7 +63,7 @@ class Executor {
               const Gathering* gathering) {
     Range range;
     for (int64_t step = first; step < last; ++step) range.add(visits_[step]);
-    if (range.num_visible == 0 && !polled(gathering)) return;
+    if (range.num_visible == 0 && !by_kernel(gathering)) return;
 
     std::vector<KeyBlock> seen;
     for (int64_t step = first; step < last; ++step) {
@@ -75,12 +75,12 @@ class Executor {
       keys.v = leading(block.v, visit.key_end);
       keys.diagonal = visit.diagonal;
       keys.first_query = visit.query_begin - range.query_begin;
-      if (polled(gathering) && step > 0) keys.arrivals = gathering->arrivals[step - 1];
+      if (by_kernel(gathering) && step > 0) keys.source = gathering->sources[step - 1];
       repeat(rows(q_, 1, visit.query_begin), keys);
       seen.push_back(std::move(keys));
     }
     block_attention(rows(q_, 1, range.query_begin), seen, call_.scale, result(range),
-                    words(gathering));
+                    bringing(gathering));
     first_ = false;
   }
 
@@ -105,8 +105,8 @@ class Executor {
     }
   };
 
-  static bool polled(const Gathering* gathering) {
-    return gathering != nullptr && !gathering->arrivals.empty();
+  static bool by_kernel(const Gathering* gathering) {
+    return gathering != nullptr && !gathering->sources.empty();
   }
 
   static at::Tensor leading(const at::Tensor& x, int64_t rows) {
@@ -133,20 +133,17 @@ class Executor {
     return result;
   }
 
-  ArrivalWords words(const Gathering* gathering) {
-    if (!polled(gathering)) {
-      ArrivalWords words;
-      // Transfers may hold some multiprocessors for a while: tiles go to whoever is free.
-      if (visits_.size() > 1 && attends_lists(q_, 1)) {
-        if (!words_.defined()) {
-          words_ = at::zeros({LaunchWords::kFirstArrival}, q_.options().dtype(at::kInt));
-        }
-        words.words = static_cast<uint32_t*>(words_.mutable_data_ptr());
+  Bringing bringing(const Gathering* gathering) {
+    if (by_kernel(gathering)) return gathering->bringing;
+    Bringing none;
+    // Transfers may hold some multiprocessors for a while: tiles go to whoever is free.
+    if (visits_.size() > 1 && attends_lists(q_, 1)) {
+      if (!words_.defined()) {
+        words_ = at::zeros({LaunchWords::kFirstArrival}, q_.options().dtype(at::kInt));
       }
-      return words;
+      none.words.data = static_cast<uint32_t*>(words_.mutable_data_ptr());
     }
-    return {gathering->heads_per_arrival, gathering->words, gathering->num_arrivals,
-            gathering->failed};
+    return none;
   }
 
   // testing.slowdown: the same work again, as much of it as the factor asks for, into nothing. The
@@ -169,7 +166,7 @@ class Executor {
   at::Tensor out_;    // [B, S_r, H, D], q's dtype: completed rows
   at::Tensor state_;  // [B, S_r, H, D], state dtype: the others, where a launch leaves some
   at::Tensor lse_;    // [B, H, S_r]
-  at::Tensor words_;  // int32, 0: counters of the kernel's, where nothing is polled
+  at::Tensor words_;  // int32, 0: counters of the kernel's, where it brings nothing
   bool first_ = true;
 };
 
@@ -198,28 +195,24 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& q, const at::Te
     exchange.hops = hops(call, visits);
     exchange.most_rows =
         *std::max_element(call.partition.lengths().begin(), call.partition.lengths().end());
-    for (size_t step = 1; step < visits.size(); ++step) {
-      exchange.query_rows = std::max(exchange.query_rows, visits[step].num_queries());
-    }
-    exchange.query_rows *= q.size(0) * q.size(2) / k.size(2);
     exchange.depth = std::min<int64_t>(call.depth, exchange.hops.size());
-    exchange.polled = !by_block && kernels_may_wait();
+    exchange.by_kernel = !by_block && kernels_may_wait();
     exchange.timed = timed && by_block;
     stream = transport->open(exchange);
   }
   const Gathering* gathering = stream && !by_block ? stream->gathering() : nullptr;
-  const bool polled = gathering != nullptr && !gathering->arrivals.empty();
+  const bool by_kernel = gathering != nullptr && !gathering->sources.empty();
 
   Executor executor(q, call, visits);
   for (int64_t first = 0, last; first < num_visits; first = last) {
     RECORD_USER_SCOPE("ringattn::ring_step");
-    last = polled || (gathering != nullptr && first > 0) ? num_visits : first + 1;
+    last = by_kernel || (gathering != nullptr && first > 0) ? num_visits : first + 1;
     std::optional<Stamp> before, ready, after;
     if (timed) before.emplace(q.device());
     std::vector<Block> blocks;
     for (int64_t step = first; step < last; ++step) {
       blocks.push_back(step == 0 ? Block{k, v}
-                                 : (polled ? gathering->blocks[step - 1] : stream->wait(step)));
+                                 : (by_kernel ? gathering->blocks[step - 1] : stream->wait(step)));
     }
     if (timed) ready.emplace(q.device());
     executor.attend(first, last, blocks, gathering);

@@ -26,13 +26,13 @@ struct Layout {
   static constexpr int64_t kRanks = cuda::kMaxSignals;
   static constexpr int64_t kStaged = 0;
   static constexpr int64_t kRead = kStaged + kRanks;
-  static constexpr int64_t kNumStaged = kRead + kRanks;
-  static constexpr int64_t kBlocksDone = kNumStaged + 1;
+  static constexpr int64_t kBlocksDone = kRead + kRanks;
   static constexpr int64_t kCalls = kBlocksDone + 1;
   static constexpr int64_t kFailed = kCalls + 1;
   static constexpr int64_t kOne = kFailed + 1;  // a 1 to copy from
   static constexpr int64_t kLaunch = kOne + 1;
-  static constexpr int64_t kWords = kLaunch + Handshake::kLaunchCounters + Handshake::kMaxArrivals;
+  static constexpr int64_t kArrivals = 4096;
+  static constexpr int64_t kWords = kLaunch + LaunchWords::kFirstArrival + kArrivals;
 };
 
 // What the streams are waiting for; written by them, read by the watchdog.
@@ -92,13 +92,10 @@ class Handshake::State {
     const c10::cuda::CUDAGuard guard(device);
     std::vector<uint32_t> initial(Layout::kWords, 0);
     for (int64_t rank = 0; rank < size_; ++rank) initial[Layout::kRead + rank] = 1;
-    initial[Layout::kNumStaged] = static_cast<uint32_t>(size_ - 1);
     initial[Layout::kOne] = 1;
     C10_CUDA_CHECK(cudaMemcpy(word(0), initial.data(), initial.size() * sizeof(uint32_t),
                               cudaMemcpyHostToDevice));
-    // Nobody signals before all words are in place.
-    const auto without = group.exchange(words_.has_atomics() ? "" : "none");
-    counted_ = std::all_of(without.begin(), without.end(), [](const auto& w) { return w.empty(); });
+    group.exchange("");  // nobody signals before all words are in place
   }
 
   uint32_t* word(int64_t index) const { return word_of(rank_, index); }
@@ -115,7 +112,10 @@ class Handshake::State {
     const bool moved = phase != last_phase_ || calls != last_calls_;
     last_phase_ = phase;
     last_calls_ = calls;
-    if (moved || phase == kNotWaiting) since_ = Clock::now();
+    if (moved || phase == kNotWaiting) {
+      since_ = Clock::now();
+      suspected_ = false;
+    }
     if (given_up_) {
       release();
     } else if (phase != kNotWaiting && Clock::now() - since_ >= patience_) {
@@ -162,9 +162,12 @@ class Handshake::State {
     for (const int64_t rank : others_) {
       if (seen[rank] == 0) suspects.push_back(rank);
     }
-    // It came this moment; or the device does not go on although everybody has.
-    if (suspects.empty() && Clock::now() - since_ < 2 * patience_) return;
-    if (suspects.empty()) suspects = others_;
+    if (suspects.empty()) {  // a call is over, or its kernel has yet to begin
+      since_ = Clock::now();
+      return;
+    }
+    // The next look, a while later, must see them too: a call that begins takes its words back.
+    if (!std::exchange(suspected_, true)) return;
     if (const auto group = group_.lock()) {
       const int64_t step = step_of_rank_ ? (*step_of_rank_)[suspects.front()] : 1;
       group->fail(group->blame(call_, step, suspects, "no signal came through shared memory"));
@@ -192,12 +195,9 @@ class Handshake::State {
                       own_.releasing);
       cudaStreamSynchronize(own_.releasing);
     };
-    constexpr uint32_t kEnough = 1u << 30;  // whatever is still taken off
-    set(Layout::kFailed, 1, 1);             // first: who passes must know
+    set(Layout::kFailed, 1, 1);  // first: who passes must know
     set(Layout::kStaged, Layout::kRanks, 1);
     set(Layout::kRead, Layout::kRanks, 1);
-    set(Layout::kNumStaged, 1, kEnough);
-    set(Layout::kLaunch + Handshake::kLaunchCounters, Handshake::kMaxArrivals, 1);
   }
 
   std::weak_ptr<RingGroup> group_;
@@ -207,11 +207,11 @@ class Handshake::State {
   int64_t call_ = 0;
   std::shared_ptr<const std::vector<int64_t>> step_of_rank_;
   bool closed_ = false, given_up_ = false;
+  bool suspected_ = false;                          // somebody, by the last look
   std::optional<Clock::time_point> leaving_since_;  // the group is gone, and not all has been read
   uint32_t last_phase_ = kNotWaiting, last_calls_ = 0;
   Clock::time_point since_ = Clock::now();
   SharedMemory words_;
-  bool counted_ = false;
 };
 
 namespace {
@@ -242,17 +242,11 @@ Handshake::~Handshake() { state_->close(); }
 
 bool Handshake::all_read() { return state_->all_read(); }
 
-bool Handshake::kernels_may_wait() const {
-  return state_->counted_ && !state_->words_.shares_devices();
-}
-
 void Handshake::give_signals(cuda::StageParams& params) const {
   for (const int64_t rank : state_->others_) {
     params.taken_back[params.num_signals] = state_->word(Layout::kRead + rank);
-    params.signals[params.num_signals] = state_->word_of(rank, Layout::kStaged + state_->rank_);
-    params.counts[params.num_signals++] = state_->word_of(rank, Layout::kNumStaged);
+    params.signals[params.num_signals++] = state_->word_of(rank, Layout::kStaged + state_->rank_);
   }
-  if (state_->counted_) params.counted = state_->word(Layout::kNumStaged);
   params.blocks_done = state_->word(Layout::kBlocksDone);
   params.failed = failed();
   params.calls = state_->word(Layout::kCalls);
@@ -273,8 +267,9 @@ void Handshake::take_staged(cudaStream_t stream) {
 
 void Handshake::wait_until_staged(cudaStream_t stream) {
   cuda::StreamWords words;
-  words.wait_for_at_least(state_->word(Layout::kNumStaged),
-                          static_cast<uint32_t>(state_->size_ - 1));
+  for (const int64_t rank : state_->others_) {
+    words.wait_for(state_->word(Layout::kStaged + rank), 1);
+  }
   C10_CUDA_CHECK(words.enqueue(stream));
 }
 
@@ -286,7 +281,7 @@ void Handshake::tell_read(int64_t other, cudaStream_t stream) {
                                  stream));
 }
 
-void Handshake::wait_until_read(cudaStream_t stream) {
+void Handshake::show_and_wait_until_read(cudaStream_t stream) {
   uint32_t* const phase = const_cast<uint32_t*>(&state_->own_.host->phase);
   cuda::StreamWords words;
   words.write(phase, kWaitingUntilRead);
@@ -295,7 +290,27 @@ void Handshake::wait_until_read(cudaStream_t stream) {
   C10_CUDA_CHECK(words.enqueue(stream));
 }
 
-uint32_t* Handshake::launch_words() const { return state_->word(Layout::kLaunch); }
+void Handshake::wait_until_read(cudaStream_t stream) {
+  cuda::StreamWords words;
+  for (const int64_t rank : state_->others_) words.wait_for(state_->word(Layout::kRead + rank), 1);
+  C10_CUDA_CHECK(words.enqueue(stream));
+}
+
+Bringing Handshake::bringing() const {
+  static_assert(cuda::kMaxSignals <= Notices::kMaxPeers);
+  Bringing bringing;
+  bringing.words = {state_->word(Layout::kLaunch), static_cast<int32_t>(Layout::kArrivals)};
+  bringing.failed = failed();
+  Notices& notices = bringing.notices;
+  for (const int64_t rank : state_->others_) {
+    notices.taken_back[notices.num_peers] = state_->word(Layout::kStaged + rank);
+    notices.read[notices.num_peers++] = state_->word_of(rank, Layout::kRead + state_->rank_);
+  }
+  notices.phase = const_cast<uint32_t*>(&state_->own_.host->phase);
+  notices.phase_begun = kNotWaiting;
+  notices.phase_ended = kWaitingUntilRead;
+  return bringing;
+}
 
 const uint32_t* Handshake::failed() const { return state_->word(Layout::kFailed); }
 

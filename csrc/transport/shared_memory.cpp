@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstring>
 #include <fstream>
-#include <set>
 #include <string>
 #include <utility>
 
@@ -21,7 +20,6 @@ namespace {
 // What a rank tells the others of its memory.
 struct Offer {
   char host[64] = {};     // which boot of which machine
-  char device[16] = {};   // UUID
   char reason[160] = {};  // why there is none; empty: there is
   cudaIpcMemHandle_t handle = {};
 };
@@ -66,15 +64,10 @@ SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes, s
   const c10::cuda::CUDAGuard guard(device);
   Offer mine;
   put(mine.host, host_name());
-  cudaDeviceProp properties;
-  cudaError_t error = cudaGetDeviceProperties(&properties, device.index());
-  if (error == cudaSuccess) {
-    std::memcpy(mine.device, properties.uuid.bytes, sizeof(mine.device));
+  cudaError_t error = cudaMalloc(&memory_[rank_], bytes_);
+  if (error == cudaErrorMemoryAllocation) {  // PyTorch may hold what nobody uses
+    c10::cuda::CUDACachingAllocator::emptyCache();
     error = cudaMalloc(&memory_[rank_], bytes_);
-    if (error == cudaErrorMemoryAllocation) {  // PyTorch may hold what nobody uses
-      c10::cuda::CUDACachingAllocator::emptyCache();
-      error = cudaMalloc(&memory_[rank_], bytes_);
-    }
   }
   if (error == cudaSuccess) error = cudaIpcGetMemHandle(&mine.handle, memory_[rank_]);
   if (refusal.empty() && error != cudaSuccess) refusal = cudaGetErrorString(error);
@@ -82,10 +75,8 @@ SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes, s
   put(mine.reason, refusal);
 
   const auto words = group.exchange(to_word(mine));
-  std::set<std::string> devices;
   for (int64_t rank = 0; rank < group.size(); ++rank) {
     const Offer offer = to_offer(words[rank]);
-    shares_devices_ |= !devices.insert(std::string(offer.device, sizeof(offer.device))).second;
     if (rank == rank_ || !refusal.empty() || offer.reason[0] != '\0') continue;
     if (std::strcmp(offer.host, mine.host) != 0) {
       refusal = "it does not share a host with rank " + std::to_string(rank);
@@ -113,23 +104,6 @@ SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes, s
 SharedMemory::~SharedMemory() {
   close_others();
   on_device(device_, [&] { cudaFree(memory_[rank_]); });
-}
-
-bool SharedMemory::has_atomics() const {
-  const c10::cuda::CUDAGuard guard(device_);
-  for (const void* memory : memory_) {
-    cudaPointerAttributes attributes = {};
-    int supported = 0;
-    cudaError_t error = cudaPointerGetAttributes(&attributes, memory);
-    if (error == cudaSuccess && attributes.device == device_.index()) continue;
-    if (error == cudaSuccess) {
-      error = cudaDeviceGetP2PAttribute(&supported, cudaDevP2PAttrNativeAtomicSupported,
-                                        device_.index(), attributes.device);
-    }
-    cudaGetLastError();  // a failure here is not the next caller's
-    if (error != cudaSuccess || supported == 0) return false;
-  }
-  return true;
 }
 
 void SharedMemory::close_others() noexcept {

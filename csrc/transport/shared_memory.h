@@ -46,17 +46,12 @@ class SharedMemory {
   /// This process does not see the others' memory any more. Memory must not be freed while others
   /// see it.
   void close_others() noexcept;
-  /// Whether two ranks have the same device: then copies between them may need its multiprocessors.
-  bool shares_devices() const { return shares_devices_; }
-  /// Whether kernels of this rank can add to words of all others: over NVLink, not over every PCIe.
-  bool has_atomics() const;
 
  private:
   c10::Device device_;
   int64_t rank_;
   size_t bytes_;
   std::vector<void*> memory_;  // [W]
-  bool shares_devices_ = false;
 };
 
 }  // namespace ringattn

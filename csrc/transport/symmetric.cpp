@@ -15,7 +15,6 @@
 
 #include "transport/call_order.h"
 #include "transport/cuda/stage.h"
-#include "transport/cuda/stream_words.h"
 #include "transport/cuda_transfer.h"
 #include "transport/handshake.h"
 #include "transport/hostility.h"
@@ -117,16 +116,19 @@ class SymmetricTransport : public MessageTransport {
 
   // Some time of a copy engine.
   void delay(int64_t from) {
-    if (!delays_) delays_.emplace(*hostile_transfers());
     constexpr int64_t kMostBytes = int64_t{32} << 20;
     if (!nowhere_.defined()) {
       nowhere_ = at::empty({kMostBytes}, at::TensorOptions(device_).dtype(at::kByte));
     }
     const int64_t most = std::min<int64_t>(kMostBytes, staged_->bytes());
-    for (uint64_t times = (*delays_)() % 8; times > 0; --times) {
+    for (uint64_t times = next_delay() % 8; times > 0; --times) {
       C10_CUDA_CHECK(cudaMemcpyAsync(nowhere_.mutable_data_ptr(), staged_by(from),
-                                     (*delays_)() % most, cudaMemcpyDefault, lane_));
+                                     next_delay() % most, cudaMemcpyDefault, lane_));
     }
+  }
+  uint32_t next_delay() {
+    if (!delays_) delays_.emplace(*hostile_transfers());
+    return static_cast<uint32_t>((*delays_)());  // never 0
   }
 
   Plan& plan(const Exchange& exchange);
@@ -171,7 +173,7 @@ class SymmetricStream : public BlockStream {
     const size_t row_bytes = 2 * k.size(0) * k.size(2) * k.size(3) * k.element_size();
     transport_.reserve(exchange_.most_rows * row_bytes);
     plan_ = &transport_.plan(exchange);
-    exchange_.polled = !plan_->gathering.arrivals.empty();
+    exchange_.by_kernel = plan_->copies.empty();
 
     cuda::StageParams params;
     params.k = stage_source(k);
@@ -191,18 +193,15 @@ class SymmetricStream : public BlockStream {
       C10_CUDA_CHECK(cudaMemsetAsync(transport_.gathered_.mutable_data_ptr(), kNaN,
                                      transport_.gathered_.nbytes(), stream_));
     }
-    transport_.after(stream_);
-    if (exchange_.polled) {
-      // Note: enqueued before anything that may have to wait on stream_. Streams can share a queue
-      // of the device, and are then carried out in this order; in a captured graph it is the
-      // driver's.
-      fetch_all();
+    if (exchange_.by_kernel) {
+      plan_->gathering.bringing.lateness = hostile_transfers() ? transport_.next_delay() : 0;
       transport_.handshake_.wait_until_staged(stream_);
-    } else {
-      transport_.handshake_.take_staged(transport_.lane_);
-      arrived_.resize(num_hops_);
-      for (int64_t step = 1; step <= exchange_.depth; ++step) fetch(step);
+      return;
     }
+    transport_.after(stream_);
+    transport_.handshake_.take_staged(transport_.lane_);
+    arrived_.resize(num_hops_);
+    for (int64_t step = 1; step <= exchange_.depth; ++step) fetch(step);
   }
 
   const Gathering* gathering() const override {
@@ -216,17 +215,19 @@ class SymmetricStream : public BlockStream {
 
   void release(int64_t step) override {
     const int64_t next = step + exchange_.depth + 1;
-    if (exchange_.polled || next > num_hops_) return;
+    if (exchange_.by_kernel || next > num_hops_) return;
     transport_.after(getCurrentCUDAStream());
     fetch(next);
   }
 
   void finish(const std::vector<at::Tensor>& results) override {
-    if (!exchange_.polled) {  // else the kernel and fetch_all() have seen to these
+    if (exchange_.by_kernel) {
+      transport_.handshake_.wait_until_read(stream_);
+    } else {
       transport_.guard(results);
-      transport_.handshake_.wait_until_read(transport_.lane_);
+      transport_.handshake_.show_and_wait_until_read(transport_.lane_);
+      transport_.join(stream_);
     }
-    transport_.join(stream_);
     transport_.calls_.end_on(stream_);
   }
 
@@ -247,62 +248,22 @@ class SymmetricStream : public BlockStream {
     arrived.start = std::make_unique<CUDAEvent>(flags);
     arrived.end = std::make_unique<CUDAEvent>(flags);
     if (exchange_.timed) arrived.start->record(transport_.lane_);
-    for (const Copy& copy : plan_->copies) {
-      if (copy.step == step) enqueue(copy);
-    }
+    if (hostile_transfers()) transport_.delay(exchange_.hops[step - 1].source);
+    enqueue(plan_->copies[step - 1]);
     arrived.end->record(transport_.lane_);
     transport_.handshake_.tell_read(exchange_.hops[step - 1].source, transport_.lane_);
   }
 
-  // All that the lane does, blocks slice of heads by slice of heads, each with its word. From the
-  // second time on as one graph: a host call for each of them would take as long as a small ring.
-  void fetch_all() {
-    const bool by_host = transport_.calls_.capturing() || hostile_transfers();
-    if (by_host || (plan_->graph == nullptr && plan_->uses++ == 0)) return enqueue_all();
-    if (plan_->graph == nullptr) {
-      C10_CUDA_CHECK(cudaStreamBeginCapture(transport_.lane_, cudaStreamCaptureModeThreadLocal));
-      cudaGraph_t graph = nullptr;
-      try {
-        enqueue_all();
-      } catch (...) {
-        cudaStreamEndCapture(transport_.lane_, &graph);  // the stream must work on
-        if (graph != nullptr) cudaGraphDestroy(graph);
-        cudaGetLastError();
-        throw;
-      }
-      C10_CUDA_CHECK(cudaStreamEndCapture(transport_.lane_, &graph));
-      C10_CUDA_CHECK(cudaGraphInstantiate(&plan_->graph, graph, 0));
-      C10_CUDA_CHECK(cudaGraphDestroy(graph));
-    }
-    C10_CUDA_CHECK(cudaGraphLaunch(plan_->graph, transport_.lane_));
-  }
-
-  void enqueue_all() {
-    transport_.handshake_.take_staged(transport_.lane_);
-    for (const Copy& copy : plan_->copies) enqueue(copy);
-    for (const Hop& hop : exchange_.hops) {
-      if (hostile_transfers()) transport_.delay(hop.source);
-      transport_.handshake_.tell_read(hop.source, transport_.lane_);
-    }
-    transport_.handshake_.wait_until_read(transport_.lane_);
-  }
-
   void enqueue(const Copy& copy) {
     const CUDAStream lane = transport_.lane_;
-    if (hostile_transfers()) transport_.delay(exchange_.hops[copy.step - 1].source);
-    if (copy.planes * copy.plane_bytes == 0) {
-      // Nothing to bring, but somebody may wait for word of it.
-    } else if (copy.pitch == copy.plane_bytes || copy.planes == 1) {
+    if (copy.planes * copy.plane_bytes == 0) return;
+    if (copy.pitch == copy.plane_bytes || copy.planes == 1) {
       C10_CUDA_CHECK(cudaMemcpyAsync(copy.to, copy.from, copy.planes * copy.plane_bytes,
                                      cudaMemcpyDefault, lane));
     } else {
       C10_CUDA_CHECK(cudaMemcpy2DAsync(copy.to, copy.plane_bytes, copy.from, copy.pitch,
                                        copy.plane_bytes, copy.planes, cudaMemcpyDefault, lane));
     }
-    if (copy.arrival == nullptr) return;
-    cuda::StreamWords words;
-    words.write(copy.arrival, 1);
-    C10_CUDA_CHECK(words.enqueue(lane));
   }
 
   SymmetricTransport& transport_;
@@ -318,8 +279,7 @@ std::unique_ptr<BlockStream> SymmetricTransport::open(const Exchange& exchange) 
 }
 
 Plan& SymmetricTransport::plan(const Exchange& exchange) {
-  const bool polled = exchange.polled && !exchange.timed && handshake_.kernels_may_wait();
-  const auto key = plan_key(exchange, polled);
+  const auto key = plan_key(exchange, exchange.by_kernel);
   const auto known = plans_.find(key);
   if (known != plans_.end()) return *known->second;
   const int64_t bytes = gathered_bytes(exchange);
@@ -331,7 +291,7 @@ Plan& SymmetricTransport::plan(const Exchange& exchange) {
   }
   constexpr size_t kMostPlans = 64;
   if (plans_.size() >= kMostPlans && !calls_.capturing()) forget_plans();
-  auto made = make_plan(exchange, polled, *staged_, gathered_, handshake_);
+  auto made = make_plan(exchange, exchange.by_kernel, *staged_, gathered_, handshake_);
   return *plans_.emplace(key, std::move(made)).first->second;
 }
 
@@ -363,7 +323,7 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
     message.receive.record_stream(lane_);
   }
   for (const int64_t rank : group_.others()) handshake_.tell_read(rank, lane_);
-  handshake_.wait_until_read(lane_);
+  handshake_.show_and_wait_until_read(lane_);
   done->record(lane_);
   calls_.end_on(lane_);
   return std::make_unique<CudaTransfer>(started, done, message.timed);

@@ -10,8 +10,8 @@ namespace ringattn {
 class RingGroup;
 
 /// One-sided, between devices of one host: every rank stages its block in memory that the others
-/// can read, and copy engines of the readers fetch it from there. Collective; throws on all ranks
-/// where they do not share memory.
+/// can read, and readers fetch it from there: the kernel that attends to it, or copy engines.
+/// Collective; throws on all ranks where they do not share memory.
 std::unique_ptr<MessageTransport> make_symmetric_transport(RingGroup& group, c10::Device device);
 
 }  // namespace ringattn

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <memory>
@@ -18,31 +17,22 @@
 
 namespace ringattn {
 
-/// Rows of a block, all planes (a head of a batch, keys or values) of some heads, from where its
-/// owner has staged it to where this rank attends to it.
+/// Rows of a block, all planes (a head of a batch, keys or values), from where its owner has staged
+/// it to where this rank attends to it.
 struct Copy {
-  int64_t step = 0;
   const char* from = nullptr;
   char* to = nullptr;
   size_t plane_bytes = 0;  // that are copied
   size_t pitch = 0;        // of the staged block
   size_t planes = 0;
-  uint32_t* arrival = nullptr;  // set to 1 behind it; null: nobody polls
 };
 
 /// What a kind of ring call does with memory. Addresses do not change from call to call.
 struct Plan {
-  at::Tensor memory;         // the visiting blocks, bytes
-  Gathering gathering;       // arrivals only where they are polled
-  std::vector<Copy> copies;  // in the order in which they are made
+  at::Tensor memory;  // the visiting blocks, bytes
+  Gathering gathering;
+  std::vector<Copy> copies;  // [W - 1]; none where a kernel brings the blocks
   std::shared_ptr<const std::vector<int64_t>> step_of_rank;
-  cudaGraphExec_t graph = nullptr;  // all that the lane does in a polled call
-  int64_t uses = 0;
-
-  Plan() = default;
-  Plan(const Plan&) = delete;
-  Plan& operator=(const Plan&) = delete;
-  ~Plan();
 };
 
 /// k or v [B, S_r, H_kv, D] for the staging kernel. `x` must be stageable.
@@ -51,13 +41,14 @@ cuda::StageSource stage_source(const at::Tensor& x);
 at::Tensor stageable(const at::Tensor& x);
 
 /// What distinguishes one kind of call from another.
-std::vector<int64_t> plan_key(const Exchange& exchange, bool polled);
+std::vector<int64_t> plan_key(const Exchange& exchange, bool by_kernel);
 
 /// Memory for visiting blocks: up to depth + 1 at a time.
 int64_t gathered_bytes(const Exchange& exchange);
 
-/// `gathered`: at least gathered_bytes(). `polled`: with words for what has arrived.
-std::unique_ptr<Plan> make_plan(const Exchange& exchange, bool polled, const SharedMemory& staged,
-                                const at::Tensor& gathered, const Handshake& handshake);
+/// `gathered`: at least gathered_bytes(). `by_kernel`: sources in place of copies.
+std::unique_ptr<Plan> make_plan(const Exchange& exchange, bool by_kernel,
+                                const SharedMemory& staged, const at::Tensor& gathered,
+                                const Handshake& handshake);
 
 }  // namespace ringattn

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/export.h"
+#include "core/remote_keys.h"
 #include "core/shape.h"
 
 // How key/value blocks travel. The ring loop sees Transport and BlockStream and nothing below them.
@@ -31,12 +32,9 @@ struct Exchange {
   at::Tensor v;
   std::vector<Hop> hops;  // [W - 1]; hops[i] belongs to step i + 1
   int64_t most_rows = 0;  // of any rank's block
-  // Of a key head, rows of queries that attend to visiting blocks: of all its query heads and batch
-  // entries. How many heads a kernel works at together follows from it.
-  int64_t query_rows = 0;
-  int64_t depth = 1;    // blocks that may be in flight or waiting ahead of the one being attended
-  bool polled = false;  // one kernel attends to all blocks and waits for each by itself, if it can
-  bool timed = false;   // record how long transfers take
+  int64_t depth = 1;      // blocks that may be in flight or waiting ahead of the one being attended
+  bool by_kernel = false;  // one kernel attends to all blocks and brings them by itself, if it can
+  bool timed = false;      // record how long transfers take
 };
 
 /// A visiting block.
@@ -49,13 +47,9 @@ struct Block {
 struct Gathering {
   std::vector<Block> blocks;  // [W - 1]; blocks[i] visits at step i + 1
 
-  // Where a kernel may poll for them (Exchange::polled); otherwise empty.
-  std::vector<const uint32_t*> arrivals;  // [W - 1], of each block: word j is not 0 once key heads
-                                          // [j, j + 1) * heads_per_arrival of it are there
-  int64_t heads_per_arrival = 0;
-  uint32_t* words = nullptr;         // two counters of the kernel's own, then all arrivals; 0, and
-  int64_t num_arrivals = 0;          // the kernel leaves them 0
-  const uint32_t* failed = nullptr;  // not 0: the transfers were given up, the results must be NaN
+  // Where the kernel brings them by itself (Exchange::by_kernel); otherwise empty.
+  std::vector<RemoteKeys> sources;  // [W - 1]
+  Bringing bringing;
 };
 
 /// The blocks of the other ranks, arriving in schedule order.
@@ -69,8 +63,8 @@ class RINGATTN_API BlockStream {
   /// The block of `step`, ready for the current stream (CUDA) or for this thread (CPU). Throws when
   /// the source is gone or late.
   virtual Block wait(int64_t step) = 0;
-  /// Where every block has a place of its own: all of them. What has arrivals to poll for is not
-  /// waited for here.
+  /// Where every block has a place of its own: all of them. What has sources is not waited for
+  /// here.
   virtual const Gathering* gathering() const { return nullptr; }
   /// What reads the block of `step` has been launched: its memory may be filled again. Step 0 is
   /// this rank's own block.

@@ -93,9 +93,9 @@ def ring_attention(
         causal: a query sees the keys at its own and at earlier positions; otherwise all keys.
         scale: of the scores, any finite number; None means ``1 / sqrt(D)``.
         transport: how blocks travel. "symmetric": through memory that all ranks of one host share,
-            fetched by copy engines while one kernel attends to whatever has come. "nccl": over a
-            communicator of ringattn's own. "process_group": over the group's own backend, CPUs
-            too. "auto": the first of these that the ranks and their device can have.
+            fetched by the kernel that attends to them. "nccl": over a communicator of ringattn's
+            own. "process_group": over the group's own backend, CPUs too. "auto": the first of these
+            that the ranks and their device can have.
         depth: how many blocks may be under way ahead of the one being attended to, at least 1; None
             means all ``W - 1``, and so does more. Memory for visiting blocks is for ``depth + 1``
             of them at most.

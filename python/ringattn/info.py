@@ -47,7 +47,7 @@ def _device_lines() -> Iterator[tuple[str, str]]:
 _AUTO = {
     "cpu": "process_group (the process group's own backend carries the blocks)",
     "cuda": "symmetric where all ranks are on one host and reach each other's memory (blocks are "
-    "read from their owner by copy engines), else nccl (a stream and a communicator of our own)",
+    "read from their owner), else nccl (a stream and a communicator of our own)",
 }
 
 

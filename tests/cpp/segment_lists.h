@@ -33,6 +33,7 @@ struct Segment {
   at::Tensor k, v;  // [B, S_k, H_kv, D], with NaN behind them
   int64_t diagonal;
   int64_t first_query;
+  at::Tensor source = {};  // [H_kv, 2, B, at least S_k, D]: k and v are brought from there
 };
 
 /// x with rows of NaN behind those of each batch entry.
@@ -81,19 +82,35 @@ struct Results {
 struct Launch {
   int64_t final_begin = 0, final_end = 0;
   bool fold = false;
-  at::Tensor words;  // int32 [2 + num_arrivals]
-  int64_t kv_heads_per_arrival = 0;
-  at::Tensor failed;  // int32 [1]
+  at::Tensor words;    // int32 [kFirstArrival + num_arrivals]
+  at::Tensor failed;   // int32 [1]
+  at::Tensor notices;  // int32 [3, peers]: taken back, read; the phase
+  uint32_t lateness = 0;
   int32_t max_blocks = std::numeric_limits<int32_t>::max();
 };
 
 inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Results& results) {
-  const bool arriving = launch.kv_heads_per_arrival > 0;
-  LaunchWords words;
+  const auto words_of = [](const at::Tensor& x) {
+    return reinterpret_cast<uint32_t*>(x.data_ptr());
+  };
+  Bringing bringing;
   if (launch.words.defined()) {
-    words.data = reinterpret_cast<uint32_t*>(launch.words.data_ptr());
-    words.num_arrivals = launch.words.numel() - LaunchWords::kFirstArrival;
+    bringing.words.data = words_of(launch.words);
+    bringing.words.num_arrivals = launch.words.numel() - LaunchWords::kFirstArrival;
   }
+  if (launch.failed.defined()) bringing.failed = words_of(launch.failed);
+  if (launch.notices.defined()) {
+    Notices& notices = bringing.notices;
+    for (int64_t peer = 0; peer < launch.notices.size(1); ++peer) {
+      notices.taken_back[peer] = words_of(launch.notices[0][peer]);
+      notices.read[peer] = words_of(launch.notices[1][peer]);
+    }
+    notices.num_peers = launch.notices.size(1);
+    notices.phase = words_of(launch.notices[2]);
+    notices.phase_begun = 5;
+    notices.phase_ended = 7;
+  }
+  bringing.lateness = launch.lateness;
   std::vector<KeySegment> segments;
   for (const Segment& from : problem.segments) {
     KeySegment& segment = segments.emplace_back();
@@ -102,11 +119,7 @@ inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Res
     segment.num_keys = from.k.size(1);
     segment.diagonal = from.diagonal;
     segment.first_query = from.first_query;
-    // The first one is this rank's own: it is there.
-    const int64_t slices = arriving ? kKvHeads / launch.kv_heads_per_arrival : 0;
-    if (arriving && segments.size() > 1) {
-      segment.arrivals = words.arrivals() + (segments.size() - 2) * slices;
-    }
+    if (from.source.defined()) segment.source = {from.source.data_ptr(), from.source.size(3)};
   }
   BlockAttentionParams params;
   params.q = ringattn::strided(problem.q);
@@ -117,11 +130,7 @@ inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Res
   params.lse_head_stride = results.lse.stride(1);
   params.segments = segments.data();
   params.num_segments = segments.size();
-  params.kv_heads_per_arrival = launch.kv_heads_per_arrival;
-  params.words = words;
-  if (launch.failed.defined()) {
-    params.failed = reinterpret_cast<const uint32_t*>(launch.failed.data_ptr());
-  }
+  params.bringing = bringing;
   params.batch = kBatch;
   params.num_queries = problem.q.size(1);
   params.num_heads = kHeads;

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <chrono>
 #include <cstdint>
-#include <cstring>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
@@ -14,7 +11,7 @@
 #include "device.h"
 #include "swizzle.h"
 
-// A running kernel reads what copies bring on another stream, each of them announced by a word.
+// A thread block reads what another one brings while both run.
 
 namespace {
 
@@ -25,13 +22,40 @@ constexpr int kThreads = 128;
 constexpr int kRounds = 40;
 constexpr int kBoxRows = 64, kBoxElements = kBoxRows * kSwizzledColumns;
 constexpr int kBoxBytes = 2 * kBoxElements;
+constexpr int kParcelBytes = 1024, kParcels = kBoxBytes / kParcelBytes;
 
-/// Loads every box once, so that caches hold what was there before; then each one when its word has
-/// come, out of shared memory into `received`.
-__global__ void receive(const __grid_constant__ CUtensorMap map, const uint32_t* words,
-                        uint16_t* received, uint32_t* received_words) {
+/// Box after box, parcel after parcel through shared memory, each counted when it is there.
+__device__ void bring(const uint16_t* from, uint16_t* to, uint32_t* counts) {
+  __shared__ __align__(128) unsigned char parcel[kParcelBytes];
+  __shared__ uint64_t barrier_memory;
+  const uint32_t barrier = shared_address(&barrier_memory);
+  init_barrier(barrier, 1);
+  publish_barriers();
+  for (int i = 0; i < kRounds * kParcels; ++i) {
+    if (i % kParcels == 0) __nanosleep(i / kParcels % 4 * 20000);
+    const int64_t at = int64_t{i} * (kParcelBytes / 2);
+    arrive_expecting(barrier, kParcelBytes);
+    load_bytes(shared_address(parcel), from + at, kParcelBytes, barrier);
+    wait(barrier, i % 2);
+    store_bytes(to + at, shared_address(parcel), kParcelBytes);
+    commit_stores();
+    wait_for_stores<0>();
+    fence_async_global();
+    add_release(counts + i / kParcels, 1);
+  }
+}
+
+/// The second thread block brings. The first loads every box once, so that caches hold what was
+/// there before; then each one when it has been counted whole, out of shared memory into
+/// `received`.
+__global__ void receive(const __grid_constant__ CUtensorMap map, const uint16_t* from,
+                        uint16_t* memory, uint32_t* counts, uint16_t* received) {
   __shared__ __align__(1024) uint16_t box[kBoxElements];
   __shared__ uint64_t barrier_memory;
+  if (blockIdx.x == 1) {
+    if (threadIdx.x == 0) bring(from, memory, counts);
+    return;
+  }
   const uint32_t barrier = shared_address(&barrier_memory);
   if (threadIdx.x == 0) {
     init_barrier(barrier, 1);
@@ -42,9 +66,8 @@ __global__ void receive(const __grid_constant__ CUtensorMap map, const uint32_t*
     const int round = load % kRounds;
     if (threadIdx.x == 0) {
       if (load >= kRounds) {
-        wait_for_arrival(words + round);
+        wait_for_count(counts + round, kParcels);
         fence_async_global();
-        received_words[round] = load_relaxed_system(words + round);
       }
       arrive_expecting(barrier, kBoxBytes);
       load_box(shared_address(box), map, {0, round * kBoxRows, 0, 0}, barrier,
@@ -58,64 +81,22 @@ __global__ void receive(const __grid_constant__ CUtensorMap map, const uint32_t*
   }
 }
 
-/// Memory that copies can come from while the host goes on.
-template <typename T>
-class PinnedArray {
- public:
-  explicit PinnedArray(const std::vector<T>& values) {
-    REQUIRE(cudaMallocHost(&data_, values.size() * sizeof(T)) == cudaSuccess);
-    std::memcpy(data_, values.data(), values.size() * sizeof(T));
-  }
-  ~PinnedArray() { cudaFreeHost(data_); }
-  PinnedArray(const PinnedArray&) = delete;
-  PinnedArray& operator=(const PinnedArray&) = delete;
-  const T* data() const { return data_; }
-
- private:
-  T* data_ = nullptr;
-};
-
 }  // namespace
 
-TEST_CASE("sm90: a box loaded after its word has come is the one that was sent before the word") {
+TEST_CASE("sm90: a box that has been counted whole is the one that was brought") {
   if (!has_hopper()) return;
   std::vector<uint16_t> sent(kRounds * kBoxElements);
   std::mt19937 generator(1);
   for (uint16_t& bits : sent) bits = static_cast<uint16_t>(generator());
-  std::vector<uint32_t> sent_words(kRounds);
-  for (int round = 0; round < kRounds; ++round) sent_words[round] = 100 + round;
-  const PinnedArray<uint16_t> source(sent);
-  const PinnedArray<uint32_t> source_words(sent_words);
-
-  const DeviceArray<uint16_t> memory(std::vector<uint16_t>(sent.size(), 0x7F7F)),
+  const DeviceArray<uint16_t> source(sent), memory(std::vector<uint16_t>(sent.size(), 0x7F7F)),
       received(std::vector<uint16_t>(sent.size(), 0));
-  const DeviceArray<uint32_t> words(std::vector<uint32_t>(kRounds, 0)),
-      received_words(std::vector<uint32_t>(kRounds, 0));
+  const DeviceArray<uint32_t> counts(std::vector<uint32_t>(kRounds, 0));
   CUtensorMap map;
   REQUIRE(make_tensor_map({memory.data(), 0, kSwizzledColumns, 0}, DataType::kBFloat16, 1,
                           kRounds * kBoxRows, 1, kSwizzledColumns, kBoxRows, map) == cudaSuccess);
-  cudaStream_t compute, copies;
-  REQUIRE(cudaStreamCreateWithFlags(&compute, cudaStreamNonBlocking) == cudaSuccess);
-  REQUIRE(cudaStreamCreateWithFlags(&copies, cudaStreamNonBlocking) == cudaSuccess);
-  // A first copy may wait for what a running kernel never gives: it goes ahead.
-  REQUIRE(cudaMemcpyAsync(received.data(), source.data(), kBoxBytes, cudaMemcpyHostToDevice,
-                          copies) == cudaSuccess);
-  REQUIRE(cudaStreamSynchronize(copies) == cudaSuccess);
-
-  receive<<<1, kThreads, 0, compute>>>(map, words.data(), received.data(), received_words.data());
-  CHECK(cudaGetLastError() == cudaSuccess);
-  for (int round = 0; round < kRounds; ++round) {
-    std::this_thread::sleep_for(std::chrono::microseconds(round % 4 * 50));
-    CHECK(cudaMemcpyAsync(memory.data() + round * kBoxElements,
-                          source.data() + round * kBoxElements, kBoxBytes, cudaMemcpyHostToDevice,
-                          copies) == cudaSuccess);
-    CHECK(cudaMemcpyAsync(words.data() + round, source_words.data() + round, sizeof(uint32_t),
-                          cudaMemcpyHostToDevice, copies) == cudaSuccess);
-  }
-  REQUIRE(cudaStreamSynchronize(copies) == cudaSuccess);
-  REQUIRE(cudaStreamSynchronize(compute) == cudaSuccess);
-  cudaStreamDestroy(compute);
-  cudaStreamDestroy(copies);
+  receive<<<2, kThreads>>>(map, source.data(), memory.data(), counts.data(), received.data());
+  REQUIRE(cudaGetLastError() == cudaSuccess);
+  REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
 
   const std::vector<uint16_t> boxes = received.values();
   std::vector<uint16_t> expected(sent.size());
@@ -125,5 +106,5 @@ TEST_CASE("sm90: a box loaded after its word has come is the one that was sent b
       expected[box + swizzled(row % kBoxRows, column)] = sent[row * kSwizzledColumns + column];
     }
   CHECK((boxes == expected));
-  CHECK(received_words.values() == sent_words);
+  CHECK(counts.values() == std::vector<uint32_t>(kRounds, kParcels));
 }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-sided transport: blocks in memory that all ranks of a host share, fetched by copy engines
-while one kernel waits for them. What can go wrong there goes wrong rarely, so it is provoked."""
+"""The one-sided transport: blocks in memory that all ranks of a host share, fetched by the kernel
+that attends to them. What can go wrong there goes wrong rarely, so it is provoked."""
 
 import random
 import re
@@ -42,6 +42,19 @@ def cases(world_size: int, transport: str = "symmetric") -> list[Case]:
     return cases
 
 
+def long_case(world_size: int) -> Case:
+    """Thread blocks that share keys, slices of heads that are not alike, blocks of many pieces."""
+    return Case(
+        Partition.even(8192, world_size),
+        torch.bfloat16,
+        batch=1,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=128,
+        transport="symmetric",
+    )
+
+
 @pytest.fixture(
     params=[
         {},
@@ -58,7 +71,7 @@ def setting(request: pytest.FixtureRequest) -> dict[str, str]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_way_to_launch_is_correct(setting, world_size):
     with RankPool(world_size, "cuda", environment=setting) as ring:
-        for case in cases(world_size):
+        for case in (*cases(world_size), long_case(world_size)):
             check_ring(ring, case)
 
 
@@ -146,7 +159,9 @@ def under_stress(cases: list[Case], rounds: int) -> None:
 )
 def test_late_copies_are_waited_for(rank_pool, world_size):
     ring_of_ranks = rank_pool(world_size, "cuda")
-    ring_of_ranks.run(under_stress, cases(world_size), 1000, call_timeout_s=300.0)
+    ring_of_ranks.run(
+        under_stress, [*cases(world_size), long_case(world_size)], 1000, call_timeout_s=300.0
+    )
 
 
 def replayed(case: Case, replays: int) -> None:
@@ -177,7 +192,7 @@ def replayed(case: Case, replays: int) -> None:
 
 
 def test_a_captured_ring_can_be_replayed(rank_pool):
-    for case in (cases(2)[0], cases(2)[4]):
+    for case in (cases(2)[0], cases(2)[4], long_case(2)):
         rank_pool(2, "cuda").run(replayed, case, 500, call_timeout_s=300.0)
 
 

@@ -30,10 +30,6 @@ __device__ __forceinline__ void release_to_system(uint32_t* word) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(1u) : "memory");
 }
 
-__device__ __forceinline__ void add_released_to_system(uint32_t* word, uint32_t value) {
-  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
 __device__ __forceinline__ uint32_t load_from_system(const uint32_t* word) {
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
@@ -85,16 +81,8 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   __syncthreads();
   if (!is_last) return;
   if (threadIdx.x < to.num_signals) *to.taken_back[threadIdx.x] = 0;
-  const bool counts = to.counted != nullptr;
-  // Not set to 0: who is ahead may have counted itself for this call already.
-  if (counts && threadIdx.x == 0) atomicSub_system(to.counted, to.num_signals);
   __threadfence_system();
-  if (threadIdx.x < to.num_signals) {
-    // The count first: should this rank die between the two, the other one's copies wait for it in
-    // vain, which the other one notices.
-    if (counts) add_released_to_system(to.counts[threadIdx.x], 1);
-    release_to_system(to.signals[threadIdx.x]);
-  }
+  if (threadIdx.x < to.num_signals) release_to_system(to.signals[threadIdx.x]);
   if (threadIdx.x == 0) {
     *to.blocks_done = 0;
     *static_cast<volatile uint32_t*>(to.phase_shown) = to.phase;

@@ -33,8 +33,6 @@ struct StageParams {
 
   uint32_t* taken_back[kMaxSignals] = {};  // of this rank; set to 0 before
   uint32_t* signals[kMaxSignals] = {};     // these, of other ranks, are set to 1
-  uint32_t* counts[kMaxSignals] = {};      // these go up by 1 before, and this rank's goes down by
-  uint32_t* counted = nullptr;             // num_signals; null: nobody counts
   int num_signals = 0;
   const uint32_t* failed = nullptr;  // not 0: nothing is written and nobody told
   uint32_t* blocks_done = nullptr;   // 0 before and after

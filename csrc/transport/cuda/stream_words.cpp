@@ -27,21 +27,13 @@ CUdeviceptr address(const uint32_t* word) { return reinterpret_cast<CUdeviceptr>
 
 bool StreamWords::available() { return batch_mem_op() != nullptr; }
 
-void StreamWords::wait(const uint32_t* word, uint32_t value, unsigned comparison) {
+void StreamWords::wait_for(const uint32_t* word, uint32_t value) {
   CUstreamBatchMemOpParams operation = {};
   operation.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
   operation.waitValue.address = address(word);
   operation.waitValue.value = value;
-  operation.waitValue.flags = comparison;
+  operation.waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
   operations_.push_back(operation);
-}
-
-void StreamWords::wait_for(const uint32_t* word, uint32_t value) {
-  wait(word, value, CU_STREAM_WAIT_VALUE_EQ);
-}
-
-void StreamWords::wait_for_at_least(const uint32_t* word, uint32_t value) {
-  wait(word, value, CU_STREAM_WAIT_VALUE_GEQ);
 }
 
 void StreamWords::write(uint32_t* word, uint32_t value) {

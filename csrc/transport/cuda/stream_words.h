@@ -19,15 +19,12 @@ class StreamWords {
   /// Whether the driver has such operations.
   static bool available();
 
-  void wait_for(const uint32_t* word, uint32_t value);           // until *word == value
-  void wait_for_at_least(const uint32_t* word, uint32_t value);  // as signed numbers
+  void wait_for(const uint32_t* word, uint32_t value);  // until *word == value
   void write(uint32_t* word, uint32_t value);
   /// Appends everything collected to the stream, in order. May be called again.
   cudaError_t enqueue(cudaStream_t stream);
 
  private:
-  void wait(const uint32_t* word, uint32_t value, unsigned comparison);
-
   std::vector<CUstreamBatchMemOpParams> operations_;
 };
 

@@ -15,7 +15,7 @@ namespace ringattn::cuda::sm80 {
 /// are there; the words are not touched.
 inline bool supports(const BlockAttentionParams& p) {
   return p.num_segments == 1 && p.segments[0].first_query == 0 &&
-         p.segments[0].arrivals == nullptr && p.words.num_arrivals == 0 && p.failed == nullptr;
+         p.segments[0].source.data == nullptr && p.bringing.failed == nullptr;
 }
 
 /// p must be supported. kHeadDim in {64, 96, 128, 192, 256}: the smallest that holds p.head_dim.

@@ -2,12 +2,21 @@
 #pragma once
 
 #include "attention/cuda/sm90/launch.h"
-#include "attention/cuda/sm90/ptx/cluster.cuh"
+#include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/system_memory.cuh"
+#include "attention/cuda/sm90/ptx/tma.cuh"
+#include "attention/cuda/sm90/tile.cuh"
 
-// Keys that arrive while the kernel runs.
+// Keys that a launch brings from other devices while it attends to others: a thread of every block
+// brings piece after piece, whoever is free the next one, and counts it; who needs a slice of heads
+// waits for its count. Nobody waits for anything but thread blocks that run.
 
 namespace ringattn::cuda::sm90 {
+
+constexpr uint32_t kUnitBytes = 16;
+/// Of a plane: what one thread brings before it asks for more.
+template <typename Tile>
+constexpr uint32_t kUnitsPerPiece = 8 * Tile::kParcelBytes / kUnitBytes;
 
 /// What the copying thread knows to have arrived: of the slice of KV heads that it is at, a bit for
 /// each segment. Tiles go through heads in order, so a slice does not come back.
@@ -23,32 +32,198 @@ struct SeenArrivals {
   }
 
   /// Until the slice has arrived.
-  __device__ __forceinline__ void wait_for(int segment, const uint32_t* arrivals) {
-    if (arrivals == nullptr || (segments >> segment & 1) != 0) return;
-    wait_for_arrival(arrivals + slice);
+  __device__ __forceinline__ void wait_for(const SegmentedParams<kSegments>& p, int segment) {
+    const BroughtKeys& keys = p.brought[segment];
+    if (keys.from == nullptr || (segments >> segment & 1) != 0) return;
+    wait_for_count(keys.arrivals + slice, p.bring.heads_of(slice) * keys.pieces_per_head);
     fence_async_global();
     segments |= 1u << segment;
   }
 };
 
-/// Called by the warps that bring keys and values when they have brought all and seen all their
-/// arrivals. The last one sets the words back.
-template <bool kArriving>
-__device__ __forceinline__ void finish(const LaunchWords& words) {
+/// A part of a plane: keys or values of a head of a batch entry.
+struct Piece {
+  const uint4* from;
+  uint4* to;
+  uint32_t bytes;
+  uint32_t* arrival;  // counts it
+};
+
+template <typename Tile, int kSegments>
+__device__ __forceinline__ Piece piece(const SegmentedParams<kSegments>& p, uint32_t number) {
+  const uint32_t slice = number / p.bring.pieces_per_slice;
+  const uint32_t heads = p.bring.heads_of(slice);
+  uint32_t in_part = number - slice * p.bring.pieces_per_slice;
+  int segment = 0;
+  for (;; ++segment) {
+    const uint32_t pieces = heads * p.brought[segment].pieces_per_head;
+    if (in_part < pieces) break;
+    in_part -= pieces;
+  }
+  const BroughtKeys& keys = p.brought[segment];
+  const uint32_t plane_in_part = in_part / keys.pieces_per_plane;
+  const uint32_t unit = (in_part - plane_in_part * keys.pieces_per_plane) * kUnitsPerPiece<Tile>;
+  const int64_t plane = slice * p.bring.heads_per_arrival * p.bring.planes_per_head + plane_in_part;
+  return {keys.from + plane * keys.from_pitch + unit, keys.to + plane * keys.plane_units + unit,
+          min(keys.plane_units - unit, kUnitsPerPiece<Tile>) * kUnitBytes, keys.arrivals + slice};
+}
+
+/// All has been read: this device takes back the words that said that it may be, and tells the
+/// others.
+__device__ __forceinline__ void give_notice(const Notices& notices) {
+  for (int i = 0; i < notices.num_peers; ++i) store_relaxed_system(notices.taken_back[i], 0);
+  for (int i = 0; i < notices.num_peers; ++i) store_release_system(notices.read[i], 1);
+}
+
+/// Pieces that one thread brings, parcel by parcel through shared memory, as many under way as
+/// there is room for.
+template <typename Tile>
+class Parcels {
+ public:
+  __device__ __forceinline__ explicit Parcels(const SharedMemory<Tile>& shared) : shared_(shared) {}
+
+  /// `between` is called before each parcel.
+  template <typename Between>
+  __device__ __forceinline__ void bring(const Piece& piece, const Between& between) {
+    const auto* from = reinterpret_cast<const unsigned char*>(piece.from);
+    auto* to = reinterpret_cast<unsigned char*>(piece.to);
+#pragma unroll 1
+    for (uint32_t left = piece.bytes; left > 0;) {
+      const uint32_t bytes = min(left, static_cast<uint32_t>(Tile::kParcelBytes));
+      left -= bytes;
+      between();
+      if (under_way_ == Tile::kParcels) store();
+      const uint32_t full = shared_.parcel_full(sending_.stage);
+      arrive_expecting(full, bytes);
+      load_bytes(shared_.parcel(sending_.stage), from, bytes, full);
+      note(to, bytes, left == 0 ? piece.arrival : nullptr);
+      sending_.advance();
+      ++under_way_;
+      from += bytes;
+      to += bytes;
+    }
+  }
+
+  __device__ __forceinline__ void bring_all_the_rest() {
+#pragma unroll 1
+    while (under_way_ > 0) store();
+    wait_for_stores<0>();
+    if (stored_ != nullptr) count(stored_);
+  }
+
+  /// A piece has come.
+  __device__ __forceinline__ void count(uint32_t* arrival) {
+    fence_async_global();
+    add_release(arrival, 1);
+    ++counted_;
+  }
+  __device__ __forceinline__ uint32_t counted() const { return counted_; }
+
+ private:
+  // The one that has been under way for longest.
+  __device__ __forceinline__ void store() {
+    wait(shared_.parcel_full(storing_.stage), storing_.parity);
+    void* to;
+    uint32_t bytes;
+    uint32_t* arrival;
+    const uint32_t words = shared_.parcel_words(storing_.stage);
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(to) : "r"(words) : "memory");
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(arrival) : "r"(words + 8) : "memory");
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bytes) : "r"(words + 16) : "memory");
+    store_bytes(to, shared_.parcel(storing_.stage), bytes);
+    commit_stores();
+    // A piece is counted a little after its last parcel, when its stores have been done for long.
+    ++stored_since_;
+    if (stored_ != nullptr && (stored_since_ == kStoresBehind || arrival != nullptr)) {
+      if (stored_since_ == kStoresBehind) {
+        wait_for_stores<kStoresBehind>();
+      } else {
+        wait_for_stores<1>();
+      }
+      count(stored_);
+      stored_ = nullptr;
+    }
+    if (arrival != nullptr) {
+      stored_ = arrival;
+      stored_since_ = 0;
+    }
+    wait_for_stores_to_read();
+    storing_.advance();
+    --under_way_;
+  }
+
+  __device__ __forceinline__ void note(void* to, uint32_t bytes, uint32_t* arrival) {
+    const uint32_t words = shared_.parcel_words(sending_.stage);
+    asm volatile("st.shared.u64 [%0], %1;" ::"r"(words), "l"(to) : "memory");
+    asm volatile("st.shared.u64 [%0], %1;" ::"r"(words + 8), "l"(arrival) : "memory");
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(words + 16), "r"(bytes) : "memory");
+  }
+
+  static constexpr int kStoresBehind = 2;
+  const SharedMemory<Tile>& shared_;
+  RingPosition<Tile::kParcels> sending_, storing_;
+  int under_way_ = 0;
+  uint32_t counted_ = 0;
+  uint32_t* stored_ = nullptr;  // the arrival of a piece that has been stored and not counted
+  int stored_since_ = 0;        // parcels stored after it
+};
+
+/// By one thread of every block. `between` is called first of all, and again and again.
+template <typename Tile, int kSegments, typename Between>
+__device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p,
+                                             const SharedMemory<Tile>& shared,
+                                             const Between& between) {
+  const Bringing& bringing = p.bringing;
+  between();
+  if (blockIdx.x == 0) {
+    if (bringing.notices.phase != nullptr) {
+      store_relaxed_system(bringing.notices.phase, bringing.notices.phase_begun);
+    }
+    if (p.bring.pieces == 0) give_notice(bringing.notices);
+  }
+  fence_async_global();  // what others staged before the launch is what the engine reads
+  uint32_t* const taken = bringing.words.data + LaunchWords::kPiecesTaken;
+  Parcels<Tile> parcels(shared);
+  uint32_t number = atomicAdd(taken, 1), failed = load_relaxed_system(bringing.failed);
+  while (number < p.bring.pieces) {
+    const uint32_t next = atomicAdd(taken, 1);  // the answer comes meanwhile
+    if (bringing.lateness != 0) {
+      const uint32_t random = (number ^ bringing.lateness) * 2654435761u;
+      if (random >> 30 == 0) __nanosleep(random >> 14 & 0x7fff);
+    }
+    const Piece now = piece<Tile>(p, number);
+    if (failed == 0) {
+      parcels.bring(now, between);
+    } else {
+      parcels.count(now.arrival);  // its owner may be gone, and the memory
+    }
+    number = next;
+    failed = load_relaxed_system(bringing.failed);
+  }
+  parcels.bring_all_the_rest();
+  // Added up only now, when there is nothing left to take: the others are as far.
+  if (const uint32_t mine = parcels.counted()) {
+    uint32_t* const brought = bringing.words.data + LaunchWords::kPiecesBrought;
+    if (add_acquire_release(brought, mine) + mine == p.bring.pieces) give_notice(bringing.notices);
+  }
+}
+
+/// Called by each copying warp that takes part in it when it has done everything. The last one of
+/// `warps` in each thread block sets the words back.
+template <int kSegments>
+__device__ __forceinline__ void finish(const SegmentedParams<kSegments>& p, uint32_t warps) {
+  const LaunchWords& words = p.bringing.words;
   if (words.data == nullptr) return;
   const int lane = threadIdx.x % 32;
-  unsigned done = 0;
-  if (lane == 0) {
-    __threadfence();
-    done = atomicAdd(words.data + LaunchWords::kBlocksDone, 1) + 1;
-    __threadfence();
-  }
-  if (__shfl_sync(0xffffffff, done, 0) != 2 * gridDim.x) return;
+  uint32_t before = 0;
+  if (lane == 0) before = add_acquire_release(words.data + LaunchWords::kBlocksDone, 1);
+  if (__shfl_sync(0xffffffff, before, 0) != warps * gridDim.x - 1) return;
   if (lane < LaunchWords::kFirstArrival) words.data[lane] = 0;
-  if constexpr (kArriving) {
-    for (int i = lane; i < words.num_arrivals; i += 32) {
-      wait_for_arrival(words.arrivals() + i);  // one that nobody needed may still be on its way
-      words.arrivals()[i] = 0;
+  if constexpr (p.kBringing) {
+    for (int i = lane; i < words.num_arrivals; i += 32) words.arrivals()[i] = 0;
+    const Notices& notices = p.bringing.notices;
+    if (lane == 0 && notices.phase != nullptr) {
+      store_relaxed_system(notices.phase, notices.phase_ended);
     }
   }
 }

@@ -196,7 +196,9 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
     }
 
     bool failed = false;
-    if constexpr (p.kArriving) failed = p.failed != nullptr && load_relaxed_system(p.failed) != 0;
+    if constexpr (p.kBringing) {
+      failed = p.bringing.failed != nullptr && load_relaxed_system(p.bringing.failed) != 0;
+    }
     const RowResults rows(p, tile, tile.first_row + lane_row, softmax, failed);
     if (sees_keys && goes_through_shared<Tile>(p, tile)) {
       store_through_shared<Element>(p, tile, shared, consumer, rows, out);
@@ -214,7 +216,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
 template <typename Element, typename Tile, int kSegments>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     block_attention_kernel(const __grid_constant__ SegmentedParams<kSegments> p) {
-  extern __shared__ unsigned char dynamic_shared[];
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   const SharedMemory<Tile> shared(dynamic_shared);
   // Exchanged, so that the compiler knows it to be the same in all lanes.
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroupSize, 0);

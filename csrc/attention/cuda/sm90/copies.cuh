@@ -15,26 +15,47 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// Asks for turns and tells all copying threads of the cluster.
+/// One thread of a cluster asks for turns and tells all its copying threads.
 template <typename Tile>
-__device__ __forceinline__ void hand_out_turns(const KernelParams& p,
-                                               const SharedMemory<Tile>& shared) {
-  for (uint32_t round = 0;; ++round) {
-    wait(shared.turn_free(), round % 2 ^ 1);
-    const int turn = atomicAdd(p.words.data + LaunchWords::kTilesTaken, 1);
+class TurnsHandedOut {
+ public:
+  __device__ __forceinline__ TurnsHandedOut(const KernelParams& p, const SharedMemory<Tile>& shared)
+      : p_(p), shared_(shared) {}
+
+  /// If the next one is asked for.
+  __device__ __forceinline__ void hand_out_one() {
+    if (!over_ && has_passed(shared_.turn_free(), round_ % 2 ^ 1)) hand_out();
+  }
+  /// All that are left.
+  __device__ __forceinline__ void hand_out_all() {
+    while (!over_) {
+      wait(shared_.turn_free(), round_ % 2 ^ 1);
+      hand_out();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void hand_out() {
+    const int turn = atomicAdd(p_.bringing.words.data + LaunchWords::kTilesTaken, 1);
     if (cluster_size() == 1) {
-      shared.set_turn(turn);
-      arrive(shared.turn_full());
+      shared_.set_turn(turn);
+      arrive(shared_.turn_full());
     } else {
       for (uint32_t rank = 0; rank < cluster_size(); ++rank) {
-        const uint32_t full = address_in_rank(shared.turn_full(), rank);
+        const uint32_t full = address_in_rank(shared_.turn_full(), rank);
         arrive_expecting_in_cluster(full, sizeof(turn));
-        send_word(address_in_rank(shared.turn_word(), rank), turn, full);
+        send_word(address_in_rank(shared_.turn_word(), rank), turn, full);
       }
     }
-    if (turn >= p.order.turns) return;
+    ++round_;
+    over_ = turn >= p_.order.turns;
   }
-}
+
+  const KernelParams& p_;
+  const SharedMemory<Tile>& shared_;
+  uint32_t round_ = 0;
+  bool over_ = false;
+};
 
 /// Keys or values of one tile after the other. One thread block of a cluster brings them for all;
 /// the others tell it when they can take them.
@@ -52,13 +73,13 @@ __device__ __forceinline__ void bring(const SegmentedParams<kSegments>& p,
     if constexpr (kOperand == kValues) turns.free(p, shared);
     const QueryTile tile = query_tile<Tile>(p, turn);
     const int kv_head = tile.head / p.heads_per_kv_head;
-    if constexpr (p.kArriving) arrived.go_to(kv_head / p.kv_heads_per_arrival);
+    if constexpr (p.kBringing) arrived.go_to(kv_head / p.bring.heads_per_arrival);
 #pragma unroll 1
     for (int segment = 0; segment < p.num_segments; ++segment) {
       const int key_tiles = SeenKeys<Tile>(p.keys[segment], tile).tiles;
       if (key_tiles == 0) continue;
-      if constexpr (p.kArriving) {
-        if (is_here) arrived.wait_for(segment, p.keys[segment].arrivals);
+      if constexpr (p.kBringing) {
+        if (is_here) arrived.wait_for(p, segment);
       }
       const CUtensorMap& from = kOperand == kKeys ? p.maps[segment].k : p.maps[segment].v;
 #pragma unroll 1
@@ -148,19 +169,29 @@ __device__ __forceinline__ void copy(const SegmentedParams<kSegments>& p,
                                      const SharedMemory<Tile>& shared) {
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   const bool elected = elect_one_lane();
+  constexpr uint32_t kFinishing = 3;
   if (warp == 0) {
     if (elected) bring_queries<Tile>(p, shared);
-  } else if (warp == 1) {
+    return;
+  }
+  if (warp == 1) {
     if (elected) bring<kKeys, Tile>(p, shared);
-    __syncwarp();
-    finish<p.kArriving>(p.words);
   } else if (warp == 2) {
     if (elected) bring<kValues, Tile>(p, shared);
-    __syncwarp();
-    finish<p.kArriving>(p.words);
-  } else if (cluster_rank() == 0 && p.words.data != nullptr) {
-    if (elected) hand_out_turns<Tile>(p, shared);
+  } else if (elected && p.bringing.words.data != nullptr) {
+    const bool hands_out = cluster_rank() == 0;
+    TurnsHandedOut<Tile> turns(p, shared);
+    if constexpr (p.kBringing) {
+      if (p.bringing.failed != nullptr) {
+        bring_pieces(p, shared, [&] {
+          if (hands_out) turns.hand_out_one();
+        });
+      }
+    }
+    if (hands_out) turns.hand_out_all();
   }
+  __syncwarp();
+  finish(p, kFinishing);
 }
 
 }  // namespace ringattn::cuda::sm90

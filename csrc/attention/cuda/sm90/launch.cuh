@@ -88,32 +88,54 @@ int choose_cluster_size(const BlockAttentionParams& p, int most_blocks, int pair
   return pays && possible && 2 * pairs >= most_blocks ? 2 : 1;
 }
 
-/// Slices of equal numbers of KV heads whose keys and values take a third of L2 or less, none wider
-/// than an arrival.
+/// Whether keys are brought while the kernel runs.
+inline bool brings(const BlockAttentionParams& p) {
+  for (int i = 0; i < p.num_segments; ++i) {
+    if (p.segments[i].source.data != nullptr) return true;
+  }
+  return false;
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/// In so many parts of one size, the last one perhaps smaller: the size.
+inline int64_t in_equal_parts(int64_t all, int64_t part) {
+  return ceil_div(all, ceil_div(all, part));
+}
+
+/// Slices of equal numbers of KV heads whose keys and values take a third of L2 or less. Where keys
+/// are brought: none wider than what the first tiles are about (`heads_at_once`), which wait for
+/// all of a slice.
 template <typename Tile>
-TileOrder tile_order(const BlockAttentionParams& p, const DeviceLimits& limits,
-                     int heads_per_bundle) {
+TileOrder tile_order(const BlockAttentionParams& p, const DeviceLimits& limits, int blocks,
+                     int heads_per_bundle, int64_t& heads_at_once) {
   constexpr int kElementBytes = 2;
   int64_t num_keys = 1;
   int split = 0;
-  bool arriving = false;
   for (int i = 0; i < p.num_segments; ++i) {
     num_keys += p.segments[i].num_keys;
     split = std::max(split, p.segments[i].first_query);
-    arriving = arriving || p.segments[i].arrivals != nullptr;
   }
-  const int64_t kv_heads = int64_t{p.batch} * p.num_kv_heads;
-  const int64_t together = arriving ? int64_t{p.batch} * p.kv_heads_per_arrival : kv_heads;
-  const int64_t kv_head_bytes = int64_t{2} * num_keys * p.head_dim * kElementBytes;
-  const int64_t fitting = std::clamp<int64_t>(limits.l2_bytes / 3 / kv_head_bytes, 1, together);
-  const int64_t slices = (kv_heads + fitting - 1) / fitting;
-  const int64_t kv_heads_per_slice = (kv_heads + slices - 1) / slices;
-
   TileOrder order;
   order.split = std::min(split, p.num_queries);
   order.late_row_tiles = (p.num_queries - order.split + Tile::kBlockQ - 1) / Tile::kBlockQ;
   order.early_row_tiles = (order.split + Tile::kBlockQ - 1) / Tile::kBlockQ;
-  const int bundles_per_kv_head = p.num_heads / p.num_kv_heads / heads_per_bundle;
+
+  const int heads_per_kv_head = p.num_heads / p.num_kv_heads;
+  const int64_t tiles_of_head = int64_t{std::max(order.late_row_tiles, 1)} * heads_per_kv_head;
+  heads_at_once = p.num_kv_heads;
+  if (brings(p)) {
+    const int64_t tiles = tiles_of_head * p.batch;
+    const int64_t fewest = ceil_div(p.num_kv_heads, p.bringing.words.num_arrivals / p.num_segments);
+    heads_at_once = std::clamp<int64_t>((blocks + tiles / 2) / tiles, fewest, p.num_kv_heads);
+    heads_at_once = in_equal_parts(p.num_kv_heads, heads_at_once);
+  }
+  const int64_t kv_head_bytes = int64_t{2} * num_keys * p.head_dim * kElementBytes;
+  const int64_t fitting =
+      std::clamp<int64_t>(limits.l2_bytes / 3 / kv_head_bytes, 1, p.batch * heads_at_once);
+  const int64_t kv_heads_per_slice = in_equal_parts(int64_t{p.batch} * p.num_kv_heads, fitting);
+
+  const int bundles_per_kv_head = heads_per_kv_head / heads_per_bundle;
   order.heads_per_bundle = heads_per_bundle;
   order.bundles = p.batch * p.num_kv_heads * bundles_per_kv_head;
   order.bundles_per_slice = static_cast<int>(kv_heads_per_slice) * bundles_per_kv_head;
@@ -121,6 +143,47 @@ TileOrder tile_order(const BlockAttentionParams& p, const DeviceLimits& limits,
   order.late_turns = order.late_row_tiles * order.bundles;
   order.turns = order.late_turns + order.early_row_tiles * order.bundles;
   return order;
+}
+
+/// What is brought, and in which order.
+template <typename Tile, int kSegments>
+cudaError_t add_sources(const BlockAttentionParams& p, int64_t heads_at_once,
+                        SegmentedParams<kSegments>& params) {
+  constexpr int64_t kElementBytes = 2;
+  params.bringing = p.bringing;
+  BringOrder& bring = params.bring;
+  bring.heads_per_arrival = static_cast<uint32_t>(heads_at_once);
+  bring.num_kv_heads = p.num_kv_heads;
+  bring.planes_per_head = 2 * p.batch;
+  const int64_t slices = ceil_div(p.num_kv_heads, heads_at_once);
+  int64_t pieces_per_head = 0;
+  int segment = 0, num_arrivals = 0;
+  for (int i = 0; i < p.num_segments; ++i) {
+    const KeySegment& from = p.segments[i];
+    if (from.num_keys == 0) continue;
+    BroughtKeys& keys = params.brought[segment++];
+    if (from.source.data == nullptr) continue;
+    const int64_t row_units = p.head_dim * kElementBytes / kUnitBytes;
+    const int64_t plane_units = from.num_keys * row_units;
+    const int64_t pieces_per_plane = ceil_div(plane_units, kUnitsPerPiece<Tile>);
+    const int64_t pieces = pieces_per_plane * bring.planes_per_head;
+    if (from.source.num_rows * row_units > INT32_MAX) return cudaErrorInvalidConfiguration;
+    keys.from = static_cast<const uint4*>(from.source.data);
+    keys.to = static_cast<uint4*>(from.k.data);
+    keys.from_pitch = static_cast<uint32_t>(from.source.num_rows * row_units);
+    keys.plane_units = static_cast<uint32_t>(plane_units);
+    keys.pieces_per_plane = static_cast<uint32_t>(pieces_per_plane);
+    keys.pieces_per_head = static_cast<uint32_t>(pieces);
+    keys.arrivals = p.bringing.words.arrivals() + num_arrivals;
+    num_arrivals += static_cast<int>(slices);
+    pieces_per_head += pieces;
+  }
+  // Counted in 32 bits, and everybody counts once past the end.
+  if (pieces_per_head * p.num_kv_heads > INT32_MAX) return cudaErrorInvalidConfiguration;
+  bring.pieces_per_slice = static_cast<uint32_t>(pieces_per_head * heads_at_once);
+  bring.pieces = static_cast<uint32_t>(pieces_per_head * p.num_kv_heads);
+  params.bringing.words.num_arrivals = num_arrivals;  // of the room that there is, this much
+  return cudaSuccess;
 }
 
 /// Maps of queries, results and state.
@@ -154,7 +217,7 @@ cudaError_t add_segments(const BlockAttentionParams& p, SegmentedParams<kSegment
     cudaError_t error = map(from.k, params.maps[segment].k);
     if (error == cudaSuccess) error = map(from.v, params.maps[segment].v);
     if (error != cudaSuccess) return error;
-    params.keys[segment] = {from.num_keys, from.diagonal, from.first_query, from.arrivals};
+    params.keys[segment] = {from.num_keys, from.diagonal, from.first_query};
   }
   return cudaSuccess;
 }
@@ -164,6 +227,10 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
   const int64_t query_tiles = (int64_t{p.num_queries} + Tile::kBlockQ - 1) / Tile::kBlockQ + 1;
   // Numbers of tiles are 32 bits wide, the first one past the end of a block's turns included.
   if (query_tiles * p.batch * p.num_heads > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
+  if (brings(p) && (p.bringing.failed == nullptr || p.bringing.words.data == nullptr ||
+                    p.bringing.words.num_arrivals < p.num_segments)) {
+    return cudaErrorInvalidValue;
+  }
 
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -182,10 +249,10 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
   if (error != cudaSuccess) return error;
   const int most_blocks = std::min(limits.multiprocessors, p.max_blocks);
   const int cluster = choose_cluster_size<Tile>(p, most_blocks, pairs);
-  params.order = tile_order<Tile>(p, limits, cluster);
-  params.kv_heads_per_arrival = std::max(p.kv_heads_per_arrival, 1);
-  params.words = p.words;
-  params.failed = p.failed;
+  int64_t heads_at_once = 0;
+  params.order = tile_order<Tile>(p, limits, most_blocks, cluster, heads_at_once);
+  error = add_sources<Tile>(p, heads_at_once, params);
+  if (error != cudaSuccess) return error;
   params.out_memory = p.out;
   params.state_memory = p.state;
   params.lse = p.lse;
@@ -202,7 +269,10 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
   params.negative_scale = p.scale < 0.0f;
   params.fold = p.fold;
 
-  const int blocks = std::min(most_blocks, params.order.turns * cluster);
+  // Who has no tile left to take can bring keys.
+  const int bringers = static_cast<int>(
+      std::min<int64_t>(most_blocks, ceil_div(params.bring.pieces, cluster) * cluster));
+  const int blocks = std::max(std::min(most_blocks, params.order.turns * cluster), bringers);
   cudaLaunchAttribute clusters;
   cudaLaunchConfig_t config = launch_config<Tile>(blocks, cluster, clusters);
   config.stream = stream;
@@ -211,7 +281,7 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
 
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
-  const bool alone = p.num_segments == 1 && p.words.num_arrivals == 0 && p.failed == nullptr;
+  const bool alone = p.num_segments == 1 && p.bringing.failed == nullptr;
   const auto launch = [&](auto tile) {
     using Tile = decltype(tile);
     return alone ? launch_segmented<Element, Tile, 1>(p, stream)

@@ -33,7 +33,32 @@ struct KeyBounds {
   int num_keys;
   int diagonal;
   int first_query;
-  const uint32_t* arrivals;  // [slices of KV heads]; null: the keys are there
+};
+
+/// The order in which keys are brought: slices of KV heads, of each all segments that have a
+/// source, plane by plane, in pieces (arrivals.cuh).
+struct BringOrder {
+  uint32_t heads_per_arrival;  // KV heads of a slice
+  uint32_t num_kv_heads;
+  uint32_t planes_per_head;   // keys and values of all batch entries
+  uint32_t pieces_per_slice;  // of a whole one
+  uint32_t pieces;
+
+  constexpr uint32_t heads_of(uint32_t slice) const {
+    const uint32_t left = num_kv_heads - slice * heads_per_arrival;
+    return left < heads_per_arrival ? left : heads_per_arrival;
+  }
+};
+
+/// A segment that is brought; in units of 16 bytes.
+struct BroughtKeys {
+  const uint4* from;  // null: it is there already
+  uint4* to;
+  uint32_t from_pitch;  // from plane to plane
+  uint32_t plane_units;
+  uint32_t pieces_per_plane;
+  uint32_t pieces_per_head;  // 0 where it is there already
+  uint32_t* arrivals;        // [slices]: pieces that have come
 };
 
 /// What the kernel is told. Maps of memory: (D, rows, heads, batch).
@@ -44,9 +69,8 @@ struct KernelParams {
 
   TileOrder order;
   int num_segments;
-  int kv_heads_per_arrival;
-  LaunchWords words;
-  const uint32_t* failed;
+  Bringing bringing;
+  BringOrder bring;
 
   Strided out_memory;    // [B, S_q, H, D], 16-bit
   Strided state_memory;  // [B, S_q, H, D], float32
@@ -66,16 +90,17 @@ struct KernelParams {
 };
 
 /// What a kernel for up to kSegments of them is told. One segment alone is there when the launch
-/// begins; more may arrive meanwhile.
+/// begins; more may be brought meanwhile.
 template <int kSegments>
 struct SegmentedParams : KernelParams {
-  static constexpr bool kArriving = kSegments > 1;
+  static constexpr bool kBringing = kSegments > 1;
 
   struct Maps {
     CUtensorMap k;  // [kBlockK, 64]
     CUtensorMap v;  // [kBlockK, 64]
   } maps[kSegments];
   KeyBounds keys[kSegments];
+  BroughtKeys brought[kSegments];
 };
 
 constexpr int kMaxSegments = 16;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -62,7 +63,7 @@ struct TileShape {
   static constexpr int kAlignment = 1024;  // of the 128-byte swizzle
   static constexpr int kMaxStages = 3;
   static_assert(kKeyStages <= kMaxStages && kValueStages <= kMaxStages);
-  static constexpr int kBarrierBytes = 224;  // and a few words
+  static constexpr int kBarrierBytes = 336;  // and a few words
   static constexpr int kLoadedBytes =
       kQueryBytes + (kKeyStages + kValueStages) * kKeyBytes + kBarrierBytes;
   static constexpr int kMaxSharedBytes = 232448;
@@ -72,9 +73,16 @@ struct TileShape {
   /// Where there is room, results leave through memory of their own, those of a state in float32,
   /// into which it comes while the tile is attended; the next queries come in meanwhile. Otherwise
   /// through the memory of the queries, in 16 bits.
-  static constexpr bool kSeparateOut = kLoadedBytes + kOutBytes + kAlignment <= kMaxSharedBytes;
+  static constexpr bool kSeparateOut = kLoadedBytes + kOutBytes <= kMaxSharedBytes;
   static constexpr bool kStateThroughShared = kSeparateOut && kWithState;
-  static constexpr int kSharedBytes = kLoadedBytes + (kSeparateOut ? kOutBytes : 0) + kAlignment;
+  static constexpr int kOwnBytes = kLoadedBytes + (kSeparateOut ? kOutBytes : 0);
+  /// What is brought from other devices passes through what is left: a few parcels at a time. With
+  /// three of 900 bytes on each of 132 SMs, about 300 KB are under way, as NVLink needs.
+  static constexpr int kParcels = 3;
+  static constexpr int kParcelBytes =
+      std::min(2048, (kMaxSharedBytes - kOwnBytes) / kParcels / 128 * 128);
+  static constexpr int kSharedBytes = kOwnBytes + kParcels * kParcelBytes;
+  static_assert(kParcelBytes >= 512);
   static constexpr int kResultBlockBytes = 64 * kColumnBlockPitch;  // of one consumer's rows
   static constexpr int kOutBlockBytes = kSeparateOut ? kResultBlockBytes : kQueryBlockBytes;
   static_assert(kSharedBytes <= kMaxSharedBytes);
@@ -113,8 +121,9 @@ template <typename Tile>
 struct SharedMemory {
   uint32_t base;
 
+  /// `dynamic` must be aligned to Tile::kAlignment.
   __device__ __forceinline__ explicit SharedMemory(const void* dynamic)
-      : base((shared_address(dynamic) + Tile::kAlignment - 1) & ~(Tile::kAlignment - 1)) {}
+      : base(shared_address(dynamic)) {}
 
   __device__ __forceinline__ uint32_t queries() const { return base; }
   __device__ __forceinline__ uint32_t buffer(Operand operand, uint32_t stage) const {
@@ -148,6 +157,18 @@ struct SharedMemory {
   /// The turn that was handed out last.
   __device__ __forceinline__ uint32_t turn_full() const { return barrier(4); }
   __device__ __forceinline__ uint32_t turn_free() const { return barrier(5); }
+
+  /// What is brought from another device, on its way through.
+  __device__ __forceinline__ uint32_t parcel(uint32_t i) const {
+    return words() - (i + 1) * Tile::kParcelBytes;
+  }
+  __device__ __forceinline__ uint32_t parcel_full(uint32_t i) const {
+    return barrier(6 + 6 * Tile::kMaxStages + i);
+  }
+  /// Two times 16 bytes about it.
+  __device__ __forceinline__ uint32_t parcel_words(uint32_t i) const {
+    return barrier(6 + 6 * Tile::kMaxStages + Tile::kParcels) + 32 * i;
+  }
 
   /// The tile whose queries these are: written before queries_full, read after it.
   __device__ __forceinline__ void set_tile(const QueryTile& tile, uint32_t state_parity) const {
@@ -194,6 +215,7 @@ struct SharedMemory {
         if (cluster_size() > 1) init_barrier(free_elsewhere(operand, stage), cluster_size() - 1);
       }
     }
+    for (int i = 0; i < Tile::kParcels; ++i) init_barrier(parcel_full(i), 1);
     init_barrier(turn_full(), 1);
     init_barrier(turn_free(), 3 * cluster_size());  // who brings queries, keys, values
     publish_barriers();
@@ -206,7 +228,7 @@ struct SharedMemory {
     return words() + kWordBytes + 8 * i;
   }
   __device__ __forceinline__ uint32_t words() const {
-    return base + Tile::kSharedBytes - Tile::kAlignment - Tile::kBarrierBytes;
+    return base + Tile::kSharedBytes - Tile::kBarrierBytes;
   }
 };
 
@@ -280,7 +302,7 @@ __device__ __forceinline__ int seen_segment(const SegmentedParams<kSegments>& p,
 }
 
 /// The turns that this cluster takes: every n-th of n clusters, there and back again, or, where
-/// there are words, the next one that nobody has (hand_out_turns). Each copying thread goes through
+/// there are words, the next one that nobody has (TurnsHandedOut). Each copying thread goes through
 /// them by itself.
 ///
 /// Note: sharing out beforehand is as balanced as handing out the longest tile next, as long as all
@@ -293,7 +315,7 @@ struct TurnsTaken {
   template <typename Tile>
   __device__ __forceinline__ int read(const KernelParams& p, const SharedMemory<Tile>& shared) {
     const uint32_t parity = round++ % 2;
-    if (p.words.data == nullptr) {
+    if (p.bringing.words.data == nullptr) {
       const uint32_t size = cluster_size(), clusters = gridDim.x / size;
       const uint32_t cluster = blockIdx.x / size;
       return (round - 1) * clusters + (parity == 0 ? cluster : clusters - 1 - cluster);
@@ -305,7 +327,7 @@ struct TurnsTaken {
   /// The next one may be handed out.
   template <typename Tile>
   __device__ __forceinline__ void free(const KernelParams& p, const SharedMemory<Tile>& shared) {
-    if (p.words.data == nullptr) return;
+    if (p.bringing.words.data == nullptr) return;
     if (cluster_size() == 1) {
       arrive(shared.turn_free());
     } else {

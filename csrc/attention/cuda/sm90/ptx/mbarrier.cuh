@@ -73,4 +73,19 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
 #endif
 }
 
+/// Whether the phase of this parity has ended.
+__device__ __forceinline__ bool has_passed(uint32_t barrier, uint32_t parity) {
+  uint32_t passed;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(passed)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return passed != 0;
+}
+
 }  // namespace ringattn::cuda::sm90

@@ -3,14 +3,14 @@
 
 #include <cstdint>
 
-// Words that others write while the kernel runs: copy engines, peers, the host.
+// Global memory that others write and read while the kernel runs: other thread blocks, peers, the
+// host.
 
 namespace ringattn::cuda::sm90 {
 
-/// What was written before the word is seen by this thread once it sees the word.
-__device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* word) {
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
   uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
   return value;
 }
 
@@ -20,15 +20,38 @@ __device__ __forceinline__ uint32_t load_relaxed_system(const uint32_t* word) {
   return value;
 }
 
-/// Orders this thread's ordinary accesses to global memory before later ones of the copy engine
-/// that it issues: what an acquire has made visible is visible to them too.
+__device__ __forceinline__ void store_relaxed_system(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+/// Who sees the value sees what this thread, and those that it has synchronised with, did before.
+__device__ __forceinline__ void store_release_system(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+/// The same, for who sees the sum with load_acquire; and, with the value before, for who adds.
+__device__ __forceinline__ void add_release(uint32_t* word, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t add_acquire_release(uint32_t* word, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(word), "r"(value)
+               : "memory");
+  return before;
+}
+
+/// Orders this thread's ordinary accesses to global memory and those of the copy engine that it
+/// issues, earlier ones before later ones: what an acquire has made visible is visible to the
+/// engine, and what the engine has stored is released.
 __device__ __forceinline__ void fence_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-/// Until the word is not 0.
-__device__ __forceinline__ void wait_for_arrival(const uint32_t* word) {
-  while (load_acquire_system(word) == 0) __nanosleep(64);
+/// Until so many have been counted.
+__device__ __forceinline__ void wait_for_count(const uint32_t* word, uint32_t count) {
+  while (load_acquire(word) < count) __nanosleep(64);
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -56,6 +56,23 @@ __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, BoxOrigin a
       : "memory");
 }
 
+/// Bytes that lie together: a multiple of 16, so aligned.
+__device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32_t bytes,
+                                           uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+/// Part of the issuing thread's current group of stores.
+__device__ __forceinline__ void store_bytes(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -63,6 +80,12 @@ __device__ __forceinline__ void commit_stores() {
 /// Until the calling thread's stores have read their shared memory.
 __device__ __forceinline__ void wait_for_stores_to_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+/// Until all but the last kGroups groups of the calling thread's stores have been done.
+template <int kGroups>
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
 /// Orders this thread's ordinary accesses to shared memory before later ones of the copy engine and

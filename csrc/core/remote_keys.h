@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+// What a kernel needs to bring keys and values from other devices by itself: transports provide it,
+// kernels use it. Plain data.
+
+namespace ringattn {
+
+/// A block in memory of another device that this one can read: [H_kv, 2, B, num_rows, D], keys
+/// and values of a head next to each other.
+struct RemoteKeys {
+  const void* data = nullptr;
+  int64_t num_rows = 0;
+};
+
+/// Words of device memory, [kFirstArrival + num_arrivals] of them, that are 0 when a launch begins
+/// and that it leaves 0 behind: a captured launch can be replayed. Launches that overlap need words
+/// of their own each.
+struct LaunchWords {
+  static constexpr int kTilesTaken = 0;
+  static constexpr int kBlocksDone = 1;
+  static constexpr int kPiecesTaken = 2;
+  static constexpr int kPiecesBrought = 3;
+  static constexpr int kFirstArrival = 4;
+
+  uint32_t* data = nullptr;
+  int32_t num_arrivals = 0;  // room for so many counts of what has been brought
+
+  constexpr uint32_t* arrivals() const { return data + kFirstArrival; }
+};
+
+/// Whom a launch that brings keys tells about it.
+struct Notices {
+  static constexpr int kMaxPeers = 16;
+
+  // When all has been read, first these, of this device, are set to 0, then those, of others, to 1.
+  uint32_t* taken_back[kMaxPeers] = {};
+  uint32_t* read[kMaxPeers] = {};
+  int32_t num_peers = 0;
+
+  uint32_t* phase = nullptr;  // a word of the host's; null: nobody asks
+  uint32_t phase_begun = 0;   // written there when the launch begins,
+  uint32_t phase_ended = 0;   // and when it ends
+};
+
+/// What a launch needs beside where the keys are, to bring them.
+struct Bringing {
+  LaunchWords words;
+  /// Device memory: where it is not 0, nothing is read any more, and the results and lse of what is
+  /// finished from then on are NaN. For a host that gives up.
+  const uint32_t* failed = nullptr;
+  Notices notices;
+  /// For tests: not 0, what is brought is late by random times drawn from it.
+  uint32_t lateness = 0;
+};
+
+}  // namespace ringattn
