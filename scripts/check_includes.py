@@ -55,8 +55,11 @@ ROOMS = {
     "partition": Room(rooms=("core",)),
     "attention": Room(rooms=("core",), libraries=("torch", "cuda")),
     "attention/params.h": Room(rooms=("core",)),
+    "attention/turn_order.h": Room(rooms=("core",)),
     "attention/cpu": Room(rooms=("core", "attention"), libraries=("torch",)),
-    "attention/cuda": Room(rooms=("core", "attention/params.h"), libraries=("cuda",)),
+    "attention/cuda": Room(
+        rooms=("core", "attention/params.h", "attention/turn_order.h"), libraries=("cuda",)
+    ),
     "transport": Room(rooms=("core",), libraries=("torch", "cuda")),
     "transport/cuda": Room(rooms=("core",), libraries=("cuda",)),
     "ring": Room(

@@ -8,8 +8,8 @@
 #include "attention/cuda/sm90/tile.cuh"
 
 // Keys that a launch brings from other devices while it attends to others: a thread of every block
-// brings piece after piece, whoever is free the next one, and counts it; who needs a slice of heads
-// waits for its count. Nobody waits for anything but thread blocks that run.
+// brings piece after piece, whoever is free the next one, and counts it; who needs a head's keys
+// waits for their count. Nobody waits for anything but thread blocks that run.
 
 namespace ringattn::cuda::sm90 {
 
@@ -18,24 +18,25 @@ constexpr uint32_t kUnitBytes = 16;
 template <typename Tile>
 constexpr uint32_t kUnitsPerPiece = 8 * Tile::kParcelBytes / kUnitBytes;
 
-/// What the copying thread knows to have arrived: of the slice of KV heads that it is at, a bit for
-/// each segment. Tiles go through heads in order, so a slice does not come back.
+/// What the copying thread knows to have arrived: of the KV heads counted together that it is at, a
+/// bit for each segment.
 template <int kSegments>
 struct SeenArrivals {
   static_assert(kSegments <= 32);
   uint32_t segments = 0;
-  int slice = -1;
+  uint32_t heads = 0xffffffff;
 
-  __device__ __forceinline__ void go_to(int next_slice) {
-    if (next_slice != slice) segments = 0;
-    slice = next_slice;
+  __device__ __forceinline__ void go_to(uint32_t next_heads) {
+    if (next_heads != heads) segments = 0;
+    heads = next_heads;
   }
 
-  /// Until the slice has arrived.
+  /// Until these heads have arrived.
   __device__ __forceinline__ void wait_for(const SegmentedParams<kSegments>& p, int segment) {
     const BroughtKeys& keys = p.brought[segment];
     if (keys.from == nullptr || (segments >> segment & 1) != 0) return;
-    wait_for_count(keys.arrivals + slice, p.bring.heads_of(slice) * keys.pieces_per_head);
+    wait_for_count(keys.arrivals + heads,
+                   p.bring.heads_of(heads, p.bring.heads_per_arrival) * keys.pieces_per_head);
     fence_async_global();
     segments |= 1u << segment;
   }
@@ -51,9 +52,10 @@ struct Piece {
 
 template <typename Tile, int kSegments>
 __device__ __forceinline__ Piece piece(const SegmentedParams<kSegments>& p, uint32_t number) {
-  const uint32_t slice = number / p.bring.pieces_per_slice;
-  const uint32_t heads = p.bring.heads_of(slice);
-  uint32_t in_part = number - slice * p.bring.pieces_per_slice;
+  const BringOrder& bring = p.bring;
+  const uint32_t slice = number / bring.pieces_per_slice;
+  const uint32_t heads = bring.heads_of(slice, bring.heads_per_slice);
+  uint32_t in_part = number - slice * bring.pieces_per_slice;
   int segment = 0;
   for (;; ++segment) {
     const uint32_t pieces = heads * p.brought[segment].pieces_per_head;
@@ -63,9 +65,11 @@ __device__ __forceinline__ Piece piece(const SegmentedParams<kSegments>& p, uint
   const BroughtKeys& keys = p.brought[segment];
   const uint32_t plane_in_part = in_part / keys.pieces_per_plane;
   const uint32_t unit = (in_part - plane_in_part * keys.pieces_per_plane) * kUnitsPerPiece<Tile>;
-  const int64_t plane = slice * p.bring.heads_per_arrival * p.bring.planes_per_head + plane_in_part;
-  return {keys.from + plane * keys.from_pitch + unit, keys.to + plane * keys.plane_units + unit,
-          min(keys.plane_units - unit, kUnitsPerPiece<Tile>) * kUnitBytes, keys.arrivals + slice};
+  const uint32_t plane = slice * bring.heads_per_slice * bring.planes_per_head + plane_in_part;
+  return {keys.from + int64_t{plane} * keys.from_pitch + unit,
+          keys.to + int64_t{plane} * keys.plane_units + unit,
+          min(keys.plane_units - unit, kUnitsPerPiece<Tile>) * kUnitBytes,
+          keys.arrivals + plane / bring.planes_per_head / bring.heads_per_arrival};
 }
 
 /// All has been read: this device takes back the words that said that it may be, and tells the

@@ -5,10 +5,13 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <deque>
+#include <vector>
 
 #include "attention/cuda/sm90/block_attention_kernel.cuh"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/tensor_map.h"
+#include "attention/turn_order.h"
 
 // The host's side of one instantiation: tile order, tensor maps, launch.
 
@@ -104,8 +107,7 @@ inline int64_t in_equal_parts(int64_t all, int64_t part) {
 }
 
 /// Slices of equal numbers of KV heads whose keys and values take a third of L2 or less. Where keys
-/// are brought: none wider than what the first tiles are about (`heads_at_once`), which wait for
-/// all of a slice.
+/// are brought: none wider than what the first tiles are about (`heads_at_once`).
 template <typename Tile>
 TileOrder tile_order(const BlockAttentionParams& p, const DeviceLimits& limits, int blocks,
                      int heads_per_bundle, int64_t& heads_at_once) {
@@ -126,8 +128,7 @@ TileOrder tile_order(const BlockAttentionParams& p, const DeviceLimits& limits, 
   heads_at_once = p.num_kv_heads;
   if (brings(p)) {
     const int64_t tiles = tiles_of_head * p.batch;
-    const int64_t fewest = ceil_div(p.num_kv_heads, p.bringing.words.num_arrivals / p.num_segments);
-    heads_at_once = std::clamp<int64_t>((blocks + tiles / 2) / tiles, fewest, p.num_kv_heads);
+    heads_at_once = std::clamp<int64_t>((blocks + tiles / 2) / tiles, 1, p.num_kv_heads);
     heads_at_once = in_equal_parts(p.num_kv_heads, heads_at_once);
   }
   const int64_t kv_head_bytes = int64_t{2} * num_keys * p.head_dim * kElementBytes;
@@ -152,10 +153,12 @@ cudaError_t add_sources(const BlockAttentionParams& p, int64_t heads_at_once,
   constexpr int64_t kElementBytes = 2;
   params.bringing = p.bringing;
   BringOrder& bring = params.bring;
-  bring.heads_per_arrival = static_cast<uint32_t>(heads_at_once);
   bring.num_kv_heads = p.num_kv_heads;
+  bring.heads_per_slice = static_cast<uint32_t>(heads_at_once);
   bring.planes_per_head = 2 * p.batch;
-  const int64_t slices = ceil_div(p.num_kv_heads, heads_at_once);
+  const int64_t room = std::max(p.bringing.words.num_arrivals / std::max(p.num_segments, 1), 1);
+  const int64_t heads_per_arrival = ceil_div(p.num_kv_heads, room);
+  bring.heads_per_arrival = static_cast<uint32_t>(heads_per_arrival);
   int64_t pieces_per_head = 0;
   int segment = 0, num_arrivals = 0;
   for (int i = 0; i < p.num_segments; ++i) {
@@ -175,7 +178,7 @@ cudaError_t add_sources(const BlockAttentionParams& p, int64_t heads_at_once,
     keys.pieces_per_plane = static_cast<uint32_t>(pieces_per_plane);
     keys.pieces_per_head = static_cast<uint32_t>(pieces);
     keys.arrivals = p.bringing.words.arrivals() + num_arrivals;
-    num_arrivals += static_cast<int>(slices);
+    num_arrivals += static_cast<int>(ceil_div(p.num_kv_heads, heads_per_arrival));
     pieces_per_head += pieces;
   }
   // Counted in 32 bits, and everybody counts once past the end.
@@ -220,6 +223,55 @@ cudaError_t add_segments(const BlockAttentionParams& p, SegmentedParams<kSegment
     params.keys[segment] = {from.num_keys, from.diagonal, from.first_query};
   }
   return cudaSuccess;
+}
+
+/// An order of the last turns, where they are handed out, with which all end at about the same
+/// time.
+template <typename Tile, int kSegments>
+void order_last_turns(int clusters, SegmentedParams<kSegments>& params) {
+  params.first_last_turn = INT32_MAX;
+  constexpr int kMostTurns = 1 << 14;  // of so many, how the last ones end hardly matters
+  const TileOrder& order = params.order;
+  if (params.bringing.words.data == nullptr || order.turns > kMostTurns) return;
+
+  // Found once for each kind of launch: the latest of them are kept.
+  struct Known {
+    std::vector<int> kind;
+    std::vector<uint16_t> last;
+  };
+  constexpr size_t kMostKinds = 32;
+  static thread_local std::deque<Known> known;
+  std::vector<int> kind = {
+      clusters,           params.num_queries, order.split,  order.late_turns,
+      order.turns,        order.bundles,      order.slices, order.bundles_per_slice,
+      params.num_segments};
+  for (int i = 0; i < params.num_segments; ++i) {
+    const KeyBounds& keys = params.keys[i];
+    kind.insert(kind.end(), {keys.num_keys, keys.diagonal, keys.first_query});
+  }
+  auto found = std::find_if(known.begin(), known.end(),
+                            [&](const Known& some) { return some.kind == kind; });
+  if (found == known.end()) {
+    // In halves of a tile of keys; one and a half for beginning and ending.
+    std::vector<int> lengths;
+    for (int turn = 0; turn < order.turns; ++turn) {
+      const TileOrder::Taken taken = order.taken(turn, Tile::kBlockQ, params.num_queries);
+      int tiles = 0;
+      for (int i = 0; i < params.num_segments; ++i) {
+        const int seen = params.keys[i].seen(taken.first_row, taken.rows_end);
+        tiles += (seen + Tile::kBlockK - 1) / Tile::kBlockK;
+      }
+      lengths.push_back(2 * tiles + 3);
+    }
+    if (known.size() == kMostKinds) known.pop_front();
+    // The first third stays as it is: keys come in that order.
+    const int most = std::min<int>(params.kMostLastTurns, order.turns - order.turns / 3);
+    known.push_back({kind, order_of_last_turns(lengths, clusters, most)});
+    found = known.end() - 1;
+  }
+  if (found->last.empty()) return;
+  params.first_last_turn = order.turns - static_cast<int>(found->last.size());
+  std::copy(found->last.begin(), found->last.end(), params.last_turns);
 }
 
 template <typename Element, typename Tile, int kSegments>
@@ -273,6 +325,7 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
   const int bringers = static_cast<int>(
       std::min<int64_t>(most_blocks, ceil_div(params.bring.pieces, cluster) * cluster));
   const int blocks = std::max(std::min(most_blocks, params.order.turns * cluster), bringers);
+  if constexpr (params.kBringing) order_last_turns<Tile>(blocks / cluster, params);
   cudaLaunchAttribute clusters;
   cudaLaunchConfig_t config = launch_config<Tile>(blocks, cluster, clusters);
   config.stream = stream;

@@ -26,6 +26,31 @@ struct TileOrder {
   int heads_per_bundle;   // of one KV head; thread blocks of a cluster
   int bundles_per_slice;  // whole groups of H / H_kv heads
   int slices;
+
+  /// Tiles that one turn takes: these rows of one bundle.
+  struct Taken {
+    int first_row;
+    int rows_end;
+    int bundle;
+  };
+  constexpr Taken taken(int turn, int block_q, int num_queries) const {
+    const bool is_late = turn < late_turns;
+    const int in_part = is_late ? turn : turn - late_turns;
+    const int row_tiles = is_late ? late_row_tiles : early_row_tiles;
+    const int slice = in_part / (bundles_per_slice * row_tiles);
+    const int in_slice = in_part - slice * bundles_per_slice * row_tiles;
+    const int first_bundle = slice * bundles_per_slice;
+    const int left = bundles - first_bundle;
+    const int in_row = bundles_per_slice < left ? bundles_per_slice : left;
+    const int row_of_tiles = in_slice / in_row;
+    // Slices are walked longest tile first, shortest first, and so on; the last one longest first.
+    const bool longest_first = (slices - 1 - slice) % 2 == 0;
+    const int row_tile = longest_first ? row_tiles - 1 - row_of_tiles : row_of_tiles;
+    const int first_row = (is_late ? split : 0) + row_tile * block_q;
+    const int rows_end = first_row + block_q, part_end = is_late ? num_queries : split;
+    return {first_row, rows_end < part_end ? rows_end : part_end,
+            first_bundle + in_slice - row_of_tiles * in_row};
+  }
 };
 
 /// Keys under one diagonal: KeySegment without its memory.
@@ -33,20 +58,28 @@ struct KeyBounds {
   int num_keys;
   int diagonal;
   int first_query;
+
+  /// That a tile of queries sees something of, up to its last row.
+  constexpr int seen(int first_row, int rows_end) const {
+    const int end = rows_end + diagonal;
+    return first_row < first_query || end < 0 ? 0 : end < num_keys ? end : num_keys;
+  }
 };
 
 /// The order in which keys are brought: slices of KV heads, of each all segments that have a
-/// source, plane by plane, in pieces (arrivals.cuh).
+/// source, plane by plane, in pieces (arrivals.cuh). Pieces are counted by segments and heads.
 struct BringOrder {
-  uint32_t heads_per_arrival;  // KV heads of a slice
   uint32_t num_kv_heads;
-  uint32_t planes_per_head;   // keys and values of all batch entries
-  uint32_t pieces_per_slice;  // of a whole one
+  uint32_t heads_per_slice;
+  uint32_t heads_per_arrival;  // that are counted together: 1 where there are words enough
+  uint32_t planes_per_head;    // keys and values of all batch entries
+  uint32_t pieces_per_slice;   // of a whole one
   uint32_t pieces;
 
-  constexpr uint32_t heads_of(uint32_t slice) const {
-    const uint32_t left = num_kv_heads - slice * heads_per_arrival;
-    return left < heads_per_arrival ? left : heads_per_arrival;
+  /// Of part `i` of so many heads each: the last one may have fewer.
+  constexpr uint32_t heads_of(uint32_t i, uint32_t heads_per_part) const {
+    const uint32_t left = num_kv_heads - i * heads_per_part;
+    return left < heads_per_part ? left : heads_per_part;
   }
 };
 
@@ -58,7 +91,7 @@ struct BroughtKeys {
   uint32_t plane_units;
   uint32_t pieces_per_plane;
   uint32_t pieces_per_head;  // 0 where it is there already
-  uint32_t* arrivals;        // [slices]: pieces that have come
+  uint32_t* arrivals;        // [H_kv / heads_per_arrival]: pieces that have come
 };
 
 /// What the kernel is told. Maps of memory: (D, rows, heads, batch).
@@ -101,6 +134,16 @@ struct SegmentedParams : KernelParams {
   } maps[kSegments];
   KeyBounds keys[kSegments];
   BroughtKeys brought[kSegments];
+
+  /// Where turns are handed out: from the first of these on, they are taken in this order
+  /// (turn_order.h).
+  static constexpr int kMostLastTurns = kBringing ? 1024 : 1;
+  int first_last_turn;
+  uint16_t last_turns[kMostLastTurns];
+
+  constexpr int reordered(int turn) const {
+    return turn < first_last_turn ? turn : first_last_turn + last_turns[turn - first_last_turn];
+  }
 };
 
 constexpr int kMaxSegments = 16;

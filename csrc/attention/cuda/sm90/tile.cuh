@@ -250,29 +250,19 @@ struct RingPosition {
 };
 
 /// What this thread block takes in number `turn` of the order.
-template <typename Tile>
-__device__ __forceinline__ QueryTile query_tile(const KernelParams& p, int turn) {
+template <typename Tile, int kSegments>
+__device__ __forceinline__ QueryTile query_tile(const SegmentedParams<kSegments>& p, int turn) {
   const TileOrder& order = p.order;
-  const bool is_late = turn < order.late_turns;
-  const int in_part = is_late ? turn : turn - order.late_turns;
-  const int row_tiles = is_late ? order.late_row_tiles : order.early_row_tiles;
-  const int slice = in_part / (order.bundles_per_slice * row_tiles);
-  const int in_slice = in_part - slice * order.bundles_per_slice * row_tiles;
-  const int first_bundle = slice * order.bundles_per_slice;
-  const int bundles = min(order.bundles_per_slice, order.bundles - first_bundle);
-  const int row_of_tiles = in_slice / bundles;
-  // Slices are walked longest tile first, shortest first, and so on; the last one longest first.
-  const bool longest_first = (order.slices - 1 - slice) % 2 == 0;
-  const int row_tile = longest_first ? row_tiles - 1 - row_of_tiles : row_of_tiles;
+  if constexpr (p.kBringing) turn = p.reordered(turn);
+  const TileOrder::Taken taken = order.taken(turn, Tile::kBlockQ, p.num_queries);
   // Batch entries of a KV head lie next to each other, as they arrive.
-  const int bundle = first_bundle + in_slice - row_of_tiles * bundles;
-  const int head_of_all = bundle * order.heads_per_bundle + cluster_rank();
+  const int head_of_all = taken.bundle * order.heads_per_bundle + cluster_rank();
   const int group = head_of_all / p.heads_per_kv_head;
   const int kv_head = group / p.batch;
 
   QueryTile at;
-  at.first_row = (is_late ? order.split : 0) + row_tile * Tile::kBlockQ;
-  at.rows_end = min(at.first_row + Tile::kBlockQ, is_late ? p.num_queries : order.split);
+  at.first_row = taken.first_row;
+  at.rows_end = taken.rows_end;
   at.batch = group - kv_head * p.batch;
   at.head = kv_head * p.heads_per_kv_head + head_of_all - group * p.heads_per_kv_head;
   return at;
@@ -285,10 +275,8 @@ struct SeenKeys {
   int unmasked;  // the first so many are seen whole by all rows
 
   __device__ __forceinline__ SeenKeys(const KeyBounds& keys, const QueryTile& tile) {
-    const bool any = tile.first_row >= keys.first_query;
-    const int by_last = any ? min(keys.num_keys, tile.rows_end + keys.diagonal) : 0;
     const int by_first = min(keys.num_keys, tile.first_row + 1 + keys.diagonal);
-    tiles = (max(by_last, 0) + Tile::kBlockK - 1) / Tile::kBlockK;
+    tiles = (keys.seen(tile.first_row, tile.rows_end) + Tile::kBlockK - 1) / Tile::kBlockK;
     unmasked = max(by_first, 0) / Tile::kBlockK;
   }
 };
