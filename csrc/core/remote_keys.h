@@ -31,18 +31,20 @@ struct LaunchWords {
   constexpr uint32_t* arrivals() const { return data + kFirstArrival; }
 };
 
-/// Whom a launch that brings keys tells about it.
+/// What a launch that brings keys and its peers tell each other.
 struct Notices {
   static constexpr int kMaxPeers = 16;
 
   // When all has been read, first these, of this device, are set to 0, then those, of others, to 1.
   uint32_t* taken_back[kMaxPeers] = {};
   uint32_t* read[kMaxPeers] = {};
+  // It ends when these, of this device, are not 0 any more: the others have read what is here.
+  const uint32_t* read_here[kMaxPeers] = {};
   int32_t num_peers = 0;
 
-  uint32_t* phase = nullptr;  // a word of the host's; null: nobody asks
-  uint32_t phase_begun = 0;   // written there when the launch begins,
-  uint32_t phase_ended = 0;   // and when it ends
+  uint32_t* phase = nullptr;   // a word of the host's; null: nobody asks
+  uint32_t phase_working = 0;  // written there when the launch begins and when it ends,
+  uint32_t phase_waiting = 0;  // and when nothing is left but to wait for the others
 };
 
 /// What a launch needs beside where the keys are, to bring them.

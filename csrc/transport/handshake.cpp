@@ -242,11 +242,13 @@ Handshake::~Handshake() { state_->close(); }
 
 bool Handshake::all_read() { return state_->all_read(); }
 
-void Handshake::give_signals(cuda::StageParams& params) const {
+void Handshake::give_signals(bool by_kernel, cuda::StageParams& params) const {
   for (const int64_t rank : state_->others_) {
     params.taken_back[params.num_signals] = state_->word(Layout::kRead + rank);
     params.signals[params.num_signals++] = state_->word_of(rank, Layout::kStaged + state_->rank_);
+    if (by_kernel) params.awaited[params.num_awaited++] = state_->word(Layout::kStaged + rank);
   }
+  params.early = by_kernel;
   params.blocks_done = state_->word(Layout::kBlocksDone);
   params.failed = failed();
   params.calls = state_->word(Layout::kCalls);
@@ -262,14 +264,6 @@ void Handshake::take_staged(cudaStream_t stream) {
   }
   for (const int64_t rank : state_->others_) words.write(state_->word(Layout::kStaged + rank), 0);
   words.write(const_cast<uint32_t*>(&state_->own_.host->phase), kNotWaiting);
-  C10_CUDA_CHECK(words.enqueue(stream));
-}
-
-void Handshake::wait_until_staged(cudaStream_t stream) {
-  cuda::StreamWords words;
-  for (const int64_t rank : state_->others_) {
-    words.wait_for(state_->word(Layout::kStaged + rank), 1);
-  }
   C10_CUDA_CHECK(words.enqueue(stream));
 }
 
@@ -290,12 +284,6 @@ void Handshake::show_and_wait_until_read(cudaStream_t stream) {
   C10_CUDA_CHECK(words.enqueue(stream));
 }
 
-void Handshake::wait_until_read(cudaStream_t stream) {
-  cuda::StreamWords words;
-  for (const int64_t rank : state_->others_) words.wait_for(state_->word(Layout::kRead + rank), 1);
-  C10_CUDA_CHECK(words.enqueue(stream));
-}
-
 Bringing Handshake::bringing() const {
   static_assert(cuda::kMaxSignals <= Notices::kMaxPeers);
   Bringing bringing;
@@ -304,11 +292,12 @@ Bringing Handshake::bringing() const {
   Notices& notices = bringing.notices;
   for (const int64_t rank : state_->others_) {
     notices.taken_back[notices.num_peers] = state_->word(Layout::kStaged + rank);
+    notices.read_here[notices.num_peers] = state_->word(Layout::kRead + rank);
     notices.read[notices.num_peers++] = state_->word_of(rank, Layout::kRead + state_->rank_);
   }
   notices.phase = const_cast<uint32_t*>(&state_->own_.host->phase);
-  notices.phase_begun = kNotWaiting;
-  notices.phase_ended = kWaitingUntilRead;
+  notices.phase_working = kNotWaiting;
+  notices.phase_waiting = kWaitingUntilRead;
   return bringing;
 }
 

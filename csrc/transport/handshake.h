@@ -27,8 +27,8 @@ class RingGroup;
 /// Every rank signals every other one in each call, and a call ends for its stream when everybody
 /// has read what this rank staged: whatever stages next, a replay of a captured call too, need not
 /// ask. Nothing in it counts calls: what is captured in a CUDA graph can be replayed. Waiting is
-/// done by streams, never by a kernel, so no rank ever waits for another one's multiprocessors
-/// while it holds its own.
+/// done by streams, or by one thread block at the end of a kernel, so no rank ever waits for
+/// another one's multiprocessors while it holds its own.
 class Handshake {
  public:
   /// Collective. Throws on all ranks where they do not share memory.
@@ -38,8 +38,9 @@ class Handshake {
   Handshake& operator=(const Handshake&) = delete;
 
   // One call begins with the staging kernel.
-  /// Completes what that kernel is told: it gives the signals.
-  void give_signals(cuda::StageParams& params) const;
+  /// Completes what that kernel is told: it gives the signals. `by_kernel`: a kernel fetches, and
+  /// this one ends when everything that the other ranks have for this call is in place.
+  void give_signals(bool by_kernel, cuda::StageParams& params) const;
 
   // Then, where copy engines fetch, on a stream that follows it, in this order:
   /// Everything that the other ranks have for this call is in place.
@@ -50,11 +51,9 @@ class Handshake {
   /// Nobody reads any more what this rank has staged.
   void show_and_wait_until_read(cudaStream_t stream);
 
-  // And where a kernel fetches, around it on the call's own stream:
-  void wait_until_staged(cudaStream_t stream);
-  /// What the kernel needs, which takes back, tells and shows by itself.
+  // And where a kernel fetches:
+  /// What it needs; it takes back, tells, waits and shows by itself.
   Bringing bringing() const;
-  void wait_until_read(cudaStream_t stream);
 
   /// Device memory, not 0 once this group's waits have been given up.
   const uint32_t* failed() const;

@@ -132,10 +132,10 @@ class SymmetricTransport : public MessageTransport {
   }
 
   Plan& plan(const Exchange& exchange);
-  void stage(cuda::StageParams params, int64_t call,
+  void stage(cuda::StageParams params, bool by_kernel, int64_t call,
              std::shared_ptr<const std::vector<int64_t>> step_of_rank, cudaStream_t stream) {
     handshake_.describe(call, std::move(step_of_rank));
-    handshake_.give_signals(params);
+    handshake_.give_signals(by_kernel, params);
     C10_CUDA_CHECK(cuda::stage(params, stream));
   }
 
@@ -186,16 +186,14 @@ class SymmetricStream : public BlockStream {
     params.staged_rows = static_cast<int>(k.size(1));
     params.num_kv_heads = static_cast<int>(k.size(2));
     params.row_bytes = static_cast<int>(k.size(3) * k.element_size());
-    transport_.stage(params, exchange_.call, plan_->step_of_rank, stream_);
-
     if (hostile_transfers()) {
       constexpr int kNaN = 0xff;
       C10_CUDA_CHECK(cudaMemsetAsync(transport_.gathered_.mutable_data_ptr(), kNaN,
                                      transport_.gathered_.nbytes(), stream_));
     }
+    transport_.stage(params, exchange_.by_kernel, exchange_.call, plan_->step_of_rank, stream_);
     if (exchange_.by_kernel) {
       plan_->gathering.bringing.lateness = hostile_transfers() ? transport_.next_delay() : 0;
-      transport_.handshake_.wait_until_staged(stream_);
       return;
     }
     transport_.after(stream_);
@@ -221,9 +219,7 @@ class SymmetricStream : public BlockStream {
   }
 
   void finish(const std::vector<at::Tensor>& results) override {
-    if (exchange_.by_kernel) {
-      transport_.handshake_.wait_until_read(stream_);
-    } else {
+    if (!exchange_.by_kernel) {
       transport_.guard(results);
       transport_.handshake_.show_and_wait_until_read(transport_.lane_);
       transport_.join(stream_);
@@ -314,8 +310,8 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
     params.row_bytes = static_cast<int64_t>(message.send.nbytes());
     message.send.record_stream(lane_);
   }
-  stage(params, message.call, std::make_shared<std::vector<int64_t>>(group_.size(), message.step),
-        lane_);
+  stage(params, /*by_kernel=*/false, message.call,
+        std::make_shared<std::vector<int64_t>>(group_.size(), message.step), lane_);
   handshake_.take_staged(lane_);
   if (message.receive.defined()) {
     C10_CUDA_CHECK(cudaMemcpyAsync(message.receive.mutable_data_ptr(), staged_by(message.source),

@@ -84,7 +84,7 @@ struct Launch {
   bool fold = false;
   at::Tensor words;    // int32 [kFirstArrival + num_arrivals]
   at::Tensor failed;   // int32 [1]
-  at::Tensor notices;  // int32 [3, peers]: taken back, read; the phase
+  at::Tensor notices;  // int32 [4, peers]: taken back, read, read here; the phase
   uint32_t lateness = 0;
   int32_t max_blocks = std::numeric_limits<int32_t>::max();
 };
@@ -104,11 +104,12 @@ inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Res
     for (int64_t peer = 0; peer < launch.notices.size(1); ++peer) {
       notices.taken_back[peer] = words_of(launch.notices[0][peer]);
       notices.read[peer] = words_of(launch.notices[1][peer]);
+      notices.read_here[peer] = words_of(launch.notices[2][peer]);
     }
     notices.num_peers = launch.notices.size(1);
-    notices.phase = words_of(launch.notices[2]);
-    notices.phase_begun = 5;
-    notices.phase_ended = 7;
+    notices.phase = words_of(launch.notices[3]);
+    notices.phase_working = 5;
+    notices.phase_waiting = 7;
   }
   bringing.lateness = launch.lateness;
   std::vector<KeySegment> segments;

@@ -3,6 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 #include <vector>
 
 #include "segment_lists.h"
@@ -60,15 +62,16 @@ Launch bringing(int64_t num_peers, int64_t room) {
   Launch launch;
   launch.words = no_words(room);
   launch.failed = at::zeros({1}, launch.words.options());
-  launch.notices = at::zeros({3, num_peers}, launch.words.options());
+  launch.notices = at::zeros({4, num_peers}, launch.words.options());
   launch.notices[0].fill_(1);
+  launch.notices[2].fill_(1);
   return launch;
 }
 
 /// What is left when it is over: words as they were, the others told.
 bool has_told(const Launch& launch) {
   return launch.words.eq(0).all().item<bool>() && launch.notices[0].eq(0).all().item<bool>() &&
-         launch.notices[1].eq(1).all().item<bool>() && launch.notices[2][0].item<int>() == 7;
+         launch.notices[1].eq(1).all().item<bool>() && launch.notices[3][0].item<int>() == 5;
 }
 
 }  // namespace
@@ -149,6 +152,34 @@ TEST_CASE("a launch without anything to bring tells the others all the same") {
   const Launch launch = bringing(3, 16);
   REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
   CHECK(has_told(launch));
+}
+
+TEST_CASE("a launch that brings keys ends when the others have read what is here, or is given up") {
+  if (!can_run()) return;
+  Problem problem(300, kZigzag, 128, at::kBFloat16);
+  const Remote remote(problem);
+  Results results(problem);
+  cudaStream_t others;
+  REQUIRE(cudaStreamCreateWithFlags(&others, cudaStreamNonBlocking) == cudaSuccess);
+  for (const bool gives_up : {false, true}) {
+    const Launch launch = bringing(3, 64);
+    launch.notices[2][1].fill_(0);
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+    REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    CHECK(cudaStreamQuery(nullptr) == cudaErrorNotReady);
+    int phase = 0;
+    const int one = 1;
+    CHECK(cudaMemcpyAsync(&phase, launch.notices[3].data_ptr(), sizeof(int), cudaMemcpyDefault,
+                          others) == cudaSuccess);
+    CHECK(cudaStreamSynchronize(others) == cudaSuccess);
+    CHECK(phase == 7);
+    void* const word = gives_up ? launch.failed.data_ptr() : launch.notices[2][1].data_ptr();
+    CHECK(cudaMemcpyAsync(word, &one, sizeof(int), cudaMemcpyDefault, others) == cudaSuccess);
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+    CHECK(has_told(launch));
+  }
+  REQUIRE(cudaStreamDestroy(others) == cudaSuccess);
 }
 
 TEST_CASE("a launch that has been given up reads nothing and leaves NaN") {

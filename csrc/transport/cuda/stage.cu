@@ -36,10 +36,18 @@ __device__ __forceinline__ uint32_t load_from_system(const uint32_t* word) {
   return value;
 }
 
+// It may have been set up early, while the kernel before it ran.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // blockIdx.y and its loop: a [rows, D] of one head and batch, keys or values; blockIdx.x and its
 // loop: pieces of it, a few of each thread under way at a time.
 __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ Launch launch) {
   const StageParams& to = launch.to;
+  wait_for_kernel_before();
   // Who has given up must not write over what a peer that is only late will read yet.
   if (__syncthreads_or(load_from_system(to.failed) != 0)) return;
   const uint32_t row_pieces = launch.pieces_per_row;
@@ -88,6 +96,11 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
     *static_cast<volatile uint32_t*>(to.phase_shown) = to.phase;
     *static_cast<volatile uint32_t*>(to.calls_shown) = ++*to.calls;
   }
+  if (threadIdx.x < to.num_awaited) {
+    while (load_from_system(to.awaited[threadIdx.x]) == 0 && load_from_system(to.failed) == 0) {
+      __nanosleep(64);
+    }
+  }
 }
 
 Source in_pieces(const StageSource& x) {
@@ -113,8 +126,16 @@ cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   const int64_t wanted = (pieces + kInFlight * kThreads - 1) / (kInFlight * kThreads);
   const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, kMostBlocks)),
                   static_cast<unsigned>(std::clamp<int64_t>(planes, 1, kMostPlanes)));
-  stage_kernel<<<grid, kThreads, 0, stream>>>(launch);
-  return cudaGetLastError();
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = params.early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, stage_kernel, launch);
 }
 
 }  // namespace ringattn::cuda

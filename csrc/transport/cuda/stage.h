@@ -34,6 +34,10 @@ struct StageParams {
   uint32_t* taken_back[kMaxSignals] = {};  // of this rank; set to 0 before
   uint32_t* signals[kMaxSignals] = {};     // these, of other ranks, are set to 1
   int num_signals = 0;
+  // Of this rank: the kernel ends when they are not 0 any more. One thread block waits.
+  const uint32_t* awaited[kMaxSignals] = {};
+  int num_awaited = 0;
+  bool early = false;  // set up while the kernel before it ends: compute capability 9.0 and above
   const uint32_t* failed = nullptr;  // not 0: nothing is written and nobody told
   uint32_t* blocks_done = nullptr;   // 0 before and after
   uint32_t* calls = nullptr;         // goes up by one for each call,

@@ -181,7 +181,7 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
   between();
   if (blockIdx.x == 0) {
     if (bringing.notices.phase != nullptr) {
-      store_relaxed_system(bringing.notices.phase, bringing.notices.phase_begun);
+      store_relaxed_system(bringing.notices.phase, bringing.notices.phase_working);
     }
     if (p.bring.pieces == 0) give_notice(bringing.notices);
   }
@@ -212,6 +212,26 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
   }
 }
 
+/// By a warp: until the others have read what is here. One thread block is kept for it at the most,
+/// on one SM: it keeps nobody else from running.
+__device__ __forceinline__ void wait_until_read(const Bringing& bringing) {
+  const Notices& notices = bringing.notices;
+  const int lane = threadIdx.x % 32;
+  if (lane == 0 && notices.phase != nullptr) {
+    store_relaxed_system(notices.phase, notices.phase_waiting);
+  }
+  if (lane < notices.num_peers) {
+    while (load_acquire_system(notices.read_here[lane]) == 0 &&
+           load_relaxed_system(bringing.failed) == 0) {
+      __nanosleep(64);
+    }
+  }
+  __syncwarp();
+  if (lane == 0 && notices.phase != nullptr) {
+    store_relaxed_system(notices.phase, notices.phase_working);
+  }
+}
+
 /// Called by each copying warp that takes part in it when it has done everything. The last one of
 /// `warps` in each thread block sets the words back.
 template <int kSegments>
@@ -225,10 +245,7 @@ __device__ __forceinline__ void finish(const SegmentedParams<kSegments>& p, uint
   if (lane < LaunchWords::kFirstArrival) words.data[lane] = 0;
   if constexpr (p.kBringing) {
     for (int i = lane; i < words.num_arrivals; i += 32) words.arrivals()[i] = 0;
-    const Notices& notices = p.bringing.notices;
-    if (lane == 0 && notices.phase != nullptr) {
-      store_relaxed_system(notices.phase, notices.phase_ended);
-    }
+    wait_until_read(p.bringing);
   }
 }
 

@@ -5,6 +5,7 @@
 #include "attention/cuda/sm90/epilogue.cuh"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
+#include "attention/cuda/sm90/ptx/kernel_order.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/registers.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
@@ -170,6 +171,8 @@ __device__ __forceinline__ void copy(const SegmentedParams<kSegments>& p,
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   const bool elected = elect_one_lane();
   constexpr uint32_t kFinishing = 3;
+  // It may have been set up early: what is read comes through here.
+  if constexpr (p.kBringing) wait_for_kernel_before();
   if (warp == 0) {
     if (elected) bring_queries<Tile>(p, shared);
     return;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
@@ -40,19 +41,29 @@ inline cudaError_t device_limits(int device, DeviceLimits& limits) {
   return cudaSuccess;
 }
 
-/// A launch of as many thread blocks in clusters; without an attribute where a cluster is one
-/// block, which would cost 1 %. `clusters` must live as long.
+/// A launch of as many thread blocks in clusters; without that attribute where a cluster is one
+/// block, which would cost 1 %. `early`: it is set up while the kernel before it ends
+/// (wait_for_kernel_before). `attributes` must live as long.
 template <typename Tile>
-cudaLaunchConfig_t launch_config(int blocks, int cluster, cudaLaunchAttribute& clusters) {
-  clusters = {};
-  clusters.id = cudaLaunchAttributeClusterDimension;
-  clusters.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+cudaLaunchConfig_t launch_config(int blocks, int cluster, bool early,
+                                 std::array<cudaLaunchAttribute, 2>& attributes) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(Tile::kThreads);
   config.dynamicSmemBytes = Tile::kSharedBytes;
-  config.attrs = &clusters;
-  config.numAttrs = cluster > 1 ? 1 : 0;
+  config.attrs = attributes.data();
+  const auto add = [&](cudaLaunchAttributeID id) -> cudaLaunchAttributeValue& {
+    attributes[config.numAttrs] = {};
+    attributes[config.numAttrs].id = id;
+    return attributes[config.numAttrs++].val;
+  };
+  if (cluster > 1) {
+    add(cudaLaunchAttributeClusterDimension).clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
+  if (early) {
+    add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed =
+        1;
+  }
   return config;
 }
 
@@ -66,8 +77,8 @@ cudaError_t prepare(int device, int& pairs) {
                                              Tile::kSharedBytes);
     if (error != cudaSuccess) return error;
     if constexpr (Tile::kInPairs) {
-      cudaLaunchAttribute clusters;
-      const cudaLaunchConfig_t config = launch_config<Tile>(2, 2, clusters);
+      std::array<cudaLaunchAttribute, 2> attributes;
+      const cudaLaunchConfig_t config = launch_config<Tile>(2, 2, false, attributes);
       if (cudaOccupancyMaxActiveClusters(&known_pairs, kKernel, &config) != cudaSuccess) {
         known_pairs = 0;     // a part of a device, perhaps: blocks work alone too
         cudaGetLastError();  // it is not the next caller's
@@ -326,8 +337,9 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
       std::min<int64_t>(most_blocks, ceil_div(params.bring.pieces, cluster) * cluster));
   const int blocks = std::max(std::min(most_blocks, params.order.turns * cluster), bringers);
   if constexpr (params.kBringing) order_last_turns<Tile>(blocks / cluster, params);
-  cudaLaunchAttribute clusters;
-  cudaLaunchConfig_t config = launch_config<Tile>(blocks, cluster, clusters);
+  std::array<cudaLaunchAttribute, 2> attributes;
+  const bool early = params.kBringing && p.bringing.failed != nullptr;
+  cudaLaunchConfig_t config = launch_config<Tile>(blocks, cluster, early, attributes);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kKernel, params);
 }

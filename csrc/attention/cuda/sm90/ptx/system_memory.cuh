@@ -20,6 +20,12 @@ __device__ __forceinline__ uint32_t load_relaxed_system(const uint32_t* word) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void store_relaxed_system(uint32_t* word, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
