@@ -11,6 +11,7 @@
 
 #include "attention/block_attention.h"
 #include "attention/cuda/block_attention.h"
+#include "attention/cuda/sm90/tile_order.h"
 #include "attention/kernel_params.h"
 #include "catch.h"
 
@@ -19,7 +20,7 @@
 namespace ringattn::testing {
 
 constexpr double kScale = 0.11;
-constexpr int64_t kBatch = 2, kHeads = 8, kKvHeads = 4;
+constexpr int64_t kBatch = 2;
 inline const double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 struct Shape {
@@ -28,6 +29,11 @@ struct Shape {
   int64_t first_query;  // rows before it see nothing
 };
 constexpr int64_t kAll = 1 << 20;
+
+struct Heads {
+  int64_t query = 8;
+  int64_t kv = 4;
+};
 
 struct Segment {
   at::Tensor k, v;  // [B, S_k, H_kv, D], with NaN behind them
@@ -49,20 +55,21 @@ struct Problem {
   std::vector<Segment> segments;
 
   Problem(int64_t num_queries, const std::vector<Shape>& shapes, int64_t head_dim,
-          at::ScalarType dtype) {
+          at::ScalarType dtype, Heads heads = {}) {
     const auto options = at::TensorOptions(at::kCUDA).dtype(dtype);
-    const auto random = [&](int64_t rows, int64_t heads) {
-      return at::randn({kBatch, rows, heads, head_dim}, options);
+    const auto random = [&](int64_t rows, int64_t num_heads) {
+      return at::randn({kBatch, rows, num_heads, head_dim}, options);
     };
-    q = random(num_queries, kHeads);
+    q = random(num_queries, heads.query);
     for (const Shape& shape : shapes) {
-      segments.push_back({with_poison(random(shape.num_keys, kKvHeads)),
-                          with_poison(random(shape.num_keys, kKvHeads)),
+      segments.push_back({with_poison(random(shape.num_keys, heads.kv)),
+                          with_poison(random(shape.num_keys, heads.kv)),
                           std::clamp(shape.diagonal, -num_queries, shape.num_keys),
                           shape.first_query});
     }
   }
 
+  Heads heads() const { return {q.size(2), segments.front().k.size(2)}; }
   at::TensorOptions wide() const { return q.options().dtype(at::kFloat); }
 };
 
@@ -75,19 +82,58 @@ struct Results {
   explicit Results(const Problem& problem)
       : out(at::full_like(problem.q, kNaN)),
         state(at::full(problem.q.sizes(), kNaN, problem.wide())),
-        lse(at::full({kBatch, kHeads, problem.q.size(1)}, kNaN, problem.wide())) {}
+        lse(at::full({kBatch, problem.q.size(2), problem.q.size(1)}, kNaN, problem.wide())) {}
 };
 
 /// What a launch over a list is told beside its tensors.
 struct Launch {
   int64_t final_begin = 0, final_end = 0;
   bool fold = false;
-  at::Tensor words;    // int32 [kFirstArrival + num_arrivals]
-  at::Tensor failed;   // int32 [1]
-  at::Tensor notices;  // int32 [4, peers]: taken back, read, read here; the phase
+  bool with_state = true;  // false: all rows are final
+  at::Tensor words;        // int32 [kFirstArrival + num_arrivals]
+  at::Tensor failed;       // int32 [1]
+  at::Tensor notices;      // int32 [4, peers]: taken back, read, read here; the phase
   uint32_t lateness = 0;
   int32_t max_blocks = std::numeric_limits<int32_t>::max();
 };
+
+inline std::vector<KeySegment> segments_of(const Problem& problem) {
+  std::vector<KeySegment> segments;
+  for (const Segment& from : problem.segments) {
+    KeySegment& segment = segments.emplace_back();
+    segment.k = ringattn::strided(from.k);
+    segment.v = ringattn::strided(from.v);
+    segment.num_keys = from.k.size(1);
+    segment.diagonal = from.diagonal;
+    segment.first_query = from.first_query;
+    if (from.source.defined()) segment.source = {from.source.data_ptr(), from.source.size(3)};
+  }
+  return segments;
+}
+
+/// What a call over `segments` is about.
+inline BlockAttentionParams params_of(const Problem& problem,
+                                      const std::vector<KeySegment>& segments) {
+  BlockAttentionParams params;
+  params.q = ringattn::strided(problem.q);
+  params.segments = segments.data();
+  params.num_segments = segments.size();
+  params.batch = kBatch;
+  params.num_queries = problem.q.size(1);
+  params.num_heads = problem.heads().query;
+  params.num_kv_heads = problem.heads().kv;
+  params.head_dim = problem.q.size(3);
+  params.scale = kScale;
+  params.dtype = ringattn::data_type(problem.q.scalar_type());
+  return params;
+}
+
+/// Whether two thread blocks that share keys and values take two row tiles of a head.
+inline bool pairs_row_tiles(const Problem& problem) {
+  const std::vector<KeySegment> segments = segments_of(problem);
+  const int block_k = problem.q.size(3) <= 128 ? 128 : 80;
+  return cuda::sm90::shape_of_pairs(params_of(problem, segments), 128, block_k).row_tiles == 2;
+}
 
 inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Results& results) {
   const auto words_of = [](const at::Tensor& x) {
@@ -112,35 +158,16 @@ inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Res
     notices.phase_waiting = 7;
   }
   bringing.lateness = launch.lateness;
-  std::vector<KeySegment> segments;
-  for (const Segment& from : problem.segments) {
-    KeySegment& segment = segments.emplace_back();
-    segment.k = ringattn::strided(from.k);
-    segment.v = ringattn::strided(from.v);
-    segment.num_keys = from.k.size(1);
-    segment.diagonal = from.diagonal;
-    segment.first_query = from.first_query;
-    if (from.source.defined()) segment.source = {from.source.data_ptr(), from.source.size(3)};
-  }
-  BlockAttentionParams params;
-  params.q = ringattn::strided(problem.q);
+  const std::vector<KeySegment> segments = segments_of(problem);
+  BlockAttentionParams params = params_of(problem, segments);
   params.out = ringattn::strided(results.out);
-  params.state = ringattn::strided(results.state);
+  if (launch.with_state) params.state = ringattn::strided(results.state);
   params.lse = results.lse.data_ptr<float>();
   params.lse_batch_stride = results.lse.stride(0);
   params.lse_head_stride = results.lse.stride(1);
-  params.segments = segments.data();
-  params.num_segments = segments.size();
   params.bringing = bringing;
-  params.batch = kBatch;
-  params.num_queries = problem.q.size(1);
-  params.num_heads = kHeads;
-  params.num_kv_heads = kKvHeads;
-  params.head_dim = problem.q.size(3);
   params.final_begin = launch.final_begin;
   params.final_end = launch.final_end;
-  params.scale = kScale;
-  params.dtype = ringattn::data_type(problem.q.scalar_type());
   params.fold = launch.fold;
   params.max_blocks = launch.max_blocks;
   return ringattn::cuda::block_attention(params, ringattn::current_stream(problem.q));
@@ -187,8 +214,9 @@ inline Expected expected(const Problem& problem) {
     const at::Tensor j = at::arange(segment.k.size(1), i.options()).unsqueeze(0);
     hidden.push_back((j - i).gt(segment.diagonal).logical_or(i.lt(segment.first_query)));
   }
-  const auto heads_first = [](const std::vector<at::Tensor>& x) {
-    return at::cat(x, 1).repeat_interleave(kHeads / kKvHeads, 2).transpose(1, 2);
+  const int64_t heads_per_kv_head = problem.heads().query / problem.heads().kv;
+  const auto heads_first = [&](const std::vector<at::Tensor>& x) {
+    return at::cat(x, 1).repeat_interleave(heads_per_kv_head, 2).transpose(1, 2);
   };
   const at::Tensor k = heads_first(keys), v = heads_first(values);  // [B, H, keys, D]
   const at::Tensor q = problem.q.to(at::kDouble).transpose(1, 2);
@@ -223,6 +251,10 @@ inline const std::vector<Shape> kZigzag = {{300, 0, 0},  {211, kAll, 141}, {130,
 /// The same, with keys enough for thread blocks that share them.
 inline const std::vector<Shape> kLongZigzag = {{900, 0, 0},  {811, kAll, 141}, {130, kAll, 0},
                                                {0, kAll, 0}, {1, kAll, 141},   {756, kAll, 141}};
+/// For 1068 rows, in tiles of 128 an odd number before the split: row tiles in pairs, the last one
+/// of which has no other; of the pair behind the split the first one sees nothing of one segment.
+inline const std::vector<Shape> kOddZigzag = {
+    {1068, 0, 0}, {4000, kAll, 300}, {129, -430, 0}, {130, kAll, 0}, {3000, kAll, 300}};
 /// Diagonals that begin and end inside tiles, above and below; the first segment is seen by few.
 inline const std::vector<Shape> kDiagonals = {
     {400, -290, 0}, {500, 77, 0}, {129, -100, 200}, {64, -300, 0}, {300, 0, 200}};

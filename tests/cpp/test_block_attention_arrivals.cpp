@@ -15,12 +15,15 @@
 using ringattn::LaunchWords;
 using ringattn::testing::attend_list;
 using ringattn::testing::can_run;
+using ringattn::testing::Heads;
 using ringattn::testing::kAll;
 using ringattn::testing::kLongZigzag;
 using ringattn::testing::kNaN;
+using ringattn::testing::kOddZigzag;
 using ringattn::testing::kZigzag;
 using ringattn::testing::Launch;
 using ringattn::testing::no_words;
+using ringattn::testing::pairs_row_tiles;
 using ringattn::testing::Problem;
 using ringattn::testing::Results;
 using ringattn::testing::same_bits;
@@ -57,6 +60,21 @@ class Remote {
   std::vector<at::Tensor> to_;
 };
 
+/// What to attend: keys of two heads for each KV head, or of an odd number of them, with which
+/// thread blocks share keys as row tiles.
+struct Case {
+  std::vector<Shape> shapes;
+  int64_t num_queries;
+  Heads heads;
+};
+
+/// A launch of thread blocks alone, all keys being there.
+Launch alone() {
+  Launch launch;
+  launch.max_blocks = 7;
+  return launch;
+}
+
 /// A launch that brings keys, for as many peers.
 Launch bringing(int64_t num_peers, int64_t room) {
   Launch launch;
@@ -78,8 +96,13 @@ bool has_told(const Launch& launch) {
 
 TEST_CASE("tiles handed out one by one give the same bits, launch after launch") {
   if (!can_run()) return;
-  for (const auto& shapes : {std::vector<Shape>{{300, 0, 0}}, kZigzag, kLongZigzag}) {
-    const Problem problem(300, shapes, 128, at::kBFloat16);
+  const std::vector<Case> cases = {{{{300, 0, 0}}, 300, {}},
+                                   {kZigzag, 300, {}},
+                                   {kLongZigzag, 300, {}},
+                                   {kLongZigzag, 300, {3, 3}},
+                                   {kOddZigzag, 1068, {6, 2}}};
+  for (const auto& [shapes, num_queries, heads] : cases) {
+    const Problem problem(num_queries, shapes, 128, at::kBFloat16, heads);
     Results shared_out(problem);
     REQUIRE(attend_list(problem, {}, shared_out) == cudaSuccess);
     Launch launch;
@@ -96,18 +119,25 @@ TEST_CASE("tiles handed out one by one give the same bits, launch after launch")
 
 TEST_CASE("keys that a launch brings, late ones too, are waited for, and the words are set back") {
   if (!can_run()) return;
+  const std::vector<Case> cases = {{kZigzag, 300, {}},
+                                   {kLongZigzag, 300, {}},
+                                   {kLongZigzag, 700, {3, 3}},
+                                   {kOddZigzag, 1068, {6, 2}}};
   for (const int64_t head_dim : {64, 72, 128, 256}) {
-    for (const auto& shapes : {kZigzag, kLongZigzag}) {
+    for (const auto& [shapes, num_queries, heads] : cases) {
       for (const int32_t max_blocks : {2, 1000}) {
-        Problem problem(300, shapes, head_dim, at::kBFloat16);
+        Problem problem(num_queries, shapes, head_dim, at::kBFloat16, heads);
         Results there(problem);
-        REQUIRE(attend_list(problem, {}, there) == cudaSuccess);
+        REQUIRE(attend_list(problem, alone(), there) == cudaSuccess);
         const Remote remote(problem);
+        const bool odd = heads.query / heads.kv % 2 != 0;
+        REQUIRE(pairs_row_tiles(problem) == odd);
         for (const int64_t slices : {1, 2, 4}) {
           Launch launch = bringing(3, slices * static_cast<int64_t>(shapes.size()));
           launch.max_blocks = max_blocks;
           for (const uint32_t lateness : {0, 0, 1, 2, 3}) {
-            INFO("D " << head_dim << ", " << max_blocks << " blocks, late " << lateness);
+            INFO("D " << head_dim << ", " << heads.query << " heads, " << max_blocks
+                      << " blocks, late " << lateness);
             Results results(problem);
             remote.forget();
             launch.notices[0].fill_(1);
@@ -129,9 +159,9 @@ TEST_CASE("large blocks, of many pieces, are brought whole") {
   if (!can_run()) return;
   for (const int64_t head_dim : {64, 128, 256}) {
     const std::vector<Shape> shapes = {{2300, 0, 0}, {2100, kAll, 1024}, {1111, kAll, 0}};
-    Problem problem(2300, shapes, head_dim, at::kHalf);
+    Problem problem(2300, shapes, head_dim, at::kHalf, head_dim == 128 ? Heads{3, 3} : Heads{});
     Results there(problem);
-    REQUIRE(attend_list(problem, {}, there) == cudaSuccess);
+    REQUIRE(attend_list(problem, alone(), there) == cudaSuccess);
     const Remote remote(problem);
     const Launch launch = bringing(2, 4096);
     for (int repeat = 0; repeat < 10; ++repeat) {

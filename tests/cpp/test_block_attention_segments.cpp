@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "reference.h"
@@ -14,12 +15,15 @@ using ringattn::testing::attend_list;
 using ringattn::testing::can_run;
 using ringattn::testing::Expected;
 using ringattn::testing::expected;
+using ringattn::testing::Heads;
 using ringattn::testing::kAll;
 using ringattn::testing::kDiagonals;
 using ringattn::testing::kLongZigzag;
+using ringattn::testing::kOddZigzag;
 using ringattn::testing::kZigzag;
 using ringattn::testing::Launch;
 using ringattn::testing::max_error;
+using ringattn::testing::pairs_row_tiles;
 using ringattn::testing::Problem;
 using ringattn::testing::Results;
 using ringattn::testing::same_bits;
@@ -112,6 +116,61 @@ TEST_CASE("thread blocks that share keys and values leave the bits of those that
         REQUIRE(attend_list(problem, launch, pairs) == cudaSuccess);
         CHECK(same_bits(pairs.state, single.state));
         CHECK(same_bits(pairs.lse, single.lse));
+      }
+    }
+  }
+}
+
+TEST_CASE("neighbouring row tiles that share keys and values leave the bits of tiles alone") {
+  if (!can_run()) return;
+  struct Case {
+    int64_t num_queries;
+    std::vector<Shape> shapes;
+  };
+  const std::vector<Case> cases = {
+      {4800, {{4700, -130, 0}}},  // the very first tile sees nothing, its other does
+      {5200, {{2300, kAll, 0}, {129, -5000, 0}}},  // 41 tiles: the last one has no other
+      {1068, kOddZigzag},
+      {300, kLongZigzag}};
+  // Odd numbers of heads for a KV head: one, three.
+  const std::vector<std::pair<Heads, at::ScalarType>> kinds = {{{3, 3}, at::kBFloat16},
+                                                               {{6, 2}, at::kHalf}};
+  for (const auto& [heads, dtype] : kinds) {
+    for (const int64_t head_dim : {72, 128, 256}) {
+      for (const auto& [num_queries, shapes] : cases) {
+        const Problem problem(num_queries, shapes, head_dim, dtype, heads);
+        INFO("D " << head_dim << ", " << heads.query << " heads, S_q " << num_queries);
+        REQUIRE(pairs_row_tiles(problem));
+        Results pairs(problem), single(problem);
+        const auto check = [&](Launch launch, int32_t most_in_pairs) {
+          launch.max_blocks = most_in_pairs;
+          REQUIRE(attend_list(problem, launch, pairs) == cudaSuccess);
+          launch.max_blocks = 7;  // odd: not all of them could be in pairs
+          REQUIRE(attend_list(problem, launch, single) == cudaSuccess);
+          INFO("final from " << launch.final_begin << " to " << launch.final_end << ", fold "
+                             << launch.fold << ", state " << launch.with_state);
+          CHECK(same_bits(pairs.out, single.out));
+          CHECK(same_bits(pairs.state, single.state));
+          CHECK(same_bits(pairs.lse, single.lse));
+        };
+        Launch launch;
+        check(launch, 1000);
+        const Expected exact = expected(problem);
+        CHECK(exact.share_of_bound(pairs.state, 1) <= 1.0);
+        CHECK(max_error(pairs.lse, exact.lse) < 2e-5);  // of many rows, some of one key
+        launch.final_end = num_queries;
+        check(launch, 1000);
+        CHECK(exact.share_of_bound(pairs.out, 2) <= 1.0);
+        launch.with_state = false;
+        check(launch, 6);
+        // Into the state that is there now; tiles with rows of both kinds too.
+        launch.with_state = launch.fold = true;
+        check(launch, 6);
+        launch.final_begin = 37;
+        launch.final_end = num_queries - 90;
+        check(launch, 6);
+        launch.final_begin = launch.final_end = num_queries;  // none
+        check(launch, 1000);
       }
     }
   }

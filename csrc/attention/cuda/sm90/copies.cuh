@@ -161,7 +161,7 @@ __device__ __forceinline__ void bring_queries(const SegmentedParams<kSegments>& 
                  shared.state_full(), L2Policy::kEvictFirst);
       }
   }
-  announce({-1, 0, 0, 0, 0}, 0);
+  announce({-1, 0, 0, 0, 0, 0}, 0);
 }
 
 /// All of it, by the warps of one warpgroup.

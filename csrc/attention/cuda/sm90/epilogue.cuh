@@ -73,14 +73,16 @@ __device__ __forceinline__ bool all_final(const KernelParams& p, const QueryTile
   return tile.first_row >= p.final_begin && tile.rows_end <= p.final_end;
 }
 
-/// Whether the tile's results go through the copy engine, and its state comes through it: all rows
-/// go the same way, and rows that its boxes have more than the tile are past the tensor's end.
+/// Whether the tile's results go through the copy engine, and its state comes through it: it has
+/// rows, all of them go the same way, and those that its boxes have more than the tile are past the
+/// tensor's end.
 template <typename Tile>
 __device__ __forceinline__ bool goes_through_shared(const KernelParams& p, const QueryTile& tile) {
   const bool none_final = tile.rows_end <= p.final_begin || tile.first_row >= p.final_end;
   const bool has_room = Tile::kStateThroughShared || !p.fold;
   return has_room && (all_final(p, tile) || (Tile::kStateThroughShared && none_final)) &&
-         (tile.rows_end == tile.first_row + Tile::kBlockQ || tile.rows_end == p.num_queries);
+         (tile.rows_end == tile.first_row + Tile::kBlockQ ||
+          (tile.rows_end == p.num_queries && tile.first_row < p.num_queries));
 }
 
 /// Merges the warpgroup's 64 rows with the state, which the copy engine has brought, rounds them

@@ -90,71 +90,11 @@ cudaError_t prepare(int device, int& pairs) {
   return cudaSuccess;
 }
 
-/// Thread blocks that share keys and values: two, with two heads of one KV head, where there are
-/// keys enough for it to pay and all blocks can be in pairs.
+/// Pairs, where all blocks can be in pairs.
 template <typename Tile>
-int choose_cluster_size(const BlockAttentionParams& p, int most_blocks, int pairs) {
-  constexpr int64_t kFewestKeys = 2048;
-  int64_t num_keys = 0;
-  for (int i = 0; i < p.num_segments; ++i) num_keys += p.segments[i].num_keys;
-  const bool pays = Tile::kInPairs && num_keys >= kFewestKeys;
-  const bool possible = p.num_heads / p.num_kv_heads % 2 == 0 && most_blocks % 2 == 0;
-  return pays && possible && 2 * pairs >= most_blocks ? 2 : 1;
-}
-
-/// Whether keys are brought while the kernel runs.
-inline bool brings(const BlockAttentionParams& p) {
-  for (int i = 0; i < p.num_segments; ++i) {
-    if (p.segments[i].source.data != nullptr) return true;
-  }
-  return false;
-}
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-/// In so many parts of one size, the last one perhaps smaller: the size.
-inline int64_t in_equal_parts(int64_t all, int64_t part) {
-  return ceil_div(all, ceil_div(all, part));
-}
-
-/// Slices of equal numbers of KV heads whose keys and values take a third of L2 or less. Where keys
-/// are brought: none wider than what the first tiles are about (`heads_at_once`).
-template <typename Tile>
-TileOrder tile_order(const BlockAttentionParams& p, const DeviceLimits& limits, int blocks,
-                     int heads_per_bundle, int64_t& heads_at_once) {
-  constexpr int kElementBytes = 2;
-  int64_t num_keys = 1;
-  int split = 0;
-  for (int i = 0; i < p.num_segments; ++i) {
-    num_keys += p.segments[i].num_keys;
-    split = std::max(split, p.segments[i].first_query);
-  }
-  TileOrder order;
-  order.split = std::min(split, p.num_queries);
-  order.late_row_tiles = (p.num_queries - order.split + Tile::kBlockQ - 1) / Tile::kBlockQ;
-  order.early_row_tiles = (order.split + Tile::kBlockQ - 1) / Tile::kBlockQ;
-
-  const int heads_per_kv_head = p.num_heads / p.num_kv_heads;
-  const int64_t tiles_of_head = int64_t{std::max(order.late_row_tiles, 1)} * heads_per_kv_head;
-  heads_at_once = p.num_kv_heads;
-  if (brings(p)) {
-    const int64_t tiles = tiles_of_head * p.batch;
-    heads_at_once = std::clamp<int64_t>((blocks + tiles / 2) / tiles, 1, p.num_kv_heads);
-    heads_at_once = in_equal_parts(p.num_kv_heads, heads_at_once);
-  }
-  const int64_t kv_head_bytes = int64_t{2} * num_keys * p.head_dim * kElementBytes;
-  const int64_t fitting =
-      std::clamp<int64_t>(limits.l2_bytes / 3 / kv_head_bytes, 1, p.batch * heads_at_once);
-  const int64_t kv_heads_per_slice = in_equal_parts(int64_t{p.batch} * p.num_kv_heads, fitting);
-
-  const int bundles_per_kv_head = heads_per_kv_head / heads_per_bundle;
-  order.heads_per_bundle = heads_per_bundle;
-  order.bundles = p.batch * p.num_kv_heads * bundles_per_kv_head;
-  order.bundles_per_slice = static_cast<int>(kv_heads_per_slice) * bundles_per_kv_head;
-  order.slices = (order.bundles + order.bundles_per_slice - 1) / order.bundles_per_slice;
-  order.late_turns = order.late_row_tiles * order.bundles;
-  order.turns = order.late_turns + order.early_row_tiles * order.bundles;
-  return order;
+TurnShape choose_turn_shape(const BlockAttentionParams& p, int most_blocks, int pairs) {
+  const bool possible = Tile::kInPairs && most_blocks % 2 == 0 && 2 * pairs >= most_blocks;
+  return possible ? shape_of_pairs(p, Tile::kBlockQ, Tile::kBlockK) : TurnShape{};
 }
 
 /// What is brought, and in which order.
@@ -252,10 +192,10 @@ void order_last_turns(int clusters, SegmentedParams<kSegments>& params) {
   };
   constexpr size_t kMostKinds = 32;
   static thread_local std::deque<Known> known;
-  std::vector<int> kind = {
-      clusters,           params.num_queries, order.split,  order.late_turns,
-      order.turns,        order.bundles,      order.slices, order.bundles_per_slice,
-      params.num_segments};
+  std::vector<int> kind = {clusters,           params.num_queries, order.shape.row_tiles,
+                           order.split,        order.late_turns,   order.turns,
+                           order.bundles,      order.slices,       order.bundles_per_slice,
+                           params.num_segments};
   for (int i = 0; i < params.num_segments; ++i) {
     const KeyBounds& keys = params.keys[i];
     kind.insert(kind.end(), {keys.num_keys, keys.diagonal, keys.first_query});
@@ -266,11 +206,11 @@ void order_last_turns(int clusters, SegmentedParams<kSegments>& params) {
     // In halves of a tile of keys; one and a half for beginning and ending.
     std::vector<int> lengths;
     for (int turn = 0; turn < order.turns; ++turn) {
-      const TileOrder::Taken taken = order.taken(turn, Tile::kBlockQ, params.num_queries);
+      const TileOrder::Taken taken = order.taken(turn, 0, Tile::kBlockQ, params.num_queries);
       int tiles = 0;
       for (int i = 0; i < params.num_segments; ++i) {
-        const int seen = params.keys[i].seen(taken.first_row, taken.rows_end);
-        tiles += (seen + Tile::kBlockK - 1) / Tile::kBlockK;
+        tiles += (params.keys[i].seen(taken.first_row, taken.turn_end) + Tile::kBlockK - 1) /
+                 Tile::kBlockK;
       }
       lengths.push_back(2 * tiles + 3);
     }
@@ -287,8 +227,9 @@ void order_last_turns(int clusters, SegmentedParams<kSegments>& params) {
 
 template <typename Element, typename Tile, int kSegments>
 cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream) {
-  const int64_t query_tiles = (int64_t{p.num_queries} + Tile::kBlockQ - 1) / Tile::kBlockQ + 1;
-  // Numbers of tiles are 32 bits wide, the first one past the end of a block's turns included.
+  const int64_t query_tiles = ceil_div(p.num_queries, Tile::kBlockQ) + 1;
+  // Numbers of tiles are 32 bits wide, those that pairs lack and the first one past the end of a
+  // block's turns included.
   if (query_tiles * p.batch * p.num_heads > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
   if (brings(p) && (p.bringing.failed == nullptr || p.bringing.words.data == nullptr ||
                     p.bringing.words.num_arrivals < p.num_segments)) {
@@ -311,9 +252,10 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
   error = prepare<kKernel, Tile>(device, pairs);
   if (error != cudaSuccess) return error;
   const int most_blocks = std::min(limits.multiprocessors, p.max_blocks);
-  const int cluster = choose_cluster_size<Tile>(p, most_blocks, pairs);
+  const TurnShape shape = choose_turn_shape<Tile>(p, most_blocks, pairs);
+  const int cluster = shape.blocks();
   int64_t heads_at_once = 0;
-  params.order = tile_order<Tile>(p, limits, most_blocks, cluster, heads_at_once);
+  params.order = tile_order(p, shape, Tile::kBlockQ, limits.l2_bytes, most_blocks, heads_at_once);
   error = add_sources<Tile>(p, heads_at_once, params);
   if (error != cudaSuccess) return error;
   params.out_memory = p.out;

@@ -4,67 +4,13 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include "attention/cuda/sm90/tile_order.h"
 #include "attention/params.h"
 
 // The kernel family for compute capability 9.0 (Hopper): float16 and bfloat16. Kernels are
 // instantiated in files of their own (instantiations/).
 
 namespace ringattn::cuda::sm90 {
-
-/// The order in which tiles are taken, one by each thread block of a cluster at a time: those of as
-/// many neighbouring heads ("a bundle") with the same rows. Queries from `split` on, which see more
-/// segments than those before it, come first. Both parts go by slices of heads whose keys and
-/// values fit L2 together and arrive together; within a slice by length, the slice's heads next to
-/// each other.
-struct TileOrder {
-  int turns;              // of all clusters together; in each, one takes the tiles of a bundle
-  int split;              // a tile's queries lie on one side of it
-  int late_turns;         // from the split on
-  int late_row_tiles;     // of one head, from the split on
-  int early_row_tiles;    // of one head, before the split
-  int bundles;            // B * H / heads_per_bundle
-  int heads_per_bundle;   // of one KV head; thread blocks of a cluster
-  int bundles_per_slice;  // whole groups of H / H_kv heads
-  int slices;
-
-  /// Tiles that one turn takes: these rows of one bundle.
-  struct Taken {
-    int first_row;
-    int rows_end;
-    int bundle;
-  };
-  constexpr Taken taken(int turn, int block_q, int num_queries) const {
-    const bool is_late = turn < late_turns;
-    const int in_part = is_late ? turn : turn - late_turns;
-    const int row_tiles = is_late ? late_row_tiles : early_row_tiles;
-    const int slice = in_part / (bundles_per_slice * row_tiles);
-    const int in_slice = in_part - slice * bundles_per_slice * row_tiles;
-    const int first_bundle = slice * bundles_per_slice;
-    const int left = bundles - first_bundle;
-    const int in_row = bundles_per_slice < left ? bundles_per_slice : left;
-    const int row_of_tiles = in_slice / in_row;
-    // Slices are walked longest tile first, shortest first, and so on; the last one longest first.
-    const bool longest_first = (slices - 1 - slice) % 2 == 0;
-    const int row_tile = longest_first ? row_tiles - 1 - row_of_tiles : row_of_tiles;
-    const int first_row = (is_late ? split : 0) + row_tile * block_q;
-    const int rows_end = first_row + block_q, part_end = is_late ? num_queries : split;
-    return {first_row, rows_end < part_end ? rows_end : part_end,
-            first_bundle + in_slice - row_of_tiles * in_row};
-  }
-};
-
-/// Keys under one diagonal: KeySegment without its memory.
-struct KeyBounds {
-  int num_keys;
-  int diagonal;
-  int first_query;
-
-  /// That a tile of queries sees something of, up to its last row.
-  constexpr int seen(int first_row, int rows_end) const {
-    const int end = rows_end + diagonal;
-    return first_row < first_query || end < 0 ? 0 : end < num_keys ? end : num_keys;
-  }
-};
 
 /// The order in which keys are brought: slices of KV heads, of each all segments that have a
 /// source, plane by plane, in pieces (arrivals.cuh). Pieces are counted by segments and heads.

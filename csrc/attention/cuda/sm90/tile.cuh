@@ -108,7 +108,8 @@ enum Operand { kKeys, kValues };
 /// One tile of queries of one head.
 struct QueryTile {
   int first_row;  // negative: none, there are no more tiles
-  int rows_end;
+  int rows_end;   // first_row or less: of two row tiles the second one, which has no rows
+  int turn_end;   // of the rows that the cluster attends, all of which walk over the same keys
   int batch;
   int head;
   uint32_t state_parity;  // of the state's phase, if it is loaded: known when the tile is announced
@@ -173,20 +174,21 @@ struct SharedMemory {
   /// The tile whose queries these are: written before queries_full, read after it.
   __device__ __forceinline__ void set_tile(const QueryTile& tile, uint32_t state_parity) const {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(words()), "r"(tile.first_row),
-                 "r"(tile.rows_end), "r"(tile.batch), "r"(tile.head)
+                 "r"(tile.turn_end), "r"(tile.batch), "r"(tile.head)
                  : "memory");
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(words() + 16), "r"(state_parity) : "memory");
   }
   __device__ __forceinline__ QueryTile tile() const {
     QueryTile tile;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(tile.first_row), "=r"(tile.rows_end), "=r"(tile.batch), "=r"(tile.head)
+                 : "=r"(tile.first_row), "=r"(tile.turn_end), "=r"(tile.batch), "=r"(tile.head)
                  : "r"(words())
                  : "memory");
     asm volatile("ld.shared.u32 %0, [%1];"
                  : "=r"(tile.state_parity)
                  : "r"(words() + 16)
                  : "memory");
+    tile.rows_end = min(tile.first_row + Tile::kBlockQ, tile.turn_end);
     return tile;
   }
 
@@ -254,34 +256,37 @@ template <typename Tile, int kSegments>
 __device__ __forceinline__ QueryTile query_tile(const SegmentedParams<kSegments>& p, int turn) {
   const TileOrder& order = p.order;
   if constexpr (p.kBringing) turn = p.reordered(turn);
-  const TileOrder::Taken taken = order.taken(turn, Tile::kBlockQ, p.num_queries);
+  const int rank = Tile::kInPairs ? cluster_rank() : 0;
+  const TileOrder::Taken taken = order.taken(turn, rank, Tile::kBlockQ, p.num_queries);
   // Batch entries of a KV head lie next to each other, as they arrive.
-  const int head_of_all = taken.bundle * order.heads_per_bundle + cluster_rank();
-  const int group = head_of_all / p.heads_per_kv_head;
+  const int group = taken.head / p.heads_per_kv_head;
   const int kv_head = group / p.batch;
 
   QueryTile at;
   at.first_row = taken.first_row;
-  at.rows_end = taken.rows_end;
+  at.rows_end = min(taken.first_row + Tile::kBlockQ, taken.turn_end);
+  at.turn_end = taken.turn_end;
   at.batch = group - kv_head * p.batch;
-  at.head = kv_head * p.heads_per_kv_head + head_of_all - group * p.heads_per_kv_head;
+  at.head = kv_head * p.heads_per_kv_head + taken.head - group * p.heads_per_kv_head;
   return at;
 }
 
 /// What a tile of queries sees of a segment, in tiles of keys.
 template <typename Tile>
 struct SeenKeys {
-  int tiles;     // that the last row sees something of
-  int unmasked;  // the first so many are seen whole by all rows
+  int tiles;     // that the turn's last row sees something of
+  int unmasked;  // the first so many are seen whole by all rows of the tile
 
   __device__ __forceinline__ SeenKeys(const KeyBounds& keys, const QueryTile& tile) {
     const int by_first = min(keys.num_keys, tile.first_row + 1 + keys.diagonal);
-    tiles = (keys.seen(tile.first_row, tile.rows_end) + Tile::kBlockK - 1) / Tile::kBlockK;
+    // A row that exists. The first one does where tiles are alone, and leaves their loops shorter.
+    const int row = Tile::kInPairs ? tile.turn_end - 1 : tile.first_row;
+    tiles = (keys.seen(row, tile.turn_end) + Tile::kBlockK - 1) / Tile::kBlockK;
     unmasked = max(by_first, 0) / Tile::kBlockK;
   }
 };
 
-/// The next segment that the tile sees something of.
+/// The next segment that the turn sees something of.
 template <typename Tile, int kSegments>
 __device__ __forceinline__ int seen_segment(const SegmentedParams<kSegments>& p,
                                             const QueryTile& tile, int segment) {

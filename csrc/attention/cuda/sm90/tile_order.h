@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/params.h"
+
+// Which tiles of queries are attended together, and in which order all of them are. Plain C++: the
+// host decides, the kernel looks up.
+
+namespace ringattn::cuda::sm90 {
+
+/// Keys under one diagonal: KeySegment without its memory.
+struct KeyBounds {
+  int num_keys;
+  int diagonal;
+  int first_query;
+
+  /// That rows up to `rows_end` see something of, all of them on the side of `first_query` that
+  /// `row` is on.
+  constexpr int seen(int row, int rows_end) const {
+    const int end = rows_end + diagonal;
+    return row < first_query || end < 0 ? 0 : end < num_keys ? end : num_keys;
+  }
+};
+
+/// What a cluster takes in one turn, a tile for each of its thread blocks. All of them want the
+/// same keys, which come once: those that the last row sees something of.
+struct TurnShape {
+  int heads = 1;      // of one KV head: "a bundle"
+  int row_tiles = 1;  // of a head, next to each other
+
+  constexpr int blocks() const { return heads * row_tiles; }
+};
+
+/// The order in which turns are taken. Queries from `split` on, which see more segments than those
+/// before it, come first; no turn has queries of both sides. Both parts go by slices of heads whose
+/// keys and values fit L2 together and arrive together; within a slice by length, the slice's heads
+/// next to each other.
+struct TileOrder {
+  TurnShape shape;
+  int turns;              // of all clusters together
+  int split;              // where the late part begins
+  int late_turns;         // from the split on
+  int late_row_turns;     // of one bundle, from the split on
+  int early_row_turns;    // of one bundle, before the split
+  int bundles;            // B * H / shape.heads
+  int bundles_per_slice;  // whole groups of H / H_kv heads
+  int slices;
+
+  struct Taken {
+    int first_row;  // of the tile; not before turn_end: the tile has no rows
+    int turn_end;   // of all the turn's rows
+    int head;       // of B * H
+  };
+  /// The tile that thread block `rank` of a cluster takes.
+  constexpr Taken taken(int turn, int rank, int block_q, int num_queries) const {
+    const bool is_late = turn < late_turns;
+    const int in_part = is_late ? turn : turn - late_turns;
+    const int row_turns = is_late ? late_row_turns : early_row_turns;
+    const int slice = in_part / (bundles_per_slice * row_turns);
+    const int in_slice = in_part - slice * bundles_per_slice * row_turns;
+    const int first_bundle = slice * bundles_per_slice;
+    const int left = bundles - first_bundle;
+    const int in_row = bundles_per_slice < left ? bundles_per_slice : left;
+    const int turns_before = in_slice / in_row;
+    // Slices are walked longest tile first, shortest first, and so on; the last one longest first.
+    const bool longest_first = (slices - 1 - slice) % 2 == 0;
+    const int row_turn = longest_first ? row_turns - 1 - turns_before : turns_before;
+    const int bundle = first_bundle + in_slice - turns_before * in_row;
+    const int turn_rows = shape.row_tiles * block_q;
+    const int turn_begin = (is_late ? split : 0) + row_turn * turn_rows;
+    const int turn_end = turn_begin + turn_rows, part_end = is_late ? num_queries : split;
+    const int row_tile = rank / shape.heads;
+    return {turn_begin + row_tile * block_q, turn_end < part_end ? turn_end : part_end,
+            bundle * shape.heads + rank - row_tile * shape.heads};
+  }
+};
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/// In so many parts of one size, the last one perhaps smaller: the size.
+inline int64_t in_equal_parts(int64_t all, int64_t part) {
+  return ceil_div(all, ceil_div(all, part));
+}
+
+/// Whether keys are brought while the kernel runs.
+inline bool brings(const BlockAttentionParams& p) {
+  return std::any_of(p.segments, p.segments + p.num_segments,
+                     [](const KeySegment& keys) { return keys.source.data != nullptr; });
+}
+
+/// The first row that sees all segments.
+inline int split_of(const BlockAttentionParams& p) {
+  int split = 0;
+  for (int i = 0; i < p.num_segments; ++i) split = std::max(split, p.segments[i].first_query);
+  return std::min(split, p.num_queries);
+}
+
+/// Tiles of keys that thread blocks walk over for all rows of one head.
+inline int64_t tiles_walked(const BlockAttentionParams& p, int row_tiles, int block_q,
+                            int block_k) {
+  const int split = split_of(p), turn_rows = row_tiles * block_q;
+  int64_t walked = 0;
+  for (int begin = 0, end; begin < p.num_queries; begin = end) {
+    end = begin + std::min(turn_rows, (begin < split ? split : p.num_queries) - begin);
+    for (int i = 0; i < p.num_segments; ++i) {
+      const KeySegment& keys = p.segments[i];
+      const KeyBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
+      walked += row_tiles * ceil_div(bounds.seen(begin, end), block_k);
+    }
+  }
+  return walked;
+}
+
+/// What two thread blocks that share keys and values take: two heads of one KV head, or, where
+/// these are odd in number, two row tiles of a head. One tile alone where sharing would not pay.
+inline TurnShape shape_of_pairs(const BlockAttentionParams& p, int block_q, int block_k) {
+  constexpr int64_t kFewestKeys = 2048;
+  int64_t num_keys = 0;
+  for (int i = 0; i < p.num_segments; ++i) num_keys += p.segments[i].num_keys;
+  if (num_keys < kFewestKeys) return {};
+  if (p.num_heads / p.num_kv_heads % 2 == 0) return {2, 1};
+  // The tile with the earlier rows walks over keys that only the other one sees, and of an odd
+  // number of tiles one has no other. That may cost what sharing brings: a few hundredths, and
+  // several times that where L2 is busy with keys that are brought.
+  const int64_t most_more = brings(p) ? 4 : 32;  // one of so many tiles
+  const int64_t alone = tiles_walked(p, 1, block_q, block_k);
+  const int64_t in_pairs = tiles_walked(p, 2, block_q, block_k);
+  return (in_pairs - alone) * most_more <= alone ? TurnShape{1, 2} : TurnShape{};
+}
+
+/// Slices of equal numbers of KV heads whose keys and values take a third of L2 or less. Where keys
+/// are brought: none wider than what the first tiles, of `blocks` thread blocks, are about
+/// (`heads_at_once`).
+inline TileOrder tile_order(const BlockAttentionParams& p, TurnShape shape, int block_q,
+                            int l2_bytes, int blocks, int64_t& heads_at_once) {
+  constexpr int kElementBytes = 2;
+  int64_t num_keys = 1;
+  for (int i = 0; i < p.num_segments; ++i) num_keys += p.segments[i].num_keys;
+  const int turn_rows = shape.row_tiles * block_q;
+  TileOrder order;
+  order.shape = shape;
+  order.split = split_of(p);
+  order.late_row_turns = static_cast<int>(ceil_div(p.num_queries - order.split, turn_rows));
+  order.early_row_turns = static_cast<int>(ceil_div(order.split, turn_rows));
+
+  const int heads_per_kv_head = p.num_heads / p.num_kv_heads;
+  heads_at_once = p.num_kv_heads;
+  if (brings(p)) {
+    const int64_t row_tiles = int64_t{std::max(order.late_row_turns, 1)} * shape.row_tiles;
+    const int64_t tiles = row_tiles * heads_per_kv_head * p.batch;  // of a KV head
+    heads_at_once = std::clamp<int64_t>((blocks + tiles / 2) / tiles, 1, p.num_kv_heads);
+    heads_at_once = in_equal_parts(p.num_kv_heads, heads_at_once);
+  }
+  const int64_t kv_head_bytes = int64_t{2} * num_keys * p.head_dim * kElementBytes;
+  const int64_t fitting =
+      std::clamp<int64_t>(l2_bytes / 3 / kv_head_bytes, 1, p.batch * heads_at_once);
+  const int64_t kv_heads_per_slice = in_equal_parts(int64_t{p.batch} * p.num_kv_heads, fitting);
+
+  const int bundles_per_kv_head = heads_per_kv_head / shape.heads;
+  order.bundles = p.batch * p.num_kv_heads * bundles_per_kv_head;
+  order.bundles_per_slice = static_cast<int>(kv_heads_per_slice) * bundles_per_kv_head;
+  order.slices = (order.bundles + order.bundles_per_slice - 1) / order.bundles_per_slice;
+  order.late_turns = order.late_row_turns * order.bundles;
+  order.turns = order.late_turns + order.early_row_turns * order.bundles;
+  return order;
+}
+
+}  // namespace ringattn::cuda::sm90

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Hopper kernel's tiles of queries: which are attended together, in which order.
+#include <algorithm>
+#include <cstdint>
+#include <random>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "attention/cuda/sm90/tile_order.h"
+#include "catch.h"
+
+using ringattn::BlockAttentionParams;
+using ringattn::KeySegment;
+using ringattn::cuda::sm90::shape_of_pairs;
+using ringattn::cuda::sm90::tile_order;
+using ringattn::cuda::sm90::TileOrder;
+using ringattn::cuda::sm90::tiles_walked;
+using ringattn::cuda::sm90::TurnShape;
+
+namespace {
+
+constexpr int kL2Bytes = 50 << 20;
+constexpr int kNoMask = 1 << 20;
+
+KeySegment segment(int num_keys, int diagonal, int first_query) {
+  KeySegment keys;
+  keys.num_keys = num_keys;
+  keys.diagonal = std::min(diagonal, num_keys);
+  keys.first_query = first_query;
+  return keys;
+}
+
+BlockAttentionParams call(const std::vector<KeySegment>& segments, int num_queries, int num_heads,
+                          int num_kv_heads) {
+  BlockAttentionParams p;
+  p.segments = segments.data();
+  p.num_segments = static_cast<int32_t>(segments.size());
+  p.batch = 2;
+  p.num_queries = num_queries;
+  p.num_heads = num_heads;
+  p.num_kv_heads = num_kv_heads;
+  p.head_dim = 128;
+  return p;
+}
+
+/// By looking at each tile of keys: does any of the turn's rows see any of it?
+int64_t tiles_seen(const BlockAttentionParams& p, int begin, int end, int block_k) {
+  int64_t tiles = 0;
+  for (int i = 0; i < p.num_segments; ++i) {
+    const KeySegment& keys = p.segments[i];
+    for (int key = 0; key < keys.num_keys; key += block_k) {
+      bool seen = false;
+      for (int row = begin; row < end; ++row) {
+        seen |= row >= keys.first_query && key - row <= keys.diagonal;
+      }
+      tiles += seen;
+    }
+  }
+  return tiles;
+}
+
+bool same(const TurnShape& a, const TurnShape& b) {
+  return a.heads == b.heads && a.row_tiles == b.row_tiles;
+}
+
+/// A rank in the middle of a zigzag ring over four: rows of two chunks.
+std::vector<KeySegment> zigzag(int chunk) {
+  return {segment(2 * chunk, 0, 0), segment(chunk, kNoMask, 0), segment(2 * chunk, kNoMask, chunk),
+          segment(2 * chunk, kNoMask, chunk), segment(chunk, kNoMask, chunk)};
+}
+
+}  // namespace
+
+TEST_CASE("every row of every head is taken once, by turns that walk over the same keys") {
+  std::mt19937 random(1);
+  for (int trial = 0; trial < 400; ++trial) {
+    const int kv_heads = 1 + static_cast<int>(random() % 5);
+    const int heads_per_kv_head = 1 + static_cast<int>(random() % 4);
+    const int num_heads = kv_heads * heads_per_kv_head;
+    const int num_queries = 1 + static_cast<int>(random() % 80);
+    const int split = random() % 3 ? static_cast<int>(random() % (num_queries + 1)) : 0;
+    const int block_q = 1 + static_cast<int>(random() % 9), block_k = 4;
+    const std::vector<KeySegment> segments = {
+        segment(static_cast<int>(random() % 90), static_cast<int>(random() % 100) - 60, 0),
+        segment(static_cast<int>(random() % 90), kNoMask, split)};
+    const BlockAttentionParams p = call(segments, num_queries, num_heads, kv_heads);
+    for (const TurnShape shape : {TurnShape{1, 1}, TurnShape{2, 1}, TurnShape{1, 2}}) {
+      if (heads_per_kv_head % shape.heads != 0) continue;
+      INFO("trial " << trial << ": " << shape.heads << " heads, " << shape.row_tiles
+                    << " row tiles");
+      // Of L2, as much as one, two or all heads need.
+      const int l2_bytes = static_cast<int>(200000 << random() % 4);
+      int64_t heads_at_once = 0;
+      const TileOrder order = tile_order(p, shape, block_q, l2_bytes, 132, heads_at_once);
+      std::vector<int> taken(p.batch * num_heads * num_queries);
+      int64_t walked = 0;
+      for (int turn = 0; turn < order.turns; ++turn) {
+        const TileOrder::Taken first = order.taken(turn, 0, block_q, num_queries);
+        const int begin = first.first_row, end = first.turn_end;
+        CHECK(begin < end);
+        CHECK(end - begin <= shape.row_tiles * block_q);
+        CHECK((end <= split || begin >= split));
+        walked += shape.row_tiles * tiles_seen(p, begin, end, block_k);
+        std::set<std::pair<int, int>> tiles;
+        for (int rank = 0; rank < shape.blocks(); ++rank) {
+          const TileOrder::Taken tile = order.taken(turn, rank, block_q, num_queries);
+          CHECK(tile.turn_end == end);
+          CHECK(tile.head / heads_per_kv_head == first.head / heads_per_kv_head);
+          CHECK(tiles.emplace(tile.head, tile.first_row).second);
+          for (int row = tile.first_row; row < std::min(tile.first_row + block_q, end); ++row) {
+            ++taken[tile.head * num_queries + row];
+          }
+        }
+      }
+      CHECK(std::all_of(taken.begin(), taken.end(), [](int times) { return times == 1; }));
+      CHECK(walked == tiles_walked(p, shape.row_tiles, block_q, block_k) * order.bundles);
+    }
+  }
+}
+
+TEST_CASE("thread blocks share keys as heads of one KV head, otherwise as neighbouring row tiles") {
+  const auto shape = [](const std::vector<KeySegment>& segments, int num_queries, int num_heads,
+                        int num_kv_heads) {
+    return shape_of_pairs(call(segments, num_queries, num_heads, num_kv_heads), 128, 128);
+  };
+  const TurnShape alone, heads{2, 1}, rows{1, 2};
+  const auto causal = [](int length) { return std::vector{segment(length, 0, 0)}; };
+  for (const int kv_heads : {1, 3, 8}) {
+    CHECK(same(shape(causal(16384), 16384, 2 * kv_heads, kv_heads), heads));
+    CHECK(same(shape(causal(16384), 16384, 6 * kv_heads, kv_heads), heads));
+    CHECK(same(shape(causal(16384), 16384, kv_heads, kv_heads), rows));
+    CHECK(same(shape(causal(16384), 16384, 3 * kv_heads, kv_heads), rows));
+    // Few keys, few rows.
+    CHECK(same(shape(causal(2047), 2047, 2 * kv_heads, kv_heads), alone));
+    CHECK(same(shape(causal(2048), 2048, kv_heads, kv_heads), alone));
+    CHECK(same(shape({segment(8192, kNoMask, 0)}, 128, kv_heads, kv_heads), alone));
+    CHECK(same(shape({segment(8192, kNoMask, 0)}, 256, kv_heads, kv_heads), rows));
+    CHECK(same(shape(zigzag(128), 256, kv_heads, kv_heads), alone));
+    CHECK(same(shape(zigzag(2048), 4096, kv_heads, kv_heads), rows));
+  }
+}
+
+TEST_CASE("where keys are brought, tiles share them that otherwise would not") {
+  std::vector<KeySegment> segments = zigzag(640);  // five tiles, of which one is alone
+  const BlockAttentionParams p = call(segments, 1280, 3, 3);
+  CHECK(same(shape_of_pairs(p, 128, 128), {1, 1}));
+  segments.back().source.data = &segments;  // anything
+  CHECK(same(shape_of_pairs(p, 128, 128), {1, 2}));
+  int64_t heads_at_once = 0;
+  const TileOrder order = tile_order(p, {1, 2}, 128, kL2Bytes, 132, heads_at_once);
+  CHECK(order.late_row_turns == 3);
+  CHECK(order.turns == 2 * 3 * 3 * 2);  // of two parts, heads, batch entries
+}
