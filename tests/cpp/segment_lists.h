@@ -135,6 +135,12 @@ inline bool pairs_row_tiles(const Problem& problem) {
   return cuda::sm90::shape_of_pairs(params_of(problem, segments), 128, block_k).row_tiles == 2;
 }
 
+/// Whether keys are brought in such numbers that parcels want room.
+inline bool brings_much(const Problem& problem) {
+  const std::vector<KeySegment> segments = segments_of(problem);
+  return cuda::sm90::brings_much(params_of(problem, segments), 128, 128);
+}
+
 inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Results& results) {
   const auto words_of = [](const at::Tensor& x) {
     return reinterpret_cast<uint32_t*>(x.data_ptr());

@@ -14,6 +14,7 @@
 
 using ringattn::LaunchWords;
 using ringattn::testing::attend_list;
+using ringattn::testing::brings_much;
 using ringattn::testing::can_run;
 using ringattn::testing::Heads;
 using ringattn::testing::kAll;
@@ -169,6 +170,40 @@ TEST_CASE("large blocks, of many pieces, are brought whole") {
       remote.forget();
       REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
       REQUIRE(same_bits(results.state, there.state));
+      REQUIRE(same_bits(results.lse, there.lse));
+      REQUIRE(has_told(launch));
+    }
+  }
+}
+
+TEST_CASE("much is brought in large parcels, little in small ones, and comes whole") {
+  if (!can_run()) return;
+  struct Case {
+    int64_t num_queries;
+    std::vector<Shape> shapes;
+    bool much;
+  };
+  const std::vector<Case> cases = {
+      {300, kZigzag, true}, {2300, {{2300, 0, 0}, {2100, kAll, 1024}, {1111, kAll, 0}}, false}};
+  for (const auto& [num_queries, shapes, much] : cases) {
+    Problem problem(num_queries, shapes, 128, at::kBFloat16);
+    const int64_t last = shapes.front().num_keys;
+    Launch launch;
+    launch.with_state = false;
+    launch.final_end = last;
+    Results there(problem);
+    REQUIRE(attend_list(problem, launch, there) == cudaSuccess);
+    const Remote remote(problem);
+    REQUIRE(brings_much(problem) == much);
+    launch = bringing(2, 4096);
+    launch.with_state = false;
+    launch.final_end = last;
+    for (const uint32_t lateness : {0, 1, 2, 3}) {
+      Results results(problem);
+      remote.forget();
+      launch.lateness = lateness;
+      REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
+      REQUIRE(same_bits(results.out, there.out));
       REQUIRE(same_bits(results.lse, there.lse));
       REQUIRE(has_told(launch));
     }

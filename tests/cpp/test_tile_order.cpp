@@ -12,6 +12,7 @@
 
 using ringattn::BlockAttentionParams;
 using ringattn::KeySegment;
+using ringattn::cuda::sm90::brings_much;
 using ringattn::cuda::sm90::shape_of_pairs;
 using ringattn::cuda::sm90::tile_order;
 using ringattn::cuda::sm90::TileOrder;
@@ -151,4 +152,22 @@ TEST_CASE("where keys are brought, tiles share them that otherwise would not") {
   const TileOrder order = tile_order(p, {1, 2}, 128, kL2Bytes, 132, heads_at_once);
   CHECK(order.late_row_turns == 3);
   CHECK(order.turns == 2 * 3 * 3 * 2);  // of two parts, heads, batch entries
+}
+
+TEST_CASE("a ring brings much where each KV head has few queries") {
+  // Rank 0 of four: its early rows see own keys, its late ones all of the others'.
+  const auto much = [](int seq_len, int num_kv_heads) {
+    const int rows = seq_len / 4;
+    std::vector<KeySegment> segments = {segment(rows, 0, 0)};
+    for (int i = 0; i < 3; ++i) {
+      segments.push_back(segment(rows, kNoMask, rows / 2));
+      segments.back().source = {&segments, rows};
+    }
+    return brings_much(call(segments, rows, 32, num_kv_heads), 128, 128);
+  };
+  CHECK(much(16384, 32));
+  CHECK(much(4096, 8));
+  CHECK_FALSE(much(8192, 8));
+  CHECK_FALSE(much(32768, 32));
+  CHECK_FALSE(brings_much(call({segment(2048, 0, 0)}, 2048, 32, 32), 128, 128));  // nothing at all
 }

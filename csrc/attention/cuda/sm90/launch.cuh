@@ -288,14 +288,19 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
 
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
-  const bool alone = p.num_segments == 1 && p.bringing.failed == nullptr;
+  const bool with_state = p.state.data != nullptr;
+  if (p.num_segments == 1 && p.bringing.failed == nullptr) {
+    return with_state ? launch_segmented<Element, TileFor<kHeadDim, true>, 1>(p, stream)
+                      : launch_segmented<Element, TileFor<kHeadDim, false>, 1>(p, stream);
+  }
+  using Tile = TileFor<kHeadDim, false>;
+  const bool with_room = !with_state && brings_much(p, Tile::kBlockQ, Tile::kBlockK);
   const auto launch = [&](auto tile) {
-    using Tile = decltype(tile);
-    return alone ? launch_segmented<Element, Tile, 1>(p, stream)
-                 : launch_segmented<Element, Tile, kMaxSegments>(p, stream);
+    return launch_segmented<Element, decltype(tile), kMaxSegments>(p, stream);
   };
-  return p.state.data != nullptr ? launch(TileFor<kHeadDim, true>{})
-                                 : launch(TileFor<kHeadDim, false>{});
+  return with_state  ? launch(TileFor<kHeadDim, true>{})
+         : with_room ? launch(TileFor<kHeadDim, false, true>{})
+                     : launch(Tile{});
 }
 
 }  // namespace ringattn::cuda::sm90

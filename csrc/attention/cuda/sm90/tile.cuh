@@ -77,10 +77,11 @@ struct TileShape {
   static constexpr bool kStateThroughShared = kSeparateOut && kWithState;
   static constexpr int kOwnBytes = kLoadedBytes + (kSeparateOut ? kOutBytes : 0);
   /// What is brought from other devices passes through what is left: a few parcels at a time. With
-  /// three of 900 bytes on each of 132 SMs, about 300 KB are under way, as NVLink needs.
+  /// three of 900 bytes on each of 132 SMs, about 300 KB are under way: what NVLink needs while
+  /// memory is otherwise idle.
   static constexpr int kParcels = 3;
   static constexpr int kParcelBytes =
-      std::min(2048, (kMaxSharedBytes - kOwnBytes) / kParcels / 128 * 128);
+      std::min(4096, (kMaxSharedBytes - kOwnBytes) / kParcels / 128 * 128);
   static constexpr int kSharedBytes = kOwnBytes + kParcels * kParcelBytes;
   static_assert(kParcelBytes >= 512);
   static constexpr int kResultBlockBytes = 64 * kColumnBlockPitch;  // of one consumer's rows
@@ -91,15 +92,19 @@ struct TileShape {
 // clang-format off
 using Tile64 = TileShape<64, 3, 128, 2, 2, true, TurnEnds::kIssued, false, 32, 160>;
 using Tile128 = TileShape<128, 2, 128, 2, 3, false, TurnEnds::kMaximaFound, true, 40, 232>;
+using Tile128WithRoom = TileShape<128, 2, 128, 2, 2, false, TurnEnds::kMaximaFound, true, 40, 232>;
 using Tile128WithState = TileShape<128, 2, 128, 2, 2, true, TurnEnds::kMaximaFound, true, 40, 232>;
 using Tile256 = TileShape<256, 2, 80, 2, 2, true, TurnEnds::kIssued, true, 40, 232>;
 // clang-format on
 
-/// The shape for head dimensions up to kHeadDim, of calls with a state or without.
-template <int kHeadDim, bool kWithState>
+/// The shape for head dimensions up to kHeadDim, of calls with a state or without, and of those
+/// that bring so much that parcels want room.
+template <int kHeadDim, bool kWithState, bool kWithRoom = false>
 using TileFor = std::conditional_t<
     kHeadDim <= 64, Tile64,
-    std::conditional_t<kHeadDim <= 128, std::conditional_t<kWithState, Tile128WithState, Tile128>,
+    std::conditional_t<kHeadDim <= 128,
+                       std::conditional_t<kWithState, Tile128WithState,
+                                          std::conditional_t<kWithRoom, Tile128WithRoom, Tile128>>,
                        Tile256>>;
 
 /// What comes in tiles of kBlockK rows.
