@@ -19,6 +19,7 @@ constexpr int64_t kMemory = 10;        // observations that a belief, or the noi
 constexpr size_t kFalls = 2;
 constexpr int64_t kFallWindow = 4;  // requests
 constexpr int64_t kPatience = 3;
+constexpr double kAlong = 0.03;  // a deviation that is believed when another rank's is
 constexpr int64_t kMostPatience = 24;
 constexpr int64_t kFlapWindow = 16;  // a fall within so many requests after a rise is flapping
 constexpr int64_t kCalm = 48;        // after so many requests without a jump that is forgotten
@@ -42,12 +43,21 @@ void Controller::observe(const std::vector<std::optional<double>>& speeds) {
                                   std::to_string(*speed));
     }
   }
+  std::vector<size_t> calm;
+  const Rank* first = nullptr;  // that has jumped
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-    if (!speeds[rank] || !update(ranks_[rank], *speeds[rank])) continue;
+    if (!speeds[rank]) continue;
+    if (!update(ranks_[rank], *speeds[rank])) {
+      calm.push_back(rank);
+      continue;
+    }
+    if (first == nullptr) first = &ranks_[rank];
     jumped_ = true;
     regretted_ = 0.0;
     ++jumps_;
   }
+  if (first == nullptr) return;
+  for (const size_t rank : calm) follow(ranks_[rank], *first);
 }
 
 std::vector<double> Controller::speeds() const {
@@ -82,13 +92,14 @@ bool Controller::update(Rank& rank, double seen) {
   const double large = std::max(kLarge, kSigmas * sigma);
   // Noise is how much one observation differs from the last, so that a lasting change counts once;
   // and it is bounded, so that rare changes do not count as noise.
-  if (rank.last_seen > 0.0) {
+  if (!rank.seen.empty()) {
     const double bound = std::max(kLarge, kChangeSigmas * sigma);
-    const double change = std::clamp(seen / rank.last_seen - 1.0, -bound, bound);
+    const double change = std::clamp(seen / rank.seen.back() - 1.0, -bound, bound);
     rank.variance += (change * change / 2 - rank.variance) /
                      static_cast<double>(std::min(rank.request, kMemory));
   }
-  rank.last_seen = seen;
+  rank.seen.push_back(seen);
+  if (static_cast<int64_t>(rank.seen.size()) > kPatience) rank.seen.erase(rank.seen.begin());
   if (std::abs(deviation) <= large) {
     rank.observations = std::min(rank.observations + 1, kMemory);
     rank.speed += rank.speed * deviation / static_cast<double>(rank.observations);
@@ -122,6 +133,18 @@ bool Controller::update(Rank& rank, double seen) {
   rank.last_jump = rank.request;
   rank.rose = rose;
   return true;
+}
+
+void Controller::follow(Rank& rank, const Rank& first) {
+  const int64_t count = std::min(first.observations, static_cast<int64_t>(rank.seen.size()));
+  const double mean =
+      std::accumulate(rank.seen.end() - count, rank.seen.end(), 0.0) / static_cast<double>(count);
+  const double deviation = mean / rank.speed - 1.0;
+  if (first.rose ? deviation < kAlong : deviation > -kAlong) return;
+  rank.speed = mean;
+  rank.observations = count;
+  rank.falls.clear();
+  rank.rises.clear();
 }
 
 }  // namespace ringattn

@@ -15,7 +15,9 @@ namespace ringattn {
 /// Small deviations are averaged. A large one is believed when it is seen again: a fall after two
 /// in four requests, a rise after three in a row, because a rank that is given too much holds all
 /// others up while one that is given too little only idles. A rank that falls soon after a rise
-/// flaps: each time, its next rise has to last twice as long.
+/// flaps: each time, its next rise has to last twice as long. When one is believed, so is what
+/// other ranks have shown in the same requests, if they went the same way: clocks of all devices
+/// fall and rise together, and ranks that follow one after the other would look unequal between.
 ///
 /// Equal observations give equal decisions on every rank, bit for bit: nothing but additions,
 /// multiplications, divisions, square roots and comparisons, which IEEE 754 rounds one way.
@@ -48,7 +50,7 @@ class RINGATTN_API Controller {
     double speed = 1.0;
     int64_t observations = 10;  // that `speed` is the mean of; the profile is worth so many
     double variance = 4e-4;     // of an observation, relative: (2 %)^2 until more is known
-    double last_seen = 0.0;     // 0: nothing yet
+    std::vector<double> seen;   // the latest, oldest first
     std::vector<std::pair<int64_t, double>> falls;  // large ones: (request, speed)
     std::vector<double> rises;                      // large ones in a row
     int64_t patience = 3;                           // how many of those it takes
@@ -59,6 +61,9 @@ class RINGATTN_API Controller {
 
   // Whether the belief has jumped.
   static bool update(Rank& rank, double seen);
+
+  // Has a rank follow one that has just jumped, where it went the same way in the same requests.
+  static void follow(Rank& rank, const Rank& first);
 
   std::vector<Rank> ranks_;
   bool jumped_ = false;

@@ -138,6 +138,34 @@ TEST_CASE("ranks that fall together keep their plan") {
   }
 }
 
+TEST_CASE("ranks whose clocks differ from their profiles' by as much are believed together") {
+  // About as large as what is believed at all: one rank's deviation is large, another's is not yet.
+  for (const double level : {0.9, 0.93, 1.07, 1.1}) {
+    for (const int64_t world_size : {2, 4}) {
+      int64_t replans = 0;
+      for (uint32_t seed = 0; seed < 50; ++seed) {
+        const auto truth = [&](int64_t) { return Speeds(world_size, level); };
+        replans += static_cast<int64_t>(serve(60, truth, 0.01, seed).replans.size());
+      }
+      INFO("level " << level << ", " << world_size
+                    << " ranks, plans in 3000 requests: " << replans);
+      CHECK(replans <= 2);
+    }
+  }
+}
+
+TEST_CASE("a rank that keeps its speed does not follow one that jumps") {
+  Controller controller(3);
+  for (int request = 0; request < 10; ++request) controller.observe({1.0, 1.0, 1.0});
+  for (int request = 0; request < 2; ++request) controller.observe({0.5, 0.98, 1.2});
+  CHECK(controller.speeds()[0] == Approx(0.5));
+  CHECK(controller.speeds()[1] > 0.99);
+  CHECK(controller.speeds()[2] == Approx(1.0));
+  controller.observe({0.5, 0.98, 1.2});
+  CHECK(controller.speeds()[0] == Approx(0.5));
+  CHECK(controller.speeds()[2] == Approx(1.2));
+}
+
 TEST_CASE("a profile that was wrong is corrected") {
   for (const double truth : {0.7, 0.9, 0.95, 1.08, 1.3}) {
     const Outcome outcome = serve(
