@@ -206,6 +206,7 @@ class Contestant:
     from_idle: bool = False  # on CUDA: the device waits for the host, so its launches count too
     back_to_back: int = 1  # calls in a row that make one sample
     lead_in: int = 0  # calls before them, until clocks and temperature have settled
+    tail: int = 0  # calls after them, until other ranks are done too
 
 
 @dataclass(frozen=True)
@@ -261,6 +262,8 @@ def _sample(contestant: Contestant, device: torch.device) -> float:
             for _ in range(contestant.lead_in):
                 contestant.call()
             elapsed = (_on_cuda if device.type == "cuda" else _on_cpu)(contestant)
+            for _ in range(contestant.tail):
+                contestant.call()
         if contestant.alone and dist.is_initialized():
             dist.barrier()
     return elapsed

@@ -23,6 +23,10 @@ _LONG_MS = 100.0
 _FEWEST_ROUNDS = 3
 _TRIAL = 4  # requests until the rebalancer has judged a new plan
 _ALONE = "every rank alone"
+# Everything is timed for at least so long, after as long: power and clocks of a GPU swing for some
+# tenths of a second once it is loaded. CPUs only have to fill their caches.
+_STRETCH_MS = {"cuda": 120.0, "cpu": 50.0}
+_LEAD_IN_MS = {"cuda": 60.0, "cpu": 0.0}  # of a request that the rebalancer watches
 STEP_COLUMNS = ("own_ms", "remote_ms", "transfer_ms", "wait_ms")
 
 
@@ -111,15 +115,18 @@ def measured_ranks(settings: Settings, device: torch.device) -> list[RankMeasure
 
 def watched(grounds: Grounds, work: Workload) -> Split:
     """The rebalancer's plan, once it has watched some requests of a few calls in a row, as they are
-    without it; and, where plans have changed at last, some more, so that it can take a bad one
-    back. Collective."""
+    without it and at the clocks that they are timed at; and, where plans have changed at last, some
+    more, so that it can take a bad one back. Collective."""
+    lead_in_ms = _LEAD_IN_MS[grounds.settings.device]
     rebalancer = ringattn.Rebalancer(grounds.profiles, grounds.cost)
     request, requests = 0, grounds.settings.watched
     while request < requests:
         planned = rebalancer.plan(grounds.seq_len)
         call = work.ring(planned.partition, planned.depth)
-        call()  # what only a first call does
         dist.barrier()
+        # Once at least: what only a first call does is no request's time.
+        for _ in range(max(1, math.ceil(lead_in_ms / planned.predicted_ms))):
+            call()
         with ringattn.record_timings(by_block=False) as timings:
             for _ in range(_recorded_calls(planned.predicted_ms)):
                 call()
@@ -142,19 +149,31 @@ def _contestant(name: str, chosen: Split, work: Workload, device: torch.device) 
 def _timings(
     contestants: Sequence[Contestant], settings: Settings, device: torch.device
 ) -> dict[str, Timing]:
-    """Samples that fill the time of a cell, of calls in a row with as many before them: strategies
-    and lone ranks alike are timed at the clocks that they settle to, all ranks at work."""
+    """Samples that fill the time of a cell: calls in a row, all ranks at work, strategies and lone
+    ranks alike. All are timed over the same stretch of time since they began, the same in all cells
+    of a length: otherwise an ideal is that of faster or slower clocks than the ring had."""
     first = measure(contestants, device, rounds=1, warmup=settings.warmup)
-    half_ms = 500.0 * settings.cell_seconds / (settings.rounds * len(contestants))
+    alone_ms = from_all_ranks([first[_ALONE].own_median])[:, 0].tolist()
+    stretch_ms = _STRETCH_MS[device.type]
+    if device.type == "cuda":
+        # Whole calls of the fastest lone rank, so that rings are not timed earlier or later.
+        stretch_ms = math.ceil(stretch_ms / min(alone_ms)) * min(alone_ms)
     sustained = []
     round_s = 0.0
     for contestant in contestants:
         slowest = first[contestant.name].median
-        # A lone rank goes on for as long as the others; calls of a ring are made by all together.
+        lasts_ms = max(stretch_ms, slowest)
+        # Calls of a ring are made by all together. A lone rank has as many as fit, and then goes on
+        # for as long as the others.
         own = first[contestant.name].own_median if contestant.name == _ALONE else slowest
-        calls = max(1, round(max(half_ms, slowest) / own))
-        sustained.append(dataclasses.replace(contestant, lead_in=calls, back_to_back=calls))
-        round_s += 2e-3 * max(half_ms, slowest)
+        calls = max(1, round(stretch_ms / own))
+        tail = 0
+        if contestant.name == _ALONE:
+            tail = max(0, round(2 * lasts_ms / own) - 2 * calls)
+        sustained.append(
+            dataclasses.replace(contestant, lead_in=calls, back_to_back=calls, tail=tail)
+        )
+        round_s += 2e-3 * lasts_ms
     affordable = math.floor(settings.cell_seconds / round_s + 1e-6)  # not one less by rounding
     rounds = min(settings.rounds, max(_FEWEST_ROUNDS, affordable))
     return measure(sustained, device, rounds=rounds, warmup=0)

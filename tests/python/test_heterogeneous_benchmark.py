@@ -4,6 +4,7 @@
 What is checked is what does not depend on how busy the machine is.
 """
 
+import contextlib
 import csv
 import json
 import os
@@ -11,10 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import harness
 import heterogeneous
 import pytest
 import ringattn
@@ -344,8 +348,94 @@ def test_the_last_plan_is_judged_before_it_is_timed(monkeypatch, watched, change
 
     monkeypatch.setattr(ringattn, "Rebalancer", Watching)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
-    settings = SimpleNamespace(watched=watched)
+    settings = SimpleNamespace(watched=watched, device="cpu")
     grounds = SimpleNamespace(profiles=[], cost=None, seq_len=8, settings=settings)
     chosen = sweep.watched(grounds, SimpleNamespace(ring=lambda partition, depth: lambda: None))
     assert len(observed) == requests
     assert chosen.partition == requests  # what it would plan next
+
+
+class PoweredDevice:
+    """A device of simulated time, whose clocks swing for half a second once it is loaded: high,
+    low, then where they settle."""
+
+    def __init__(self) -> None:
+        self.now_s = self.loaded_s = 0.0
+
+    def begins(self) -> None:
+        self.loaded_s = self.now_s
+
+    def computes(self, settled_ms: float) -> None:
+        """Work of so long at the clocks that it settles to."""
+        left = settled_ms
+        while left > 0:
+            since = self.now_s - self.loaded_s
+            speed = 1.15 if since < 0.02 else 0.94 if 0.2 <= since < 0.5 else 1.0
+            step_ms = min(1.0, left / speed)
+            left -= step_ms * speed
+            self.now_s += 1e-3 * step_ms
+
+
+@pytest.mark.parametrize("seq_len", [16384, 65536, 131072])
+def test_lone_ranks_and_rings_are_timed_at_the_same_clocks(monkeypatch, seq_len):
+    """Four equal ranks, each a fourth of the work: the ring is as fast as its ideal, not faster."""
+    device = PoweredDevice()
+    alone_ms = 207 * (seq_len / 131072) ** 2
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: device.now_s)
+    monkeypatch.setattr(harness.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(harness, "_on_cuda", harness._on_cpu)
+    contestants = [
+        harness.Contestant(
+            name, partial(device.computes, ms), torch.empty(0), around=partial(begun, device)
+        )
+        for name, ms in {"even_zigzag": alone_ms / 4, sweep._ALONE: alone_ms}.items()
+    ]
+    settings = Settings(**{**BASE, "rounds": 5, "warmup": 1, "cell_seconds": 5.0})
+    timings = sweep._timings(contestants, settings, torch.device("cuda"))
+    share = timings[sweep._ALONE].own_median / 4 / timings["even_zigzag"].median
+    assert share == pytest.approx(1, abs=0.01)
+
+
+@contextlib.contextmanager
+def begun(device: PoweredDevice) -> Iterator[None]:
+    device.begins()
+    yield
+
+
+def test_fast_ranks_are_timed_at_once_and_stay_at_work_for_the_slow_one(monkeypatch):
+    measured = []
+
+    def measure(contestants, device, *, rounds, warmup):
+        measured.append(contestants)
+        return {c.name: harness.Timing([2000.0], [200.0]) for c in contestants}
+
+    monkeypatch.setattr(sweep, "measure", measure)
+    everyone = torch.tensor([[200.0], [2000.0]])
+    monkeypatch.setattr(sweep, "from_all_ranks", lambda values: everyone)
+    alone = harness.Contestant(sweep._ALONE, lambda: torch.empty(0), torch.empty(0))
+    sweep._timings([alone], Settings(**{**BASE, "device": "cuda"}), torch.device("cuda"))
+    (timed,) = measured[1]
+    assert (timed.lead_in, timed.back_to_back, timed.tail) == (1, 1, 18)
+
+
+def test_requests_are_watched_at_the_clocks_that_they_are_timed_at(monkeypatch):
+    """Of 0.5 ms each, one that begins after a rest would be watched before clocks have settled."""
+    calls = []
+
+    class Watching:
+        def __init__(self, profiles, cost):
+            pass
+
+        def plan(self, seq_len):
+            return SimpleNamespace(partition=0, depth=1, predicted_ms=0.5)
+
+        def observe(self, timings):
+            return False
+
+    monkeypatch.setattr(ringattn, "Rebalancer", Watching)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    settings = SimpleNamespace(watched=1, device="cuda")
+    grounds = SimpleNamespace(profiles=[], cost=None, seq_len=8, settings=settings)
+    work = SimpleNamespace(ring=lambda partition, depth: lambda: calls.append(1))
+    sweep.watched(grounds, work)
+    assert 0.5 * (len(calls) - 3) >= 50
