@@ -7,6 +7,8 @@
     python benchmarks/heterogeneous.py rebalance --out build/het_rebalance
     python benchmarks/plot.py build/het.csv --trace build/het_rebalance.csv --out build/figures
 
+    python benchmarks/heterogeneous.py sweep --out build/het --then rebalance --out build/trace
+
 Starts its own ranks, once for each set of percentages: under CUDA MPS, with a private daemon, each
 with its CUDA_MPS_ACTIVE_THREAD_PERCENTAGE (`--throttle mps`), or repeating their work (`repeat`,
 any device). A percentage is what is asked for; what counts is what is measured: `rank*_tflops` are
@@ -15,7 +17,10 @@ The ideal is the time that ranks of these speeds would take together, one after 
 Equal ranks are always in the sweep: slowdowns refer to them.
 
 Finished cells are kept in STEM.cells.jsonl and are not run again; --report-only runs none. Writes
-STEM.{csv,json,md} and STEM_findings.{csv,json,md}. SEQ_LEN (or SWEEP_SEQ_LEN) and
+STEM.{csv,json,md} and STEM_findings.{csv,json,md}, of what is finished where it is told to end.
+Parts that stand behind --then are further studies of the same command, in order of importance;
+but cells of all of them for which the ranks are the same share their start and their profiles.
+Parts may share a STEM, if all their settings are the same. SEQ_LEN (or SWEEP_SEQ_LEN) and
 WEAK_GPU_PERCENTAGE (or SWEEP_SLOWDOWN_PCT) of the environment stand in for --seq-lens and
 --percentages.
 """
@@ -29,7 +34,8 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +58,7 @@ _SMALL = {  # of sizes, where nobody asked for others and there is no GPU
     "dtype": "float32",
     "seq_lens": [1024, 2048],
 }
+THEN = "--then"  # between parts of the command line
 _LLAMA_3_8B = {
     "heads": 32,
     "kv_heads": 8,
@@ -125,32 +132,84 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 # ---- running -----------------------------------------------------------------------------------
 
 
-def run(cells: Sequence[Cell], settings: Settings, store: Store, limit_s: float) -> None:
-    """Measures what the store does not have yet; one start of the ranks for each set."""
-    todo = [cell for cell in cells if not store.has(settings, cell)]
-    jobs: dict[tuple[int, ...], list[Cell]] = {}
-    for cell in todo:
-        jobs.setdefault(cell.percentages, []).append(cell)
-    under = MPS() if settings.throttle == "mps" and jobs else contextlib.nullcontext()
-    with (
-        under as mps,
-        tqdm(total=len(cells), initial=len(cells) - len(todo), unit="cell") as bar,
-    ):
-        for percentages, of_job in jobs.items():
-            bar.set_postfix_str(f"{set_name(percentages)} %")
-            job = Job(settings, percentages, tuple(of_job))
-            for cell, header, rows in finished(job, mps, limit_s):
-                store.add(settings, cell, header, rows)
-                bar.set_postfix_str(cell.label)
-                bar.update()
+@dataclass(frozen=True)
+class Part:
+    """One study of the command."""
+
+    arguments: argparse.Namespace
+    settings: Settings
+    cells: Sequence[Cell]
+    store: Store
+
+    def done(self) -> list[Cell]:
+        return [cell for cell in self.cells if self.store.has(self.settings, cell)]
+
+
+def run(parts: Sequence[Part]) -> list[str]:
+    """Measures what the stores do not have yet; one start of the ranks for each set. What went
+    wrong: the rest of a part in which ranks fail is left out."""
+    jobs: dict[tuple[Settings, tuple[int, ...]], dict[Cell, Part]] = {}
+    for part in parts:
+        for cell in part.cells:
+            if not part.store.has(part.settings, cell):
+                jobs.setdefault((part.settings, cell.percentages), {}).setdefault(cell, part)
+    total = sum(len(dict.fromkeys(part.cells)) for part in parts)
+    left = sum(len(cells) for cells in jobs.values())
+    problems: dict[int, str] = {}  # by the number of the part
+    with contextlib.ExitStack() as stack:
+        under_mps = any(settings.throttle == "mps" for settings, _ in jobs)
+        mps = stack.enter_context(MPS()) if under_mps else None
+        bar = stack.enter_context(tqdm(total=total, initial=total - left, unit="cell"))
+        starts = stack.enter_context(contextlib.closing(started(jobs, mps)))
+        for job, of_job in starts:
+            cells = jobs[job.settings, job.percentages]
+            numbers = {parts.index(part) for part in cells.values()}
+            if numbers <= problems.keys():
+                continue
+            bar.set_postfix_str(f"{set_name(job.percentages)} %")
+            limit_s = max(part.arguments.limit_seconds for part in cells.values())
+            try:
+                for cell, header, rows in finished(job, of_job, limit_s):
+                    cells[cell].store.add(job.settings, cell, header, rows)
+                    bar.set_postfix_str(cell.label)
+                    bar.update()
+            except ranks.RanksFailed as error:
+                problems |= {number: str(error) for number in numbers}
+    return list(dict.fromkeys(problems.values()))
+
+
+def started(
+    jobs: Mapping[tuple[Settings, tuple[int, ...]], Iterable[Cell]], mps: MPS | None
+) -> Iterator[tuple[Job, ranks.Ranks]]:
+    """The ranks of each job. Beside GPUs, the next ones load what they need while the present ones
+    compute; CPUs are what is timed."""
+    todo = [
+        Job(settings, percentages, tuple(jobs[settings, percentages]))
+        for settings, percentages in jobs
+    ]
+    ahead: ranks.Ranks | None = None
+    try:
+        for place, job in enumerate(todo):
+            under = mps if job.settings.throttle == "mps" else None
+            with ahead or ranks.Ranks(job, under) as of_job:
+                ahead = None
+                if job.settings.device == "cuda" and place + 1 < len(todo):
+                    following = todo[place + 1]
+                    ahead = ranks.Ranks(
+                        following, mps if following.settings.throttle == "mps" else None
+                    )
+                yield job, of_job
+    finally:
+        if ahead is not None:
+            ahead.end()
 
 
 def finished(
-    job: Job, mps: MPS | None, limit_s: float
+    job: Job, of_job: ranks.Ranks, limit_s: float
 ) -> Iterator[tuple[Cell, dict[str, str], list[dict[str, Any]]]]:
     """Cells as they are finished, with what the ranks say of their machine."""
     header: dict[str, str] = {}
-    for report in ranks.run(job, mps=mps, limit_s=limit_s):
+    for report in of_job.reports(limit_s):
         if "header" in report:
             header = report["header"]
         else:
@@ -259,7 +318,8 @@ def of_environment(*variables: str) -> list[int] | None:
     return None
 
 
-def parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """One part of the command line, or all of it."""
     parser = common_arguments(__doc__)
     parser.add_argument("study", choices=["sweep", "rebalance"])
     parser.add_argument("--ranks", type=int, default=2, metavar="W")
@@ -293,7 +353,7 @@ def parse() -> argparse.Namespace:
     rebalance.add_argument("--scenarios", type=names(list(SCENARIOS)), default=list(SCENARIOS))
     rebalance.add_argument("--requests", type=int, default=200)
     rebalance.add_argument("--noise", type=float, default=0.02, help="of observations, relative")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
 
     on_cuda = arguments.device == "cuda"
     if arguments.throttle is None:
@@ -360,24 +420,62 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         parser.error("--wandb must find the package wandb, got none (pip install wandb)")
 
 
+def parts_of(words: Sequence[str]) -> list[Part]:
+    """What the command line asks for, part by part."""
+    parts: list[Part] = []
+    while words:
+        end = words.index(THEN) if THEN in words else len(words)
+        arguments = parse(words[:end])
+        settings = settings_of(arguments)
+        alike = [part for part in parts if arguments.out and part.arguments.out == arguments.out]
+        for part in alike:
+            kinds = [(of.study, of.ranks) for of in (part.arguments, arguments)]
+            if part.settings != settings or kinds[0] != kinds[1]:
+                sys.exit(f"parts with one --out must have the same settings, got {arguments.out}")
+        stem = f"{arguments.out}.cells.jsonl"
+        store = alike[0].store if alike else Store(Path(stem) if arguments.out else None)
+        parts.append(Part(arguments, settings, cells_of(arguments), store))
+        words = words[end + 1 :]
+    return parts
+
+
+def reports(parts: Sequence[Part]) -> None:
+    """Of all that is finished, also by earlier commands with these settings, one for each stem."""
+    for first in {id(part.store): part for part in reversed(parts)}.values():
+        asked = [cell for part in parts if part.store is first.store for cell in part.cells]
+        there = [
+            cell
+            for cell in first.store.cells(first.settings)
+            if (cell.kind == SWEEP) == (first.arguments.study == "sweep")
+            and len(cell.percentages) == first.arguments.ranks
+        ]
+        cells = [cell for cell in dict.fromkeys([*asked, *there]) if cell in there]
+        if cells:
+            log = WandbLog(first.arguments.wandb, vars(first.arguments))
+            try:
+                log.add(write_reports(first.arguments, cells, first.settings, first.store))
+            finally:
+                log.close()
+
+
 def main() -> None:
     # Told to end, it ends as after an error: no rank and no daemon stays behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
-    arguments = parse()
-    settings, cells = settings_of(arguments), cells_of(arguments)
-    store = Store(Path(f"{arguments.out}.cells.jsonl") if arguments.out else None)
-    log = WandbLog(arguments.wandb, vars(arguments))
-    if arguments.report_only:
-        cells = [cell for cell in cells if store.has(settings, cell)]
-        if not cells:
-            sys.exit(f"{arguments.out}.cells.jsonl must have cells of these settings, got none")
+    parts = parts_of(sys.argv[1:] or [""])
+    wanted = [part for part in parts if not part.arguments.report_only]
+    for part in parts:
+        if part.arguments.report_only and not part.done():
+            sys.exit(
+                f"{part.arguments.out}.cells.jsonl must have cells of these settings, got none"
+            )
     try:
-        run(cells, settings, store, arguments.limit_seconds)
-        log.add(write_reports(arguments, cells, settings, store))
-    except ranks.RanksFailed as error:
-        sys.exit(f"{error}\nfinished cells are kept; the same command goes on from here")
+        problems = run(wanted)
     finally:
-        log.close()
+        reports(parts)
+    if problems:
+        sys.exit(
+            "\n".join([*problems, "finished cells are kept; the same command goes on from here"])
+        )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -30,58 +31,89 @@ class RanksFailed(RuntimeError):
     """A rank ended with an error; the message holds what the ranks said last."""
 
 
-def run(job: Job, *, mps: MPS | None, limit_s: float) -> Iterator[dict[str, Any]]:
-    """What rank 0 reports, as it comes. With `mps`, rank r is started under it with its
-    percentage; otherwise the ranks slow themselves down.
+class Ranks:
+    """The processes of one job. They load what they need and then wait: nothing is computed, and no
+    device touched, before :meth:`reports` is asked for. They end with the context, or with the
+    process that made them. With `mps`, rank r is started under it with its percentage; otherwise
+    the ranks slow themselves down."""
 
-    Raises:
-        RanksFailed: a rank failed, or the job took longer than `limit_s`.
-    """
-    world_size = len(job.percentages)
-    common = {
-        **os.environ,
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")])),
-    }
-    cores = len(os.sched_getaffinity(0))
-    common.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
-    # The percentages of a sweep are given rank by rank, below.
-    common.pop("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", None)
-    reports: queue.Queue[dict[str, Any]] = queue.Queue()
-    with tempfile.TemporaryDirectory(prefix="ringattn_study_") as folder:
-        logs = [Path(folder) / f"rank{rank}" for rank in range(world_size)]
-        processes = []
+    def __init__(self, job: Job, mps: MPS | None) -> None:
+        self._job = job
+        self._processes: list[subprocess.Popen[str]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ringattn_study_")
+        self._logs = [Path(self._folder.name) / f"rank{r}" for r in range(len(job.percentages))]
         try:
-            for rank, percentage in enumerate(job.percentages):
-                environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                if mps is not None:
-                    environment |= mps.environment(percentage)
-                with logs[rank].open("w") as log:
-                    processes.append(
-                        subprocess.Popen(
-                            [sys.executable, "-m", "study.worker", job.to_json()],
-                            env=environment,
-                            stdin=subprocess.PIPE,  # its end tells a rank that it is alone
-                            stdout=subprocess.PIPE if rank == 0 else log,
-                            stderr=log,
-                            text=True,
-                        )
+            self._start(mps)
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self, mps: MPS | None) -> None:
+        world_size = len(self._job.percentages)
+        path = filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")])
+        common = {
+            **os.environ,
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "PYTHONPATH": os.pathsep.join(path),
+        }
+        cores = len(os.sched_getaffinity(0))
+        common.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
+        # The percentages of a sweep are given rank by rank, below.
+        common.pop("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", None)
+        for rank, percentage in enumerate(self._job.percentages):
+            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if mps is not None:
+                environment |= mps.environment(percentage)
+            with self._logs[rank].open("w") as log:
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "study.worker"],
+                        env=environment,
+                        stdin=subprocess.PIPE,  # its end tells a rank that it is alone
+                        stdout=subprocess.PIPE if rank == 0 else log,
+                        stderr=log,
+                        text=True,
                     )
-            reader = threading.Thread(
-                target=_read, args=(processes[0].stdout, reports), daemon=True
-            )
-            reader.start()
-            yield from _watch(processes, reports, logs, time.monotonic() + limit_s)
-            reader.join()
-            while not reports.empty():
-                yield reports.get()
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
+                )
+
+    def reports(self, limit_s: float) -> Iterator[dict[str, Any]]:
+        """Has the ranks do the job. What rank 0 reports, as it comes.
+
+        Raises:
+            RanksFailed: a rank failed, or the job took longer than `limit_s`.
+        """
+        order = json.dumps({"port": _free_port(), "job": self._job.to_json()})
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended: its log says why
+                process.stdin.write(order + "\n")
+                process.stdin.flush()
+        reports: queue.Queue[dict[str, Any]] = queue.Queue()
+        reader = threading.Thread(
+            target=_read, args=(self._processes[0].stdout, reports), daemon=True
+        )
+        reader.start()
+        yield from _watch(self._processes, reports, self._logs, time.monotonic() + limit_s)
+        reader.join()
+        while not reports.empty():
+            yield reports.get()
+
+    def end(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
 
 def _watch(

@@ -105,6 +105,16 @@ class Store:
                 named[f"{name}_digest"] = digest
         return json.dumps([named, asdict(cell)], sort_keys=True)
 
+    def cells(self, settings: Settings) -> list[Cell]:
+        """All that were finished under these settings."""
+        found = []
+        for key in self._done:
+            named = json.loads(key)[1]
+            cell = Cell(**{**named, "percentages": tuple(named["percentages"])})
+            if self._key(settings, cell) == key:
+                found.append(cell)
+        return found
+
     def has(self, settings: Settings, cell: Cell) -> bool:
         return self._key(settings, cell) in self._done
 

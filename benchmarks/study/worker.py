@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in each rank: `python -m study.worker JOB`, started by study.ranks."""
+"""What runs in each rank: `python -m study.worker`, started and told by study.ranks."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def report(content: dict[str, Any]) -> None:
         print(MARK + json.dumps(content), flush=True)
 
 
+def told() -> Job:
+    """What to do, once everything is loaded. Before that nothing has touched a device."""
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit(1)  # whoever started this is gone
+    order = json.loads(line)
+    os.environ["MASTER_PORT"] = str(order["port"])
+    return Job.from_json(order["job"])
+
+
 def end_with_whoever_started_this() -> None:
     """However that process ends, its end of the pipe is closed then."""
 
@@ -37,8 +47,8 @@ def end_with_whoever_started_this() -> None:
 
 
 def main() -> None:
+    job = told()
     end_with_whoever_started_this()
-    job = Job.from_json(sys.argv[1])
     settings = job.settings
     with process_group(settings.device) as device, torch.no_grad():
         report({"header": environment(device)})

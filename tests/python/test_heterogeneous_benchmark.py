@@ -439,3 +439,56 @@ def test_requests_are_watched_at_the_clocks_that_they_are_timed_at(monkeypatch):
     work = SimpleNamespace(ring=lambda partition, depth: lambda: calls.append(1))
     sweep.watched(grounds, work)
     assert 0.5 * (len(calls) - 3) >= 50
+
+
+def test_parts_of_one_command_share_starts_and_stores(tmp_path: Path) -> None:
+    """Layers of the same ranks come with attention, before other ranks are started; what another
+    command has finished is in the report too."""
+    part = ["sweep", *SMALL, "--strategies", "even_zigzag", "--seq-lens", "64"]
+    part += ["--out", str(tmp_path / "het")]
+    first = [*part, "--sets", "100,50"]
+    layers = [*part, "--sets", "100,100", "--what", "layer"]
+    trace = ["rebalance", *SMALL, "--seq-lens", "64", "--requests", "4", "--scenarios", "steady"]
+    trace += ["--out", str(tmp_path / "trace")]
+    done = run("benchmarks/heterogeneous.py", *first, "--then", *layers, "--then", *trace)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    lines = (tmp_path / "het.cells.jsonl").read_text().splitlines()
+    order = [json.loads(json.loads(line)["key"])[1] for line in lines]
+    assert [(cell["percentages"], cell["what"]) for cell in order] == [
+        ([100, 100], "attention"),
+        ([100, 100], "layer"),
+        ([100, 50], "attention"),
+    ]
+    assert len(read(tmp_path / "trace.csv")) == 4
+
+    done = run("benchmarks/heterogeneous.py", *part, "--sets", "50,100")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    rows = {(row["percentages"], row["what"]) for row in read(tmp_path / "het.csv")}
+    assert {("100,50", "attention"), ("100,100", "layer"), ("50,100", "attention")} <= rows
+
+
+def test_parts_with_one_stem_have_the_same_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    part = ["sweep", *SMALL, "--out", str(tmp_path / "het")]
+    assert len(heterogeneous.parts_of([*part, "--then", *part])) == 2
+    with pytest.raises(SystemExit, match="parts with one --out must have the same settings"):
+        heterogeneous.parts_of([*part, "--then", *part, "--rounds", "9"])
+
+
+def test_told_to_end_it_reports_what_is_finished(tmp_path: Path) -> None:
+    command = ["benchmarks/heterogeneous.py", "sweep", *SMALL, "--seq-lens", "64,128"]
+    command += ["--strategies", "even_zigzag", "--percentages", "50,40,30,20,10"]
+    started = subprocess.Popen(
+        [sys.executable, *command, "--out", tmp_path / "het"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "het.cells.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    started.terminate()
+    assert started.wait(timeout=30) != 0
+    assert {row["percentages"] for row in read(tmp_path / "het.csv")} == {"100,100"}
