@@ -3,11 +3,11 @@
 #
 # scripts/study_heterogeneous.sh [--seconds N] [--out FOLDER] [--transport NAME]
 #
-# The study of unequal ranks, whole: four ranks with one, two and three slow ones, two ranks at 50, 10, 25 and 90 %,
-# speeds that change, a slow rank at every position, whole layers; then figures. On GPUs under MPS; without two
-# of them small, on the CPU. In order of importance: what is not done after N seconds (3600 unless told) is left
-# out, and the same command goes on from there. Results: FOLDER (build/study unless told).
-# Needs an installed ringattn (scripts/setup.sh study).
+# The study of unequal ranks, whole, in order of importance: four ranks with one and two slow ones, two ranks with
+# one, speeds that change, whole layers, 90 %, other positions; then what takes longer: every split, every position,
+# three slow ranks, all lengths. On GPUs under MPS; without two of them small, on the CPU. What is not done after
+# N seconds (3600 unless told) is left out, and the same command goes on from there. Results: FOLDER (build/study
+# unless told). Needs an installed ringattn (scripts/setup.sh study).
 
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -25,41 +25,70 @@ mkdir -p "$out"
 
 gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
 if [ "$gpus" -ge 2 ]; then
-  options=(--device cuda --warmup 1 --cell-seconds 5)
-  first=8192,32768,65536 more=4096,16384,131072 middle=32768 layers=16384,65536
+  options=(--device cuda --warmup 0 --cell-seconds 6 --settle-seconds 0.5)
+  short=16384 long=65536 longest=131072 middle=32768 more=4096,8192,32768,131072
 else
   options=(--device cpu --cell-seconds 8 --settle-seconds 0.5 --heads 8 --kv-heads 2)
-  first=1024,4096 more=2048 middle=2048 layers=2048
+  short=1024 long=4096 longest=8192 middle=2048 more=2048
 fi
 options+=(--transport "$transport")
+# Without the splits of an earlier study, which take as long again.
+main=(--strategies "even,even_zigzag,planned,rebalanced")
 
-# study NAME ARGUMENTS...: one command of the benchmark, within the time that is left.
-study() {
-  local name="$1" left=$((limit - SECONDS))
-  shift
+# part STEM ARGUMENTS...: one more study of the next command.
+parts=()
+part() {
+  local stem="$1" study="$2"
+  shift 2
+  [ ${#parts[@]} -gt 0 ] && parts+=(--then)
+  parts+=("$study" "$@" "${options[@]}" --out "$out/$stem")
+}
+four() {
+  [ "$gpus" -lt 4 ] || part ranks4 sweep --ranks 4 --strategies even_zigzag,planned,rebalanced "$@"
+}
+two() { part ranks2 sweep "${main[@]}" "$@"; }
+changing() { part rebalance rebalance --seq-lens "$middle" --scenarios "$1"; }
+
+# measure NAME: the parts so far, within the time that is left. Told to end, a command writes its tables.
+measure() {
+  local left=$((limit - SECONDS))
   if [ "$left" -le 0 ]; then
-    echo "study: $name left out, no time is left"
-    return
+    echo "study: $1 left out, no time is left"
+  else
+    timeout -k 60 "$left" python3 benchmarks/heterogeneous.py "${parts[@]}" ||
+      echo "study: $1 is not complete" >&2
   fi
-  timeout -k 10 "$left" python3 benchmarks/heterogeneous.py "$@" "${options[@]}" ||
-    echo "study: $name is not complete" >&2
+  parts=()
 }
 
-four=(--ranks 4 --slow-ranks "1,2,3" --percentages "50,10" --seq-lens "16384,65536,131072" --out "$out/ranks4")
-[ "$gpus" -ge 4 ] && study "four ranks" sweep "${four[@]}"
-study "two ranks" sweep --percentages 50,10,25,90 --seq-lens "$first" --out "$out/ranks2"
-study "changing speeds" rebalance --seq-lens "$middle" --out "$out/rebalance"
-study "two ranks, all lengths" sweep --percentages 90,50,25,10 --seq-lens "$more" --out "$out/ranks2"
-study "two ranks, every position" sweep --positions every --percentages 90,50,25,10 --seq-lens "$first" \
-  --out "$out/ranks2"
-study "layers" sweep --what layer --percentages 50,10 --seq-lens "$layers" --out "$out/ranks2"
+# Cells of the same ranks share a start, which is where the first of them stands. Equal ranks are in every sweep.
+four --sets "100,100,100,50" --seq-lens "$short,$long,$longest"
+two --sets "100,10" --seq-lens "$short,$long"
+four --sets "100,100,100,10;100,100,50,50" --seq-lens "$short,$long"
+changing drift,steady
+two --sets "100,10" --what layer --seq-lens "$long"
+two --sets "100,50" --seq-lens "$short,$long"
+four --sets "100,100,100,25;100,100,25,25" --seq-lens "$short,$long"
+two --sets "100,90;100,25" --seq-lens "$short,$long"
+four --sets "50,100,100,100" --seq-lens "$short"
+measure "what decides"
 
-# The tables of everything that is there, then the figures.
-python3 benchmarks/heterogeneous.py sweep --report-only --positions every --what attention,layer \
-  --percentages 90,50,25,10 --seq-lens "$first,$more" "${options[@]}" --out "$out/ranks2"
-[ -f "$out/ranks4.cells.jsonl" ] &&
-  python3 benchmarks/heterogeneous.py sweep --report-only "${four[@]}" "${options[@]}"
-for stem in ranks2 ranks4; do
-  [ -f "$out/$stem.csv" ] && python3 benchmarks/plot.py "$out/$stem.csv" --out "$out/figures/$stem"
+four --sets "100,100,100,90;100,100,10,10;100,50,50,50;100,10,10,10" --seq-lens "$short,$long"
+four --sets "100,100,100,25;100,100,100,10;100,100,50,50;100,50,50,50" --seq-lens "$longest"
+changing flapping,hiccups
+two --percentages 90,50,25,10 --what layer --seq-lens "$short,$long"
+two --percentages 90,50,25,10 --seq-lens "$more"
+two --percentages 90,50,25,10 --positions every --seq-lens "$short,$long"
+four --percentages 50,10 --positions every --seq-lens "$short,$long"
+part splits2 sweep --percentages 10,50,25,90 --seq-lens "$middle,$long"
+[ "$gpus" -lt 4 ] || part splits4 sweep --ranks 4 --slow-ranks 1,2,3 --percentages 50,10 --seq-lens "$short,$long"
+measure "the rest"
+
+for stem in ranks2 ranks4 splits2 splits4; do
+  if [ -f "$out/$stem.csv" ]; then
+    python3 benchmarks/plot.py "$out/$stem.csv" --out "$out/figures/$stem"
+  fi
 done
-[ -f "$out/rebalance.csv" ] && python3 benchmarks/plot.py --trace "$out/rebalance.csv" --out "$out/figures"
+if [ -f "$out/rebalance.csv" ]; then
+  python3 benchmarks/plot.py --trace "$out/rebalance.csv" --out "$out/figures"
+fi

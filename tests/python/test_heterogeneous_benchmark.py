@@ -448,9 +448,7 @@ def test_parts_of_one_command_share_starts_and_stores(tmp_path: Path) -> None:
     part += ["--out", str(tmp_path / "het")]
     first = [*part, "--sets", "100,50"]
     layers = [*part, "--sets", "100,100", "--what", "layer"]
-    trace = ["rebalance", *SMALL, "--seq-lens", "64", "--requests", "4", "--scenarios", "steady"]
-    trace += ["--out", str(tmp_path / "trace")]
-    done = run("benchmarks/heterogeneous.py", *first, "--then", *layers, "--then", *trace)
+    done = run("benchmarks/heterogeneous.py", *first, "--then", *layers)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     lines = (tmp_path / "het.cells.jsonl").read_text().splitlines()
     order = [json.loads(json.loads(line)["key"])[1] for line in lines]
@@ -459,12 +457,11 @@ def test_parts_of_one_command_share_starts_and_stores(tmp_path: Path) -> None:
         ([100, 100], "layer"),
         ([100, 50], "attention"),
     ]
-    assert len(read(tmp_path / "trace.csv")) == 4
 
-    done = run("benchmarks/heterogeneous.py", *part, "--sets", "50,100")
+    done = run("benchmarks/heterogeneous.py", *part, "--sets", "50,100", "--report-only")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     rows = {(row["percentages"], row["what"]) for row in read(tmp_path / "het.csv")}
-    assert {("100,50", "attention"), ("100,100", "layer"), ("50,100", "attention")} <= rows
+    assert rows == {("100,50", "attention"), ("100,100", "layer"), ("100,100", "attention")}
 
 
 def test_parts_with_one_stem_have_the_same_settings(
@@ -492,3 +489,32 @@ def test_told_to_end_it_reports_what_is_finished(tmp_path: Path) -> None:
     started.terminate()
     assert started.wait(timeout=30) != 0
     assert {row["percentages"] for row in read(tmp_path / "het.csv")} == {"100,100"}
+
+
+@pytest.mark.parametrize(("gpus", "starts"), [(4, 13), (2, 6), (0, 6)])
+def test_the_whole_study_asks_for_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, starts: int
+) -> None:
+    """Its command lines are understood; what decides comes first, equal ranks before all others."""
+    commands = tmp_path / "commands"
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo {gpus} || echo "$@" >>"{commands}"\n')
+    python.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    script = ["bash", ROOT / "scripts/study_heterogeneous.sh", "--out", tmp_path / "out"]
+    subprocess.run(script, env={**os.environ, "PATH": path}, check=True, timeout=60)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+    first, *rest = commands.read_text().splitlines()
+    parts = heterogeneous.parts_of(first.split()[1:])
+    sets = list(dict.fromkeys((p.settings, c.percentages) for p in parts for c in p.cells))
+    assert len(sets) == starts
+    assert all(heterogeneous.parts_of(command.split()[1:]) for command in rest)
+    world_size = 4 if gpus == 4 else 2
+    assert sets[0][1] == (100,) * world_size
+    asked = {
+        c.percentages for p in parts for c in p.cells if c.seq_len == parts[0].cells[0].seq_len
+    }
+    assert {(100, 10), (100, 25), (100, 50), (100, 90)} <= asked
+    if gpus == 4:
+        assert {(100, 100, 100, 10), (100, 100, 50, 50), (50, 100, 100, 100)} <= asked

@@ -18,7 +18,10 @@ def script(command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["demo.sh", "demo_heterogeneous.sh", "gpu_results.sh", "lint.sh", "sanitize.sh"],
+    [
+        *("demo.sh", "demo_heterogeneous.sh", "gpu_results.sh", "lint.sh", "sanitize.sh"),
+        "study_heterogeneous.sh",
+    ],
 )
 def test_help_is_given(name: str) -> None:
     done = script(f"{name} --help")
