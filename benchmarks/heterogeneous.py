@@ -270,7 +270,7 @@ def write_reports(
     else:
         header["rounds"] = (
             f"up to {settings.rounds}, medians; all strategies, and every rank alone, "
-            "interleaved, each for a while before it counts"
+            "interleaved, each over the same stretch since it began"
         )
         table, columns = tables.sweep_rows(rows), tables.sweep_columns(world_size)
         found, found_columns = tables.findings(table), tables.FINDING_COLUMNS

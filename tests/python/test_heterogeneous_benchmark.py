@@ -24,7 +24,7 @@ import pytest
 import ringattn
 import torch
 from study import sweep
-from study.settings import Cell, Settings, Store
+from study.settings import Cell, Job, Settings, Store
 from study.splits import STRATEGIES, Grounds, split
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -518,3 +518,43 @@ def test_the_whole_study_asks_for_what_there_is(
     assert {(100, 10), (100, 25), (100, 50), (100, 90)} <= asked
     if gpus == 4:
         assert {(100, 100, 100, 10), (100, 100, 50, 50), (50, 100, 100, 100)} <= asked
+
+
+@pytest.mark.parametrize(
+    ("device", "order"),
+    [
+        ("cuda", ["load a", "load b", "a", "end a", "load c", "b", "end b", "end c"]),
+        ("cpu", ["load a", "a", "end a", "load b", "b", "end b"]),
+    ],
+)
+def test_beside_gpus_the_next_ranks_load_while_the_present_ones_compute(
+    monkeypatch: pytest.MonkeyPatch, device: str, order: list[str]
+) -> None:
+    happened = []
+
+    class Ranks:
+        def __init__(self, job: Job, mps: None) -> None:
+            self.name = job.cells[0].what
+            happened.append(f"load {self.name}")
+
+        def __enter__(self) -> "Ranks":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.end()
+
+        def end(self) -> None:
+            happened.append(f"end {self.name}")
+
+    monkeypatch.setattr(heterogeneous.ranks, "Ranks", Ranks)
+    settings = Settings(**{**BASE, "device": device})
+    jobs = {
+        (settings, (100, slow)): [Cell("sweep", (100, slow), name, 64)]
+        for name, slow in (("a", 100), ("b", 50), ("c", 10))
+    }
+    with contextlib.closing(heterogeneous.started(jobs, None)) as starts:
+        for job, _ in starts:
+            happened.append(job.cells[0].what)
+            if job.cells[0].what == "b":
+                break  # as after an error: the ranks that wait are ended too
+    assert happened == order
