@@ -135,7 +135,8 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
     one class; all of them get the mean of their medians. The rest is divided in the same way. Ranks
     on the same model of device with as many multiprocessors are one class up to ``2 * noise``:
     under load, speeds of equal GPUs drift apart and back by that much, and a plan that follows them
-    is slower than an even one.
+    is slower than an even one. That does not hold for ranks whose matrix products differ by more
+    than ``noise``, which hardly drift: a device that gave one of them less than was asked for.
 
     Raises:
         ValueError: noise outside [0, 1).
@@ -147,7 +148,7 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
         spreads = [getattr(of_rank, field.name) for of_rank in measured]
         if not all(isinstance(spread, Spread) for spread in spreads):
             continue
-        for ranks in _classes(spreads, [of_rank.device for of_rank in measured], noise):
+        for ranks in _classes(spreads, measured, noise):
             mean = statistics.fmean(spreads[rank].median for rank in ranks)
             for rank in ranks:
                 values[rank][field.name] = mean
@@ -158,20 +159,26 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
 
 
 def _classes(
-    spreads: Sequence[Spread], devices: Sequence[str], noise: float
+    spreads: Sequence[Spread], measured: Sequence[RankMeasurement], noise: float
 ) -> Iterator[list[int]]:
     left = sorted(range(len(spreads)), key=lambda rank: -spreads[rank].median)
     while left:
         first = left[0]
         ranks = []
         for rank in left:
-            tolerance = 2 * noise if devices[rank] == devices[first] else noise
+            tolerance = 2 * noise if _alike(measured[rank], measured[first], noise) else noise
             close = spreads[rank].median >= (1 - tolerance) * spreads[first].median
             explained = spreads[rank].explains(spreads[first])
             if close or explained or spreads[first].explains(spreads[rank]):
                 ranks.append(rank)
         yield ranks
         left = [rank for rank in left if rank not in ranks]
+
+
+def _alike(one: RankMeasurement, other: RankMeasurement, noise: float) -> bool:
+    """Whether two ranks have equal hardware, as far as can be seen."""
+    slower, faster = sorted((one.linear_tflops.median, other.linear_tflops.median))
+    return one.device == other.device and slower >= (1 - noise) * faster
 
 
 # ---- measuring ---------------------------------------------------------------------------------

@@ -159,11 +159,13 @@ def test_a_mistake_of_one_rank_is_told_to_all(rank_pool: Callable[..., RankPool]
 # ---- noise -------------------------------------------------------------------------------------
 
 
-def measured(tflops: float, spread: float = 0.0, device: str = "a") -> RankMeasurement:
+def measured(
+    tflops: float, spread: float = 0.0, device: str = "a", linear: float = 2.0
+) -> RankMeasurement:
     return RankMeasurement(
         device=device,
         attention_tflops=Spread(tflops, tflops * (1 - spread), tflops * (1 + spread)),
-        linear_tflops=Spread(2.0, 2.0, 2.0),
+        linear_tflops=Spread(linear, linear, linear),
         overhead_ms=Spread(0.5, 0.5, 0.5),
         memory_gbps=Spread(3.0, 3.0, 3.0),
         link_gbps=None,
@@ -185,6 +187,11 @@ def test_differences_below_the_noise_are_none() -> None:
     # Equal hardware needs twice as much to differ.
     assert speeds(measured(100), measured(92)) == [96, 96]
     assert speeds(measured(100), measured(89)) == [100, 89]
+    # Hardware is not equal where matrix products are not, whatever it calls itself.
+    assert (
+        speeds(measured(100), measured(93), measured(99, linear=1.97)) == [97.333333333333333] * 3
+    )
+    assert speeds(measured(100), measured(93, linear=1.88), measured(99)) == [99.5, 93, 99.5]
     # A median between the other's quartiles is noise; that ranges touch says nothing.
     assert speeds(measured(100, 0.2), measured(82, 0.01)) == [91, 91]
     assert speeds(measured(100, 0.01), measured(85, 0.2)) == [92.5, 92.5]
