@@ -4,7 +4,7 @@
 # scripts/study_heterogeneous.sh [--seconds N] [--out FOLDER] [--transport NAME]
 #
 # The study of unequal ranks, whole, in order of importance: four ranks with one and two slow ones, two ranks with
-# one, speeds that change, whole layers, 90 %, other positions; then what takes longer: every split, every position,
+# one, speeds that change, whole layers, another position, 90 %; then what takes longer: every split, every position,
 # three slow ranks, all lengths. On GPUs under MPS; without two of them small, on the CPU. What is not done after
 # N seconds (3600 unless told) is left out, and the same command goes on from there. Results: FOLDER (build/study
 # unless told). Needs an installed ringattn (scripts/setup.sh study).
@@ -69,8 +69,9 @@ changing drift,steady
 two --sets "100,10" --what layer --seq-lens "$middle"
 two --sets "100,50" --seq-lens "$short,$long"
 four --sets "100,100,100,25;100,100,25,25" --seq-lens "$short,$long"
-two --sets "100,90;100,25" --seq-lens "$short,$long"
+two --sets "100,25" --seq-lens "$short,$long"
 four --sets "50,100,100,100" --seq-lens "$short"
+two --sets "100,90" --seq-lens "$short,$long"
 measure "what decides"
 
 four --sets "100,100,100,90;100,100,10,10;100,50,50,50;100,10,10,10" --seq-lens "$short,$long"
