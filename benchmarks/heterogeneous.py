@@ -140,6 +140,7 @@ class Part:
     settings: Settings
     cells: Sequence[Cell]
     store: Store
+    command: str  # of this study alone
 
     def done(self) -> list[Cell]:
         return [cell for cell in self.cells if self.store.has(self.settings, cell)]
@@ -170,7 +171,8 @@ def run(parts: Sequence[Part]) -> list[str]:
             limit_s = max(part.arguments.limit_seconds for part in cells.values())
             try:
                 for cell, header, rows in finished(job, of_job, limit_s):
-                    cells[cell].store.add(job.settings, cell, header, rows)
+                    part = cells[cell]
+                    part.store.add(job.settings, cell, header | {"command": part.command}, rows)
                     bar.set_postfix_str(cell.label)
                     bar.update()
             except ranks.RanksFailed as error:
@@ -255,7 +257,6 @@ def write_reports(
 ) -> list[dict[str, Any]]:
     """The whole table, which it writes."""
     header = headers_of([store.header(settings, cell) for cell in cells])
-    header["command"] = command()
     header |= {
         "tensors": f"{shape_text(settings)}, causal",
         "throttle": f"{settings.throttle}, transport {settings.transport}",
@@ -434,7 +435,8 @@ def parts_of(words: Sequence[str]) -> list[Part]:
                 sys.exit(f"parts with one --out must have the same settings, got {arguments.out}")
         stem = f"{arguments.out}.cells.jsonl"
         store = alike[0].store if alike else Store(Path(stem) if arguments.out else None)
-        parts.append(Part(arguments, settings, cells_of(arguments), store))
+        own = command(words[:end])
+        parts.append(Part(arguments, settings, cells_of(arguments), store, own))
         words = words[end + 1 :]
     return parts
 

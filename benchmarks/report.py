@@ -49,15 +49,17 @@ def environment(device: torch.device) -> dict[str, str]:
     return facts
 
 
-def command() -> str:
-    """As it can be given again: with the variables that are heard, and the ranks."""
+def command(arguments: Sequence[str] | None = None) -> str:
+    """As it can be given again: with the variables that are heard, and the ranks. `arguments`: in
+    place of all that there were."""
     heard = {*SEQ_LEN_VARIABLES, *PERCENTAGE_VARIABLES}
     heard |= {name for name in os.environ if name.startswith("RINGATTN_")} - {"RINGATTN_COMMIT"}
     switches = [f"{name}={os.environ[name]}" for name in sorted(heard) if name in os.environ]
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = ["torchrun", "--nproc-per-node", str(world_size())]
-    return shlex.join([*switches, *launcher, Path(sys.argv[0]).name, *sys.argv[1:]])
+    given = sys.argv[1:] if arguments is None else arguments
+    return shlex.join([*switches, *launcher, Path(sys.argv[0]).name, *given])
 
 
 def _commit() -> str:
