@@ -463,7 +463,9 @@ def test_parts_of_one_command_share_starts_and_stores(tmp_path: Path) -> None:
     rows = {(row["percentages"], row["what"]) for row in read(tmp_path / "het.csv")}
     assert rows == {("100,50", "attention"), ("100,100", "layer"), ("100,100", "attention")}
     # It names what measured them, not what wrote it.
-    commands = json.loads((tmp_path / "het.json").read_text())["header"]["command"].split(", python")
+    commands = json.loads((tmp_path / "het.json").read_text())["header"]["command"].split(
+        ", python"
+    )
     assert len(commands) == 2 and "--sets 100,50" in commands[0] and "--what layer" in commands[1]
 
 
