@@ -215,8 +215,11 @@ void order_last_turns(int clusters, SegmentedParams<kSegments>& params) {
       lengths.push_back(2 * tiles + 3);
     }
     if (known.size() == kMostKinds) known.pop_front();
-    // The first third stays as it is: keys come in that order.
-    const int most = std::min<int>(params.kMostLastTurns, order.turns - order.turns / 3);
+    // The first third stays as it is: keys come in that order. Of many turns most do: those taken
+    // at one time are about the same heads, whose keys L2 holds.
+    constexpr int kLastOfEach = 6;
+    const int most =
+        std::min({params.kMostLastTurns, kLastOfEach * clusters, order.turns - order.turns / 3});
     known.push_back({kind, order_of_last_turns(lengths, clusters, most)});
     found = known.end() - 1;
   }
