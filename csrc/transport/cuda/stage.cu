@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t load_from_system(const uint32_t* word) {
   return value;
 }
 
-// It may have been set up early, while the kernel before it ran.
+// It may have been set up early, before the kernel before it was over.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -103,6 +103,17 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   }
 }
 
+// Whether the code that the device has been given waits for the kernel before it. What was compiled
+// for an older one runs on a newer one too, but does not.
+bool can_be_early() {
+  static const bool can = [] {
+    cudaFuncAttributes attributes = {};
+    return cudaFuncGetAttributes(&attributes, stage_kernel) == cudaSuccess &&
+           attributes.ptxVersion >= 90;
+  }();
+  return can;
+}
+
 Source in_pieces(const StageSource& x) {
   return {static_cast<const uint4*>(x.data), x.batch_stride / kStagePiece,
           x.row_stride / kStagePiece, x.head_stride / kStagePiece};
@@ -134,7 +145,7 @@ cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = params.early ? 1 : 0;
+  config.numAttrs = params.early && can_be_early() ? 1 : 0;
   return cudaLaunchKernelEx(&config, stage_kernel, launch);
 }
 

@@ -37,7 +37,7 @@ struct StageParams {
   // Of this rank: the kernel ends when they are not 0 any more. One thread block waits.
   const uint32_t* awaited[kMaxSignals] = {};
   int num_awaited = 0;
-  bool early = false;  // set up while the kernel before it ends: compute capability 9.0 and above
+  bool early = false;                // set up while the kernel before it ends, where that can be
   const uint32_t* failed = nullptr;  // not 0: nothing is written and nobody told
   uint32_t* blocks_done = nullptr;   // 0 before and after
   uint32_t* calls = nullptr;         // goes up by one for each call,
