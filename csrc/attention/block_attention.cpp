@@ -24,6 +24,7 @@ namespace {
 
 void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
                           const AttentionResult& result, const Bringing& bringing) {
+  TORCH_INTERNAL_ASSERT(!blocks.empty());
   const int64_t num_queries = q.size(1);
   const at::Tensor queries = kernel_ready(q);
   std::vector<at::Tensor> ready;  // alive until the launch

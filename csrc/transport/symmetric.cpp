@@ -173,7 +173,6 @@ class SymmetricStream : public BlockStream {
     const size_t row_bytes = 2 * k.size(0) * k.size(2) * k.size(3) * k.element_size();
     transport_.reserve(exchange_.most_rows * row_bytes);
     plan_ = &transport_.plan(exchange);
-    exchange_.by_kernel = plan_->copies.empty();
 
     cuda::StageParams params;
     params.k = stage_source(k);

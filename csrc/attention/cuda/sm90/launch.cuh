@@ -234,8 +234,10 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
   // Numbers of tiles are 32 bits wide, those that pairs lack and the first one past the end of a
   // block's turns included.
   if (query_tiles * p.batch * p.num_heads > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
-  if (brings(p) && (p.bringing.failed == nullptr || p.bringing.words.data == nullptr ||
-                    p.bringing.words.num_arrivals < p.num_segments)) {
+  // Without words nobody would bring keys, or tell the others.
+  if ((brings(p) || p.bringing.failed != nullptr) &&
+      (p.bringing.failed == nullptr || p.bringing.words.data == nullptr ||
+       p.bringing.words.num_arrivals < p.num_segments)) {
     return cudaErrorInvalidValue;
   }
 
