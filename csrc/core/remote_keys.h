@@ -19,8 +19,8 @@ struct RemoteKeys {
 /// and that it leaves 0 behind: a captured launch can be replayed. Launches that overlap need words
 /// of their own each.
 struct LaunchWords {
-  static constexpr int kTilesTaken = 0;
-  static constexpr int kBlocksDone = 1;
+  static constexpr int kTurnsTaken = 0;
+  static constexpr int kWarpsDone = 1;
   static constexpr int kPiecesTaken = 2;
   static constexpr int kPiecesBrought = 3;
   static constexpr int kFirstArrival = 4;

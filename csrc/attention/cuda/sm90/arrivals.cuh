@@ -9,7 +9,8 @@
 
 // Keys that a launch brings from other devices while it attends to others: a thread of every block
 // brings piece after piece, whoever is free the next one, and counts it; who needs a head's keys
-// waits for their count. Nobody waits for anything but thread blocks that run.
+// waits for their count, and so for nothing but thread blocks that run. Other devices are waited
+// for once, by the last warp of all.
 
 namespace ringattn::cuda::sm90 {
 
@@ -212,8 +213,8 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
   }
 }
 
-/// By a warp: until the others have read what is here. One thread block is kept for it at the most,
-/// on one SM: it keeps nobody else from running.
+/// By a warp: until the others have read what is here. Its cluster stays for it, on one SM or two;
+/// whatever else is launched has the rest.
 __device__ __forceinline__ void wait_until_read(const Bringing& bringing) {
   const Notices& notices = bringing.notices;
   const int lane = threadIdx.x % 32;
@@ -240,7 +241,7 @@ __device__ __forceinline__ void finish(const SegmentedParams<kSegments>& p, uint
   if (words.data == nullptr) return;
   const int lane = threadIdx.x % 32;
   uint32_t before = 0;
-  if (lane == 0) before = add_acquire_release(words.data + LaunchWords::kBlocksDone, 1);
+  if (lane == 0) before = add_acquire_release(words.data + LaunchWords::kWarpsDone, 1);
   if (__shfl_sync(0xffffffff, before, 0) != warps * gridDim.x - 1) return;
   if (lane < LaunchWords::kFirstArrival) words.data[lane] = 0;
   if constexpr (p.kBringing) {

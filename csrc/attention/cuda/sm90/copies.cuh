@@ -37,7 +37,7 @@ class TurnsHandedOut {
 
  private:
   __device__ __forceinline__ void hand_out() {
-    const int turn = atomicAdd(p_.bringing.words.data + LaunchWords::kTilesTaken, 1);
+    const int turn = atomicAdd(p_.bringing.words.data + LaunchWords::kTurnsTaken, 1);
     if (cluster_size() == 1) {
       shared_.set_turn(turn);
       arrive(shared_.turn_full());
