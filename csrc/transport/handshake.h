@@ -27,8 +27,8 @@ class RingGroup;
 /// Every rank signals every other one in each call, and a call ends for its stream when everybody
 /// has read what this rank staged: whatever stages next, a replay of a captured call too, need not
 /// ask. Nothing in it counts calls: what is captured in a CUDA graph can be replayed. Waiting is
-/// done by streams, or by one thread block at the end of a kernel, so no rank ever waits for
-/// another one's multiprocessors while it holds its own.
+/// done by streams, or by the last thread block of a kernel (and the one that shares its keys), so
+/// no rank ever waits for another one's multiprocessors while it holds more than two of its own.
 class Handshake {
  public:
   /// Collective. Throws on all ranks where they do not share memory.

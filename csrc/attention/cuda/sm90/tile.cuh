@@ -171,7 +171,7 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t parcel_full(uint32_t i) const {
     return barrier(6 + 6 * Tile::kMaxStages + i);
   }
-  /// Two times 16 bytes about it.
+  /// Where it goes, what counts it, how many bytes it has: 32 bytes of room.
   __device__ __forceinline__ uint32_t parcel_words(uint32_t i) const {
     return barrier(6 + 6 * Tile::kMaxStages + Tile::kParcels) + 32 * i;
   }

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A kernel that is launched to follow another one closely is set up, thread blocks and all, while
-// the last of that one's blocks run.
+// A kernel that is launched to follow another one closely has its thread blocks set up as soon as
+// all of that one's have ended, before what they wrote has been flushed.
+//
+// Note: no kernel says earlier that the next one may come (griddepcontrol.launch_dependents). Where
+// its last block waits for other ranks, thread blocks of the next one would hold multiprocessors
+// meanwhile, which those ranks may need where they share the device.
 
 namespace ringattn::cuda::sm90 {
 
