@@ -8,6 +8,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <exception>
 #include <map>
 #include <optional>
 #include <random>
@@ -201,6 +202,18 @@ class SymmetricStream : public BlockStream {
     for (int64_t step = 1; step <= exchange_.depth; ++step) fetch(step);
   }
 
+  // What has been enqueued of a call that failed runs all the same: memory outlives it.
+  ~SymmetricStream() override {
+    if (finished_) return;
+    try {
+      transport_.calls_.end_on(stream_);
+    } catch (const std::exception&) {
+      return;  // the device is lost: nothing runs
+    }
+  }
+  SymmetricStream(const SymmetricStream&) = delete;
+  SymmetricStream& operator=(const SymmetricStream&) = delete;
+
   const Gathering* gathering() const override {
     return exchange_.depth >= num_hops_ ? &plan_->gathering : nullptr;
   }
@@ -224,6 +237,7 @@ class SymmetricStream : public BlockStream {
       transport_.join(stream_);
     }
     transport_.calls_.end_on(stream_);
+    finished_ = true;
   }
 
   double transfer_ms(int64_t step) override {
@@ -266,6 +280,7 @@ class SymmetricStream : public BlockStream {
   CUDAStream stream_;
   int64_t num_hops_;
   Plan* plan_ = nullptr;
+  bool finished_ = false;
   std::vector<Arrived> arrived_;  // [W - 1], where the host orders streams after arrivals
 };
 
@@ -274,7 +289,7 @@ std::unique_ptr<BlockStream> SymmetricTransport::open(const Exchange& exchange) 
 }
 
 Plan& SymmetricTransport::plan(const Exchange& exchange) {
-  const auto key = plan_key(exchange, exchange.by_kernel);
+  const auto key = plan_key(exchange);
   const auto known = plans_.find(key);
   if (known != plans_.end()) return *known->second;
   const int64_t bytes = gathered_bytes(exchange);
@@ -286,7 +301,7 @@ Plan& SymmetricTransport::plan(const Exchange& exchange) {
   }
   constexpr size_t kMostPlans = 64;
   if (plans_.size() >= kMostPlans && !calls_.capturing()) forget_plans();
-  auto made = make_plan(exchange, exchange.by_kernel, *staged_, gathered_, handshake_);
+  auto made = make_plan(exchange, *staged_, gathered_, handshake_);
   return *plans_.emplace(key, std::move(made)).first->second;
 }
 

@@ -48,11 +48,11 @@ at::Tensor stageable(const at::Tensor& x) {
   return x.clone(at::MemoryFormat::Contiguous);
 }
 
-std::vector<int64_t> plan_key(const Exchange& exchange, bool by_kernel) {
+std::vector<int64_t> plan_key(const Exchange& exchange) {
   const at::Tensor& k = exchange.k;
   std::vector<int64_t> key = {k.size(0),      k.size(2),
                               k.size(3),      static_cast<int64_t>(k.scalar_type()),
-                              exchange.depth, by_kernel};
+                              exchange.depth, exchange.by_kernel};
   for (const Hop& hop : exchange.hops) {
     key.insert(key.end(), {hop.source, hop.rows_received, hop.source_rows});
   }
@@ -61,9 +61,8 @@ std::vector<int64_t> plan_key(const Exchange& exchange, bool by_kernel) {
 
 int64_t gathered_bytes(const Exchange& exchange) { return places(exchange).back(); }
 
-std::unique_ptr<Plan> make_plan(const Exchange& exchange, bool by_kernel,
-                                const SharedMemory& staged, const at::Tensor& gathered,
-                                const Handshake& handshake) {
+std::unique_ptr<Plan> make_plan(const Exchange& exchange, const SharedMemory& staged,
+                                const at::Tensor& gathered, const Handshake& handshake) {
   const at::Tensor& k = exchange.k;
   const int64_t batch = k.size(0), kv_heads = k.size(2), head_dim = k.size(3);
   const int64_t num_hops = exchange.hops.size(), bytes = k.element_size();
@@ -72,7 +71,7 @@ std::unique_ptr<Plan> make_plan(const Exchange& exchange, bool by_kernel,
   auto plan = std::make_unique<Plan>();
   plan->memory = gathered;
   Gathering& gathering = plan->gathering;
-  if (by_kernel) gathering.bringing = handshake.bringing();
+  if (exchange.by_kernel) gathering.bringing = handshake.bringing();
 
   const at::Tensor elements = gathered.view(k.scalar_type());
   auto step_of_rank = std::make_shared<std::vector<int64_t>>(num_hops + 1, 0);
@@ -86,7 +85,7 @@ std::unique_ptr<Plan> make_plan(const Exchange& exchange, bool by_kernel,
                                  {plane, head_dim, 2 * batch * plane, 1}, place / bytes + offset);
     };
     gathering.blocks.push_back({view(0), view(batch * plane)});
-    if (by_kernel) {
+    if (exchange.by_kernel) {
       gathering.sources.push_back({staged.of(hop.source), hop.source_rows});
       continue;
     }

@@ -41,14 +41,13 @@ cuda::StageSource stage_source(const at::Tensor& x);
 at::Tensor stageable(const at::Tensor& x);
 
 /// What distinguishes one kind of call from another.
-std::vector<int64_t> plan_key(const Exchange& exchange, bool by_kernel);
+std::vector<int64_t> plan_key(const Exchange& exchange);
 
 /// Memory for visiting blocks: up to depth + 1 at a time.
 int64_t gathered_bytes(const Exchange& exchange);
 
-/// `gathered`: at least gathered_bytes(). `by_kernel`: sources in place of copies.
-std::unique_ptr<Plan> make_plan(const Exchange& exchange, bool by_kernel,
-                                const SharedMemory& staged, const at::Tensor& gathered,
-                                const Handshake& handshake);
+/// `gathered`: at least gathered_bytes(). For a kernel, sources in place of copies.
+std::unique_ptr<Plan> make_plan(const Exchange& exchange, const SharedMemory& staged,
+                                const at::Tensor& gathered, const Handshake& handshake);
 
 }  // namespace ringattn
