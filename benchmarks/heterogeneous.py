@@ -28,14 +28,12 @@ WEAK_GPU_PERCENTAGE (or SWEEP_SLOWDOWN_PCT) of the environment stand in for --se
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import math
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +41,11 @@ import torch
 from harness import DTYPES, common_arguments, integers, shape_text
 from report import PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, Report, command
 from ringattn import strategies
-from ringattn.testing import MPS
-from study import ranks, tables
+from study import tables
 from study.rebalancing import SCENARIOS
-from study.settings import SWEEP, Cell, Job, Settings, Store, set_name
+from study.running import Part, run
+from study.settings import SWEEP, Cell, Settings, Store, set_name
 from study.splits import STRATEGIES
-from tqdm import tqdm
 
 _SMALL = {  # of sizes, where nobody asked for others and there is no GPU
     "heads": 4,
@@ -129,93 +126,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     )
 
 
-# ---- running -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Part:
-    """One study of the command."""
-
-    arguments: argparse.Namespace
-    settings: Settings
-    cells: Sequence[Cell]
-    store: Store
-    command: str  # of this study alone
-
-    def done(self) -> list[Cell]:
-        return [cell for cell in self.cells if self.store.has(self.settings, cell)]
-
-
-def run(parts: Sequence[Part]) -> list[str]:
-    """Measures what the stores do not have yet; one start of the ranks for each set. What went
-    wrong: the rest of a part in which ranks fail is left out."""
-    jobs: dict[tuple[Settings, tuple[int, ...]], dict[Cell, Part]] = {}
-    for part in parts:
-        for cell in part.cells:
-            if not part.store.has(part.settings, cell):
-                jobs.setdefault((part.settings, cell.percentages), {}).setdefault(cell, part)
-    total = sum(len(dict.fromkeys(part.cells)) for part in parts)
-    left = sum(len(cells) for cells in jobs.values())
-    problems: dict[int, str] = {}  # by the number of the part
-    with contextlib.ExitStack() as stack:
-        under_mps = any(settings.throttle == "mps" for settings, _ in jobs)
-        mps = stack.enter_context(MPS()) if under_mps else None
-        bar = stack.enter_context(tqdm(total=total, initial=total - left, unit="cell"))
-        starts = stack.enter_context(contextlib.closing(started(jobs, mps)))
-        for job, of_job in starts:
-            cells = jobs[job.settings, job.percentages]
-            numbers = {parts.index(part) for part in cells.values()}
-            if numbers <= problems.keys():
-                continue
-            bar.set_postfix_str(f"{set_name(job.percentages)} %")
-            limit_s = max(part.arguments.limit_seconds for part in cells.values())
-            try:
-                for cell, header, rows in finished(job, of_job, limit_s):
-                    part = cells[cell]
-                    part.store.add(job.settings, cell, header | {"command": part.command}, rows)
-                    bar.set_postfix_str(cell.label)
-                    bar.update()
-            except ranks.RanksFailed as error:
-                problems |= {number: str(error) for number in numbers}
-    return list(dict.fromkeys(problems.values()))
-
-
-def started(
-    jobs: Mapping[tuple[Settings, tuple[int, ...]], Iterable[Cell]], mps: MPS | None
-) -> Iterator[tuple[Job, ranks.Ranks]]:
-    """The ranks of each job. Beside GPUs, the next ones load what they need while the present ones
-    compute; CPUs are what is timed."""
-    todo = [
-        Job(settings, percentages, tuple(jobs[settings, percentages]))
-        for settings, percentages in jobs
-    ]
-    ahead: ranks.Ranks | None = None
-    try:
-        for place, job in enumerate(todo):
-            under = mps if job.settings.throttle == "mps" else None
-            with ahead or ranks.Ranks(job, under) as of_job:
-                ahead = None
-                if job.settings.device == "cuda" and place + 1 < len(todo):
-                    following = todo[place + 1]
-                    ahead = ranks.Ranks(
-                        following, mps if following.settings.throttle == "mps" else None
-                    )
-                yield job, of_job
-    finally:
-        if ahead is not None:
-            ahead.end()
-
-
-def finished(
-    job: Job, of_job: ranks.Ranks, limit_s: float
-) -> Iterator[tuple[Cell, dict[str, str], list[dict[str, Any]]]]:
-    """Cells as they are finished, with what the ranks say of their machine."""
-    header: dict[str, str] = {}
-    for report in of_job.reports(limit_s):
-        if "header" in report:
-            header = report["header"]
-        else:
-            yield job.cells[report["cell"]], header, report["rows"]
+# ---- reports -----------------------------------------------------------------------------------
 
 
 class WandbLog:
@@ -237,9 +148,6 @@ class WandbLog:
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
-
-
-# ---- reports -----------------------------------------------------------------------------------
 
 
 def headers_of(of_cells: Sequence[dict[str, str]]) -> dict[str, str]:
