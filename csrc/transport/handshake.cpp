@@ -285,7 +285,6 @@ void Handshake::show_and_wait_until_read(cudaStream_t stream) {
 }
 
 Bringing Handshake::bringing() const {
-  static_assert(cuda::kMaxSignals <= Notices::kMaxPeers);
   Bringing bringing;
   bringing.words = {state_->word(Layout::kLaunch), static_cast<int32_t>(Layout::kArrivals)};
   bringing.failed = failed();

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/kernel_order.cuh"
+#include "core/system_memory.cuh"
 #include "transport/cuda/stage.h"
 
 namespace ringattn::cuda {
@@ -26,30 +28,13 @@ struct Launch {
   int planes;
 };
 
-__device__ __forceinline__ void release_to_system(uint32_t* word) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(1u) : "memory");
-}
-
-__device__ __forceinline__ uint32_t load_from_system(const uint32_t* word) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-
-// It may have been set up early, before the kernel before it was over.
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // blockIdx.y and its loop: a [rows, D] of one head and batch, keys or values; blockIdx.x and its
 // loop: pieces of it, a few of each thread under way at a time.
 __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ Launch launch) {
   const StageParams& to = launch.to;
   wait_for_kernel_before();
   // Who has given up must not write over what a peer that is only late will read yet.
-  if (__syncthreads_or(load_from_system(to.failed) != 0)) return;
+  if (__syncthreads_or(load_acquire_system(to.failed) != 0)) return;
   const uint32_t row_pieces = launch.pieces_per_row;
   const uint32_t pieces = to.rows * row_pieces;
   const uint32_t step = gridDim.x * kThreads;
@@ -90,17 +75,13 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   if (!is_last) return;
   if (threadIdx.x < to.num_signals) *to.taken_back[threadIdx.x] = 0;
   __threadfence_system();
-  if (threadIdx.x < to.num_signals) release_to_system(to.signals[threadIdx.x]);
+  if (threadIdx.x < to.num_signals) store_release_system(to.signals[threadIdx.x], 1);
   if (threadIdx.x == 0) {
     *to.blocks_done = 0;
     *static_cast<volatile uint32_t*>(to.phase_shown) = to.phase;
     *static_cast<volatile uint32_t*>(to.calls_shown) = ++*to.calls;
   }
-  if (threadIdx.x < to.num_awaited) {
-    while (load_from_system(to.awaited[threadIdx.x]) == 0 && load_from_system(to.failed) == 0) {
-      __nanosleep(64);
-    }
-  }
+  if (threadIdx.x < to.num_awaited) wait_for_word(to.awaited[threadIdx.x], to.failed);
 }
 
 // Whether the code that the device has been given waits for the kernel before it. What was compiled

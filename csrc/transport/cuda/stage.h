@@ -5,9 +5,11 @@
 
 #include <cstdint>
 
+#include "core/remote_keys.h"
+
 namespace ringattn::cuda {
 
-constexpr int kMaxSignals = 16;
+constexpr int kMaxSignals = Notices::kMaxPeers;
 constexpr int kStagePiece = 16;  // bytes that are read and written at once
 
 /// Strided memory of shape [B, rows, H_kv, D]; strides in bytes, rows of D contiguous.

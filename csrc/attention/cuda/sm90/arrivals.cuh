@@ -221,12 +221,7 @@ __device__ __forceinline__ void wait_until_read(const Bringing& bringing) {
   if (lane == 0 && notices.phase != nullptr) {
     store_relaxed_system(notices.phase, notices.phase_waiting);
   }
-  if (lane < notices.num_peers) {
-    while (load_acquire_system(notices.read_here[lane]) == 0 &&
-           load_relaxed_system(bringing.failed) == 0) {
-      __nanosleep(64);
-    }
-  }
+  if (lane < notices.num_peers) wait_for_word(notices.read_here[lane], bringing.failed);
   __syncwarp();
   if (lane == 0 && notices.phase != nullptr) {
     store_relaxed_system(notices.phase, notices.phase_working);

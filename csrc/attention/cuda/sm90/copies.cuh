@@ -5,11 +5,11 @@
 #include "attention/cuda/sm90/epilogue.cuh"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
-#include "attention/cuda/sm90/ptx/kernel_order.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/registers.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/tile.cuh"
+#include "core/kernel_order.cuh"
 
 // The copying warpgroup: a thread of each warp does one thing for all the tiles, as far ahead as
 // there are free buffers.

@@ -3,8 +3,9 @@
 
 #include <cstdint>
 
-// Global memory that others write and read while the kernel runs: other thread blocks, peers, the
-// host.
+#include "core/system_memory.cuh"
+
+// Global memory that other thread blocks write and read while the kernel runs.
 
 namespace ringattn::cuda::sm90 {
 
@@ -14,28 +15,8 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
   return value;
 }
 
-__device__ __forceinline__ uint32_t load_relaxed_system(const uint32_t* word) {
-  uint32_t value;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* word) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void store_relaxed_system(uint32_t* word, uint32_t value) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
-/// Who sees the value sees what this thread, and those that it has synchronised with, did before.
-__device__ __forceinline__ void store_release_system(uint32_t* word, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
-/// The same, for who sees the sum with load_acquire; and, with the value before, for who adds.
+/// Who sees the sum with load_acquire sees what this thread, and those that it has synchronised
+/// with, did before; and, with the value before, who adds.
 __device__ __forceinline__ void add_release(uint32_t* word, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
