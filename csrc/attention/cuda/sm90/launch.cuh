@@ -209,8 +209,7 @@ void order_last_turns(int clusters, SegmentedParams<kSegments>& params) {
       const TileOrder::Taken taken = order.taken(turn, 0, Tile::kBlockQ, params.num_queries);
       int tiles = 0;
       for (int i = 0; i < params.num_segments; ++i) {
-        tiles += (params.keys[i].seen(taken.first_row, taken.turn_end) + Tile::kBlockK - 1) /
-                 Tile::kBlockK;
+        tiles += params.keys[i].tiles_seen(taken.first_row, taken.turn_end, Tile::kBlockK);
       }
       lengths.push_back(2 * tiles + 3);
     }

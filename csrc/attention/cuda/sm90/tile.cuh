@@ -286,7 +286,7 @@ struct SeenKeys {
     const int by_first = min(keys.num_keys, tile.first_row + 1 + keys.diagonal);
     // A row that exists. The first one does where tiles are alone, and leaves their loops shorter.
     const int row = Tile::kInPairs ? tile.turn_end - 1 : tile.first_row;
-    tiles = (keys.seen(row, tile.turn_end) + Tile::kBlockK - 1) / Tile::kBlockK;
+    tiles = keys.tiles_seen(row, tile.turn_end, Tile::kBlockK);
     unmasked = max(by_first, 0) / Tile::kBlockK;
   }
 };

@@ -23,6 +23,10 @@ struct KeyBounds {
     const int end = rows_end + diagonal;
     return row < first_query || end < 0 ? 0 : end < num_keys ? end : num_keys;
   }
+  /// The same, in tiles of `block_k` keys.
+  constexpr int tiles_seen(int row, int rows_end, int block_k) const {
+    return (seen(row, rows_end) + block_k - 1) / block_k;
+  }
 };
 
 /// What a cluster takes in one turn, a tile for each of its thread blocks. All of them want the
@@ -108,7 +112,7 @@ inline int64_t tiles_walked(const BlockAttentionParams& p, int row_tiles, int bl
     for (int i = 0; i < p.num_segments; ++i) {
       const KeySegment& keys = p.segments[i];
       const KeyBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
-      walked += row_tiles * ceil_div(bounds.seen(begin, end), block_k);
+      walked += int64_t{row_tiles} * bounds.tiles_seen(begin, end, block_k);
     }
   }
   return walked;
