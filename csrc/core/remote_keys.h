@@ -43,7 +43,7 @@ struct Notices {
   int32_t num_peers = 0;
 
   uint32_t* phase = nullptr;   // a word of the host's; null: nobody asks
-  uint32_t phase_working = 0;  // written there when the launch begins and when it ends,
+  uint32_t phase_working = 0;  // written there when the launch begins, and when it has waited,
   uint32_t phase_waiting = 0;  // and when nothing is left but to wait for the others
 };
 

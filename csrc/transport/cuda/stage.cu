@@ -33,8 +33,9 @@ struct Launch {
 __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ Launch launch) {
   const StageParams& to = launch.to;
   wait_for_kernel_before();
-  // Who has given up must not write over what a peer that is only late will read yet.
-  if (__syncthreads_or(load_acquire_system(to.failed) != 0)) return;
+  // Who has given up must not write over what a peer that is only late will read yet. Asked for
+  // now, it is known when the first keys have come.
+  const uint32_t failed = load_relaxed_system(to.failed);
   const uint32_t row_pieces = launch.pieces_per_row;
   const uint32_t pieces = to.rows * row_pieces;
   const uint32_t step = gridDim.x * kThreads;
@@ -59,27 +60,28 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j) {
         const uint32_t i = first + j * step;
-        if (i < pieces) into[i] = read[j];
+        if (i < pieces && failed == 0) into[i] = read[j];
       }
     }
   }
 
-  // The last block to finish speaks for all: what they wrote is visible before the signals.
-  __threadfence();
-  __syncthreads();
+  // Who has seen the failure is not counted, and so nobody told. The last block to finish speaks
+  // for all: what they wrote is visible before the signals.
+  if (__syncthreads_or(failed != 0)) return;
   __shared__ bool is_last;
   if (threadIdx.x == 0) {
-    is_last = atomicAdd(to.blocks_done, 1) == gridDim.x * gridDim.y - 1;
+    is_last = add_acquire_release(to.blocks_done, 1) == gridDim.x * gridDim.y - 1;
   }
   __syncthreads();
   if (!is_last) return;
-  if (threadIdx.x < to.num_signals) *to.taken_back[threadIdx.x] = 0;
-  __threadfence_system();
-  if (threadIdx.x < to.num_signals) store_release_system(to.signals[threadIdx.x], 1);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x < to.num_signals) {
+    store_relaxed_system(to.taken_back[threadIdx.x], 0);
+    store_release_system(to.signals[threadIdx.x], 1);
+  }
+  if (threadIdx.x == kThreads - 1) {  // not of a warp that has others to wait for
     *to.blocks_done = 0;
-    *static_cast<volatile uint32_t*>(to.phase_shown) = to.phase;
-    *static_cast<volatile uint32_t*>(to.calls_shown) = ++*to.calls;
+    store_relaxed_system(to.phase_shown, to.phase);
+    store_relaxed_system(to.calls_shown, ++*to.calls);
   }
   if (threadIdx.x < to.num_awaited) wait_for_word(to.awaited[threadIdx.x], to.failed);
 }

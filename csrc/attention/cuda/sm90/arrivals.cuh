@@ -218,6 +218,8 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
 __device__ __forceinline__ void wait_until_read(const Bringing& bringing) {
   const Notices& notices = bringing.notices;
   const int lane = threadIdx.x % 32;
+  const bool unread = lane < notices.num_peers && load_acquire_system(notices.read_here[lane]) == 0;
+  if (!__any_sync(0xffffffff, unread)) return;
   if (lane == 0 && notices.phase != nullptr) {
     store_relaxed_system(notices.phase, notices.phase_waiting);
   }

@@ -16,17 +16,9 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
 }
 
 /// Who sees the sum with load_acquire sees what this thread, and those that it has synchronised
-/// with, did before; and, with the value before, who adds.
+/// with, did before.
 __device__ __forceinline__ void add_release(uint32_t* word, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-__device__ __forceinline__ uint32_t add_acquire_release(uint32_t* word, uint32_t value) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(word), "r"(value)
-               : "memory");
-  return before;
 }
 
 /// Orders this thread's ordinary accesses to global memory and those of the copy engine that it
