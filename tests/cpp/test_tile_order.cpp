@@ -154,20 +154,26 @@ TEST_CASE("where keys are brought, tiles share them that otherwise would not") {
   CHECK(order.turns == 2 * 3 * 3 * 2);  // of two parts, heads, batch entries
 }
 
-TEST_CASE("a ring brings much where each KV head has few queries") {
-  // Rank 0 of four: its early rows see own keys, its late ones all of the others'.
-  const auto much = [](int seq_len, int num_kv_heads) {
+TEST_CASE("a ring brings much where each KV head has few queries, or many heads do") {
+  // Of four. Rank 0's early rows see own keys, its late ones all of the others'; rank 3's see the
+  // first half of each other block.
+  const auto much = [](int rank, int seq_len, int num_kv_heads) {
     const int rows = seq_len / 4;
     std::vector<KeySegment> segments = {segment(rows, 0, 0)};
     for (int i = 0; i < 3; ++i) {
-      segments.push_back(segment(rows, kNoMask, rows / 2));
+      segments.push_back(rank == 0 ? segment(rows, kNoMask, rows / 2)
+                                   : segment(rows / 2, kNoMask, 0));
       segments.back().source = {&segments, rows};
     }
     return brings_much(call(segments, rows, 32, num_kv_heads), 128, 128);
   };
-  CHECK(much(16384, 32));
-  CHECK(much(4096, 8));
-  CHECK_FALSE(much(8192, 8));
-  CHECK_FALSE(much(32768, 32));
+  CHECK(much(0, 16384, 32));
+  CHECK(much(0, 4096, 8));
+  CHECK_FALSE(much(0, 8192, 8));
+  CHECK_FALSE(much(0, 16384, 8));
+  CHECK(much(0, 32768, 32));
+  CHECK_FALSE(much(0, 65536, 32));
+  CHECK(much(3, 16384, 32));
+  CHECK_FALSE(much(3, 32768, 32));
   CHECK_FALSE(brings_much(call({segment(2048, 0, 0)}, 2048, 32, 32), 128, 128));  // nothing at all
 }

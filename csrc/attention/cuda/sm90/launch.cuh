@@ -97,15 +97,15 @@ TurnShape choose_turn_shape(const BlockAttentionParams& p, int most_blocks, int 
   return possible ? shape_of_pairs(p, Tile::kBlockQ, Tile::kBlockK) : TurnShape{};
 }
 
-/// What is brought, and in which order.
+/// What is brought, and in which order: `heads_per_slice` KV heads, then the next ones.
 template <typename Tile, int kSegments>
-cudaError_t add_sources(const BlockAttentionParams& p, int64_t heads_at_once,
+cudaError_t add_sources(const BlockAttentionParams& p, int64_t heads_per_slice,
                         SegmentedParams<kSegments>& params) {
   constexpr int64_t kElementBytes = 2;
   params.bringing = p.bringing;
   BringOrder& bring = params.bring;
   bring.num_kv_heads = p.num_kv_heads;
-  bring.heads_per_slice = static_cast<uint32_t>(heads_at_once);
+  bring.heads_per_slice = static_cast<uint32_t>(heads_per_slice);
   bring.planes_per_head = 2 * p.batch;
   const int64_t room = std::max(p.bringing.words.num_arrivals / std::max(p.num_segments, 1), 1);
   const int64_t heads_per_arrival = ceil_div(p.num_kv_heads, room);
@@ -134,7 +134,7 @@ cudaError_t add_sources(const BlockAttentionParams& p, int64_t heads_at_once,
   }
   // Counted in 32 bits, and everybody counts once past the end.
   if (pieces_per_head * p.num_kv_heads > INT32_MAX) return cudaErrorInvalidConfiguration;
-  bring.pieces_per_slice = static_cast<uint32_t>(pieces_per_head * heads_at_once);
+  bring.pieces_per_slice = static_cast<uint32_t>(pieces_per_head * heads_per_slice);
   bring.pieces = static_cast<uint32_t>(pieces_per_head * p.num_kv_heads);
   params.bringing.words.num_arrivals = num_arrivals;  // of the room that there is, this much
   return cudaSuccess;
@@ -227,8 +227,9 @@ void order_last_turns(int clusters, SegmentedParams<kSegments>& params) {
   std::copy(found->last.begin(), found->last.end(), params.last_turns);
 }
 
+/// `much`: brings_much.
 template <typename Element, typename Tile, int kSegments>
-cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream) {
+cudaError_t launch_segmented(const BlockAttentionParams& p, bool much, cudaStream_t stream) {
   const int64_t query_tiles = ceil_div(p.num_queries, Tile::kBlockQ) + 1;
   // Numbers of tiles are 32 bits wide, those that pairs lack and the first one past the end of a
   // block's turns included.
@@ -260,7 +261,10 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, cudaStream_t stream)
   const int cluster = shape.blocks();
   int64_t heads_at_once = 0;
   params.order = tile_order(p, shape, Tile::kBlockQ, limits.l2_bytes, most_blocks, heads_at_once);
-  error = add_sources<Tile>(p, heads_at_once, params);
+  // The first tiles want the segments of all their heads one after the other. Where that takes
+  // long, ranks that bring unequal parts fall out of step, and several read one owner while nobody
+  // reads another: of a head at a time, they come to all owners again and again.
+  error = add_sources<Tile>(p, much ? 1 : heads_at_once, params);
   if (error != cudaSuccess) return error;
   params.out_memory = p.out;
   params.state_memory = p.state;
@@ -294,17 +298,17 @@ template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
   const bool with_state = p.state.data != nullptr;
   if (p.num_segments == 1 && p.bringing.failed == nullptr) {
-    return with_state ? launch_segmented<Element, TileFor<kHeadDim, true>, 1>(p, stream)
-                      : launch_segmented<Element, TileFor<kHeadDim, false>, 1>(p, stream);
+    return with_state ? launch_segmented<Element, TileFor<kHeadDim, true>, 1>(p, false, stream)
+                      : launch_segmented<Element, TileFor<kHeadDim, false>, 1>(p, false, stream);
   }
   using Tile = TileFor<kHeadDim, false>;
-  const bool with_room = !with_state && brings_much(p, Tile::kBlockQ, Tile::kBlockK);
+  const bool much = brings_much(p, Tile::kBlockQ, Tile::kBlockK);
   const auto launch = [&](auto tile) {
-    return launch_segmented<Element, decltype(tile), kMaxSegments>(p, stream);
+    return launch_segmented<Element, decltype(tile), kMaxSegments>(p, much, stream);
   };
-  return with_state  ? launch(TileFor<kHeadDim, true>{})
-         : with_room ? launch(TileFor<kHeadDim, false, true>{})
-                     : launch(Tile{});
+  return with_state ? launch(TileFor<kHeadDim, true>{})
+         : much     ? launch(TileFor<kHeadDim, false, true>{})
+                    : launch(Tile{});
 }
 
 }  // namespace ringattn::cuda::sm90
