@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <climits>
+
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/system_memory.cuh"
@@ -90,8 +92,12 @@ class Parcels {
   /// `between` is called before each parcel.
   template <typename Between>
   __device__ __forceinline__ void bring(const Piece& piece, const Between& between) {
+    // Parcels under way are of this piece and the one before.
+#pragma unroll 1
+    while (next_bytes_ > 0) store();
+    note_next(piece);
+    if (left_ == 0) go_to_next();
     const auto* from = reinterpret_cast<const unsigned char*>(piece.from);
-    auto* to = reinterpret_cast<unsigned char*>(piece.to);
 #pragma unroll 1
     for (uint32_t left = piece.bytes; left > 0;) {
       const uint32_t bytes = min(left, static_cast<uint32_t>(Tile::kParcelBytes));
@@ -101,11 +107,9 @@ class Parcels {
       const uint32_t full = shared_.parcel_full(sending_.stage);
       arrive_expecting(full, bytes);
       load_bytes(shared_.parcel(sending_.stage), from, bytes, full);
-      note(to, bytes, left == 0 ? piece.arrival : nullptr);
       sending_.advance();
       ++under_way_;
       from += bytes;
-      to += bytes;
     }
   }
 
@@ -113,12 +117,11 @@ class Parcels {
 #pragma unroll 1
     while (under_way_ > 0) store();
     wait_for_stores<0>();
-    if (stored_ != nullptr) count(stored_);
+    if (uncounted()) count_stored();
   }
 
-  /// A piece has come.
+  /// A piece has come. What the copy engine has stored is visible when it is known to be done.
   __device__ __forceinline__ void count(uint32_t* arrival) {
-    fence_async_global();
     add_release(arrival, 1);
     ++counted_;
   }
@@ -128,49 +131,77 @@ class Parcels {
   // The one that has been under way for longest.
   __device__ __forceinline__ void store() {
     wait(shared_.parcel_full(storing_.stage), storing_.parity);
-    void* to;
-    uint32_t bytes;
-    uint32_t* arrival;
-    const uint32_t words = shared_.parcel_words(storing_.stage);
-    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(to) : "r"(words) : "memory");
-    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(arrival) : "r"(words + 8) : "memory");
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bytes) : "r"(words + 16) : "memory");
-    store_bytes(to, shared_.parcel(storing_.stage), bytes);
+    const uint32_t bytes = min(left_, static_cast<uint32_t>(Tile::kParcelBytes));
+    store_bytes(to_, shared_.parcel(storing_.stage), bytes);
     commit_stores();
+    to_ += bytes;
+    left_ -= bytes;
     // A piece is counted a little after its last parcel, when its stores have been done for long.
     ++stored_since_;
-    if (stored_ != nullptr && (stored_since_ == kStoresBehind || arrival != nullptr)) {
+    if (uncounted() && (stored_since_ == kStoresBehind || left_ == 0)) {
       if (stored_since_ == kStoresBehind) {
         wait_for_stores<kStoresBehind>();
       } else {
         wait_for_stores<1>();
       }
-      count(stored_);
-      stored_ = nullptr;
+      count_stored();
     }
-    if (arrival != nullptr) {
-      stored_ = arrival;
+    if (left_ == 0) {
+      set_word(kStored, word<uint32_t>(kStoring));
       stored_since_ = 0;
+      go_to_next();
     }
     wait_for_stores_to_read();
     storing_.advance();
     --under_way_;
   }
 
-  __device__ __forceinline__ void note(void* to, uint32_t bytes, uint32_t* arrival) {
-    const uint32_t words = shared_.parcel_words(sending_.stage);
-    asm volatile("st.shared.u64 [%0], %1;" ::"r"(words), "l"(to) : "memory");
-    asm volatile("st.shared.u64 [%0], %1;" ::"r"(words + 8), "l"(arrival) : "memory");
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(words + 16), "r"(bytes) : "memory");
+  // Of the last piece that has been stored.
+  __device__ __forceinline__ bool uncounted() const { return stored_since_ >= 0; }
+  __device__ __forceinline__ void count_stored() {
+    count(word<uint32_t>(kStored));
+    stored_since_ = kNoneStored;
+  }
+
+  __device__ __forceinline__ void note_next(const Piece& piece) {
+    set_word(kNextTo, piece.to);
+    set_word(kNext, piece.arrival);
+    next_bytes_ = piece.bytes;
+  }
+  __device__ __forceinline__ void go_to_next() {
+    set_word(kStoring, word<uint32_t>(kNext));
+    to_ = word<unsigned char>(kNextTo);
+    left_ = next_bytes_;
+    next_bytes_ = 0;
+  }
+
+  // Registers are few: in shared memory lie where the next piece goes, and what counts it, the one
+  // that is being stored, and the one before that.
+  enum Word { kNextTo, kNext, kStoring, kStored };
+  __device__ __forceinline__ void set_word(Word i, const void* value) const {
+    asm volatile("st.shared.u64 [%0], %1;" ::"r"(shared_.piece_words() + 8 * i), "l"(value)
+                 : "memory");
+  }
+  template <typename T>
+  __device__ __forceinline__ T* word(Word i) const {
+    T* value;
+    asm volatile("ld.shared.u64 %0, [%1];"
+                 : "=l"(value)
+                 : "r"(shared_.piece_words() + 8 * i)
+                 : "memory");
+    return value;
   }
 
   static constexpr int kStoresBehind = 2;
+  static constexpr int kNoneStored = INT_MIN;
   const SharedMemory<Tile>& shared_;
   RingPosition<Tile::kParcels> sending_, storing_;
   int under_way_ = 0;
+  unsigned char* to_ = nullptr;  // of the piece that is being stored: where what is left of it goes
+  uint32_t left_ = 0;            // bytes
+  uint32_t next_bytes_ = 0;      // of the next one, if it has been begun
   uint32_t counted_ = 0;
-  uint32_t* stored_ = nullptr;  // the arrival of a piece that has been stored and not counted
-  int stored_since_ = 0;        // parcels stored after it
+  int stored_since_ = kNoneStored;  // parcels stored after a piece that has not been counted yet
 };
 
 /// By one thread of every block. `between` is called first of all, and again and again.
@@ -191,7 +222,9 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
   Parcels<Tile> parcels(shared);
   uint32_t number = atomicAdd(taken, 1), failed = load_relaxed_system(bringing.failed);
   while (number < p.bring.pieces) {
-    const uint32_t next = atomicAdd(taken, 1);  // the answer comes meanwhile
+    // The answers come meanwhile.
+    const uint32_t next = atomicAdd(taken, 1);
+    const uint32_t next_failed = load_relaxed_system(bringing.failed);
     if (bringing.lateness != 0) {
       const uint32_t random = (number ^ bringing.lateness) * 2654435761u;
       if (random >> 30 == 0) __nanosleep(random >> 14 & 0x7fff);
@@ -203,7 +236,7 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
       parcels.count(now.arrival);  // its owner may be gone, and the memory
     }
     number = next;
-    failed = load_relaxed_system(bringing.failed);
+    failed = next_failed;
   }
   parcels.bring_all_the_rest();
   // Added up only now, when there is nothing left to take: the others are as far.
