@@ -8,15 +8,18 @@
 #include <vector>
 
 #include "attention/cuda/sm90/tile_order.h"
+#include "attention/cuda/sm90/turn_times.h"
 #include "catch.h"
 
 using ringattn::BlockAttentionParams;
 using ringattn::KeySegment;
+using ringattn::Turn;
 using ringattn::cuda::sm90::brings_much;
 using ringattn::cuda::sm90::shape_of_pairs;
 using ringattn::cuda::sm90::tile_order;
 using ringattn::cuda::sm90::TileOrder;
 using ringattn::cuda::sm90::tiles_walked;
+using ringattn::cuda::sm90::turns_in_order;
 using ringattn::cuda::sm90::TurnShape;
 
 namespace {
@@ -152,6 +155,37 @@ TEST_CASE("where keys are brought, tiles share them that otherwise would not") {
   const TileOrder order = tile_order(p, {1, 2}, 128, kL2Bytes, 132, heads_at_once);
   CHECK(order.late_row_turns == 3);
   CHECK(order.turns == 2 * 3 * 3 * 2);  // of two parts, heads, batch entries
+}
+
+TEST_CASE("turns are as long as what they see, and end when it has come") {
+  // Two row tiles of each part. Late rows see two tiles of the other block's keys and four or five
+  // of their own, early rows one or two.
+  std::vector<KeySegment> segments = {segment(1024, 0, 0), segment(256, kNoMask, 256)};
+  segments[0].num_keys = 512;
+  segments[1].source.data = &segments;  // anything
+  BlockAttentionParams p = call(segments, 512, 4, 2);
+  p.batch = 1;
+  int64_t heads_at_once = 0;
+  const TileOrder order = tile_order(p, {2, 1}, 128, kL2Bytes, 8, heads_at_once);
+  REQUIRE(heads_at_once == 2);
+  REQUIRE(order.turns == 8);
+  const int64_t blocks = 8;
+  const std::vector<Turn> turns = turns_in_order(p, order, 1, false, 128, 128, blocks);
+  std::vector<int> lengths, ends;
+  for (const Turn& turn : turns) {
+    lengths.push_back(turn.length);
+    ends.push_back(turn.earliest_end);
+  }
+  CHECK(lengths == std::vector<int>{2 * 6 + 3, 2 * 6 + 3, 2 * 5 + 3, 2 * 5 + 3,  //
+                                    2 * 2 + 3, 2 * 2 + 3, 2 * 1 + 3, 2 * 1 + 3});
+  // Two tiles, of one head after the other; when they have come, they are left to see.
+  const int arrival = 2 * 2 * 32 / blocks, left = 2 * 2 + 3;
+  CHECK(ends == std::vector<int>{arrival + left, 2 * arrival + left, arrival + left,
+                                 2 * arrival + left, 0, 0, 0, 0});
+  // Both heads together, and faster.
+  const std::vector<Turn> together = turns_in_order(p, order, 2, true, 128, 128, blocks);
+  CHECK(together[0].earliest_end == 2 * 2 * 20 / blocks + left);
+  CHECK(together[1].earliest_end == 2 * (2 * 2 * 20 / blocks) + left);
 }
 
 TEST_CASE("a ring brings much where each KV head has few queries, or many heads do") {

@@ -12,6 +12,7 @@
 #include "attention/cuda/sm90/block_attention_kernel.cuh"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/tensor_map.h"
+#include "attention/cuda/sm90/turn_times.h"
 #include "attention/turn_order.h"
 
 // The host's side of one instantiation: tile order, tensor maps, launch.
@@ -179,11 +180,19 @@ cudaError_t add_segments(const BlockAttentionParams& p, SegmentedParams<kSegment
 /// An order of the last turns, where they are handed out, with which all end at about the same
 /// time.
 template <typename Tile, int kSegments>
-void order_last_turns(int clusters, SegmentedParams<kSegments>& params) {
+void order_last_turns(const BlockAttentionParams& p, bool much, int blocks,
+                      SegmentedParams<kSegments>& params) {
   params.first_last_turn = INT32_MAX;
   constexpr int kMostTurns = 1 << 14;  // of so many, how the last ones end hardly matters
   const TileOrder& order = params.order;
   if (params.bringing.words.data == nullptr || order.turns > kMostTurns) return;
+  // First come as many as are taken at one time, as they lie. Of many turns most do: those taken at
+  // one time are about the same heads, whose keys L2 holds.
+  constexpr int kLastOfEach = 8;
+  const int clusters = blocks / order.shape.blocks();
+  const int most =
+      std::min({params.kMostLastTurns, kLastOfEach * clusters, order.turns - clusters});
+  if (most <= 0) return;
 
   // Found once for each kind of launch: the latest of them are kept.
   struct Known {
@@ -192,34 +201,23 @@ void order_last_turns(int clusters, SegmentedParams<kSegments>& params) {
   };
   constexpr size_t kMostKinds = 32;
   static thread_local std::deque<Known> known;
-  std::vector<int> kind = {clusters,           params.num_queries, order.shape.row_tiles,
-                           order.split,        order.late_turns,   order.turns,
-                           order.bundles,      order.slices,       order.bundles_per_slice,
-                           params.num_segments};
-  for (int i = 0; i < params.num_segments; ++i) {
-    const KeyBounds& keys = params.keys[i];
-    kind.insert(kind.end(), {keys.num_keys, keys.diagonal, keys.first_query});
+  const int heads_per_slice = static_cast<int>(params.bring.heads_per_slice);
+  std::vector<int> kind = {
+      blocks,         p.batch,           p.num_queries,         p.num_heads,
+      p.num_kv_heads, order.shape.heads, order.shape.row_tiles, order.bundles_per_slice,
+      heads_per_slice};
+  for (int i = 0; i < p.num_segments; ++i) {
+    const KeySegment& keys = p.segments[i];
+    kind.insert(kind.end(), {keys.num_keys, keys.diagonal, keys.first_query,
+                             static_cast<int>(keys.source.data != nullptr)});
   }
   auto found = std::find_if(known.begin(), known.end(),
                             [&](const Known& some) { return some.kind == kind; });
   if (found == known.end()) {
-    // In halves of a tile of keys; one and a half for beginning and ending.
-    std::vector<int> lengths;
-    for (int turn = 0; turn < order.turns; ++turn) {
-      const TileOrder::Taken taken = order.taken(turn, 0, Tile::kBlockQ, params.num_queries);
-      int tiles = 0;
-      for (int i = 0; i < params.num_segments; ++i) {
-        tiles += params.keys[i].tiles_seen(taken.first_row, taken.turn_end, Tile::kBlockK);
-      }
-      lengths.push_back(2 * tiles + 3);
-    }
+    const std::vector<Turn> turns =
+        turns_in_order(p, order, heads_per_slice, much, Tile::kBlockQ, Tile::kBlockK, blocks);
     if (known.size() == kMostKinds) known.pop_front();
-    // The first third stays as it is: keys come in that order. Of many turns most do: those taken
-    // at one time are about the same heads, whose keys L2 holds.
-    constexpr int kLastOfEach = 6;
-    const int most =
-        std::min({params.kMostLastTurns, kLastOfEach * clusters, order.turns - order.turns / 3});
-    known.push_back({kind, order_of_last_turns(lengths, clusters, most)});
+    known.push_back({std::move(kind), order_of_last_turns(turns, clusters, most)});
     found = known.end() - 1;
   }
   if (found->last.empty()) return;
@@ -286,7 +284,7 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool much, cudaStrea
   const int bringers = static_cast<int>(
       std::min<int64_t>(most_blocks, ceil_div(params.bring.pieces, cluster) * cluster));
   const int blocks = std::max(std::min(most_blocks, params.order.turns * cluster), bringers);
-  if constexpr (params.kBringing) order_last_turns<Tile>(blocks / cluster, params);
+  if constexpr (params.kBringing) order_last_turns<Tile>(p, much, blocks, params);
   std::array<cudaLaunchAttribute, 2> attributes;
   const bool early = params.kBringing && p.bringing.failed != nullptr;
   cudaLaunchConfig_t config = launch_config<Tile>(blocks, cluster, early, attributes);
