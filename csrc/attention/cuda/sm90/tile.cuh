@@ -77,7 +77,7 @@ struct TileShape {
   static constexpr bool kStateThroughShared = kSeparateOut && kWithState;
   static constexpr int kOwnBytes = kLoadedBytes + (kSeparateOut ? kOutBytes : 0);
   /// What is brought from other devices passes through what is left: two parcels at a time. With
-  /// 1,408 bytes in each on 132 SMs, 370 KB are under way: what NVLink needs while memory is
+  /// 1,280 bytes in each on 132 SMs, 340 KB are under way: what NVLink needs while memory is
   /// otherwise idle.
   static constexpr int kParcels = 2;
   static constexpr int kParcelBytes =
