@@ -3,7 +3,8 @@
 
 Each request is computed by every policy, one after the other, so that clocks and temperature treat
 all alike. The oracle knows how fast the ranks are: it was given profiles measured at every speed
-of the scenario, and has watched the ring there, before the trace began.
+of the scenario, and has watched the ring there, before the trace began. The rebalancer has watched
+the ring at the first speed: what it makes of the profiles that it began with is no drift.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def trace(cell: Cell, settings: Settings, device: torch.device) -> list[dict[str
 
     rows = []
     before = None
-    for request, speed in enumerate(speeds):
+    for request, speed in enumerate([speeds[0]] * settings.watched + speeds, -settings.watched):
         planned = rebalancer.plan(cell.seq_len)
         policies = {
             "rebalanced": Split(planned.partition, planned.depth),
@@ -117,15 +118,17 @@ def trace(cell: Cell, settings: Settings, device: torch.device) -> list[dict[str
         with _last_rank_at(speed):
             timings = measure(contestants, device, rounds=1, warmup=0)
         rebalancer.observe(_noisy(recorded["rebalanced"], settings.noise, told))
+        changed, before = planned.partition != before, planned.partition
+        if request < 0:
+            continue
         row: dict[str, Any] = {
             "scenario": cell.kind,
             "what": cell.what,
             "seq_len": cell.seq_len,
             "request": request,
             "asked_speed": speed,
-            "replanned": int(before is not None and planned.partition != before),
+            "replanned": int(changed and request > 0),
         }
-        before = planned.partition
         for name, timing in timings.items():
             row[f"{name}_ms"] = timing.median
         for r in range(world_size()):

@@ -45,7 +45,7 @@ class Settings:
     warmup: int
     cell_seconds: float
     settle_seconds: float  # all ranks compute for so long before a speed counts
-    watched: int  # requests that the rebalancer sees before its plan is timed
+    watched: int  # requests that the rebalancer sees before its plan is timed, or a trace begins
     requests: int  # of a trace
     lut: str | None  # CSV; None: this run's own matrix products
     regression: str | None  # JSON; None: the published one
