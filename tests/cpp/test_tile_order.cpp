@@ -179,7 +179,7 @@ TEST_CASE("turns are as long as what they see, and end when it has come") {
   CHECK(lengths == std::vector<int>{2 * 6 + 3, 2 * 6 + 3, 2 * 5 + 3, 2 * 5 + 3,  //
                                     2 * 2 + 3, 2 * 2 + 3, 2 * 1 + 3, 2 * 1 + 3});
   // Two tiles, of one head after the other; when they have come, they are left to see.
-  const int arrival = 2 * 2 * 32 / blocks, left = 2 * 2 + 3;
+  const int arrival = 2 * 2 * 24 / blocks, left = 2 * 2 + 3;
   CHECK(ends == std::vector<int>{arrival + left, 2 * arrival + left, arrival + left,
                                  2 * arrival + left, 0, 0, 0, 0});
   // Both heads together, and faster.
