@@ -25,10 +25,12 @@ constexpr int64_t kFlapWindow = 16;  // a fall within so many requests after a r
 constexpr int64_t kCalm = 48;        // after so many requests without a jump that is forgotten
 
 // What a new plan has to gain: 2 %, and more than the beliefs are uncertain. After how many
-// requests it may come without a jump.
+// requests it may come without a jump, and what each that did adds to that gain: the first corrects
+// what the profiles had wrong, those after it follow what goes up and down.
 constexpr double kGain = 0.02;
 constexpr double kGainSigmas = 3.0;
 constexpr int64_t kPause = 4;
+constexpr double kGainPerCorrection = 0.01;
 
 }  // namespace
 
@@ -54,6 +56,7 @@ void Controller::observe(const std::vector<std::optional<double>>& speeds) {
     if (first == nullptr) first = &ranks_[rank];
     jumped_ = true;
     regretted_ = 0.0;
+    corrections_ = 0;
     ++jumps_;
   }
   if (first == nullptr) return;
@@ -74,11 +77,15 @@ bool Controller::should_replan(double excess, int64_t slowest) {
   ++since_plan_;
   const Rank& rank = ranks_[slowest];
   const double uncertainty = std::sqrt(rank.variance / static_cast<double>(rank.observations));
-  const double least = regretted_ > 0.0 ? regretted_ + kGain : kGain;
+  const double corrected = kGain + kGainPerCorrection * static_cast<double>(corrections_);
+  const double least = regretted_ > 0.0 ? std::max(regretted_ + kGain, corrected) : corrected;
   const double gain = std::max(least, kGainSigmas * uncertainty);
   const bool replan = excess > gain && (jumped_ || since_plan_ >= kPause);
+  if (replan) {
+    since_plan_ = 0;
+    if (!jumped_) ++corrections_;
+  }
   jumped_ = false;
-  if (replan) since_plan_ = 0;
   return replan;
 }
 

@@ -35,7 +35,8 @@ class RINGATTN_API Controller {
 
   /// Once after each request: whether the plan in use should be replaced. Under it all wait for the
   /// rank `slowest`, and it takes `excess` longer than the best plan at the speeds believed: 0.02
-  /// is 2 %, and the least that counts. Throws std::invalid_argument for a rank that is none.
+  /// is 2 %, and the least that counts; 1 % more with each plan since a belief has jumped. Throws
+  /// std::invalid_argument for a rank that is none.
   bool should_replan(double excess, int64_t slowest);
 
   /// A plan that promised to be faster by `excess` was not, and has been given up: until a belief
@@ -68,8 +69,9 @@ class RINGATTN_API Controller {
   std::vector<Rank> ranks_;
   bool jumped_ = false;
   int64_t jumps_ = 0;
-  double regretted_ = 0.0;  // excess
-  int64_t since_plan_ = 0;  // requests
+  double regretted_ = 0.0;   // excess
+  int64_t corrections_ = 0;  // new plans without a jump, since the last jump
+  int64_t since_plan_ = 0;   // requests
 };
 
 }  // namespace ringattn

@@ -230,6 +230,43 @@ TEST_CASE("without a jump a new plan waits for four requests and for 2 %") {
   CHECK(controller.should_replan(0.021, 0));
 }
 
+TEST_CASE("speeds that wander are followed less and less") {
+  int64_t replans = 0;
+  for (uint32_t seed = 0; seed < 20; ++seed) {
+    const Outcome outcome = serve(
+        200,
+        [&](int64_t request) {
+          return Speeds{1.0, 1.0 + 0.05 * std::sin(0.1 * static_cast<double>(request))};
+        },
+        0.02, seed);
+    replans += static_cast<int64_t>(outcome.replans.size());
+    INFO("seed " << seed << ", share " << outcome.total_ms / outcome.oracle_ms);
+    CHECK(outcome.total_ms <= 1.02 * outcome.oracle_ms);
+  }
+  INFO("plans in 4000 requests: " << replans);
+  CHECK(replans <= 40);
+}
+
+TEST_CASE("each plan without a jump has to gain 1 % more than the last") {
+  Controller controller(1);
+  const auto replans = [&](double excess) {
+    bool any = false;
+    for (int request = 0; request < 4; ++request) any |= controller.should_replan(excess, 0);
+    return any;
+  };
+  for (int request = 0; request < 100; ++request) controller.observe({1.0});
+  CHECK(replans(0.021));
+  CHECK(!replans(0.029));
+  CHECK(replans(0.031));
+  CHECK(!replans(0.039));
+  controller.observe({0.5});
+  controller.observe({0.5});
+  for (int request = 0; request < 100; ++request) controller.observe({0.5});
+  CHECK(replans(0.021));  // right after a jump: it is no correction
+  CHECK(replans(0.021));
+  CHECK(!replans(0.029));
+}
+
 TEST_CASE("after a plan that was no better, the next has to promise more, until a speed jumps") {
   Controller controller(2);
   for (int request = 0; request < 10; ++request) controller.observe({1.0, 1.0});
