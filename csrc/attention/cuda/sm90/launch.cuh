@@ -202,10 +202,9 @@ void order_last_turns(const BlockAttentionParams& p, bool much, int blocks,
   constexpr size_t kMostKinds = 32;
   static thread_local std::deque<Known> known;
   const int heads_per_slice = static_cast<int>(params.bring.heads_per_slice);
-  std::vector<int> kind = {
-      blocks,         p.batch,           p.num_queries,         p.num_heads,
-      p.num_kv_heads, order.shape.heads, order.shape.row_tiles, order.bundles_per_slice,
-      heads_per_slice};
+  std::vector<int> kind = {blocks, p.batch, p.num_queries, p.num_heads, p.num_kv_heads};
+  kind.insert(kind.end(), {order.shape.heads, order.shape.row_tiles, order.bundles_per_slice,
+                           heads_per_slice, static_cast<int>(much)});
   for (int i = 0; i < p.num_segments; ++i) {
     const KeySegment& keys = p.segments[i];
     kind.insert(kind.end(), {keys.num_keys, keys.diagonal, keys.first_query,
