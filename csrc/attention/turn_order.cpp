@@ -168,7 +168,7 @@ std::vector<uint16_t> order_of_last_turns(const std::vector<Turn>& turns, int64_
   for (int i = 0; i < kMostTries && first < count; ++i, first += num_takers) {
     int64_t end = 0;
     std::vector<uint16_t> order = evened_out(turns, num_takers, first, end);
-    if ((best_end - end) * kLeastGain < best_end) continue;
+    if ((best_end - end) * kLeastGain <= best_end) continue;
     best = std::move(order);
     best_end = end;
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -25,6 +26,17 @@ bool is_permutation_of_all(std::vector<uint16_t> order) {
   std::sort(order.begin(), order.end());
   for (size_t i = 0; i < order.size(); ++i) {
     if (order[i] != i) return false;
+  }
+  return true;
+}
+
+bool equal_ones_stay_in_order(const std::vector<Turn>& turns, const std::vector<uint16_t>& order) {
+  const size_t first = turns.size() - order.size();
+  std::map<int, int> last;  // of each length
+  for (const int turn : order) {
+    const auto [at, is_first] = last.emplace(turns[first + turn].length, turn);
+    if (!is_first && turn < at->second) return false;
+    at->second = turn;
   }
   return true;
 }
@@ -82,6 +94,7 @@ TEST_CASE("the last turns are put in an order with which all end at about the sa
     INFO(c.turns.size() << " turns, " << time_of_turns(c.turns, c.takers) / mean);
     REQUIRE_FALSE(order.empty());
     CHECK(is_permutation_of_all(order));
+    CHECK(equal_ones_stay_in_order(c.turns, order));
     CHECK(time_of_turns(reordered(c.turns, order), c.takers) <= c.loss * mean);
   }
 }
@@ -107,17 +120,34 @@ TEST_CASE("any turns: an order of all the last ones that is faster, or none") {
   CHECK(found > 50);
 }
 
-TEST_CASE("fewer turns are moved where those moved forward would wait") {
-  // One taker; the last turn cannot end before 30. Moved to the front it would hold up the others.
-  const std::vector<Turn> late = {{4}, {8}, {8}, {8, 30}};
-  CHECK(order_of_last_turns(late, 1, 4).empty());
-  // Two takers, 10 and 12 long in the end. All but the first two turns could be shared evenly by
-  // taking the long one early, which needs what comes at 11.
-  const std::vector<Turn> even = {{2}, {2}, {3}, {3}, {3}, {9}};
-  const std::vector<uint16_t> order = order_of_last_turns(even, 2, 4);
-  REQUIRE_FALSE(order.empty());
-  CHECK(time_of_turns(reordered(even, order), 2) == 11);
-  std::vector<Turn> waiting = even;
-  waiting.back().earliest_end = 20;
-  CHECK(order_of_last_turns(waiting, 2, 4).empty());
+TEST_CASE("of the last turns, as many are moved as end first") {
+  // One taker gains nothing by any order.
+  CHECK(order_of_last_turns({{4}, {8}, {8}, {8, 30}}, 1, 4).empty());
+  CHECK(order_of_last_turns({{0}, {0}, {0}}, 2, 3).empty());
+  struct Case {
+    std::vector<Turn> turns;
+    int most;
+    int64_t before, after;
+    std::vector<uint16_t> order;
+  };
+  // By two takers.
+  const std::vector<Case> cases = {
+      // All four, although two would gain something too.
+      {{{2}, {1}, {2}, {2}, {2}, {9}}, 4, 13, 11, {0, 3, 1, 2}},
+      // Of four, the second and the third would wait in front for what they need. Two have to.
+      {{{5}, {7}, {1}, {9, 15}, {4, 16}, {9}}, 4, 24, 19, {1, 0}},
+      // Of six, or four, one would wait. Two.
+      {{{2}, {6}, {4}, {4}, {9}, {5, 16}, {7}, {9}}, 6, 25, 24, {1, 0}},
+      // Of the equal ones, the first.
+      {{{2}, {7}, {4}, {4, 9}, {7}}, 3, 14, 13, {0, 2, 1}},
+      // None: the last one ends as late wherever it is.
+      {{{2}, {2}, {3}, {3}, {3}, {9, 20}}, 4, 20, 20, {}},
+  };
+  for (const Case& c : cases) {
+    INFO(c.turns.size() << " turns, at the most " << c.most);
+    CHECK(time_of_turns(c.turns, 2) == c.before);
+    const std::vector<uint16_t> order = order_of_last_turns(c.turns, 2, c.most);
+    CHECK(order == c.order);
+    CHECK(time_of_turns(reordered(c.turns, order), 2) == c.after);
+  }
 }
