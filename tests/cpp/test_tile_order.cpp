@@ -188,6 +188,51 @@ TEST_CASE("turns are as long as what they see, and end when it has come") {
   CHECK(together[1].earliest_end == 2 * (2 * 2 * 20 / blocks) + left);
 }
 
+TEST_CASE(
+    "turns end no earlier than what they see of brought keys, which come one after the other") {
+  // Three segments that are brought, of unequal numbers of keys, and one that is there.
+  std::vector<KeySegment> segments = {segment(384, 0, 0), segment(128, kNoMask, 0),
+                                      segment(512, kNoMask, 256), segment(256, kNoMask, 256)};
+  for (const int i : {0, 1, 3}) segments[i].source.data = &segments;  // anything
+  const BlockAttentionParams p = call(segments, 512, 6, 3);
+  int64_t heads_at_once = 0;
+  const TileOrder order = tile_order(p, {2, 1}, 128, kL2Bytes, 8, heads_at_once);
+  const int64_t blocks = 12;
+  for (const int heads_per_slice : {1, 2, 3}) {
+    // By bringing them: what has come when a segment of a head is there, in tiles.
+    int64_t come[4][3] = {}, tiles = 0;
+    for (int slice = 0; slice < 3; slice += heads_per_slice)
+      for (int i = 0; i < 4; ++i)
+        for (int head = slice; head < std::min(slice + heads_per_slice, 3); ++head) {
+          if (segments[i].source.data == nullptr) continue;
+          tiles += p.batch * segments[i].num_keys / 128;
+          come[i][head] = tiles;
+        }
+    const std::vector<Turn> turns =
+        turns_in_order(p, order, heads_per_slice, false, 128, 128, blocks);
+    REQUIRE(turns.size() == static_cast<size_t>(order.turns));
+    for (int i = 0; i < order.turns; ++i) {
+      INFO(heads_per_slice << " heads, turn " << i);
+      const TileOrder::Taken taken = order.taken(i, 0, 128, 512);
+      const int head = taken.head / 2 / p.batch;
+      int64_t length = 3, end = 0;  // by attending them, as soon as they are there
+      for (int j = 0; j < 4; ++j) {
+        BlockAttentionParams one = p;
+        one.segments = &segments[j];
+        one.num_segments = 1;
+        const int64_t seen = 2 * tiles_seen(one, taken.first_row, taken.turn_end, 128);
+        length += seen;
+        if (seen == 0) continue;
+        if (segments[j].source.data != nullptr)
+          end = std::max(end, 2 * come[j][head] * 24 / blocks);
+        if (end > 0) end += seen;
+      }
+      CHECK(turns[i].length == length);
+      CHECK(turns[i].earliest_end == (end > 0 ? end + 3 : 0));
+    }
+  }
+}
+
 TEST_CASE("a ring brings much where each KV head has few queries, or many heads do") {
   // Of four. Rank 0's early rows see own keys, its late ones all of the others'; rank 3's see the
   // first half of each other block.
@@ -210,4 +255,21 @@ TEST_CASE("a ring brings much where each KV head has few queries, or many heads 
   CHECK(much(3, 16384, 32));
   CHECK_FALSE(much(3, 32768, 32));
   CHECK_FALSE(brings_much(call({segment(2048, 0, 0)}, 2048, 32, 32), 128, 128));  // nothing at all
+
+  // Rank 0 over 32768 again, with fewer heads: of 12 MiB for each of them and batch entry, 64 are
+  // many.
+  const auto many = [](int num_heads, int batch) {
+    std::vector<KeySegment> segments = {segment(8192, 0, 0)};
+    for (int i = 0; i < 3; ++i) {
+      segments.push_back(segment(8192, kNoMask, 4096));
+      segments.back().source.data = &segments;  // anything
+    }
+    BlockAttentionParams p = call(segments, 8192, num_heads, num_heads);
+    p.batch = batch;
+    return brings_much(p, 128, 128);
+  };
+  CHECK_FALSE(many(2, 2));
+  CHECK(many(3, 2));
+  CHECK_FALSE(many(3, 1));
+  CHECK(many(6, 1));
 }
