@@ -171,10 +171,8 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t parcel_full(uint32_t i) const {
     return barrier(6 + 6 * Tile::kMaxStages + i);
   }
-  /// What is noted about pieces: 32 bytes of room.
-  __device__ __forceinline__ uint32_t piece_words() const {
-    return barrier(6 + 6 * Tile::kMaxStages + Tile::kParcels);
-  }
+  /// What is noted about pieces: kPieceWordBytes of room.
+  __device__ __forceinline__ uint32_t piece_words() const { return barrier(kBarriers); }
 
   /// The tile whose queries these are: written before queries_full, read after it.
   __device__ __forceinline__ void set_tile(const QueryTile& tile, uint32_t state_parity) const {
@@ -229,7 +227,10 @@ struct SharedMemory {
   }
 
  private:
-  static constexpr uint32_t kWordBytes = 24;
+  static constexpr uint32_t kWordBytes = 24, kPieceWordBytes = 32;
+  static constexpr uint32_t kBarriers = 6 + 6 * Tile::kMaxStages + Tile::kParcels;
+  static_assert(kWordBytes + 8 * kBarriers + kPieceWordBytes <= Tile::kBarrierBytes);
+  static_assert(Tile::kSharedBytes % 16 == 0 && Tile::kBarrierBytes % 16 == 0);
 
   __device__ __forceinline__ uint32_t barrier(uint32_t i) const {
     return words() + kWordBytes + 8 * i;
