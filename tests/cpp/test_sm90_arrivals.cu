@@ -40,7 +40,6 @@ __device__ void bring(const uint16_t* from, uint16_t* to, uint32_t* counts) {
     store_bytes(to + at, shared_address(parcel), kParcelBytes);
     commit_stores();
     wait_for_stores<0>();
-    fence_async_global();
     add_release(counts + i / kParcels, 1);
   }
 }
