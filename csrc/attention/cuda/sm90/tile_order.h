@@ -40,8 +40,8 @@ struct TurnShape {
 
 /// The order in which turns are taken. Queries from `split` on, which see more segments than those
 /// before it, come first; no turn has queries of both sides. Both parts go by slices of heads whose
-/// keys and values fit L2 together and arrive together; within a slice by length, the slice's heads
-/// next to each other.
+/// keys and values fit L2 together and, unless much is brought, arrive together; within a slice by
+/// length, the slice's heads next to each other.
 struct TileOrder {
   TurnShape shape;
   int turns;              // of all clusters together

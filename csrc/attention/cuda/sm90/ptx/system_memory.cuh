@@ -23,7 +23,7 @@ __device__ __forceinline__ void add_release(uint32_t* word, uint32_t value) {
 
 /// Orders this thread's ordinary accesses to global memory and those of the copy engine that it
 /// issues, earlier ones before later ones: what an acquire has made visible is visible to the
-/// engine, and what the engine has stored is released.
+/// engine. What the engine has stored needs none: its completion is one (wait_for_stores).
 __device__ __forceinline__ void fence_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
