@@ -23,8 +23,8 @@ RINGATTN_API int64_t time_of_turns(const std::vector<Turn>& turns, int64_t num_t
 /// Turns taken in the order in which they lie end unevenly: of a few long ones each, who is done
 /// last has a good part of one left when the others have nothing more to take. An order of the last
 /// of them, `most` at the most, with which they end more evenly, found by a search: the i-th of
-/// these is turn turns.size() - result.size() + result[i]. Empty where it would gain a two hundredth
-/// or less.
+/// these is turn turns.size() - result.size() + result[i]. Empty where it would gain a two
+/// hundredth or less.
 RINGATTN_API std::vector<uint16_t> order_of_last_turns(const std::vector<Turn>& turns,
                                                        int64_t num_takers, int64_t most);
 
