@@ -9,8 +9,9 @@ whole problem, divided by W (for devices that differ: divided by the sum of thei
 the ranks share the cores of one machine, so ideal is one process that uses all of them. `wait
 share` is the part of a ring's time in which attention stood still because a block had not
 arrived, on the worst rank, with blocks attended one by one. Calls begin on a device that is busy,
-so that host time does not count: `host us` is how long it takes to enqueue one. `--launches` adds
-calls from an idle device, calls back to back, and CUDA graphs.
+so that host time does not count: `host us` is how long it takes to enqueue one, the device idle
+before it, or before the first of those in a row. `--launches` adds calls from an idle device, calls
+back to back, and CUDA graphs.
 """
 
 from __future__ import annotations
@@ -175,14 +176,16 @@ def wait_share(call, rounds: int = 3) -> float:
     return from_all_ranks([share]).max().item()
 
 
-def host_us(call: Callable[[], torch.Tensor], calls: int = 50) -> float:
-    """Microseconds until a call on CUDA returns, the device idle; the slowest rank's median."""
+def host_us(contestant: Contestant, samples: int = 30) -> float:
+    """Microseconds until a call on CUDA returns, the device idle before it or before the first of
+    those in a row; the slowest rank's median."""
     times = []
-    for _ in range(calls):
+    for _ in range(samples):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        call()
-        times.append(1e6 * (time.perf_counter() - start))
+        for _ in range(contestant.back_to_back):
+            contestant.call()
+        times.append(1e6 * (time.perf_counter() - start) / contestant.back_to_back)
     torch.cuda.synchronize()
     return from_all_ranks([statistics.median(times)]).max().item()
 
@@ -208,6 +211,7 @@ def compete(report: Report, problem: Problem, arguments) -> None:
         watched = [item for item in ours if not item.name.endswith("process_group")]
         in_a_row = 10 if problem.seq_len <= _LONG else 4
         launched = [other for item in watched for other in launches(item, in_a_row)]
+    timed_on_host = [*ours, *(item for item in launched if not item.from_idle)]
     field = [*ours, *launched, *alone, *peers]
     errors = {contestant.name: max_error(contestant, problem) for contestant in field}
     timings = measure(field, problem.q.device, rounds=arguments.rounds, warmup=arguments.warmup)
@@ -228,8 +232,8 @@ def compete(report: Report, problem: Problem, arguments) -> None:
                 **timing.columns(),
                 "share of ideal": ideal / timing.median if in_ring else None,
                 "wait share": wait_share(contestant.call) if contestant in ours else None,
-                "host us": host_us(contestant.call)
-                if contestant in ours and problem.q.is_cuda
+                "host us": host_us(contestant)
+                if contestant in timed_on_host and problem.q.is_cuda
                 else None,
                 "max error": errors[contestant.name],
                 "note": note,
