@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
+#include <vector>
 
 #include "ops/checks.h"
 
@@ -17,17 +19,23 @@ namespace {
 using Stack = torch::jit::Stack;
 
 template <typename Visit>
-void for_each_tensor(const c10::OperatorHandle& op, Stack& stack, const Visit& visit) {
+void for_each_argument(const c10::OperatorHandle& op, Stack& stack, const Visit& visit) {
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
-    c10::IValue& value = stack[stack.size() - arguments.size() + i];
-    if (value.isTensor()) visit(arguments[i].name(), value);
+    visit(arguments[i], stack[stack.size() - arguments.size() + i]);
   }
 }
 
+template <typename Visit>
+void for_each_tensor(const c10::OperatorHandle& op, Stack& stack, const Visit& visit) {
+  for_each_argument(op, stack, [&](const c10::Argument& argument, c10::IValue& value) {
+    if (value.isTensor()) visit(argument.name(), value);
+  });
+}
+
 // There is no backward: a result that silently is a constant would train a wrong model. Nor is
-// there a derivative in forward mode.
-void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+// there a derivative in forward mode. Nothing that the operator itself calls is differentiated.
+void without_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   for_each_tensor(op, *stack, [&](const std::string& name, const c10::IValue& value) {
     RINGATTN_CHECK(!value.toTensor()._fw_grad(/*level=*/0).defined(), name,
                    " must have no tangent: ", op.schema().name(),
@@ -40,7 +48,17 @@ void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, S
           " has no backward yet (use torch.no_grad() or detach()), got ", "requires_grad=True");
     });
   }
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  // Whoever has saved for a backward what is written to is told so by its version.
+  std::vector<at::Tensor> written;
+  for_each_argument(op, *stack, [&](const c10::Argument& argument, const c10::IValue& value) {
+    const c10::AliasInfo* alias = argument.alias_info();
+    if (alias != nullptr && alias->isWrite()) written.push_back(value.toTensor());
+  });
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  }
+  for (const at::Tensor& tensor : written) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
 // q, k, v and kv follow autocast as in PyTorch's own attention; states keep their dtype.
@@ -69,7 +87,7 @@ constexpr std::array<const char*, 7> kOperators = {
 
 TORCH_LIBRARY_IMPL(ringattn, Autograd, m) {
   for (const char* op : kOperators) {
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_gradients>());
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&without_gradients>());
   }
 }
 

@@ -76,7 +76,7 @@ class Executor {
       keys.diagonal = visit.diagonal;
       keys.first_query = visit.query_begin - range.query_begin;
       if (by_kernel(gathering) && step > 0) keys.source = gathering->sources[step - 1];
-      repeat(rows(q_, 1, visit.query_begin), keys);
+      if (slowdown() > 1.0) repeat(rows(q_, 1, visit.query_begin), keys);
       seen.push_back(std::move(keys));
     }
     block_attention(rows(q_, 1, range.query_begin), seen, call_.scale, result(range),

@@ -271,6 +271,23 @@ def test_a_state_that_overlaps_itself_is_refused(device):
             torch.ops.ringattn.merge_states_(*state, out, lse)
 
 
+def test_a_state_that_was_saved_for_a_backward_is_missed_there(device):
+    """Autograd knows by its version that it has been written to."""
+    q, k, v = inputs(device)
+    out, lse = empty_state(q)
+    weight = torch.ones_like(out, requires_grad=True)
+    product = weight * out
+    versions = out._version, lse._version
+    torch.ops.ringattn.block_attention_(out, lse, q, k, v, 0.125, None)
+    assert (out._version, lse._version) == tuple(version + 1 for version in versions)
+    other = torch.zeros_like(out), torch.zeros_like(lse)
+    torch.ops.ringattn.merge_states_(out, lse, *other)
+    assert (out._version, lse._version) == tuple(version + 2 for version in versions)
+    assert [x._version for x in (q, k, v, *other)] == [0] * 5
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("diagonal", [None, 0])
 def test_operators_are_well_behaved(device, dtype, diagonal):
