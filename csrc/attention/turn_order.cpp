@@ -164,11 +164,15 @@ std::vector<uint16_t> order_of_last_turns(const std::vector<Turn>& turns, int64_
   int64_t first = std::max<int64_t>(0, count - std::min<int64_t>(most, UINT16_MAX));
   std::vector<uint16_t> best;
   int64_t best_end = time_of_turns(turns, num_takers);
+  const auto gains = [&](int64_t end) { return (best_end - end) * kLeastGain > best_end; };
+  int64_t sum = 0;
+  for (const Turn& turn : turns) sum += turn.length;
+  const int64_t even = sum / num_takers;  // no order ends sooner
   // The more may be moved, the more evenly they end, but what a turn needs may not be there yet.
-  for (int i = 0; i < kMostTries && first < count; ++i, first += num_takers) {
+  for (int i = 0; i < kMostTries && first < count && gains(even); ++i, first += num_takers) {
     int64_t end = 0;
     std::vector<uint16_t> order = evened_out(turns, num_takers, first, end);
-    if ((best_end - end) * kLeastGain <= best_end) continue;
+    if (!gains(end)) continue;
     best = std::move(order);
     best_end = end;
   }
