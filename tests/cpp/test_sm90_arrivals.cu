@@ -4,10 +4,10 @@
 #include <vector>
 
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
-#include "attention/cuda/sm90/ptx/system_memory.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/tensor_map.h"
 #include "catch.h"
+#include "core/global_words.cuh"
 #include "device.h"
 #include "swizzle.h"
 
@@ -16,6 +16,7 @@
 namespace {
 
 using namespace ringattn;
+using namespace ringattn::cuda;
 using namespace ringattn::cuda::sm90;
 
 constexpr int kThreads = 128;

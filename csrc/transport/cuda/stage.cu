@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/global_words.cuh"
 #include "core/kernel_order.cuh"
-#include "core/system_memory.cuh"
 #include "transport/cuda/stage.h"
 
 namespace ringattn::cuda {

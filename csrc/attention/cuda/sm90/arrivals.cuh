@@ -5,9 +5,9 @@
 
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
-#include "attention/cuda/sm90/ptx/system_memory.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/tile.cuh"
+#include "core/global_words.cuh"
 
 // Keys that a launch brings from other devices while it attends to others: a thread of every block
 // brings piece after piece, whoever is free the next one, and counts it; who needs a head's keys

@@ -94,4 +94,11 @@ __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/// Orders this thread's ordinary accesses to global memory and those of the copy engine that it
+/// issues, earlier ones before later ones: what an acquire has made visible is visible to the
+/// engine. What the engine has stored needs none: its completion is one (wait_for_stores).
+__device__ __forceinline__ void fence_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 }  // namespace ringattn::cuda::sm90
