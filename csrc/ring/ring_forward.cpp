@@ -76,7 +76,7 @@ class Executor {
       keys.diagonal = visit.diagonal;
       keys.first_query = visit.query_begin - range.query_begin;
       if (by_kernel(gathering) && step > 0) keys.source = gathering->sources[step - 1];
-      if (slowdown() > 1.0) repeat(rows(q_, 1, visit.query_begin), keys);
+      repeat(visit.query_begin, keys);
       seen.push_back(std::move(keys));
     }
     block_attention(rows(q_, 1, range.query_begin), seen, call_.scale, result(range),
@@ -149,13 +149,15 @@ class Executor {
   // testing.slowdown: the same work again, as much of it as the factor asks for, into nothing. The
   // first rows stand for a share of the work: under a triangle that share grows with the square of
   // their number.
-  void repeat(const at::Tensor& q, const KeyBlock& keys) const {
+  void repeat(int64_t query_begin, const KeyBlock& keys) const {
+    const auto num_queries = static_cast<double>(q_.size(1) - query_begin);
     for (double extra = slowdown() - 1.0; extra > 0.0; extra -= 1.0) {
       const double share = std::min(extra, 1.0);
-      const int64_t rows = std::lround((keys.diagonal ? std::sqrt(share) : share) * q.size(1));
-      if (rows > 0) {
-        block_attention(q.narrow(1, 0, rows), keys.k, keys.v, call_.scale, keys.diagonal,
-                        q.scalar_type());
+      const int64_t repeated =
+          std::lround((keys.diagonal ? std::sqrt(share) : share) * num_queries);
+      if (repeated > 0) {
+        block_attention(q_.narrow(1, query_begin, repeated), keys.k, keys.v, call_.scale,
+                        keys.diagonal, q_.scalar_type());
       }
     }
   }
