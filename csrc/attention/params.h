@@ -70,6 +70,8 @@ struct BlockAttentionParams {
   bool fold = false;
   /// Of kernels whose thread blocks stay, one on each multiprocessor: no more of them.
   int32_t max_blocks = INT32_MAX;
+  /// Of kernels with tiles of several sizes: the one of so many rows. 0: they choose.
+  int32_t tile_rows = 0;
 };
 
 /// Few queries, many keys, all of them visible: keys are split over thread blocks and the partial

@@ -50,12 +50,25 @@ inline at::Tensor with_poison(const at::Tensor& x) {
   return poisoned.narrow(1, 0, x.size(1));
 }
 
+/// A head dimension and, where its kernel has tiles of several sizes, which of them.
+struct Dim {
+  Dim(int64_t head_dim, int32_t tile_rows = 0) : head_dim(head_dim), tile_rows(tile_rows) {}
+
+  int64_t head_dim;
+  int32_t tile_rows;
+};
+inline const std::vector<Dim> kPairedDims = {{72, 128}, {72, 192}, {128, 128}, {128, 192}, 256};
+inline const std::vector<Dim> kDims = {64, {72, 128}, {72, 192}, {128, 128}, {128, 192}, 256};
+
 struct Problem {
   at::Tensor q;  // [B, S_q, H, D]
   std::vector<Segment> segments;
+  int32_t tile_rows;
 
-  Problem(int64_t num_queries, const std::vector<Shape>& shapes, int64_t head_dim,
-          at::ScalarType dtype, Heads heads = {}) {
+  Problem(int64_t num_queries, const std::vector<Shape>& shapes, Dim dim, at::ScalarType dtype,
+          Heads heads = {})
+      : tile_rows(dim.tile_rows) {
+    const int64_t head_dim = dim.head_dim;
     const auto options = at::TensorOptions(at::kCUDA).dtype(dtype);
     const auto random = [&](int64_t rows, int64_t num_heads) {
       return at::randn({kBatch, rows, num_heads, head_dim}, options);
@@ -123,6 +136,7 @@ inline BlockAttentionParams params_of(const Problem& problem,
   params.num_heads = problem.heads().query;
   params.num_kv_heads = problem.heads().kv;
   params.head_dim = problem.q.size(3);
+  params.tile_rows = problem.tile_rows;
   params.scale = kScale;
   params.dtype = ringattn::data_type(problem.q.scalar_type());
   return params;
@@ -131,14 +145,16 @@ inline BlockAttentionParams params_of(const Problem& problem,
 /// Whether two thread blocks that share keys and values take two row tiles of a head.
 inline bool pairs_row_tiles(const Problem& problem) {
   const std::vector<KeySegment> segments = segments_of(problem);
-  const int block_k = problem.q.size(3) <= 128 ? 128 : 80;
-  return cuda::sm90::shape_of_pairs(params_of(problem, segments), 128, block_k).row_tiles == 2;
+  const BlockAttentionParams params = params_of(problem, segments);
+  const int rows = params.tile_rows == 192 ? 192 : 128;
+  const int keys = params.tile_rows == 128 ? 128 : 80;
+  return cuda::sm90::shape_of_pairs(params, rows, keys).row_tiles == 2;
 }
 
 /// Whether keys are brought in such numbers that parcels want room.
 inline bool brings_much(const Problem& problem) {
   const std::vector<KeySegment> segments = segments_of(problem);
-  return cuda::sm90::brings_much(params_of(problem, segments), 128, 128);
+  return cuda::sm90::brings_much(params_of(problem, segments));
 }
 
 inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Results& results) {

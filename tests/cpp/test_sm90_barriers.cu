@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cmath>
 #include <cstdint>
-#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -53,9 +51,8 @@ __global__ void pass_through_buffers(int rounds, int writer_ns, int reader_ns, u
   }
 }
 
-/// Warps write their number in turns. Every other arrival stands behind a pair of `floats`, which
-/// may hold anything: another barrier, or none, would stop the warps.
-__global__ void take_turns(int rounds, const float* floats, int num_floats, int* log) {
+/// Warps write their number in turns.
+__global__ void take_turns(int rounds, int* log) {
   constexpr int kTurnThreads = 2 * kWarpSize;  // one warp waits, another one arrives
   __shared__ int next;
   const int warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
@@ -72,15 +69,18 @@ __global__ void take_turns(int rounds, const float* floats, int num_floats, int*
       next = at + 1;
     }
     __syncwarp();
-    if (round % 2 == 0) {
-      named_barrier_arrive(next_turn, kTurnThreads);
-    } else {
-      const float pair[2] = {floats[(round + threadIdx.x) % num_floats],
-                             floats[round % num_floats]};
-      named_barrier_arrive_behind(pair, next_turn, kTurnThreads);
-    }
+    named_barrier_arrive(next_turn, kTurnThreads);
   }
   if (warp == 0) named_barrier_wait(my_turn, kTurnThreads);  // the last arrival
+}
+
+/// In round i, thread i alone comes with true, or nobody does.
+__global__ void ask_whether_any(int rounds, int* seen) {
+  for (int round = 0; round < rounds; ++round) {
+    if (threadIdx.x / kWarpSize == round % 4) __nanosleep(1000);
+    const bool mine = static_cast<int>(threadIdx.x) == round && round % 3 != 2;
+    seen[round * blockDim.x + threadIdx.x] = named_barrier_any(mine, 1, blockDim.x);
+  }
 }
 
 constexpr int kRoles = 3;  // warpgroups; one gives registers back, the others take them
@@ -147,18 +147,26 @@ TEST_CASE("sm90: transaction barriers pass buffers on when they are full, and ba
 TEST_CASE("sm90: named barriers hand a turn from warp to warp") {
   if (!has_hopper()) return;
   constexpr int kRounds = 50;
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  const std::vector<float> any_floats{0.0f, -kInfinity, kInfinity, std::nanf(""), -1e38f, 1e38f};
-  const DeviceArray<float> floats(any_floats);
-  for (int warps : {2, 3}) {
+  for (int warps : {2, 3, 4}) {
     const DeviceArray<int> log(std::vector<int>(kRounds * warps, -1));
-    take_turns<<<1, warps * kWarpSize>>>(kRounds, floats.data(),
-                                         static_cast<int>(any_floats.size()), log.data());
+    take_turns<<<1, warps * kWarpSize>>>(kRounds, log.data());
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     std::vector<int> in_turn;
     for (int i = 0; i < kRounds * warps; ++i) in_turn.push_back(i % warps);
     CHECK(log.values() == in_turn);
   }
+}
+
+TEST_CASE("sm90: all threads at a named barrier are told whether any came with true") {
+  if (!has_hopper()) return;
+  constexpr int kThreadsAsked = 128;
+  const DeviceArray<int> seen(std::vector<int>(kThreadsAsked * kThreadsAsked, -1));
+  ask_whether_any<<<1, kThreadsAsked>>>(kThreadsAsked, seen.data());
+  REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+  std::vector<int> expected;
+  for (int round = 0; round < kThreadsAsked; ++round)
+    expected.insert(expected.end(), kThreadsAsked, round % 3 != 2);
+  CHECK(seen.values() == expected);
 }
 
 TEST_CASE("sm90: registers are taken when they have been given back, and hold what is put there") {

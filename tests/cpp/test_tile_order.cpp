@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention/cuda/sm90/tile_choice.h"
 #include "attention/cuda/sm90/tile_order.h"
 #include "attention/cuda/sm90/turn_times.h"
 #include "catch.h"
@@ -16,6 +17,7 @@ using ringattn::KeySegment;
 using ringattn::Turn;
 using ringattn::cuda::sm90::brings_much;
 using ringattn::cuda::sm90::shape_of_pairs;
+using ringattn::cuda::sm90::small_tiles_are_faster;
 using ringattn::cuda::sm90::tile_order;
 using ringattn::cuda::sm90::TileOrder;
 using ringattn::cuda::sm90::tiles_walked;
@@ -233,6 +235,57 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("a tile for whose rows fewer consumers are needed takes less time") {
+  std::vector<KeySegment> segments = {segment(800, kNoMask, 0)};
+  const BlockAttentionParams p = call(segments, 192 + 64, 1, 1);
+  int64_t heads_at_once = 0;
+  const TileOrder order = tile_order(p, {}, 192, kL2Bytes, 132, heads_at_once);
+  const std::vector<Turn> turns = turns_in_order(p, order, 1, false, 192, 80, 132);
+  REQUIRE(turns.size() == 4);  // two batch entries
+  for (int i = 0; i < 4; ++i) {
+    const bool is_full = order.taken(i, 0, 192, 256).first_row == 0;
+    CHECK(turns[i].length == 4 + 2 * 10 * (is_full ? 5 : 3) / 5);
+  }
+}
+
+TEST_CASE("calls take small tiles where large ones would leave much of the device idle") {
+  // One after the other, on 132 multiprocessors: 704 large tiles in six rounds that take 7/8 as
+  // long for 80 keys as the 1024 small ones' eight rounds do for 128.
+  const auto small = [](int seq_len, bool causal) {
+    std::vector<KeySegment> segments = {segment(seq_len, causal ? 0 : kNoMask, 0)};
+    BlockAttentionParams p = call(segments, seq_len, 32, 8);
+    p.batch = 1;
+    return small_tiles_are_faster(p, kL2Bytes, 132);
+  };
+  for (const bool causal : {false, true}) {
+    CHECK(small(1024, causal));
+    CHECK_FALSE(small(8192, causal));
+    CHECK_FALSE(small(16384, causal));
+  }
+  CHECK(small(2048, false));
+  CHECK(small(2048, true));
+  CHECK(small(4096, false));
+  CHECK_FALSE(small(4096, true));
+
+  // Of a ring of four: halves of 1024 rows leave a sixth of the large tiles' rows empty, those of
+  // 4096 a hundredth. Where keys come from, and how many blocks there may be, makes no difference.
+  const auto ring_small = [](int seq_len) {
+    const int rows = seq_len / 4;
+    std::vector<KeySegment> segments = {segment(rows, 0, 0)};
+    for (int i = 0; i < 3; ++i) segments.push_back(segment(rows, kNoMask, rows / 2));
+    BlockAttentionParams p = call(segments, rows, 32, 8);
+    p.batch = 1;
+    const bool result = small_tiles_are_faster(p, kL2Bytes, 132);
+    for (int i = 1; i < 4; ++i) segments[i].source = {&segments, rows};
+    p.max_blocks = 7;
+    CHECK(small_tiles_are_faster(p, kL2Bytes, 132) == result);
+    return result;
+  };
+  CHECK_FALSE(ring_small(32768));
+  CHECK_FALSE(ring_small(16384));
+  CHECK(ring_small(8192));
+}
+
 TEST_CASE("a ring brings much where each KV head has few queries, or many heads do") {
   // Of four. Rank 0's early rows see own keys, its late ones all of the others'; rank 3's see the
   // first half of each other block.
@@ -244,7 +297,7 @@ TEST_CASE("a ring brings much where each KV head has few queries, or many heads 
                                    : segment(rows / 2, kNoMask, 0));
       segments.back().source = {&segments, rows};
     }
-    return brings_much(call(segments, rows, 32, num_kv_heads), 128, 128);
+    return brings_much(call(segments, rows, 32, num_kv_heads));
   };
   CHECK(much(0, 16384, 32));
   CHECK(much(0, 4096, 8));
@@ -254,7 +307,7 @@ TEST_CASE("a ring brings much where each KV head has few queries, or many heads 
   CHECK_FALSE(much(0, 65536, 32));
   CHECK(much(3, 16384, 32));
   CHECK_FALSE(much(3, 32768, 32));
-  CHECK_FALSE(brings_much(call({segment(2048, 0, 0)}, 2048, 32, 32), 128, 128));  // nothing at all
+  CHECK_FALSE(brings_much(call({segment(2048, 0, 0)}, 2048, 32, 32)));  // nothing at all
 
   // Rank 0 over 32768 again, with fewer heads: of 12 MiB for each of them and batch entry, 64 are
   // many.
@@ -266,7 +319,7 @@ TEST_CASE("a ring brings much where each KV head has few queries, or many heads 
     }
     BlockAttentionParams p = call(segments, 8192, num_heads, num_heads);
     p.batch = batch;
-    return brings_much(p, 128, 128);
+    return brings_much(p);
   };
   CHECK_FALSE(many(2, 2));
   CHECK(many(3, 2));

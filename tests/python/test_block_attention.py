@@ -96,6 +96,26 @@ def test_scores_far_above_the_range_of_the_exponential(device, dtype):
     assert (lse.double() - expected_lse).abs().max() < tolerance
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("powers", [12.0, 15.5, 17.0, 400.0])
+def test_scores_that_rise_from_tile_to_tile(device, dtype, head_dim, powers):
+    """By so many powers of two for every 64 keys, towards the first ones, which kernels come to
+    last; for all rows, or for one whose neighbours see nothing of it."""
+    num_keys = 700
+    steps = (num_keys - 1 - torch.arange(num_keys)) // 64
+    for rows in (slice(None), slice(37, 38)):
+        q, k, v = inputs(
+            device, torch.float32, num_queries=300, num_keys=num_keys, head_dim=head_dim
+        )
+        q[..., 0] = 0.0
+        q[:, rows, :, 0] = 8.0
+        k[..., 0] = (steps * powers * math.log(2) * math.sqrt(head_dim) / 8).to(device)[:, None]
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        check(q, k, v, what=f"rows {rows}")
+        check(q, k, v, diagonal=400, what=f"rows {rows}, causal")
+
+
 def packed(x: torch.Tensor) -> torch.Tensor:
     """The middle of three tensors that lie beside each other, as a fused projection leaves them."""
     return torch.stack([torch.full_like(x, math.nan), x, torch.full_like(x, math.nan)], 3)[

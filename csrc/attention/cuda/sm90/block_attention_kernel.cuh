@@ -19,7 +19,7 @@
 // block stays on each SM. Its first warpgroup copies; each of the others keeps 64 query rows and
 // walks over the keys in tiles of kBlockK, last tile first, so that the tiles under the mask come
 // first. The products of tile j and the values of tile j + 1 are issued together; the softmax of
-// tile j runs under the products of the other consumers, its maxima under its own second one:
+// tile j runs under the products of the other consumers:
 //
 //   consumer 0   q k(j), p v(j+1) | softmax(j) ........... | q k(j-1), p v(j) | softmax(j-1)
 //   consumer 1   ... softmax(j+1) | q k(j), p v(j+1)       | softmax(j) ..... | q k(j-1), p v(j)
@@ -84,33 +84,59 @@ __device__ __forceinline__ void issue_values(float (&out)[Tile::kHeadDim / 2],
 template <typename Element, typename Tile, int kSegments>
 __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
                                         const SharedMemory<Tile>& shared, int consumer) {
-  constexpr int kTurnThreads = 2 * kWarpgroupSize;  // one consumer waits, another one arrives
   const bool is_first_thread = threadIdx.x % kWarpgroupSize == 0;
   const bool is_first_lane = threadIdx.x % 32 == 0;
   const int lane_row = consumer * 64 + threadIdx.x % kWarpgroupSize / 32 * 16 +
                        threadIdx.x % 32 / 4;  // within the tile
   const uint32_t queries = shared.queries() + consumer * 64 * kColumnBlockPitch;
+  const int own_barrier = kWarpgroupBarrier + consumer;
+
+  // Consumers take turns, one for each tile of keys, so that one's products run under another's
+  // softmax. A turn ends when its products are issued.
+  constexpr int kTurnThreads = 2 * kWarpgroupSize;  // one consumer waits, another one arrives
   const int my_turn = kTurnBarrier + consumer;
   const int next_turn = kTurnBarrier + (consumer + 1) % Tile::kConsumers;
+  if (consumer == 0) named_barrier_arrive(my_turn, kTurnThreads);
 
   RingPosition<Tile::kKeyStages> keys_at;
   RingPosition<Tile::kValueStages> values_at;
   uint32_t queries_parity = 0;
-  if (consumer == 0) named_barrier_arrive(my_turn, kTurnThreads);
+  const auto free_keys = [&] {
+    if (is_first_thread) arrive(shared.free(kKeys, keys_at.stage));
+    keys_at.advance();
+  };
+  const auto free_values = [&] {
+    if (is_first_thread) arrive(shared.free(kValues, values_at.stage));
+    values_at.advance();
+  };
+  /// So many tiles of keys that others attend to. Freed behind the turn, for which all warps wait:
+  /// one that came later would miss the phase of a buffer that is full already with other keys.
+  const auto pass = [&](int key_tiles) {
+#pragma unroll 1
+    for (; key_tiles > 0; --key_tiles) {
+      wait(shared.full(kKeys, keys_at.stage), keys_at.parity);
+      wait(shared.full(kValues, values_at.stage), values_at.parity);
+      named_barrier_wait(my_turn, kTurnThreads);
+      named_barrier_arrive(next_turn, kTurnThreads);
+      free_keys();
+      free_values();
+    }
+  };
 
   for (;;) {
     wait(shared.queries_full(), queries_parity);
     queries_parity ^= 1;
     QueryTile tile = shared.tile();
     if (!tile.exists()) break;
+    const int first_row = tile.first_row + consumer * 64;
     float out[Tile::kHeadDim / 2] = {};
     OnlineSoftmax softmax;
     if (p.fold) prefetch_lse(p, tile, tile.first_row + lane_row);
     int segment = seen_segment<Tile>(p, tile, 0);
     const bool sees_keys = segment < p.num_segments;
-    if (sees_keys) {
+    if (sees_keys && first_row < tile.rows_end) {
       uint32_t probabilities[Tile::kBlockK / 4];
-      if (p.negative_scale) negate_queries<Tile>(queries, kWarpgroupBarrier + consumer);
+      if (p.negative_scale) negate_queries<Tile>(queries, own_barrier);
 
       const auto mask = [&](float(&scores)[Tile::kBlockK / 2], int key_tile) {
         const int first_key = key_tile * Tile::kBlockK;
@@ -119,55 +145,68 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       };
 
       // The first tile of keys: nothing to overlap it with yet.
-      SeenKeys<Tile> seen(p.keys[segment], tile);
-      int key_tile = seen.tiles - 1;
+      SeenKeys<Tile> seen(p.keys[segment], tile, first_row);
+      int key_tile = max(seen.own, 1) - 1;
+      pass(seen.tiles - 1 - key_tile);
       {
         float scores[Tile::kBlockK / 2];
         wait(shared.full(kKeys, keys_at.stage), keys_at.parity);
-        if constexpr (Tile::kTurnEnds == TurnEnds::kIssued) {
-          named_barrier_wait(my_turn, kTurnThreads);
-        }
+        named_barrier_wait(my_turn, kTurnThreads);
         issue_scores<Element, Tile>(scores, queries, shared.buffer(kKeys, keys_at.stage));
         wait_for_products<0>();
-        if constexpr (Tile::kTurnEnds == TurnEnds::kIssued) {
-          named_barrier_arrive(next_turn, kTurnThreads);
-        }
-        if (is_first_thread) arrive(shared.free(kKeys, keys_at.stage));
+        named_barrier_arrive(next_turn, kTurnThreads);
+        free_keys();
         mask(scores, key_tile);
-        const RowMaxima lower = softmax.raise_max(scores);
+        const RowPair lower = softmax.raise_max(scores);
         softmax.exponentiate(scores, lower, p.scale_log2);
         round_probabilities<Element>(scores, probabilities);
-        keys_at.advance();
         --key_tile;
       }
 
       // scores of this tile of keys, and values of the one before it.
       const auto attend = [&](int key_tile, auto masked) {
         float scores[Tile::kBlockK / 2];
+        const uint32_t keys = shared.buffer(kKeys, keys_at.stage);
         wait(shared.full(kKeys, keys_at.stage), keys_at.parity);
         named_barrier_wait(my_turn, kTurnThreads);
-        issue_scores<Element, Tile>(scores, queries, shared.buffer(kKeys, keys_at.stage));
+        issue_scores<Element, Tile>(scores, queries, keys);
         wait(shared.full(kValues, values_at.stage), values_at.parity);
         issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
-        if constexpr (Tile::kTurnEnds == TurnEnds::kIssued) {
-          named_barrier_arrive(next_turn, kTurnThreads);
-        }
+        named_barrier_arrive(next_turn, kTurnThreads);
         wait_for_products<1>();
-        if (is_first_thread) arrive(shared.free(kKeys, keys_at.stage));
-        if constexpr (decltype(masked)::value) mask(scores, key_tile);
-        const RowMaxima lower = softmax.raise_max(scores);
-        if constexpr (Tile::kTurnEnds == TurnEnds::kMaximaFound) {
-          named_barrier_arrive_behind(softmax.max, next_turn, kTurnThreads);
+
+        const auto exponentiate_under_new_max = [&] {
+          const RowPair lower = softmax.raise_max(scores);
+          softmax.exponentiate(scores, lower, p.scale_log2);
+        };
+        if constexpr (decltype(masked)::value) {
+          mask(scores, key_tile);
+          exponentiate_under_new_max();
+          wait_for_products<0>();
+          free_values();
+          round_probabilities<Element>(scores, probabilities);
+          scale_accumulators(out, softmax.decay);
+        } else {
+          // Maxima hardly rise after the first tiles, and looking for them takes a third of the
+          // softmax's time. Where scores have risen after all, they are computed again.
+          const RowPair sums = softmax.exponentiate_untested(scores, p.scale_log2);
+          wait_for_products<0>();
+          free_values();
+          round_probabilities<Element>(scores, probabilities);
+          // All warps do the same; a vote, so that the compiler knows all lanes to.
+          const bool risen =
+              named_barrier_any(!OnlineSoftmax::hold(sums), own_barrier, kWarpgroupSize);
+          if (__any_sync(0xffffffff, risen)) {
+            issue_scores<Element, Tile>(scores, queries, keys);
+            wait_for_products<0>();
+            exponentiate_under_new_max();
+            round_probabilities<Element>(scores, probabilities);
+            scale_accumulators(out, softmax.decay);
+          } else {
+            softmax.add(sums);
+          }
         }
-        softmax.exponentiate(scores, lower, p.scale_log2);
-        // Note: the compiler moves this wait up before most of the exponentials. Pinning it behind
-        // them was tried and is slower, by a fifth.
-        wait_for_products<0>();
-        if (is_first_thread) arrive(shared.free(kValues, values_at.stage));
-        values_at.advance();
-        round_probabilities<Element>(scores, probabilities);
-        scale_accumulators(out, softmax.decay);
-        keys_at.advance();
+        free_keys();
       };
       for (;;) {
 #pragma unroll 1
@@ -176,7 +215,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
         for (; key_tile >= 0; --key_tile) attend(key_tile, std::false_type{});
         segment = seen_segment<Tile>(p, tile, segment + 1);
         if (segment == p.num_segments) break;
-        seen = SeenKeys<Tile>(p.keys[segment], tile);
+        seen = SeenKeys<Tile>(p.keys[segment], tile, first_row);
         key_tile = seen.tiles - 1;
       }
 
@@ -188,11 +227,16 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       wait(shared.full(kValues, values_at.stage), values_at.parity);
       issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
       wait_for_products<0>();
-      if (is_first_thread) arrive(shared.free(kValues, values_at.stage));
-      values_at.advance();
+      free_values();
     } else {
+      for (; segment < p.num_segments; ++segment) {
+        pass(tiles_seen<Tile>(p.keys[segment], tile, tile.turn_end));
+      }
       __syncwarp();  // all lanes have read the tile
-      if (is_first_lane) arrive(shared.queries_free());
+      if (is_first_lane &&
+          (!sees_keys || Tile::kSeparateOut || !goes_through_shared<Tile>(p, tile))) {
+        arrive(shared.queries_free());
+      }
     }
 
     bool failed = false;

@@ -77,7 +77,7 @@ __device__ __forceinline__ void bring(const SegmentedParams<kSegments>& p,
     if constexpr (p.kBringing) arrived.go_to(kv_head / p.bring.heads_per_arrival);
 #pragma unroll 1
     for (int segment = 0; segment < p.num_segments; ++segment) {
-      const int key_tiles = SeenKeys<Tile>(p.keys[segment], tile).tiles;
+      const int key_tiles = tiles_seen<Tile>(p.keys[segment], tile, tile.turn_end);
       if (key_tiles == 0) continue;
       if constexpr (p.kBringing) {
         if (is_here) arrived.wait_for(p, segment);

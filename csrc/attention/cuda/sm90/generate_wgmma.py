@@ -10,7 +10,7 @@ from __future__ import annotations
 from textwrap import fill
 
 ELEMENTS = {"__nv_bfloat16": "bf16", "__half": "f16"}
-SCORE_WIDTHS = (80, 128)  # kBlockK of the tiles
+SCORE_WIDTHS = (64, 80, 128)  # kBlockK of the tiles
 VALUE_WIDTHS = (64, 128, 256)  # kHeadDim of the tiles
 
 HEADER = """\

@@ -7,11 +7,13 @@
 #include <cmath>
 #include <cstdint>
 #include <deque>
+#include <utility>
 #include <vector>
 
 #include "attention/cuda/sm90/block_attention_kernel.cuh"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/tensor_map.h"
+#include "attention/cuda/sm90/tile_choice.h"
 #include "attention/cuda/sm90/turn_times.h"
 #include "attention/turn_order.h"
 
@@ -177,6 +179,36 @@ cudaError_t add_segments(const BlockAttentionParams& p, SegmentedParams<kSegment
   return cudaSuccess;
 }
 
+/// What was found for the latest kinds of launches; each takes a part of a millisecond to find.
+template <typename Found>
+class LatestKinds {
+ public:
+  template <typename Find>
+  const Found& find(std::vector<int> kind, const Find& find_it) {
+    const auto known = std::find_if(kinds_.begin(), kinds_.end(),
+                                    [&](const auto& some) { return some.first == kind; });
+    if (known != kinds_.end()) return known->second;
+    if (kinds_.size() == kMostKinds) kinds_.pop_front();
+    kinds_.emplace_back(std::move(kind), find_it());
+    return kinds_.back().second;
+  }
+
+ private:
+  static constexpr size_t kMostKinds = 32;
+  std::deque<std::pair<std::vector<int>, Found>> kinds_;
+};
+
+/// What decides how long the turns of a call are.
+inline std::vector<int> kind_of(const BlockAttentionParams& p) {
+  std::vector<int> kind = {p.batch, p.num_queries, p.num_heads, p.num_kv_heads};
+  for (int i = 0; i < p.num_segments; ++i) {
+    const KeySegment& keys = p.segments[i];
+    kind.insert(kind.end(), {keys.num_keys, keys.diagonal, keys.first_query,
+                             static_cast<int>(keys.source.data != nullptr)});
+  }
+  return kind;
+}
+
 /// An order of the last turns, where they are handed out, with which all end at about the same
 /// time.
 template <typename Tile, int kSegments>
@@ -194,34 +226,19 @@ void order_last_turns(const BlockAttentionParams& p, bool much, int blocks,
       std::min({params.kMostLastTurns, kLastOfEach * clusters, order.turns - clusters});
   if (most <= 0) return;
 
-  // Found once for each kind of launch: the latest of them are kept.
-  struct Known {
-    std::vector<int> kind;
-    std::vector<uint16_t> last;
-  };
-  constexpr size_t kMostKinds = 32;
-  static thread_local std::deque<Known> known;
   const int heads_per_slice = static_cast<int>(params.bring.heads_per_slice);
-  std::vector<int> kind = {blocks, p.batch, p.num_queries, p.num_heads, p.num_kv_heads};
-  kind.insert(kind.end(), {order.shape.heads, order.shape.row_tiles, order.bundles_per_slice,
-                           heads_per_slice, static_cast<int>(much)});
-  for (int i = 0; i < p.num_segments; ++i) {
-    const KeySegment& keys = p.segments[i];
-    kind.insert(kind.end(), {keys.num_keys, keys.diagonal, keys.first_query,
-                             static_cast<int>(keys.source.data != nullptr)});
-  }
-  auto found = std::find_if(known.begin(), known.end(),
-                            [&](const Known& some) { return some.kind == kind; });
-  if (found == known.end()) {
+  std::vector<int> kind = kind_of(p);
+  kind.insert(kind.end(), {blocks, order.shape.heads, order.shape.row_tiles,
+                           order.bundles_per_slice, heads_per_slice, static_cast<int>(much)});
+  static thread_local LatestKinds<std::vector<uint16_t>> known;
+  const std::vector<uint16_t>& last = known.find(std::move(kind), [&] {
     const std::vector<Turn> turns =
         turns_in_order(p, order, heads_per_slice, much, Tile::kBlockQ, Tile::kBlockK, blocks);
-    if (known.size() == kMostKinds) known.pop_front();
-    known.push_back({std::move(kind), order_of_last_turns(turns, clusters, most)});
-    found = known.end() - 1;
-  }
-  if (found->last.empty()) return;
-  params.first_last_turn = order.turns - static_cast<int>(found->last.size());
-  std::copy(found->last.begin(), found->last.end(), params.last_turns);
+    return order_of_last_turns(turns, clusters, most);
+  });
+  if (last.empty()) return;
+  params.first_last_turn = order.turns - static_cast<int>(last.size());
+  std::copy(last.begin(), last.end(), params.last_turns);
 }
 
 /// `much`: brings_much.
@@ -291,21 +308,50 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool much, cudaStrea
   return cudaLaunchKernelEx(&config, kKernel, params);
 }
 
+/// Which tiles a call takes, of head dimensions up to 128.
+inline cudaError_t choose_tile_size(const BlockAttentionParams& p, bool& small) {
+  small = p.tile_rows == kSmallTile.rows;
+  if (p.tile_rows != 0 || p.num_queries == 0 || has_many_tiles(p)) return cudaSuccess;
+  int device = 0;
+  DeviceLimits limits;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = device_limits(device, limits);
+  if (error != cudaSuccess) return error;
+  std::vector<int> kind = kind_of(p);
+  kind.push_back(limits.multiprocessors);
+  static thread_local LatestKinds<bool> known;
+  small = known.find(std::move(kind), [&] {
+    return small_tiles_are_faster(p, limits.l2_bytes, limits.multiprocessors);
+  });
+  return cudaSuccess;
+}
+
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
-  const bool with_state = p.state.data != nullptr;
-  if (p.num_segments == 1 && p.bringing.failed == nullptr) {
-    return with_state ? launch_segmented<Element, TileFor<kHeadDim, true>, 1>(p, false, stream)
-                      : launch_segmented<Element, TileFor<kHeadDim, false>, 1>(p, false, stream);
-  }
-  using Tile = TileFor<kHeadDim, false>;
-  const bool much = brings_much(p, Tile::kBlockQ, Tile::kBlockK);
+  const bool much = brings_much(p);
   const auto launch = [&](auto tile) {
-    return launch_segmented<Element, decltype(tile), kMaxSegments>(p, much, stream);
+    using Tile = decltype(tile);
+    return p.num_segments == 1 && p.bringing.failed == nullptr
+               ? launch_segmented<Element, Tile, 1>(p, much, stream)
+               : launch_segmented<Element, Tile, kMaxSegments>(p, much, stream);
   };
-  return with_state ? launch(TileFor<kHeadDim, true>{})
-         : much     ? launch(TileFor<kHeadDim, false, true>{})
-                    : launch(Tile{});
+  if constexpr (kHeadDim <= 64) {
+    return launch(Tile64{});
+  } else if constexpr (kHeadDim <= 128) {
+    bool small = false;
+    const cudaError_t error = choose_tile_size(p, small);
+    if (error != cudaSuccess) return error;
+    if (p.state.data != nullptr) {
+      return small ? launch(SmallTile128WithState{}) : launch(Tile128WithState{});
+    }
+    if (!much) return small ? launch(SmallTile128{}) : launch(Tile128{});
+    const auto launch_bringing = [&](auto tile) {
+      return launch_segmented<Element, decltype(tile), kMaxSegments>(p, much, stream);
+    };
+    return small ? launch_bringing(SmallTile128WithRoom{}) : launch_bringing(Tile128WithRoom{});
+  } else {
+    return launch(Tile256{});
+  }
 }
 
 }  // namespace ringattn::cuda::sm90

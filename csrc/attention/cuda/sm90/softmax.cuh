@@ -31,17 +31,19 @@ __device__ __forceinline__ void mask_scores(float (&s)[kScores], int last_key, i
 }
 
 /// Of the two rows of which a lane holds parts.
-struct RowMaxima {
+struct RowPair {
   float of[2];
 
   __device__ __forceinline__ float operator[](int half) const { return of[half]; }
 };
 
+/// Accumulators and sums are relative to `max`, which follows the scores at a distance: where it is
+/// looked for, once they are kSlack powers of two above it (after FlashAttention-4). Where it is
+/// not looked for, scores are taken to stay close to it, and the sums of their probabilities tell
+/// whether they do. Probabilities are larger for it, which no 16-bit type minds.
 struct OnlineSoftmax {
-  /// How far, in powers of two, scores may rise above `max` before it follows: accumulators are
-  /// then seldom scaled after the first tiles. Probabilities are that much larger, which no 16-bit
-  /// type minds; after FlashAttention-4.
   static constexpr float kSlack = 8.0f;
+  static constexpr float kMostOfLane = 16384.0f;  // a row's sum; float16 ends at 65504
 
   float max[2] = {-INFINITY, -INFINITY};  // of the raw scores or a little less, the same in a quad
   float sum[2] = {0.0f, 0.0f};            // of this lane's probabilities, relative to max
@@ -49,8 +51,8 @@ struct OnlineSoftmax {
 
   /// The maxima with these scores. Then exponentiate(), with what this returns: the maxima before.
   template <int kScores>
-  __device__ __forceinline__ RowMaxima raise_max(const float (&s)[kScores]) {
-    const RowMaxima before = {{max[0], max[1]}};
+  __device__ __forceinline__ RowPair raise_max(const float (&s)[kScores]) {
+    const RowPair before = {{max[0], max[1]}};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) max[i / 2 % 2] = fmaxf(max[i / 2 % 2], s[i]);
 #pragma unroll
@@ -63,7 +65,7 @@ struct OnlineSoftmax {
 
   /// Scores become probabilities, and are added to the sums.
   template <int kScores>
-  __device__ __forceinline__ void exponentiate(float (&s)[kScores], const RowMaxima& before,
+  __device__ __forceinline__ void exponentiate(float (&s)[kScores], const RowPair& before,
                                                float scale_log2) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -84,6 +86,37 @@ struct OnlineSoftmax {
         }
       sum[half] = fmaf(sum[half], decay[half], total);
     }
+  }
+
+  /// Scores become probabilities relative to the maxima as they are. Their sums: if they hold(), to
+  /// be added; if not, nothing has happened but that the scores are lost.
+  template <int kScores>
+  __device__ __forceinline__ RowPair exponentiate_untested(float (&s)[kScores],
+                                                           float scale_log2) const {
+    // What raise_max() leaves as it is holds: nothing is done twice for ever.
+    static_assert(kScores / 2 * 256.0f <= kMostOfLane && kSlack == 8.0f);
+    RowPair total = {{0.0f, 0.0f}};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // A row that has seen nothing has no maximum: its sum does not hold.
+      const float offset = max[half] == -INFINITY ? NAN : __fmul_rn(max[half], scale_log2);
+#pragma unroll
+      for (int n = 0; n < kScores / 4; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& score = s[4 * n + 2 * half + c];
+          score = exp2_approx(fmaf(score, scale_log2, -offset));
+          total.of[half] += score;
+        }
+    }
+    return total;
+  }
+  static __device__ __forceinline__ bool hold(const RowPair& sums) {
+    return sums[0] <= kMostOfLane && sums[1] <= kMostOfLane;  // a NaN does not
+  }
+  __device__ __forceinline__ void add(const RowPair& sums) {
+    sum[0] += sums[0];
+    sum[1] += sums[1];
   }
 
   /// max * scale, 0 for a row that has seen nothing: its scores are -inf and must not become -inf -
@@ -118,8 +151,7 @@ __device__ __forceinline__ void round_probabilities(const float (&s)[kScores],
 template <int kAccumulators>
 __device__ __forceinline__ void scale_accumulators(float (&out)[kAccumulators],
                                                    const float (&decay)[2]) {
-  // Of few accumulators, scaling costs less than the branch does in registers.
-  if (kAccumulators > 32 && __all_sync(0xffffffff, decay[0] == 1.0f && decay[1] == 1.0f)) return;
+  if (__all_sync(0xffffffff, decay[0] == 1.0f && decay[1] == 1.0f)) return;
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) out[i] *= decay[i / 2 % 2];
 }

@@ -8,6 +8,7 @@
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
+#include "attention/cuda/sm90/tile_choice.h"
 
 // What a thread block works on and with: the shape of its tiles, its shared memory, and the order
 // in which it takes its tiles.
@@ -20,31 +21,27 @@ constexpr int kColumnBlockPitch = 128;  // bytes from row to row
 constexpr int kStateBlock = 32;         // the same of float32
 
 // Named barriers: the turns of the consumers, then one for each consumer's own threads.
+constexpr int kMostConsumers = 4;
 constexpr int kTurnBarrier = 1;
-constexpr int kWarpgroupBarrier = 4;
-
-/// Consumers take turns, so that one's products run under another's softmax. Measured for each tile
-/// shape: a turn ends once both products are issued (the first scores of a tile of queries, which
-/// stand alone, have a turn of their own), or later, once the maxima of the scores are found: then
-/// the second product is nearly done, and the next consumer's do not slow it down.
-enum class TurnEnds { kIssued, kMaximaFound };
+constexpr int kWarpgroupBarrier = kTurnBarrier + kMostConsumers;
 
 /// One warpgroup copies; kConsumers of them attend 64 query rows each. setmaxnreg shares out the
 /// registers that the thread block begins with: what the copying one gives back goes to the others.
 ///   kKeyStages, kValueStages  tiles of keys and of values in shared memory
 ///   kWithState                results may be a state, in float32
 ///   kInPairs                  two thread blocks share keys and values, where they can
+///   kMostParcelBytes          of what is brought from other devices, in one copy
 template <int kHeadDim_, int kConsumers_, int kBlockK_, int kKeyStages_, int kValueStages_,
-          bool kWithState, TurnEnds kTurnEnds_, bool kInPairs_, int kCopyRegisters_,
+          bool kWithState, bool kInPairs_, int kMostParcelBytes, int kCopyRegisters_,
           int kConsumerRegisters_>
 struct TileShape {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_;
+  static_assert(kConsumers <= kMostConsumers);
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kBlockK = kBlockK_;
   static constexpr int kKeyStages = kKeyStages_;
   static constexpr int kValueStages = kValueStages_;
-  static constexpr TurnEnds kTurnEnds = kTurnEnds_;
   static constexpr bool kInPairs = kInPairs_;
   static constexpr int kCopyRegisters = kCopyRegisters_;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
@@ -81,7 +78,7 @@ struct TileShape {
   /// otherwise idle.
   static constexpr int kParcels = 2;
   static constexpr int kParcelBytes =
-      std::min(4096, (kMaxSharedBytes - kOwnBytes) / kParcels / 128 * 128);
+      std::min(kMostParcelBytes, (kMaxSharedBytes - kOwnBytes) / kParcels / 128 * 128);
   static constexpr int kSharedBytes = kOwnBytes + kParcels * kParcelBytes;
   static_assert(kParcelBytes >= 512);
   static constexpr int kResultBlockBytes = 64 * kColumnBlockPitch;  // of one consumer's rows
@@ -90,22 +87,17 @@ struct TileShape {
 };
 
 // clang-format off
-using Tile64 = TileShape<64, 3, 128, 2, 2, true, TurnEnds::kIssued, false, 32, 160>;
-using Tile128 = TileShape<128, 2, 128, 2, 3, false, TurnEnds::kMaximaFound, true, 40, 232>;
-using Tile128WithRoom = TileShape<128, 2, 128, 2, 2, false, TurnEnds::kMaximaFound, true, 40, 232>;
-using Tile128WithState = TileShape<128, 2, 128, 2, 2, true, TurnEnds::kMaximaFound, true, 40, 232>;
-using Tile256 = TileShape<256, 2, 80, 2, 2, true, TurnEnds::kIssued, true, 40, 232>;
+using Tile64 = TileShape<64, 4, 64, 3, 3, true, false, 4096, 32, 112>;
+using Tile128 = TileShape<128, 3, 80, 3, 3, false, true, 1280, 32, 160>;
+using Tile128WithRoom = TileShape<128, 3, 80, 3, 3, false, true, 4096, 32, 160>;
+using Tile128WithState = TileShape<128, 3, 80, 2, 2, true, true, 4096, 32, 160>;
+using SmallTile128 = TileShape<128, 2, 128, 2, 3, false, true, 4096, 40, 232>;
+using SmallTile128WithRoom = TileShape<128, 2, 128, 2, 2, false, true, 4096, 40, 232>;
+using SmallTile128WithState = TileShape<128, 2, 128, 2, 2, true, true, 4096, 40, 232>;
+using Tile256 = TileShape<256, 2, 80, 2, 2, true, true, 4096, 40, 232>;
 // clang-format on
-
-/// The shape for head dimensions up to kHeadDim, of calls with a state or without, and of those
-/// that bring so much that parcels want room.
-template <int kHeadDim, bool kWithState, bool kWithRoom = false>
-using TileFor = std::conditional_t<
-    kHeadDim <= 64, Tile64,
-    std::conditional_t<kHeadDim <= 128,
-                       std::conditional_t<kWithState, Tile128WithState,
-                                          std::conditional_t<kWithRoom, Tile128WithRoom, Tile128>>,
-                       Tile256>>;
+static_assert(Tile128::kBlockQ == kLargeTile.rows && Tile128::kBlockK == kLargeTile.keys);
+static_assert(SmallTile128::kBlockQ == kSmallTile.rows && SmallTile128::kBlockK == kSmallTile.keys);
 
 /// What comes in tiles of kBlockK rows.
 enum Operand { kKeys, kValues };
@@ -277,17 +269,27 @@ __device__ __forceinline__ QueryTile query_tile(const SegmentedParams<kSegments>
   return at;
 }
 
-/// What a tile of queries sees of a segment, in tiles of keys.
+/// Tiles of keys that rows of the turn up to `rows_end` see something of.
+template <typename Tile>
+__device__ __forceinline__ int tiles_seen(const KeyBounds& keys, const QueryTile& tile,
+                                          int rows_end) {
+  // A row that exists. The first one does where tiles are alone, and leaves their loops shorter.
+  const int row = Tile::kInPairs ? tile.turn_end - 1 : tile.first_row;
+  return keys.tiles_seen(row, rows_end, Tile::kBlockK);
+}
+
+/// What the 64 rows of a consumer see of a segment, in tiles of keys.
 template <typename Tile>
 struct SeenKeys {
   int tiles;     // that the turn's last row sees something of
-  int unmasked;  // the first so many are seen whole by all rows of the tile
+  int own;       // the first so many, that a row of these does
+  int unmasked;  // the first so many, that all of these see whole
 
-  __device__ __forceinline__ SeenKeys(const KeyBounds& keys, const QueryTile& tile) {
-    const int by_first = min(keys.num_keys, tile.first_row + 1 + keys.diagonal);
-    // A row that exists. The first one does where tiles are alone, and leaves their loops shorter.
-    const int row = Tile::kInPairs ? tile.turn_end - 1 : tile.first_row;
-    tiles = keys.tiles_seen(row, tile.turn_end, Tile::kBlockK);
+  ///   first_row: of the 64; of their tile, there is one
+  __device__ __forceinline__ SeenKeys(const KeyBounds& keys, const QueryTile& tile, int first_row) {
+    const int by_first = min(keys.num_keys, first_row + 1 + keys.diagonal);
+    tiles = tiles_seen<Tile>(keys, tile, tile.turn_end);
+    own = tiles_seen<Tile>(keys, tile, min(first_row + 64, tile.rows_end));
     unmasked = max(by_first, 0) / Tile::kBlockK;
   }
 };
@@ -296,7 +298,9 @@ struct SeenKeys {
 template <typename Tile, int kSegments>
 __device__ __forceinline__ int seen_segment(const SegmentedParams<kSegments>& p,
                                             const QueryTile& tile, int segment) {
-  while (segment < p.num_segments && SeenKeys<Tile>(p.keys[segment], tile).tiles == 0) ++segment;
+  while (segment < p.num_segments && tiles_seen<Tile>(p.keys[segment], tile, tile.turn_end) == 0) {
+    ++segment;
+  }
   return segment;
 }
 

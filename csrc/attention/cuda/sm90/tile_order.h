@@ -119,20 +119,20 @@ inline int64_t tiles_walked(const BlockAttentionParams& p, int row_tiles, int bl
 }
 
 /// Whether keys are brought in such numbers that the kernel might wait for them: for every so many
-/// tiles of keys that are walked over, one. (At D 128 on 132 SMs, 160 and 96 GB/s.) Of few keys
-/// altogether, the first ones are what is waited for.
-inline bool brings_much(const BlockAttentionParams& p, int block_q, int block_k) {
+/// tiles of 128 rows and keys that are walked over, one. (At D 128 on 132 SMs, 160 and 96 GB/s.) Of
+/// few keys altogether, the first ones are what is waited for.
+inline bool brings_much(const BlockAttentionParams& p) {
   constexpr int64_t kWalkedPerBrought = 36, kWalkedPerBroughtOfMany = 60;
   constexpr int64_t kManyBytes = int64_t{64} << 20, kElementBytes = 2;
+  constexpr int kTile = 128;
   int64_t brought = 0;  // of a KV head
   for (int i = 0; i < p.num_segments; ++i) {
-    if (p.segments[i].source.data != nullptr) brought += ceil_div(p.segments[i].num_keys, block_k);
+    if (p.segments[i].source.data != nullptr) brought += ceil_div(p.segments[i].num_keys, kTile);
   }
-  const int64_t bytes =
-      brought * block_k * p.head_dim * kElementBytes * 2 * p.num_kv_heads * p.batch;
+  const int64_t bytes = brought * kTile * p.head_dim * kElementBytes * 2 * p.num_kv_heads * p.batch;
   const int64_t most_walked =
       brought * (bytes < kManyBytes ? kWalkedPerBrought : kWalkedPerBroughtOfMany);
-  return most_walked > tiles_walked(p, 1, block_q, block_k) * (p.num_heads / p.num_kv_heads);
+  return most_walked > tiles_walked(p, 1, kTile, kTile) * (p.num_heads / p.num_kv_heads);
 }
 
 /// What two thread blocks that share keys and values take: two heads of one KV head, or, where

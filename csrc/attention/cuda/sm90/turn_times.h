@@ -12,15 +12,19 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// Turns as they lie in `order`, in halves of the time that a tile of keys takes. Keys come in
-/// slices of `heads_per_slice` KV heads, of each all segments that are brought; `much`:
-/// brings_much.
+/// Turns as they lie in `order`, in halves of the time that a tile of block_q rows takes with
+/// block_k keys; one of fewer rows, for which not all consumers have something to do, takes less.
+/// Keys come in slices of `heads_per_slice` KV heads, of each all segments that are brought;
+/// `much`: brings_much.
 inline std::vector<Turn> turns_in_order(const BlockAttentionParams& p, const TileOrder& order,
                                         int64_t heads_per_slice, bool much, int block_q,
                                         int block_k, int64_t blocks) {
-  // Tiles walked over by all blocks while one is brought: at D 128 on 132 SMs, 290 and 240 GB/s.
-  const int64_t walked_per_brought = much ? 20 : 24;
-  constexpr int kBeginAndEnd = 3;  // one and a half tiles
+  // Rows attended to a key by all blocks while one is brought: at D 128 on 132 SMs, 290 and 240
+  // GB/s.
+  const int64_t rows_per_brought = much ? 2560 : 3072;
+  const int begin_and_end = block_q > 128 ? 4 : 3;  // 2 us
+  constexpr int kConsumerRows = 64;
+  const int consumers = block_q / kConsumerRows;
   const auto is_brought = [&](int i) { return p.segments[i].source.data != nullptr; };
   const auto arrival = [&](int segment, int64_t kv_head) {
     const int64_t slice_begin = kv_head / heads_per_slice * heads_per_slice;
@@ -31,7 +35,7 @@ inline std::vector<Turn> turns_in_order(const BlockAttentionParams& p, const Til
       const int64_t of_slice = i < segment ? heads : i == segment ? kv_head + 1 - slice_begin : 0;
       keys += p.segments[i].num_keys * (slice_begin + of_slice);
     }
-    return 2 * keys * p.batch * walked_per_brought / (block_k * blocks);
+    return 2 * keys * p.batch * rows_per_brought / (int64_t{block_q} * block_k * blocks);
   };
 
   std::vector<Turn> turns;
@@ -39,14 +43,16 @@ inline std::vector<Turn> turns_in_order(const BlockAttentionParams& p, const Til
   for (int i = 0; i < order.turns; ++i) {
     const TileOrder::Taken taken = order.taken(i, 0, block_q, p.num_queries);
     const int64_t kv_head = taken.head / (p.num_heads / p.num_kv_heads) / p.batch;
-    Turn turn = {kBeginAndEnd};
+    const int rows = std::min(block_q, taken.turn_end - taken.first_row);
+    const int active = (rows + kConsumerRows - 1) / kConsumerRows;
+    Turn turn = {begin_and_end};
     // From the last segment on: what is left when it has come.
     for (int segment = p.num_segments - 1; segment >= 0; --segment) {
       const KeySegment& keys = p.segments[segment];
       const KeyBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
       const int tiles = bounds.tiles_seen(taken.first_row, taken.turn_end, block_k);
       if (tiles == 0) continue;
-      turn.length += 2 * tiles;
+      turn.length += 2 * tiles * (active + 2) / (consumers + 2);
       if (!is_brought(segment)) continue;
       const int64_t end = arrival(segment, kv_head) + turn.length;
       turn.earliest_end =

@@ -14,19 +14,16 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/// Behind the instructions that make x: an arrival without operands is moved by the compiler, which
-/// keeps it only between the waits for products around it.
-///
-/// Note: nothing is greater than infinity, so the barrier is always the one asked for; the compiler
-/// does not see that.
-__device__ __forceinline__ void named_barrier_arrive_behind(const float (&x)[2], int barrier,
-                                                            int threads) {
+/// Waits, and says whether any of the threads, all of which wait here, has come with true.
+__device__ __forceinline__ bool named_barrier_any(bool mine, int barrier, int threads) {
+  int any;
   asm volatile(
-      "{ .reg .pred p; .reg .b32 b; setp.gt.f32 p, %2, 0f7F800000; "
-      "setp.gt.or.f32 p, %3, 0f7F800000, p; selp.b32 b, 15, %0, p; bar.arrive b, %1; }" ::"r"(
-          barrier),
-      "r"(threads), "f"(x[0]), "f"(x[1])
+      "{ .reg .pred p, q; setp.ne.s32 p, %1, 0; barrier.cta.red.or.pred q, %2, %3, p; "
+      "selp.s32 %0, 1, 0, q; }"
+      : "=r"(any)
+      : "r"(static_cast<int>(mine)), "r"(barrier), "r"(threads)
       : "memory");
+  return any != 0;
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "attention/cuda/sm90/tile_order.h"
+#include "attention/cuda/sm90/turn_times.h"
+#include "attention/turn_order.h"
+
+// Which of two sizes of tiles a call of head dimensions up to 128 takes. Plain C++: by what is
+// attended alone, not by where keys come from or how many thread blocks there may be, so that bits
+// do not depend on these.
+
+namespace ringattn::cuda::sm90 {
+
+/// `time`: that such a tile takes, of the other's. (1.21 and 1.38 us, H200.)
+struct TileSize {
+  int rows;
+  int keys;
+  int time;
+};
+constexpr TileSize kLargeTile = {192, 80, 7};
+constexpr TileSize kSmallTile = {128, 128, 8};
+
+/// How long a call takes in tiles of such a size, in the same unit for all.
+inline int64_t time_in_tiles(const BlockAttentionParams& p, TileSize size, int l2_bytes,
+                             int multiprocessors) {
+  BlockAttentionParams there = p;  // all keys
+  std::vector<KeySegment> segments(p.segments, p.segments + p.num_segments);
+  for (KeySegment& keys : segments) keys.source = {};
+  there.segments = segments.data();
+  const TurnShape shape =
+      multiprocessors % 2 == 0 ? shape_of_pairs(there, size.rows, size.keys) : TurnShape{};
+  int64_t heads_at_once = 0;
+  const TileOrder order =
+      tile_order(there, shape, size.rows, l2_bytes, multiprocessors, heads_at_once);
+  const std::vector<Turn> turns =
+      turns_in_order(there, order, p.num_kv_heads, false, size.rows, size.keys, multiprocessors);
+  const int64_t clusters = std::max(multiprocessors / shape.blocks(), 1);
+  if (p.num_segments == 1) return size.time * time_of_turns(turns, clusters);
+  // Of a ring: turns are put into an order with which they end together.
+  int64_t sum = 0, longest = 0;
+  for (const Turn& turn : turns) {
+    sum += turn.length;
+    longest = std::max<int64_t>(longest, turn.length);
+  }
+  return size.time * std::max(sum / clusters, longest);
+}
+
+/// Large tiles are faster, row by row. But of few, the last ones leave much of the device idle, and
+/// more of their rows may be past the end.
+inline bool small_tiles_are_faster(const BlockAttentionParams& p, int l2_bytes,
+                                   int multiprocessors) {
+  return time_in_tiles(p, kSmallTile, l2_bytes, multiprocessors) <
+         time_in_tiles(p, kLargeTile, l2_bytes, multiprocessors);
+}
+
+/// Of so many large tiles it does not matter how the last ones end.
+inline bool has_many_tiles(const BlockAttentionParams& p) {
+  constexpr int64_t kMany = 4096;
+  return ceil_div(p.num_queries, kLargeTile.rows) * p.batch * p.num_heads > kMany;
+}
+
+}  // namespace ringattn::cuda::sm90
