@@ -179,4 +179,12 @@ std::vector<uint16_t> order_of_last_turns(const std::vector<Turn>& turns, int64_
   return best;
 }
 
+std::vector<Turn> with_last_in_order(const std::vector<Turn>& turns,
+                                     const std::vector<uint16_t>& order) {
+  std::vector<Turn> result(turns.begin(), turns.end() - order.size());
+  const size_t first = result.size();
+  for (const uint16_t i : order) result.push_back(turns[first + i]);
+  return result;
+}
+
 }  // namespace ringattn

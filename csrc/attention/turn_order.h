@@ -28,4 +28,8 @@ RINGATTN_API int64_t time_of_turns(const std::vector<Turn>& turns, int64_t num_t
 RINGATTN_API std::vector<uint16_t> order_of_last_turns(const std::vector<Turn>& turns,
                                                        int64_t num_takers, int64_t most);
 
+/// Turns with the last of them in the order that order_of_last_turns found.
+RINGATTN_API std::vector<Turn> with_last_in_order(const std::vector<Turn>& turns,
+                                                  const std::vector<uint16_t>& order);
+
 }  // namespace ringattn

@@ -12,15 +12,9 @@
 using ringattn::order_of_last_turns;
 using ringattn::time_of_turns;
 using ringattn::Turn;
+using ringattn::with_last_in_order;
 
 namespace {
-
-std::vector<Turn> reordered(const std::vector<Turn>& turns, const std::vector<uint16_t>& order) {
-  std::vector<Turn> result = turns;
-  const size_t first = turns.size() - order.size();
-  for (size_t i = 0; i < order.size(); ++i) result[first + i] = turns[first + order[i]];
-  return result;
-}
 
 bool is_permutation_of_all(std::vector<uint16_t> order) {
   std::sort(order.begin(), order.end());
@@ -56,6 +50,19 @@ std::vector<Turn> zigzag_turns(int early_from, int late_from, int rows, int slic
 }
 
 }  // namespace
+
+TEST_CASE("the last turns are put in order, those before them stay") {
+  const std::vector<Turn> turns = {{5}, {1, 7}, {2, 8}, {3, 9}};
+  const std::vector<Turn> in_order = with_last_in_order(turns, {2, 0, 1});
+  std::vector<int> lengths, ends;
+  for (const Turn& turn : in_order) {
+    lengths.push_back(turn.length);
+    ends.push_back(turn.earliest_end);
+  }
+  CHECK(lengths == std::vector<int>{5, 3, 1, 2});
+  CHECK(ends == std::vector<int>{0, 9, 7, 8});
+  CHECK(with_last_in_order(turns, {}).size() == 4);
+}
 
 TEST_CASE("turns go to whoever is free first") {
   CHECK(time_of_turns({}, 3) == 0);
@@ -95,7 +102,7 @@ TEST_CASE("the last turns are put in an order with which all end at about the sa
     REQUIRE_FALSE(order.empty());
     CHECK(is_permutation_of_all(order));
     CHECK(equal_ones_stay_in_order(c.turns, order));
-    CHECK(time_of_turns(reordered(c.turns, order), c.takers) <= c.loss * mean);
+    CHECK(time_of_turns(with_last_in_order(c.turns, order), c.takers) <= c.loss * mean);
   }
 }
 
@@ -115,7 +122,7 @@ TEST_CASE("any turns: an order of all the last ones that is faster, or none") {
     CHECK(is_permutation_of_all(order));
     if (order.empty()) continue;
     ++found;
-    CHECK(time_of_turns(reordered(turns, order), takers) < time_of_turns(turns, takers));
+    CHECK(time_of_turns(with_last_in_order(turns, order), takers) < time_of_turns(turns, takers));
   }
   CHECK(found > 50);
 }
@@ -148,6 +155,6 @@ TEST_CASE("of the last turns, as many are moved as end first") {
     CHECK(time_of_turns(c.turns, 2) == c.before);
     const std::vector<uint16_t> order = order_of_last_turns(c.turns, 2, c.most);
     CHECK(order == c.order);
-    CHECK(time_of_turns(reordered(c.turns, order), 2) == c.after);
+    CHECK(time_of_turns(with_last_in_order(c.turns, order), 2) == c.after);
   }
 }

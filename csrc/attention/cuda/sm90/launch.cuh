@@ -218,13 +218,9 @@ void order_last_turns(const BlockAttentionParams& p, bool much, int blocks,
   constexpr int kMostTurns = 1 << 14;  // of so many, how the last ones end hardly matters
   const TileOrder& order = params.order;
   if (params.bringing.words.data == nullptr || order.turns > kMostTurns) return;
-  // First come as many as are taken at one time, as they lie. Of many turns most do: those taken at
-  // one time are about the same heads, whose keys L2 holds.
-  constexpr int kLastOfEach = 8;
   const int clusters = blocks / order.shape.blocks();
-  const int most =
-      std::min({params.kMostLastTurns, kLastOfEach * clusters, order.turns - clusters});
-  if (most <= 0) return;
+  const int64_t most = most_last_turns(order.turns, clusters);
+  if (most == 0) return;
 
   const int heads_per_slice = static_cast<int>(params.bring.heads_per_slice);
   std::vector<int> kind = kind_of(p);

@@ -83,9 +83,9 @@ struct SegmentedParams : KernelParams {
 
   /// Where turns are handed out: from the first of these on, they are taken in this order
   /// (turn_order.h).
-  static constexpr int kMostLastTurns = kBringing ? 1024 : 1;
+  static constexpr int kRoomForTurns = kBringing ? kMostLastTurns : 1;
   int first_last_turn;
-  uint16_t last_turns[kMostLastTurns];
+  uint16_t last_turns[kRoomForTurns];
 
   constexpr int reordered(int turn) const {
     return turn < first_last_turn ? turn : first_last_turn + last_turns[turn - first_last_turn];

@@ -40,13 +40,11 @@ inline int64_t time_in_tiles(const BlockAttentionParams& p, TileSize size, int l
       turns_in_order(there, order, p.num_kv_heads, false, size.rows, size.keys, multiprocessors);
   const int64_t clusters = std::max(multiprocessors / shape.blocks(), 1);
   if (p.num_segments == 1) return size.time * time_of_turns(turns, clusters);
-  // Of a ring: turns are put into an order with which they end together.
-  int64_t sum = 0, longest = 0;
-  for (const Turn& turn : turns) {
-    sum += turn.length;
-    longest = std::max<int64_t>(longest, turn.length);
-  }
-  return size.time * std::max(sum / clusters, longest);
+  // Of a ring: turns are put into an order with which they end together, if they can.
+  const int64_t most = most_last_turns(order.turns, clusters);
+  const std::vector<Turn> in_order =
+      with_last_in_order(turns, order_of_last_turns(turns, clusters, most));
+  return size.time * time_of_turns(in_order, clusters);
 }
 
 /// Large tiles are faster, row by row. But of few, the last ones leave much of the device idle, and

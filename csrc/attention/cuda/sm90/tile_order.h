@@ -29,6 +29,9 @@ struct KeyBounds {
   }
 };
 
+/// So many turns at the end, at the most, are taken in an order of their own (turn_times.h).
+constexpr int kMostLastTurns = 1024;
+
 /// What a cluster takes in one turn, a tile for each of its thread blocks. All of them want the
 /// same keys, which come once: those that the last row sees something of.
 struct TurnShape {

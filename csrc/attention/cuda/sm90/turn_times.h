@@ -63,4 +63,13 @@ inline std::vector<Turn> turns_in_order(const BlockAttentionParams& p, const Til
   return turns;
 }
 
+/// How many turns at the end may change places. First come as many as are taken at one time, as
+/// they lie. Of many turns most do: those taken at one time are about the same heads, whose keys L2
+/// holds.
+inline int64_t most_last_turns(int64_t turns, int64_t clusters) {
+  constexpr int64_t kLastOfEach = 8;
+  return std::max<int64_t>(
+      std::min({int64_t{kMostLastTurns}, kLastOfEach * clusters, turns - clusters}), 0);
+}
+
 }  // namespace ringattn::cuda::sm90
