@@ -32,7 +32,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 32
 #: Relative difference of two speeds that is none, see :func:`equalize`.
 NOISE = 0.05
 
-_TILE_TOKENS = 128  # rows and keys that CUDA kernels compute together (attention/cuda/*/, TileShape), about
+_TILE_TOKENS = 128  # about what CUDA kernels compute together, of rows and of keys (TileShape)
 _FEWEST_CALLS = 3  # of a ring
 _MEMORY_SHARE = 0.9  # of the free memory, that tokens may fill
 _Value = TypeVar("_Value")
