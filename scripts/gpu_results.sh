@@ -64,7 +64,7 @@ pytest_on() {
   local gpus=$1 label=$2
   shift 2
   CUDA_VISIBLE_DEVICES=$gpus run 400 "tests_$label" python3 -m pytest -q -p no:cacheprovider \
-    --junitxml "$out/tests_$label.xml" tests/python "$@" &
+    --junitxml "$out/tests_${label}_$month.xml" tests/python "$@" &
   pids+=($!)
 }
 

@@ -66,7 +66,7 @@ def measure_profiles(
     * ``memory_gbps``: how fast decode attention reads cached keys and values, GB/s;
     * ``link_gbps``, ``link_latency_us``: the hop that brings blocks to a rank, all ranks sending at
       once, GB/s and microseconds; None on a single rank;
-    * ``tile_tokens``: 128 on CUDA, whose kernels compute tiles of as many rows and keys, 1 on CPU;
+    * ``tile_tokens``: 128 on CUDA, about what kernels compute together of rows and keys, 1 on CPU;
     * ``max_tokens``: tokens whose keys and values over all layers fit into nine tenths of the free
       memory; ranks on one device share it, as do CPU ranks on one host.
 
