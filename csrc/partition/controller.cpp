@@ -14,7 +14,7 @@ namespace {
 constexpr double kLarge = 0.06;
 constexpr double kSigmas = 4.0;
 constexpr double kChangeSigmas = 3.0;  // what a change adds to the noise at most
-constexpr int64_t kMemory = 10;        // observations that a belief, or the noise, averages at most
+constexpr int64_t kMemory = 40;        // observations that a belief, or the noise, averages at most
 
 constexpr size_t kFalls = 2;
 constexpr int64_t kFallWindow = 4;  // requests

@@ -49,9 +49,9 @@ class RINGATTN_API Controller {
  private:
   struct Rank {
     double speed = 1.0;
-    int64_t observations = 10;  // that `speed` is the mean of; the profile is worth so many
-    double variance = 4e-4;     // of an observation, relative: (2 %)^2 until more is known
-    std::vector<double> seen;   // the latest, oldest first
+    int64_t observations = 4;  // that `speed` is the mean of; the profile is worth so many
+    double variance = 4e-4;    // of an observation, relative: (2 %)^2 until more is known
+    std::vector<double> seen;  // the latest, oldest first
     std::vector<std::pair<int64_t, double>> falls;  // large ones: (request, speed)
     std::vector<double> rises;                      // large ones in a row
     int64_t patience = 3;                           // how many of those it takes

@@ -86,7 +86,7 @@ class Rebalancer:
     """Plans between requests: each with :meth:`plan`, then, after its ring calls, :meth:`observe`.
 
     Speeds are what attention took, waits excluded, for work that is known. Small deviations from
-    the profiles are averaged over about ten requests. A large one (more than 6 %, and than the
+    the profiles are averaged over up to forty requests. A large one (more than 6 %, and than the
     noise so far explains) is believed when it is seen again: a fall after two of four requests, a
     rise after three in a row, because a rank that has too many tokens holds all others up, one that
     has too few only idles. A rank that falls soon after it rose has to be fast for twice as long

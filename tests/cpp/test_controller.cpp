@@ -247,6 +247,44 @@ TEST_CASE("speeds that wander are followed less and less") {
   CHECK(replans <= 40);
 }
 
+TEST_CASE("devices that are a hundredth faster or slower for a while keep their plan") {
+  // Fifty requests on average; beside the noise of each.
+  int64_t replans = 0;
+  for (uint32_t seed = 0; seed < 40; ++seed) {
+    std::mt19937 random(seed + 1000);
+    std::normal_distribution<double> normal;
+    std::vector<Speeds> speeds(200, Speeds(2));
+    for (int rank = 0; rank < 2; ++rank) {
+      const double keeps = std::exp(-1.0 / 50.0);
+      double drift = 0.01 * normal(random);
+      for (Speeds& of : speeds) {
+        of[rank] = (rank == 0 ? 1.0 : 0.5) * (1.0 + drift);
+        drift = keeps * drift + 0.01 * std::sqrt(1.0 - keeps * keeps) * normal(random);
+      }
+    }
+    Outcome outcome = serve(
+        200, [&](int64_t request) { return speeds[request]; }, 0.02, seed);
+    replans += between(outcome, 20, 200);  // the profiles are wrong by half
+  }
+  INFO("plans in 40 times 180 requests: " << replans);
+  CHECK(replans <= 3);
+}
+
+TEST_CASE("a profile that is wrong by 6 % is seldom believed for twelve requests") {
+  int64_t corrected = 0;
+  for (uint32_t seed = 0; seed < 60; ++seed) {
+    const Outcome outcome = serve(
+        12,
+        [&](int64_t) {
+          return Speeds{1.0, 0.94};
+        },
+        0.02, seed);
+    corrected += !outcome.replans.empty();
+  }
+  INFO("of 60: " << corrected);
+  CHECK(corrected >= 40);
+}
+
 TEST_CASE("each plan without a jump has to gain 1 % more than the last") {
   Controller controller(1);
   const auto replans = [&](double excess) {
