@@ -187,8 +187,9 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
           round_probabilities<Element>(scores, probabilities);
           scale_accumulators(out, softmax.decay);
         } else {
-          // Maxima hardly rise after the first tiles, and looking for them takes a third of the
-          // softmax's time. Where scores have risen after all, they are computed again.
+          // Maxima hardly rise after the first tiles, and looking for them is a sixth of all
+          // instructions, on which the exponentials wait. Where scores have risen after all, they
+          // are computed again.
           const RowPair sums = softmax.exponentiate_untested(scores, p.scale_log2);
           wait_for_products<0>();
           free_values();
