@@ -16,11 +16,14 @@ using ringattn::BlockAttentionParams;
 using ringattn::KeySegment;
 using ringattn::Turn;
 using ringattn::cuda::sm90::brings_much;
+using ringattn::cuda::sm90::has_many_tiles;
+using ringattn::cuda::sm90::kSmallTile;
 using ringattn::cuda::sm90::shape_of_pairs;
 using ringattn::cuda::sm90::small_tiles_are_faster;
 using ringattn::cuda::sm90::tile_order;
 using ringattn::cuda::sm90::TileOrder;
 using ringattn::cuda::sm90::tiles_walked;
+using ringattn::cuda::sm90::time_in_tiles;
 using ringattn::cuda::sm90::turns_in_order;
 using ringattn::cuda::sm90::TurnShape;
 
@@ -237,15 +240,73 @@ TEST_CASE(
 
 TEST_CASE("a tile for whose rows fewer consumers are needed takes less time") {
   std::vector<KeySegment> segments = {segment(800, kNoMask, 0)};
-  const BlockAttentionParams p = call(segments, 192 + 64, 1, 1);
-  int64_t heads_at_once = 0;
-  const TileOrder order = tile_order(p, {}, 192, kL2Bytes, 132, heads_at_once);
-  const std::vector<Turn> turns = turns_in_order(p, order, 1, false, 192, 80, 132);
-  REQUIRE(turns.size() == 4);  // two batch entries
-  for (int i = 0; i < 4; ++i) {
-    const bool is_full = order.taken(i, 0, 192, 256).first_row == 0;
-    CHECK(turns[i].length == 4 + 2 * 10 * (is_full ? 5 : 3) / 5);
-  }
+  const auto lengths_of = [&](int num_queries, TurnShape shape) {
+    const BlockAttentionParams p = call(segments, num_queries, 1, 1);
+    int64_t heads_at_once = 0;
+    const TileOrder order = tile_order(p, shape, 192, kL2Bytes, 132, heads_at_once);
+    std::vector<int> lengths;
+    for (const Turn& turn : turns_in_order(p, order, 1, false, 192, 80, 132))
+      lengths.push_back(turn.length);
+    return lengths;
+  };
+  const int whole = 4 + 2 * 10, of_two = 4 + 2 * 10 * 4 / 5, of_one = 4 + 2 * 10 * 3 / 5;
+  // Two batch entries, the last rows of each first.
+  CHECK(lengths_of(192 + 192, {}) == std::vector<int>{whole, whole, whole, whole});
+  CHECK(lengths_of(192 + 129, {}) == std::vector<int>{whole, whole, whole, whole});
+  CHECK(lengths_of(192 + 128, {}) == std::vector<int>{of_two, of_two, whole, whole});
+  CHECK(lengths_of(192 + 65, {}) == std::vector<int>{of_two, of_two, whole, whole});
+  CHECK(lengths_of(192 + 64, {}) == std::vector<int>{of_one, of_one, whole, whole});
+  CHECK(lengths_of(192 + 1, {}) == std::vector<int>{of_one, of_one, whole, whole});
+  // Of two row tiles, what the first one takes.
+  CHECK(lengths_of(192 + 64, {1, 2}) == std::vector<int>{whole, whole});
+}
+
+TEST_CASE("keys come as fast whatever the size of the tiles that wait for them") {
+  std::vector<KeySegment> segments = {segment(128 * 80 * 15, kNoMask, 0)};
+  segments[0].source.data = &segments;  // anything
+  BlockAttentionParams p = call(segments, 1, 1, 1);
+  p.batch = 1;
+  const auto arrival = [&](int block_q, int block_k) {
+    int64_t heads_at_once = 0;
+    const TileOrder order = tile_order(p, {}, block_q, kL2Bytes, 8, heads_at_once);
+    const std::vector<Turn> turns = turns_in_order(p, order, 1, false, block_q, block_k, 8);
+    return turns[0].earliest_end - turns[0].length;
+  };
+  CHECK(arrival(128, 128) == 2 * 80 * 15 * 24 / 8);
+  CHECK(arrival(192, 80) == 2 * 128 * 15 * 24 / 8 * 2 / 3);
+}
+
+TEST_CASE("a call's time is that of its turns, of a ring's that of the share of each cluster") {
+  const auto time = [](const std::vector<KeySegment>& segments, int num_heads, int num_kv_heads,
+                       int multiprocessors) {
+    BlockAttentionParams p = call(segments, 128, num_heads, num_kv_heads);
+    p.batch = 1;
+    return time_in_tiles(p, kSmallTile, kL2Bytes, multiprocessors);
+  };
+  const std::vector<KeySegment> one = {segment(2048, kNoMask, 0)};
+  const std::vector<KeySegment> two = {segment(1024, kNoMask, 0), segment(1024, kNoMask, 0)};
+  const int64_t turn = 2 * 16 + 3, unit = kSmallTile.time;
+  CHECK(time(one, 3, 3, 2) == 2 * turn * unit);
+  CHECK(time(two, 3, 3, 2) == turn * 3 / 2 * unit);
+  CHECK(time(two, 1, 1, 2) == turn * unit);  // nobody has less than one
+  // Heads in pairs, where multiprocessors are even in number.
+  CHECK(time(one, 10, 5, 6) == 2 * turn * unit);
+  CHECK(time(one, 10, 5, 5) == 2 * turn * unit);  // in pairs on two clusters, three times
+}
+
+TEST_CASE("tiles are many by the rows of all heads and batch entries") {
+  const std::vector<KeySegment> segments = {segment(8192, kNoMask, 0)};
+  const auto many = [&](int num_queries, int num_heads, int batch) {
+    BlockAttentionParams p = call(segments, num_queries, num_heads, 1);
+    p.batch = batch;
+    return has_many_tiles(p);
+  };
+  CHECK_FALSE(many(64 * 192, 32, 2));
+  CHECK(many(64 * 192 + 1, 32, 2));
+  CHECK(many(64 * 192, 33, 2));
+  CHECK(many(64 * 192, 32, 3));
+  CHECK_FALSE(many(1, 64, 64));
+  CHECK(many(193, 64, 64));
 }
 
 TEST_CASE("calls take small tiles where large ones would leave much of the device idle") {
@@ -269,11 +330,11 @@ TEST_CASE("calls take small tiles where large ones would leave much of the devic
 
   // Of a ring of four: halves of 1024 rows leave a sixth of the large tiles' rows empty, those of
   // 4096 a hundredth. Where keys come from, and how many blocks there may be, makes no difference.
-  const auto ring_small = [](int seq_len) {
+  const auto ring_small = [](int seq_len, int num_kv_heads = 8) {
     const int rows = seq_len / 4;
     std::vector<KeySegment> segments = {segment(rows, 0, 0)};
     for (int i = 0; i < 3; ++i) segments.push_back(segment(rows, kNoMask, rows / 2));
-    BlockAttentionParams p = call(segments, rows, 32, 8);
+    BlockAttentionParams p = call(segments, rows, 32, num_kv_heads);
     p.batch = 1;
     const bool result = small_tiles_are_faster(p, kL2Bytes, 132);
     for (int i = 1; i < 4; ++i) segments[i].source = {&segments, rows};
@@ -284,6 +345,12 @@ TEST_CASE("calls take small tiles where large ones would leave much of the devic
   CHECK_FALSE(ring_small(32768));
   CHECK_FALSE(ring_small(16384));
   CHECK(ring_small(8192));
+  // With a KV head for each head, it would: keys that are brought are shared by row tiles that
+  // otherwise would not.
+  for (int rows = 1024; rows <= 4096; rows += 64) {
+    INFO(rows << " rows");
+    ring_small(4 * rows, 32);
+  }
 }
 
 TEST_CASE("a ring brings much where each KV head has few queries, or many heads do") {
