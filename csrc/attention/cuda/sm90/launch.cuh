@@ -198,9 +198,9 @@ class LatestKinds {
   std::deque<std::pair<std::vector<int>, Found>> kinds_;
 };
 
-/// What decides how long the turns of a call are.
+/// What decides how long the turns of a call are, and in which order they lie.
 inline std::vector<int> kind_of(const BlockAttentionParams& p) {
-  std::vector<int> kind = {p.batch, p.num_queries, p.num_heads, p.num_kv_heads};
+  std::vector<int> kind = {p.batch, p.num_queries, p.num_heads, p.num_kv_heads, p.head_dim};
   for (int i = 0; i < p.num_segments; ++i) {
     const KeySegment& keys = p.segments[i];
     kind.insert(kind.end(), {keys.num_keys, keys.diagonal, keys.first_query,
@@ -314,7 +314,7 @@ inline cudaError_t choose_tile_size(const BlockAttentionParams& p, bool& small) 
   if (error == cudaSuccess) error = device_limits(device, limits);
   if (error != cudaSuccess) return error;
   std::vector<int> kind = kind_of(p);
-  kind.push_back(limits.multiprocessors);
+  kind.insert(kind.end(), {limits.multiprocessors, limits.l2_bytes});
   static thread_local LatestKinds<bool> known;
   small = known.find(std::move(kind), [&] {
     return small_tiles_are_faster(p, limits.l2_bytes, limits.multiprocessors);
