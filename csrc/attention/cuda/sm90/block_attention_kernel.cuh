@@ -3,6 +3,9 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+#include <type_traits>
+
 #include "attention/cuda/sm90/copies.cuh"
 #include "attention/cuda/sm90/epilogue.cuh"
 #include "attention/cuda/sm90/launch.h"

@@ -304,7 +304,7 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool much, cudaStrea
   return cudaLaunchKernelEx(&config, kKernel, params);
 }
 
-/// Which tiles a call takes, of head dimensions up to 128.
+/// Which tiles a call takes, of head dimensions from 65 to 128.
 inline cudaError_t choose_tile_size(const BlockAttentionParams& p, bool& small) {
   small = p.tile_rows == kSmallTile.rows;
   if (p.tile_rows != 0 || p.num_queries == 0 || has_many_tiles(p)) return cudaSuccess;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
@@ -86,6 +85,9 @@ struct TileShape {
   static_assert(kSharedBytes <= kMaxSharedBytes);
 };
 
+// By the largest head dimension. Up to 128 the host chooses between two sizes (tile_choice.h); of
+// each there are shapes for calls with a state, for those without, and for those without that bring
+// so much that larger parcels pay (WithRoom).
 // clang-format off
 using Tile64 = TileShape<64, 4, 64, 3, 3, true, false, 4096, 32, 112>;
 using Tile128 = TileShape<128, 3, 80, 3, 3, false, true, 1280, 32, 160>;
@@ -285,7 +287,7 @@ struct SeenKeys {
   int own;       // the first so many, that a row of these does
   int unmasked;  // the first so many, that all of these see whole
 
-  ///   first_row: of the 64; of their tile, there is one
+  ///   first_row: of the 64, of which there is one at least
   __device__ __forceinline__ SeenKeys(const KeyBounds& keys, const QueryTile& tile, int first_row) {
     const int by_first = min(keys.num_keys, first_row + 1 + keys.diagonal);
     tiles = tiles_seen<Tile>(keys, tile, tile.turn_end);

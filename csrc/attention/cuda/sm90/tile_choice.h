@@ -9,9 +9,9 @@
 #include "attention/cuda/sm90/turn_times.h"
 #include "attention/turn_order.h"
 
-// Which of two sizes of tiles a call of head dimensions up to 128 takes. Plain C++: by what is
-// attended alone, not by where keys come from or how many thread blocks there may be, so that bits
-// do not depend on these.
+// Which of two sizes of tiles a call of head dimensions from 65 to 128 takes. Plain C++: by what is
+// attended on which device, not by where keys come from or how many thread blocks there may be, so
+// that bits do not depend on these.
 
 namespace ringattn::cuda::sm90 {
 
