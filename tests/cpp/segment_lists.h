@@ -273,10 +273,11 @@ inline const std::vector<Shape> kZigzag = {{300, 0, 0},  {211, kAll, 141}, {130,
 /// The same, with keys enough for thread blocks that share them.
 inline const std::vector<Shape> kLongZigzag = {{900, 0, 0},  {811, kAll, 141}, {130, kAll, 0},
                                                {0, kAll, 0}, {1, kAll, 141},   {756, kAll, 141}};
-/// For 1068 rows, in tiles of 128 an odd number before the split: row tiles in pairs, the last one
-/// of which has no other; of the pair behind the split the first one sees nothing of one segment.
+/// For 1338 rows, in tiles of 128 as of 192 an odd number before the split: row tiles in pairs, the
+/// last one of which has no other; of the pair behind the split the first one sees nothing of one
+/// segment.
 inline const std::vector<Shape> kOddZigzag = {
-    {1068, 0, 0}, {4000, kAll, 300}, {129, -430, 0}, {130, kAll, 0}, {3000, kAll, 300}};
+    {1338, 0, 0}, {6000, kAll, 570}, {129, -770, 0}, {130, kAll, 0}, {5000, kAll, 570}};
 /// Diagonals that begin and end inside tiles, above and below; the first segment is seen by few.
 inline const std::vector<Shape> kDiagonals = {
     {400, -290, 0}, {500, 77, 0}, {129, -100, 200}, {64, -300, 0}, {300, 0, 200}};

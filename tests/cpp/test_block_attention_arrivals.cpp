@@ -103,7 +103,7 @@ TEST_CASE("tiles handed out one by one give the same bits, launch after launch")
                                    {kZigzag, 300, {}},
                                    {kLongZigzag, 300, {}},
                                    {kLongZigzag, 300, {3, 3}},
-                                   {kOddZigzag, 1068, {6, 2}}};
+                                   {kOddZigzag, 1338, {6, 2}}};
   for (const Dim& dim : {Dim(128, 128), Dim(128, 192)}) {
     for (const auto& [shapes, num_queries, heads] : cases) {
       const Problem problem(num_queries, shapes, dim, at::kBFloat16, heads);
@@ -127,7 +127,7 @@ TEST_CASE("keys that a launch brings, late ones too, are waited for, and the wor
   const std::vector<Case> cases = {{kZigzag, 300, {}},
                                    {kLongZigzag, 300, {}},
                                    {kLongZigzag, 700, {3, 3}},
-                                   {kOddZigzag, 1068, {6, 2}}};
+                                   {kOddZigzag, 1338, {6, 2}}};
   for (const Dim& dim : kDims) {
     for (const auto& [shapes, num_queries, heads] : cases) {
       for (const int32_t max_blocks : {2, 1000}) {

@@ -132,9 +132,9 @@ TEST_CASE("neighbouring row tiles that share keys and values leave the bits of t
     std::vector<Shape> shapes;
   };
   const std::vector<Case> cases = {
-      {4800, {{4700, -130, 0}}},  // the very first tile sees nothing, its other does
-      {5200, {{2300, kAll, 0}, {129, -5000, 0}}},  // 41 tiles: the last one has no other
-      {1068, kOddZigzag},
+      {6400, {{2300, -200, 0}}},  // the very first tile sees nothing, its other does
+      {7700, {{2300, kAll, 0}, {129, -7500, 0}}},  // 61 or 41 tiles: the last one has no other
+      {1338, kOddZigzag},
       {300, kLongZigzag}};
   // Odd numbers of heads for a KV head: one, three.
   const std::vector<std::pair<Heads, at::ScalarType>> kinds = {{{3, 3}, at::kBFloat16},
@@ -145,7 +145,7 @@ TEST_CASE("neighbouring row tiles that share keys and values leave the bits of t
         const Problem problem(num_queries, shapes, dim, dtype, heads);
         INFO("D " << dim.head_dim << " in tiles of " << dim.tile_rows << ", " << heads.query
                   << " heads, S_q " << num_queries);
-        if (dim.tile_rows == 192 && !pairs_row_tiles(problem)) continue;  // of few, alone
+        if (dim.tile_rows == 192 && num_queries == 300) continue;  // of two tiles, alone
         REQUIRE(pairs_row_tiles(problem));
         Results pairs(problem), single(problem);
         const auto check = [&](Launch launch, int32_t most_in_pairs) {
