@@ -17,6 +17,7 @@ using ringattn::KeySegment;
 using ringattn::Turn;
 using ringattn::cuda::sm90::brings_much;
 using ringattn::cuda::sm90::has_many_tiles;
+using ringattn::cuda::sm90::kLargeTile;
 using ringattn::cuda::sm90::kSmallTile;
 using ringattn::cuda::sm90::shape_of_pairs;
 using ringattn::cuda::sm90::small_tiles_are_faster;
@@ -276,7 +277,7 @@ TEST_CASE("keys come as fast whatever the size of the tiles that wait for them")
   CHECK(arrival(192, 80) == 2 * 128 * 15 * 24 / 8 * 2 / 3);
 }
 
-TEST_CASE("a call's time is that of its turns, of a ring's that of the share of each cluster") {
+TEST_CASE("a call's time is that of its turns, of a ring's that of turns put in order") {
   const auto time = [](const std::vector<KeySegment>& segments, int num_heads, int num_kv_heads,
                        int multiprocessors) {
     BlockAttentionParams p = call(segments, 128, num_heads, num_kv_heads);
@@ -287,11 +288,28 @@ TEST_CASE("a call's time is that of its turns, of a ring's that of the share of 
   const std::vector<KeySegment> two = {segment(1024, kNoMask, 0), segment(1024, kNoMask, 0)};
   const int64_t turn = 2 * 16 + 3, unit = kSmallTile.time;
   CHECK(time(one, 3, 3, 2) == 2 * turn * unit);
-  CHECK(time(two, 3, 3, 2) == turn * 3 / 2 * unit);
-  CHECK(time(two, 1, 1, 2) == turn * unit);  // nobody has less than one
+  CHECK(time(two, 3, 3, 2) == 2 * turn * unit);
+  CHECK(time(two, 1, 1, 2) == turn * unit);
   // Heads in pairs, where multiprocessors are even in number.
   CHECK(time(one, 10, 5, 6) == 2 * turn * unit);
   CHECK(time(one, 10, 5, 5) == 2 * turn * unit);  // in pairs on two clusters, three times
+}
+
+TEST_CASE("of a ring, turns that can be put in order end sooner than they lie") {
+  // The last of two ranks: 16384 tokens, of the other block all rows see the first half.
+  const std::vector<KeySegment> segments = {segment(8192, 0, 0), segment(4096, kNoMask, 0)};
+  BlockAttentionParams p = call(segments, 8192, 32, 8);
+  p.batch = 1;
+  const TurnShape pairs = {2, 1};
+  int64_t heads_at_once = 0;
+  const TileOrder order = tile_order(p, pairs, 192, kL2Bytes, 132, heads_at_once);
+  const std::vector<Turn> turns = turns_in_order(p, order, 8, false, 192, 80, 132);
+  int64_t sum = 0;
+  for (const Turn& turn : turns) sum += turn.length;
+  const int64_t even = sum / 66, natural = ringattn::time_of_turns(turns, 66);
+  const int64_t in_order = time_in_tiles(p, kLargeTile, kL2Bytes, 132) / kLargeTile.time;
+  CHECK(natural > even + even / 50);
+  CHECK(in_order < even + even / 200);
 }
 
 TEST_CASE("tiles are many by the rows of all heads and batch entries") {

@@ -38,7 +38,7 @@ inline int64_t time_in_tiles(const BlockAttentionParams& p, TileSize size, int l
       tile_order(there, shape, size.rows, l2_bytes, multiprocessors, heads_at_once);
   const std::vector<Turn> turns =
       turns_in_order(there, order, p.num_kv_heads, false, size.rows, size.keys, multiprocessors);
-  const int64_t clusters = std::max(multiprocessors / shape.blocks(), 1);
+  const int64_t clusters = multiprocessors / shape.blocks();
   if (p.num_segments == 1) return size.time * time_of_turns(turns, clusters);
   // Of a ring: turns are put into an order with which they end together, if they can.
   const int64_t most = most_last_turns(order.turns, clusters);
