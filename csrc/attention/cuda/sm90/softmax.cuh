@@ -98,8 +98,9 @@ struct OnlineSoftmax {
     RowPair total = {{0.0f, 0.0f}};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // A row that has seen nothing has no maximum: its sum does not hold.
-      const float offset = max[half] == -INFINITY ? NAN : __fmul_rn(max[half], scale_log2);
+      // Without a maximum that is finite, as of a row that has seen nothing, its sum does not hold.
+      const float scaled = __fmul_rn(max[half], scale_log2);
+      const float offset = isinf(scaled) ? NAN : scaled;
 #pragma unroll
       for (int n = 0; n < kScores / 4; ++n)
 #pragma unroll
