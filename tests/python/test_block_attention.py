@@ -98,7 +98,7 @@ def test_scores_far_above_the_range_of_the_exponential(device, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("powers", [12.0, 15.5, 17.0, 400.0])
+@pytest.mark.parametrize("powers", [4.0, 12.0, 17.0, 400.0])
 def test_scores_that_rise_from_tile_to_tile(device, dtype, head_dim, powers):
     """By so many powers of two for every 64 keys, towards the first ones, which kernels come to
     last; for all rows, or for one whose neighbours see nothing of it."""

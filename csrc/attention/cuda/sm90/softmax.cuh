@@ -40,10 +40,11 @@ struct RowPair {
 /// Accumulators and sums are relative to `max`, which follows the scores at a distance: where it is
 /// looked for, once they are kSlack powers of two above it (after FlashAttention-4). Where it is
 /// not looked for, scores are taken to stay close to it, and the sums of their probabilities tell
-/// whether they do. Probabilities are larger for it, which no 16-bit type minds.
+/// whether they do. Probabilities are larger for it, which no 16-bit type minds. But the largest is
+/// no longer 1, of which nothing is rounded away: errors grow with the distance, if slowly.
 struct OnlineSoftmax {
   static constexpr float kSlack = 8.0f;
-  static constexpr float kMostOfLane = 16384.0f;  // a row's sum; float16 ends at 65504
+  static constexpr float kMostOfLane = 512.0f;  // a row's sum, of a tile
 
   float max[2] = {-INFINITY, -INFINITY};  // of the raw scores or a little less, the same in a quad
   float sum[2] = {0.0f, 0.0f};            // of this lane's probabilities, relative to max
@@ -64,13 +65,14 @@ struct OnlineSoftmax {
   }
 
   /// Scores become probabilities, and are added to the sums.
+  ///   slack: how far maxima may have risen to be left where they were, in powers of two
   template <int kScores>
   __device__ __forceinline__ void exponentiate(float (&s)[kScores], const RowPair& before,
-                                               float scale_log2) {
+                                               float scale_log2, float slack) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Negated, for rows that have seen nothing: -inf - -inf.
-      if (!((max[half] - before[half]) * scale_log2 > kSlack)) max[half] = before[half];
+      if (!((max[half] - before[half]) * scale_log2 > slack)) max[half] = before[half];
       const float offset = scaled_max(max[half], scale_log2);
       // exp2(-inf) before the first keys; exactly 1 where nothing changes, so no contraction here.
       decay[half] = exp2_approx(__fmul_rn(before[half], scale_log2) - offset);
@@ -93,8 +95,9 @@ struct OnlineSoftmax {
   template <int kScores>
   __device__ __forceinline__ RowPair exponentiate_untested(float (&s)[kScores],
                                                            float scale_log2) const {
-    // What raise_max() leaves as it is holds: nothing is done twice for ever.
-    static_assert(kScores / 2 * 256.0f <= kMostOfLane && kSlack == 8.0f);
+    // Under maxima that were raised without slack sums hold: no tile fails for what another one
+    // has brought.
+    static_assert(kScores / 2 <= kMostOfLane);
     RowPair total = {{0.0f, 0.0f}};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
