@@ -161,7 +161,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
         free_keys();
         mask(scores, key_tile);
         const RowPair lower = softmax.raise_max(scores);
-        softmax.exponentiate(scores, lower, p.scale_log2, OnlineSoftmax::kSlack);
+        softmax.exponentiate(scores, lower, p.scale_log2);
         round_probabilities<Element>(scores, probabilities);
         --key_tile;
       }
@@ -178,13 +178,10 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
         named_barrier_arrive(next_turn, kTurnThreads);
         wait_for_products<1>();
 
-        const auto exponentiate_under_new_max = [&](float slack) {
-          const RowPair lower = softmax.raise_max(scores);
-          softmax.exponentiate(scores, lower, p.scale_log2, slack);
-        };
         if constexpr (decltype(masked)::value) {
           mask(scores, key_tile);
-          exponentiate_under_new_max(OnlineSoftmax::kSlack);
+          const RowPair lower = softmax.raise_max(scores);
+          softmax.exponentiate(scores, lower, p.scale_log2);
           wait_for_products<0>();
           free_values();
           round_probabilities<Element>(scores, probabilities);
@@ -203,7 +200,8 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
           if (__any_sync(0xffffffff, risen)) {
             issue_scores<Element, Tile>(scores, queries, keys);
             wait_for_products<0>();
-            exponentiate_under_new_max(0.0f);
+            const RowPair lower = softmax.raise_max(scores);
+            softmax.exponentiate(scores, lower, p.scale_log2, OnlineSoftmax::slack_of(sums));
             round_probabilities<Element>(scores, probabilities);
             scale_accumulators(out, softmax.decay);
           } else {

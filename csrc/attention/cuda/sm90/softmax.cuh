@@ -68,11 +68,12 @@ struct OnlineSoftmax {
   ///   slack: how far maxima may have risen to be left where they were, in powers of two
   template <int kScores>
   __device__ __forceinline__ void exponentiate(float (&s)[kScores], const RowPair& before,
-                                               float scale_log2, float slack) {
+                                               float scale_log2,
+                                               RowPair slack = {{kSlack, kSlack}}) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Negated, for rows that have seen nothing: -inf - -inf.
-      if (!((max[half] - before[half]) * scale_log2 > slack)) max[half] = before[half];
+      if (!((max[half] - before[half]) * scale_log2 > slack[half])) max[half] = before[half];
       const float offset = scaled_max(max[half], scale_log2);
       // exp2(-inf) before the first keys; exactly 1 where nothing changes, so no contraction here.
       decay[half] = exp2_approx(__fmul_rn(before[half], scale_log2) - offset);
@@ -117,6 +118,18 @@ struct OnlineSoftmax {
   }
   static __device__ __forceinline__ bool hold(const RowPair& sums) {
     return sums[0] <= kMostOfLane && sums[1] <= kMostOfLane;  // a NaN does not
+  }
+  /// With which maxima are raised where some sums do not hold: rows whose own do keep theirs, so
+  /// that no row's bits depend on others.
+  static __device__ __forceinline__ RowPair slack_of(const RowPair& sums) {
+    RowPair slack;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t hold = __ballot_sync(0xffffffff, sums[half] <= kMostOfLane);
+      const uint32_t quad = 0xfu << (threadIdx.x % 32 & 28);
+      slack.of[half] = (hold & quad) == quad ? INFINITY : 0.0f;
+    }
+    return slack;
   }
   __device__ __forceinline__ void add(const RowPair& sums) {
     sum[0] += sums[0];
