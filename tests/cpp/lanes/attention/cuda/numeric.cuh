@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "lanes.h"
+
+// In place of csrc/attention/cuda/numeric.cuh where a test runs device code on lanes.h:
+// instructions of the device that a host does not have.
+
+namespace ringattn::cuda {
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
+
+template <typename Element>
+uint32_t pack(float first, float second);  // not called
+
+}  // namespace ringattn::cuda

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "attention/cuda/sm90/softmax.cuh"
+#include "catch.h"
+#include "lanes.h"
+
+// The Hopper kernel's online softmax, the device code itself, on threads for lanes: one warp, 16
+// rows, values of one column.
+
+namespace {
+
+using ringattn::cuda::sm90::mask_scores;
+using ringattn::cuda::sm90::OnlineSoftmax;
+using ringattn::cuda::sm90::RowPair;
+using ringattn::cuda::sm90::scale_accumulators;
+
+constexpr int kRows = 16;
+constexpr int kTile = 80;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+const float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+struct Problem {
+  std::array<std::vector<float>, kRows> scores;  // raw
+  std::vector<float> values;
+  float scale = 0.125f;
+  int diagonal = 1 << 20;  // row i sees keys up to i + diagonal
+
+  Problem(int num_keys, float deviation, uint32_t seed) : values(num_keys) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    for (float& value : values) value = normal(random);
+    for (auto& row : scores) {
+      for (int key = 0; key < num_keys; ++key) row.push_back(deviation / scale * normal(random));
+    }
+  }
+
+  int num_keys() const { return static_cast<int>(values.size()); }
+  int seen(int row) const { return std::clamp(row + diagonal + 1, 0, num_keys()); }
+};
+
+struct Results {
+  std::array<float, kRows> out, lse;
+  int tiles_done_twice = 0;
+};
+
+// As consumers do, a warp for a warpgroup: tiles last to first, masked ones and the first one with
+// maxima.
+Results attend(const Problem& problem) {
+  Results results;
+  std::atomic<int> twice{0};
+  const int num_keys = problem.num_keys(), num_tiles = (num_keys + kTile - 1) / kTile;
+  const int unmasked = problem.seen(0) / kTile;
+  lanes::run([&](int lane) {
+    const int row = lane / 4;  // and 8 below
+    const float scale_log2 = problem.scale * kLog2E;
+    OnlineSoftmax softmax;
+    float out[4] = {};  // as accumulators of 8 columns lie: of the rows, the first column
+    float scores[kTile / 2];
+    const auto key_of = [&](int tile, int i) {
+      return tile * kTile + 8 * (i / 4) + lane % 4 * 2 + i % 2;
+    };
+    const auto load = [&](int tile) {
+      for (int i = 0; i < kTile / 2; ++i) {
+        const int key = key_of(tile, i);
+        scores[i] = key < num_keys ? problem.scores[row + 8 * (i / 2 % 2)][key] : 0.0f;
+      }
+    };
+    const auto exponentiate_under_new_max = [&](auto... slack) {
+      const RowPair lower = softmax.raise_max(scores);
+      softmax.exponentiate(scores, lower, scale_log2, slack...);
+      scale_accumulators(out, softmax.decay);
+    };
+    for (int tile = num_tiles - 1; tile >= 0; --tile) {
+      load(tile);
+      if (tile == num_tiles - 1 || tile >= unmasked) {
+        mask_scores(scores, row + problem.diagonal - tile * kTile, num_keys - tile * kTile);
+        exponentiate_under_new_max();
+      } else {
+        const RowPair sums = softmax.exponentiate_untested(scores, scale_log2);
+        if (__all_sync(0xffffffff, OnlineSoftmax::hold(sums))) {
+          softmax.add(sums);
+        } else {
+          if (lane == 0) ++twice;
+          load(tile);
+          exponentiate_under_new_max(OnlineSoftmax::slack_of(sums));
+        }
+      }
+      for (int i = 0; i < kTile / 2; ++i) {
+        const int key = key_of(tile, i);
+        if (key < num_keys) out[i / 2 % 2 * 2] += scores[i] * problem.values[key];
+      }
+    }
+    for (int half = 0; half < 2; ++half) {
+      float sum = out[2 * half];
+      sum += __shfl_xor_sync(0xffffffff, sum, 1);
+      sum += __shfl_xor_sync(0xffffffff, sum, 2);
+      const float total = softmax.row_sum(half);
+      const float lse = softmax.lse(half, total, scale_log2);
+      if (lane % 4 != 0) continue;
+      results.out[row + 8 * half] = sum / total;
+      results.lse[row + 8 * half] = lse;
+    }
+  });
+  results.tiles_done_twice = twice;
+  return results;
+}
+
+void check_row(const Problem& problem, const Results& results, int row) {
+  const int seen = problem.seen(row);
+  double max = -kInfinity, sum = 0.0, out = 0.0;
+  for (int key = 0; key < seen; ++key) max = std::max<double>(max, problem.scores[row][key]);
+  for (int key = 0; key < seen; ++key) {
+    const double p = std::exp((problem.scores[row][key] - max) * problem.scale);
+    sum += p;
+    out += p * problem.values[key];
+  }
+  INFO("row " << row << " of " << problem.num_keys() << " keys");
+  CHECK(results.out[row] == Approx(out / sum).epsilon(1e-5).margin(1e-5));
+  CHECK(results.lse[row] == Approx(max * problem.scale + std::log(sum)).epsilon(1e-6).margin(1e-6));
+}
+
+bool same_bits(float a, float b) { return std::memcmp(&a, &b, sizeof(a)) == 0; }
+
+}  // namespace
+
+TEST_CASE("sm90: random scores are done once") {
+  for (const int diagonal : {1 << 20, 300, 37}) {
+    Problem problem(700, 1.0f, diagonal);
+    problem.diagonal = diagonal;
+    const Results results = attend(problem);
+    CHECK(results.tiles_done_twice == 0);
+    for (int row = 0; row < kRows; ++row) check_row(problem, results, row);
+  }
+}
+
+TEST_CASE("sm90: scores that rise from tile to tile are done with new maxima") {
+  for (const float powers : {2.0f, 7.0f, 12.0f, 30.0f, 900.0f}) {
+    for (const bool one_row : {false, true}) {
+      Problem problem(640, 1.0f, 1);
+      for (int row = 0; row < kRows; ++row) {
+        if (one_row && row != 5) continue;
+        for (int key = 0; key < 640; ++key) {
+          const int steps = (639 - key) / kTile;
+          problem.scores[row][key] += steps * powers / kLog2E / problem.scale;
+        }
+      }
+      const Results results = attend(problem);
+      INFO(powers << " powers of two");
+      // 2^9 is what a lane's sum may be, of 20 keys: far below 12 powers, far above 2.
+      if (powers >= 12.0f) CHECK(results.tiles_done_twice == 7);
+      if (powers <= 2.0f) CHECK(results.tiles_done_twice <= 3);
+      for (int row = 0; row < kRows; ++row) check_row(problem, results, row);
+    }
+  }
+}
+
+TEST_CASE("sm90: a row's bits do not depend on other rows of its warp") {
+  for (uint32_t seed = 0; seed < 4; ++seed) {
+    const Problem problem(500, 4.0f, seed);
+    Problem changed = problem;
+    for (int row = 0; row < kRows; row += 3) {
+      for (int key = 0; key < 500; ++key) changed.scores[row][key] = 0.5f * (500 - key) + seed;
+    }
+    const Results before = attend(problem), after = attend(changed);
+    CHECK(after.tiles_done_twice > before.tiles_done_twice);
+    for (int row = 0; row < kRows; ++row) {
+      if (row % 3 == 0) continue;
+      INFO("row " << row << ", seed " << seed);
+      CHECK(same_bits(before.out[row], after.out[row]));
+      CHECK(same_bits(before.lse[row], after.lse[row]));
+    }
+  }
+}
+
+TEST_CASE("sm90: scores that are not finite stay where they are") {
+  Problem problem(400, 1.0f, 2);
+  const auto fill = [&](int row, int first, int last, float score) {
+    for (int key = first; key < last; ++key) problem.scores[row][key] = score;
+  };
+  fill(1, 0, 400, kNaN);
+  fill(2, 200, 201, kNaN);
+  fill(3, 0, 400, -kInfinity);
+  fill(4, 100, 400, -kInfinity);  // the first tiles that are come to
+  fill(5, 0, 300, -kInfinity);
+  fill(6, 10, 11, kInfinity);
+  const Results results = attend(problem);
+  for (const int row : {1, 2, 6})
+    CHECK((std::isnan(results.out[row]) && std::isnan(results.lse[row])));
+  CHECK(results.lse[3] == -kInfinity);
+  for (const int row : {0, 4, 5, 7, 8, 15}) check_row(problem, results, row);
+}
+
+TEST_CASE("sm90: rows that see nothing at first, or at all") {
+  Problem problem(330, 1.0f, 3);
+  problem.diagonal = -4;
+  const Results results = attend(problem);
+  for (int row = 0; row < 4; ++row) CHECK(results.lse[row] == -kInfinity);
+  for (int row = 4; row < kRows; ++row) check_row(problem, results, row);
+}
+
+TEST_CASE("sm90: a maximum that overflows when scaled leaves NaN, not nothing") {
+  Problem problem(400, 0.01f, 4);
+  problem.scale = 4.0f;  // the others' scores stay close together
+  for (int key = 0; key < 400; ++key) problem.scores[7][key] = 1e38f;
+  const Results results = attend(problem);
+  CHECK(std::isnan(results.lse[7]));
+  check_row(problem, results, 6);
+}
