@@ -64,6 +64,23 @@ struct OnlineSoftmax {
     return before;
   }
 
+  /// Scores of one of the rows become probabilities. Their sum.
+  template <int kScores>
+  static __device__ __forceinline__ float exponentiate_row(float (&s)[kScores], int half,
+                                                           float scale_log2, float offset) {
+    float total = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kScores / 4; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& score = s[4 * n + 2 * half + c];
+        // fmaxf drops a NaN, this does not: it stays in the probability and in the sum.
+        score = exp2_approx(fmaf(score, scale_log2, -offset));
+        total += score;
+      }
+    return total;
+  }
+
   /// Scores become probabilities, and are added to the sums.
   ///   slack: how far maxima may have risen to be left where they were, in powers of two
   template <int kScores>
@@ -77,17 +94,7 @@ struct OnlineSoftmax {
       const float offset = scaled_max(max[half], scale_log2);
       // exp2(-inf) before the first keys; exactly 1 where nothing changes, so no contraction here.
       decay[half] = exp2_approx(__fmul_rn(before[half], scale_log2) - offset);
-      float total = 0.0f;
-#pragma unroll
-      for (int n = 0; n < kScores / 4; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& score = s[4 * n + 2 * half + c];
-          // fmaxf drops a NaN, this does not: it stays in the probability and in the sum.
-          score = exp2_approx(fmaf(score, scale_log2, -offset));
-          total += score;
-        }
-      sum[half] = fmaf(sum[half], decay[half], total);
+      sum[half] = fmaf(sum[half], decay[half], exponentiate_row(s, half, scale_log2, offset));
     }
   }
 
@@ -99,20 +106,12 @@ struct OnlineSoftmax {
     // Under maxima that were raised without slack sums hold: no tile fails for what another one
     // has brought.
     static_assert(kScores / 2 <= kMostOfLane);
-    RowPair total = {{0.0f, 0.0f}};
+    RowPair total;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Without a maximum that is finite, as of a row that has seen nothing, its sum does not hold.
       const float scaled = __fmul_rn(max[half], scale_log2);
-      const float offset = isinf(scaled) ? NAN : scaled;
-#pragma unroll
-      for (int n = 0; n < kScores / 4; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& score = s[4 * n + 2 * half + c];
-          score = exp2_approx(fmaf(score, scale_log2, -offset));
-          total.of[half] += score;
-        }
+      total.of[half] = exponentiate_row(s, half, scale_log2, isinf(scaled) ? NAN : scaled);
     }
     return total;
   }
