@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/cuda/numeric.cuh"
+#include "attention/cuda/sm90/ptx/instruction_order.cuh"
 
 // Online softmax of a warpgroup's scores, in the layout of ptx/wgmma.cuh: a lane holds parts of two
 // rows ("halves"), 8 apart; the four lanes of a quad hold a row.
@@ -64,20 +65,28 @@ struct OnlineSoftmax {
     return before;
   }
 
-  /// Scores of one of the rows become probabilities. Their sum.
+  /// Scores become probabilities relative to `offset`. Their sums.
+  ///
+  /// Note: an exponential comes back after some thirty cycles, in which its unit takes three more.
+  /// The compiler would add each one after the next, and wait. So those of one group are added
+  /// while the next group is under way.
   template <int kScores>
-  static __device__ __forceinline__ float exponentiate_row(float (&s)[kScores], int half,
-                                                           float scale_log2, float offset) {
-    float total = 0.0f;
+  static __device__ __forceinline__ RowPair exponentiate_relative(float (&s)[kScores],
+                                                                  const RowPair& offset,
+                                                                  float scale_log2) {
+    constexpr int kGroup = 8;
+    static_assert(kScores % kGroup == 0);
+    RowPair total = {{0.0f, 0.0f}};
 #pragma unroll
-    for (int n = 0; n < kScores / 4; ++n)
+    for (int begin = 0; begin <= kScores; begin += kGroup) {
+      if (begin > 0) keep_instructions_in_order();
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& score = s[4 * n + 2 * half + c];
+      for (int i = begin; i < begin + kGroup; ++i) {
         // fmaxf drops a NaN, this does not: it stays in the probability and in the sum.
-        score = exp2_approx(fmaf(score, scale_log2, -offset));
-        total += score;
+        if (i < kScores) s[i] = exp2_approx(fmaf(s[i], scale_log2, -offset[i / 2 % 2]));
+        if (i >= kGroup) total.of[(i - kGroup) / 2 % 2] += s[i - kGroup];
       }
+    }
     return total;
   }
 
@@ -87,15 +96,18 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void exponentiate(float (&s)[kScores], const RowPair& before,
                                                float scale_log2,
                                                RowPair slack = {{kSlack, kSlack}}) {
+    RowPair offset;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Negated, for rows that have seen nothing: -inf - -inf.
       if (!((max[half] - before[half]) * scale_log2 > slack[half])) max[half] = before[half];
-      const float offset = scaled_max(max[half], scale_log2);
+      offset.of[half] = scaled_max(max[half], scale_log2);
       // exp2(-inf) before the first keys; exactly 1 where nothing changes, so no contraction here.
-      decay[half] = exp2_approx(__fmul_rn(before[half], scale_log2) - offset);
-      sum[half] = fmaf(sum[half], decay[half], exponentiate_row(s, half, scale_log2, offset));
+      decay[half] = exp2_approx(__fmul_rn(before[half], scale_log2) - offset[half]);
     }
+    const RowPair sums = exponentiate_relative(s, offset, scale_log2);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) sum[half] = fmaf(sum[half], decay[half], sums[half]);
   }
 
   /// Scores become probabilities relative to the maxima as they are. Their sums: if they hold(), to
@@ -106,14 +118,14 @@ struct OnlineSoftmax {
     // Under maxima that were raised without slack sums hold: no tile fails for what another one
     // has brought.
     static_assert(kScores / 2 <= kMostOfLane);
-    RowPair total;
+    RowPair offset;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Without a maximum that is finite, as of a row that has seen nothing, its sum does not hold.
       const float scaled = __fmul_rn(max[half], scale_log2);
-      total.of[half] = exponentiate_row(s, half, scale_log2, isinf(scaled) ? NAN : scaled);
+      offset.of[half] = isinf(scaled) ? NAN : scaled;
     }
-    return total;
+    return exponentiate_relative(s, offset, scale_log2);
   }
   static __device__ __forceinline__ bool hold(const RowPair& sums) {
     return sums[0] <= kMostOfLane && sums[1] <= kMostOfLane;  // a NaN does not
