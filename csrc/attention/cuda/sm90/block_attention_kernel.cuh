@@ -134,6 +134,14 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
     const int first_row = tile.first_row + consumer * 64;
     float out[Tile::kHeadDim / 2] = {};
     OnlineSoftmax softmax;
+    RowResults rows;
+    const auto finish_rows = [&] {
+      bool failed = false;
+      if constexpr (p.kBringing) {
+        failed = p.bringing.failed != nullptr && load_relaxed_system(p.bringing.failed) != 0;
+      }
+      rows.finish(p, tile, tile.first_row + lane_row, softmax, failed);
+    };
     if (p.fold) prefetch_lse(p, tile, tile.first_row + lane_row);
     int segment = seen_segment<Tile>(p, tile, 0);
     const bool sees_keys = segment < p.num_segments;
@@ -159,7 +167,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
         wait_for_products<0>();
         named_barrier_arrive(next_turn, kTurnThreads);
         free_keys();
-        mask(scores, key_tile);
+        if (key_tile >= seen.unmasked) mask(scores, key_tile);
         const RowPair lower = softmax.raise_max(scores);
         softmax.exponentiate(scores, lower, p.scale_log2);
         round_probabilities<Element>(scores, probabilities);
@@ -228,8 +236,10 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       }
       wait(shared.full(kValues, values_at.stage), values_at.parity);
       issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
+      finish_rows();  // meanwhile
       wait_for_products<0>();
       free_values();
+      rows.clear_empty(out);
     } else {
       for (; segment < p.num_segments; ++segment) {
         pass(tiles_seen<Tile>(p.keys[segment], tile, tile.turn_end));
@@ -239,13 +249,9 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
           (!sees_keys || Tile::kSeparateOut || !goes_through_shared<Tile>(p, tile))) {
         arrive(shared.queries_free());
       }
+      finish_rows();
     }
 
-    bool failed = false;
-    if constexpr (p.kBringing) {
-      failed = p.bringing.failed != nullptr && load_relaxed_system(p.bringing.failed) != 0;
-    }
-    const RowResults rows(p, tile, tile.first_row + lane_row, softmax, failed);
     if (sees_keys && goes_through_shared<Tile>(p, tile)) {
       store_through_shared<Element>(p, tile, shared, consumer, rows, out);
       if (!Tile::kSeparateOut && is_first_lane) {

@@ -35,23 +35,23 @@ struct RowResults {
   int rows_end;
   float keep[2];  // of the state
   float norm[2];  // of the accumulators
-  bool empty[2];  // a row that saw nothing is 0 whatever the values that its tile was multiplied
-                  // with
+  bool empty[2];  // nothing was seen
 
   /// Also writes lse.
   ///   first_row: of the lane
-  __device__ __forceinline__ RowResults(const KernelParams& p, const QueryTile& tile, int first_row,
-                                        const OnlineSoftmax& softmax, bool failed)
-      : rows_end(tile.rows_end) {
+  __device__ __forceinline__ void finish(const KernelParams& p, const QueryTile& tile,
+                                         int first_row, const OnlineSoftmax& softmax,
+                                         bool failed) {
+    rows_end = tile.rows_end;
     float* lse = lse_of_head(p, tile);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       row[half] = first_row + 8 * half;
       const float sum = softmax.row_sum(half);
       float row_lse = softmax.lse(half, sum, p.scale_log2);
-      norm[half] = reciprocal(sum);
+      empty[half] = !failed && row_lse == -INFINITY;
+      norm[half] = empty[half] ? 0.0f : reciprocal(sum);
       if (failed) row_lse = norm[half] = NAN;
-      empty[half] = row_lse == -INFINITY;
       keep[half] = 0.0f;
       if (p.fold) {
         const MergeWeights weights(row[half] < rows_end ? lse[row[half]] : -INFINITY, row_lse);
@@ -64,8 +64,14 @@ struct RowResults {
     }
   }
 
-  __device__ __forceinline__ float finished(int half, float x) const {
-    return empty[half] ? 0.0f : x * norm[half];
+  /// A row that saw nothing is 0, whatever the values that its tile was multiplied with.
+  template <int kAccumulators>
+  __device__ __forceinline__ void clear_empty(float (&out)[kAccumulators]) const {
+    if (!__any_sync(0xffffffff, empty[0] || empty[1])) return;
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) {
+      if (empty[i / 2 % 2]) out[i] = 0.0f;
+    }
   }
 };
 
@@ -111,15 +117,15 @@ __device__ __forceinline__ void store_through_shared(const KernelParams& p, cons
     for (int i = 0; i < Tile::kHeadDim / 4; ++i) {
       const int half = i % 2, at = 4 * (i / 2) + 2 * half;
       const float2 before = load_shared_pair(state_at(half, i / 2));
-      out[at] = fmaf(before.x, rows.keep[half], rows.finished(half, out[at]));
-      out[at + 1] = fmaf(before.y, rows.keep[half], rows.finished(half, out[at + 1]));
+      out[at] = fmaf(before.x, rows.keep[half], out[at] * rows.norm[half]);
+      out[at + 1] = fmaf(before.y, rows.keep[half], out[at + 1] * rows.norm[half]);
     }
     __syncwarp();  // all lanes have read what they share with others when results are rounded
   } else {
     if (thread == 0) wait_for_stores_to_read();  // of the tile before
     named_barrier_wait(barrier, kWarpgroupSize);
 #pragma unroll
-    for (int i = 0; i < Tile::kHeadDim / 2; ++i) out[i] = rows.finished(i / 2 % 2, out[i]);
+    for (int i = 0; i < Tile::kHeadDim / 2; ++i) out[i] *= rows.norm[i / 2 % 2];
   }
 
   const bool is_final = all_final(p, tile);
@@ -201,9 +207,9 @@ __device__ __forceinline__ void store_directly(const KernelParams& p, const Quer
         const int column = 8 * (begin + i) + first_column;
         const int accumulator = 4 * (begin + i) + 2 * half;
         const float x =
-            fmaf(before[half][i].x, rows.keep[half], rows.finished(half, out[accumulator]));
+            fmaf(before[half][i].x, rows.keep[half], out[accumulator] * rows.norm[half]);
         const float y =
-            fmaf(before[half][i].y, rows.keep[half], rows.finished(half, out[accumulator + 1]));
+            fmaf(before[half][i].y, rows.keep[half], out[accumulator + 1] * rows.norm[half]);
         if (row >= rows.rows_end || column >= p.head_dim) continue;
         if (is_final) {
           *reinterpret_cast<uint32_t*>(rounded + row * p.out_memory.row_stride + column) =
