@@ -91,7 +91,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
   const bool is_first_lane = threadIdx.x % 32 == 0;
   const int lane_row = consumer * 64 + threadIdx.x % kWarpgroupSize / 32 * 16 +
                        threadIdx.x % 32 / 4;  // within the tile
-  const uint32_t queries = shared.queries() + consumer * 64 * kColumnBlockPitch;
+  const uint32_t queries = shared.queries(consumer);
   const int own_barrier = kWarpgroupBarrier + consumer;
 
   // Consumers take turns, one for each tile of keys, so that one's products run under another's
@@ -127,9 +127,10 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
   };
 
   for (;;) {
-    wait(shared.queries_full(), queries_parity);
-    queries_parity ^= 1;
-    QueryTile tile = shared.tile();
+    wait(shared.queries_full(consumer), queries_parity);
+    QueryTile tile = shared.tile(consumer, queries_parity);
+    int segment;
+    SeenKeys seen = shared.first_seen(consumer, queries_parity, segment);
     if (!tile.exists()) break;
     const int first_row = tile.first_row + consumer * 64;
     float out[Tile::kHeadDim / 2] = {};
@@ -143,7 +144,6 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       rows.finish(p, tile, tile.first_row + lane_row, softmax, failed);
     };
     if (p.fold) prefetch_lse(p, tile, tile.first_row + lane_row);
-    int segment = seen_segment<Tile>(p, tile, 0);
     const bool sees_keys = segment < p.num_segments;
     if (sees_keys && first_row < tile.rows_end) {
       uint32_t probabilities[Tile::kBlockK / 4];
@@ -156,7 +156,6 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       };
 
       // The first tile of keys: nothing to overlap it with yet.
-      SeenKeys<Tile> seen(p.keys[segment], tile, first_row);
       int key_tile = max(seen.own, 1) - 1;
       pass(seen.tiles - 1 - key_tile);
       {
@@ -225,14 +224,14 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
         for (; key_tile >= 0; --key_tile) attend(key_tile, std::false_type{});
         segment = seen_segment<Tile>(p, tile, segment + 1);
         if (segment == p.num_segments) break;
-        seen = SeenKeys<Tile>(p.keys[segment], tile, first_row);
+        seen = seen_keys<Tile>(p.keys[segment], tile, first_row);
         key_tile = seen.tiles - 1;
       }
 
-      tile = shared.tile();  // again: it need not stay in registers
+      tile = shared.tile(consumer, queries_parity);  // again: it need not stay in registers
       __syncwarp();
       if (is_first_lane && (Tile::kSeparateOut || !goes_through_shared<Tile>(p, tile))) {
-        arrive(shared.queries_free());
+        arrive(shared.queries_free(consumer));
       }
       wait(shared.full(kValues, values_at.stage), values_at.parity);
       issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
@@ -247,7 +246,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       __syncwarp();  // all lanes have read the tile
       if (is_first_lane &&
           (!sees_keys || Tile::kSeparateOut || !goes_through_shared<Tile>(p, tile))) {
-        arrive(shared.queries_free());
+        arrive(shared.queries_free(consumer));
       }
       finish_rows();
     }
@@ -256,11 +255,12 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       store_through_shared<Element>(p, tile, shared, consumer, rows, out);
       if (!Tile::kSeparateOut && is_first_lane) {
         wait_for_stores_to_read();  // those of this thread, if it is the one that issued them
-        arrive(shared.queries_free());
+        arrive(shared.queries_free(consumer));
       }
     } else {
       store_directly<Element, Tile>(p, tile, rows, out);
     }
+    queries_parity ^= 1;
   }
   if (is_first_thread) wait_for_stores_to_read();  // shared memory goes with the thread block
 }

@@ -127,28 +127,39 @@ __device__ __forceinline__ void bring_queries(const SegmentedParams<kSegments>& 
   TurnsTaken turns;
   prefetch_map(p.q);
 
-  const auto announce = [&](const QueryTile& tile, int query_bytes) {
-    wait(shared.queries_free(), parity ^ 1);
+  /// Each consumer's queries as soon as it has done with those before. None where none are
+  /// attended.
+  const auto announce = [&](const QueryTile& tile, int segment) {
+    const bool sees_keys = segment < p.num_segments;
+#pragma unroll 1
+    for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
+      const int first_row = tile.first_row + consumer * 64;
+      const uint32_t full = shared.queries_full(consumer);
+      SeenKeys seen = {};
+      if (sees_keys) seen = seen_keys<Tile>(p.keys[segment], tile, first_row);
+      wait(shared.queries_free(consumer), parity ^ 1);
+      shared.set_tile(consumer, parity, tile, states % 2, segment, seen);
+      arrive_expecting(full, sees_keys ? Tile::kQueryBytes / Tile::kConsumers : 0);
+      if (!sees_keys) continue;
+#pragma unroll
+      for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+        load_box(shared.queries(consumer) + block * Tile::kQueryBlockBytes, p.q,
+                 {block * kColumnBlock, first_row, tile.head, tile.batch}, full,
+                 L2Policy::kEvictFirst);
+      }
+    }
     parity ^= 1;
-    shared.set_tile(tile, states % 2);
-    arrive_expecting(shared.queries_full(), query_bytes);
   };
 
   for (int turn = turns.read(p, shared); turn < p.order.turns; turn = turns.read(p, shared)) {
     turns.free(p, shared);
     const QueryTile tile = query_tile<Tile>(p, turn);
-    if (seen_segment<Tile>(p, tile, 0) == p.num_segments) {
-      announce(tile, 0);
+    const int segment = seen_segment<Tile>(p, tile, 0);
+    announce(tile, segment);
+    if (!Tile::kStateThroughShared || segment == p.num_segments || !p.fold ||
+        !goes_through_shared<Tile>(p, tile)) {
       continue;
     }
-    announce(tile, Tile::kQueryBytes);
-#pragma unroll
-    for (int block = 0; block < Tile::kColumnBlocks; ++block) {
-      load_box(shared.queries() + block * Tile::kQueryBlockBytes, p.q,
-               {block * kColumnBlock, tile.first_row, tile.head, tile.batch}, shared.queries_full(),
-               L2Policy::kEvictFirst);
-    }
-    if (!Tile::kStateThroughShared || !p.fold || !goes_through_shared<Tile>(p, tile)) continue;
     wait(shared.state_free(), states % 2 ^ 1);
     ++states;
     arrive_expecting(shared.state_full(), Tile::kStateBytes);
@@ -161,7 +172,7 @@ __device__ __forceinline__ void bring_queries(const SegmentedParams<kSegments>& 
                  shared.state_full(), L2Policy::kEvictFirst);
       }
   }
-  announce({-1, 0, 0, 0, 0, 0}, 0);
+  announce({-1, 0, 0, 0, 0, 0}, p.num_segments);
 }
 
 /// All of it, by the warps of one warpgroup.

@@ -149,7 +149,7 @@ cudaError_t make_query_maps(const BlockAttentionParams& p, KernelParams& params)
   const auto map = [&](const Strided& x, DataType dtype, int box_rows, CUtensorMap& to) {
     return make_tensor_map(x, dtype, p.batch, p.num_queries, p.num_heads, p.head_dim, box_rows, to);
   };
-  cudaError_t error = map(p.q, p.dtype, Tile::kBlockQ, params.q);
+  cudaError_t error = map(p.q, p.dtype, 64, params.q);
   if (error == cudaSuccess && p.final_begin < p.final_end) {
     error = map(p.out, p.dtype, 64, params.out);
   }

@@ -59,7 +59,7 @@ struct TileShape {
   static constexpr int kAlignment = 1024;  // of the 128-byte swizzle
   static constexpr int kMaxStages = 3;
   static_assert(kKeyStages <= kMaxStages && kValueStages <= kMaxStages);
-  static constexpr int kBarrierBytes = 272;  // and a few words
+  static constexpr int kBarrierBytes = 240 + 80 * kConsumers;  // and a few words
   static constexpr int kLoadedBytes =
       kQueryBytes + (kKeyStages + kValueStages) * kKeyBytes + kBarrierBytes;
   static constexpr int kMaxSharedBytes = 232448;
@@ -116,6 +116,42 @@ struct QueryTile {
   __device__ __forceinline__ bool exists() const { return first_row >= 0; }
 };
 
+/// Tiles of keys that rows of the turn up to `rows_end` see something of.
+template <typename Tile>
+__device__ __forceinline__ int tiles_seen(const KeyBounds& keys, const QueryTile& tile,
+                                          int rows_end) {
+  // A row that exists. The first one does where tiles are alone, and leaves their loops shorter.
+  const int row = Tile::kInPairs ? tile.turn_end - 1 : tile.first_row;
+  return keys.tiles_seen(row, rows_end, Tile::kBlockK);
+}
+
+/// What the 64 rows of a consumer see of a segment, in tiles of keys.
+struct SeenKeys {
+  int tiles;     // that the turn's last row sees something of
+  int own;       // the first so many, that a row of these does
+  int unmasked;  // the first so many, that all of these see whole
+};
+
+///   first_row: of the 64, of which there is one at least
+template <typename Tile>
+__device__ __forceinline__ SeenKeys seen_keys(const KeyBounds& keys, const QueryTile& tile,
+                                              int first_row) {
+  const int by_first = min(keys.num_keys, first_row + 1 + keys.diagonal);
+  return {tiles_seen<Tile>(keys, tile, tile.turn_end),
+          tiles_seen<Tile>(keys, tile, min(first_row + 64, tile.rows_end)),
+          max(by_first, 0) / Tile::kBlockK};
+}
+
+/// The next segment that the turn sees something of.
+template <typename Tile, int kSegments>
+__device__ __forceinline__ int seen_segment(const SegmentedParams<kSegments>& p,
+                                            const QueryTile& tile, int segment) {
+  while (segment < p.num_segments && tiles_seen<Tile>(p.keys[segment], tile, tile.turn_end) == 0) {
+    ++segment;
+  }
+  return segment;
+}
+
 /// Addresses in shared memory.
 template <typename Tile>
 struct SharedMemory {
@@ -125,7 +161,10 @@ struct SharedMemory {
   __device__ __forceinline__ explicit SharedMemory(const void* dynamic)
       : base(shared_address(dynamic)) {}
 
-  __device__ __forceinline__ uint32_t queries() const { return base; }
+  /// A consumer's 64 rows, in column blocks that are kQueryBlockBytes apart.
+  __device__ __forceinline__ uint32_t queries(int consumer) const {
+    return base + consumer * 64 * kColumnBlockPitch;
+  }
   __device__ __forceinline__ uint32_t buffer(Operand operand, uint32_t stage) const {
     const uint32_t first = operand == kKeys ? 0 : Tile::kKeyStages;
     return base + Tile::kQueryBytes + (first + stage) * Tile::kKeyBytes;
@@ -135,62 +174,83 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t results(int consumer) const {
     return Tile::kSeparateOut ? buffer(kValues, Tile::kValueStages) +
                                     consumer * (Tile::kOutBytes / Tile::kConsumers)
-                              : queries() + consumer * Tile::kResultBlockBytes;
+                              : queries(consumer);
   }
 
   /// Each buffer has a barrier that says that it is full (the copy engine has written it) and one
-  /// that says that it is free (every consumer has read it).
-  __device__ __forceinline__ uint32_t queries_full() const { return barrier(0); }
-  __device__ __forceinline__ uint32_t queries_free() const { return barrier(1); }
-  __device__ __forceinline__ uint32_t state_full() const { return barrier(2); }
-  __device__ __forceinline__ uint32_t state_free() const { return barrier(3); }
+  /// that says that it is free (every consumer has read it, or the one whose queries these are).
+  __device__ __forceinline__ uint32_t queries_full(int consumer) const {
+    return barrier(kQueryBarriers + 2 * consumer);
+  }
+  __device__ __forceinline__ uint32_t queries_free(int consumer) const {
+    return barrier(kQueryBarriers + 2 * consumer + 1);
+  }
+  __device__ __forceinline__ uint32_t state_full() const { return barrier(0); }
+  __device__ __forceinline__ uint32_t state_free() const { return barrier(1); }
   __device__ __forceinline__ uint32_t full(Operand operand, uint32_t stage) const {
-    return barrier(6 + operand * Tile::kMaxStages + stage);
+    return barrier(kBufferBarriers + operand * Tile::kMaxStages + stage);
   }
   __device__ __forceinline__ uint32_t free(Operand operand, uint32_t stage) const {
-    return barrier(6 + (2 + operand) * Tile::kMaxStages + stage);
+    return barrier(kBufferBarriers + (2 + operand) * Tile::kMaxStages + stage);
   }
   /// Of the thread block that brings keys or values for all of a cluster: the others' are free.
   __device__ __forceinline__ uint32_t free_elsewhere(Operand operand, uint32_t stage) const {
-    return barrier(6 + (4 + operand) * Tile::kMaxStages + stage);
+    return barrier(kBufferBarriers + (4 + operand) * Tile::kMaxStages + stage);
   }
   /// The turn that was handed out last.
-  __device__ __forceinline__ uint32_t turn_full() const { return barrier(4); }
-  __device__ __forceinline__ uint32_t turn_free() const { return barrier(5); }
+  __device__ __forceinline__ uint32_t turn_full() const { return barrier(2); }
+  __device__ __forceinline__ uint32_t turn_free() const { return barrier(3); }
 
   /// What is brought from another device, on its way through.
   __device__ __forceinline__ uint32_t parcel(uint32_t i) const {
     return words() - (i + 1) * Tile::kParcelBytes;
   }
   __device__ __forceinline__ uint32_t parcel_full(uint32_t i) const {
-    return barrier(6 + 6 * Tile::kMaxStages + i);
+    return barrier(kParcelBarriers + i);
   }
   /// What is noted about pieces: kPieceWordBytes of room.
   __device__ __forceinline__ uint32_t piece_words() const { return barrier(kBarriers); }
 
-  /// The tile whose queries these are: written before queries_full, read after it.
-  __device__ __forceinline__ void set_tile(const QueryTile& tile, uint32_t state_parity) const {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(words()), "r"(tile.first_row),
-                 "r"(tile.turn_end), "r"(tile.batch), "r"(tile.head)
+  /// The tile that a consumer's queries are of, and what they see of `segment`, the first that the
+  /// turn sees something of: written before queries_full, read after it, and until the next one's
+  /// queries are free. The parity of queries_full tells one from the next.
+  __device__ __forceinline__ void set_tile(int consumer, uint32_t parity, const QueryTile& tile,
+                                           uint32_t state_parity, int segment,
+                                           const SeenKeys& seen) const {
+    const uint32_t to = tile_words(consumer, parity);
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(tile.first_row),
+                 "r"(tile.turn_end), "r"(tile.batch), "r"(2 * tile.head + state_parity)
                  : "memory");
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(words() + 16), "r"(state_parity) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + 16), "r"(segment),
+                 "r"(seen.tiles), "r"(seen.own), "r"(seen.unmasked)
+                 : "memory");
   }
-  __device__ __forceinline__ QueryTile tile() const {
+  __device__ __forceinline__ QueryTile tile(int consumer, uint32_t parity) const {
     QueryTile tile;
+    uint32_t head;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(tile.first_row), "=r"(tile.turn_end), "=r"(tile.batch), "=r"(tile.head)
-                 : "r"(words())
+                 : "=r"(tile.first_row), "=r"(tile.turn_end), "=r"(tile.batch), "=r"(head)
+                 : "r"(tile_words(consumer, parity))
                  : "memory");
-    asm volatile("ld.shared.u32 %0, [%1];"
-                 : "=r"(tile.state_parity)
-                 : "r"(words() + 16)
-                 : "memory");
+    tile.head = head / 2;
+    tile.state_parity = head % 2;
     tile.rows_end = min(tile.first_row + Tile::kBlockQ, tile.turn_end);
     return tile;
   }
+  __device__ __forceinline__ SeenKeys first_seen(int consumer, uint32_t parity,
+                                                 int& segment) const {
+    SeenKeys seen;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(segment), "=r"(seen.tiles), "=r"(seen.own), "=r"(seen.unmasked)
+                 : "r"(tile_words(consumer, parity) + 16)
+                 : "memory");
+    return seen;
+  }
 
   /// Written before turn_full, read after it.
-  __device__ __forceinline__ uint32_t turn_word() const { return words() + 20; }
+  __device__ __forceinline__ uint32_t turn_word() const {
+    return words() + kWordBytes - 8;
+  }
   __device__ __forceinline__ void set_turn(int turn) const {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(turn_word()), "r"(turn) : "memory");
   }
@@ -201,9 +261,11 @@ struct SharedMemory {
   }
 
   __device__ __forceinline__ void init_barriers() const {
-    init_barrier(queries_full(), 1);
-    // Each warp by itself: its threads have read the tile.
-    init_barrier(queries_free(), Tile::kConsumers * kWarpgroupSize / 32);
+    for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
+      init_barrier(queries_full(consumer), 1);
+      // Each warp by itself: it has done with the tile before.
+      init_barrier(queries_free(consumer), kWarpgroupSize / 32);
+    }
     init_barrier(state_full(), 1);
     init_barrier(state_free(), Tile::kConsumers);
     for (const Operand operand : {kKeys, kValues}) {
@@ -221,11 +283,19 @@ struct SharedMemory {
   }
 
  private:
-  static constexpr uint32_t kWordBytes = 24, kPieceWordBytes = 32;
-  static constexpr uint32_t kBarriers = 6 + 6 * Tile::kMaxStages + Tile::kParcels;
+  // Of barriers. The words before them: of tiles, then the turn.
+  static constexpr uint32_t kQueryBarriers = 4;
+  static constexpr uint32_t kBufferBarriers = kQueryBarriers + 2 * Tile::kConsumers;
+  static constexpr uint32_t kParcelBarriers = kBufferBarriers + 6 * Tile::kMaxStages;
+  static constexpr uint32_t kBarriers = kParcelBarriers + Tile::kParcels;
+  static constexpr uint32_t kTileBytes = 32, kPieceWordBytes = 32;
+  static constexpr uint32_t kWordBytes = 2 * Tile::kConsumers * kTileBytes + 8;
   static_assert(kWordBytes + 8 * kBarriers + kPieceWordBytes <= Tile::kBarrierBytes);
   static_assert(Tile::kSharedBytes % 16 == 0 && Tile::kBarrierBytes % 16 == 0);
 
+  __device__ __forceinline__ uint32_t tile_words(int consumer, uint32_t parity) const {
+    return words() + (2 * consumer + parity) * kTileBytes;
+  }
   __device__ __forceinline__ uint32_t barrier(uint32_t i) const {
     return words() + kWordBytes + 8 * i;
   }
@@ -269,41 +339,6 @@ __device__ __forceinline__ QueryTile query_tile(const SegmentedParams<kSegments>
   at.batch = group - kv_head * p.batch;
   at.head = kv_head * p.heads_per_kv_head + taken.head - group * p.heads_per_kv_head;
   return at;
-}
-
-/// Tiles of keys that rows of the turn up to `rows_end` see something of.
-template <typename Tile>
-__device__ __forceinline__ int tiles_seen(const KeyBounds& keys, const QueryTile& tile,
-                                          int rows_end) {
-  // A row that exists. The first one does where tiles are alone, and leaves their loops shorter.
-  const int row = Tile::kInPairs ? tile.turn_end - 1 : tile.first_row;
-  return keys.tiles_seen(row, rows_end, Tile::kBlockK);
-}
-
-/// What the 64 rows of a consumer see of a segment, in tiles of keys.
-template <typename Tile>
-struct SeenKeys {
-  int tiles;     // that the turn's last row sees something of
-  int own;       // the first so many, that a row of these does
-  int unmasked;  // the first so many, that all of these see whole
-
-  ///   first_row: of the 64, of which there is one at least
-  __device__ __forceinline__ SeenKeys(const KeyBounds& keys, const QueryTile& tile, int first_row) {
-    const int by_first = min(keys.num_keys, first_row + 1 + keys.diagonal);
-    tiles = tiles_seen<Tile>(keys, tile, tile.turn_end);
-    own = tiles_seen<Tile>(keys, tile, min(first_row + 64, tile.rows_end));
-    unmasked = max(by_first, 0) / Tile::kBlockK;
-  }
-};
-
-/// The next segment that the turn sees something of.
-template <typename Tile, int kSegments>
-__device__ __forceinline__ int seen_segment(const SegmentedParams<kSegments>& p,
-                                            const QueryTile& tile, int segment) {
-  while (segment < p.num_segments && tiles_seen<Tile>(p.keys[segment], tile, tile.turn_end) == 0) {
-    ++segment;
-  }
-  return segment;
 }
 
 /// The turns that this cluster takes: every n-th of n clusters, there and back again, or, where
