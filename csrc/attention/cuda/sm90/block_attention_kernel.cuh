@@ -141,7 +141,9 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       if constexpr (p.kBringing) {
         failed = p.bringing.failed != nullptr && load_relaxed_system(p.bringing.failed) != 0;
       }
+      if (is_first_thread) wait_for_stores_to_read();  // of the tile before
       rows.finish(p, tile, tile.first_row + lane_row, softmax, failed);
+      named_barrier_wait(own_barrier, kWarpgroupSize);
     };
     if (p.fold) prefetch_lse(p, tile, tile.first_row + lane_row);
     const bool sees_keys = segment < p.num_segments;
@@ -222,6 +224,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
         for (; key_tile >= seen.unmasked; --key_tile) attend(key_tile, std::true_type{});
 #pragma unroll 1
         for (; key_tile >= 0; --key_tile) attend(key_tile, std::false_type{});
+        if constexpr (kSegments == 1) break;
         segment = seen_segment<Tile>(p, tile, segment + 1);
         if (segment == p.num_segments) break;
         seen = seen_keys<Tile>(p.keys[segment], tile, first_row);

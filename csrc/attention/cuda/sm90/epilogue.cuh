@@ -37,30 +37,41 @@ struct RowResults {
   float norm[2];  // of the accumulators
   bool empty[2];  // nothing was seen
 
-  /// Also writes lse.
+  /// Also writes lse. In steps, each of both rows, whose latencies overlap.
   ///   first_row: of the lane
   __device__ __forceinline__ void finish(const KernelParams& p, const QueryTile& tile,
                                          int first_row, const OnlineSoftmax& softmax,
                                          bool failed) {
-    rows_end = tile.rows_end;
     float* lse = lse_of_head(p, tile);
+    float before[2] = {-INFINITY, -INFINITY}, row_lse[2];
+    rows_end = tile.rows_end;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       row[half] = first_row + 8 * half;
+      if (p.fold && row[half] < rows_end) before[half] = lse[row[half]];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
       const float sum = softmax.row_sum(half);
-      float row_lse = softmax.lse(half, sum, p.scale_log2);
-      empty[half] = !failed && row_lse == -INFINITY;
+      row_lse[half] = softmax.lse(half, sum, p.scale_log2);
+      empty[half] = !failed && row_lse[half] == -INFINITY;
       norm[half] = empty[half] ? 0.0f : reciprocal(sum);
-      if (failed) row_lse = norm[half] = NAN;
+      if (failed) row_lse[half] = norm[half] = NAN;
       keep[half] = 0.0f;
-      if (p.fold) {
-        const MergeWeights weights(row[half] < rows_end ? lse[row[half]] : -INFINITY, row_lse);
+    }
+    if (p.fold) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const MergeWeights weights(before[half], row_lse[half]);
         keep[half] = weights.first;
         norm[half] *= weights.second;
-        row_lse = weights.lse;
+        row_lse[half] = weights.lse;
       }
       __syncwarp();  // the quad has read lse
-      if (threadIdx.x % 4 == 0 && row[half] < rows_end) lse[row[half]] = row_lse;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (threadIdx.x % 4 == 0 && row[half] < rows_end) lse[row[half]] = row_lse[half];
     }
   }
 
@@ -122,8 +133,6 @@ __device__ __forceinline__ void store_through_shared(const KernelParams& p, cons
     }
     __syncwarp();  // all lanes have read what they share with others when results are rounded
   } else {
-    if (thread == 0) wait_for_stores_to_read();  // of the tile before
-    named_barrier_wait(barrier, kWarpgroupSize);
 #pragma unroll
     for (int i = 0; i < Tile::kHeadDim / 2; ++i) out[i] *= rows.norm[i / 2 % 2];
   }

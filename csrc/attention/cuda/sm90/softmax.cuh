@@ -161,10 +161,9 @@ struct OnlineSoftmax {
     return total;
   }
 
-  /// Natural log-sum-exp of a row, -inf where nothing was seen.
+  /// Natural log-sum-exp of a row, -inf where nothing was seen: log2(0).
   __device__ __forceinline__ float lse(int half, float row_sum, float scale_log2) const {
-    return row_sum == 0.0f ? -INFINITY
-                           : (scaled_max(max[half], scale_log2) + log2_approx(row_sum)) * kLn2;
+    return (scaled_max(max[half], scale_log2) + log2_approx(row_sum)) * kLn2;
   }
 };
 
