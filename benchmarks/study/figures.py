@@ -33,12 +33,14 @@ def _unequal(rows: Sequence[Row]) -> list[Row]:
 
 
 def _drawn(rows: Sequence[Row], *columns: str) -> list[Row]:
-    """Rows of strategies that have all the columns."""
-    return [
+    """Rows of strategies that have all the columns, the shortest sequences first: a study that was
+    added to has them in the order in which they were measured."""
+    drawn = [
         row
         for row in rows
         if row["split_type"] in STYLES and all(row[column] is not None for column in columns)
     ]
+    return sorted(drawn, key=lambda row: row["seq_len"])
 
 
 def _most_unequal(rows: Sequence[Row]) -> list[Row]:

@@ -12,7 +12,7 @@ import harness
 import pytest
 import ringattn
 import torch
-from study import running, sweep
+from study import figures, running, sweep
 from study.settings import Cell, Job, Settings, Store
 from study.splits import Grounds, split
 
@@ -219,3 +219,15 @@ def test_beside_gpus_the_next_ranks_load_while_the_present_ones_compute(
             if job.cells[0].what == "b":
                 break  # as after an error: the ranks that wait are ended too
     assert happened == order
+
+
+def test_lengths_stand_in_order_whatever_was_measured_first():
+    rows = [
+        {"split_type": "planned", "percentages": "100,50", "seq_len": length, "efficiency": share}
+        for length, share in ((4096, 0.9), (65536, 0.97), (16384, 0.95))
+    ]
+    drawing = figures.share_of_ideal(rows)
+    axes = drawing.figure.axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["4K", "16K", "64K"]
+    assert list(axes.get_lines()[0].get_ydata()) == pytest.approx([90.0, 95.0, 97.0])
+    assert [row["seq_len"] for row in drawing.rows] == [4096, 16384, 65536]
