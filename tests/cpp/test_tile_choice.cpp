@@ -94,7 +94,8 @@ TEST_CASE("calls take small tiles where large ones would leave much of the devic
   CHECK(small(4096, false));
 
   // Of a ring of four: halves of 1024 rows leave a sixth of the large tiles' rows empty, those of
-  // 8192 a two-hundredth. Where keys come from, and how many blocks there may be, makes no difference.
+  // 8192 a two-hundredth. Where keys come from, and how many blocks there may be, makes no
+  // difference.
   const auto ring_small = [](int seq_len, int num_kv_heads = 8) {
     const int rows = seq_len / 4;
     std::vector<KeySegment> segments = {segment(rows, 0, 0)};

@@ -40,8 +40,7 @@ struct RowResults {
   /// Also writes lse. In steps, each of both rows, whose latencies overlap.
   ///   first_row: of the lane
   __device__ __forceinline__ void finish(const KernelParams& p, const QueryTile& tile,
-                                         int first_row, const OnlineSoftmax& softmax,
-                                         bool failed) {
+                                         int first_row, const OnlineSoftmax& softmax, bool failed) {
     float* lse = lse_of_head(p, tile);
     float before[2] = {-INFINITY, -INFINITY}, row_lse[2];
     rows_end = tile.rows_end;

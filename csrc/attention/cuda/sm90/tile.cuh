@@ -248,9 +248,7 @@ struct SharedMemory {
   }
 
   /// Written before turn_full, read after it.
-  __device__ __forceinline__ uint32_t turn_word() const {
-    return words() + kWordBytes - 8;
-  }
+  __device__ __forceinline__ uint32_t turn_word() const { return words() + kWordBytes - 8; }
   __device__ __forceinline__ void set_turn(int turn) const {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(turn_word()), "r"(turn) : "memory");
   }
