@@ -116,25 +116,30 @@ def test_a_recording_does_not_nest_and_ends_with_an_exception():
 
 def test_slowdown_multiplies_the_attention_time_and_changes_no_bit():
     q = torch.randn(1, 1024, 4, 64)
+    outs: list[torch.Tensor] = []
 
     def attention_ms() -> float:
-        times = []
-        for _ in range(5):
-            with ringattn.record_timings() as timings:
-                outs.append(ringattn.ring_attention(q, q, q))
-            times.append(timings.summary()["attention_ms"])
-        return min(times)
+        with ringattn.record_timings() as timings:
+            outs.append(ringattn.ring_attention(q, q, q))
+        return timings.summary()["attention_ms"]
 
-    outs: list[torch.Tensor] = []
-    attention_ms()
-    alone = attention_ms()
-    with ringattn.testing.slowdown(4.0):
-        slow = attention_ms()
-        with ringattn.testing.slowdown(1.0):
-            inner = attention_ms()
-        again = attention_ms()
-    assert 3 < slow / alone < 6 and 3 < again / alone < 6
-    assert inner / alone < 2 and attention_ms() / alone < 2
+    def one_round() -> dict[str, float]:
+        ms = {"alone": attention_ms()}
+        with ringattn.testing.slowdown(4.0):
+            ms["slow"] = attention_ms()
+            with ringattn.testing.slowdown(1.0):
+                ms["inner"] = attention_ms()
+            ms["again"] = attention_ms()
+        return ms | {"after": attention_ms()}
+
+    one_round()
+    # The least of each, of rounds: other programs take the cores for a while, and not for all.
+    rounds = [one_round() for _ in range(8)]
+    least = {name: min(ms[name] for ms in rounds) for name in rounds[0]}
+    for name in ("slow", "again"):
+        assert 3 < least[name] / least["alone"] < 6, least
+    for name in ("inner", "after"):
+        assert least[name] / least["alone"] < 2, least
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
