@@ -93,9 +93,9 @@ TEST_CASE("calls take small tiles where large ones would leave much of the devic
   CHECK(small(2048, true));
   CHECK(small(4096, false));
 
-  // Of a ring of four: halves of 1024 rows leave a sixth of the large tiles' rows empty, those of
-  // 8192 a two-hundredth. Where keys come from, and how many blocks there may be, makes no
-  // difference.
+  // Of a ring of four: halves of 1024 rows leave a ninth of the large tiles' rows empty, those of
+  // 8192 less than a hundredth. In between, both sizes end at about the same time. Where keys come
+  // from, and how many blocks there may be, makes no difference.
   const auto ring_small = [](int seq_len, int num_kv_heads = 8) {
     const int rows = seq_len / 4;
     std::vector<KeySegment> segments = {segment(rows, 0, 0)};

@@ -33,7 +33,7 @@ namespace ringattn::cuda::sm90 {
 /// q = -q in the warpgroup's 64 rows, for a negative scale: online softmax wants the largest score.
 template <typename Tile>
 __device__ __forceinline__ void negate_queries(uint32_t queries, int barrier) {
-  constexpr int kChunks = 64 * kColumnBlockPitch / 16;  // of a column block
+  constexpr int kChunks = kConsumerRows * kColumnBlockPitch / 16;  // of a column block
 #pragma unroll 1
   for (int i = threadIdx.x % kWarpgroupSize; i < Tile::kColumnBlocks * kChunks;
        i += kWarpgroupSize) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
                                         const SharedMemory<Tile>& shared, int consumer) {
   const bool is_first_thread = threadIdx.x % kWarpgroupSize == 0;
   const bool is_first_lane = threadIdx.x % 32 == 0;
-  const int lane_row = consumer * 64 + threadIdx.x % kWarpgroupSize / 32 * 16 +
+  const int lane_row = consumer * kConsumerRows + threadIdx.x % kWarpgroupSize / 32 * 16 +
                        threadIdx.x % 32 / 4;  // within the tile
   const uint32_t queries = shared.queries(consumer);
   const int own_barrier = kWarpgroupBarrier + consumer;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
     int segment;
     SeenKeys seen = shared.first_seen(consumer, queries_parity, segment);
     if (!tile.exists()) break;
-    const int first_row = tile.first_row + consumer * 64;
+    const int first_row = tile.first_row + consumer * kConsumerRows;
     float out[Tile::kHeadDim / 2] = {};
     OnlineSoftmax softmax;
     RowResults rows;
@@ -143,6 +143,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       }
       if (is_first_thread) wait_for_stores_to_read();  // of the tile before
       rows.finish(p, tile, tile.first_row + lane_row, softmax, failed);
+      // All threads may write results where those were, and queries have been.
       named_barrier_wait(own_barrier, kWarpgroupSize);
     };
     if (p.fold) prefetch_lse(p, tile, tile.first_row + lane_row);
@@ -232,7 +233,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       }
 
       tile = shared.tile(consumer, queries_parity);  // again: it need not stay in registers
-      __syncwarp();
+      __syncwarp();                                  // all lanes have read it
       if (is_first_lane && (Tile::kSeparateOut || !goes_through_shared<Tile>(p, tile))) {
         arrive(shared.queries_free(consumer));
       }

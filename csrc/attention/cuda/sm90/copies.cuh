@@ -133,12 +133,13 @@ __device__ __forceinline__ void bring_queries(const SegmentedParams<kSegments>& 
     const bool sees_keys = segment < p.num_segments;
 #pragma unroll 1
     for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
-      const int first_row = tile.first_row + consumer * 64;
+      const int first_row = tile.first_row + consumer * kConsumerRows;
       const uint32_t full = shared.queries_full(consumer);
       SeenKeys seen = {};
       if (sees_keys) seen = seen_keys<Tile>(p.keys[segment], tile, first_row);
-      wait(shared.queries_free(consumer), parity ^ 1);
+      // Its place was last read for the tile before the last one, whose queries are free.
       shared.set_tile(consumer, parity, tile, states % 2, segment, seen);
+      wait(shared.queries_free(consumer), parity ^ 1);
       arrive_expecting(full, sees_keys ? Tile::kQueryBytes / Tile::kConsumers : 0);
       if (!sees_keys) continue;
 #pragma unroll
@@ -167,9 +168,10 @@ __device__ __forceinline__ void bring_queries(const SegmentedParams<kSegments>& 
     for (int consumer = 0; consumer < Tile::kConsumers; ++consumer)
 #pragma unroll 1
       for (int block = 0; block < Tile::kStateBlocks; ++block) {
-        load_box(shared.results(consumer) + block * Tile::kResultBlockBytes, p.state,
-                 {block * kStateBlock, tile.first_row + consumer * 64, tile.head, tile.batch},
-                 shared.state_full(), L2Policy::kEvictFirst);
+        load_box(
+            shared.results(consumer) + block * Tile::kResultBlockBytes, p.state,
+            {block * kStateBlock, tile.first_row + consumer * kConsumerRows, tile.head, tile.batch},
+            shared.state_full(), L2Policy::kEvictFirst);
       }
   }
   announce({-1, 0, 0, 0, 0, 0}, p.num_segments);

@@ -144,17 +144,17 @@ cudaError_t add_sources(const BlockAttentionParams& p, int64_t heads_per_slice,
 }
 
 /// Maps of queries, results and state.
-template <typename Tile>
-cudaError_t make_query_maps(const BlockAttentionParams& p, KernelParams& params) {
-  const auto map = [&](const Strided& x, DataType dtype, int box_rows, CUtensorMap& to) {
-    return make_tensor_map(x, dtype, p.batch, p.num_queries, p.num_heads, p.head_dim, box_rows, to);
+inline cudaError_t make_query_maps(const BlockAttentionParams& p, KernelParams& params) {
+  const auto map = [&](const Strided& x, DataType dtype, CUtensorMap& to) {
+    return make_tensor_map(x, dtype, p.batch, p.num_queries, p.num_heads, p.head_dim, kConsumerRows,
+                           to);
   };
-  cudaError_t error = map(p.q, p.dtype, 64, params.q);
+  cudaError_t error = map(p.q, p.dtype, params.q);
   if (error == cudaSuccess && p.final_begin < p.final_end) {
-    error = map(p.out, p.dtype, 64, params.out);
+    error = map(p.out, p.dtype, params.out);
   }
   if (error == cudaSuccess && p.state.data != nullptr) {
-    error = map(p.state, DataType::kFloat32, 64, params.state);
+    error = map(p.state, DataType::kFloat32, params.state);
   }
   return error;
 }
@@ -258,7 +258,7 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool much, cudaStrea
   error = device_limits(device, limits);
   if (error != cudaSuccess) return error;
   SegmentedParams<kSegments> params = {};
-  error = make_query_maps<Tile>(p, params);
+  error = make_query_maps(p, params);
   if (error == cudaSuccess) error = add_segments<Tile>(p, params);
   if (error != cudaSuccess) return error;
 

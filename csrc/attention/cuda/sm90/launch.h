@@ -42,7 +42,7 @@ struct BroughtKeys {
 
 /// What the kernel is told. Maps of memory: (D, rows, heads, batch).
 struct KernelParams {
-  CUtensorMap q;      // in boxes of [kBlockQ, 64]
+  CUtensorMap q;      // in boxes of [64, 64]
   CUtensorMap out;    // [64, 64]; only where rows are final
   CUtensorMap state;  // [64, 32]; only where rows are not, or with fold
 

@@ -8,6 +8,7 @@
 #include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/tile_choice.h"
+#include "attention/cuda/sm90/turn_times.h"
 
 // What a thread block works on and with: the shape of its tiles, its shared memory, and the order
 // in which it takes its tiles.
@@ -37,7 +38,7 @@ struct TileShape {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_;
   static_assert(kConsumers <= kMostConsumers);
-  static constexpr int kBlockQ = 64 * kConsumers;
+  static constexpr int kBlockQ = kConsumerRows * kConsumers;
   static constexpr int kBlockK = kBlockK_;
   static constexpr int kKeyStages = kKeyStages_;
   static constexpr int kValueStages = kValueStages_;
@@ -59,7 +60,15 @@ struct TileShape {
   static constexpr int kAlignment = 1024;  // of the 128-byte swizzle
   static constexpr int kMaxStages = 3;
   static_assert(kKeyStages <= kMaxStages && kValueStages <= kMaxStages);
-  static constexpr int kBarrierBytes = 240 + 80 * kConsumers;  // and a few words
+  /// What is brought from other devices passes through two parcels at a time.
+  static constexpr int kParcels = 2;
+  // Barriers, and the words in front of them and behind (SharedMemory): places for two tiles of
+  // each consumer, and one for the turn; what is noted about pieces.
+  static constexpr int kBarriers = 4 + 2 * kConsumers + 6 * kMaxStages + kParcels;
+  static constexpr int kTileBytes = 32, kPieceWordBytes = 32;
+  static constexpr int kWordBytes = 2 * kConsumers * kTileBytes + 8;
+  static constexpr int kBarrierBytes =
+      (kWordBytes + 8 * kBarriers + kPieceWordBytes + 15) / 16 * 16;
   static constexpr int kLoadedBytes =
       kQueryBytes + (kKeyStages + kValueStages) * kKeyBytes + kBarrierBytes;
   static constexpr int kMaxSharedBytes = 232448;
@@ -72,15 +81,14 @@ struct TileShape {
   static constexpr bool kSeparateOut = kLoadedBytes + kOutBytes <= kMaxSharedBytes;
   static constexpr bool kStateThroughShared = kSeparateOut && kWithState;
   static constexpr int kOwnBytes = kLoadedBytes + (kSeparateOut ? kOutBytes : 0);
-  /// What is brought from other devices passes through what is left: two parcels at a time. With
-  /// 1,280 bytes in each on 132 SMs, 340 KB are under way: what NVLink needs while memory is
-  /// otherwise idle.
-  static constexpr int kParcels = 2;
+  /// Parcels take what is left. With 1,280 bytes in each on 132 SMs, 340 KB are under way: what
+  /// NVLink needs while memory is otherwise idle.
   static constexpr int kParcelBytes =
       std::min(kMostParcelBytes, (kMaxSharedBytes - kOwnBytes) / kParcels / 128 * 128);
   static constexpr int kSharedBytes = kOwnBytes + kParcels * kParcelBytes;
   static_assert(kParcelBytes >= 512);
-  static constexpr int kResultBlockBytes = 64 * kColumnBlockPitch;  // of one consumer's rows
+  static constexpr int kResultBlockBytes =
+      kConsumerRows * kColumnBlockPitch;  // of one consumer's rows
   static constexpr int kOutBlockBytes = kSeparateOut ? kResultBlockBytes : kQueryBlockBytes;
   static_assert(kSharedBytes <= kMaxSharedBytes);
 };
@@ -132,13 +140,13 @@ struct SeenKeys {
   int unmasked;  // the first so many, that all of these see whole
 };
 
-///   first_row: of the 64, of which there is one at least
+///   first_row: of the 64; without a row among them, `own` and `unmasked` say nothing
 template <typename Tile>
 __device__ __forceinline__ SeenKeys seen_keys(const KeyBounds& keys, const QueryTile& tile,
                                               int first_row) {
   const int by_first = min(keys.num_keys, first_row + 1 + keys.diagonal);
   return {tiles_seen<Tile>(keys, tile, tile.turn_end),
-          tiles_seen<Tile>(keys, tile, min(first_row + 64, tile.rows_end)),
+          tiles_seen<Tile>(keys, tile, min(first_row + kConsumerRows, tile.rows_end)),
           max(by_first, 0) / Tile::kBlockK};
 }
 
@@ -163,7 +171,7 @@ struct SharedMemory {
 
   /// A consumer's 64 rows, in column blocks that are kQueryBlockBytes apart.
   __device__ __forceinline__ uint32_t queries(int consumer) const {
-    return base + consumer * 64 * kColumnBlockPitch;
+    return base + consumer * kConsumerRows * kColumnBlockPitch;
   }
   __device__ __forceinline__ uint32_t buffer(Operand operand, uint32_t stage) const {
     const uint32_t first = operand == kKeys ? 0 : Tile::kKeyStages;
@@ -209,11 +217,11 @@ struct SharedMemory {
     return barrier(kParcelBarriers + i);
   }
   /// What is noted about pieces: kPieceWordBytes of room.
-  __device__ __forceinline__ uint32_t piece_words() const { return barrier(kBarriers); }
+  __device__ __forceinline__ uint32_t piece_words() const { return barrier(Tile::kBarriers); }
 
   /// The tile that a consumer's queries are of, and what they see of `segment`, the first that the
-  /// turn sees something of: written before queries_full, read after it, and until the next one's
-  /// queries are free. The parity of queries_full tells one from the next.
+  /// turn sees something of: written before queries_full, read after it, until these queries are
+  /// free. The parity of queries_full tells one from the next, which may be written meanwhile.
   __device__ __forceinline__ void set_tile(int consumer, uint32_t parity, const QueryTile& tile,
                                            uint32_t state_parity, int segment,
                                            const SeenKeys& seen) const {
@@ -248,7 +256,7 @@ struct SharedMemory {
   }
 
   /// Written before turn_full, read after it.
-  __device__ __forceinline__ uint32_t turn_word() const { return words() + kWordBytes - 8; }
+  __device__ __forceinline__ uint32_t turn_word() const { return words() + Tile::kWordBytes - 8; }
   __device__ __forceinline__ void set_turn(int turn) const {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(turn_word()), "r"(turn) : "memory");
   }
@@ -261,7 +269,7 @@ struct SharedMemory {
   __device__ __forceinline__ void init_barriers() const {
     for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
       init_barrier(queries_full(consumer), 1);
-      // Each warp by itself: it has done with the tile before.
+      // Each warp by itself: it has read the tile.
       init_barrier(queries_free(consumer), kWarpgroupSize / 32);
     }
     init_barrier(state_full(), 1);
@@ -281,21 +289,18 @@ struct SharedMemory {
   }
 
  private:
-  // Of barriers. The words before them: of tiles, then the turn.
+  // Numbers of barriers; the first four have names.
   static constexpr uint32_t kQueryBarriers = 4;
   static constexpr uint32_t kBufferBarriers = kQueryBarriers + 2 * Tile::kConsumers;
   static constexpr uint32_t kParcelBarriers = kBufferBarriers + 6 * Tile::kMaxStages;
-  static constexpr uint32_t kBarriers = kParcelBarriers + Tile::kParcels;
-  static constexpr uint32_t kTileBytes = 32, kPieceWordBytes = 32;
-  static constexpr uint32_t kWordBytes = 2 * Tile::kConsumers * kTileBytes + 8;
-  static_assert(kWordBytes + 8 * kBarriers + kPieceWordBytes <= Tile::kBarrierBytes);
+  static_assert(kParcelBarriers + Tile::kParcels == Tile::kBarriers);
   static_assert(Tile::kSharedBytes % 16 == 0 && Tile::kBarrierBytes % 16 == 0);
 
   __device__ __forceinline__ uint32_t tile_words(int consumer, uint32_t parity) const {
-    return words() + (2 * consumer + parity) * kTileBytes;
+    return words() + (2 * consumer + parity) * Tile::kTileBytes;
   }
   __device__ __forceinline__ uint32_t barrier(uint32_t i) const {
-    return words() + kWordBytes + 8 * i;
+    return words() + Tile::kWordBytes + 8 * i;
   }
   __device__ __forceinline__ uint32_t words() const {
     return base + Tile::kSharedBytes - Tile::kBarrierBytes;

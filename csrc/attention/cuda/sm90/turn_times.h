@@ -12,6 +12,8 @@
 
 namespace ringattn::cuda::sm90 {
 
+constexpr int kConsumerRows = 64;  // of queries, that a warpgroup attends
+
 /// Turns as they lie in `order`, in halves of the time that a tile of block_q rows takes with
 /// block_k keys; one of fewer rows, for which not all consumers have something to do, takes less.
 /// Keys come in slices of `heads_per_slice` KV heads, of each all segments that are brought;
@@ -23,7 +25,6 @@ inline std::vector<Turn> turns_in_order(const BlockAttentionParams& p, const Til
   // GB/s.
   const int64_t rows_per_brought = much ? 2560 : 3072;
   const int begin_and_end = block_q > 128 ? 4 : 3;  // 2 us
-  constexpr int kConsumerRows = 64;
   const int consumers = block_q / kConsumerRows;
   const auto is_brought = [&](int i) { return p.segments[i].source.data != nullptr; };
   const auto arrival = [&](int segment, int64_t kv_head) {
