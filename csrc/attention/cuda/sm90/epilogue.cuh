@@ -102,14 +102,16 @@ __device__ __forceinline__ bool goes_through_shared(const KernelParams& p, const
 }
 
 /// Merges the warpgroup's 64 rows with the state, which the copy engine has brought, rounds them
-/// where they are final, and has the engine store them; returns before it has.
+/// where they are final, and has the engine store them; returns before it has. The memory that
+/// results leave through must be free: the engine has read those of the tile before, and at D 256
+/// the tensor cores the queries, and all threads know.
 template <typename Element, typename Tile>
 __device__ __forceinline__ void store_through_shared(const KernelParams& p, const QueryTile& tile,
                                                      const SharedMemory<Tile>& shared, int consumer,
                                                      const RowResults& rows,
                                                      float (&out)[Tile::kHeadDim / 2]) {
   const int thread = threadIdx.x % kWarpgroupSize, lane = threadIdx.x % 32;
-  const int first_row = tile.first_row + consumer * 64;
+  const int first_row = tile.first_row + consumer * kConsumerRows;
   const uint32_t results = shared.results(consumer);
   const int barrier = kWarpgroupBarrier + consumer;
 
@@ -179,7 +181,8 @@ __device__ __forceinline__ void store_through_shared(const KernelParams& p, cons
   }
 }
 
-/// Merges with the state where there is one; each row goes to `out` or to `state`.
+/// Merges with the state where there is one; each row goes to `out` or to `state`. Addresses are
+/// found once for each row: for each pair of columns they would be most of the instructions.
 template <typename Element, typename Tile>
 __device__ __forceinline__ void store_directly(const KernelParams& p, const QueryTile& tile,
                                                const RowResults& rows,
@@ -187,10 +190,22 @@ __device__ __forceinline__ void store_directly(const KernelParams& p, const Quer
   constexpr int kTiles = Tile::kHeadDim / 8;         // of 8 columns
   constexpr int kBatch = kTiles < 16 ? kTiles : 16;  // loads in flight, twice
   const int first_column = threadIdx.x % 4 * 2;
-  float* state = static_cast<float*>(p.state_memory.data) +
-                 tile.batch * p.state_memory.batch_stride + tile.head * p.state_memory.head_stride;
-  Element* rounded = static_cast<Element*>(p.out_memory.data) +
-                     tile.batch * p.out_memory.batch_stride + tile.head * p.out_memory.head_stride;
+  const auto row_of = [&](const auto& memory, int row) {
+    return tile.batch * memory.batch_stride + tile.head * memory.head_stride +
+           row * memory.row_stride + first_column;
+  };
+  float2* state[2];
+  uint32_t* rounded[2];
+  int num_tiles[2];  // that this lane has a pair of columns of
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = rows.row[half];
+    state[half] = reinterpret_cast<float2*>(static_cast<float*>(p.state_memory.data) +
+                                            row_of(p.state_memory, row));
+    rounded[half] = reinterpret_cast<uint32_t*>(static_cast<Element*>(p.out_memory.data) +
+                                                row_of(p.out_memory, row));
+    num_tiles[half] = row < rows.rows_end ? (p.head_dim - first_column + 7) / 8 : 0;
+  }
 
 #pragma unroll
   for (int begin = 0; begin < kTiles; begin += kBatch) {
@@ -199,12 +214,8 @@ __device__ __forceinline__ void store_directly(const KernelParams& p, const Quer
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int column = 8 * (begin + i) + first_column;
         before[half][i] = make_float2(0.0f, 0.0f);
-        if (p.fold && rows.row[half] < rows.rows_end && column < p.head_dim) {
-          before[half][i] = *reinterpret_cast<const float2*>(
-              state + rows.row[half] * p.state_memory.row_stride + column);
-        }
+        if (p.fold && begin + i < num_tiles[half]) before[half][i] = state[half][4 * (begin + i)];
       }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -212,19 +223,16 @@ __device__ __forceinline__ void store_directly(const KernelParams& p, const Quer
       const bool is_final = row >= p.final_begin && row < p.final_end;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int column = 8 * (begin + i) + first_column;
         const int accumulator = 4 * (begin + i) + 2 * half;
         const float x =
             fmaf(before[half][i].x, rows.keep[half], out[accumulator] * rows.norm[half]);
         const float y =
             fmaf(before[half][i].y, rows.keep[half], out[accumulator + 1] * rows.norm[half]);
-        if (row >= rows.rows_end || column >= p.head_dim) continue;
+        if (begin + i >= num_tiles[half]) continue;
         if (is_final) {
-          *reinterpret_cast<uint32_t*>(rounded + row * p.out_memory.row_stride + column) =
-              pack<Element>(x, y);
+          rounded[half][4 * (begin + i)] = pack<Element>(x, y);
         } else {
-          *reinterpret_cast<float2*>(state + row * p.state_memory.row_stride + column) =
-              make_float2(x, y);
+          state[half][4 * (begin + i)] = make_float2(x, y);
         }
       }
     }
