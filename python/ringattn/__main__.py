@@ -13,7 +13,7 @@ from ringattn.cli import generate, profile
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     top = argparse.ArgumentParser(
-        prog="ringattn",
+        prog="python -m ringattn",
         description="Ring attention for PyTorch. Under torchrun, every process is a rank.",
     )
     top.add_argument("--version", action="version", version=f"ringattn {__version__}")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scripts say how they are used, and refuse what they do not know, before they do anything."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -44,6 +45,17 @@ def test_wrong_usage_is_one_line(command: str, message: str) -> None:
     done = script(command)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_setup_is_told_its_extras_wherever_it_is_sourced() -> None:
+    """Sourced without arguments, a script sees those of the one that sources it."""
+    sourced = {
+        path.name: re.findall(r"^\. scripts/setup\.sh *(\S*)", path.read_text(), re.MULTILINE)
+        for path in (ROOT / "scripts").glob("*.sh")
+    }
+    with_setup = {name: extras for name, extras in sourced.items() if extras}
+    assert {"demo.sh", "demo_heterogeneous.sh", "sanitize.sh", "test.sh"} <= with_setup.keys()
+    assert all(extras[0] not in ("", "#") for extras in with_setup.values()), with_setup
 
 
 def test_lint_fails_where_the_first_of_a_tools_commands_does(tmp_path: Path) -> None:
