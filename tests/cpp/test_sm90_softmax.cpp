@@ -75,8 +75,7 @@ Results attend(const Problem& problem) {
       }
     };
     const auto exponentiate_under_new_max = [&](auto... slack) {
-      const RowPair lower = softmax.raise_max(scores);
-      softmax.exponentiate(scores, lower, scale_log2, slack...);
+      softmax.exponentiate(scores, scale_log2, slack...);
       scale_accumulators(out, softmax.decay);
     };
     for (int tile = num_tiles - 1; tile >= 0; --tile) {

@@ -148,6 +148,14 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
     };
     if (p.fold) prefetch_lse(p, tile, tile.first_row + lane_row);
     const bool sees_keys = segment < p.num_segments;
+    /// Unless results leave through their memory.
+    const auto free_queries = [&] {
+      __syncwarp();  // all lanes have read the tile
+      if (is_first_lane &&
+          (!sees_keys || Tile::kSeparateOut || !goes_through_shared<Tile>(p, tile))) {
+        arrive(shared.queries_free(consumer));
+      }
+    };
     if (sees_keys && first_row < tile.rows_end) {
       uint32_t probabilities[Tile::kBlockK / 4];
       if (p.negative_scale) negate_queries<Tile>(queries, own_barrier);
@@ -170,8 +178,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
         named_barrier_arrive(next_turn, kTurnThreads);
         free_keys();
         if (key_tile >= seen.unmasked) mask(scores, key_tile);
-        const RowPair lower = softmax.raise_max(scores);
-        softmax.exponentiate(scores, lower, p.scale_log2);
+        softmax.exponentiate(scores, p.scale_log2);
         round_probabilities<Element>(scores, probabilities);
         --key_tile;
       }
@@ -190,8 +197,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
 
         if constexpr (decltype(masked)::value) {
           mask(scores, key_tile);
-          const RowPair lower = softmax.raise_max(scores);
-          softmax.exponentiate(scores, lower, p.scale_log2);
+          softmax.exponentiate(scores, p.scale_log2);
           wait_for_products<0>();
           free_values();
           round_probabilities<Element>(scores, probabilities);
@@ -210,8 +216,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
           if (__any_sync(0xffffffff, risen)) {
             issue_scores<Element, Tile>(scores, queries, keys);
             wait_for_products<0>();
-            const RowPair lower = softmax.raise_max(scores);
-            softmax.exponentiate(scores, lower, p.scale_log2, OnlineSoftmax::slack_of(sums));
+            softmax.exponentiate(scores, p.scale_log2, OnlineSoftmax::slack_of(sums));
             round_probabilities<Element>(scores, probabilities);
             scale_accumulators(out, softmax.decay);
           } else {
@@ -233,10 +238,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       }
 
       tile = shared.tile(consumer, queries_parity);  // again: it need not stay in registers
-      __syncwarp();                                  // all lanes have read it
-      if (is_first_lane && (Tile::kSeparateOut || !goes_through_shared<Tile>(p, tile))) {
-        arrive(shared.queries_free(consumer));
-      }
+      free_queries();
       wait(shared.full(kValues, values_at.stage), values_at.parity);
       issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
       finish_rows();  // meanwhile
@@ -247,11 +249,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       for (; segment < p.num_segments; ++segment) {
         pass(tiles_seen<Tile>(p.keys[segment], tile, tile.turn_end));
       }
-      __syncwarp();  // all lanes have read the tile
-      if (is_first_lane &&
-          (!sees_keys || Tile::kSeparateOut || !goes_through_shared<Tile>(p, tile))) {
-        arrive(shared.queries_free(consumer));
-      }
+      free_queries();
       finish_rows();
     }
 

@@ -51,7 +51,7 @@ struct OnlineSoftmax {
   float sum[2] = {0.0f, 0.0f};            // of this lane's probabilities, relative to max
   float decay[2] = {1.0f, 1.0f};          // what earlier accumulators have to be multiplied by
 
-  /// The maxima with these scores. Then exponentiate(), with what this returns: the maxima before.
+  /// The maxima with these scores. Those before.
   template <int kScores>
   __device__ __forceinline__ RowPair raise_max(const float (&s)[kScores]) {
     const RowPair before = {{max[0], max[1]}};
@@ -90,12 +90,12 @@ struct OnlineSoftmax {
     return total;
   }
 
-  /// Scores become probabilities, and are added to the sums.
+  /// Scores raise the maxima, become probabilities, and are added to the sums.
   ///   slack: how far maxima may have risen to be left where they were, in powers of two
   template <int kScores>
-  __device__ __forceinline__ void exponentiate(float (&s)[kScores], const RowPair& before,
-                                               float scale_log2,
+  __device__ __forceinline__ void exponentiate(float (&s)[kScores], float scale_log2,
                                                RowPair slack = {{kSlack, kSlack}}) {
+    const RowPair before = raise_max(s);
     RowPair offset;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -62,11 +62,16 @@ struct TileShape {
   static_assert(kKeyStages <= kMaxStages && kValueStages <= kMaxStages);
   /// What is brought from other devices passes through two parcels at a time.
   static constexpr int kParcels = 2;
-  // Barriers, and the words in front of them and behind (SharedMemory): places for two tiles of
-  // each consumer, and one for the turn; what is noted about pieces.
-  static constexpr int kBarriers = 4 + 2 * kConsumers + 6 * kMaxStages + kParcels;
-  static constexpr int kTileBytes = 32, kPieceWordBytes = 32;
-  static constexpr int kWordBytes = 2 * kConsumers * kTileBytes + 8;
+  // Barriers (SharedMemory), the first ones of a kind: four that have names of their own, of
+  // queries, of buffers, of parcels.
+  static constexpr int kQueryBarriers = 4;
+  static constexpr int kBufferBarriers = kQueryBarriers + 2 * kConsumers;
+  static constexpr int kParcelBarriers = kBufferBarriers + 6 * kMaxStages;
+  static constexpr int kBarriers = kParcelBarriers + kParcels;
+  // The words in front of them, places for two tiles of each consumer and one for the turn, and
+  // behind: what is noted about pieces.
+  static constexpr int kTileBytes = 32, kTurnBytes = 8, kPieceWordBytes = 32;
+  static constexpr int kWordBytes = 2 * kConsumers * kTileBytes + kTurnBytes;
   static constexpr int kBarrierBytes =
       (kWordBytes + 8 * kBarriers + kPieceWordBytes + 15) / 16 * 16;
   static constexpr int kLoadedBytes =
@@ -188,22 +193,22 @@ struct SharedMemory {
   /// Each buffer has a barrier that says that it is full (the copy engine has written it) and one
   /// that says that it is free (every consumer has read it, or the one whose queries these are).
   __device__ __forceinline__ uint32_t queries_full(int consumer) const {
-    return barrier(kQueryBarriers + 2 * consumer);
+    return barrier(Tile::kQueryBarriers + 2 * consumer);
   }
   __device__ __forceinline__ uint32_t queries_free(int consumer) const {
-    return barrier(kQueryBarriers + 2 * consumer + 1);
+    return barrier(Tile::kQueryBarriers + 2 * consumer + 1);
   }
   __device__ __forceinline__ uint32_t state_full() const { return barrier(0); }
   __device__ __forceinline__ uint32_t state_free() const { return barrier(1); }
   __device__ __forceinline__ uint32_t full(Operand operand, uint32_t stage) const {
-    return barrier(kBufferBarriers + operand * Tile::kMaxStages + stage);
+    return barrier(Tile::kBufferBarriers + operand * Tile::kMaxStages + stage);
   }
   __device__ __forceinline__ uint32_t free(Operand operand, uint32_t stage) const {
-    return barrier(kBufferBarriers + (2 + operand) * Tile::kMaxStages + stage);
+    return barrier(Tile::kBufferBarriers + (2 + operand) * Tile::kMaxStages + stage);
   }
   /// Of the thread block that brings keys or values for all of a cluster: the others' are free.
   __device__ __forceinline__ uint32_t free_elsewhere(Operand operand, uint32_t stage) const {
-    return barrier(kBufferBarriers + (4 + operand) * Tile::kMaxStages + stage);
+    return barrier(Tile::kBufferBarriers + (4 + operand) * Tile::kMaxStages + stage);
   }
   /// The turn that was handed out last.
   __device__ __forceinline__ uint32_t turn_full() const { return barrier(2); }
@@ -214,7 +219,7 @@ struct SharedMemory {
     return words() - (i + 1) * Tile::kParcelBytes;
   }
   __device__ __forceinline__ uint32_t parcel_full(uint32_t i) const {
-    return barrier(kParcelBarriers + i);
+    return barrier(Tile::kParcelBarriers + i);
   }
   /// What is noted about pieces: kPieceWordBytes of room.
   __device__ __forceinline__ uint32_t piece_words() const { return barrier(Tile::kBarriers); }
@@ -256,7 +261,9 @@ struct SharedMemory {
   }
 
   /// Written before turn_full, read after it.
-  __device__ __forceinline__ uint32_t turn_word() const { return words() + Tile::kWordBytes - 8; }
+  __device__ __forceinline__ uint32_t turn_word() const {
+    return words() + Tile::kWordBytes - Tile::kTurnBytes;
+  }
   __device__ __forceinline__ void set_turn(int turn) const {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(turn_word()), "r"(turn) : "memory");
   }
@@ -289,11 +296,6 @@ struct SharedMemory {
   }
 
  private:
-  // Numbers of barriers; the first four have names.
-  static constexpr uint32_t kQueryBarriers = 4;
-  static constexpr uint32_t kBufferBarriers = kQueryBarriers + 2 * Tile::kConsumers;
-  static constexpr uint32_t kParcelBarriers = kBufferBarriers + 6 * Tile::kMaxStages;
-  static_assert(kParcelBarriers + Tile::kParcels == Tile::kBarriers);
   static_assert(Tile::kSharedBytes % 16 == 0 && Tile::kBarrierBytes % 16 == 0);
 
   __device__ __forceinline__ uint32_t tile_words(int consumer, uint32_t parity) const {
