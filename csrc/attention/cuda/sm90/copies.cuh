@@ -58,6 +58,25 @@ class TurnsHandedOut {
   bool over_ = false;
 };
 
+/// Fetches into L2 the state that a tile's results are folded into, where lanes load it themselves:
+/// a part with each of the tiles of keys before the last one. All thread blocks want theirs at
+/// about the same time, and it comes from memory under products.
+template <typename Tile>
+__device__ __forceinline__ void fetch_state_ahead(const KernelParams& p, const QueryTile& tile,
+                                                  int key_tiles, int key_tile) {
+  constexpr int kParts = 4, kPartBlocks = Tile::kStateBlocks / kParts;
+  constexpr int kLong = 16;  // tiles of keys: of fewer, products take no longer than the fetching
+  const int part = key_tile - 1;
+  if (!p.fold || key_tiles < kLong || part < 0 || part >= kParts) return;
+#pragma unroll 1
+  for (int i = 0; i < kPartBlocks * Tile::kConsumers; ++i) {
+    const int block = part * kPartBlocks + i % kPartBlocks;
+    const int first_row = tile.first_row + i / kPartBlocks * kConsumerRows;
+    if (first_row >= tile.rows_end) break;
+    prefetch_box(p.state, {block * kStateBlock, first_row, tile.head, tile.batch});
+  }
+}
+
 /// Keys or values of one tile after the other. One thread block of a cluster brings them for all;
 /// the others tell it when they can take them.
 template <Operand kOperand, typename Tile, int kSegments>
@@ -91,6 +110,9 @@ __device__ __forceinline__ void bring(const SegmentedParams<kSegments>& p,
         const auto box = [&](int block) {
           return BoxOrigin{block * kColumnBlock, key_tile * Tile::kBlockK, kv_head, tile.batch};
         };
+        if constexpr (kOperand == kValues && Tile::kStateThroughL2) {
+          if (segment == p.num_segments - 1) fetch_state_ahead<Tile>(p, tile, key_tiles, key_tile);
+        }
         wait(shared.free(kOperand, ring.stage), ring.parity ^ 1);
         arrive_expecting(full, Tile::kKeyBytes);
         if (!is_here) {

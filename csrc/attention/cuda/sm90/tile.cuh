@@ -32,7 +32,7 @@ constexpr int kWarpgroupBarrier = kTurnBarrier + kMostConsumers;
 ///   kInPairs                  two thread blocks share keys and values, where they can
 ///   kMostParcelBytes          of what is brought from other devices, in one copy
 template <int kHeadDim_, int kConsumers_, int kBlockK_, int kKeyStages_, int kValueStages_,
-          bool kWithState, bool kInPairs_, int kMostParcelBytes, int kCopyRegisters_,
+          bool kWithState_, bool kInPairs_, int kMostParcelBytes, int kCopyRegisters_,
           int kConsumerRegisters_>
 struct TileShape {
   static constexpr int kHeadDim = kHeadDim_;
@@ -42,6 +42,7 @@ struct TileShape {
   static constexpr int kBlockK = kBlockK_;
   static constexpr int kKeyStages = kKeyStages_;
   static constexpr int kValueStages = kValueStages_;
+  static constexpr bool kWithState = kWithState_;
   static constexpr bool kInPairs = kInPairs_;
   static constexpr int kCopyRegisters = kCopyRegisters_;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
@@ -85,6 +86,7 @@ struct TileShape {
   /// through the memory of the queries, in 16 bits.
   static constexpr bool kSeparateOut = kLoadedBytes + kOutBytes <= kMaxSharedBytes;
   static constexpr bool kStateThroughShared = kSeparateOut && kWithState;
+  static constexpr bool kStateThroughL2 = !kSeparateOut && kWithState;
   static constexpr int kOwnBytes = kLoadedBytes + (kSeparateOut ? kOutBytes : 0);
   /// Parcels take what is left. With 1,280 bytes in each on 132 SMs, 340 KB are under way: what
   /// NVLink needs while memory is otherwise idle.
@@ -106,7 +108,7 @@ using Tile64 = TileShape<64, 4, 64, 3, 3, true, false, 4096, 32, 112>;
 using Tile128 = TileShape<128, 3, 80, 3, 3, false, true, 1280, 32, 160>;
 using Tile128WithRoom = TileShape<128, 3, 80, 3, 3, false, true, 4096, 32, 160>;
 using Tile128WithState = TileShape<128, 3, 80, 2, 2, true, true, 4096, 32, 160>;
-using SmallTile128 = TileShape<128, 2, 128, 2, 3, false, true, 4096, 40, 232>;
+using SmallTile128 = TileShape<128, 2, 128, 3, 2, false, true, 4096, 40, 232>;
 using SmallTile128WithRoom = TileShape<128, 2, 128, 2, 2, false, true, 4096, 40, 232>;
 using SmallTile128WithState = TileShape<128, 2, 128, 2, 2, true, true, 4096, 40, 232>;
 using Tile256 = TileShape<256, 2, 80, 2, 2, true, true, 4096, 40, 232>;
