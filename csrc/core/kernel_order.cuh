@@ -2,11 +2,11 @@
 #pragma once
 
 // A kernel that is launched to follow another one closely has its thread blocks set up as soon as
-// all of that one's have ended, before what they wrote has been flushed.
+// all of that one's have ended or let it begin, before what they wrote has been flushed.
 //
-// Note: no kernel says earlier that the next one may come (griddepcontrol.launch_dependents). Where
-// its last block waits for other ranks, thread blocks of the next one would hold multiprocessors
-// meanwhile, which those ranks may need where they share the device.
+// Note: while one of a kernel's blocks waits for other ranks, it does not let the next one begin,
+// whose blocks would hold multiprocessors meanwhile that those ranks may need where they share the
+// device.
 
 namespace ringattn::cuda {
 
@@ -15,6 +15,13 @@ namespace ringattn::cuda {
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Lets the kernel behind this one begin, when all thread blocks have called it or ended.
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

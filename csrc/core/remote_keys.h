@@ -31,20 +31,27 @@ struct LaunchWords {
   constexpr uint32_t* arrivals() const { return data + kFirstArrival; }
 };
 
+/// What a rank says of the block that others read: nothing (0), that it is being staged, so that it
+/// will come whatever else happens, and the number of KV heads that may be read.
+constexpr uint32_t kBeingStaged = 1;
+constexpr uint32_t staged_heads(uint32_t heads) { return kBeingStaged + heads; }
+
 /// What a launch that brings keys and its peers tell each other.
 struct Notices {
   static constexpr int kMaxPeers = 16;
 
-  // When all has been read, first these, of this device, are set to 0, then those, of others, to 1.
-  uint32_t* taken_back[kMaxPeers] = {};
+  // Of this device: what each peer has staged, as above.
+  uint32_t* staged[kMaxPeers] = {};
+  // When all has been read, first `staged` is set to 0, then these, of others, to 1.
   uint32_t* read[kMaxPeers] = {};
   // It ends when these, of this device, are not 0 any more: the others have read what is here.
   const uint32_t* read_here[kMaxPeers] = {};
   int32_t num_peers = 0;
 
-  uint32_t* phase = nullptr;   // a word of the host's; null: nobody asks
-  uint32_t phase_working = 0;  // written there when the launch begins, and when it has waited,
-  uint32_t phase_waiting = 0;  // and when nothing is left but to wait for the others
+  uint32_t* phase = nullptr;    // a word of the host's; null: nobody asks
+  uint32_t phase_working = 0;   // written there when the launch begins, and when it has waited,
+  uint32_t phase_bringing = 0;  // when it waits for long for what a peer stages,
+  uint32_t phase_waiting = 0;   // and when nothing is left but to wait until the others have read
 };
 
 /// What a launch needs beside where the keys are, to bring them.
@@ -54,6 +61,9 @@ struct Bringing {
   /// finished from then on are NaN. For a host that gives up.
   const uint32_t* failed = nullptr;
   Notices notices;
+  /// The kernel before is the one that stages this rank's block: it says when this one may begin
+  /// beside it.
+  bool follows_staging = false;
   /// For tests: not 0, what is brought is late by random times drawn from it.
   uint32_t lateness = 0;
 };

@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "core/remote_keys.h"
 #include "transport/cuda/stream_words.h"
 #include "transport/ring_group.h"
 #include "transport/shared_memory.h"
@@ -27,7 +28,7 @@ struct Layout {
   static constexpr int64_t kStaged = 0;
   static constexpr int64_t kRead = kStaged + kRanks;
   static constexpr int64_t kBlocksDone = kRead + kRanks;
-  static constexpr int64_t kCalls = kBlocksDone + 1;
+  static constexpr int64_t kCalls = kBlocksDone + cuda::kStageCounters;
   static constexpr int64_t kFailed = kCalls + 1;
   static constexpr int64_t kOne = kFailed + 1;  // a 1 to copy from
   static constexpr int64_t kLaunch = kOne + 1;
@@ -35,11 +36,29 @@ struct Layout {
   static constexpr int64_t kWords = kLaunch + LaunchWords::kFirstArrival + kArrivals;
 };
 
-// What the streams are waiting for; written by them, read by the watchdog.
-enum Phase : uint32_t { kNotWaiting = 0, kWaitingUntilRead = 1, kWaitingUntilStaged = 2 };
+// What a stream is waiting for: words of one kind that are not as large yet.
+struct Phase {
+  enum Kind : uint32_t { kNotWaiting = 0, kUntilRead = 1, kUntilStaged = 2 };
+  Kind kind = kNotWaiting;
+  uint32_t least = 0;
+
+  // In one word, which streams write and the watchdog reads.
+  static constexpr uint32_t kKinds = 4;
+  constexpr uint32_t word() const { return kKinds * least + kind; }
+  static constexpr Phase from(uint32_t word) {
+    return {static_cast<Kind>(word % kKinds), word / kKinds};
+  }
+};
+constexpr uint32_t kNotWaiting = Phase{}.word();
+constexpr uint32_t kUntilRead = Phase{Phase::kUntilRead, 1}.word();
+constexpr uint32_t until_staged(uint32_t least) { return Phase{Phase::kUntilStaged, least}.word(); }
+
+uint32_t all_staged(int64_t num_kv_heads) {
+  return staged_heads(static_cast<uint32_t>(num_kv_heads));
+}
 
 struct HostWords {
-  volatile uint32_t phase;
+  volatile uint32_t phase;  // Phase::word
   volatile uint32_t calls;  // that have been staged
 };
 
@@ -119,7 +138,7 @@ class Handshake::State {
     if (given_up_) {
       release();
     } else if (phase != kNotWaiting && Clock::now() - since_ >= patience_) {
-      give_up(phase);
+      give_up(Phase::from(phase));
     }
     return false;
   }
@@ -155,12 +174,12 @@ class Handshake::State {
  private:
   friend class Handshake;
 
-  void give_up(uint32_t phase) {
+  void give_up(Phase phase) {
     const std::vector<uint32_t> seen =
-        look_at(phase == kWaitingUntilRead ? Layout::kRead : Layout::kStaged);
+        look_at(phase.kind == Phase::kUntilRead ? Layout::kRead : Layout::kStaged);
     std::vector<int64_t> suspects;
     for (const int64_t rank : others_) {
-      if (seen[rank] == 0) suspects.push_back(rank);
+      if (seen[rank] < phase.least) suspects.push_back(rank);
     }
     if (suspects.empty()) {  // a call is over, or its kernel has yet to begin
       since_ = Clock::now();
@@ -196,7 +215,7 @@ class Handshake::State {
       cudaStreamSynchronize(own_.releasing);
     };
     set(Layout::kFailed, 1, 1);  // first: who passes must know
-    set(Layout::kStaged, Layout::kRanks, 1);
+    set(Layout::kStaged, Layout::kRanks, INT32_MAX);
     set(Layout::kRead, Layout::kRanks, 1);
   }
 
@@ -242,25 +261,26 @@ Handshake::~Handshake() { state_->close(); }
 
 bool Handshake::all_read() { return state_->all_read(); }
 
-void Handshake::give_signals(bool by_kernel, cuda::StageParams& params) const {
+void Handshake::give_signals(cuda::StageParams& params) const {
   for (const int64_t rank : state_->others_) {
     params.taken_back[params.num_signals] = state_->word(Layout::kRead + rank);
     params.signals[params.num_signals++] = state_->word_of(rank, Layout::kStaged + state_->rank_);
-    if (by_kernel) params.awaited[params.num_awaited++] = state_->word(Layout::kStaged + rank);
+    if (!params.kernel_fetches) continue;
+    params.awaited[params.num_awaited++] = state_->word(Layout::kStaged + rank);
   }
-  params.early = by_kernel;
   params.blocks_done = state_->word(Layout::kBlocksDone);
   params.failed = failed();
   params.calls = state_->word(Layout::kCalls);
   params.calls_shown = const_cast<uint32_t*>(&state_->own_.host->calls);
   params.phase_shown = const_cast<uint32_t*>(&state_->own_.host->phase);
-  params.phase = kWaitingUntilStaged;
+  params.phase =
+      until_staged(params.kernel_fetches ? kBeingStaged : all_staged(params.num_kv_heads));
 }
 
-void Handshake::take_staged(cudaStream_t stream) {
+void Handshake::take_staged(int64_t num_kv_heads, cudaStream_t stream) {
   cuda::StreamWords words;
   for (const int64_t rank : state_->others_) {
-    words.wait_for(state_->word(Layout::kStaged + rank), 1);
+    words.wait_until(state_->word(Layout::kStaged + rank), all_staged(num_kv_heads));
   }
   for (const int64_t rank : state_->others_) words.write(state_->word(Layout::kStaged + rank), 0);
   words.write(const_cast<uint32_t*>(&state_->own_.host->phase), kNotWaiting);
@@ -278,25 +298,28 @@ void Handshake::tell_read(int64_t other, cudaStream_t stream) {
 void Handshake::show_and_wait_until_read(cudaStream_t stream) {
   uint32_t* const phase = const_cast<uint32_t*>(&state_->own_.host->phase);
   cuda::StreamWords words;
-  words.write(phase, kWaitingUntilRead);
-  for (const int64_t rank : state_->others_) words.wait_for(state_->word(Layout::kRead + rank), 1);
+  words.write(phase, kUntilRead);
+  for (const int64_t rank : state_->others_)
+    words.wait_until(state_->word(Layout::kRead + rank), 1);
   words.write(phase, kNotWaiting);
   C10_CUDA_CHECK(words.enqueue(stream));
 }
 
-Bringing Handshake::bringing() const {
+Bringing Handshake::bringing(int64_t num_kv_heads) const {
   Bringing bringing;
   bringing.words = {state_->word(Layout::kLaunch), static_cast<int32_t>(Layout::kArrivals)};
   bringing.failed = failed();
   Notices& notices = bringing.notices;
   for (const int64_t rank : state_->others_) {
-    notices.taken_back[notices.num_peers] = state_->word(Layout::kStaged + rank);
+    notices.staged[notices.num_peers] = state_->word(Layout::kStaged + rank);
     notices.read_here[notices.num_peers] = state_->word(Layout::kRead + rank);
     notices.read[notices.num_peers++] = state_->word_of(rank, Layout::kRead + state_->rank_);
   }
   notices.phase = const_cast<uint32_t*>(&state_->own_.host->phase);
   notices.phase_working = kNotWaiting;
-  notices.phase_waiting = kWaitingUntilRead;
+  notices.phase_bringing = until_staged(all_staged(num_kv_heads));
+  notices.phase_waiting = kUntilRead;
+  bringing.follows_staging = true;
   return bringing;
 }
 

@@ -16,19 +16,21 @@ namespace ringattn {
 class RingGroup;
 
 /// How the ranks of a one-sided transport keep out of each other's way: words in shared memory,
-/// each 0 or 1, which one rank sets and another one waits for and takes back.
+/// which one rank sets and another one waits for and takes back, to 0.
 ///
-///   staged[p] of rank r:   what p has staged may be read by r     p sets it, r takes it back
-///   read[p] of rank r:     p has read what r staged last          p sets it, r takes it back
+///   staged[p] of rank r:   how much of what p stages may be read by r (remote_keys.h)
+///                                                                 p sets it, r takes it back
+///   read[p] of rank r:     1: p has read what r staged last       p sets it, r takes it back
 ///
-/// r takes staged[p] back when it has seen it, before it tells p to go on: p cannot have set it for
-/// the next call yet.
+/// r takes staged[p] back when p has staged everything, before it tells p to go on: p cannot have
+/// set it for the next call yet.
 ///
 /// Every rank signals every other one in each call, and a call ends for its stream when everybody
 /// has read what this rank staged: whatever stages next, a replay of a captured call too, need not
-/// ask. Nothing in it counts calls: what is captured in a CUDA graph can be replayed. Waiting is
-/// done by streams, or by the last thread block of a kernel (and the one that shares its keys), so
-/// no rank ever waits for another one's multiprocessors while it holds more than two of its own.
+/// ask. Nothing in it counts calls: what is captured in a CUDA graph can be replayed. Waiting for
+/// what others have yet to begin is done by streams, or by the last thread block of a kernel (and
+/// the one that shares its keys), so no rank ever waits for another one's multiprocessors while it
+/// holds more than two of its own.
 class Handshake {
  public:
   /// Collective. Throws on all ranks where they do not share memory.
@@ -38,13 +40,13 @@ class Handshake {
   Handshake& operator=(const Handshake&) = delete;
 
   // One call begins with the staging kernel.
-  /// Completes what that kernel is told: it gives the signals. `by_kernel`: a kernel fetches, and
-  /// this one ends when everything that the other ranks have for this call is in place.
-  void give_signals(bool by_kernel, cuda::StageParams& params) const;
+  /// Completes what that kernel is told, `kernel_fetches` and `num_kv_heads` being set: it gives
+  /// the signals. Where a kernel fetches, that one begins when all others are staging.
+  void give_signals(cuda::StageParams& params) const;
 
   // Then, where copy engines fetch, on a stream that follows it, in this order:
   /// Everything that the other ranks have for this call is in place.
-  void take_staged(cudaStream_t stream);
+  void take_staged(int64_t num_kv_heads, cudaStream_t stream);
   /// This rank needs nothing more of what `other` has staged. Once for every other rank, behind
   /// what was copied from there.
   void tell_read(int64_t other, cudaStream_t stream);
@@ -53,7 +55,7 @@ class Handshake {
 
   // And where a kernel fetches:
   /// What it needs; it takes back, tells, waits and shows by itself.
-  Bringing bringing() const;
+  Bringing bringing(int64_t num_kv_heads) const;
 
   /// Device memory, not 0 once this group's waits have been given up.
   const uint32_t* failed() const;

@@ -133,10 +133,11 @@ class SymmetricTransport : public MessageTransport {
   }
 
   Plan& plan(const Exchange& exchange);
-  void stage(cuda::StageParams params, bool by_kernel, int64_t call,
+  void stage(cuda::StageParams params, int64_t call,
              std::shared_ptr<const std::vector<int64_t>> step_of_rank, cudaStream_t stream) {
     handshake_.describe(call, std::move(step_of_rank));
-    handshake_.give_signals(by_kernel, params);
+    handshake_.give_signals(params);
+    if (hostile_transfers()) params.lateness = next_delay();
     C10_CUDA_CHECK(cuda::stage(params, stream));
   }
 
@@ -191,13 +192,14 @@ class SymmetricStream : public BlockStream {
       C10_CUDA_CHECK(cudaMemsetAsync(transport_.gathered_.mutable_data_ptr(), kNaN,
                                      transport_.gathered_.nbytes(), stream_));
     }
-    transport_.stage(params, exchange_.by_kernel, exchange_.call, plan_->step_of_rank, stream_);
+    params.kernel_fetches = exchange_.by_kernel;
+    transport_.stage(params, exchange_.call, plan_->step_of_rank, stream_);
     if (exchange_.by_kernel) {
       plan_->gathering.bringing.lateness = hostile_transfers() ? transport_.next_delay() : 0;
       return;
     }
     transport_.after(stream_);
-    transport_.handshake_.take_staged(transport_.lane_);
+    transport_.handshake_.take_staged(params.num_kv_heads, transport_.lane_);
     arrived_.resize(num_hops_);
     for (int64_t step = 1; step <= exchange_.depth; ++step) fetch(step);
   }
@@ -324,9 +326,9 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
     params.row_bytes = static_cast<int64_t>(message.send.nbytes());
     message.send.record_stream(lane_);
   }
-  stage(params, /*by_kernel=*/false, message.call,
-        std::make_shared<std::vector<int64_t>>(group_.size(), message.step), lane_);
-  handshake_.take_staged(lane_);
+  stage(params, message.call, std::make_shared<std::vector<int64_t>>(group_.size(), message.step),
+        lane_);
+  handshake_.take_staged(params.num_kv_heads, lane_);
   if (message.receive.defined()) {
     C10_CUDA_CHECK(cudaMemcpyAsync(message.receive.mutable_data_ptr(), staged_by(message.source),
                                    message.receive.nbytes(), cudaMemcpyDefault, lane_));

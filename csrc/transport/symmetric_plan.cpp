@@ -71,7 +71,7 @@ std::unique_ptr<Plan> make_plan(const Exchange& exchange, const SharedMemory& st
   auto plan = std::make_unique<Plan>();
   plan->memory = gathered;
   Gathering& gathering = plan->gathering;
-  if (exchange.by_kernel) gathering.bringing = handshake.bringing();
+  if (exchange.by_kernel) gathering.bringing = handshake.bringing(kv_heads);
 
   const at::Tensor elements = gathered.view(k.scalar_type());
   auto step_of_rank = std::make_shared<std::vector<int64_t>>(num_hops + 1, 0);

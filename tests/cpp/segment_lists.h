@@ -105,7 +105,7 @@ struct Launch {
   bool with_state = true;  // false: all rows are final
   at::Tensor words;        // int32 [kFirstArrival + num_arrivals]
   at::Tensor failed;       // int32 [1]
-  at::Tensor notices;      // int32 [4, peers]: taken back, read, read here; the phase
+  at::Tensor notices;      // int32 [4, peers]: staged, read, read here; the phase
   uint32_t lateness = 0;
   int32_t max_blocks = std::numeric_limits<int32_t>::max();
 };
@@ -170,13 +170,14 @@ inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Res
   if (launch.notices.defined()) {
     Notices& notices = bringing.notices;
     for (int64_t peer = 0; peer < launch.notices.size(1); ++peer) {
-      notices.taken_back[peer] = words_of(launch.notices[0][peer]);
+      notices.staged[peer] = words_of(launch.notices[0][peer]);
       notices.read[peer] = words_of(launch.notices[1][peer]);
       notices.read_here[peer] = words_of(launch.notices[2][peer]);
     }
     notices.num_peers = launch.notices.size(1);
     notices.phase = words_of(launch.notices[3]);
     notices.phase_working = 5;
+    notices.phase_bringing = 6;
     notices.phase_waiting = 7;
   }
   bringing.lateness = launch.lateness;

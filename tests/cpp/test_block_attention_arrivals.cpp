@@ -78,16 +78,55 @@ Launch alone() {
   return launch;
 }
 
-/// A launch that brings keys, for as many peers.
+constexpr int kAllStaged = ringattn::staged_heads(64);
+
+/// As another call begins: the peers have staged everything, and nobody has been told that it has
+/// been read.
+void stage_again(const Launch& launch) {
+  launch.notices[0].fill_(kAllStaged);
+  launch.notices[1].fill_(0);
+}
+
+/// A launch that brings keys, of as many peers.
 Launch bringing(int64_t num_peers, int64_t room) {
   Launch launch;
   launch.words = no_words(room);
   launch.failed = at::zeros({1}, launch.words.options());
   launch.notices = at::zeros({4, num_peers}, launch.words.options());
-  launch.notices[0].fill_(1);
   launch.notices[2].fill_(1);
+  stage_again(launch);
   return launch;
 }
+
+/// What others do while a launch runs.
+class Meanwhile {
+ public:
+  Meanwhile() {
+    REQUIRE(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking) == cudaSuccess);
+  }
+  ~Meanwhile() { cudaStreamDestroy(stream_); }
+  Meanwhile(const Meanwhile&) = delete;
+  Meanwhile& operator=(const Meanwhile&) = delete;
+
+  bool ends_soon() const {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    return cudaStreamQuery(nullptr) != cudaErrorNotReady;
+  }
+  int read(const at::Tensor& word) const {
+    int value = 0;
+    copy(&value, word.data_ptr());
+    return value;
+  }
+  void write(const at::Tensor& word, int value) const { copy(word.data_ptr(), &value); }
+
+ private:
+  void copy(void* to, const void* from) const {
+    CHECK(cudaMemcpyAsync(to, from, sizeof(int), cudaMemcpyDefault, stream_) == cudaSuccess);
+    CHECK(cudaStreamSynchronize(stream_) == cudaSuccess);
+  }
+
+  cudaStream_t stream_ = nullptr;
+};
 
 /// What is left when it is over: words as they were, the others told.
 bool has_told(const Launch& launch) {
@@ -145,8 +184,7 @@ TEST_CASE("keys that a launch brings, late ones too, are waited for, and the wor
                       << " heads, " << max_blocks << " blocks, late " << lateness);
             Results results(problem);
             remote.forget();
-            launch.notices[0].fill_(1);
-            launch.notices[1].fill_(0);
+            stage_again(launch);
             launch.lateness = lateness;
             REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
             REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
@@ -172,6 +210,7 @@ TEST_CASE("large blocks, of many pieces, are brought whole") {
     for (int repeat = 0; repeat < 10; ++repeat) {
       Results results(problem);
       remote.forget();
+      stage_again(launch);
       REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
       REQUIRE(same_bits(results.state, there.state));
       REQUIRE(same_bits(results.lse, there.lse));
@@ -206,6 +245,7 @@ TEST_CASE("much is brought in large parcels, little in small ones, and comes who
       for (const uint32_t lateness : {0, 1, 2, 3}) {
         Results results(problem);
         remote.forget();
+        stage_again(launch);
         launch.lateness = lateness;
         REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
         REQUIRE(same_bits(results.out, there.out));
@@ -230,27 +270,75 @@ TEST_CASE("a launch that brings keys ends when the others have read what is here
   Problem problem(300, kZigzag, 128, at::kBFloat16);
   const Remote remote(problem);
   Results results(problem);
-  cudaStream_t others;
-  REQUIRE(cudaStreamCreateWithFlags(&others, cudaStreamNonBlocking) == cudaSuccess);
+  const Meanwhile meanwhile;
   for (const bool gives_up : {false, true}) {
     const Launch launch = bringing(3, 64);
     launch.notices[2][1].fill_(0);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    CHECK(cudaStreamQuery(nullptr) == cudaErrorNotReady);
-    int phase = 0;
-    const int one = 1;
-    CHECK(cudaMemcpyAsync(&phase, launch.notices[3].data_ptr(), sizeof(int), cudaMemcpyDefault,
-                          others) == cudaSuccess);
-    CHECK(cudaStreamSynchronize(others) == cudaSuccess);
-    CHECK(phase == 7);
-    void* const word = gives_up ? launch.failed.data_ptr() : launch.notices[2][1].data_ptr();
-    CHECK(cudaMemcpyAsync(word, &one, sizeof(int), cudaMemcpyDefault, others) == cudaSuccess);
+    CHECK_FALSE(meanwhile.ends_soon());
+    CHECK(meanwhile.read(launch.notices[3]) == 7);
+    meanwhile.write(gives_up ? launch.failed : launch.notices[2][1], 1);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(has_told(launch));
   }
-  REQUIRE(cudaStreamDestroy(others) == cudaSuccess);
+}
+
+TEST_CASE("heads that a peer has yet to stage are not read, and waited for until they are staged") {
+  if (!can_run()) return;
+  for (const Dim& dim : kDims) {
+    Problem problem(700, kLongZigzag, dim, at::kBFloat16, {3, 3});
+    Results there(problem);
+    REQUIRE(attend_list(problem, alone(), there) == cudaSuccess);
+    const Remote remote(problem);
+    const Meanwhile meanwhile;
+    for (const bool gives_up : {false, true}) {
+      INFO("D " << dim.head_dim << " in tiles of " << dim.tile_rows);
+      const Launch launch = bringing(3, 64);
+      launch.notices[0][1].fill_(static_cast<int>(ringattn::kBeingStaged));
+      Results results(problem);
+      remote.forget();
+      REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+      REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
+      CHECK_FALSE(meanwhile.ends_soon());
+      CHECK(meanwhile.read(launch.notices[3]) == 6);
+      CHECK(meanwhile.read(launch.notices[1][0]) == 0);  // nobody has been told that all is read
+      if (gives_up) {
+        meanwhile.write(launch.failed, 1);
+      } else {
+        // Two of three heads: what is left is waited for all the same.
+        meanwhile.write(launch.notices[0][1], ringattn::staged_heads(2));
+        CHECK_FALSE(meanwhile.ends_soon());
+        CHECK(meanwhile.read(launch.notices[1][0]) == 0);
+        meanwhile.write(launch.notices[0][1], ringattn::staged_heads(3));
+      }
+      REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+      CHECK(has_told(launch));
+      if (gives_up) {
+        CHECK(remote.nothing_came());
+      } else {
+        CHECK(same_bits(results.state, there.state));
+        CHECK(same_bits(results.lse, there.lse));
+      }
+    }
+  }
+}
+
+TEST_CASE("words are taken back only when every peer has staged everything, read or not") {
+  if (!can_run()) return;
+  const Problem problem(300, {{300, 0, 0}}, 128, at::kBFloat16);  // nothing to bring
+  Results results(problem);
+  const Meanwhile meanwhile;
+  const Launch launch = bringing(3, 16);
+  launch.notices[0][2].fill_(static_cast<int>(ringattn::kBeingStaged));
+  REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+  REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
+  CHECK_FALSE(meanwhile.ends_soon());
+  CHECK(meanwhile.read(launch.notices[0][0]) == kAllStaged);
+  CHECK(meanwhile.read(launch.notices[1][0]) == 0);
+  meanwhile.write(launch.notices[0][2], kAllStaged);
+  REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK(has_told(launch));
 }
 
 TEST_CASE("a launch that has been given up reads nothing and leaves NaN") {
@@ -272,6 +360,7 @@ TEST_CASE("a launch that has been given up reads nothing and leaves NaN") {
     CHECK(remote.nothing_came());
     CHECK(has_told(launch));
     launch.failed.zero_();
+    stage_again(launch);
     REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
     CHECK_FALSE(results.out.isnan().any().item<bool>());
   }

@@ -4,16 +4,19 @@
 
 #include "core/global_words.cuh"
 #include "core/kernel_order.cuh"
+#include "core/remote_keys.h"
 #include "transport/cuda/stage.h"
 
 namespace ringattn::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kWarpSize = 32;
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kInFlight = 8;
-constexpr int64_t kMostBlocks = 1024;              // of one plane
-constexpr int64_t kMostPlanes = 65535;             // at once: gridDim.y
-constexpr int64_t kMostPieces = int64_t{1} << 30;  // counted in 32 bits, a few steps past the end
+constexpr uint32_t kRunPieces = kInFlight * kWarpSize;  // of a plane, by a warp at a time
+constexpr int64_t kMostPieces = int64_t{1} << 30;       // of a plane: counted in 32 bits
+constexpr int64_t kPartBytes = int64_t{4} << 20;
 
 // Strides in pieces.
 struct Source {
@@ -24,66 +27,118 @@ struct Source {
 struct Launch {
   Source k, v;
   StageParams to;
-  uint32_t pieces_per_row;  // of one head
-  int planes;
+  uint32_t row_pieces;                      // of one head
+  uint32_t rows_per_step, pieces_per_step;  // as far on as the warp's next pieces are
+  uint32_t plane_pieces;  // a plane: [rows, D] of one head and batch, keys or values
+  uint32_t plane_runs;
+  uint32_t planes_per_head;
+  uint32_t heads_per_part;
 };
 
-// blockIdx.y and its loop: a [rows, D] of one head and batch, keys or values; blockIdx.x and its
-// loop: pieces of it, a few of each thread under way at a time.
-__global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ Launch launch) {
-  const StageParams& to = launch.to;
-  wait_for_kernel_before();
-  // Who has given up must not write over what a peer that is only late will read yet. Asked for
-  // now, it is known when the first keys have come.
-  const uint32_t failed = load_relaxed_system(to.failed);
-  const uint32_t row_pieces = launch.pieces_per_row;
-  const uint32_t pieces = to.rows * row_pieces;
-  const uint32_t step = gridDim.x * kThreads;
-  const int kinds = to.keys_only ? 1 : 2;
-  for (int plane = blockIdx.y; plane < launch.planes; plane += gridDim.y) {
-    const int batch = plane % to.batch;
-    const int head_and_kind = plane / to.batch;
-    const Source& source = head_and_kind % kinds == 0 ? launch.k : launch.v;
-    const uint4* const from =
-        source.data + batch * source.batch_stride + head_and_kind / kinds * source.head_stride;
-    uint4* const into =
-        static_cast<uint4*>(to.staged) + int64_t{plane} * to.staged_rows * row_pieces;
-    for (uint32_t first = blockIdx.x * kThreads + threadIdx.x; first < pieces;
-         first += kInFlight * step) {
-      uint4 read[kInFlight];
-#pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const uint32_t i = first + j * step;
-        const uint32_t row = i / row_pieces;
-        if (i < pieces) read[j] = from[row * source.row_stride + (i - row * row_pieces)];
-      }
-#pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const uint32_t i = first + j * step;
-        if (i < pieces && failed == 0) into[i] = read[j];
-      }
-    }
-  }
-
-  // Who has seen the failure is not counted, and so nobody told. The last block to finish speaks
-  // for all: what they wrote is visible before the signals.
-  if (__syncthreads_or(failed != 0)) return;
+// Whether this is the last one of so many thread blocks to come here: what they wrote before is
+// visible to it.
+__device__ __forceinline__ bool is_last_block(uint32_t blocks, uint32_t* counter) {
   __shared__ bool is_last;
+  __syncthreads();
   if (threadIdx.x == 0) {
-    is_last = add_acquire_release(to.blocks_done, 1) == gridDim.x * gridDim.y - 1;
+    is_last = add_acquire_release(counter, 1) == blocks - 1;
+    if (is_last) *counter = 0;
   }
   __syncthreads();
-  if (!is_last) return;
-  if (threadIdx.x < to.num_signals) {
-    store_relaxed_system(to.taken_back[threadIdx.x], 0);
-    store_release_system(to.signals[threadIdx.x], 1);
+  return is_last;
+}
+
+// A run of pieces, as many under way at a time as there are.
+__device__ __forceinline__ void copy_run(const Launch& launch, uint32_t run, bool writes) {
+  const StageParams& to = launch.to;
+  const uint32_t plane = run / launch.plane_runs;
+  const uint32_t first = (run - plane * launch.plane_runs) * kRunPieces + threadIdx.x % kWarpSize;
+  const uint32_t head_and_kind = plane / to.batch, batch = plane - head_and_kind * to.batch;
+  const uint32_t kinds = to.keys_only ? 1 : 2;
+  const Source& source = head_and_kind % kinds == 0 ? launch.k : launch.v;
+  const uint4* const from =
+      source.data + batch * source.batch_stride + head_and_kind / kinds * source.head_stride;
+  uint4* const into =
+      static_cast<uint4*>(to.staged) + int64_t{plane} * to.staged_rows * launch.row_pieces + first;
+
+  uint32_t row = first / launch.row_pieces, in_row = first - row * launch.row_pieces;
+  uint4 read[kInFlight];
+#pragma unroll
+  for (int j = 0; j < kInFlight; ++j) {
+    if (first + j * kWarpSize < launch.plane_pieces)
+      read[j] = from[row * source.row_stride + in_row];
+    row += launch.rows_per_step;
+    in_row += launch.pieces_per_step;
+    if (in_row >= launch.row_pieces) {
+      in_row -= launch.row_pieces;
+      ++row;
+    }
   }
-  if (threadIdx.x == kThreads - 1) {  // not of a warp that has others to wait for
-    *to.blocks_done = 0;
+#pragma unroll
+  for (int j = 0; j < kInFlight; ++j) {
+    if (first + j * kWarpSize < launch.plane_pieces && writes) into[j * kWarpSize] = read[j];
+  }
+}
+
+// By a thread block of its own: until the others have come as far.
+__device__ __forceinline__ void wait_for_others(const StageParams& to) {
+  if (threadIdx.x >= kWarpSize) return;
+  if (threadIdx.x == 0) {
     store_relaxed_system(to.phase_shown, to.phase);
     store_relaxed_system(to.calls_shown, ++*to.calls);
   }
   if (threadIdx.x < to.num_awaited) wait_for_word(to.awaited[threadIdx.x], to.failed);
+  __syncwarp();
+  let_next_kernel_begin();
+}
+
+// The last thread block waits, the others copy, all of them the same heads at a time.
+__global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ Launch launch) {
+  const StageParams& to = launch.to;
+  wait_for_kernel_before();
+  const uint32_t copying = gridDim.x - 1;
+  if (blockIdx.x == copying) {
+    wait_for_others(to);
+    return;
+  }
+  let_next_kernel_begin();
+  // Who has given up must not write over what a peer that is only late will read yet. Asked for
+  // now, it is known when the first keys have come.
+  const bool failed = load_relaxed_system(to.failed) != 0;
+
+  // All thread blocks that copy run: nothing else is needed any more.
+  if (threadIdx.x < kWarpSize) {
+    uint32_t before = 0;
+    if (threadIdx.x == 0) before = add_acquire_release(to.blocks_done, 1);
+    if (__shfl_sync(0xffffffff, before, 0) == copying - 1) {
+      if (threadIdx.x == 0) *to.blocks_done = 0;
+      if (threadIdx.x < to.num_signals && !failed) {
+        store_relaxed_system(to.taken_back[threadIdx.x], 0);
+        store_release_system(to.signals[threadIdx.x], kBeingStaged);
+      }
+    }
+  }
+
+  const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize, warps = copying * kWarps;
+  const uint32_t num_heads = to.num_kv_heads;
+  for (uint32_t head = 0, part = 1; head < num_heads; ++part) {
+    const uint32_t end = min(head + launch.heads_per_part, num_heads);
+    const uint32_t head_runs = launch.planes_per_head * launch.plane_runs;
+    for (uint32_t run = head * head_runs + warp; run < end * head_runs; run += warps) {
+      copy_run(launch, run, !failed);
+    }
+    head = end;
+    if (to.lateness != 0 && threadIdx.x == 0) {
+      const uint32_t random = (blockIdx.x * kStageCounters + part ^ to.lateness) * 2654435761u;
+      if (random >> 30 == 0) __nanosleep(random >> 13 & 0x1ffff);
+    }
+    // Nobody counts who has seen the failure, and so nobody is told. Parts end one after the other:
+    // who ends one tells of it before the next one can end.
+    if (__syncthreads_or(failed)) return;
+    if (is_last_block(copying, to.blocks_done + part) && threadIdx.x < to.num_signals) {
+      store_release_system(to.signals[threadIdx.x], staged_heads(end));
+    }
+  }
 }
 
 // Whether the code that the device has been given waits for the kernel before it. What was compiled
@@ -105,30 +160,45 @@ Source in_pieces(const StageSource& x) {
 }  // namespace
 
 cudaError_t stage(const StageParams& params, cudaStream_t stream) {
+  int device = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+
   Launch launch;
   launch.to = params;
   launch.to.batch = std::max(params.batch, 1);
   launch.k = in_pieces(params.k);
   launch.v = in_pieces(params.v);
   const int64_t row_pieces = (params.row_bytes + kStagePiece - 1) / kStagePiece;
-  const int64_t planes =
-      int64_t{params.keys_only ? 1 : 2} * params.num_kv_heads * params.batch * (params.rows > 0);
-  const int64_t pieces = params.rows * row_pieces;  // of one plane
-  if (planes > INT32_MAX || pieces > kMostPieces) return cudaErrorInvalidConfiguration;
-  launch.pieces_per_row = static_cast<uint32_t>(row_pieces);
-  launch.planes = static_cast<int>(planes);
-  const int64_t wanted = (pieces + kInFlight * kThreads - 1) / (kInFlight * kThreads);
-  const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, kMostBlocks)),
-                  static_cast<unsigned>(std::clamp<int64_t>(planes, 1, kMostPlanes)));
+  const int64_t plane_pieces = params.batch > 0 ? params.rows * row_pieces : 0;
+  const int64_t planes_per_head = int64_t{params.keys_only ? 1 : 2} * launch.to.batch;
+  const int64_t plane_runs = (plane_pieces + kRunPieces - 1) / kRunPieces;
+  const int64_t runs = params.num_kv_heads * planes_per_head * plane_runs;
+  if (plane_pieces > kMostPieces || runs > INT32_MAX) return cudaErrorInvalidConfiguration;
+  const int64_t bytes = runs * kRunPieces * kStagePiece;
+  const int64_t parts = std::clamp<int64_t>(bytes / kPartBytes, 1, kMostStagedParts);
+  launch.row_pieces = static_cast<uint32_t>(row_pieces);
+  launch.rows_per_step = kWarpSize / std::max(launch.row_pieces, 1u);
+  launch.pieces_per_step = kWarpSize % std::max(launch.row_pieces, 1u);
+  launch.plane_pieces = static_cast<uint32_t>(plane_pieces);
+  launch.plane_runs = static_cast<uint32_t>(plane_runs);
+  launch.planes_per_head = static_cast<uint32_t>(planes_per_head);
+  launch.heads_per_part = static_cast<uint32_t>((params.num_kv_heads + parts - 1) / parts);
+
+  // An eighth of the device copies half as fast as all of it.
+  const int64_t most = params.kernel_fetches ? std::max(multiprocessors / 8, 1) : multiprocessors;
+  const int64_t copying = std::clamp<int64_t>((runs + kWarps - 1) / kWarps, 1, most);
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
+  config.gridDim = dim3(static_cast<unsigned>(copying + 1));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = params.early && can_be_early() ? 1 : 0;
+  config.numAttrs = params.kernel_fetches && can_be_early() ? 1 : 0;
   return cudaLaunchKernelEx(&config, stage_kernel, launch);
 }
 

@@ -11,6 +11,9 @@ namespace ringattn::cuda {
 
 constexpr int kMaxSignals = Notices::kMaxPeers;
 constexpr int kStagePiece = 16;  // bytes that are read and written at once
+/// Peers are told of some heads at a time, and in so many parts at most.
+constexpr int kMostStagedParts = 8;
+constexpr int kStageCounters = 1 + kMostStagedParts;
 
 /// Strided memory of shape [B, rows, H_kv, D]; strides in bytes, rows of D contiguous.
 struct StageSource {
@@ -34,18 +37,26 @@ struct StageParams {
   bool keys_only = false;  // there are no values: [H_kv, B, rows, D]
 
   uint32_t* taken_back[kMaxSignals] = {};  // of this rank; set to 0 before
-  uint32_t* signals[kMaxSignals] = {};     // these, of other ranks, are set to 1
+  /// These, of other ranks, say how much is staged (remote_keys.h), first when all thread blocks
+  /// that copy run: from then on it needs nothing more.
+  uint32_t* signals[kMaxSignals] = {};
   int num_signals = 0;
-  // Of this rank: the kernel ends when they are not 0 any more. One thread block waits.
+
+  /// A kernel fetches what others stage, the next one on the stream. This one is set up while the
+  /// one before it ends, and leaves most of the device to the next one, which begins when none of
+  /// `awaited`, of this rank, is 0 any more. One thread block waits for that.
+  bool kernel_fetches = false;
   const uint32_t* awaited[kMaxSignals] = {};
   int num_awaited = 0;
-  bool early = false;                // set up while the kernel before it ends, where that can be
+
   const uint32_t* failed = nullptr;  // not 0: nothing is written and nobody told
-  uint32_t* blocks_done = nullptr;   // 0 before and after
+  uint32_t* blocks_done = nullptr;   // [kStageCounters], 0 before and after
   uint32_t* calls = nullptr;         // goes up by one for each call,
   uint32_t* calls_shown = nullptr;   // and is written here, to host memory,
   uint32_t* phase_shown = nullptr;   // as `phase` is here
   uint32_t phase = 0;
+  /// For tests: not 0, heads are late by random times drawn from it.
+  uint32_t lateness = 0;
 };
 
 cudaError_t stage(const StageParams& params, cudaStream_t stream);

@@ -8,11 +8,13 @@
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/tile.cuh"
 #include "core/global_words.cuh"
+#include "core/kernel_order.cuh"
 
 // Keys that a launch brings from other devices while it attends to others: a thread of every block
 // brings piece after piece, whoever is free the next one, and counts it; who needs a head's keys
-// waits for their count, and so for nothing but thread blocks that run. Other devices are waited
-// for once, by the last warp of all.
+// waits for their count, and so for nothing but thread blocks that run. Of other devices that
+// thread waits for what is being staged there while this launch begins; for what takes longer, that
+// they have read, only the last warp of all.
 
 namespace ringattn::cuda::sm90 {
 
@@ -75,10 +77,33 @@ __device__ __forceinline__ Piece piece(const SegmentedParams<kSegments>& p, uint
           keys.arrivals + plane / bring.planes_per_head / bring.heads_per_arrival};
 }
 
-/// All has been read: this device takes back the words that said that it may be, and tells the
-/// others.
-__device__ __forceinline__ void give_notice(const Notices& notices) {
-  for (int i = 0; i < notices.num_peers; ++i) store_relaxed_system(notices.taken_back[i], 0);
+/// Until every peer has staged so many heads, or the host gives up.
+__device__ __forceinline__ void wait_until_staged(const Bringing& bringing, uint32_t heads) {
+  constexpr uint32_t kLong = 1024;  // a millisecond, about
+  const Notices& notices = bringing.notices;
+#pragma unroll 1
+  for (int i = 0; i < notices.num_peers; ++i) {
+#pragma unroll 1
+    for (uint32_t times = 1; load_acquire_system(notices.staged[i]) < staged_heads(heads);
+         ++times) {
+      if (load_relaxed_system(bringing.failed) != 0) return;
+      // Again and again: a thread block that comes late may say meanwhile that the launch begins.
+      if (times % kLong == 0 && notices.phase != nullptr) {
+        store_relaxed_system(notices.phase, notices.phase_bringing);
+      }
+      __nanosleep(64);
+    }
+  }
+  fence_async_global();
+}
+
+/// All has been read: this device takes back the words that said that it may be, when nobody will
+/// write them any more, and tells the others.
+__device__ __forceinline__ void give_notice(const Bringing& bringing, uint32_t num_kv_heads) {
+  const Notices& notices = bringing.notices;
+  wait_until_staged(bringing, num_kv_heads);
+  if (notices.phase != nullptr) store_relaxed_system(notices.phase, notices.phase_working);
+  for (int i = 0; i < notices.num_peers; ++i) store_relaxed_system(notices.staged[i], 0);
   for (int i = 0; i < notices.num_peers; ++i) store_release_system(notices.read[i], 1);
 }
 
@@ -87,7 +112,10 @@ __device__ __forceinline__ void give_notice(const Notices& notices) {
 template <typename Tile>
 class Parcels {
  public:
-  __device__ __forceinline__ explicit Parcels(const SharedMemory<Tile>& shared) : shared_(shared) {}
+  __device__ __forceinline__ explicit Parcels(const SharedMemory<Tile>& shared) : shared_(shared) {
+    set_number(kCounted, 0);
+    set_number(kStaged, 0);
+  }
 
   /// `between` is called before each parcel.
   template <typename Between>
@@ -103,19 +131,18 @@ class Parcels {
       const uint32_t bytes = min(left, static_cast<uint32_t>(Tile::kParcelBytes));
       left -= bytes;
       between();
-      if (under_way_ == Tile::kParcels) store();
-      const uint32_t full = shared_.parcel_full(sending_.stage);
+      if (under_way() == Tile::kParcels) store();
+      const uint32_t full = shared_.parcel_full(sent_ % Tile::kParcels);
       arrive_expecting(full, bytes);
-      load_bytes(shared_.parcel(sending_.stage), from, bytes, full);
-      sending_.advance();
-      ++under_way_;
+      load_bytes(shared_.parcel(sent_ % Tile::kParcels), from, bytes, full);
+      ++sent_;
       from += bytes;
     }
   }
 
   __device__ __forceinline__ void bring_all_the_rest() {
 #pragma unroll 1
-    while (under_way_ > 0) store();
+    while (under_way() > 0) store();
     wait_for_stores<0>();
     if (uncounted()) count_stored();
   }
@@ -123,16 +150,22 @@ class Parcels {
   /// A piece has come. What the copy engine has stored is visible when it is known to be done.
   __device__ __forceinline__ void count(uint32_t* arrival) {
     add_release(arrival, 1);
-    ++counted_;
+    set_number(kCounted, number(kCounted) + 1);
   }
-  __device__ __forceinline__ uint32_t counted() const { return counted_; }
+  __device__ __forceinline__ uint32_t counted() const { return number(kCounted); }
+
+  /// Every peer has staged the pieces up to this one, as far as is known.
+  __device__ __forceinline__ void set_staged(uint32_t end) const { set_number(kStaged, end); }
+  __device__ __forceinline__ uint32_t staged() const { return number(kStaged); }
 
  private:
+  __device__ __forceinline__ uint32_t under_way() const { return sent_ - stored_; }
+
   // The one that has been under way for longest.
   __device__ __forceinline__ void store() {
-    wait(shared_.parcel_full(storing_.stage), storing_.parity);
+    wait(shared_.parcel_full(stored_ % Tile::kParcels), stored_ / Tile::kParcels % 2);
     const uint32_t bytes = min(left_, static_cast<uint32_t>(Tile::kParcelBytes));
-    store_bytes(to_, shared_.parcel(storing_.stage), bytes);
+    store_bytes(to_, shared_.parcel(stored_ % Tile::kParcels), bytes);
     commit_stores();
     to_ += bytes;
     left_ -= bytes;
@@ -147,19 +180,18 @@ class Parcels {
       count_stored();
     }
     if (left_ == 0) {
-      set_word(kStored, word<uint32_t>(kStoring));
+      set_word(kUncounted, word<uint32_t>(kStoring));
       stored_since_ = 0;
       go_to_next();
     }
     wait_for_stores_to_read();
-    storing_.advance();
-    --under_way_;
+    ++stored_;
   }
 
   // Of the last piece that has been stored.
   __device__ __forceinline__ bool uncounted() const { return stored_since_ >= 0; }
   __device__ __forceinline__ void count_stored() {
-    count(word<uint32_t>(kStored));
+    count(word<uint32_t>(kUncounted));
     stored_since_ = kNoneStored;
   }
 
@@ -176,31 +208,35 @@ class Parcels {
   }
 
   // Registers are few: in shared memory lie where the next piece goes, and what counts it, the one
-  // that is being stored, and the one before that.
-  enum Word { kNextTo, kNext, kStoring, kStored };
+  // that is being stored, and the one before that; and numbers of pieces.
+  enum Word { kNextTo, kNext, kStoring, kUncounted, kCounted, kStaged };
+  static_assert(8 * (kStaged + 1) <= Tile::kPieceWordBytes);
+  __device__ __forceinline__ uint32_t at(Word i) const { return shared_.piece_words() + 8 * i; }
   __device__ __forceinline__ void set_word(Word i, const void* value) const {
-    asm volatile("st.shared.u64 [%0], %1;" ::"r"(shared_.piece_words() + 8 * i), "l"(value)
-                 : "memory");
+    asm volatile("st.shared.u64 [%0], %1;" ::"r"(at(i)), "l"(value) : "memory");
   }
   template <typename T>
   __device__ __forceinline__ T* word(Word i) const {
     T* value;
-    asm volatile("ld.shared.u64 %0, [%1];"
-                 : "=l"(value)
-                 : "r"(shared_.piece_words() + 8 * i)
-                 : "memory");
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(value) : "r"(at(i)) : "memory");
+    return value;
+  }
+  __device__ __forceinline__ void set_number(Word i, uint32_t value) const {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at(i)), "r"(value) : "memory");
+  }
+  __device__ __forceinline__ uint32_t number(Word i) const {
+    uint32_t value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(at(i)) : "memory");
     return value;
   }
 
   static constexpr int kStoresBehind = 2;
   static constexpr int kNoneStored = INT_MIN;
   const SharedMemory<Tile>& shared_;
-  RingPosition<Tile::kParcels> sending_, storing_;
-  int under_way_ = 0;
+  uint32_t sent_ = 0, stored_ = 0;  // parcels
   unsigned char* to_ = nullptr;  // of the piece that is being stored: where what is left of it goes
   uint32_t left_ = 0;            // bytes
   uint32_t next_bytes_ = 0;      // of the next one, if it has been begun
-  uint32_t counted_ = 0;
   int stored_since_ = kNoneStored;  // parcels stored after a piece that has not been counted yet
 };
 
@@ -211,17 +247,19 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
                                              const Between& between) {
   const Bringing& bringing = p.bringing;
   between();
-  if (blockIdx.x == 0) {
-    if (bringing.notices.phase != nullptr) {
-      store_relaxed_system(bringing.notices.phase, bringing.notices.phase_working);
-    }
-    if (p.bring.pieces == 0) give_notice(bringing.notices);
+  if (blockIdx.x == 0 && bringing.notices.phase != nullptr) {
+    store_relaxed_system(bringing.notices.phase, bringing.notices.phase_working);
   }
-  fence_async_global();  // what others staged before the launch is what the engine reads
   uint32_t* const taken = bringing.words.data + LaunchWords::kPiecesTaken;
   Parcels<Tile> parcels(shared);
   uint32_t number = atomicAdd(taken, 1), failed = load_relaxed_system(bringing.failed);
   while (number < p.bring.pieces) {
+    if (number >= parcels.staged()) {
+      const uint32_t slices = number / p.bring.pieces_per_slice + 1;
+      wait_until_staged(bringing, min(slices * p.bring.heads_per_slice, p.bring.num_kv_heads));
+      parcels.set_staged(slices * p.bring.pieces_per_slice);
+      failed = load_relaxed_system(bringing.failed);
+    }
     // The answers come meanwhile.
     const uint32_t next = atomicAdd(taken, 1);
     const uint32_t next_failed = load_relaxed_system(bringing.failed);
@@ -240,10 +278,13 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
   }
   parcels.bring_all_the_rest();
   // Added up only now, when there is nothing left to take: the others are as far.
-  if (const uint32_t mine = parcels.counted()) {
+  const uint32_t mine = parcels.counted();
+  bool is_last = p.bring.pieces == 0 && blockIdx.x == 0;
+  if (mine > 0) {
     uint32_t* const brought = bringing.words.data + LaunchWords::kPiecesBrought;
-    if (add_acquire_release(brought, mine) + mine == p.bring.pieces) give_notice(bringing.notices);
+    is_last = add_acquire_release(brought, mine) + mine == p.bring.pieces;
   }
+  if (is_last) give_notice(bringing, p.bring.num_kv_heads);
 }
 
 /// By a warp: until the others have read what is here. Its cluster stays for it, on one SM or two;
@@ -277,6 +318,7 @@ __device__ __forceinline__ void finish(const SegmentedParams<kSegments>& p, uint
   if constexpr (p.kBringing) {
     for (int i = lane; i < words.num_arrivals; i += 32) words.arrivals()[i] = 0;
     wait_until_read(p.bringing);
+    wait_for_kernel_before();  // what follows this launch follows that kernel, too
   }
 }
 

@@ -9,7 +9,6 @@
 #include "attention/cuda/sm90/ptx/registers.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/tile.cuh"
-#include "core/kernel_order.cuh"
 
 // The copying warpgroup: a thread of each warp does one thing for all the tiles, as far ahead as
 // there are free buffers.
@@ -206,8 +205,9 @@ __device__ __forceinline__ void copy(const SegmentedParams<kSegments>& p,
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   const bool elected = elect_one_lane();
   constexpr uint32_t kFinishing = 3;
-  // It may have been set up early: what is read comes through here.
-  if constexpr (p.kBringing) wait_for_kernel_before();
+  // The launch may have begun beside a kernel that has waited for those before it: what they wrote
+  // is visible, to the engine too from here on.
+  if constexpr (p.kBringing) fence_async_global();
   if (warp == 0) {
     if (elected) bring_queries<Tile>(p, shared);
     return;

@@ -298,7 +298,7 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool much, cudaStrea
   const int blocks = std::max(std::min(most_blocks, params.order.turns * cluster), bringers);
   if constexpr (params.kBringing) order_last_turns<Tile>(p, much, blocks, params);
   std::array<cudaLaunchAttribute, 2> attributes;
-  const bool early = params.kBringing && p.bringing.failed != nullptr;
+  const bool early = params.kBringing && p.bringing.follows_staging;
   cudaLaunchConfig_t config = launch_config<Tile>(blocks, cluster, early, attributes);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kKernel, params);

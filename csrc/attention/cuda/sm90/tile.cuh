@@ -71,7 +71,7 @@ struct TileShape {
   static constexpr int kBarriers = kParcelBarriers + kParcels;
   // The words in front of them, places for two tiles of each consumer and one for the turn, and
   // behind: what is noted about pieces.
-  static constexpr int kTileBytes = 32, kTurnBytes = 8, kPieceWordBytes = 32;
+  static constexpr int kTileBytes = 32, kTurnBytes = 8, kPieceWordBytes = 48;
   static constexpr int kWordBytes = 2 * kConsumers * kTileBytes + kTurnBytes;
   static constexpr int kBarrierBytes =
       (kWordBytes + 8 * kBarriers + kPieceWordBytes + 15) / 16 * 16;
