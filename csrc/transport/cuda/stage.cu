@@ -16,7 +16,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kInFlight = 8;
 constexpr uint32_t kRunPieces = kInFlight * kWarpSize;  // of a plane, by a warp at a time
 constexpr int64_t kMostPieces = int64_t{1} << 30;       // of a plane: counted in 32 bits
-constexpr int64_t kPartBytes = int64_t{4} << 20;
+constexpr int64_t kPartBytes = int64_t{8} << 20;
 
 // Strides in pieces.
 struct Source {
@@ -187,8 +187,8 @@ cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   launch.planes_per_head = static_cast<uint32_t>(planes_per_head);
   launch.heads_per_part = static_cast<uint32_t>((params.num_kv_heads + parts - 1) / parts);
 
-  // An eighth of the device copies half as fast as all of it.
-  const int64_t most = params.kernel_fetches ? std::max(multiprocessors / 8, 1) : multiprocessors;
+  // A quarter of the device copies nearly as fast as all of it: memory is what limits it.
+  const int64_t most = params.kernel_fetches ? std::max(multiprocessors / 4, 1) : multiprocessors;
   const int64_t copying = std::clamp<int64_t>((runs + kWarps - 1) / kWarps, 1, most);
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
