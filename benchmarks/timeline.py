@@ -39,7 +39,7 @@ _MARK = "one ring"
 _SHORTEST_US = 2.0  # words and counters, not data
 KINDS = {  # of work -> colour (Okabe and Ito's), row of a rank
     "attention": ("#0072B2", 0),
-    "staging": ("#E69F00", 0),
+    "staging": ("#E69F00", 1),  # the attention kernel begins beside it
     "copy": ("#009E73", 1),
     "NCCL": ("#009E73", 1),
     "other": ("#999999", 0),

@@ -27,6 +27,7 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
   TORCH_INTERNAL_ASSERT(!blocks.empty());
   const int64_t num_queries = q.size(1);
   const at::Tensor queries = kernel_ready(q);
+  bool copied = !queries.is_same(q);
   std::vector<at::Tensor> ready;  // alive until the launch
   std::vector<KeySegment> segments;
   for (const KeyBlock& block : blocks) {
@@ -43,7 +44,10 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
     segment.source = block.source;
     segments.push_back(segment);
     ready.insert(ready.end(), {keys, values});
+    copied = copied || !keys.is_same(block.k) || !values.is_same(block.v);
   }
+  // A kernel in between would be the one that this launch begins beside.
+  TORCH_INTERNAL_ASSERT(!bringing.follows_staging || !copied);
 
   BlockAttentionParams params;
   params.q = strided(queries);
@@ -74,6 +78,13 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
 
 }  // namespace
 #endif
+
+at::Tensor attendable(const at::Tensor& x) {
+#ifdef RINGATTN_WITH_CUDA
+  if (x.is_cuda()) return kernel_ready(x);
+#endif
+  return x;
+}
 
 bool attends_lists(const at::Tensor& q, int64_t num_blocks) {
 #ifdef RINGATTN_WITH_CUDA

@@ -46,6 +46,9 @@ struct KeyBlock {
 /// Whether one call can attend q to a list of `num_blocks` blocks, and bring them by itself.
 RINGATTN_API bool attends_lists(const at::Tensor& q, int64_t num_blocks);
 
+/// x [B, S, H, D] itself, or a copy where its strides or address do not suit the kernels.
+RINGATTN_API at::Tensor attendable(const at::Tensor& x);
+
 /// Attends q to a list of blocks, in its order, in one launch; more than one only where
 /// attends_lists says so.
 RINGATTN_API void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks,

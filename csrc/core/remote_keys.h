@@ -49,7 +49,8 @@ struct Notices {
   int32_t num_peers = 0;
 
   uint32_t* phase = nullptr;    // a word of the host's; null: nobody asks
-  uint32_t phase_working = 0;   // written there when the launch begins, and when it has waited,
+  uint32_t phase_working = 0;   // written there when the launch begins, when all has been read, and
+                                // when it has waited at its end,
   uint32_t phase_bringing = 0;  // when it waits for long for what a peer stages,
   uint32_t phase_waiting = 0;   // and when nothing is left but to wait until the others have read
 };

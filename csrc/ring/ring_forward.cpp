@@ -174,9 +174,12 @@ class Executor {
 
 }  // namespace
 
-std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& q, const at::Tensor& k,
-                                               const at::Tensor& v, const RingCall& call,
+std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const at::Tensor& given_k,
+                                               const at::Tensor& given_v, const RingCall& call,
                                                Transport* transport) {
+  // Between staging and the launch that begins beside it nothing may run: copies come first, and
+  // memory, which some have filled.
+  const at::Tensor q = attendable(given_q), k = attendable(given_k), v = attendable(given_v);
   const std::vector<Visit> visits = schedule(call.partition, call.rank, call.causal);
   Recorder& recorder = Recorder::get();
   const bool timed = recorder.on();
@@ -188,6 +191,7 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& q, const at::Te
   const bool by_block = (timed && recorder.by_block()) || slowdown() > 1.0 ||
                         call.depth < num_visits - 1 || !attends_lists(q, num_visits);
 
+  Executor executor(q, call, visits);
   std::shared_ptr<BlockStream> stream;
   if (num_visits > 1) {
     Exchange exchange;
@@ -205,7 +209,6 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& q, const at::Te
   const Gathering* gathering = stream && !by_block ? stream->gathering() : nullptr;
   const bool by_kernel = gathering != nullptr && !gathering->sources.empty();
 
-  Executor executor(q, call, visits);
   for (int64_t first = 0, last; first < num_visits; first = last) {
     RECORD_USER_SCOPE("ringattn::ring_step");
     last = by_kernel || (gathering != nullptr && first > 0) ? num_visits : first + 1;

@@ -168,9 +168,9 @@ class SymmetricStream : public BlockStream {
         exchange_(exchange),
         stream_(getCurrentCUDAStream()),
         num_hops_(exchange.hops.size()) {
-    const at::Tensor k = stageable(exchange.k), v = stageable(exchange.v);
-    exchange_.k.reset();
-    exchange_.v.reset();
+    exchange_.k = stageable(exchange.k);
+    exchange_.v = stageable(exchange.v);
+    const at::Tensor &k = exchange_.k, &v = exchange_.v;
     transport_.calls_.begin_on(stream_);
     const size_t row_bytes = 2 * k.size(0) * k.size(2) * k.size(3) * k.element_size();
     transport_.reserve(exchange_.most_rows * row_bytes);
@@ -239,6 +239,9 @@ class SymmetricStream : public BlockStream {
       transport_.join(stream_);
     }
     transport_.calls_.end_on(stream_);
+    // Kept until here: what is launched beside the staging kernel may get the memory of a copy.
+    exchange_.k.reset();
+    exchange_.v.reset();
     finished_ = true;
   }
 

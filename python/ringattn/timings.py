@@ -85,7 +85,8 @@ def record_timings(*, by_block: bool = True) -> Iterator[Timings]:
         by_block: attention goes block by block, and ``steps`` has each. False: calls go as they
             would by themselves; where that is one launch for some blocks or all of them,
             ``steps`` has one entry for it, with the first block's ``source`` and ``kind``, and what
-            a kernel waits for blocks by itself is in its ``attention_ms``.
+            a kernel waits for blocks by itself is in its ``attention_ms``. It is timed alone:
+            what would run beside it, as staging does, has ended before.
 
     Yields:
         A :class:`Timings`; its ``steps`` are there once the context has ended, also by an

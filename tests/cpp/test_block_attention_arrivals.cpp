@@ -35,69 +35,6 @@ using ringattn::testing::Shape;
 
 namespace {
 
-/// Has keys and values of all segments but the first brought, into memory that holds NaN, from
-/// where more rows lie than are asked for, NaN as well.
-class Remote {
- public:
-  explicit Remote(Problem& problem) {
-    for (size_t i = 1; i < problem.segments.size(); ++i) {
-      Segment& segment = problem.segments[i];
-      // [H_kv, 2, B, S_k, D]
-      const at::Tensor planes = at::stack({segment.k, segment.v}).permute({3, 0, 1, 2, 4});
-      segment.source = at::constant_pad_nd(planes, {0, 0, 0, 5}, kNaN).contiguous();
-      to_.push_back(at::empty_like(planes, planes.options(), at::MemoryFormat::Contiguous));
-      segment.k = to_.back().select(1, 0).permute({1, 2, 0, 3});
-      segment.v = to_.back().select(1, 1).permute({1, 2, 0, 3});
-    }
-  }
-
-  void forget() const {
-    for (const at::Tensor& to : to_) to.fill_(kNaN);
-  }
-  bool nothing_came() const {
-    return std::all_of(to_.begin(), to_.end(),
-                       [](const at::Tensor& to) { return to.isnan().all().item<bool>(); });
-  }
-
- private:
-  std::vector<at::Tensor> to_;
-};
-
-/// What to attend: keys of two heads for each KV head, or of an odd number of them, with which
-/// thread blocks share keys as row tiles.
-struct Case {
-  std::vector<Shape> shapes;
-  int64_t num_queries;
-  Heads heads;
-};
-
-/// A launch of thread blocks alone, all keys being there.
-Launch alone() {
-  Launch launch;
-  launch.max_blocks = 7;
-  return launch;
-}
-
-constexpr int kAllStaged = ringattn::staged_heads(64);
-
-/// As another call begins: the peers have staged everything, and nobody has been told that it has
-/// been read.
-void stage_again(const Launch& launch) {
-  launch.notices[0].fill_(kAllStaged);
-  launch.notices[1].fill_(0);
-}
-
-/// A launch that brings keys, of as many peers.
-Launch bringing(int64_t num_peers, int64_t room) {
-  Launch launch;
-  launch.words = no_words(room);
-  launch.failed = at::zeros({1}, launch.words.options());
-  launch.notices = at::zeros({4, num_peers}, launch.words.options());
-  launch.notices[2].fill_(1);
-  stage_again(launch);
-  return launch;
-}
-
 /// What others do while a launch runs.
 class Meanwhile {
  public:
@@ -118,15 +55,95 @@ class Meanwhile {
     return value;
   }
   void write(const at::Tensor& word, int value) const { copy(word.data_ptr(), &value); }
+  void copy(const at::Tensor& to, const at::Tensor& from) const {
+    copy(to.data_ptr(), from.data_ptr(), from.nbytes());
+  }
 
  private:
-  void copy(void* to, const void* from) const {
-    CHECK(cudaMemcpyAsync(to, from, sizeof(int), cudaMemcpyDefault, stream_) == cudaSuccess);
+  void copy(void* to, const void* from, size_t bytes = sizeof(int)) const {
+    CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_) == cudaSuccess);
     CHECK(cudaStreamSynchronize(stream_) == cudaSuccess);
   }
 
   cudaStream_t stream_ = nullptr;
 };
+
+/// Has keys and values of all segments but the first brought, into memory that holds NaN, from
+/// where more rows lie than are asked for, NaN as well.
+class Remote {
+ public:
+  explicit Remote(Problem& problem) {
+    for (size_t i = 1; i < problem.segments.size(); ++i) {
+      Segment& segment = problem.segments[i];
+      // [H_kv, 2, B, S_k, D]
+      const at::Tensor planes = at::stack({segment.k, segment.v}).permute({3, 0, 1, 2, 4});
+      segment.source = at::constant_pad_nd(planes, {0, 0, 0, 5}, kNaN).contiguous();
+      sources_.push_back(segment.source);
+      to_.push_back(at::empty_like(planes, planes.options(), at::MemoryFormat::Contiguous));
+      segment.k = to_.back().select(1, 0).permute({1, 2, 0, 3});
+      segment.v = to_.back().select(1, 1).permute({1, 2, 0, 3});
+    }
+  }
+
+  void forget() const {
+    for (const at::Tensor& to : to_) to.fill_(kNaN);
+  }
+  /// NaN in place of a head of all sources, and what was there, in memory of the host: from there a
+  /// copy engine brings it back while a launch holds every multiprocessor.
+  std::vector<at::Tensor> take_away(int64_t head) const {
+    std::vector<at::Tensor> taken;
+    for (const at::Tensor& source : sources_) {
+      taken.push_back(source[head].cpu());
+      source[head].fill_(kNaN);
+    }
+    return taken;
+  }
+  void give_back(int64_t head, const std::vector<at::Tensor>& taken,
+                 const Meanwhile& meanwhile) const {
+    for (size_t i = 0; i < taken.size(); ++i) meanwhile.copy(sources_[i][head], taken[i]);
+  }
+
+  bool nothing_came() const {
+    return std::all_of(to_.begin(), to_.end(),
+                       [](const at::Tensor& to) { return to.isnan().all().item<bool>(); });
+  }
+
+ private:
+  std::vector<at::Tensor> sources_, to_;
+};
+
+/// What to attend: keys of two heads for each KV head, or of an odd number of them, with which
+/// thread blocks share keys as row tiles.
+struct Case {
+  std::vector<Shape> shapes;
+  int64_t num_queries;
+  Heads heads;
+};
+
+/// A launch of thread blocks alone, all keys being there.
+Launch alone() {
+  Launch launch;
+  launch.max_blocks = 7;
+  return launch;
+}
+
+/// As another call begins: the peers have staged everything, and nobody has been told that it has
+/// been read.
+void stage_again(const Problem& problem, const Launch& launch) {
+  launch.notices[0].fill_(static_cast<int>(ringattn::staged_heads(problem.heads().kv)));
+  launch.notices[1].fill_(0);
+}
+
+/// A launch that brings keys, of as many peers.
+Launch bringing(const Problem& problem, int64_t num_peers, int64_t room) {
+  Launch launch;
+  launch.words = no_words(room);
+  launch.failed = at::zeros({1}, launch.words.options());
+  launch.notices = at::zeros({4, num_peers}, launch.words.options());
+  launch.notices[2].fill_(1);
+  stage_again(problem, launch);
+  return launch;
+}
 
 /// What is left when it is over: words as they were, the others told.
 bool has_told(const Launch& launch) {
@@ -177,14 +194,14 @@ TEST_CASE("keys that a launch brings, late ones too, are waited for, and the wor
         const bool odd = heads.query / heads.kv % 2 != 0;
         if (dim.tile_rows != 192) REQUIRE(pairs_row_tiles(problem) == odd);
         for (const int64_t slices : {1, 2, 4}) {
-          Launch launch = bringing(3, slices * static_cast<int64_t>(shapes.size()));
+          Launch launch = bringing(problem, 3, slices * static_cast<int64_t>(shapes.size()));
           launch.max_blocks = max_blocks;
           for (const uint32_t lateness : {0, 0, 1, 2, 3}) {
             INFO("D " << dim.head_dim << " in tiles of " << dim.tile_rows << ", " << heads.query
                       << " heads, " << max_blocks << " blocks, late " << lateness);
             Results results(problem);
             remote.forget();
-            stage_again(launch);
+            stage_again(problem, launch);
             launch.lateness = lateness;
             REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
             REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
@@ -206,11 +223,11 @@ TEST_CASE("large blocks, of many pieces, are brought whole") {
     Results there(problem);
     REQUIRE(attend_list(problem, alone(), there) == cudaSuccess);
     const Remote remote(problem);
-    const Launch launch = bringing(2, 4096);
+    const Launch launch = bringing(problem, 2, 4096);
     for (int repeat = 0; repeat < 10; ++repeat) {
       Results results(problem);
       remote.forget();
-      stage_again(launch);
+      stage_again(problem, launch);
       REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
       REQUIRE(same_bits(results.state, there.state));
       REQUIRE(same_bits(results.lse, there.lse));
@@ -239,13 +256,13 @@ TEST_CASE("much is brought in large parcels, little in small ones, and comes who
       REQUIRE(attend_list(problem, launch, there) == cudaSuccess);
       const Remote remote(problem);
       REQUIRE(brings_much(problem) == much);
-      launch = bringing(2, 4096);
+      launch = bringing(problem, 2, 4096);
       launch.with_state = false;
       launch.final_end = last;
       for (const uint32_t lateness : {0, 1, 2, 3}) {
         Results results(problem);
         remote.forget();
-        stage_again(launch);
+        stage_again(problem, launch);
         launch.lateness = lateness;
         REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
         REQUIRE(same_bits(results.out, there.out));
@@ -260,7 +277,7 @@ TEST_CASE("a launch without anything to bring tells the others all the same") {
   if (!can_run()) return;
   const Problem problem(300, {{300, 0, 0}}, 128, at::kBFloat16);
   Results results(problem);
-  const Launch launch = bringing(3, 16);
+  const Launch launch = bringing(problem, 3, 16);
   REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
   CHECK(has_told(launch));
 }
@@ -272,7 +289,7 @@ TEST_CASE("a launch that brings keys ends when the others have read what is here
   Results results(problem);
   const Meanwhile meanwhile;
   for (const bool gives_up : {false, true}) {
-    const Launch launch = bringing(3, 64);
+    const Launch launch = bringing(problem, 3, 64);
     launch.notices[2][1].fill_(0);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
@@ -294,10 +311,11 @@ TEST_CASE("heads that a peer has yet to stage are not read, and waited for until
     const Meanwhile meanwhile;
     for (const bool gives_up : {false, true}) {
       INFO("D " << dim.head_dim << " in tiles of " << dim.tile_rows);
-      const Launch launch = bringing(3, 64);
+      const Launch launch = bringing(problem, 3, 64);
       launch.notices[0][1].fill_(static_cast<int>(ringattn::kBeingStaged));
       Results results(problem);
       remote.forget();
+      const std::vector<at::Tensor> last_heads = remote.take_away(2);
       REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
       REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
       CHECK_FALSE(meanwhile.ends_soon());
@@ -310,6 +328,7 @@ TEST_CASE("heads that a peer has yet to stage are not read, and waited for until
         meanwhile.write(launch.notices[0][1], ringattn::staged_heads(2));
         CHECK_FALSE(meanwhile.ends_soon());
         CHECK(meanwhile.read(launch.notices[1][0]) == 0);
+        remote.give_back(2, last_heads, meanwhile);
         meanwhile.write(launch.notices[0][1], ringattn::staged_heads(3));
       }
       REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
@@ -320,6 +339,7 @@ TEST_CASE("heads that a peer has yet to stage are not read, and waited for until
         CHECK(same_bits(results.state, there.state));
         CHECK(same_bits(results.lse, there.lse));
       }
+      remote.give_back(2, last_heads, meanwhile);
     }
   }
 }
@@ -329,14 +349,15 @@ TEST_CASE("words are taken back only when every peer has staged everything, read
   const Problem problem(300, {{300, 0, 0}}, 128, at::kBFloat16);  // nothing to bring
   Results results(problem);
   const Meanwhile meanwhile;
-  const Launch launch = bringing(3, 16);
+  const Launch launch = bringing(problem, 3, 16);
   launch.notices[0][2].fill_(static_cast<int>(ringattn::kBeingStaged));
   REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
   REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
   CHECK_FALSE(meanwhile.ends_soon());
-  CHECK(meanwhile.read(launch.notices[0][0]) == kAllStaged);
+  const int all = meanwhile.read(launch.notices[0][0]);
+  CHECK(all != 0);
   CHECK(meanwhile.read(launch.notices[1][0]) == 0);
-  meanwhile.write(launch.notices[0][2], kAllStaged);
+  meanwhile.write(launch.notices[0][2], all);
   REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
   CHECK(has_told(launch));
 }
@@ -348,7 +369,7 @@ TEST_CASE("a launch that has been given up reads nothing and leaves NaN") {
     Problem problem(300, shapes, dim, at::kBFloat16);
     const Remote remote(problem);
     remote.forget();
-    Launch launch = bringing(3, 64);
+    Launch launch = bringing(problem, 3, 64);
     launch.final_end = 300;
     launch.failed.fill_(1);
     Results results(problem);
@@ -360,7 +381,7 @@ TEST_CASE("a launch that has been given up reads nothing and leaves NaN") {
     CHECK(remote.nothing_came());
     CHECK(has_told(launch));
     launch.failed.zero_();
-    stage_again(launch);
+    stage_again(problem, launch);
     REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
     CHECK_FALSE(results.out.isnan().any().item<bool>());
   }

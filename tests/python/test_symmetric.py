@@ -196,6 +196,47 @@ def test_a_captured_ring_can_be_replayed(rank_pool):
         rank_pool(2, "cuda").run(replayed, case, 500, call_timeout_s=300.0)
 
 
+def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
+    """The same values where kernels, or staging, must copy them first."""
+    if how == "features apart":
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+    if how == "not aligned":
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
+    if how == "a batch of one, next to nothing":
+        return x[0].unsqueeze(-1).permute(3, 0, 1, 2)
+    return torch.cat([x, x, x], 2)[:, :, x.size(2) : 2 * x.size(2)]  # as a projection of all three
+
+
+def given_otherwise(case: Case, how: str, calls: int) -> None:
+    inputs = [laid_out(x, how) for x in case.local_inputs()]
+    expected = ring(case)
+    for _ in range(calls):
+        results = ringattn.ring_attention(
+            *inputs, case.partition, transport=case.transport, return_lse=True
+        )
+        for ours, theirs in zip(results, expected, strict=True):
+            assert torch.equal(ours, theirs), how
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["features apart", "not aligned", "a batch of one, next to nothing", "a part of a projection"],
+)
+def test_inputs_in_any_layout_are_staged_as_they_are(rank_pool, how):
+    """Nothing comes between staging and the kernel that begins beside it, and what is staged stays
+    until then."""
+    case = Case(
+        Partition.even(16384, 2),
+        torch.bfloat16,
+        batch=1,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=128,
+        transport="symmetric",
+    )
+    rank_pool(2, "cuda").run(given_otherwise, case, how, 30)
+
+
 def captured_first(case: Case) -> str:
     q, k, v = case.local_inputs()
     graph = torch.cuda.CUDAGraph()

@@ -13,6 +13,7 @@ namespace {
 constexpr int kWarpSize = 32;
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarpSize;
+static_assert(kMaxSignals <= kWarpSize);
 constexpr int kInFlight = 8;
 constexpr uint32_t kRunPieces = kInFlight * kWarpSize;  // of a plane, by a warp at a time
 constexpr int64_t kMostPieces = int64_t{1} << 30;       // of a plane: counted in 32 bits

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/export.h"
 #include "core/remote_keys.h"
 
 namespace ringattn::cuda {
@@ -59,6 +60,6 @@ struct StageParams {
   uint32_t lateness = 0;
 };
 
-cudaError_t stage(const StageParams& params, cudaStream_t stream);
+RINGATTN_API cudaError_t stage(const StageParams& params, cudaStream_t stream);
 
 }  // namespace ringattn::cuda

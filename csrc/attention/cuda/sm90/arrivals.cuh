@@ -77,31 +77,41 @@ __device__ __forceinline__ Piece piece(const SegmentedParams<kSegments>& p, uint
           keys.arrivals + plane / bring.planes_per_head / bring.heads_per_arrival};
 }
 
-/// Until every peer has staged so many heads, or the host gives up.
-__device__ __forceinline__ void wait_until_staged(const Bringing& bringing, uint32_t heads) {
+/// Until every peer has staged so many heads, or the host gives up; how many the last one has.
+/// `between` is called again and again.
+template <typename Between>
+__device__ __forceinline__ uint32_t wait_until_staged(const Bringing& bringing, uint32_t heads,
+                                                      const Between& between) {
   constexpr uint32_t kLong = 1024;  // a millisecond, about
   const Notices& notices = bringing.notices;
+  uint32_t least = UINT32_MAX;
 #pragma unroll 1
   for (int i = 0; i < notices.num_peers; ++i) {
+    uint32_t staged;
 #pragma unroll 1
-    for (uint32_t times = 1; load_acquire_system(notices.staged[i]) < staged_heads(heads);
-         ++times) {
-      if (load_relaxed_system(bringing.failed) != 0) return;
+    for (uint32_t times = 1;
+         (staged = load_acquire_system(notices.staged[i])) < staged_heads(heads); ++times) {
+      if (load_relaxed_system(bringing.failed) != 0) return heads;
       // Again and again: a thread block that comes late may say meanwhile that the launch begins.
       if (times % kLong == 0 && notices.phase != nullptr) {
         store_relaxed_system(notices.phase, notices.phase_bringing);
       }
+      between();
       __nanosleep(64);
     }
+    least = min(least, staged);
   }
   fence_async_global();
+  return least - kBeingStaged;
 }
 
 /// All has been read: this device takes back the words that said that it may be, when nobody will
 /// write them any more, and tells the others.
-__device__ __forceinline__ void give_notice(const Bringing& bringing, uint32_t num_kv_heads) {
+template <typename Between>
+__device__ __forceinline__ void give_notice(const Bringing& bringing, uint32_t num_kv_heads,
+                                            const Between& between) {
   const Notices& notices = bringing.notices;
-  wait_until_staged(bringing, num_kv_heads);
+  wait_until_staged(bringing, num_kv_heads, between);
   if (notices.phase != nullptr) store_relaxed_system(notices.phase, notices.phase_working);
   for (int i = 0; i < notices.num_peers; ++i) store_relaxed_system(notices.staged[i], 0);
   for (int i = 0; i < notices.num_peers; ++i) store_release_system(notices.read[i], 1);
@@ -255,9 +265,14 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
   uint32_t number = atomicAdd(taken, 1), failed = load_relaxed_system(bringing.failed);
   while (number < p.bring.pieces) {
     if (number >= parcels.staged()) {
-      const uint32_t slices = number / p.bring.pieces_per_slice + 1;
-      wait_until_staged(bringing, min(slices * p.bring.heads_per_slice, p.bring.num_kv_heads));
-      parcels.set_staged(slices * p.bring.pieces_per_slice);
+      parcels.bring_all_the_rest();  // who waits keeps nothing back
+      const BringOrder& bring = p.bring;
+      const uint32_t slice = number / bring.pieces_per_slice;
+      const uint32_t wanted = min((slice + 1) * bring.heads_per_slice, bring.num_kv_heads);
+      const uint32_t heads = wait_until_staged(bringing, wanted, between);
+      parcels.set_staged(heads >= bring.num_kv_heads
+                             ? bring.pieces
+                             : heads / bring.heads_per_slice * bring.pieces_per_slice);
       failed = load_relaxed_system(bringing.failed);
     }
     // The answers come meanwhile.
@@ -284,7 +299,7 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
     uint32_t* const brought = bringing.words.data + LaunchWords::kPiecesBrought;
     is_last = add_acquire_release(brought, mine) + mine == p.bring.pieces;
   }
-  if (is_last) give_notice(bringing, p.bring.num_kv_heads);
+  if (is_last) give_notice(bringing, p.bring.num_kv_heads, between);
 }
 
 /// By a warp: until the others have read what is here. Its cluster stays for it, on one SM or two;

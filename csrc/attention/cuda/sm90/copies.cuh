@@ -205,8 +205,9 @@ __device__ __forceinline__ void copy(const SegmentedParams<kSegments>& p,
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   const bool elected = elect_one_lane();
   constexpr uint32_t kFinishing = 3;
-  // The launch may have begun beside a kernel that has waited for those before it: what they wrote
-  // is visible, to the engine too from here on.
+  // The launch may have begun beside the staging kernel. What kernels before that one wrote is in
+  // L2, since it has waited for their end, and is read through L2 alone: by the engine, from here
+  // on, and by loads of words. No state is folded in there.
   if constexpr (p.kBringing) fence_async_global();
   if (warp == 0) {
     if (elected) bring_queries<Tile>(p, shared);

@@ -45,8 +45,8 @@ inline cudaError_t device_limits(int device, DeviceLimits& limits) {
 }
 
 /// A launch of as many thread blocks in clusters; without that attribute where a cluster is one
-/// block, which would cost 1 %. `early`: it is set up while the kernel before it ends
-/// (wait_for_kernel_before). `attributes` must live as long.
+/// block, which would cost 1 %. `early`: it begins when the kernel before it lets it
+/// (let_next_kernel_begin). `attributes` must live as long.
 template <typename Tile>
 cudaLaunchConfig_t launch_config(int blocks, int cluster, bool early,
                                  std::array<cudaLaunchAttribute, 2>& attributes) {

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/ATen.h>
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "catch.h"
+#include "core/remote_keys.h"
+#include "device.h"
+#include "transport/cuda/stage.h"
+
+// One device, whose own words stand for those of other ranks.
+
+using ringattn::kBeingStaged;
+using ringattn::staged_heads;
+using ringattn::cuda::kStageCounters;
+using ringattn::cuda::kStagePiece;
+using ringattn::cuda::StageParams;
+using ringattn::cuda::StageSource;
+
+namespace {
+
+constexpr int kPeers = 3;
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+struct Shape {
+  int64_t batch, rows, heads, head_dim;
+  int64_t staged_rows;  // `rows` or more
+};
+
+StageSource source_of(const at::Tensor& x) {  // [B, S, H, D]
+  const auto bytes = [&](int64_t dim) { return x.stride(dim) * x.element_size(); };
+  return {x.const_data_ptr(), bytes(0), bytes(1), bytes(2)};
+}
+
+/// The words of a call, and what they are when it is over.
+struct Words {
+  at::Tensor all =
+      at::zeros({3 * kPeers + kStageCounters + 4}, at::TensorOptions(at::kCUDA).dtype(at::kInt));
+  at::Tensor signals = all.narrow(0, 0, kPeers);
+  at::Tensor taken_back = all.narrow(0, kPeers, kPeers).fill_(1);
+  at::Tensor awaited = all.narrow(0, 2 * kPeers, kPeers);
+  at::Tensor counters = all.narrow(0, 3 * kPeers, kStageCounters);
+  at::Tensor others = all.narrow(0, 3 * kPeers + kStageCounters, 4);  // failed, calls, both shown
+
+  void give(StageParams& params) const {
+    const auto word = [](const at::Tensor& x, int64_t i) {
+      return reinterpret_cast<uint32_t*>(x.data_ptr<int>()) + i;
+    };
+    for (int i = 0; i < kPeers; ++i) {
+      params.signals[i] = word(signals, i);
+      params.taken_back[i] = word(taken_back, i);
+      params.awaited[i] = word(awaited, i);
+    }
+    params.num_signals = kPeers;
+    params.num_awaited = params.kernel_fetches ? kPeers : 0;
+    params.blocks_done = word(counters, 0);
+    params.failed = word(others, 0);
+    params.calls = word(others, 1);
+    params.calls_shown = word(others, 2);
+    params.phase_shown = word(others, 3);
+    params.phase = 9;
+  }
+  bool all_are(const at::Tensor& words, uint32_t value) const {
+    return words.eq(static_cast<int>(value)).all().item<bool>();
+  }
+};
+
+/// k and v of a call, a part of larger tensors, and where they are staged, NaN as yet.
+struct Block {
+  Shape shape;
+  at::Tensor k, v;
+  at::Tensor staged;  // [H, 2, B, staged_rows, D]
+
+  explicit Block(const Shape& of) : shape(of) {
+    const auto options = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
+    // Of one tensor, with heads beside each other, as a projection of all three leaves them.
+    const at::Tensor qkv = at::randn({of.batch, of.rows, 3 * of.heads + 1, of.head_dim}, options);
+    k = qkv.narrow(2, of.heads, of.heads);
+    v = qkv.narrow(2, 2 * of.heads, of.heads);
+    staged = at::full({of.heads, 2, of.batch, of.staged_rows, of.head_dim}, kNaN, options);
+  }
+
+  StageParams params(bool kernel_fetches) const {
+    StageParams params;
+    params.k = source_of(k);
+    params.v = source_of(v);
+    params.staged = staged.data_ptr();
+    params.batch = static_cast<int>(shape.batch);
+    params.rows = static_cast<int>(shape.rows);
+    params.staged_rows = static_cast<int>(shape.staged_rows);
+    params.num_kv_heads = static_cast<int>(shape.heads);
+    params.row_bytes = shape.head_dim * 2;
+    params.kernel_fetches = kernel_fetches;
+    return params;
+  }
+
+  bool is_staged() const {
+    const at::Tensor expected = at::stack({k, v}).permute({3, 0, 1, 2, 4});
+    return at::equal(staged.narrow(3, 0, shape.rows), expected) &&
+           staged.narrow(3, shape.rows, shape.staged_rows - shape.rows).isnan().all().item<bool>();
+  }
+};
+
+const std::vector<Shape> kShapes = {
+    {1, 1, 1, 8, 1},         {1, 300, 3, 64, 300}, {2, 257, 5, 72, 300}, {3, 100, 2, 128, 101},
+    {1, 1000, 9, 256, 1000}, {1, 33, 33, 200, 40}, {1, 0, 4, 64, 10},    {2, 4096, 32, 128, 4096},
+};
+
+bool ended_soon() {
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  return cudaStreamQuery(nullptr) == cudaSuccess;
+}
+
+}  // namespace
+
+TEST_CASE("a block is staged whole, its heads are told of, and counters are 0 again") {
+  if (!has_device()) return;
+  for (const Shape& shape : kShapes) {
+    for (const bool kernel_fetches : {false, true}) {
+      INFO("B " << shape.batch << " S " << shape.rows << " H " << shape.heads << " D "
+                << shape.head_dim << ", a kernel fetches: " << kernel_fetches);
+      const Block block(shape);
+      const Words words;
+      for (int call = 1; call <= 3; ++call) {
+        block.staged.fill_(kNaN);
+        words.signals.zero_();
+        words.taken_back.fill_(1);
+        words.awaited.fill_(1);
+        StageParams params = block.params(kernel_fetches);
+        words.give(params);
+        params.lateness = call == 3 ? 77 : 0;
+        REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
+        REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+        CHECK(block.is_staged());
+        CHECK(words.all_are(words.signals, staged_heads(shape.heads)));
+        CHECK(words.all_are(words.taken_back, 0));
+        CHECK(words.all_are(words.counters, 0));
+        CHECK(words.others[2].item<int>() == call);
+        CHECK(words.others[3].item<int>() == 9);
+      }
+    }
+  }
+}
+
+TEST_CASE("a message is staged as one row of bytes") {
+  if (!has_device()) return;
+  for (const int64_t bytes : {1, 16, 1000, 5 << 20}) {
+    const auto options = at::TensorOptions(at::kCUDA).dtype(at::kByte);
+    const int64_t whole = (bytes + kStagePiece - 1) / kStagePiece * kStagePiece;
+    const at::Tensor message = at::randint(256, {whole}, options), to = at::zeros({whole}, options);
+    const Words words;
+    StageParams params;
+    params.k.data = message.data_ptr();
+    params.keys_only = true;
+    params.rows = params.staged_rows = 1;
+    params.row_bytes = bytes;
+    params.staged = to.data_ptr();
+    words.give(params);
+    REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+    CHECK(at::equal(to.narrow(0, 0, bytes), message.narrow(0, 0, bytes)));
+    CHECK(words.all_are(words.signals, staged_heads(1)));
+  }
+}
+
+TEST_CASE("everything is staged and told of while others have yet to begin; the kernel waits") {
+  if (!has_device()) return;
+  cudaStream_t beside;
+  REQUIRE(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking) == cudaSuccess);
+  const Block block({1, 1000, 9, 128, 1000});
+  for (const bool gives_up : {false, true}) {
+    const Words words;
+    words.awaited.fill_(static_cast<int>(kBeingStaged));
+    words.awaited[1].zero_();
+    StageParams params = block.params(/*kernel_fetches=*/true);
+    words.give(params);
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+    REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
+    CHECK_FALSE(ended_soon());
+    int told = 0;
+    const int one = 1;
+    CHECK(cudaMemcpyAsync(&told, words.signals.data_ptr(), sizeof(int), cudaMemcpyDefault,
+                          beside) == cudaSuccess);
+    CHECK(cudaStreamSynchronize(beside) == cudaSuccess);
+    CHECK(told == static_cast<int>(staged_heads(9)));
+    void* const word = gives_up ? words.others[0].data_ptr() : words.awaited[1].data_ptr();
+    CHECK(cudaMemcpyAsync(word, &one, sizeof(int), cudaMemcpyDefault, beside) == cudaSuccess);
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+    CHECK(block.is_staged());
+  }
+  REQUIRE(cudaStreamDestroy(beside) == cudaSuccess);
+}
+
+TEST_CASE("who has given up stages nothing and tells nobody") {
+  if (!has_device()) return;
+  const Block block({1, 1000, 9, 128, 1000});
+  const Words words;
+  words.others[0].fill_(1);
+  StageParams params = block.params(/*kernel_fetches=*/true);
+  words.give(params);
+  REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
+  REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK(block.staged.isnan().all().item<bool>());
+  CHECK(words.all_are(words.signals, 0));
+  CHECK(words.all_are(words.taken_back, 1));
+}
