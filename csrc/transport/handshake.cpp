@@ -183,6 +183,7 @@ class Handshake::State {
     }
     if (suspects.empty()) {  // a call is over, or its kernel has yet to begin
       since_ = Clock::now();
+      suspected_ = false;
       return;
     }
     // The next look, a while later, must see them too: a call that begins takes its words back.
