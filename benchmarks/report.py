@@ -67,9 +67,10 @@ def _commit() -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
-    commit = git("rev-parse", "--short=12", "HEAD")
-    if not commit:  # a copy without its history: whoever made it can say
-        return os.environ.get("RINGATTN_COMMIT", "unknown")
+    # Of a copy elsewhere, with an older history or none, whoever made it can say.
+    commit = os.environ.get("RINGATTN_COMMIT") or git("rev-parse", "--short=12", "HEAD")
+    if not commit or "RINGATTN_COMMIT" in os.environ:
+        return commit or "unknown"
     changed = git(
         "status", "--porcelain", "--untracked-files=no", "--", "../csrc", "../python", "."
     )
