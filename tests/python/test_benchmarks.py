@@ -2,12 +2,15 @@
 """The benchmarks run, small and on CPU, and what they write can be read and is right."""
 
 import csv
+import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import kernel_variants
 import pytest
 import torch
 from harness import Problem
@@ -122,3 +125,44 @@ def test_problem_sees_a_wrong_row_and_a_nan() -> None:
     wrong[0, 7, 0, 0] = float("nan")
     assert problem.max_error(wrong, positions) != problem.max_error(wrong, positions)
     assert problem.max_error(right[:, 8:], positions[8:]) < 1e-12
+
+
+@pytest.mark.parametrize("text", ["", "4096", "x:causal", "4096:casual", "4096:dense:folded"])
+def test_wrong_cases_of_kernel_variants_are_named(text: str) -> None:
+    with pytest.raises(kernel_variants.argparse.ArgumentTypeError, match="got " + text):
+        kernel_variants.cases(text)
+
+
+def test_cases_of_kernel_variants() -> None:
+    first, second = kernel_variants.cases("2048:causal,512:dense:fold")
+    assert (first.rows, first.causal, first.fold) == (2048, True, False)
+    assert (second.rows, second.causal, second.fold) == (512, False, True)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_a_kernel_variant_is_compiled_by_itself(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(kernel_variants, "FOLDER", tmp_path)
+    path = kernel_variants.build("one", ROOT, 40, [])
+    assert path == tmp_path / "one_64.so"
+    attend = ctypes.CDLL(str(path)).attend
+    attend.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int] * 7 + [ctypes.c_float, ctypes.c_void_p]
+    invalid_value = 1
+    for head_dim in (0, 20, 72):  # none, not of whole pieces, larger than what it was built for
+        shape = (1, 64, 2, 2, head_dim)
+        assert attend(*[None] * 6, *shape, 0, 0, 1.0, None) == invalid_value
+
+
+@pytest.mark.cuda
+@pytest.mark.hopper
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_kernel_variants_are_timed_side_by_side(tmp_path: Path) -> None:
+    tool = "benchmarks/kernel_variants.py"
+    for name in ("one", "other"):
+        run(tool, "build", name, "--head-dim", "64")
+    stem = tmp_path / "variants"
+    cases = "300:causal,300:dense:fold"
+    options = ("--cases", cases, "--head-dim", "64", "--rounds", "3", "--out", str(stem))
+    run(tool, "time", "one,other,cudnn", *options)
+    rows = read(stem)
+    assert [row["what"] for row in rows] == ["one", "other", "cudnn"] * 2
+    assert all(float(row["max error"]) < 0.02 for row in rows)

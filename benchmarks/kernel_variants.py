@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variants of the Hopper kernel against each other: what a change of it gains.
+
+    python benchmarks/kernel_variants.py build before
+    python benchmarks/kernel_variants.py build after --tree ../changed
+    python benchmarks/kernel_variants.py time before,after,cudnn --cases 2048:causal,8192:dense:fold
+
+A variant is the kernel of one source tree, for bfloat16 and head dims up to 64, 128 or 256 (the one
+that holds --head-dim), compiled by itself in seconds; variants are loaded side by side and timed in
+the same rounds. A case is a number of tokens, a mask (causal or dense) and, with fold, a float32
+state that the result is added to. "ratio" is the time over the first one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from harness import (
+    Contestant,
+    Problem,
+    common_arguments,
+    max_error,
+    measure,
+    shape_arguments,
+    shape_text,
+)
+from report import Report, environment
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HERE = Path(__file__).resolve().parent
+FOLDER = HERE.parent / "build" / "variants"
+COLUMNS = ["case", "what", "ms", "p10", "p90", "TFLOP/s", "ratio", "max error"]
+HEAD_DIMS = (64, 128, 256)  # that kernels are made for
+_SAMPLE_FLOPS = 7e11  # a millisecond, about
+_FLAGS = ["-O3", "-DNDEBUG", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a"]
+_FLAGS += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+
+
+def library(name: str, head_dim: int) -> Path:
+    """Where a variant lies."""
+    return FOLDER / f"{name}_{next(dim for dim in HEAD_DIMS if head_dim <= dim)}.so"
+
+
+def build(name: str, tree: Path, head_dim: int, defines: list[str]) -> Path:
+    """Compiles a variant and shows what nvcc says of spills and errors; CalledProcessError then."""
+    to = library(name, head_dim)
+    kernel_dim = to.stem.rpartition("_")[2]
+    sm90 = tree / "csrc/attention/cuda/sm90"
+    sources = {
+        sm90 / "instantiations" / f"block_attention_bfloat16_{kernel_dim}.cu": ["-Xptxas=-v"],
+        sm90 / "tensor_map.cu": [],
+        tree / "csrc/attention/turn_order.cpp": [],
+        HERE / "kernel_variant.cu": [f"-DVARIANT_HEAD_DIM={kernel_dim}"],
+    }
+    flags = [*_FLAGS, f"-I{tree / 'csrc'}", *(f"-D{define}" for define in defines)]
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        objects = [str(Path(scratch, f"{source.stem}.o")) for source in sources]
+        compilers = [
+            subprocess.Popen(
+                ["nvcc", *flags, *more, "-c", str(source), "-o", to_object],
+                stderr=subprocess.STDOUT,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for (source, more), to_object in zip(sources.items(), objects, strict=True)
+        ]
+        for compiler in compilers:
+            said, _ = compiler.communicate()
+            for line in said.splitlines():
+                if "spill" in line or "error" in line.lower():
+                    print(line.strip())
+            if compiler.returncode != 0:
+                raise subprocess.CalledProcessError(compiler.returncode, compiler.args)
+        # Of several in one process, each has its own of everything else.
+        exports = Path(scratch, "exports")
+        exports.write_text("{ global: attend; local: *; };\n")
+        link = ["nvcc", "-shared", f"-Xlinker=--version-script={exports}", *objects]
+        subprocess.run([*link, "-o", str(to)], check=True)
+    return to
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed: `text` is as the command line has it."""
+
+    text: str
+    rows: int
+    causal: bool
+    fold: bool
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        rows, mask, *rest = [*text.split(":"), ""]
+        if (
+            not rows.isdigit()
+            or mask not in ("causal", "dense")
+            or rest not in ([""], ["fold", ""])
+        ):
+            raise argparse.ArgumentTypeError(
+                f"cases must be like 4096:causal or 4096:dense:fold, got {text}"
+            )
+        return cls(text, int(rows), mask == "causal", "fold" in rest)
+
+
+def cases(text: str) -> list[Case]:
+    return [Case.of(case) for case in text.split(",")]
+
+
+def variant(name: str, problem: Problem, fold: bool, tile_rows: int) -> Callable[[], torch.Tensor]:
+    """One launch of a variant; what it returns is written again by the next."""
+    batch, rows, heads, head_dim = problem.q.shape
+    attend = ctypes.CDLL(str(library(name, head_dim))).attend
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    attend.argtypes = [pointer] * 6 + [integer] * 7 + [ctypes.c_float, pointer]
+    # Nothing yet: however often the same is folded in, the result stays what it is.
+    out = torch.zeros_like(problem.q, dtype=torch.float32 if fold else problem.q.dtype)
+    lse = torch.full((batch, heads, rows), -math.inf, device=out.device)
+
+    def call() -> torch.Tensor:
+        error = attend(
+            *(x.data_ptr() for x in problem.tensors),
+            *((None, out.data_ptr()) if fold else (out.data_ptr(), None)),
+            *(lse.data_ptr(), batch, rows, heads, problem.k.size(2), head_dim),
+            *(0 if problem.causal else rows, tile_rows, head_dim**-0.5),
+            torch.cuda.current_stream().cuda_stream,
+        )
+        if error != 0:
+            raise RuntimeError(f"{name} failed with CUDA error {error}")
+        return out
+
+    return call
+
+
+def cudnn(problem: Problem) -> Callable[[], torch.Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in problem.tensors)
+
+    def call() -> torch.Tensor:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=problem.causal, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+    return call
+
+
+def compete(report: Report, case: Case, names: list[str], arguments: argparse.Namespace) -> None:
+    device = torch.device("cuda")
+    problem = Problem.of(arguments, case.rows, device, causal=case.causal)
+    field = []
+    for name in names:
+        if name == "cudnn":
+            call, around = cudnn(problem), partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
+            contestant = Contestant(name, call, torch.arange(case.rows, device=device), around)
+        else:
+            call = variant(name, problem, case.fold, arguments.tile_rows)
+            contestant = Contestant(name, call, torch.arange(case.rows, device=device))
+        field.append(contestant)
+    errors = {contestant.name: max_error(contestant, problem) for contestant in field}
+    in_a_row = max(1, round(_SAMPLE_FLOPS / problem.flops))
+    field = [
+        Contestant(x.name, x.call, x.positions, x.around, back_to_back=in_a_row) for x in field
+    ]
+    timings = measure(field, device, rounds=arguments.rounds, warmup=arguments.warmup)
+    for name in names:
+        timing = timings[name]
+        report.add(
+            {
+                "case": case.text,
+                "what": name,
+                **timing.columns(),
+                "TFLOP/s": problem.flops / timing.median / 1e9,
+                "ratio": timing.median / timings[names[0]].median,
+                "max error": errors[name],
+            }
+        )
+
+
+def main() -> None:
+    parser = common_arguments(__doc__)
+    shape_arguments(parser)
+    parser.add_argument("what", choices=["build", "time"])
+    parser.add_argument("names", help="of one variant to build, or several to time, with commas")
+    parser.add_argument("--tree", type=Path, default=HERE.parent, help="whose kernel is built")
+    parser.add_argument("--define", action="append", default=[], help="NAME=VALUE for its compiler")
+    parser.add_argument("--cases", type=cases, default="2048:causal,2048:dense", help="with commas")
+    parser.add_argument("--tile-rows", type=int, default=0, help="of a tile; 0: the host's choice")
+    arguments = parser.parse_args()
+    if not 1 <= arguments.head_dim <= HEAD_DIMS[-1]:
+        parser.error(f"--head-dim must lie in 1..{HEAD_DIMS[-1]}, got {arguments.head_dim}")
+    if arguments.what == "build":
+        print(build(arguments.names, arguments.tree, arguments.head_dim, arguments.define))
+        return
+    if arguments.device != "cuda" or arguments.dtype != "bfloat16":
+        parser.error("variants must be timed on a CUDA device with bfloat16")
+    names = arguments.names.split(",")
+    for path in (library(name, arguments.head_dim) for name in names if name != "cudnn"):
+        if not path.exists():
+            parser.error(f"variants must be built before they are timed, got no {path}")
+    header = environment(torch.device("cuda")) | {
+        "tensors": shape_text(arguments),
+        "tile rows": str(arguments.tile_rows or "as the host chooses"),
+        "rounds": f"{arguments.rounds} after {arguments.warmup} of warm-up, medians",
+    }
+    report = Report("Variants of the Hopper kernel", header, COLUMNS)
+    report.start()
+    for case in arguments.cases:
+        compete(report, case, names, arguments)
+    report.write(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
