@@ -239,7 +239,7 @@ class SymmetricStream : public BlockStream {
       transport_.join(stream_);
     }
     transport_.calls_.end_on(stream_);
-    // Kept until here: what is launched beside the staging kernel may get the memory of a copy.
+    // Kept until here, lest what is launched beside the staging kernel gets the memory of a copy.
     exchange_.k.reset();
     exchange_.v.reset();
     finished_ = true;

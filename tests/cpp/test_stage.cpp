@@ -173,6 +173,7 @@ TEST_CASE("everything is staged and told of while others have yet to begin; the 
   REQUIRE(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking) == cudaSuccess);
   const Block block({1, 1000, 9, 128, 1000});
   for (const bool gives_up : {false, true}) {
+    block.staged.fill_(kNaN);
     const Words words;
     words.awaited.fill_(static_cast<int>(kBeingStaged));
     words.awaited[1].zero_();
