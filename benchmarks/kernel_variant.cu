@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The Hopper kernel of one source tree, for head dims up to VARIANT_HEAD_DIM, without the library around
-// it: kernel_variants.py compiles and loads it.
+// The Hopper kernel of one source tree, for head dims up to VARIANT_HEAD_DIM, without the library
+// around it: kernel_variants.py compiles and loads it.
 
 #include <cuda_bf16.h>
 
@@ -12,13 +12,17 @@
 
 using namespace ringattn;
 
-/// q, out [B, S, H, D], k, v [B, S, H_kv, D], bfloat16; state [B, S, H, D], lse [B, H, S], float32; all
-/// contiguous. Without a state, rows are final, in out; with one, they are folded into it. Returns a
-/// cudaError_t.
-extern "C" __attribute__((visibility("default"))) int attend(
-    void* q, void* k, void* v, void* out, void* state, float* lse, int batch, int rows, int num_heads,
-    int num_kv_heads, int head_dim, int diagonal, int tile_rows, float scale, void* stream) {
-  if (head_dim < 1 || head_dim > VARIANT_HEAD_DIM || head_dim % 8 != 0) return cudaErrorInvalidValue;
+/// q, out [B, S, H, D], k, v [B, S, H_kv, D], bfloat16; state [B, S, H, D], lse [B, H, S], float32;
+/// all contiguous. Without a state, rows are final, in out; with one, they are folded into it.
+/// Returns a cudaError_t.
+extern "C" __attribute__((visibility("default"))) int attend(void* q, void* k, void* v, void* out,
+                                                             void* state, float* lse, int batch,
+                                                             int rows, int num_heads,
+                                                             int num_kv_heads, int head_dim,
+                                                             int diagonal, int tile_rows,
+                                                             float scale, void* stream) {
+  if (head_dim < 1 || head_dim > VARIANT_HEAD_DIM || head_dim % 8 != 0)
+    return cudaErrorInvalidValue;
   const auto strided = [&](void* data, int64_t heads) {
     return Strided{data, rows * heads * head_dim, heads * head_dim, int64_t{head_dim}};
   };

@@ -41,6 +41,7 @@ FOLDER = HERE.parent / "build" / "variants"
 COLUMNS = ["case", "what", "ms", "p10", "p90", "TFLOP/s", "ratio", "max error"]
 HEAD_DIMS = (64, 128, 256)  # that kernels are made for
 _SAMPLE_FLOPS = 7e11  # a millisecond, about
+_MOST_IN_A_ROW = 50  # which the host enqueues while the device is kept busy
 _FLAGS = ["-O3", "-DNDEBUG", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a"]
 _FLAGS += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
@@ -79,6 +80,7 @@ def build(name: str, tree: Path, head_dim: int, defines: list[str]) -> Path:
             for line in said.splitlines():
                 if "spill" in line or "error" in line.lower():
                     print(line.strip())
+        for compiler in compilers:
             if compiler.returncode != 0:
                 raise subprocess.CalledProcessError(compiler.returncode, compiler.args)
         # Of several in one process, each has its own of everything else.
@@ -86,6 +88,11 @@ def build(name: str, tree: Path, head_dim: int, defines: list[str]) -> Path:
         exports.write_text("{ global: attend; local: *; };\n")
         link = ["nvcc", "-shared", f"-Xlinker=--version-script={exports}", *objects]
         subprocess.run([*link, "-o", str(to)], check=True)
+    described = subprocess.run(
+        ["git", "-C", str(tree), "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
+    told = [described.stdout.strip() or str(tree), *defines]
+    to.with_suffix(".txt").write_text(" ".join(told) + "\n")
     return to
 
 
@@ -102,7 +109,8 @@ class Case:
     def of(cls, text: str) -> Case:
         rows, mask, *rest = [*text.split(":"), ""]
         if (
-            not rows.isdigit()
+            not rows.isdecimal()
+            or int(rows) == 0
             or mask not in ("causal", "dense")
             or rest not in ([""], ["fold", ""])
         ):
@@ -166,7 +174,7 @@ def compete(report: Report, case: Case, names: list[str], arguments: argparse.Na
             contestant = Contestant(name, call, torch.arange(case.rows, device=device))
         field.append(contestant)
     errors = {contestant.name: max_error(contestant, problem) for contestant in field}
-    in_a_row = max(1, round(_SAMPLE_FLOPS / problem.flops))
+    in_a_row = min(max(1, round(_SAMPLE_FLOPS / problem.flops)), _MOST_IN_A_ROW)
     field = [
         Contestant(x.name, x.call, x.positions, x.around, back_to_back=in_a_row) for x in field
     ]
@@ -197,17 +205,30 @@ def main() -> None:
     arguments = parser.parse_args()
     if not 1 <= arguments.head_dim <= HEAD_DIMS[-1]:
         parser.error(f"--head-dim must lie in 1..{HEAD_DIMS[-1]}, got {arguments.head_dim}")
+    if arguments.heads % arguments.kv_heads != 0:
+        parser.error(
+            f"--heads must be a multiple of --kv-heads, got {arguments.heads}, {arguments.kv_heads}"
+        )
+    if arguments.what == "build" and arguments.names == "cudnn":
+        parser.error("a variant must not be named cudnn, got cudnn")
     if arguments.what == "build":
         print(build(arguments.names, arguments.tree, arguments.head_dim, arguments.define))
         return
     if arguments.device != "cuda" or arguments.dtype != "bfloat16":
         parser.error("variants must be timed on a CUDA device with bfloat16")
     names = arguments.names.split(",")
-    for path in (library(name, arguments.head_dim) for name in names if name != "cudnn"):
+    if len(set(names)) != len(names):
+        parser.error(f"names must differ, got {arguments.names}")
+    paths = {name: library(name, arguments.head_dim) for name in names if name != "cudnn"}
+    for path in paths.values():
         if not path.exists():
             parser.error(f"variants must be built before they are timed, got no {path}")
     header = environment(torch.device("cuda")) | {
         "tensors": shape_text(arguments),
+        "variants": ", ".join(
+            f"{name} of {path.with_suffix('.txt').read_text().strip()}"
+            for name, path in paths.items()
+        ),
         "tile rows": str(arguments.tile_rows or "as the host chooses"),
         "rounds": f"{arguments.rounds} after {arguments.warmup} of warm-up, medians",
     }

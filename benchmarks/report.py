@@ -68,9 +68,11 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
     # Of a copy elsewhere, with an older history or none, whoever made it can say.
-    commit = os.environ.get("RINGATTN_COMMIT") or git("rev-parse", "--short=12", "HEAD")
-    if not commit or "RINGATTN_COMMIT" in os.environ:
-        return commit or "unknown"
+    if given := os.environ.get("RINGATTN_COMMIT"):
+        return given
+    commit = git("rev-parse", "--short=12", "HEAD")
+    if not commit:
+        return "unknown"
     changed = git(
         "status", "--porcelain", "--untracked-files=no", "--", "../csrc", "../python", "."
     )

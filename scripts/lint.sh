@@ -46,7 +46,7 @@ clang_format() {
   return 1
 }
 
-native_sources() { find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'; }
+native_sources() { find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'; }
 
 run_clang_format() {
   local program mode=(--dry-run -Werror)

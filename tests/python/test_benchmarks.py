@@ -127,7 +127,9 @@ def test_problem_sees_a_wrong_row_and_a_nan() -> None:
     assert problem.max_error(right[:, 8:], positions[8:]) < 1e-12
 
 
-@pytest.mark.parametrize("text", ["", "4096", "x:causal", "4096:casual", "4096:dense:folded"])
+@pytest.mark.parametrize(
+    "text", ["", "4096", "0:causal", "x:causal", "4096:casual", "4096:dense:folded"]
+)
 def test_wrong_cases_of_kernel_variants_are_named(text: str) -> None:
     with pytest.raises(kernel_variants.argparse.ArgumentTypeError, match="got " + text):
         kernel_variants.cases(text)
@@ -157,12 +159,12 @@ def test_a_kernel_variant_is_compiled_by_itself(tmp_path: Path, monkeypatch) -> 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_kernel_variants_are_timed_side_by_side(tmp_path: Path) -> None:
     tool = "benchmarks/kernel_variants.py"
-    for name in ("one", "other"):
+    for name in ("test-one", "test-other"):
         run(tool, "build", name, "--head-dim", "64")
     stem = tmp_path / "variants"
     cases = "300:causal,300:dense:fold"
     options = ("--cases", cases, "--head-dim", "64", "--rounds", "3", "--out", str(stem))
-    run(tool, "time", "one,other,cudnn", *options)
+    run(tool, "time", "test-one,test-other,cudnn", *options)
     rows = read(stem)
-    assert [row["what"] for row in rows] == ["one", "other", "cudnn"] * 2
+    assert [row["what"] for row in rows] == ["test-one", "test-other", "cudnn"] * 2
     assert all(float(row["max error"]) < 0.02 for row in rows)
