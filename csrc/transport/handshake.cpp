@@ -300,8 +300,9 @@ void Handshake::show_and_wait_until_read(cudaStream_t stream) {
   uint32_t* const phase = const_cast<uint32_t*>(&state_->own_.host->phase);
   cuda::StreamWords words;
   words.write(phase, kUntilRead);
-  for (const int64_t rank : state_->others_)
+  for (const int64_t rank : state_->others_) {
     words.wait_until(state_->word(Layout::kRead + rank), 1);
+  }
   words.write(phase, kNotWaiting);
   C10_CUDA_CHECK(words.enqueue(stream));
 }

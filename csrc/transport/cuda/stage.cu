@@ -66,8 +66,9 @@ __device__ __forceinline__ void copy_run(const Launch& launch, uint32_t run, boo
   uint4 read[kInFlight];
 #pragma unroll
   for (int j = 0; j < kInFlight; ++j) {
-    if (first + j * kWarpSize < launch.plane_pieces)
+    if (first + j * kWarpSize < launch.plane_pieces) {
       read[j] = from[row * source.row_stride + in_row];
+    }
     row += launch.rows_per_step;
     in_row += launch.pieces_per_step;
     if (in_row >= launch.row_pieces) {

@@ -77,7 +77,7 @@ __device__ __forceinline__ Piece piece(const SegmentedParams<kSegments>& p, uint
           keys.arrivals + plane / bring.planes_per_head / bring.heads_per_arrival};
 }
 
-/// Until every peer has staged so many heads, or the host gives up; how many the last one has.
+/// Until every peer has staged so many heads, or the host gives up; how many all of them have.
 /// `between` is called again and again.
 template <typename Between>
 __device__ __forceinline__ uint32_t wait_until_staged(const Bringing& bringing, uint32_t heads,

@@ -32,7 +32,7 @@ constexpr int kWarpgroupBarrier = kTurnBarrier + kMostConsumers;
 ///   kInPairs                  two thread blocks share keys and values, where they can
 ///   kMostParcelBytes          of what is brought from other devices, in one copy
 template <int kHeadDim_, int kConsumers_, int kBlockK_, int kKeyStages_, int kValueStages_,
-          bool kWithState_, bool kInPairs_, int kMostParcelBytes, int kCopyRegisters_,
+          bool kWithState, bool kInPairs_, int kMostParcelBytes, int kCopyRegisters_,
           int kConsumerRegisters_>
 struct TileShape {
   static constexpr int kHeadDim = kHeadDim_;
@@ -42,7 +42,6 @@ struct TileShape {
   static constexpr int kBlockK = kBlockK_;
   static constexpr int kKeyStages = kKeyStages_;
   static constexpr int kValueStages = kValueStages_;
-  static constexpr bool kWithState = kWithState_;
   static constexpr bool kInPairs = kInPairs_;
   static constexpr int kCopyRegisters = kCopyRegisters_;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
