@@ -18,9 +18,8 @@ import ctypes
 import math
 import subprocess
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,8 +32,8 @@ from harness import (
     shape_arguments,
     shape_text,
 )
+from peers import torch_sdpa
 from report import Report, environment
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent / "build" / "variants"
@@ -149,35 +148,26 @@ def variant(name: str, problem: Problem, fold: bool, tile_rows: int) -> Callable
     return call
 
 
-def cudnn(problem: Problem) -> Callable[[], torch.Tensor]:
-    q, k, v = (x.transpose(1, 2) for x in problem.tensors)
-
-    def call() -> torch.Tensor:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=problem.causal, enable_gqa=True
-        )
-        return out.transpose(1, 2)
-
-    return call
+def contestants(
+    case: Case, names: list[str], problem: Problem, tile_rows: int
+) -> Iterator[Contestant]:
+    """In the order of their names."""
+    positions = torch.arange(case.rows, device=problem.q.device)
+    in_a_row = min(max(1, round(_SAMPLE_FLOPS / problem.flops)), _MOST_IN_A_ROW)
+    for name in names:
+        if name == "cudnn":
+            peers = {peer.name: peer for peer in torch_sdpa.prepare(problem)}
+            contestant = replace(peers["torch cuDNN"], name=name)
+        else:
+            contestant = Contestant(name, variant(name, problem, case.fold, tile_rows), positions)
+        yield replace(contestant, back_to_back=in_a_row)
 
 
 def compete(report: Report, case: Case, names: list[str], arguments: argparse.Namespace) -> None:
     device = torch.device("cuda")
     problem = Problem.of(arguments, case.rows, device, causal=case.causal)
-    field = []
-    for name in names:
-        if name == "cudnn":
-            call, around = cudnn(problem), partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
-            contestant = Contestant(name, call, torch.arange(case.rows, device=device), around)
-        else:
-            call = variant(name, problem, case.fold, arguments.tile_rows)
-            contestant = Contestant(name, call, torch.arange(case.rows, device=device))
-        field.append(contestant)
+    field = list(contestants(case, names, problem, arguments.tile_rows))
     errors = {contestant.name: max_error(contestant, problem) for contestant in field}
-    in_a_row = min(max(1, round(_SAMPLE_FLOPS / problem.flops)), _MOST_IN_A_ROW)
-    field = [
-        Contestant(x.name, x.call, x.positions, x.around, back_to_back=in_a_row) for x in field
-    ]
     timings = measure(field, device, rounds=arguments.rounds, warmup=arguments.warmup)
     for name in names:
         timing = timings[name]

@@ -3,10 +3,9 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 #include <vector>
 
+#include "meanwhile.h"
 #include "segment_lists.h"
 
 // What a launch does with its words: tiles handed out one by one, keys that it brings while it
@@ -25,6 +24,7 @@ using ringattn::testing::kNaN;
 using ringattn::testing::kOddZigzag;
 using ringattn::testing::kZigzag;
 using ringattn::testing::Launch;
+using ringattn::testing::Meanwhile;
 using ringattn::testing::no_words;
 using ringattn::testing::pairs_row_tiles;
 using ringattn::testing::Problem;
@@ -34,39 +34,6 @@ using ringattn::testing::Segment;
 using ringattn::testing::Shape;
 
 namespace {
-
-/// What others do while a launch runs.
-class Meanwhile {
- public:
-  Meanwhile() {
-    REQUIRE(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking) == cudaSuccess);
-  }
-  ~Meanwhile() { cudaStreamDestroy(stream_); }
-  Meanwhile(const Meanwhile&) = delete;
-  Meanwhile& operator=(const Meanwhile&) = delete;
-
-  bool ends_soon() const {
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    return cudaStreamQuery(nullptr) != cudaErrorNotReady;
-  }
-  int read(const at::Tensor& word) const {
-    int value = 0;
-    copy(&value, word.data_ptr());
-    return value;
-  }
-  void write(const at::Tensor& word, int value) const { copy(word.data_ptr(), &value); }
-  void copy(const at::Tensor& to, const at::Tensor& from) const {
-    copy(to.data_ptr(), from.data_ptr(), from.nbytes());
-  }
-
- private:
-  void copy(void* to, const void* from, size_t bytes = sizeof(int)) const {
-    CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_) == cudaSuccess);
-    CHECK(cudaStreamSynchronize(stream_) == cudaSuccess);
-  }
-
-  cudaStream_t stream_ = nullptr;
-};
 
 /// Has keys and values of all segments but the first brought, into memory that holds NaN, from
 /// where more rows lie than are asked for, NaN as well.

@@ -2,14 +2,13 @@
 #include <ATen/ATen.h>
 #include <cuda_runtime_api.h>
 
-#include <chrono>
 #include <limits>
-#include <thread>
 #include <vector>
 
 #include "catch.h"
 #include "core/remote_keys.h"
 #include "device.h"
+#include "meanwhile.h"
 #include "transport/cuda/stage.h"
 
 // One device, whose own words stand for those of other ranks.
@@ -20,6 +19,7 @@ using ringattn::cuda::kStageCounters;
 using ringattn::cuda::kStagePiece;
 using ringattn::cuda::StageParams;
 using ringattn::cuda::StageSource;
+using ringattn::testing::Meanwhile;
 
 namespace {
 
@@ -64,10 +64,11 @@ struct Words {
     params.phase_shown = word(others, 3);
     params.phase = 9;
   }
-  bool all_are(const at::Tensor& words, uint32_t value) const {
-    return words.eq(static_cast<int>(value)).all().item<bool>();
-  }
 };
+
+bool all_are(const at::Tensor& words, uint32_t value) {
+  return words.eq(static_cast<int>(value)).all().item<bool>();
+}
 
 /// k and v of a call, a part of larger tensors, and where they are staged, NaN as yet.
 struct Block {
@@ -110,11 +111,6 @@ const std::vector<Shape> kShapes = {
     {1, 1000, 9, 256, 1000}, {1, 33, 33, 200, 40}, {1, 0, 4, 64, 10},    {2, 4096, 32, 128, 4096},
 };
 
-bool ended_soon() {
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  return cudaStreamQuery(nullptr) == cudaSuccess;
-}
-
 }  // namespace
 
 TEST_CASE("a block is staged whole, its heads are told of, and counters are 0 again") {
@@ -136,9 +132,9 @@ TEST_CASE("a block is staged whole, its heads are told of, and counters are 0 ag
         REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
         REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
         CHECK(block.is_staged());
-        CHECK(words.all_are(words.signals, staged_heads(shape.heads)));
-        CHECK(words.all_are(words.taken_back, 0));
-        CHECK(words.all_are(words.counters, 0));
+        CHECK(all_are(words.signals, staged_heads(shape.heads)));
+        CHECK(all_are(words.taken_back, 0));
+        CHECK(all_are(words.counters, 0));
         CHECK(words.others[2].item<int>() == call);
         CHECK(words.others[3].item<int>() == 9);
       }
@@ -163,14 +159,13 @@ TEST_CASE("a message is staged as one row of bytes") {
     REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(at::equal(to.narrow(0, 0, bytes), message.narrow(0, 0, bytes)));
-    CHECK(words.all_are(words.signals, staged_heads(1)));
+    CHECK(all_are(words.signals, staged_heads(1)));
   }
 }
 
 TEST_CASE("everything is staged and told of while others have yet to begin; the kernel waits") {
   if (!has_device()) return;
-  cudaStream_t beside;
-  REQUIRE(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking) == cudaSuccess);
+  const Meanwhile meanwhile;
   const Block block({1, 1000, 9, 128, 1000});
   for (const bool gives_up : {false, true}) {
     block.staged.fill_(kNaN);
@@ -181,19 +176,12 @@ TEST_CASE("everything is staged and told of while others have yet to begin; the 
     words.give(params);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
-    CHECK_FALSE(ended_soon());
-    int told = 0;
-    const int one = 1;
-    CHECK(cudaMemcpyAsync(&told, words.signals.data_ptr(), sizeof(int), cudaMemcpyDefault,
-                          beside) == cudaSuccess);
-    CHECK(cudaStreamSynchronize(beside) == cudaSuccess);
-    CHECK(told == static_cast<int>(staged_heads(9)));
-    void* const word = gives_up ? words.others[0].data_ptr() : words.awaited[1].data_ptr();
-    CHECK(cudaMemcpyAsync(word, &one, sizeof(int), cudaMemcpyDefault, beside) == cudaSuccess);
+    CHECK_FALSE(meanwhile.ends_soon());
+    CHECK(meanwhile.read(words.signals) == static_cast<int>(staged_heads(9)));
+    meanwhile.write(gives_up ? words.others[0] : words.awaited[1], 1);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(block.is_staged());
   }
-  REQUIRE(cudaStreamDestroy(beside) == cudaSuccess);
 }
 
 TEST_CASE("who has given up stages nothing and tells nobody") {
@@ -206,6 +194,6 @@ TEST_CASE("who has given up stages nothing and tells nobody") {
   REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
   REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
   CHECK(block.staged.isnan().all().item<bool>());
-  CHECK(words.all_are(words.signals, 0));
-  CHECK(words.all_are(words.taken_back, 1));
+  CHECK(all_are(words.signals, 0));
+  CHECK(all_are(words.taken_back, 1));
 }

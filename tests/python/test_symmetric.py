@@ -228,15 +228,7 @@ def given_otherwise(case: Case, how: str, calls: int) -> None:
 def test_inputs_in_any_layout_are_staged_as_they_are(rank_pool, how):
     """Nothing comes between staging and the kernel that begins beside it, and what is staged stays
     until then."""
-    case = Case(
-        Partition.even(16384, 2),
-        torch.bfloat16,
-        batch=1,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=128,
-        transport="symmetric",
-    )
+    case = replace(long_case(2), partition=Partition.even(16384, 2), num_heads=8, num_kv_heads=8)
     rank_pool(2, "cuda").run(given_otherwise, case, how, 30)
 
 
