@@ -34,9 +34,13 @@ TEST_CASE("a call's time is that of its turns, of a ring's that of turns put in 
   const std::vector<KeySegment> one = {segment(2048, kNoMask, 0)};
   const std::vector<KeySegment> two = {segment(1024, kNoMask, 0), segment(1024, kNoMask, 0)};
   const int64_t turn = 2 * 16 + 3, unit = kSmallTile.time;
-  CHECK(time(one, 3, 3, 2) == 2 * turn * unit);
-  CHECK(time(two, 3, 3, 2) == 2 * turn * unit);
-  CHECK(time(two, 1, 1, 2) == turn * unit);
+  CHECK(time(one, 4, 4, 2) == 2 * turn * unit);
+  CHECK(time(two, 4, 4, 2) == 2 * turn * unit);
+  CHECK(time(two, 1, 1, 1) == turn * unit);
+  // The last of three is cut in two, of a consumer each.
+  const int64_t part = 2 * 16 * 3 / 4 + 3;
+  CHECK(time(one, 3, 3, 2) == (turn + part) * unit);
+  CHECK(time(two, 3, 3, 2) == (turn + part) * unit);
   // Heads in pairs, where multiprocessors are even in number.
   CHECK(time(one, 10, 5, 6) == 2 * turn * unit);
   CHECK(time(one, 10, 5, 5) == 2 * turn * unit);  // in pairs on two clusters, three times

@@ -219,9 +219,9 @@ TEST_CASE("a tile for whose rows fewer consumers are needed takes less time") {
   const auto lengths_of = [&](int num_queries, TurnShape shape) {
     const BlockAttentionParams p = call(segments, num_queries, 1, 1);
     int64_t heads_at_once = 0;
-    const TileOrder order = tile_order(p, shape, 192, kL2Bytes, 132, heads_at_once);
+    const TileOrder order = tile_order(p, shape, 192, kL2Bytes, 4, heads_at_once);
     std::vector<int> lengths;
-    for (const Turn& turn : turns_in_order(p, order, 1, false, 192, 80, 132))
+    for (const Turn& turn : turns_in_order(p, order, 1, false, 192, 80, 4))
       lengths.push_back(turn.length);
     return lengths;
   };
@@ -235,6 +235,83 @@ TEST_CASE("a tile for whose rows fewer consumers are needed takes less time") {
   CHECK(lengths_of(192 + 1, {}) == std::vector<int>{of_one, of_one, whole, whole});
   // Of two row tiles, what the first one takes.
   CHECK(lengths_of(192 + 64, {1, 2}) == std::vector<int>{whole, whole});
+}
+
+TEST_CASE("the last of equally long turns are cut into parts, of which each cluster has one") {
+  std::vector<KeySegment> segments = {segment(8192, kNoMask, 0)};
+  BlockAttentionParams p = call(segments, 8192, 32, 8);
+  p.batch = 1;
+  const auto order_of = [&](TurnShape shape, int block_q, int blocks) {
+    int64_t heads_at_once = 0;
+    return tile_order(p, shape, block_q, kL2Bytes, blocks, heads_at_once);
+  };
+  // 43 row tiles of 16 pairs of heads: ten rounds of 66, and 28.
+  const TileOrder in_two = order_of({2, 1}, 192, 132);
+  CHECK(in_two.whole_turns == 660);
+  CHECK(in_two.cut_turns == 28);
+  CHECK(in_two.part_rows == 128);
+  CHECK(in_two.turns == 660 + 2 * 28);
+  // 29 rounds of 23, and 21; of 57, 12, and 4.
+  const TileOrder as_they_are = order_of({2, 1}, 192, 46);
+  CHECK(as_they_are.turns == 688);
+  CHECK(as_they_are.whole_turns == 688);
+  const TileOrder in_three = order_of({2, 1}, 192, 114);
+  CHECK(in_three.part_rows == 64);
+  CHECK(in_three.turns == 684 + 3 * 4);
+  // Seven rounds and 2: 16 tiles of 85 rows leave more time than these take.
+  p.num_queries = 5461;
+  CHECK(order_of({2, 1}, 192, 132).turns == 464);
+  CHECK(order_of({2, 1}, 192, 132).cut_turns == 0);
+  p.num_queries = 8192;
+  // Of which some are longer than others.
+  segments[0].diagonal = 8191;
+  CHECK(order_of({2, 1}, 192, 132).turns == 660 + 2 * 28);
+  segments[0].diagonal = 8192 - 193;
+  CHECK(order_of({2, 1}, 192, 132).turns == 688);
+  segments[0] = segment(8192, kNoMask, 4096);
+  CHECK(order_of({2, 1}, 192, 132).cut_turns == 0);
+}
+
+TEST_CASE("parts of turns take every row once, and end sooner than whole ones") {
+  std::mt19937 random(2);
+  int cut = 0;
+  for (int trial = 0; trial < 400; ++trial) {
+    const int kv_heads = 1 + static_cast<int>(random() % 4);
+    const int num_heads = 2 * kv_heads;
+    const int block_q = 128 + static_cast<int>(random() % 3) * 64;
+    const int left_rows = random() % 2 ? static_cast<int>(random() % block_q) : 0;
+    const int num_queries = block_q * (1 + static_cast<int>(random() % 9)) + left_rows;
+    const std::vector<KeySegment> segments = {segment(100, kNoMask, 0), segment(60, kNoMask, 0)};
+    const BlockAttentionParams p = call(segments, num_queries, num_heads, kv_heads);
+    const TurnShape shape = {1 + static_cast<int>(random() % 2), 1};
+    const int blocks = shape.heads * (1 + static_cast<int>(random() % 40));
+    INFO("trial " << trial << ": " << num_queries << " rows in tiles of " << block_q << ", "
+                  << blocks << " blocks");
+    const int l2_bytes = static_cast<int>(100000 << random() % 4);
+    int64_t heads_at_once = 0;
+    const TileOrder order = tile_order(p, shape, block_q, l2_bytes, blocks, heads_at_once);
+    std::vector<int> taken(p.batch * num_heads * num_queries);
+    for (int turn = 0; turn < order.turns; ++turn)
+      for (int rank = 0; rank < shape.blocks(); ++rank) {
+        const TileOrder::Taken tile = order.taken(turn, rank, block_q, num_queries);
+        CHECK(tile.first_row < tile.turn_end);
+        for (int row = tile.first_row; row < tile.turn_end; ++row)
+          ++taken[tile.head * num_queries + row];
+      }
+    CHECK(std::all_of(taken.begin(), taken.end(), [](int times) { return times == 1; }));
+    if (order.cut_turns == 0) continue;
+    ++cut;
+    CHECK(order.whole_turns % (blocks / shape.blocks()) == 0);
+    CHECK(order.turns - order.whole_turns <= blocks / shape.blocks());
+    TileOrder whole = order;
+    whole.turns = whole.whole_turns = order.whole_turns + order.cut_turns;
+    const auto time = [&](const TileOrder& some) {
+      return ringattn::time_of_turns(turns_in_order(p, some, kv_heads, false, block_q, 80, blocks),
+                                     blocks / shape.blocks());
+    };
+    if (left_rows == 0) CHECK(time(order) < time(whole));
+  }
+  CHECK(cut > 50);
 }
 
 TEST_CASE("keys come as fast whatever the size of the tiles that wait for them") {

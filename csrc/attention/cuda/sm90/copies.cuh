@@ -63,10 +63,10 @@ class TurnsHandedOut {
 template <typename Tile>
 __device__ __forceinline__ void fetch_state_ahead(const KernelParams& p, const QueryTile& tile,
                                                   int key_tiles, int key_tile) {
-  constexpr int kParts = 4, kPartBlocks = Tile::kStateBlocks / kParts;
-  constexpr int kLong = 16;  // tiles of keys: of fewer, products take no longer than the fetching
+  constexpr int kParts = 8, kPartBlocks = Tile::kStateBlocks / kParts;
   const int part = key_tile - 1;
-  if (!p.fold || key_tiles < kLong || part < 0 || part >= kParts) return;
+  // Of fewer tiles, products take no longer than the fetching.
+  if (!p.fold || key_tiles <= kParts || part < 0 || part >= kParts) return;
 #pragma unroll 1
   for (int i = 0; i < kPartBlocks * Tile::kConsumers; ++i) {
     const int block = part * kPartBlocks + i % kPartBlocks;

@@ -32,6 +32,12 @@ struct KeyBounds {
 /// So many turns at the end, at the most, are taken in an order of their own (turn_times.h).
 constexpr int kMostLastTurns = 1024;
 
+constexpr int kConsumerRows = 64;  // of queries, that a warpgroup attends
+
+/// How long a tile of keys takes a thread block of which so many consumers have rows, in the time
+/// that each of them adds.
+constexpr int time_of_key_tile(int active_consumers) { return active_consumers + 2; }
+
 /// What a cluster takes in one turn, a tile for each of its thread blocks. All of them want the
 /// same keys, which come once: those that the last row sees something of.
 struct TurnShape {
@@ -44,10 +50,14 @@ struct TurnShape {
 /// The order in which turns are taken. Queries from `split` on, which see more segments than those
 /// before it, come first; no turn has queries of both sides. Both parts go by slices of heads whose
 /// keys and values fit L2 together and, unless much is brought, arrive together; within a slice by
-/// length, the slice's heads next to each other.
+/// length, the slice's heads next to each other. The last ones may be cut into parts of fewer rows:
+/// their first parts, then their second ones, and so on.
 struct TileOrder {
   TurnShape shape;
-  int turns;              // of all clusters together
+  int turns;              // of all clusters together, each part by itself
+  int whole_turns;        // those before the parts
+  int cut_turns;          // so many are
+  int part_rows;          // of one that is cut
   int split;              // where the late part begins
   int late_turns;         // from the split on
   int late_row_turns;     // of one bundle, from the split on
@@ -63,6 +73,9 @@ struct TileOrder {
   };
   /// The tile that thread block `rank` of a cluster takes.
   constexpr Taken taken(int turn, int rank, int block_q, int num_queries) const {
+    int part = 0;
+    for (; turn >= whole_turns + cut_turns; turn -= cut_turns) ++part;
+    const bool is_cut = turn >= whole_turns;
     const bool is_late = turn < late_turns;
     const int in_part = is_late ? turn : turn - late_turns;
     const int row_turns = is_late ? late_row_turns : early_row_turns;
@@ -77,10 +90,13 @@ struct TileOrder {
     const int row_turn = longest_first ? row_turns - 1 - turns_before : turns_before;
     const int bundle = first_bundle + in_slice - turns_before * in_row;
     const int turn_rows = shape.row_tiles * block_q;
-    const int turn_begin = (is_late ? split : 0) + row_turn * turn_rows;
-    const int turn_end = turn_begin + turn_rows, part_end = is_late ? num_queries : split;
+    const int whole_begin = (is_late ? split : 0) + row_turn * turn_rows;
+    const int turn_begin = whole_begin + part * part_rows;
+    int turn_end = is_late ? num_queries : split;
+    if (turn_end > whole_begin + turn_rows) turn_end = whole_begin + turn_rows;
+    if (is_cut && turn_end > turn_begin + part_rows) turn_end = turn_begin + part_rows;
     const int row_tile = rank / shape.heads;
-    return {turn_begin + row_tile * block_q, turn_end < part_end ? turn_end : part_end,
+    return {turn_begin + row_tile * block_q, turn_end,
             bundle * shape.heads + rank - row_tile * shape.heads};
   }
 };
@@ -155,6 +171,43 @@ inline TurnShape shape_of_pairs(const BlockAttentionParams& p, int block_q, int 
   return (in_pairs - alone) * most_more <= alone ? TurnShape{1, 2} : TurnShape{};
 }
 
+/// Whether all turns walk over all keys.
+inline bool all_see_all(const BlockAttentionParams& p, const TileOrder& order, int block_q) {
+  const int first_end = std::min(order.shape.row_tiles * block_q, p.num_queries);
+  return order.split == 0 &&
+         std::all_of(p.segments, p.segments + p.num_segments, [&](const KeySegment& keys) {
+           const KeyBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
+           return bounds.seen(0, first_end) == keys.num_keys;
+         });
+}
+
+/// Turns that are all equally long leave clusters idle when the last ones are taken, unless they
+/// come to whole rounds. Cut, these are done sooner, by all: in parts of as few rows as there are
+/// clusters for. Not for all consumers of a part there is something to do, so in the rounds before
+/// it would not pay.
+inline void cut_last_turns(const BlockAttentionParams& p, int block_q, int blocks,
+                           TileOrder& order) {
+  const int clusters = blocks / order.shape.blocks(), last = order.turns % clusters;
+  if (last == 0 || order.shape.row_tiles > 1 || !all_see_all(p, order, block_q)) return;
+  const int consumers = block_q / kConsumerRows;
+  // Tiles that rows do not fill are the first ones of the last slice. They stay as they are, and
+  // where they save as much time as the last ones take, these are done meanwhile.
+  const int last_bundles = order.bundles - (order.slices - 1) * order.bundles_per_slice;
+  if (last > last_bundles * (p.num_queries / block_q)) return;
+  const int left_rows = p.num_queries % block_q;
+  const int idle = left_rows == 0 ? 0 : (block_q - left_rows) / kConsumerRows;  // consumers
+  if (order.bundles * idle >= last * time_of_key_tile(consumers)) return;
+  for (int active = 1; active < consumers; ++active) {
+    const int parts = (consumers + active - 1) / active;
+    if (last * parts > clusters) continue;
+    order.whole_turns = order.turns - last;
+    order.cut_turns = last;
+    order.part_rows = active * kConsumerRows;
+    order.turns = order.whole_turns + last * parts;
+    return;
+  }
+}
+
 /// Slices of equal numbers of KV heads whose keys and values take a third of L2 or less. Where keys
 /// are brought: none wider than what the first tiles, of `blocks` thread blocks, are about
 /// (`heads_at_once`).
@@ -189,6 +242,9 @@ inline TileOrder tile_order(const BlockAttentionParams& p, TurnShape shape, int 
   order.slices = (order.bundles + order.bundles_per_slice - 1) / order.bundles_per_slice;
   order.late_turns = order.late_row_turns * order.bundles;
   order.turns = order.late_turns + order.early_row_turns * order.bundles;
+  order.whole_turns = order.turns;
+  order.cut_turns = order.part_rows = 0;
+  cut_last_turns(p, block_q, blocks, order);
   return order;
 }
 

@@ -12,8 +12,6 @@
 
 namespace ringattn::cuda::sm90 {
 
-constexpr int kConsumerRows = 64;  // of queries, that a warpgroup attends
-
 /// Turns as they lie in `order`, in halves of the time that a tile of block_q rows takes with
 /// block_k keys; one of fewer rows, for which not all consumers have something to do, takes less.
 /// Keys come in slices of `heads_per_slice` KV heads, of each all segments that are brought;
@@ -53,7 +51,7 @@ inline std::vector<Turn> turns_in_order(const BlockAttentionParams& p, const Til
       const KeyBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
       const int tiles = bounds.tiles_seen(taken.first_row, taken.turn_end, block_k);
       if (tiles == 0) continue;
-      turn.length += 2 * tiles * (active + 2) / (consumers + 2);
+      turn.length += 2 * tiles * time_of_key_tile(active) / time_of_key_tile(consumers);
       if (!is_brought(segment)) continue;
       const int64_t end = arrival(segment, kv_head) + turn.length;
       turn.earliest_end =
