@@ -71,7 +71,7 @@ ROOMS = {
     ),
     "bindings": Room(
         rooms=(
-            *("core", "partition", "ring/timings.h"),
+            *("core", "partition", "attention/block_attention.h", "ring/timings.h"),
             *("transport/hostility.h", "transport/ring_group.h"),
         ),
         libraries=("torch", "python"),

@@ -9,6 +9,8 @@
 #include "core/unequal.h"
 
 #ifdef RINGATTN_WITH_CUDA
+#include <c10/cuda/CUDAGuard.h>
+
 #include "attention/cuda/block_attention.h"
 #include "attention/kernel_params.h"
 #endif
@@ -97,6 +99,17 @@ bool attends_lists(const at::Tensor& q, int64_t num_blocks) {
 #else
   return false;
 #endif
+}
+
+std::vector<AttentionTile> attention_tiles(c10::Device device, at::ScalarType dtype,
+                                           int64_t head_dim) {
+#ifdef RINGATTN_WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(device);
+    return cuda::attention_tiles(data_type(dtype), static_cast<int>(head_dim));
+  }
+#endif
+  return {};
 }
 
 void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/attention_tile.h"
 #include "core/export.h"
 #include "core/remote_keys.h"
 #include "core/shape.h"
@@ -45,6 +46,11 @@ struct KeyBlock {
 
 /// Whether one call can attend q to a list of `num_blocks` blocks, and bring them by itself.
 RINGATTN_API bool attends_lists(const at::Tensor& q, int64_t num_blocks);
+
+/// The tiles in which a device's kernel computes calls of many rows, the fastest first. None: it
+/// computes what is there.
+RINGATTN_API std::vector<AttentionTile> attention_tiles(c10::Device device, at::ScalarType dtype,
+                                                        int64_t head_dim);
 
 /// x [B, S, H, D] itself, or a copy where its strides or address do not suit the kernels.
 RINGATTN_API at::Tensor attendable(const at::Tensor& x);

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include "attention/block_attention.h"
 #include "core/unequal.h"
 #include "partition/controller.h"
 #include "partition/planner.h"
@@ -65,6 +66,14 @@ std::vector<double> predicted(const std::string& layout, const Lengths& lengths,
   return predict(partition(layout, lengths, order), profiles, cost, {causal, training}, depth);
 }
 
+std::vector<AttentionTile> tiles_of(const std::string& device, const std::string& dtype,
+                                    int64_t head_dim) {
+  const at::ScalarType type = dtype == "bfloat16"  ? at::kBFloat16
+                              : dtype == "float16" ? at::kHalf
+                                                   : at::kFloat;
+  return attention_tiles(c10::Device(device), type, head_dim);
+}
+
 py::dict build_info() {
   py::dict info;
   info["torch_version"] = TORCH_VERSION;
@@ -117,17 +126,31 @@ PYBIND11_MODULE(_C, m) {
   m.def("schedule", &visits, py::arg("layout"), py::arg("lengths"), py::arg("order"),
         py::arg("rank"), py::arg("causal"));
 
+  py::class_<AttentionTile>(m, "AttentionTile")
+      .def(py::init([](int rows, int keys, int part_rows, int time, int more_keys) {
+             return AttentionTile{rows, keys, part_rows, time, more_keys};
+           }),
+           py::kw_only(), py::arg("rows"), py::arg("keys"), py::arg("part_rows"), py::arg("time"),
+           py::arg("more_keys"))
+      .def_readonly("rows", &AttentionTile::rows)
+      .def_readonly("keys", &AttentionTile::keys)
+      .def_readonly("part_rows", &AttentionTile::part_rows)
+      .def_readonly("time", &AttentionTile::time)
+      .def_readonly("more_keys", &AttentionTile::more_keys);
+  m.def("attention_tiles", &tiles_of, py::arg("device"), py::arg("dtype"), py::arg("head_dim"));
+
   py::class_<RankProfile>(m, "RankProfile")
       .def(py::init([](double attention_tflops, double linear_tflops,
                        std::optional<int64_t> max_tokens, double overhead_ms,
                        std::optional<double> memory_gbps, std::optional<double> link_gbps,
-                       std::optional<double> link_latency_us, int64_t tile_tokens) {
+                       std::optional<double> link_latency_us,
+                       const std::vector<AttentionTile>& tiles) {
              return RankProfile{attention_tflops, linear_tflops, max_tokens,      overhead_ms,
-                                memory_gbps,      link_gbps,     link_latency_us, tile_tokens};
+                                memory_gbps,      link_gbps,     link_latency_us, tiles};
            }),
            py::kw_only(), py::arg("attention_tflops"), py::arg("linear_tflops"),
            py::arg("max_tokens"), py::arg("overhead_ms"), py::arg("memory_gbps"),
-           py::arg("link_gbps"), py::arg("link_latency_us"), py::arg("tile_tokens"));
+           py::arg("link_gbps"), py::arg("link_latency_us"), py::arg("tiles"));
   py::class_<ModelCost>(m, "ModelCost")
       .def(py::init([](double attention_flops, double linear_flops, int64_t kv_bytes) {
              return ModelCost{attention_flops, linear_flops, kv_bytes};

@@ -29,7 +29,7 @@ class Search {
  public:
   explicit Search(const RingProblem& problem) : problem_(problem) {
     for (const RankProfile& profile : problem.profiles) {
-      if (profile.tile_tokens > 1) cost_of_one_ = 2;  // tiles are counted too
+      if (!profile.tiles.empty()) cost_of_one_ = 2;  // tiles are counted too
     }
   }
 

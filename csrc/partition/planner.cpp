@@ -27,9 +27,15 @@ void check(int64_t num_tokens, const std::vector<RankProfile>& profiles, const c
   }
   int64_t room = 0;
   for (const RankProfile& profile : profiles) {
-    if (profile.tile_tokens < 1) {
-      throw std::invalid_argument("tile_tokens must be at least 1, got " +
-                                  std::to_string(profile.tile_tokens));
+    for (const AttentionTile& tile : profile.tiles) {
+      const bool has_parts = tile.part_rows >= 1 && tile.rows % tile.part_rows == 0;
+      if (tile.rows >= 1 && tile.keys >= 1 && has_parts && tile.time >= 1 && tile.more_keys >= 0) {
+        continue;
+      }
+      throw std::invalid_argument(
+          "tiles must have rows in equal parts, keys and a time, got " + std::to_string(tile.rows) +
+          " rows in parts of " + std::to_string(tile.part_rows) + ", " + std::to_string(tile.keys) +
+          " keys, time " + std::to_string(tile.time));
     }
     room += std::min(num_tokens - room, profile.max_tokens.value_or(num_tokens));
   }

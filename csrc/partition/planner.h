@@ -47,7 +47,7 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 /// ranks this holds over all orders of a contiguous partition, above them for the order from fast
 /// to slow.
 ///
-/// Where kernels compute whole tiles (`RankProfile::tile_tokens`), lengths that fill them are taken
+/// Where kernels compute whole tiles (`RankProfile::tiles`), lengths that fill them are taken
 /// instead if they are faster: of three ranks with ten tiles each the best up to a percent, of a
 /// few tiles only nearly so (`fill_tiles`).
 ///

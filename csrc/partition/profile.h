@@ -3,6 +3,9 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
+
+#include "core/attention_tile.h"
 
 // What unequal ranks can do, and what is asked of them.
 
@@ -16,7 +19,9 @@ struct RankProfile {
   std::optional<double> memory_gbps;      // 1e9 bytes a second, of its memory
   std::optional<double> link_gbps;        // of its links to other ranks; absent: bytes take no time
   std::optional<double> link_latency_us;  // of one message; absent: 0
-  int64_t tile_tokens = 1;                // rows, and keys, that its attention computes together
+  // That its attention computes, all of one kind in a call: that which is done first. None: it
+  // computes what is there. `attention_tflops` is in whole ones of the first kind.
+  std::vector<AttentionTile> tiles = {};
 };
 
 /// One layer.

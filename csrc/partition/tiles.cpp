@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <set>
 #include <utility>
 
 #include "partition/schedule.h"
@@ -14,42 +15,77 @@ namespace {
 constexpr int64_t kBudget = 1 << 14;     // in blocks that are looked at, W^2 for a partition
 constexpr int64_t kMaxOrderedRanks = 3;  // up to so many, every order
 constexpr double kLeastGain = 1e-6;      // relative
+// Less than this is less than is known of how long tiles take: of another order of ranks, and of
+// unequal lengths for unequal ranks.
+constexpr double kLeastGainOfOrder = 5e-3;
+constexpr double kLeastGainOfUnequal = 1e-2;
+constexpr int64_t kStep = 32;       // tokens, in which they are moved
+constexpr int64_t kMostSteps = 16;  // more than both halves of a rank have of a tile
 
-int64_t tiles(int64_t tokens, int64_t tile) { return (tokens + tile - 1) / tile; }
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Pairs in the tiles that `visits` come to. All visits are one launch, whose tiles of rows do not
-// reach across the row from which on later owners' blocks are seen.
-double pairs_in_tiles(const std::vector<Visit>& visits, int64_t num_rows, int64_t tile) {
-  int64_t split = 0;
-  for (const Visit& visit : visits) split = std::max(split, visit.query_begin);
-  int64_t count = 0;
-  for (const auto& [begin, end] : {std::pair{int64_t{0}, split}, std::pair{split, num_rows}}) {
-    const int64_t of_rows = tiles(end - begin, tile);
-    for (const Visit& visit : visits) {
-      if (!visit.visible() || of_rows == 0 || visit.query_begin > begin) continue;
-      if (!visit.diagonal) {
-        count += of_rows * tiles(visit.key_end, tile);
-        continue;
-      }
-      // Each tile of rows sees one more tile of keys than the one before; the last ends with them.
-      const int64_t others = of_rows - 1;
-      count += others * tiles(begin, tile) + others * (others + 1) / 2 + tiles(end, tile);
-    }
-  }
-  return static_cast<double>(count) * static_cast<double>(tile * tile);
+// The sum of (first + i * step) / divisor, rounded down, over `count` numbers i from 0 on.
+int64_t sum_of_quotients(int64_t count, int64_t first, int64_t step, int64_t divisor) {
+  if (count == 0) return 0;
+  int64_t sum = count * (count - 1) / 2 * (step / divisor) + count * (first / divisor);
+  step %= divisor;
+  first %= divisor;
+  const int64_t end = first + count * step;
+  // Counted the other way: for each quotient, by how many numbers it is reached.
+  if (end >= divisor) sum += sum_of_quotients(end / divisor, end % divisor, divisor, step);
+  return sum;
 }
 
-// The same, if all pieces were whole tiles: what `RankTime` counts, and half a tile for each row
-// under the mask of the own block, which no lengths avoid.
-double pairs_without_padding(const std::vector<Visit>& visits, const Partition& partition,
-                             int64_t rank, bool causal, int64_t tile) {
-  const double rows = static_cast<double>(partition.length(rank));
-  if (causal && partition.layout() == Layout::kZigzag) {
-    return rows * static_cast<double>(partition.seq_len() + tile) / 2;
+// Tiles that `visits` come to, counted by the time that they take. All visits are one launch, whose
+// tiles of rows do not reach across the row from which on later owners' blocks are seen.
+double tiles_of(const std::vector<Visit>& visits, int64_t num_rows, const AttentionTile& tile) {
+  int64_t split = 0;
+  for (const Visit& visit : visits) split = std::max(split, visit.query_begin);
+  double count = 0.0;
+  for (const auto& [begin, end] : {std::pair{int64_t{0}, split}, std::pair{split, num_rows}}) {
+    if (begin == end) continue;
+    const int64_t others = ceil_div(end - begin, tile.rows) - 1;  // than the last tile of rows
+    int64_t of_others = 0, of_last = 0;                           // tiles of keys
+    for (const Visit& visit : visits) {
+      if (!visit.visible() || visit.query_begin > begin) continue;
+      if (!visit.diagonal) {
+        of_others += others * ceil_div(visit.key_end, tile.keys);
+        of_last += ceil_div(visit.key_end, tile.keys);
+        continue;
+      }
+      // Each tile of rows sees keys up to its own end; the last one ends with the rows.
+      of_others +=
+          sum_of_quotients(others, begin + tile.rows + tile.keys - 1, tile.rows, tile.keys);
+      of_last += ceil_div(end, tile.keys);
+    }
+    const int64_t last_rows = end - begin - others * tile.rows;
+    const int parts = static_cast<int>(ceil_div(last_rows, tile.part_rows));
+    count += static_cast<double>(of_others) +
+             static_cast<double>(of_last * time_of_parts(parts)) /
+                 time_of_parts(tile.rows / tile.part_rows) +
+             static_cast<double>((others + 1) * tile.more_keys) / tile.keys;
   }
-  double pairs = 0.0;
+  return count;
+}
+
+// Keys under the mask of its own block that each row takes time for, whatever the lengths: those
+// behind it up to its tile's last row, and behind that up to the next tile of keys.
+double masked_keys(const AttentionTile& tile) {
+  return static_cast<double>(tile.rows + tile.keys - std::gcd(tile.rows, tile.keys)) / 2;
+}
+
+// Pairs in tiles, if all pieces were whole ones: what `RankTime` counts, what is masked, and what
+// begins and ends take.
+double pairs_without_padding(const std::vector<Visit>& visits, const Partition& partition,
+                             int64_t rank, bool causal, const AttentionTile& tile) {
+  const double rows = static_cast<double>(partition.length(rank));
+  const double more = rows * static_cast<double>(tile.more_keys);
+  if (causal && partition.layout() == Layout::kZigzag) {
+    return rows * (static_cast<double>(partition.seq_len()) / 2 + masked_keys(tile)) + more;
+  }
+  double pairs = more;
   for (const Visit& visit : visits) {
-    pairs += visit.diagonal ? rows * (rows + static_cast<double>(tile)) / 2
+    pairs += visit.diagonal ? rows * (rows / 2 + masked_keys(tile))
                             : static_cast<double>(visit.num_queries() * visit.key_end);
   }
   return pairs;
@@ -110,11 +146,15 @@ std::vector<double> padding_ms(const Partition& partition, const std::vector<Ran
   std::vector<double> ms(profiles.size(), 0.0);
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
     const RankProfile& profile = profiles[rank];
-    if (profile.tile_tokens == 1 || partition.length(rank) == 0) continue;
+    if (profile.tiles.empty() || partition.length(rank) == 0) continue;
     const auto visits = schedule(partition, rank, workload.causal);
-    const double pairs =
-        pairs_in_tiles(visits, partition.length(rank), profile.tile_tokens) -
-        pairs_without_padding(visits, partition, rank, workload.causal, profile.tile_tokens);
+    double time = std::numeric_limits<double>::infinity();
+    for (const AttentionTile& tile : profile.tiles) {
+      time = std::min(time, tile.time * tiles_of(visits, partition.length(rank), tile));
+    }
+    const AttentionTile& first = profile.tiles.front();
+    const double pairs = time / first.time * (first.rows * first.keys) -
+                         pairs_without_padding(visits, partition, rank, workload.causal, first);
     ms[rank] = pairs * attention_flops(cost, workload) / (profile.attention_tflops * kFlopsPerMs);
   }
   return ms;
@@ -132,40 +172,67 @@ std::vector<double> busy_ms(const Partition& partition, const std::vector<RankTi
 Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
                      const std::vector<RankProfile>& profiles, const ModelCost& cost,
                      const Workload& workload) {
-  int64_t tile = 1;
-  for (const RankProfile& profile : profiles) tile = std::max(tile, profile.tile_tokens);
+  std::set<int64_t> rows;  // of all kinds of tiles
+  for (const RankProfile& profile : profiles) {
+    for (const AttentionTile& tile : profile.tiles) rows.insert(tile.rows);
+  }
   const int64_t seq_len = start.seq_len(), world_size = start.world_size();
-  if (tile == 1 || world_size == 1) return start;
+  if (rows.empty() || world_size == 1) return start;
 
   int64_t spent = 0;
-  const auto ms = [&](const Partition& partition) {
+  const auto ms_of = [&](const Partition& partition) {
     spent += world_size * world_size;
-    return slowest(busy_ms(partition, times, profiles, cost, workload));
+    return busy_ms(partition, times, profiles, cost, workload);
   };
-  const double start_ms = ms(start);
+  std::vector<double> best_ms = ms_of(start);
+  const double start_ms = slowest(best_ms);
   Partition best = start;
-  double best_ms = start_ms;
+  const auto take_if_better = [&](const Ranks& lengths, const Ranks& order) {
+    if (!has_room(times, lengths)) return;
+    const Partition next(start.layout(), lengths, order);
+    auto next_ms = ms_of(next);
+    const double least_gain = order == best.order() ? kLeastGain : kLeastGainOfOrder;
+    if (slowest(next_ms) >= slowest(best_ms) * (1 - least_gain)) return;
+    best = next;
+    best_ms = std::move(next_ms);
+  };
   // Under zigzag both halves of a rank's tokens have tiles of their own.
   const bool in_halves = workload.causal && start.layout() == Layout::kZigzag;
   const bool placed = workload.causal && start.layout() == Layout::kContiguous;
-  const int64_t unit = in_halves ? 2 * tile : tile;
   const Ranks even = even_lengths(seq_len, world_size);
   for (const Ranks& order : orders_of(start, in_halves)) {
     if (spent >= kBudget) break;
-    // What no unit holds costs least where only one more tile begins: innermost.
-    const Ranks whole =
-        placed ? best_lengths(times, order, seq_len, unit) : deal(start, times, unit, order.back());
-    for (const Ranks& lengths : {whole, start.lengths(), even}) {
-      if (!has_room(times, lengths)) continue;
-      const Partition next(start.layout(), lengths, order);
-      const double next_ms = ms(next);
-      if (next_ms >= best_ms * (1 - kLeastGain)) continue;
-      best = next;
-      best_ms = next_ms;
+    take_if_better(start.lengths(), order);
+    take_if_better(even, order);
+    for (const int64_t of_tile : rows) {
+      const int64_t unit = in_halves ? 2 * of_tile : of_tile;
+      // What no unit holds costs least where only one more tile begins: innermost.
+      take_if_better(placed ? best_lengths(times, order, seq_len, unit)
+                            : deal(start, times, unit, order.back()),
+                     order);
     }
   }
-  const bool is_even = start.lengths() == even;
-  return is_even && best_ms >= start_ms * (1 - kLeastGainOverEven) ? start : best;
+  // Who is slowest gives some tokens to another one.
+  for (bool any = true; any && spent < kBudget;) {
+    const Partition from = best;
+    const int64_t giver = std::max_element(best_ms.begin(), best_ms.end()) - best_ms.begin();
+    for (int64_t taker = 0; taker < world_size; ++taker) {
+      for (int64_t given = kStep; taker != giver && given <= kMostSteps * kStep; given += kStep) {
+        if (given > from.length(giver) || spent >= kBudget) break;
+        Ranks lengths = from.lengths();
+        lengths[giver] -= given;
+        lengths[taker] += given;
+        take_if_better(lengths, from.order());
+      }
+    }
+    any = best.lengths() != from.lengths();
+  }
+  if (start.lengths() == even) {
+    return slowest(best_ms) >= start_ms * (1 - kLeastGainOverEven) ? start : best;
+  }
+  const Partition as_even(start.layout(), even, start.order());
+  const bool is_much = slowest(best_ms) < slowest(ms_of(as_even)) * (1 - kLeastGainOfUnequal);
+  return is_much || !has_room(times, even) ? best : as_even;
 }
 
 }  // namespace ringattn

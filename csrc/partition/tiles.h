@@ -12,8 +12,8 @@
 namespace ringattn {
 
 /// [W]: what attention of each rank takes, in ms, beyond lengths whose pieces are whole tiles: rows
-/// of each of its pieces, and keys of each block that they see, are rounded up to tiles of
-/// `RankProfile::tile_tokens`. 0 where that is 1.
+/// of each of its pieces, and keys of each block that they see, are rounded up to whole ones of
+/// those of `RankProfile::tiles` that are done first. 0 without tiles.
 std::vector<double> padding_ms(const Partition& partition, const std::vector<RankProfile>& profiles,
                                const ModelCost& cost, const Workload& workload);
 
@@ -23,8 +23,8 @@ std::vector<double> busy_ms(const Partition& partition, const std::vector<RankTi
                             const Workload& workload);
 
 /// `start`, or lengths whose slowest rank is faster by `busy_ms`: whole tiles, which end together
-/// as nearly as they can, in some orders (all of up to three ranks). Even lengths are kept unless
-/// others are a tenth faster.
+/// as nearly as they can, in some orders (all of up to three ranks), and what tokens moved between
+/// ranks make of them. Even lengths are kept unless others are a tenth faster.
 Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
                      const std::vector<RankProfile>& profiles, const ModelCost& cost,
                      const Workload& workload);

@@ -10,6 +10,18 @@ class Visit:
     num_pairs: int
     rows_received: int
 
+class AttentionTile:
+    rows: int
+    keys: int
+    part_rows: int
+    time: int
+    more_keys: int
+    def __init__(
+        self, *, rows: int, keys: int, part_rows: int, time: int, more_keys: int
+    ) -> None: ...
+
+def attention_tiles(device: str, dtype: str, head_dim: int) -> list[AttentionTile]: ...
+
 class RankProfile:
     def __init__(
         self,
@@ -21,7 +33,7 @@ class RankProfile:
         memory_gbps: float | None,
         link_gbps: float | None,
         link_latency_us: float | None,
-        tile_tokens: int,
+        tiles: list[AttentionTile],
     ) -> None: ...
 
 class ModelCost:

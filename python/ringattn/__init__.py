@@ -20,7 +20,7 @@ from ringattn.generation import generate
 from ringattn.modules import RingAttention
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, Plan, plan, plan_cache
-from ringattn.profiles import RankProfile, load_profiles, save_profiles
+from ringattn.profiles import AttentionTile, RankProfile, load_profiles, save_profiles
 from ringattn.profiling import measure_profiles
 from ringattn.rebalancing import Rebalancer
 from ringattn.timings import StepTiming, Timings, record_timings
@@ -28,6 +28,7 @@ from ringattn.timings import StepTiming, Timings, record_timings
 __version__ = _library.VERSION
 
 __all__ = [
+    "AttentionTile",
     "ModelCost",
     "Partition",
     "Plan",

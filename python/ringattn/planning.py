@@ -14,7 +14,14 @@ import torch
 
 from ringattn import _C
 from ringattn.partition import Partition
-from ringattn.profiles import MAX_INTEGER, RankProfile, integer, is_number, is_positive
+from ringattn.profiles import (
+    MAX_INTEGER,
+    AttentionTile,
+    RankProfile,
+    integer,
+    is_number,
+    is_positive,
+)
 
 _CONFIG_FIELDS = (  # our names and those of Hugging Face
     ("emb_dim", "hidden_size"),
@@ -196,7 +203,7 @@ def plan(
     it, and what it waits for blocks that its computation does not hide. Where nobody waits, no
     partition into whole tokens is more than 0.5 % faster than the planned one, and none at all for
     sequences below 512 tokens a rank: longer ones are dealt out in units of 16, 64 or 256 tokens
-    where that costs no more. Where kernels compute whole tiles (:attr:`RankProfile.tile_tokens`),
+    where that costs no more. Where kernels compute whole tiles (:attr:`RankProfile.tiles`),
     what they compute for nothing counts too, and lengths that fill them are searched for. Where the
     bandwidth of links (their latency is predicted, but moves no tokens) or a small ``depth`` has
     ranks wait, lengths that wait less are searched for; the best are found up to a percent for two
@@ -278,21 +285,26 @@ def predict(
 
 
 def work_in_tiles(
-    partition: Partition, rank: int, cost: ModelCost, tile_tokens: int, *, causal: bool = True
+    partition: Partition,
+    rank: int,
+    cost: ModelCost,
+    tiles: tuple[AttentionTile, ...],
+    *,
+    causal: bool = True,
 ) -> float:
     """What attention of a rank computes, whole tiles, over what its rows see: a tile that is not
     full is no slowness."""
-    if tile_tokens == 1 or partition.lengths[rank] == 0:
+    if not tiles or partition.lengths[rank] == 0:
         return 1.0
     attention = replace(cost, linear_flops=0.0, kv_bytes=0)
     computed, seen = (
         predict(
             partition,
-            [RankProfile(1, 1, tile_tokens=of)] * partition.world_size,
+            [RankProfile(1, 1, tiles=of)] * partition.world_size,
             attention,
             causal=causal,
         )[rank]
-        for of in (tile_tokens, 1)
+        for of in (tiles, ())
     )
     return computed / seen
 
@@ -347,7 +359,12 @@ def _compiled_profiles(profiles: Sequence[RankProfile]) -> list[_C.RankProfile]:
             raise ValueError(
                 f"profiles must be RankProfiles, got {type(profile).__name__} for rank {rank}"
             )
-    return [_C.RankProfile(**asdict(profile)) for profile in profiles]
+    return [
+        _C.RankProfile(
+            **asdict(profile) | {"tiles": [_C.AttentionTile(**asdict(t)) for t in profile.tiles]}
+        )
+        for profile in profiles
+    ]
 
 
 def _compiled_cost(cost: ModelCost) -> _C.ModelCost:

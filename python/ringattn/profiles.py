@@ -10,10 +10,50 @@ import operator
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 MAX_INTEGER = 2**63 - 1  # of the compiled planner
 MAX_TILE = 2**16  # tokens, far beyond any kernel's
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """What an attention kernel computes together, whatever of it is there, and how long that takes.
+
+    Args:
+        rows: of queries.
+        keys: and values.
+        part_rows: of the parts of a tile that work side by side, of which ``rows`` are a multiple:
+            a tile of which only some parts have rows takes ``(some + 2) / (all + 2)`` of the time.
+            None: one part.
+        time: of a whole tile, relative to a kernel's other tiles.
+        more_keys: that rows would see in the time that they take to begin and to end.
+
+    Raises:
+        ValueError: numbers that are not integers or not in 1..65536 (``more_keys``: 0..65536),
+            ``part_rows`` of which ``rows`` are no multiple.
+    """
+
+    rows: int
+    keys: int
+    _: KW_ONLY
+    part_rows: int | None = None
+    time: int = 1
+    more_keys: int = 0
+
+    def __post_init__(self) -> None:
+        if self.part_rows is None:
+            object.__setattr__(self, "part_rows", self.rows)
+        for name in ("rows", "keys", "part_rows", "time", "more_keys"):
+            value = integer(name, getattr(self, name))
+            least = 0 if name == "more_keys" else 1
+            if not least <= value <= MAX_TILE:
+                raise ValueError(f"{name} must lie in {least}..{MAX_TILE}, got {value}")
+            object.__setattr__(self, name, value)
+        if self.rows % cast(int, self.part_rows) != 0:
+            raise ValueError(
+                f"rows must be a multiple of part_rows, got {self.rows} and {self.part_rows}"
+            )
 
 
 @dataclass(frozen=True)
@@ -29,13 +69,14 @@ class RankProfile:
         link_gbps: bandwidth of its links to other ranks, 1e9 bytes a second; None: bytes take no
             time.
         link_latency_us: of one message, in microseconds; None is 0.
-        tile_tokens: how many rows, and how many keys, its attention computes together: pieces of
-            other lengths cost as much as the next multiple of it. 1: kernels without tiles.
+        tiles: in which its attention computes, all of one kind in a call: that which is done first.
+            What rows and keys do not fill takes time too; ``attention_tflops`` is what it does in
+            whole ones of the first kind. None: it computes what is there.
 
     Raises:
         ValueError: speeds and bandwidths that are not finite and positive, ``max_tokens`` that are
             negative or do not fit into 64 bits, a negative or infinite overhead or latency,
-            ``tile_tokens`` that are not positive.
+            ``tiles`` that are none.
     """
 
     attention_tflops: float
@@ -46,7 +87,7 @@ class RankProfile:
     memory_gbps: float | None = None
     link_gbps: float | None = None
     link_latency_us: float | None = None
-    tile_tokens: int = 1
+    tiles: tuple[AttentionTile, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("attention_tflops", "linear_tflops", "memory_gbps", "link_gbps"):
@@ -70,10 +111,19 @@ class RankProfile:
             if max_tokens > MAX_INTEGER:
                 raise ValueError(f"max_tokens must be at most {MAX_INTEGER}, got {max_tokens}")
             object.__setattr__(self, "max_tokens", max_tokens)
-        tile_tokens = integer("tile_tokens", self.tile_tokens)
-        if not 1 <= tile_tokens <= MAX_TILE:
-            raise ValueError(f"tile_tokens must lie in 1..{MAX_TILE}, got {tile_tokens}")
-        object.__setattr__(self, "tile_tokens", tile_tokens)
+        if not isinstance(self.tiles, (list, tuple)):
+            raise ValueError(f"tiles must be a sequence of AttentionTile, got {self.tiles!r}")
+        object.__setattr__(self, "tiles", tuple(_tile(tile) for tile in self.tiles))
+
+
+def _tile(tile: object) -> AttentionTile:
+    """A tile, or what a file has of one."""
+    names = [field.name for field in fields(AttentionTile) if field.init]
+    if isinstance(tile, dict) and {"rows", "keys"} <= set(tile) <= set(names):
+        return AttentionTile(**tile)
+    if not isinstance(tile, AttentionTile):
+        raise ValueError(f"tiles must be a sequence of AttentionTile, got {tile!r}")
+    return tile
 
 
 def save_profiles(path: str | Path, profiles: Sequence[RankProfile]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ringattn import _C
 from ringattn._calls import collective
 from ringattn._checks import check_transport
 from ringattn._clock import Spread, bursts, repeat
@@ -24,7 +25,7 @@ from ringattn._shard import Shard, resolve_device, settling_seconds
 from ringattn.functional import ring_attention, rotate_kv
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, plan, work_in_tiles
-from ringattn.profiles import RankProfile
+from ringattn.profiles import AttentionTile, RankProfile
 from ringattn.timings import call_tflops, record_timings
 
 #: Heads and layers of LLaMA-3-8B.
@@ -32,7 +33,6 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 32
 #: Relative difference of two speeds that is none, see :func:`equalize`.
 NOISE = 0.05
 
-_TILE_TOKENS = 128  # about what CUDA kernels compute together, of rows and of keys (TileShape)
 _FEWEST_CALLS = 3  # of a ring
 _MEMORY_SHARE = 0.9  # of the free memory, that tokens may fill
 _Value = TypeVar("_Value")
@@ -66,7 +66,7 @@ def measure_profiles(
     * ``memory_gbps``: how fast decode attention reads cached keys and values, GB/s;
     * ``link_gbps``, ``link_latency_us``: the hop that brings blocks to a rank, all ranks sending at
       once, GB/s and microseconds; None on a single rank;
-    * ``tile_tokens``: 128 on CUDA, about what kernels compute together of rows and keys, 1 on CPU;
+    * ``tiles``: what kernels of the device compute together, none on CPU;
     * ``max_tokens``: tokens whose keys and values over all layers fit into nine tenths of the free
       memory; ranks on one device share it, as do CPU ranks on one host.
 
@@ -124,7 +124,7 @@ class RankMeasurement:
     link_gbps: Spread | None
     link_latency_us: Spread | None
     max_tokens: int
-    tile_tokens: int = 1
+    tiles: tuple[AttentionTile, ...] = ()
 
 
 def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[RankProfile]:
@@ -153,7 +153,7 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
             for rank in ranks:
                 values[rank][field.name] = mean
     return [
-        RankProfile(max_tokens=of_rank.max_tokens, tile_tokens=of_rank.tile_tokens, **own)
+        RankProfile(max_tokens=of_rank.max_tokens, tiles=of_rank.tiles, **own)
         for of_rank, own in zip(measured, values, strict=True)
     ]
 
@@ -266,7 +266,7 @@ def _measure(ring: Ring, shard: Shard, seconds: float, transport: str) -> RankMe
         link_gbps=link_gbps,
         link_latency_us=link_latency_us,
         max_tokens=max_tokens,
-        tile_tokens=_TILE_TOKENS if shard.device.type == "cuda" else 1,
+        tiles=attention_tiles(shard.device, shard.dtype, shard.head_dim),
     )
 
 
@@ -300,7 +300,7 @@ def _in_ring(
     speeds = call_tflops(timings.calls, profile.overhead_ms)
     if not speeds:
         return own  # no tokens: it did not pay
-    in_tiles = work_in_tiles(planned.partition, ring.rank, cost, own.tile_tokens)
+    in_tiles = work_in_tiles(planned.partition, ring.rank, cost, own.tiles)
     return replace(own, attention_tflops=Spread.of([in_tiles * speed for speed in speeds]))
 
 
@@ -338,6 +338,15 @@ def _link(ring: Ring, shard: Shard, transport: str) -> tuple[Spread, Spread]:
     transfer = [max(1e-3 * ms - 1e-6 * latency.median, 1e-4 * ms) for ms in times]
     num_bytes = shard.num_tokens * shard.token_bytes
     return Spread.of([1e-9 * num_bytes / seconds for seconds in transfer]), latency
+
+
+def attention_tiles(
+    device: torch.device, dtype: torch.dtype, head_dim: int
+) -> tuple[AttentionTile, ...]:
+    """In which the device's attention computes."""
+    tiles = _C.attention_tiles(str(device), str(dtype).removeprefix("torch."), head_dim)
+    names = [field.name for field in fields(AttentionTile)]
+    return tuple(AttentionTile(**{name: getattr(tile, name) for name in names}) for tile in tiles)
 
 
 def _max_tokens(ring: Ring, shard: Shard) -> int:

@@ -276,7 +276,7 @@ class Rebalancer:
             )
             planned = self._cost.attention_flops * sum(visit.num_pairs for visit in visits)
             in_tiles = work_in_tiles(
-                partition, rank, self._cost, profile.tile_tokens, causal=self._causal
+                partition, rank, self._cost, profile.tiles, causal=self._causal
             )
         for steps in calls:
             if not any(step.flops for step in steps):

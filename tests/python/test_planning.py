@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import ringattn
 import torch
-from ringattn import ModelCost, Partition, RankProfile
+from ringattn import AttentionTile, ModelCost, Partition, RankProfile
 from ringattn.models import LLaMAConfig
 from ringattn.planning import predict
 
@@ -145,7 +145,7 @@ def test_no_plan_is_slower_than_even(seq_len, layout):
 @pytest.mark.parametrize("num_slow", [1, 2, 3])
 def test_a_few_thousand_tokens_fill_the_tiles_of_kernels(speed, num_slow):
     speeds = [1.0] * (4 - num_slow) + [speed] * num_slow
-    in_tiles = ranks(*speeds, tile_tokens=128)
+    in_tiles = ranks(*speeds, tiles=(AttentionTile(128, 128),))
     tiled = ringattn.plan(16384, in_tiles, ATTENTION)
     plain = ringattn.plan(16384, ranks(*speeds), ATTENTION)
     innermost = tiled.partition.order[-1]
@@ -255,7 +255,7 @@ def test_profiles_come_back_from_a_file(tmp_path):
             memory_gbps=1e3,
             link_gbps=300,
             link_latency_us=15,
-            tile_tokens=128,
+            tiles=(AttentionTile(192, 80, part_rows=64, time=9), AttentionTile(128, 128)),
         ),
     ]
     ringattn.save_profiles(path, profiles)
@@ -280,6 +280,10 @@ def test_profiles_come_back_from_a_file(tmp_path):
         (
             '{"profiles": [{"attention_tflops": -1, "linear_tflops": 2}]}',
             "rank 0 .*attention_tflops must be finite and positive, got -1",
+        ),
+        (
+            '{"profiles": [{"attention_tflops": 1, "linear_tflops": 2, "tiles": [{"rows": 3}]}]}',
+            "rank 0 .*tiles must be a sequence of AttentionTile, got {'rows': 3}",
         ),
     ],
 )
@@ -336,8 +340,19 @@ def test_files_that_are_no_profiles_are_refused(tmp_path, text, message):
         (lambda: RankProfile(1, 1, memory_gbps=0), "memory_gbps must be finite and positive"),
         (lambda: RankProfile(1, 1, link_gbps=math.nan), "link_gbps must be finite and positive"),
         (lambda: RankProfile(1, 1, link_latency_us=-1), "link_latency_us must be finite and not"),
-        (lambda: RankProfile(1, 1, tile_tokens=0), "tile_tokens must lie in 1..65536, got 0"),
-        (lambda: RankProfile(1, 1, tile_tokens=1.5), "tile_tokens must be an integer, got 1.5"),
+        (
+            lambda: RankProfile(1, 1, tiles=128),
+            "tiles must be a sequence of AttentionTile, got 128",
+        ),
+        (lambda: RankProfile(1, 1, tiles=(128,)), "tiles must be a sequence of AttentionTile, got"),
+        (lambda: AttentionTile(0, 128), "rows must lie in 1..65536, got 0"),
+        (lambda: AttentionTile(128, 1.5), "keys must be an integer, got 1.5"),
+        (lambda: AttentionTile(2**17, 1), "rows must lie in 1..65536, got 131072"),
+        (lambda: AttentionTile(1, 1, more_keys=-1), "more_keys must lie in 0..65536, got -1"),
+        (
+            lambda: AttentionTile(128, 128, part_rows=48),
+            "rows must be a multiple of part_rows, got 128 and 48",
+        ),
         (lambda: ModelCost.attention_only(0, 64), "num_heads must be positive, got 0"),
         (lambda: ModelCost.attention_only(8, 64.5), "head_dim must be an integer, got 64.5"),
         (lambda: ModelCost(math.nan), "attention_flops must be finite and positive, got nan"),

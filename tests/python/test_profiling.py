@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles say how fast ranks are: slower where they are slower, equal where they are equal."""
 
+import itertools
 import json
 import math
 import re
@@ -13,7 +14,7 @@ import pytest
 import ringattn
 import torch
 from _distributed import RankPool, this
-from ringattn import RankProfile, profiling, testing
+from ringattn import AttentionTile, RankProfile, profiling, testing
 from ringattn.__main__ import main
 from ringattn._clock import Spread
 from ringattn.profiling import RankMeasurement, equalize
@@ -59,13 +60,20 @@ def test_every_rank_gets_the_same_profiles(ring: RankPool) -> None:
 def test_no_process_group_is_one_rank() -> None:
     profiles = ringattn.measure_profiles(device="cpu", **SMALL)
     check_profiles(profiles, 1)
-    assert profiles[0].tile_tokens == 1  # the CPU's kernels compute what is there
+    assert profiles[0].tiles == ()  # the CPU's kernels compute what is there
 
 
 @pytest.mark.cuda
 def test_kernels_on_devices_have_tiles() -> None:
     (profile,) = ringattn.measure_profiles(device="cuda", **SMALL)
-    assert profile.tile_tokens == 128
+    assert profile.tiles == profiling.attention_tiles(torch.device("cuda"), torch.bfloat16, 16)
+    for dtype, head_dim in itertools.product(
+        (torch.bfloat16, torch.float16, torch.float32), (64, 128, 256)
+    ):
+        tiles = profiling.attention_tiles(torch.device("cuda"), dtype, head_dim)
+        is_hopper = torch.cuda.get_device_capability() == (9, 0) and dtype != torch.float32
+        assert len(tiles) == (2 if is_hopper and head_dim == 128 else 1)
+        assert all(tile.rows in (64, 128, 192, 256) and 16 <= tile.keys <= 128 for tile in tiles)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -171,7 +179,7 @@ def measured(
         link_gbps=None,
         link_latency_us=None,
         max_tokens=7,
-        tile_tokens=128,
+        tiles=(AttentionTile(128, 64),),
     )
 
 
@@ -207,7 +215,7 @@ def test_classes_do_not_creep() -> None:
 def test_equalizing_keeps_the_rest() -> None:
     (profile,) = equalize([measured(1.0)])
     assert profile == RankProfile(
-        1.0, 2.0, max_tokens=7, overhead_ms=0.5, memory_gbps=3.0, tile_tokens=128
+        1.0, 2.0, max_tokens=7, overhead_ms=0.5, memory_gbps=3.0, tiles=(AttentionTile(128, 64),)
     )
 
 

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 import ringattn
 from _distributed import this
-from ringattn import ModelCost, Partition, RankProfile, Rebalancer, StepTiming, Timings
+from ringattn import (
+    AttentionTile,
+    ModelCost,
+    Partition,
+    RankProfile,
+    Rebalancer,
+    StepTiming,
+    Timings,
+)
 from ringattn.planning import predict
 
 COST = ModelCost.attention_only(32, 128)
@@ -107,7 +115,7 @@ def test_equal_ranks_that_drift_apart_a_little_stay_equal(rank_pool):
 
 def unfilled_tiles() -> list[float]:
     """A ring whose attention takes what its tiles take."""
-    profiles = [RankProfile(500, 700, tile_tokens=128), RankProfile(500, 700, tile_tokens=128)]
+    profiles = [RankProfile(500, 700, tiles=(AttentionTile(128, 128),))] * 2
     rebalancer = Rebalancer(profiles, COST)
     for _ in range(6):
         p = rebalancer.plan(2 * 1100).partition

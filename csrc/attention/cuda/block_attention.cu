@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "attention/cuda/sm90/launch.h"
+#include "attention/cuda/sm90/tile_choice.h"
 #endif
 
 namespace ringattn::cuda {
@@ -50,6 +51,17 @@ bool attends_segments(const BlockAttentionParams& p) {
 #else
   return false;
 #endif
+}
+
+std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim) {
+  BlockAttentionParams p;
+  p.dtype = dtype;
+  p.head_dim = head_dim;
+  p.num_segments = 1;
+#ifdef RINGATTN_WITH_SM90
+  if (attends_segments(p)) return sm90::attention_tiles(head_dim);
+#endif
+  return {sm80::attention_tile(dtype, head_dim)};
 }
 
 cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) {

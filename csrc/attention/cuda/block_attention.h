@@ -3,7 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <vector>
+
 #include "attention/params.h"
+#include "core/attention_tile.h"
 #include "core/export.h"
 
 namespace ringattn::cuda {
@@ -11,6 +14,9 @@ namespace ringattn::cuda {
 /// Whether the current device has kernels for more than one segment that is there when the launch
 /// begins, in calls like this one: compute capability 9.0, 16-bit types.
 RINGATTN_API bool attends_segments(const BlockAttentionParams& p);
+
+/// The tiles in which calls of many rows are computed on the current device, the fastest first.
+RINGATTN_API std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim);
 
 /// Block attention on the current device, enqueued on `stream`. Needs compute capability 8.0 and
 /// aligned rows (alignment.h). The same inputs give the same bits. cudaErrorNotSupported, with

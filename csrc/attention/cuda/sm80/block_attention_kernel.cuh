@@ -231,7 +231,11 @@ cudaError_t launch_tile(const BlockAttentionParams& p, cudaStream_t stream) {
 
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
-  return launch_tile<Element, TileFor<Element, kHeadDim>>(p, stream);
+  using Tile = TileFor<Element, kHeadDim>;
+  constexpr auto kDataType = sizeof(Element) == 4 ? DataType::kFloat32 : DataType::kBFloat16;
+  constexpr AttentionTile kTile = attention_tile(kDataType, kHeadDim);
+  static_assert(kTile.rows == Tile::kBlockQ && kTile.keys == Tile::kBlockK);
+  return launch_tile<Element, Tile>(p, stream);
 }
 
 }  // namespace ringattn::cuda::sm80

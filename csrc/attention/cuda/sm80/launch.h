@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "attention/params.h"
+#include "core/attention_tile.h"
 
 // The portable kernel family: compute capability 8.0 and later. Each launcher is instantiated in a
 // file of its own (instantiations/), for Element in {__half, __nv_bfloat16, float} and the tile
@@ -16,6 +17,15 @@ namespace ringattn::cuda::sm80 {
 inline bool supports(const BlockAttentionParams& p) {
   return p.num_segments == 1 && p.segments[0].first_query == 0 &&
          p.segments[0].source.data == nullptr && p.bringing.failed == nullptr;
+}
+
+constexpr AttentionTile attention_tile(DataType dtype, int head_dim) {
+  if (dtype == DataType::kFloat32) {
+    const int rows = head_dim <= 64 ? 128 : 64;
+    return {rows, head_dim <= 192 ? 32 : 16, rows};
+  }
+  const int rows = head_dim <= 128 ? 128 : 64;
+  return {rows, head_dim <= 64 ? 96 : head_dim <= 96 ? 80 : 64, rows};
 }
 
 /// p must be supported. kHeadDim in {64, 96, 128, 192, 256}: the smallest that holds p.head_dim.

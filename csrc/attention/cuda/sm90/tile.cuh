@@ -114,6 +114,8 @@ using Tile256 = TileShape<256, 2, 80, 2, 2, true, true, 4096, 40, 232>;
 // clang-format on
 static_assert(Tile128::kBlockQ == kLargeTile.rows && Tile128::kBlockK == kLargeTile.keys);
 static_assert(SmallTile128::kBlockQ == kSmallTile.rows && SmallTile128::kBlockK == kSmallTile.keys);
+static_assert(Tile64::kBlockQ == kTile64.rows && Tile64::kBlockK == kTile64.keys);
+static_assert(Tile256::kBlockQ == kTile256.rows && Tile256::kBlockK == kTile256.keys);
 
 /// What comes in tiles of kBlockK rows.
 enum Operand { kKeys, kValues };

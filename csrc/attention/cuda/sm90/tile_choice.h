@@ -8,24 +8,31 @@
 #include "attention/cuda/sm90/tile_order.h"
 #include "attention/cuda/sm90/turn_times.h"
 #include "attention/turn_order.h"
+#include "core/attention_tile.h"
 
-// Which of two sizes of tiles a call of head dimensions from 65 to 128 takes. Plain C++: by what is
-// attended on which device, not by where keys come from or how many thread blocks there may be, so
-// that bits do not depend on these.
+// The sizes of tiles, and which of two a call of head dimensions from 65 to 128 takes. Plain C++:
+// by what is attended on which device, not by where keys come from or how many thread blocks there
+// may be, so that bits do not depend on these.
 
 namespace ringattn::cuda::sm90 {
 
-/// `time`: what so many rows and keys take, in a unit of both. (1.20 and 1.33 us, H200.)
-struct TileSize {
-  int rows;
-  int keys;
-  int time;
-};
-constexpr TileSize kLargeTile = {192, 80, 9};
-constexpr TileSize kSmallTile = {128, 128, 10};
+constexpr AttentionTile hopper_tile(int rows, int keys, int time) {
+  return {rows, keys, kConsumerRows, time, begin_and_end(rows) * keys / 2};
+}
+constexpr AttentionTile kTile64 = hopper_tile(256, 64, 1);
+constexpr AttentionTile kLargeTile = hopper_tile(192, 80, 9);    // 1.20 us, H200
+constexpr AttentionTile kSmallTile = hopper_tile(128, 128, 10);  // 1.33 us
+constexpr AttentionTile kTile256 = hopper_tile(128, 80, 1);
+
+/// Those that a call may take, the fastest first.
+inline std::vector<AttentionTile> attention_tiles(int head_dim) {
+  if (head_dim <= 64) return {kTile64};
+  if (head_dim <= 128) return {kLargeTile, kSmallTile};
+  return {kTile256};
+}
 
 /// How long a call takes in tiles of such a size, in the same unit for all.
-inline int64_t time_in_tiles(const BlockAttentionParams& p, TileSize size, int l2_bytes,
+inline int64_t time_in_tiles(const BlockAttentionParams& p, const AttentionTile& size, int l2_bytes,
                              int multiprocessors) {
   BlockAttentionParams there = p;  // all keys
   std::vector<KeySegment> segments(p.segments, p.segments + p.num_segments);

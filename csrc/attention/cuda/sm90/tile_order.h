@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "core/attention_tile.h"
 
 // Which tiles of queries are attended together, and in which order all of them are. Plain C++: the
 // host decides, the kernel looks up.
@@ -33,10 +34,6 @@ struct KeyBounds {
 constexpr int kMostLastTurns = 1024;
 
 constexpr int kConsumerRows = 64;  // of queries, that a warpgroup attends
-
-/// How long a tile of keys takes a thread block of which so many consumers have rows, in the time
-/// that each of them adds.
-constexpr int time_of_key_tile(int active_consumers) { return active_consumers + 2; }
 
 /// What a cluster takes in one turn, a tile for each of its thread blocks. All of them want the
 /// same keys, which come once: those that the last row sees something of.
@@ -196,7 +193,7 @@ inline void cut_last_turns(const BlockAttentionParams& p, int block_q, int block
   if (last > last_bundles * (p.num_queries / block_q)) return;
   const int left_rows = p.num_queries % block_q;
   const int idle = left_rows == 0 ? 0 : (block_q - left_rows) / kConsumerRows;  // consumers
-  if (order.bundles * idle >= last * time_of_key_tile(consumers)) return;
+  if (order.bundles * idle >= last * time_of_parts(consumers)) return;
   for (int active = 1; active < consumers; ++active) {
     const int parts = (consumers + active - 1) / active;
     if (last * parts > clusters) continue;

@@ -12,6 +12,9 @@
 
 namespace ringattn::cuda::sm90 {
 
+/// In halves of the time of a tile of block_q rows and its keys. (2 us, H200.)
+constexpr int begin_and_end(int block_q) { return block_q > 128 ? 4 : 3; }
+
 /// Turns as they lie in `order`, in halves of the time that a tile of block_q rows takes with
 /// block_k keys; one of fewer rows, for which not all consumers have something to do, takes less.
 /// Keys come in slices of `heads_per_slice` KV heads, of each all segments that are brought;
@@ -22,7 +25,6 @@ inline std::vector<Turn> turns_in_order(const BlockAttentionParams& p, const Til
   // Rows attended to a key by all blocks while one is brought: at D 128 on 132 SMs, 290 and 240
   // GB/s.
   const int64_t rows_per_brought = much ? 2560 : 3072;
-  const int begin_and_end = block_q > 128 ? 4 : 3;  // 2 us
   const int consumers = block_q / kConsumerRows;
   const auto is_brought = [&](int i) { return p.segments[i].source.data != nullptr; };
   const auto arrival = [&](int segment, int64_t kv_head) {
@@ -44,14 +46,14 @@ inline std::vector<Turn> turns_in_order(const BlockAttentionParams& p, const Til
     const int64_t kv_head = taken.head / (p.num_heads / p.num_kv_heads) / p.batch;
     const int rows = std::min(block_q, taken.turn_end - taken.first_row);
     const int active = (rows + kConsumerRows - 1) / kConsumerRows;
-    Turn turn = {begin_and_end};
+    Turn turn = {begin_and_end(block_q)};
     // From the last segment on: what is left when it has come.
     for (int segment = p.num_segments - 1; segment >= 0; --segment) {
       const KeySegment& keys = p.segments[segment];
       const KeyBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
       const int tiles = bounds.tiles_seen(taken.first_row, taken.turn_end, block_k);
       if (tiles == 0) continue;
-      turn.length += 2 * tiles * time_of_key_tile(active) / time_of_key_tile(consumers);
+      turn.length += 2 * tiles * time_of_parts(active) / time_of_parts(consumers);
       if (!is_brought(segment)) continue;
       const int64_t end = arrival(segment, kv_head) + turn.length;
       turn.earliest_end =
