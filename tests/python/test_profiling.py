@@ -4,6 +4,7 @@
 import itertools
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Callable
@@ -66,13 +67,14 @@ def test_no_process_group_is_one_rank() -> None:
 @pytest.mark.cuda
 def test_kernels_on_devices_have_tiles() -> None:
     (profile,) = ringattn.measure_profiles(device="cuda", **SMALL)
-    assert profile.tiles == profiling.attention_tiles(torch.device("cuda"), torch.bfloat16, 16)
+    assert profile.tiles == profiling.attention_tiles(torch.device("cuda"), torch.bfloat16, 64)
     for dtype, head_dim in itertools.product(
         (torch.bfloat16, torch.float16, torch.float32), (64, 128, 256)
     ):
         tiles = profiling.attention_tiles(torch.device("cuda"), dtype, head_dim)
         is_hopper = torch.cuda.get_device_capability() == (9, 0) and dtype != torch.float32
-        assert len(tiles) == (2 if is_hopper and head_dim == 128 else 1)
+        is_portable = not is_hopper or os.environ.get("RINGATTN_KERNEL_FAMILY") == "sm80"
+        assert len(tiles) == (2 if head_dim == 128 and not is_portable else 1)
         assert all(tile.rows in (64, 128, 192, 256) and 16 <= tile.keys <= 128 for tile in tiles)
 
 
