@@ -68,10 +68,11 @@ std::vector<double> predicted(const std::string& layout, const Lengths& lengths,
 
 std::vector<AttentionTile> tiles_of(const std::string& device, const std::string& dtype,
                                     int64_t head_dim) {
-  const at::ScalarType type = dtype == "bfloat16"  ? at::kBFloat16
-                              : dtype == "float16" ? at::kHalf
-                                                   : at::kFloat;
-  return attention_tiles(c10::Device(device), type, head_dim);
+  for (const auto& [name, type] :
+       {std::pair{"bfloat16", at::kBFloat16}, {"float16", at::kHalf}, {"float32", at::kFloat}}) {
+    if (dtype == name) return attention_tiles(c10::Device(device), type, head_dim);
+  }
+  throw std::invalid_argument("dtype must be bfloat16, float16 or float32, got " + dtype);
 }
 
 py::dict build_info() {

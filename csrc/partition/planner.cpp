@@ -17,6 +17,26 @@ namespace {
 
 // Waits below this share of the time are none.
 constexpr double kWaitTolerance = 1e-3;
+// Lengths that are in tiles gain more than this over even ones, or nothing that is known of.
+constexpr double kLeastGainOfUnequal = 1e-2;
+
+void check_tiles(const RankProfile& profile) {
+  for (const AttentionTile& tile : profile.tiles) {
+    const AttentionTile& first = profile.tiles.front();
+    const auto pairs_in = [](const AttentionTile& some, int time) {
+      return int64_t{some.rows} * some.keys * time;
+    };
+    const bool is_one = std::min({tile.rows, tile.keys, tile.part_rows, tile.time}) >= 1 &&
+                        tile.rows % std::max(tile.part_rows, 1) == 0 && tile.more_keys >= 0;
+    // Speeds are in whole ones of the first kind: with a faster one, times could be negative.
+    if (is_one && pairs_in(first, tile.time) >= pairs_in(tile, first.time)) continue;
+    throw std::invalid_argument(
+        "tiles must have rows in equal parts, keys and a time, the fastest first, got " +
+        std::to_string(tile.rows) + " rows in parts of " + std::to_string(tile.part_rows) + ", " +
+        std::to_string(tile.keys) + " and " + std::to_string(tile.more_keys) + " keys, time " +
+        std::to_string(tile.time));
+  }
+}
 
 void check(int64_t num_tokens, const std::vector<RankProfile>& profiles, const char* tokens) {
   if (profiles.empty())
@@ -27,16 +47,7 @@ void check(int64_t num_tokens, const std::vector<RankProfile>& profiles, const c
   }
   int64_t room = 0;
   for (const RankProfile& profile : profiles) {
-    for (const AttentionTile& tile : profile.tiles) {
-      const bool has_parts = tile.part_rows >= 1 && tile.rows % tile.part_rows == 0;
-      if (tile.rows >= 1 && tile.keys >= 1 && has_parts && tile.time >= 1 && tile.more_keys >= 0) {
-        continue;
-      }
-      throw std::invalid_argument(
-          "tiles must have rows in equal parts, keys and a time, got " + std::to_string(tile.rows) +
-          " rows in parts of " + std::to_string(tile.part_rows) + ", " + std::to_string(tile.keys) +
-          " keys, time " + std::to_string(tile.time));
-    }
+    check_tiles(profile);
     room += std::min(num_tokens - room, profile.max_tokens.value_or(num_tokens));
   }
   if (room < num_tokens) {
@@ -69,6 +80,7 @@ std::vector<double> predict(const Partition& partition, const std::vector<RankPr
                                 ", one for each rank of the partition, got " +
                                 std::to_string(profiles.size()));
   }
+  for (const RankProfile& profile : profiles) check_tiles(profile);
   const auto times = rank_times(partition.seq_len(), partition.layout(), profiles, cost, workload);
   const RingProblem problem{times, profiles, cost, workload,
                             depth_used(depth, partition.world_size())};
@@ -126,6 +138,24 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
       orders = {partition};
       least_depth = least_depth_of_orders();
     }
+  }
+  // Last of all: what takes even lengths for equal ranks above would want a tenth to leave them.
+  const bool in_tiles = std::any_of(profiles.begin(), profiles.end(),
+                                    [](const RankProfile& rank) { return !rank.tiles.empty(); });
+  const Ranks even = even_lengths(seq_len, partition.world_size());
+  if (in_tiles && partition.lengths() != even && has_room(times, even)) {
+    Ranks as_they_are(even.size());
+    std::iota(as_they_are.begin(), as_they_are.end(), 0);
+    double enough_ms = slowest(without_latency.rank_ms(partition)) / (1 - kLeastGainOfUnequal);
+    for (const Ranks& order : {Ranks(partition.order()), as_they_are}) {
+      const Partition in_order(layout, even, order);
+      const double ms = slowest(without_latency.rank_ms(in_order));
+      if (ms > enough_ms) continue;
+      enough_ms = ms;
+      partition = in_order;
+      orders = {partition};
+    }
+    if (partition.lengths() == even) least_depth = least_depth_of_orders();
   }
   Plan plan{partition, used, least_depth, problem.rank_ms(partition), ideal_ms(times, chosen), {}};
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {

@@ -48,8 +48,8 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 /// to slow.
 ///
 /// Where kernels compute whole tiles (`RankProfile::tiles`), lengths that fill them are taken
-/// instead if they are faster: of three ranks with ten tiles each the best up to a percent, of a
-/// few tiles only nearly so (`fill_tiles`).
+/// instead if they are faster (than even ones: by a hundredth): of three ranks with ten tiles each
+/// the best up to a percent, of a few tiles only nearly so (`fill_tiles`).
 ///
 /// Where these lengths would have ranks wait, for the bandwidth of links (their latency is only
 /// predicted, and moves no tokens) or for want of depth, others are searched

@@ -12,15 +12,12 @@
 namespace ringattn {
 namespace {
 
-constexpr int64_t kBudget = 1 << 14;     // in blocks that are looked at, W^2 for a partition
-constexpr int64_t kMaxOrderedRanks = 3;  // up to so many, every order
-constexpr double kLeastGain = 1e-6;      // relative
-// Less than this is less than is known of how long tiles take: of another order of ranks, and of
-// unequal lengths for unequal ranks.
-constexpr double kLeastGainOfOrder = 5e-3;
-constexpr double kLeastGainOfUnequal = 1e-2;
-constexpr int64_t kStep = 32;       // tokens, in which they are moved
-constexpr int64_t kMostSteps = 16;  // more than both halves of a rank have of a tile
+constexpr int64_t kBudget = 1 << 14;        // in blocks that are looked at, W^2 for a partition
+constexpr int64_t kMaxOrderedRanks = 3;     // up to so many, every order
+constexpr double kLeastGain = 1e-6;         // relative
+constexpr double kLeastGainOfOrder = 5e-3;  // less is less than is known of how long tiles take
+constexpr int64_t kStep = 32;               // tokens, in which they are moved
+constexpr int64_t kMostSteps = 16;          // as many as both halves have of a tile of 256 rows
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -153,7 +150,7 @@ std::vector<double> padding_ms(const Partition& partition, const std::vector<Ran
       time = std::min(time, tile.time * tiles_of(visits, partition.length(rank), tile));
     }
     const AttentionTile& first = profile.tiles.front();
-    const double pairs = time / first.time * (first.rows * first.keys) -
+    const double pairs = time / first.time * first.rows * first.keys -
                          pairs_without_padding(visits, partition, rank, workload.causal, first);
     ms[rank] = pairs * attention_flops(cost, workload) / (profile.attention_tflops * kFlopsPerMs);
   }
@@ -202,7 +199,7 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
   const Ranks even = even_lengths(seq_len, world_size);
   for (const Ranks& order : orders_of(start, in_halves)) {
     if (spent >= kBudget) break;
-    take_if_better(start.lengths(), order);
+    if (order != start.order()) take_if_better(start.lengths(), order);
     take_if_better(even, order);
     for (const int64_t of_tile : rows) {
       const int64_t unit = in_halves ? 2 * of_tile : of_tile;
@@ -212,12 +209,18 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
                      order);
     }
   }
-  // Who is slowest gives some tokens to another one.
+  // The slowest rank gives tokens to another one, to who is done first before others.
+  spent = 0;
   for (bool any = true; any && spent < kBudget;) {
     const Partition from = best;
-    const int64_t giver = std::max_element(best_ms.begin(), best_ms.end()) - best_ms.begin();
-    for (int64_t taker = 0; taker < world_size; ++taker) {
-      for (int64_t given = kStep; taker != giver && given <= kMostSteps * kStep; given += kStep) {
+    Ranks by_time(world_size);
+    std::iota(by_time.begin(), by_time.end(), 0);
+    std::stable_sort(by_time.begin(), by_time.end(),
+                     [&](int64_t a, int64_t b) { return best_ms[a] < best_ms[b]; });
+    const int64_t giver = by_time.back();
+    by_time.pop_back();
+    for (const int64_t taker : by_time) {
+      for (int64_t given = kStep; given <= kMostSteps * kStep; given += kStep) {
         if (given > from.length(giver) || spent >= kBudget) break;
         Ranks lengths = from.lengths();
         lengths[giver] -= given;
@@ -227,12 +230,8 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
     }
     any = best.lengths() != from.lengths();
   }
-  if (start.lengths() == even) {
-    return slowest(best_ms) >= start_ms * (1 - kLeastGainOverEven) ? start : best;
-  }
-  const Partition as_even(start.layout(), even, start.order());
-  const bool is_much = slowest(best_ms) < slowest(ms_of(as_even)) * (1 - kLeastGainOfUnequal);
-  return is_much || !has_room(times, even) ? best : as_even;
+  const bool is_even = start.lengths() == even;
+  return is_even && slowest(best_ms) >= start_ms * (1 - kLeastGainOverEven) ? start : best;
 }
 
 }  // namespace ringattn

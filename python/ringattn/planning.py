@@ -203,8 +203,9 @@ def plan(
     it, and what it waits for blocks that its computation does not hide. Where nobody waits, no
     partition into whole tokens is more than 0.5 % faster than the planned one, and none at all for
     sequences below 512 tokens a rank: longer ones are dealt out in units of 16, 64 or 256 tokens
-    where that costs no more. Where kernels compute whole tiles (:attr:`RankProfile.tiles`),
-    what they compute for nothing counts too, and lengths that fill them are searched for. Where the
+    where that costs no more. Where kernels compute whole tiles (:attr:`RankProfile.tiles`), what
+    they compute for nothing counts too, lengths that fill them are searched for, and taken where
+    they are predicted to gain a hundredth over even ones. Where the
     bandwidth of links (their latency is predicted, but moves no tokens) or a small ``depth`` has
     ranks wait, lengths that wait less are searched for; the best are found up to a percent for two
     or three ranks, up to some percent for more. The even partition is taken wherever it is as fast,

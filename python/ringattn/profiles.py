@@ -71,12 +71,12 @@ class RankProfile:
         link_latency_us: of one message, in microseconds; None is 0.
         tiles: in which its attention computes, all of one kind in a call: that which is done first.
             What rows and keys do not fill takes time too; ``attention_tflops`` is what it does in
-            whole ones of the first kind. None: it computes what is there.
+            whole ones of the first kind, the fastest. Empty: it computes what is there.
 
     Raises:
         ValueError: speeds and bandwidths that are not finite and positive, ``max_tokens`` that are
             negative or do not fit into 64 bits, a negative or infinite overhead or latency,
-            ``tiles`` that are none.
+            ``tiles`` that are none, or of which the first kind is not the fastest.
     """
 
     attention_tflops: float
@@ -111,19 +111,14 @@ class RankProfile:
             if max_tokens > MAX_INTEGER:
                 raise ValueError(f"max_tokens must be at most {MAX_INTEGER}, got {max_tokens}")
             object.__setattr__(self, "max_tokens", max_tokens)
-        if not isinstance(self.tiles, (list, tuple)):
+        if not isinstance(self.tiles, (list, tuple)) or not all(
+            isinstance(tile, AttentionTile) for tile in self.tiles
+        ):
             raise ValueError(f"tiles must be a sequence of AttentionTile, got {self.tiles!r}")
-        object.__setattr__(self, "tiles", tuple(_tile(tile) for tile in self.tiles))
-
-
-def _tile(tile: object) -> AttentionTile:
-    """A tile, or what a file has of one."""
-    names = [field.name for field in fields(AttentionTile) if field.init]
-    if isinstance(tile, dict) and {"rows", "keys"} <= set(tile) <= set(names):
-        return AttentionTile(**tile)
-    if not isinstance(tile, AttentionTile):
-        raise ValueError(f"tiles must be a sequence of AttentionTile, got {tile!r}")
-    return tile
+        object.__setattr__(self, "tiles", tuple(self.tiles))
+        times = [tile.time / (tile.rows * tile.keys) for tile in self.tiles]
+        if times and min(times) < times[0]:
+            raise ValueError(f"tiles must have the fastest kind first, got {self.tiles!r}")
 
 
 def save_profiles(path: str | Path, profiles: Sequence[RankProfile]) -> None:
@@ -178,10 +173,20 @@ def load_profiles(path: str | Path) -> list[RankProfile]:
                 f"profile of rank {rank} in {path} must have the fields of RankProfile, got {wrong}"
             )
         try:
-            profiles.append(RankProfile(**entry))
+            profiles.append(RankProfile(**entry | {"tiles": _tiles(entry.get("tiles", []))}))
         except ValueError as error:
             raise ValueError(f"profile of rank {rank} in {path}: {error}") from None
     return profiles
+
+
+def _tiles(entries: object) -> tuple[AttentionTile, ...]:
+    """What a file has of them."""
+    names = {field.name for field in fields(AttentionTile)}
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and {"rows", "keys"} <= set(entry) <= names for entry in entries
+    ):
+        raise ValueError(f"tiles must be objects with fields of AttentionTile, got {entries!r}")
+    return tuple(AttentionTile(**entry) for entry in entries)
 
 
 def is_number(value: Any) -> bool:

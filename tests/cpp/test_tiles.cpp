@@ -81,6 +81,9 @@ TEST_CASE("a plan counts the tiles that kernels compute") {
                        static_cast<int>(1 + random() % 9), part_rows,
                        static_cast<int>(1 + random() % 5), static_cast<int>(random() % 9)});
     }
+    std::sort(tiles.begin(), tiles.end(), [](const AttentionTile& a, const AttentionTile& b) {
+      return a.time * b.rows * b.keys < b.time * a.rows * a.keys;
+    });
     const Layout layout = kLayouts[random() % 2];
     const bool causal = random() % 4 != 0;
     Lengths lengths(world_size), order(world_size);
@@ -220,6 +223,20 @@ TEST_CASE("tiles or not, equal ranks keep equal lengths, and no plan is slower t
   }
 }
 
+TEST_CASE("that lengths gain little over even ones does not hide what links make of them") {
+  // Speeds that are almost equal, links that are not: without waits, even lengths would do.
+  auto profiles = in_tiles({0.990, 0.995}, squares(128));
+  const ModelCost cost{16384.0, 0.0, 8192};
+  const Partition even(Layout::kZigzag, {24256, 24256});
+  CHECK(make_plan(48512, profiles, cost).partition.lengths() == even.lengths());
+  profiles[0].link_gbps = 16.5;
+  profiles[1].link_gbps = 33.0;
+  const double even_ms = slowest(predict(even, profiles, cost, {}));
+  const double planned_ms = slowest(make_plan(48512, profiles, cost).rank_ms);
+  CHECK(planned_ms < 0.97 * even_ms);
+  CHECK(planned_ms > 0.90 * even_ms);  // less than equal ranks part with even lengths for
+}
+
 TEST_CASE("limits of memory hold where tiles would take more") {
   auto profiles = in_tiles({1.0, 0.5, 0.5}, squares(128));
   for (const int64_t seq_len : {8192, 8200, 8300}) {
@@ -257,6 +274,13 @@ TEST_CASE("planning a million tokens in tiles over eight ranks takes less than 5
 TEST_CASE("tiles that are none are refused") {
   for (const AttentionTile& tile :
        Tiles{{0, 1}, {1, 0}, {4, 1, 3}, {4, 1, 0}, {4, 1, 4, 0}, {4, 1, 4, 1, -1}}) {
-    CHECK_THROWS_AS(make_plan(16, in_tiles({1.0, 1.0}, {tile})), std::invalid_argument);
+    const auto profiles = in_tiles({1.0, 1.0}, {tile});
+    CHECK_THROWS_AS(make_plan(16, profiles), std::invalid_argument);
+    CHECK_THROWS_AS(predict(Partition(Layout::kZigzag, {8, 8}), profiles, kAttention, {}),
+                    std::invalid_argument);
   }
+  CHECK_NOTHROW(make_plan(16, in_tiles({1.0, 1.0}, {{4, 4, 4, 9}, {4, 8, 4, 18}})));
+  // The fastest kind comes first.
+  CHECK_THROWS_AS(make_plan(16, in_tiles({1.0, 1.0}, {{4, 4, 4, 9}, {4, 8, 4, 17}})),
+                  std::invalid_argument);
 }

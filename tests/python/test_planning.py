@@ -255,7 +255,7 @@ def test_profiles_come_back_from_a_file(tmp_path):
             memory_gbps=1e3,
             link_gbps=300,
             link_latency_us=15,
-            tiles=(AttentionTile(192, 80, part_rows=64, time=9), AttentionTile(128, 128)),
+            tiles=(AttentionTile(192, 80, part_rows=64, time=9), AttentionTile(128, 128, time=10)),
         ),
     ]
     ringattn.save_profiles(path, profiles)
@@ -283,7 +283,7 @@ def test_profiles_come_back_from_a_file(tmp_path):
         ),
         (
             '{"profiles": [{"attention_tflops": 1, "linear_tflops": 2, "tiles": [{"rows": 3}]}]}',
-            "rank 0 .*tiles must be a sequence of AttentionTile, got {'rows': 3}",
+            "rank 0 .*tiles must be objects with fields of AttentionTile, got .{'rows': 3}.",
         ),
     ],
 )
@@ -345,6 +345,10 @@ def test_files_that_are_no_profiles_are_refused(tmp_path, text, message):
             "tiles must be a sequence of AttentionTile, got 128",
         ),
         (lambda: RankProfile(1, 1, tiles=(128,)), "tiles must be a sequence of AttentionTile, got"),
+        (
+            lambda: RankProfile(1, 1, tiles=[AttentionTile(64, 64), AttentionTile(128, 128)]),
+            "tiles must have the fastest kind first, got",
+        ),
         (lambda: AttentionTile(0, 128), "rows must lie in 1..65536, got 0"),
         (lambda: AttentionTile(128, 1.5), "keys must be an integer, got 1.5"),
         (lambda: AttentionTile(2**17, 1), "rows must lie in 1..65536, got 131072"),

@@ -64,6 +64,7 @@ template <typename Tile>
 __device__ __forceinline__ void fetch_state_ahead(const KernelParams& p, const QueryTile& tile,
                                                   int key_tiles, int key_tile) {
   constexpr int kParts = 8, kPartBlocks = Tile::kStateBlocks / kParts;
+  static_assert(Tile::kStateBlocks % kParts == 0);
   const int part = key_tile - 1;
   // Of fewer tiles, products take no longer than the fetching.
   if (!p.fold || key_tiles <= kParts || part < 0 || part >= kParts) return;

@@ -224,7 +224,7 @@ void order_last_turns(const BlockAttentionParams& p, bool much, int blocks,
 
   const int heads_per_slice = static_cast<int>(params.bring.heads_per_slice);
   std::vector<int> kind = kind_of(p);
-  kind.insert(kind.end(), {blocks, order.shape.heads, order.shape.row_tiles,
+  kind.insert(kind.end(), {blocks, order.turns, order.shape.heads, order.shape.row_tiles,
                            order.bundles_per_slice, heads_per_slice, static_cast<int>(much)});
   static thread_local LatestKinds<std::vector<uint16_t>> known;
   const std::vector<uint16_t>& last = known.find(std::move(kind), [&] {

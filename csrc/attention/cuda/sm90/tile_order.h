@@ -68,7 +68,7 @@ struct TileOrder {
     int turn_end;   // of all the turn's rows
     int head;       // of B * H
   };
-  /// The tile that thread block `rank` of a cluster takes.
+  /// The tile that thread block `rank` of a cluster takes, of a turn that there is.
   constexpr Taken taken(int turn, int rank, int block_q, int num_queries) const {
     int part = 0;
     for (; turn >= whole_turns + cut_turns; turn -= cut_turns) ++part;
@@ -186,17 +186,16 @@ inline void cut_last_turns(const BlockAttentionParams& p, int block_q, int block
                            TileOrder& order) {
   const int clusters = blocks / order.shape.blocks(), last = order.turns % clusters;
   if (last == 0 || order.shape.row_tiles > 1 || !all_see_all(p, order, block_q)) return;
-  const int consumers = block_q / kConsumerRows;
-  // Tiles that rows do not fill are the first ones of the last slice. They stay as they are, and
-  // where they save as much time as the last ones take, these are done meanwhile.
+  // Turns that rows do not fill, one for each bundle, stay as they are: the first ones of a slice.
   const int last_bundles = order.bundles - (order.slices - 1) * order.bundles_per_slice;
   if (last > last_bundles * (p.num_queries / block_q)) return;
-  const int left_rows = p.num_queries % block_q;
-  const int idle = left_rows == 0 ? 0 : (block_q - left_rows) / kConsumerRows;  // consumers
-  if (order.bundles * idle >= last * time_of_parts(consumers)) return;
+  const int consumers = block_q / kConsumerRows, left_rows = p.num_queries % block_q;
+  const int idle = left_rows == 0 ? 0 : (block_q - left_rows) / kConsumerRows;  // in one of these
   for (int active = 1; active < consumers; ++active) {
     const int parts = (consumers + active - 1) / active;
-    if (last * parts > clusters) continue;
+    // Whole, the last ones would begin earlier by what these save, shared among them; parts end
+    // earlier by what they save.
+    if (last * parts > clusters || last * (consumers - active) <= order.bundles * idle) continue;
     order.whole_turns = order.turns - last;
     order.cut_turns = last;
     order.part_rows = active * kConsumerRows;
