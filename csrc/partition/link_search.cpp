@@ -27,11 +27,8 @@ struct Candidate {
 
 class Search {
  public:
-  explicit Search(const RingProblem& problem) : problem_(problem) {
-    for (const RankProfile& profile : problem.profiles) {
-      if (!profile.tiles.empty()) cost_of_one_ = 2;  // tiles are counted too
-    }
-  }
+  explicit Search(const RingProblem& problem)
+      : problem_(problem), cost_of_one_(in_tiles(problem.profiles) ? 2 : 1) {}
 
   Candidate weigh(const Partition& partition) {
     spent_ += cost_of_one_ * partition.world_size() * partition.world_size();
@@ -138,8 +135,8 @@ class Search {
   }
 
   const RingProblem& problem_;
+  const int64_t cost_of_one_;  // tiles are counted too
   int64_t spent_ = 0;
-  int64_t cost_of_one_ = 1;
 };
 
 // Those at the slowest links first, by what a block of the mean length takes; of these, the

@@ -63,6 +63,28 @@ void check_depth(std::optional<int64_t> depth) {
   }
 }
 
+// `partition`, or even lengths, in its order of the ranks or as they are, where it is not known to
+// gain anything over these.
+Partition even_where_as_good(const Partition& partition, const RingProblem& problem) {
+  const Ranks even = even_lengths(partition.seq_len(), partition.world_size());
+  if (!in_tiles(problem.profiles) || partition.lengths() == even ||
+      !has_room(problem.times, even)) {
+    return partition;
+  }
+  Ranks as_they_are(even.size());
+  std::iota(as_they_are.begin(), as_they_are.end(), 0);
+  Partition best = partition;
+  double enough_ms = slowest(problem.rank_ms(partition)) / (1 - kLeastGainOfUnequal);
+  for (const Ranks& order : {partition.order(), as_they_are}) {
+    const Partition in_order(partition.layout(), even, order);
+    const double ms = slowest(problem.rank_ms(in_order));
+    if (ms > enough_ms) continue;
+    enough_ms = ms;
+    best = in_order;
+  }
+  return best;
+}
+
 // Of blocks that may be under way, how many there are.
 int64_t depth_used(std::optional<int64_t> depth, int64_t world_size) {
   const int64_t deepest = std::max<int64_t>(1, world_size - 1);
@@ -140,22 +162,11 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
     }
   }
   // Last of all: what takes even lengths for equal ranks above would want a tenth to leave them.
-  const bool in_tiles = std::any_of(profiles.begin(), profiles.end(),
-                                    [](const RankProfile& rank) { return !rank.tiles.empty(); });
-  const Ranks even = even_lengths(seq_len, partition.world_size());
-  if (in_tiles && partition.lengths() != even && has_room(times, even)) {
-    Ranks as_they_are(even.size());
-    std::iota(as_they_are.begin(), as_they_are.end(), 0);
-    double enough_ms = slowest(without_latency.rank_ms(partition)) / (1 - kLeastGainOfUnequal);
-    for (const Ranks& order : {Ranks(partition.order()), as_they_are}) {
-      const Partition in_order(layout, even, order);
-      const double ms = slowest(without_latency.rank_ms(in_order));
-      if (ms > enough_ms) continue;
-      enough_ms = ms;
-      partition = in_order;
-      orders = {partition};
-    }
-    if (partition.lengths() == even) least_depth = least_depth_of_orders();
+  const Partition settled = even_where_as_good(partition, without_latency);
+  if (settled.lengths() != partition.lengths()) {
+    partition = settled;
+    orders = {partition};
+    least_depth = least_depth_of_orders();
   }
   Plan plan{partition, used, least_depth, problem.rank_ms(partition), ideal_ms(times, chosen), {}};
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {

@@ -7,6 +7,7 @@
 #include <set>
 #include <utility>
 
+#include "core/ceil_div.h"
 #include "partition/schedule.h"
 
 namespace ringattn {
@@ -18,8 +19,6 @@ constexpr double kLeastGain = 1e-6;         // relative
 constexpr double kLeastGainOfOrder = 5e-3;  // less is less than is known of how long tiles take
 constexpr int64_t kStep = 32;               // tokens, in which they are moved
 constexpr int64_t kMostSteps = 16;          // as many as both halves have of a tile of 256 rows
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The sum of (first + i * step) / divisor, rounded down, over `count` numbers i from 0 on.
 int64_t sum_of_quotients(int64_t count, int64_t first, int64_t step, int64_t divisor) {
@@ -138,6 +137,11 @@ Ranks deal(const Partition& start, const std::vector<RankTime>& times, int64_t u
 
 }  // namespace
 
+bool in_tiles(const std::vector<RankProfile>& profiles) {
+  return std::any_of(profiles.begin(), profiles.end(),
+                     [](const RankProfile& profile) { return !profile.tiles.empty(); });
+}
+
 std::vector<double> padding_ms(const Partition& partition, const std::vector<RankProfile>& profiles,
                                const ModelCost& cost, const Workload& workload) {
   std::vector<double> ms(profiles.size(), 0.0);
@@ -169,12 +173,12 @@ std::vector<double> busy_ms(const Partition& partition, const std::vector<RankTi
 Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
                      const std::vector<RankProfile>& profiles, const ModelCost& cost,
                      const Workload& workload) {
+  const int64_t seq_len = start.seq_len(), world_size = start.world_size();
+  if (!in_tiles(profiles) || world_size == 1) return start;
   std::set<int64_t> rows;  // of all kinds of tiles
   for (const RankProfile& profile : profiles) {
     for (const AttentionTile& tile : profile.tiles) rows.insert(tile.rows);
   }
-  const int64_t seq_len = start.seq_len(), world_size = start.world_size();
-  if (rows.empty() || world_size == 1) return start;
 
   int64_t spent = 0;
   const auto ms_of = [&](const Partition& partition) {

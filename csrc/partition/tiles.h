@@ -11,6 +11,9 @@
 
 namespace ringattn {
 
+/// Whether attention of any rank computes whole tiles.
+bool in_tiles(const std::vector<RankProfile>& profiles);
+
 /// [W]: what attention of each rank takes, in ms, beyond lengths whose pieces are whole tiles: rows
 /// of each of its pieces, and keys of each block that they see, are rounded up to whole ones of
 /// those of `RankProfile::tiles` that are done first. 0 without tiles.

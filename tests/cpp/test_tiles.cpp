@@ -5,6 +5,7 @@
 #include <random>
 #include <stdexcept>
 
+#include "attention/cuda/sm90/tile_choice.h"
 #include "catch.h"
 #include "partition/planner.h"
 #include "partition/schedule.h"
@@ -34,7 +35,7 @@ using Tiles = std::vector<AttentionTile>;
 Tiles squares(int size) { return size == 1 ? Tiles{} : Tiles{{size, size, size}}; }
 
 /// As kernels for Hopper have them, at D 128.
-const Tiles kLargeAndSmall = {{192, 80, 64, 9, 160}, {128, 128, 64, 10, 192}};
+const Tiles kLargeAndSmall = ringattn::cuda::sm90::attention_tiles(128);
 
 std::vector<RankProfile> in_tiles(const std::vector<double>& speeds, const Tiles& tiles) {
   std::vector<RankProfile> profiles(speeds.size());

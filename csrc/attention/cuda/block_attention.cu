@@ -54,11 +54,11 @@ bool attends_segments(const BlockAttentionParams& p) {
 }
 
 std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim) {
+#ifdef RINGATTN_WITH_SM90
   BlockAttentionParams p;
   p.dtype = dtype;
   p.head_dim = head_dim;
   p.num_segments = 1;
-#ifdef RINGATTN_WITH_SM90
   if (attends_segments(p)) return sm90::attention_tiles(head_dim);
 #endif
   return {sm80::attention_tile(dtype, head_dim)};

@@ -6,6 +6,7 @@
 
 #include "attention/params.h"
 #include "core/attention_tile.h"
+#include "core/ceil_div.h"
 
 // Which tiles of queries are attended together, and in which order all of them are. Plain C++: the
 // host decides, the kernel looks up.
@@ -97,8 +98,6 @@ struct TileOrder {
             bundle * shape.heads + rank - row_tile * shape.heads};
   }
 };
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// In so many parts of one size, the last one perhaps smaller: the size.
 inline int64_t in_equal_parts(int64_t all, int64_t part) {
@@ -192,7 +191,7 @@ inline void cut_last_turns(const BlockAttentionParams& p, int block_q, int block
   const int consumers = block_q / kConsumerRows, left_rows = p.num_queries % block_q;
   const int idle = left_rows == 0 ? 0 : (block_q - left_rows) / kConsumerRows;  // in one of these
   for (int active = 1; active < consumers; ++active) {
-    const int parts = (consumers + active - 1) / active;
+    const int parts = static_cast<int>(ceil_div(consumers, active));
     // Whole, the last ones would begin earlier by what these save, shared among them; parts end
     // earlier by what they save.
     if (last * parts > clusters || last * (consumers - active) <= order.bundles * idle) continue;
