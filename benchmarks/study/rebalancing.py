@@ -25,7 +25,7 @@ from ringattn.testing import slowdown
 
 from study.settings import Cell, Settings
 from study.splits import Grounds, Split, split
-from study.sweep import measured_ranks, watched
+from study.sweep import measured_ranks, tokens_measured, watched
 from study.workloads import workload
 
 POLICIES = ("rebalanced", "oracle", "even_zigzag")
@@ -72,7 +72,7 @@ def trace(cell: Cell, settings: Settings, device: torch.device) -> list[dict[str
     profiles, oracle = {}, {}
     for speed in dict.fromkeys(speeds):
         with _last_rank_at(speed):
-            measured = measured_ranks(settings, device)
+            measured = measured_ranks(tokens_measured(cell, device), settings, device)
             profiles[speed] = equalize(measured)
             linear_tflops = [of_rank.linear_tflops.median for of_rank in measured]
             grounds = Grounds(

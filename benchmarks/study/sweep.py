@@ -12,6 +12,7 @@ import ringattn
 import torch
 import torch.distributed as dist
 from harness import DTYPES, Contestant, Timing, from_all_ranks, measure, rank
+from ringattn._shard import tokens_to_measure
 from ringattn.profiling import NUM_LAYERS, RankMeasurement, equalize, measure_ranks
 
 from study.settings import Cell, Settings, set_name
@@ -97,7 +98,14 @@ def measure_cell(
     return rows
 
 
-def measured_ranks(settings: Settings, device: torch.device) -> list[RankMeasurement]:
+def tokens_measured(cell: Cell, device: torch.device) -> int:
+    """Of a shard, by `measured_ranks`: as `ringattn generate --partition auto` does."""
+    return tokens_to_measure(cell.seq_len, len(cell.percentages), device)
+
+
+def measured_ranks(
+    num_tokens: int, settings: Settings, device: torch.device
+) -> list[RankMeasurement]:
     """What `ringattn.measure_profiles`, and so a user of the package, starts from. Collective."""
     return measure_ranks(
         None,
@@ -105,7 +113,7 @@ def measured_ranks(settings: Settings, device: torch.device) -> list[RankMeasure
         num_kv_heads=settings.kv_heads,
         head_dim=settings.head_dim,
         num_layers=NUM_LAYERS,
-        num_tokens=None,
+        num_tokens=num_tokens,
         dtype=DTYPES[settings.dtype],
         device=device,
         seconds=settings.settle_seconds,

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from harness import process_group, rank
 from report import environment
+from ringattn.profiling import RankMeasurement
 
 from study.ranks import MARK
 from study.rebalancing import trace
 from study.settings import SWEEP, Job
-from study.sweep import measure_cell, measured_ranks
+from study.sweep import measure_cell, measured_ranks, tokens_measured
 from study.workloads import throttled
 
 
@@ -52,15 +53,16 @@ def main() -> None:
     settings = job.settings
     with process_group(settings.device) as device, torch.no_grad():
         report({"header": environment(device)})
-        measured = None
+        measured: dict[int, list[RankMeasurement]] = {}
         for cell in job.cells:
             if cell.kind != SWEEP:
                 rows = trace(cell, settings, device)
             else:
                 with throttled(settings, job.percentages[rank()]):
-                    if measured is None:
-                        measured = measured_ranks(settings, device)
-                    rows = measure_cell(cell, measured, settings, device)
+                    tokens = tokens_measured(cell, device)
+                    if tokens not in measured:
+                        measured[tokens] = measured_ranks(tokens, settings, device)
+                    rows = measure_cell(cell, measured[tokens], settings, device)
             report({"cell": job.cells.index(cell), "rows": rows})
 
 

@@ -45,11 +45,10 @@ class Shard:
         **sizes: int,
     ) -> Shard:
         """With what suits the device where None is given."""
-        on_cuda = device.type == "cuda"
         if num_tokens is None:
-            num_tokens = 8192 if on_cuda else 256
+            num_tokens = usual_tokens(device)
         if dtype is None:
-            dtype = torch.bfloat16 if on_cuda else torch.float32
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         return cls(num_tokens=num_tokens, dtype=dtype, device=device, **sizes)
 
     @property
@@ -90,6 +89,17 @@ class Shard:
             lambda: call(torch.ops.ringattn.decode_attention, *arguments),
             float(num_cached * self.token_bytes),
         )
+
+
+def usual_tokens(device: torch.device) -> int:
+    """Of a shard, where nobody says: enough for a call to take longer than what is around it."""
+    return 8192 if device.type == "cuda" else 256
+
+
+def tokens_to_measure(seq_len: int, world_size: int, device: torch.device) -> int:
+    """Tokens of a shard with which to measure for plans of ``seq_len`` tokens, because speeds
+    depend on length. Measuring takes a few calls, a prefill one for each layer."""
+    return max(usual_tokens(device), math.ceil(seq_len / world_size))
 
 
 def resolve_device(device: torch.device | str | None, ring: Ring) -> torch.device:

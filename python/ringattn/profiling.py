@@ -80,7 +80,8 @@ def measure_profiles(
         num_kv_heads: key/value heads, H_kv.
         head_dim: D.
         num_layers: layers whose keys and values ``max_tokens`` counts.
-        num_tokens: tokens of a typical shard, S_r; None means 8192 on CUDA and 256 on CPU.
+        num_tokens: tokens of a typical shard, S_r; None means 8192 on CUDA and 256 on CPU. Speeds
+            depend on it: plans are best for sequences of about W times as many.
         dtype: None means bfloat16 on CUDA and float32 on CPU.
         device: this rank's; None means the current CUDA device if there is one and the group, where
             there is a group, has NCCL; else the CPU.

@@ -15,6 +15,7 @@ import torch
 from _llama import random_ids, save, tiny_llama
 from ringattn import RankProfile, save_profiles
 from ringattn.__main__ import main
+from ringattn.cli import auto
 from ringattn.generation import generate
 from ringattn.models import load_model
 
@@ -131,6 +132,21 @@ def test_auto_measures_and_follows_from_run_to_run(folder: Path, tmp_path: Path)
     assert result["partition"]["layout"] == "contiguous"
     assert all(profile["attention_tflops"] > 0 for profile in result["plan"]["profiles"])
     assert result["plan"]["speeds"] != [1, 1]  # something was learnt
+
+
+@pytest.mark.parametrize(("num_tokens", "measured"), [(40, 256), (2000, 2000)])
+def test_auto_measures_with_shards_as_long_as_the_prompts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int, measured: int
+) -> None:
+    asked = []
+
+    def measure(group: Any, **shape: Any) -> list[RankProfile]:
+        asked.append(shape["num_tokens"])
+        return [RankProfile(1, 1)]
+
+    monkeypatch.setattr(auto, "measure_profiles", measure)
+    auto.AutoPartition.measured(load_model(folder), num_tokens, 1, "zigzag", None)
+    assert asked == [measured]  # short ones: enough to be measured at all
 
 
 def test_profiles_for_another_number_of_ranks_are_refused(

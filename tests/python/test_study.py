@@ -12,7 +12,7 @@ import harness
 import pytest
 import ringattn
 import torch
-from study import figures, running, sweep
+from study import figures, running, sweep, worker
 from study.settings import Cell, Job, Settings, Store
 from study.splits import Grounds, split
 
@@ -219,6 +219,24 @@ def test_beside_gpus_the_next_ranks_load_while_the_present_ones_compute(
             if job.cells[0].what == "b":
                 break  # as after an error: the ranks that wait are ended too
     assert happened == order
+
+
+def test_ranks_are_measured_once_for_each_length_that_is_longer_than_usual(monkeypatch):
+    asked, planned = [], []
+    cells = [Cell("sweep", (100, 50), what, n) for n in (128, 512, 4096) for what in ("a", "b")]
+    monkeypatch.setattr(worker, "told", lambda: Job(Settings(**BASE), (100, 50), tuple(cells)))
+    monkeypatch.setattr(worker, "end_with_whoever_started_this", lambda: None)
+    monkeypatch.setattr(worker, "report", lambda content: None)
+    monkeypatch.setattr(worker, "environment", lambda device: {})
+    device = torch.device("cpu")
+    monkeypatch.setattr(worker, "process_group", lambda name: contextlib.nullcontext(device))
+    monkeypatch.setattr(worker, "throttled", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(worker, "measured_ranks", lambda tokens, *_: asked.append(tokens) or tokens)
+    monkeypatch.setattr(worker, "measure_cell", lambda cell, tokens, *_: planned.append(tokens))
+    monkeypatch.setattr(worker, "rank", lambda: 0)
+    worker.main()
+    assert asked == [256, 2048]
+    assert planned == [256, 256, 256, 256, 2048, 2048]
 
 
 def test_lengths_stand_in_order_whatever_was_measured_first():

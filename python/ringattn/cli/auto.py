@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ringattn._shard import tokens_to_measure
 from ringattn.models import LLaMA
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, Plan, plan_cache
@@ -55,6 +56,7 @@ class AutoPartition:
                 num_kv_heads=config.kvheads,
                 head_dim=config.head_dim,
                 num_layers=config.nlayers,
+                num_tokens=tokens_to_measure(num_tokens, ring.world_size, model.device),
                 dtype=model.dtype,
                 device=model.device,
             )
