@@ -46,12 +46,14 @@ inline int64_t time_in_tiles(const BlockAttentionParams& p, const AttentionTile&
   const std::vector<Turn> turns =
       turns_in_order(there, order, p.num_kv_heads, false, size.rows, size.keys, multiprocessors);
   const int64_t clusters = multiprocessors / shape.blocks();
-  if (p.num_segments == 1) return size.time * time_of_turns(turns, clusters);
+  const auto time_of = [&](const std::vector<Turn>& in_order) {
+    const int64_t time = size.time * time_of_turns(in_order, clusters);
+    return shape.blocks() > 1 ? time : time + time / kSharingSaves;
+  };
+  if (p.num_segments == 1) return time_of(turns);
   // Of a ring: turns are put into an order with which they end together, if they can.
   const int64_t most = most_last_turns(order.turns, clusters);
-  const std::vector<Turn> in_order =
-      with_last_in_order(turns, order_of_last_turns(turns, clusters, most));
-  return size.time * time_of_turns(in_order, clusters);
+  return time_of(with_last_in_order(turns, order_of_last_turns(turns, clusters, most)));
 }
 
 /// Large tiles are faster, row by row. But of few, the last ones leave much of the device idle, and
