@@ -68,6 +68,7 @@ std::vector<double> predicted(const std::string& layout, const Lengths& lengths,
 
 std::vector<AttentionTile> tiles_of(const std::string& device, const std::string& dtype,
                                     int64_t head_dim) {
+  if (c10::Device(device).is_cpu()) return {};  // of any dtype
   for (const auto& [name, type] :
        {std::pair{"bfloat16", at::kBFloat16}, {"float16", at::kHalf}, {"float32", at::kFloat}}) {
     if (dtype == name) return attention_tiles(c10::Device(device), type, head_dim);
@@ -221,19 +222,21 @@ PYBIND11_MODULE(_C, m) {
       "agree_to_gather",
       [](const std::string& group_name, const std::vector<int64_t>& lengths,
          const std::vector<int64_t>& order, const std::string& layout, const std::string& dtype,
-         const std::string& device_type, const std::vector<int64_t>& sizes, int64_t dim) {
+         const std::string& device, const std::vector<int64_t>& sizes, int64_t dim) {
         RingGroup::resolve(group_name)
-            ->begin_checked_call(Signature("gather")
-                                     .add("lengths", lengths)
-                                     .add("order", order)
-                                     .add("layout", layout)
-                                     .add("dtype", dtype)
-                                     .add("device type", device_type)
-                                     .add("sizes", sizes)
-                                     .add("dim", dim));
+            ->begin_carried_call(
+                c10::Device(device),
+                Signature("gather")
+                    .add("lengths", lengths)
+                    .add("order", order)
+                    .add("layout", layout)
+                    .add("dtype", dtype)
+                    .add("device type", c10::DeviceTypeName(c10::Device(device).type()))
+                    .add("sizes", sizes)
+                    .add("dim", dim));
       },
       py::arg("group_name"), py::arg("lengths"), py::arg("order"), py::arg("layout"),
-      py::arg("dtype"), py::arg("device_type"), py::arg("sizes"), py::arg("dim"),
+      py::arg("dtype"), py::arg("device"), py::arg("sizes"), py::arg("dim"),
       py::call_guard<py::gil_scoped_release>());
   m.def(
       "synchronize",

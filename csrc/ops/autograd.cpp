@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ops/checks.h"
+#include "transport/ring_group.h"
 
 // What PyTorch's transformations do to the operators, for all of them at once.
 
@@ -33,9 +34,33 @@ void for_each_tensor(const c10::OperatorHandle& op, Stack& stack, const Visit& v
   });
 }
 
+// Runs `body`. Where it refuses an argument of a collective call, the others are told: they wait
+// for this rank's part in it. Not of a trace, after which the call may be made once more.
+template <typename Body>
+void telling_peers(const c10::OperatorHandle& op, Stack& stack, const Body& body) {
+  try {
+    body();
+  } catch (const c10::Error& refusal) {
+    bool traced = false;
+    for_each_tensor(op, stack, [&](const std::string&, const c10::IValue& value) {
+      traced = traced || value.toTensor().key_set().has(c10::DispatchKey::Python);
+    });
+    for_each_argument(op, stack, [&](const c10::Argument& argument, const c10::IValue& value) {
+      if (traced || argument.name() != "group_name" || value.toStringRef().empty()) return;
+      try {
+        const auto group = RingGroup::resolve(value.toStringRef());
+        if (group->size() > 1) group->refuse_call(refusal.what_without_backtrace());
+      } catch (const std::exception&) {
+        // no such group, or no store any more: this rank's mistake is still its own
+      }
+    });
+    throw;
+  }
+}
+
 // There is no backward: a result that silently is a constant would train a wrong model. Nor is
-// there a derivative in forward mode. Nothing that the operator itself calls is differentiated.
-void without_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+// there a derivative in forward mode.
+void check_without_gradients(const c10::OperatorHandle& op, Stack* stack) {
   for_each_tensor(op, *stack, [&](const std::string& name, const c10::IValue& value) {
     RINGATTN_CHECK(!value.toTensor()._fw_grad(/*level=*/0).defined(), name,
                    " must have no tangent: ", op.schema().name(),
@@ -48,6 +73,11 @@ void without_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
           " has no backward yet (use torch.no_grad() or detach()), got ", "requires_grad=True");
     });
   }
+}
+
+// Nothing that the operator itself calls is differentiated.
+void without_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  telling_peers(op, *stack, [&] { check_without_gradients(op, stack); });
   // Whoever has saved for a backward what is written to is told so by its version.
   std::vector<at::Tensor> written;
   for_each_argument(op, *stack, [&](const c10::Argument& argument, const c10::IValue& value) {
@@ -76,9 +106,11 @@ void autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
 }
 
 void refuse_vmap(const c10::OperatorHandle& op, Stack* stack) {
-  RINGATTN_CHECK(false, op.schema().name(),
-                 " must be called outside of torch.vmap, got a batched tensor: ",
-                 "use the batch dimension of q, k and v instead");
+  telling_peers(op, *stack, [&] {
+    RINGATTN_CHECK(false, op.schema().name(),
+                   " must be called outside of torch.vmap, got a batched tensor: ",
+                   "use the batch dimension of q, k and v instead");
+  });
 }
 
 constexpr std::array<const char*, 7> kOperators = {

@@ -75,7 +75,7 @@ std::tuple<at::Tensor, at::Tensor> ring_forward_op(
   std::optional<Partition> partition;
   const int64_t call = group->begin_call([&] {
     partition = check(args, group->rank(), group->size());
-    group->check_device(q.device());
+    group->check_device(q.device(), args.transport);
     Signature asked = signature(args, *partition);
     check_capture(*group, asked, q.device(), [&]() -> const MessageTransport& {
       return group->transport(args.transport, q.device());

@@ -125,7 +125,7 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
     Message message;
     message.call = group.begin_call([&] {
       partition = check(kv, lengths.vec(), order.vec(), transport, group.rank(), group.size());
-      group.check_device(kv.device());
+      group.check_device(kv.device(), transport);
       Signature asked = signature(kv, *partition, transport);
       check_capture(group, asked, kv.device(), [&]() -> const MessageTransport& {
         return group.transport(transport, kv.device());

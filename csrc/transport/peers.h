@@ -41,6 +41,8 @@ class RINGATTN_API Peers {
   }
   virtual void remove(const std::string& key) = 0;
 
+  /// Whether the group itself moves tensors of this kind.
+  virtual bool carries(c10::DeviceType device_type) const = 0;
   /// Messages through the group itself: gloo on CPU, NCCL on CUDA.
   virtual std::unique_ptr<MessageTransport> transport(class RingGroup& group,
                                                       c10::Device device) = 0;

@@ -207,6 +207,16 @@ class ProcessGroupPeers : public Peers {
     if (store_) store().deleteKey(prefix_ + key);
   }
 
+  bool carries(c10::DeviceType device_type) const override {
+    const auto group = group_.lock();
+    if (!group) return true;  // whoever uses it next is told that it is gone
+    try {
+      return group->getBackend(device_type).defined();
+    } catch (const c10::Error&) {
+      return false;
+    }
+  }
+
   std::unique_ptr<MessageTransport> transport(RingGroup& group, c10::Device device) override {
     return std::make_unique<ProcessGroupTransport>(group, group_.lock(), device);
   }

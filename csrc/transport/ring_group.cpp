@@ -89,18 +89,26 @@ std::string RingGroup::without_prefix(const std::string& message) {
   return message.rfind(kPrefix, 0) == 0 ? message.substr(std::string(kPrefix).size()) : message;
 }
 
-int64_t RingGroup::begin_checked_call(const Signature& signature) {
-  return begin_call([&] { return signature; });
+int64_t RingGroup::begin_carried_call(c10::Device device, const Signature& signature) {
+  return begin_call([&] {
+    check_device(device, "process_group");
+    return signature;
+  });
 }
 
 void RingGroup::refuse_call(const std::string& message) {
   agreement_.refuse(next_call_++, without_prefix(message));
 }
 
-void RingGroup::check_device(c10::Device device) const {
+void RingGroup::check_device(c10::Device device, const std::string& transport) const {
   const auto known = devices_.find(device.type());
   TORCH_CHECK(known == devices_.end() || known->second == device, "ringattn: tensors must be on ",
               known->second, ", where this group's first ones were, got ", device);
+  if (known == devices_.end() && (device.is_cpu() || transport == "process_group")) {
+    TORCH_CHECK(peers_->carries(device.type()),
+                "ringattn: group must have a backend for tensors on ",
+                c10::DeviceTypeName(device.type(), /*lower_case=*/true), ", got one that has none");
+  }
 }
 
 std::vector<std::string> RingGroup::exchange(const std::string& mine) {
@@ -215,7 +223,7 @@ void RingGroup::end(const std::string& operation, const std::string& reason) {
   for (const int64_t rank : silent) {
     who += (who.empty() ? "rank " : " or rank ") + std::to_string(rank);
   }
-  fail(lost(who.empty() ? "a rank" : who, operation, refusal, reason));
+  fail(lost(who.empty() ? "a rank" : who, "step 0 of " + operation, refusal, reason));
   throw_if_failed();
 }
 

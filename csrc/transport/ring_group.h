@@ -54,8 +54,8 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
     }
     return call;
   }
-  /// The same for arguments that have been checked.
-  int64_t begin_checked_call(const Signature& signature);
+  /// The same for tensors on `device` that the group itself is to carry; all else has been checked.
+  int64_t begin_carried_call(c10::Device device, const Signature& signature);
   /// The rest of a call that has begun. A rank that fails here alone is out of step with the
   /// others: the group ends, and they are told why.
   template <typename Body>
@@ -78,8 +78,9 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
   /// ends the group.
   std::vector<std::string> exchange(const std::string& mine);
 
-  /// All calls of a group come with tensors on one device of a type.
-  void check_device(c10::Device device) const;
+  /// All calls of a group come with tensors on one device of a type; those that the group itself is
+  /// to carry, on one that it has a backend for.
+  void check_device(c10::Device device, const std::string& transport = "auto") const;
   /// `name` as the caller gave it ("auto" included), resolved for `device`. Making one is
   /// collective; where the ranks cannot have it, it throws on all of them and the group works on.
   MessageTransport& transport(const std::string& name, c10::Device device);

@@ -99,7 +99,7 @@ def agree_to_gather(
     order: list[int],
     layout: str,
     dtype: str,
-    device_type: str,
+    device: str,
     sizes: list[int],
     dim: int,
 ) -> None: ...

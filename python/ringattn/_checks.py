@@ -150,6 +150,8 @@ def finite_scale(scale: float | None, q: torch.Tensor) -> float:
     if isinstance(scale, torch.Tensor):  # a learned one would silently be a constant
         raise ValueError("scale must be a number, got a tensor")
     try:
+        if type(scale).__module__ == "numpy":  # of fewer bits it would overflow here
+            scale = float(scale)
         # Note: torch.compile traces this, and not math.isfinite.
         finite = -sys.float_info.max <= scale <= sys.float_info.max
     except (TypeError, ValueError):

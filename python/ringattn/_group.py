@@ -27,7 +27,8 @@ def resolve_group(group: Group) -> Ring:
     """The ring that ``group`` means: a process group, a one-dimensional DeviceMesh, or None for the
     default group (a single rank where there is none).
 
-    Raises ValueError for a group this process is not in and for a mesh with more dimensions.
+    Raises ValueError for a group this process is not in, for one that has been destroyed, and for a
+    mesh with more dimensions.
     """
     if group is None:
         if not dist.is_initialized():
@@ -54,34 +55,57 @@ def resolve_group(group: Group) -> Ring:
     rank = process_group.rank()
     if rank < 0:
         raise ValueError(f"group must contain this process, got group {process_group.group_name}")
-    return Ring(process_group.group_name, rank, process_group.size(), process_group)
+    name = process_group.group_name
+    # The operators would find whichever group has its name now.
+    if not torch.compiler.is_compiling() and _registered(name) is not process_group:
+        raise ValueError(f"group must not have been destroyed, got {name!r}, which has")
+    return Ring(name, rank, process_group.size(), process_group)
 
 
 @dataclass(frozen=True)
 class GroupByName:
-    """A process group as modules keep it: whichever has this name when it is asked for.
+    """A process group as modules keep it: the one of these ranks that has this name when it is
+    needed.
 
     So a module can be copied and pickled, and no group outlives destroy_process_group() in one: its
     threads may crash as Python ends.
     """
 
     name: str
+    ranks: tuple[int, ...]  # of the default group, in the order of the group's own
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "GroupByName":
+        return cls(group.group_name, tuple(dist.get_process_group_ranks(group)))
 
     def resolve(self) -> dist.ProcessGroup:
-        """Raises ValueError where no group has this name (any more)."""
+        """Raises ValueError where no group of these ranks has this name (any more)."""
         if torch.compiler.is_compiling():
             # Guards what is traced: names begin anew after destroy_process_group().
             dist.group.WORLD  # noqa: B018
-        return _find(self.name)
+        return _find(self.name, self.ranks)
 
 
-def _find(name: str) -> dist.ProcessGroup:
+def _registered(name: str) -> dist.ProcessGroup | None:
     try:
         return _resolve_process_group(GroupName(name))
     except RuntimeError:
+        return None
+
+
+def _find(name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    group = _registered(name)
+    if group is None:
         raise ValueError(
             f"group must exist, got {name!r}, which has been destroyed or is not of this process"
-        ) from None
+        )
+    others = tuple(dist.get_process_group_ranks(group))
+    if others != ranks:
+        raise ValueError(
+            f"group must be {name!r} of ranks {list(ranks)}, which has been destroyed, "
+            f"got another one of that name, of ranks {list(others)}"
+        )
+    return group
 
 
 # Dynamo takes what it returns as a constant. torch.compiler.assume_constant_result() sets this too,
@@ -94,9 +118,11 @@ def keep(group: Group) -> Group | GroupByName:
     kept as it is, for :func:`resolve_group` to refuse."""
     if isinstance(group, DeviceMesh) and group.ndim == 1 and group.get_coordinate() is not None:
         group = group.get_group()
-    return GroupByName(group.group_name) if isinstance(group, dist.ProcessGroup) else group
+    if isinstance(group, dist.ProcessGroup) and _registered(group.group_name) is group:
+        return GroupByName.of(group)
+    return group
 
 
 def kept(group: Group | GroupByName) -> Group:
-    """The group that :func:`keep` was given, or the one that has its name now."""
+    """The group that :func:`keep` was given, or the one of its ranks that has its name now."""
     return group.resolve() if isinstance(group, GroupByName) else group

@@ -14,7 +14,11 @@ import torch.nn.functional as F
 
 from ringattn import _library
 from ringattn._calls import call
+from ringattn._checks import is_integer
 from ringattn._group import Ring
+from ringattn.profiles import is_positive
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,12 @@ class Shard:
     def __post_init__(self) -> None:
         for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "num_layers"):
             size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
+            if not is_integer(size) or size < 1:
                 raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        dtypes = _DTYPES if self.device.type != "cpu" else (*_DTYPES, torch.float64)
+        if self.dtype not in dtypes:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise ValueError(f"dtype must be a torch.dtype of {names}, got {self.dtype!r}")
 
     @classmethod
     def on(
@@ -113,11 +121,17 @@ def resolve_device(device: torch.device | str | None, ring: Ring) -> torch.devic
         if usable and ring.process_group is not None:
             usable = "nccl" in str(dist.get_backend_config(ring.process_group))
         device = "cuda" if usable else "cpu"
-    place = torch.device(device)
-    if place.type not in _library.DEVICES:
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        place = None
+    if place is None or place.type not in _library.DEVICES:
+        got = repr(device) if place is None else place
         raise ValueError(
-            f"device must be one with a kernel ({', '.join(_library.DEVICES)}), got {place}"
+            f"device must be one with a kernel ({', '.join(_library.DEVICES)}), got {got}"
         )
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be there, got {place} where there is no CUDA device")
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     return place
@@ -131,6 +145,6 @@ def settling_seconds(device: torch.device, seconds: float | None) -> float:
     """
     if seconds is None:
         return 1.0 if device.type == "cuda" else 0.2
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ValueError(f"seconds must be finite and positive, got {seconds}")
+    if not is_positive(seconds):
+        raise ValueError(f"seconds must be finite and positive, got {seconds!r}")
     return seconds

@@ -8,7 +8,7 @@ token. So all go on with the same token even where their hardware rounds differe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -221,7 +221,9 @@ def _end_ids(eos_token_id: EndIds, model: LLaMA) -> tuple[int, ...]:
         return ()
     if eos_token_id == "config":
         return model.config.eos_ids
-    ids = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+    ids: tuple[Any, ...] = (eos_token_id,)
+    if isinstance(eos_token_id, Iterable):
+        ids = tuple(eos_token_id)
     if not all(is_integer(token) for token in ids):
         raise ValueError(f'eos_token_id must be integers, None or "config", got {eos_token_id!r}')
     return ids

@@ -67,8 +67,7 @@ class Partition:
             up to 2**63 or more, an order that is not a permutation of the ranks.
 
     The symmetry argument: a set of positions that is its own mirror image sees, causally, half of
-        any
-    other such set. Head/tail pairing is Llama 3's context parallelism
+    any other such set. Head/tail pairing is Llama 3's context parallelism
     (https://arxiv.org/abs/2407.21783, section 3.3.2), here with unequal pieces.
     """
 
@@ -184,9 +183,10 @@ class Partition:
             ``x`` with S_r rows along ``dim``; a view of ``x`` where the rows lie in one piece.
 
         Raises:
-            ValueError: a rank or dimension out of range, ``x`` without S rows.
+            ValueError: a rank or dimension out of range, ``x`` that is no tensor or without S rows.
         """
         rank = self._check_rank(rank)
+        _check_tensor("x", x)
         dim = _check_dim("x", x, dim)
         if x.size(dim) != self.seq_len:
             raise ValueError(f"x must have {self.seq_len} rows in dim {dim}, got {x.size(dim)}")
@@ -208,18 +208,26 @@ class Partition:
 
         Raises:
             ValueError: another number of tensors than W, a dimension out of range, a tensor without
-                S_r rows.
+                S_r rows, tensors that differ in dtype or in sizes but along ``dim``.
         """
         if len(shards) != self.world_size:
             raise ValueError(f"shards must be {self.world_size} tensors, got {len(shards)}")
         heads, tails = [], []
-        for rank in self.order:
-            shard, length = shards[rank], self.lengths[rank]
-            axis = _check_dim(f"shard {rank}", shard, dim)
+        for rank, shard in enumerate(shards):
+            _check_tensor(f"shard {rank}", shard)
+            axis, length = _check_dim(f"shard {rank}", shard, dim), self.lengths[rank]
             if shard.size(axis) != length:
                 raise ValueError(
                     f"shard {rank} must have {length} rows in dim {axis}, got {shard.size(axis)}"
                 )
+            for name, value, first in (
+                ("dtype", shard.dtype, shards[0].dtype),
+                ("other sizes", _other_sizes(shard, axis), _other_sizes(shards[0], axis)),
+            ):
+                if value != first:
+                    raise ValueError(f"shard {rank} must have {name} {first}, got {value}")
+        for rank in self.order:
+            shard, length = shards[rank], self.lengths[rank]
             head = self._head(length)
             heads.append(shard.narrow(axis, 0, head))
             tails.append(shard.narrow(axis, head, length - head))
@@ -252,9 +260,9 @@ class Partition:
             raise
         if ring.world_size == 1:
             return self.unshard([x], dim)
-        sizes = [*x.shape[:dim], *x.shape[dim + 1 :]]
+        sizes = _other_sizes(x, dim)
         who = (list(self.lengths), list(self.order), self.layout)
-        call(_C.agree_to_gather, ring.name, *who, str(x.dtype), x.device.type, sizes, dim)
+        call(_C.agree_to_gather, ring.name, *who, str(x.dtype), str(x.device), sizes, dim)
         # Every rank sends as many rows as the longest has, as bytes: so any backend takes any
         # dtype.
         rows = self.lengths[ring.rank]
@@ -309,6 +317,15 @@ class Partition:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must lie in [0, {self.world_size}), got {rank}")
         return rank
+
+
+def _check_tensor(name: str, x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def _other_sizes(x: torch.Tensor, dim: int) -> list[int]:
+    return [*x.shape[:dim], *x.shape[dim + 1 :]]
 
 
 def _check_dim(name: str, x: torch.Tensor, dim: int) -> int:

@@ -210,7 +210,7 @@ def plan(
     wait less are searched for; the best are found up to a percent for two or three ranks, up to
     some percent for more. The even partition is taken wherever it is as fast, and kept for equal
     ranks that wait, or whose tiles it does not fill, unless another is a tenth faster. A rank that
-    does not pay, for its overhead or for its link, gets no tokens.
+    does not pay, for its overhead or for the bandwidth of its link, gets no tokens.
 
     Contiguous and causal, the order of the ranks is chosen too, among all orders up to 8 ranks;
     above, it is from fast to slow. Under zigzag it costs nothing by itself, and is the one that

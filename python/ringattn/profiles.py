@@ -159,7 +159,10 @@ def load_profiles(path: str | Path) -> list[RankProfile]:
         raise ValueError(f"{path} must be JSON, got {error}") from None
     entries = content.get("profiles") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f'{path} must hold an object with a list of objects named "profiles"')
+        got = type(content).__name__ if not isinstance(content, dict) else repr(entries)[:80]
+        raise ValueError(
+            f'{path} must hold an object with a list of objects named "profiles", got {got}'
+        )
     if not entries:
         raise ValueError(f"{path} must hold at least one profile, got none")
     names = [field.name for field in fields(RankProfile)]

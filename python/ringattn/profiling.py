@@ -25,8 +25,8 @@ from ringattn._shard import Shard, resolve_device, settling_seconds
 from ringattn.functional import ring_attention, rotate_kv
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, plan, work_in_tiles
-from ringattn.profiles import AttentionTile, RankProfile
-from ringattn.timings import call_tflops, record_timings
+from ringattn.profiles import AttentionTile, RankProfile, is_number
+from ringattn.timings import call_tflops, check_not_recording, record_timings
 
 #: Heads and layers of LLaMA-3-8B.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 32
@@ -109,6 +109,7 @@ def measure_profiles(
         device=device,
         seconds=seconds,
         transport=transport,
+        noise=noise,
     )
     return equalize(measured, noise)
 
@@ -142,8 +143,7 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
     Raises:
         ValueError: noise outside [0, 1).
     """
-    if not 0 <= noise < 1:
-        raise ValueError(f"noise must lie in [0, 1), got {noise}")
+    _check_noise(noise)
     values: list[dict[str, float]] = [{} for _ in measured]
     for field in fields(RankMeasurement):
         spreads = [getattr(of_rank, field.name) for of_rank in measured]
@@ -157,6 +157,11 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
         RankProfile(max_tokens=of_rank.max_tokens, tiles=of_rank.tiles, **own)
         for of_rank, own in zip(measured, values, strict=True)
     ]
+
+
+def _check_noise(noise: float) -> None:
+    if not is_number(noise) or not 0 <= noise < 1:
+        raise ValueError(f"noise must lie in [0, 1), got {noise!r}")
 
 
 def _classes(
@@ -197,12 +202,16 @@ def measure_ranks(
     device: torch.device | str | None,
     seconds: float | None,
     transport: str,
+    noise: float = NOISE,
 ) -> list[RankMeasurement]:
     """What :func:`measure_profiles` starts from, noise and all: its arguments, its errors, the same
     list on every rank. Collective."""
     ring = resolve_group(group)
     mistake = None
     try:
+        _check_noise(noise)
+        check_transport(transport)
+        check_not_recording()  # of speeds in a ring, one is made
         shard = Shard.on(
             resolve_device(device, ring),
             num_heads=num_heads,
@@ -213,7 +222,6 @@ def measure_ranks(
             dtype=dtype,
         )
         settling = settling_seconds(shard.device, seconds)
-        check_transport(transport)
     except ValueError as error:
         mistake = error
     mistakes = _from_all(ring, None if mistake is None else str(mistake))

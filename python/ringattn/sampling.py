@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ringattn._checks import is_integer
+from ringattn.profiles import is_number
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,16 @@ class Sampling:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        if self.temperature is not None and not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 or more and finite, got {self.temperature}")
+        heat = self.temperature
+        if heat is not None and (not is_number(heat) or not 0 <= heat < math.inf):
+            raise ValueError(f"temperature must be 0 or more and finite, got {heat!r}")
         least = torch.finfo(torch.float32).tiny  # devices may take what is smaller for 0
-        if self.temperature and self.temperature < least:
-            raise ValueError(
-                f"temperature must be 0 or {least:.3g} or more, got {self.temperature}"
-            )
+        if heat and heat < least:
+            raise ValueError(f"temperature must be 0 or {least:.3g} or more, got {heat}")
         if self.top_k is not None and (not is_integer(self.top_k) or self.top_k < 1):
             raise ValueError(f"top_k must be an integer of at least 1, got {self.top_k!r}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_p is not None and (not is_number(self.top_p) or not 0 < self.top_p <= 1):
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p!r}")
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """float32 ``[B, V]`` from logits ``[B, V]``; tokens that do not stay have 0."""

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +26,7 @@ from ringattn.profiles import integer, is_number, is_positive
 
 
 class ClampWarning(UserWarning):
-    """A weight of :func:`formula` was negative and has been clamped."""
+    """A weight of :func:`formula` was not positive and has been clamped."""
 
 
 def even(
@@ -75,7 +75,8 @@ def lut(
     """Shares proportional to speeds looked up in a table.
 
     A table of latencies gives a rank the weight ``1 / latency``; a table of matrix products its
-    TFLOPS at the size nearest to ``seq_len``, the smaller of two. Between two percentages of the
+    TFLOPS at the size nearest to ``seq_len``, the smaller of two, of sizes that have several
+    percentages if there are any. Between two percentages of the
     table, the latency or the TFLOPS are interpolated linearly; beyond its ends they stay.
 
     Args:
@@ -86,11 +87,13 @@ def lut(
         order: as in :class:`ringattn.Partition`.
 
     Raises:
-        ValueError: an empty table, rows of two kinds, values in it that are not positive,
-            percentages out of range; as :class:`ringattn.Partition`.
+        ValueError: an empty table, rows of two kinds, values in it that are not positive, two
+            values where one is looked up, percentages out of range; as
+            :class:`ringattn.Partition`.
     """
     _check_percentages(percentages)
     _check_table(table)
+    seq_len = integer("seq_len", seq_len)
     weights = [_look_up(table, seq_len, percentage) for percentage in percentages]
     return _proportional(seq_len, weights, layout, order)
 
@@ -123,13 +126,15 @@ def formula(
     """
     _check_percentages(percentages)
     regression = PUBLISHED if regression is None else regression
+    seq_len = integer("seq_len", seq_len)
     weights = [regression(max(1, seq_len), percentage) for percentage in percentages]
     clamped = [max(0.0, weight) for weight in weights]
-    if clamped != weights:
-        what = ", ".join(f"rank {r} ({w:.1f})" for r, w in enumerate(weights) if w < 0)
+    if clamped != weights or not any(clamped):
+        what = ", ".join(f"rank {r} ({w:.1f})" for r, w in enumerate(weights) if w <= 0)
+        kind = "negative" if min(weights) < 0 else "no positive"
         instead = "0" if any(clamped) else "their percentages"
         warnings.warn(
-            f"the formula gives negative weights at {seq_len} tokens: {what}; "
+            f"the formula gives {kind} weights at {seq_len} tokens: {what}; "
             f"they are taken as {instead}",
             ClampWarning,
             stacklevel=2,
@@ -174,8 +179,11 @@ def read_table(path: Path | str) -> Table:
     """
     with Path(path).open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
-        columns = reader.fieldnames or []
-        cells = [(reader.line_num, row) for row in reader]
+        try:
+            columns = reader.fieldnames or []
+            cells = [(reader.line_num, row) for row in reader]
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path} must be a CSV file in UTF-8, got {error}") from None
     latencies = "latency_ms" in columns
     required = ("mps_pct", "latency_ms") if latencies else ("mps_pct", "size", "tflops")
     if missing := [name for name in required if name not in columns]:
@@ -251,15 +259,36 @@ def _check_table(table: Table) -> None:
 
 def _look_up(table: Table, seq_len: int, percentage: float) -> float:
     """The weight of a rank with this percentage."""
-    latencies = {row.mps_pct: row.latency_ms for row in table if isinstance(row, LatencyRow)}
+    latencies = [(row.mps_pct, row.latency_ms) for row in table if isinstance(row, LatencyRow)]
     if latencies:
-        return 1.0 / _interpolate(latencies, percentage)
+        return 1.0 / _interpolate(_by_percentage(latencies), percentage)
     rows = [row for row in table if isinstance(row, MatmulRow)]
     # Several loads beside them: the least one counts, as a rank has the device to itself.
-    least = min(row.bg_streams for row in rows)
+    least = min(_comparing((row.bg_streams, row.mps_pct) for row in rows))
     rows = [row for row in rows if row.bg_streams == least]
-    nearest = min(sorted({row.size for row in rows}), key=lambda size: abs(size - seq_len))
-    return _interpolate({r.mps_pct: r.tflops for r in rows if r.size == nearest}, percentage)
+    sizes = sorted(_comparing((row.size, row.mps_pct) for row in rows))
+    nearest = min(sizes, key=lambda size: abs(size - seq_len))
+    speeds = _by_percentage((row.mps_pct, row.tflops) for row in rows if row.size == nearest)
+    return _interpolate(speeds, percentage)
+
+
+def _comparing(rows: Iterable[tuple[int, float]]) -> set[int]:
+    """The values for which there are several percentages; all where there are none such."""
+    percentages: dict[int, set[float]] = {}
+    for value, percentage in rows:
+        percentages.setdefault(value, set()).add(percentage)
+    return {value for value, some in percentages.items() if len(some) > 1} or set(percentages)
+
+
+def _by_percentage(rows: Iterable[tuple[float, float]]) -> dict[float, float]:
+    values: dict[float, float] = {}
+    for percentage, value in rows:
+        if values.setdefault(percentage, value) != value:
+            raise ValueError(
+                f"table must have one value for a percentage (and a size, of one dtype), got "
+                f"{values[percentage]:g} and {value:g} for {percentage:g}"
+            )
+    return values
 
 
 def _interpolate(values: dict[float, float], at: float) -> float:
@@ -299,20 +328,29 @@ class Regression:
         """Least squares over a table of matrix products.
 
         Raises:
-            ValueError: fewer than three sizes or three percentages, sizes that are not positive,
-                no speed that is.
+            ValueError: rows that are no MatmulRows, sizes or percentages that are not positive,
+                fewer than three of either, speeds that are not finite, none that is positive.
         """
+        for number, row in enumerate(rows):
+            if not isinstance(row, MatmulRow):
+                raise ValueError(f"rows must be MatmulRows, got {type(row).__name__}")
+            for name, right in (
+                ("size", is_positive(row.size)),
+                ("mps_pct", is_positive(row.mps_pct)),
+                ("tflops", is_number(row.tflops) and math.isfinite(row.tflops)),
+            ):
+                if not right:
+                    kind = "finite" if name == "tflops" else "finite and positive"
+                    got = getattr(row, name)
+                    raise ValueError(f"{name} in row {number} must be {kind}, got {got!r}")
         for name, values in (
             ("sizes", {row.size for row in rows}),
             ("percentages", {row.mps_pct for row in rows}),
         ):
             if len(values) < 3:
                 raise ValueError(f"rows must have at least three {name}, got {len(values)}")
-        for number, row in enumerate(rows):
-            if not is_positive(row.size):
-                raise ValueError(f"size in row {number} must be positive, got {row.size!r}")
         best = max(row.tflops for row in rows)
-        if not is_positive(best):
+        if best <= 0:
             raise ValueError(f"rows must have a largest tflops that is positive, got {best!r}")
         terms = torch.tensor([_terms(row.size, row.mps_pct) for row in rows], dtype=torch.float64)
         speeds = torch.tensor([100 * row.tflops / best for row in rows], dtype=torch.float64)

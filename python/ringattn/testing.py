@@ -9,7 +9,6 @@ says how fast it is.
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import subprocess
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ringattn import _C
+from ringattn.profiles import is_positive
 
 # ---- repeated work -----------------------------------------------------------------------------
 
@@ -91,8 +91,8 @@ def slowdown_schedule(factors: Mapping[int, float]) -> Iterator[Callable[[int], 
 
 
 def _check_factor(factor: float) -> None:
-    if not math.isfinite(factor) or factor < 1:
-        raise ValueError(f"factor must be a finite number of at least 1, got {factor}")
+    if not is_positive(factor) or factor < 1:
+        raise ValueError(f"factor must be a finite number of at least 1, got {factor!r}")
 
 
 class _Slowdown(TorchFunctionMode):

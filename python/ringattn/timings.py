@@ -77,6 +77,14 @@ def call_tflops(calls: Sequence[Sequence[StepTiming]], overhead_ms: float) -> li
 _recording = False
 
 
+def check_not_recording() -> None:
+    """ValueError inside :func:`record_timings`."""
+    if _recording:
+        raise ValueError(
+            "record_timings must not be nested, got a second recording in this process"
+        )
+
+
 @contextmanager
 def record_timings(*, by_block: bool = True) -> Iterator[Timings]:
     """Records every ring call of this process inside the context; costs nothing when it is off.
@@ -96,10 +104,7 @@ def record_timings(*, by_block: bool = True) -> Iterator[Timings]:
         ValueError: another recording is going on, ``by_block`` that is no bool.
     """
     global _recording
-    if _recording:
-        raise ValueError(
-            "record_timings must not be nested, got a second recording in this process"
-        )
+    check_not_recording()
     if not isinstance(by_block, bool):
         raise ValueError(f"by_block must be True or False, got {by_block!r}")
     timings = Timings()

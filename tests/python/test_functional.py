@@ -190,6 +190,13 @@ def test_wrong_decode_arguments_are_refused(changes, message):
         call(ringattn.decode_attention, changes)
 
 
+@pytest.mark.filterwarnings("error")
+def test_scales_of_numpy_are_numbers() -> None:
+    q = torch.randn(1, 6, 2, 8)
+    out = ringattn.ring_attention(q, q, q, scale=np.float32(0.5))
+    assert torch.equal(out, ringattn.ring_attention(q, q, q, scale=0.5))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -142,6 +142,35 @@ def test_a_name_that_is_used_again_means_the_new_group():
         ring.run(names_are_reused, 4)
 
 
+def a_name_means_other_ranks() -> None:
+    """What was given one group does not go on with another of the same name."""
+    old = dist.new_group([0, 1, 2])
+    module = ringattn.RingAttention(old)
+    q, k, v = even(3).local_inputs()
+    with torch.no_grad():
+        module(q, k, v)
+    rank = this().rank
+    dist.destroy_process_group()
+    store = dist.PrefixStore("others", this().store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    new = dist.new_group([0, 1])
+    reason = "group must exist, got "
+    if rank < 2:
+        assert new.group_name == old.group_name
+        reason = r"of ranks \[0, 1, 2\].* got another one of that name, of ranks \[0, 1\]"
+    with pytest.raises(ValueError, match=reason):
+        module(q, k, v)
+    with pytest.raises(ValueError, match="group must not have been destroyed, got "):
+        ringattn.ring_attention(q, k, v, group=old)
+    with pytest.raises(ValueError, match="group must not have been destroyed, got "):
+        ringattn.RingAttention(old)(q, k, v)
+
+
+def test_another_group_of_the_same_name_is_not_taken_for_it():
+    with RankPool(3) as ring:
+        ring.run(a_name_means_other_ranks)
+
+
 TINY = LLaMAConfig(src_vocab_size=16, emb_dim=16, nlayers=1, nheads=2, hidden_dim=8)
 
 

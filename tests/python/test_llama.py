@@ -136,6 +136,9 @@ def test_a_wrong_call_on_one_rank_fails_on_all_and_names_it(
         ((random_ids(1, 5), [5]), "partition must be a Partition, got list"),
         ((random_ids(1, 5), Partition.even(5, 2)), "partition must have 1 ranks, got 2"),
         ((random_ids(1, 5), Partition.even(6, 1)), "the 6 tokens of the partition, got 5"),
+        ((torch.tensor([[1, 99]]),), r"token_ids must lie in \[0, 99\), got 99"),
+        ((torch.tensor([[-1, 2]]),), r"token_ids must lie in \[0, 99\), got -1"),
+        ((random_ids(1, 5).to("meta"),), "token_ids must be on cpu, got meta"),
         ((random_ids(1, 129),), "at most the 128 tokens the model was trained for, got 129"),
     ],
 )

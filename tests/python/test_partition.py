@@ -193,7 +193,20 @@ def test_integers_of_other_kinds_are_integers(kind):
         (lambda: Partition.even(4, 2).owner(-1), r"position must lie in \[0, 4\), got -1"),
         (lambda: Partition.even(4, 2).shard(torch.ones(1, 5), 0), "x must have 4 rows in dim 1"),
         (lambda: Partition.even(4, 2).shard(torch.ones(4), 0), "dim must be a dimension of x"),
+        (lambda: Partition.even(4, 2).shard([1, 2, 3, 4], 0), "x must be a tensor, got list"),
         (lambda: Partition.even(4, 2).unshard([torch.ones(1, 2)]), "shards must be 2 tensors"),
+        (
+            lambda: Partition.even(4, 2).unshard([torch.ones(1, 2), None]),
+            "shard 1 must be a tensor, got NoneType",
+        ),
+        (
+            lambda: Partition.even(4, 2).unshard([torch.ones(1, 2), torch.ones(1, 2).double()]),
+            "shard 1 must have dtype torch.float32, got torch.float64",
+        ),
+        (
+            lambda: Partition.even(4, 2).unshard([torch.ones(1, 2, 3), torch.ones(2, 2, 3)]),
+            r"shard 1 must have other sizes \[1, 3\], got \[2, 3\]",
+        ),
         (
             lambda: Partition.even(4, 2).unshard([torch.ones(1, 2), torch.ones(1, 3)]),
             "shard 1 must have 2 rows in dim 1, got 3",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles say how fast ranks are: slower where they are slower, equal where they are equal."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -146,6 +147,12 @@ def test_tokens_are_counted_by_their_keys_and_values() -> None:
         ({"seconds": math.nan}, "seconds must be finite and positive, got nan"),
         ({"noise": 1.0}, r"noise must lie in \[0, 1\), got 1.0"),
         ({"device": "meta"}, "device must be one with a kernel .* got meta"),
+        ({"device": "foo"}, "device must be one with a kernel .* got 'foo'"),
+        ({"num_tokens": True}, "num_tokens must be a positive integer, got True"),
+        ({"seconds": "x"}, "seconds must be finite and positive, got 'x'"),
+        ({"noise": "x"}, r"noise must lie in \[0, 1\), got 'x'"),
+        ({"dtype": torch.int32}, "dtype must be a torch.dtype of .*float64, got torch.int32"),
+        ({"dtype": "float32"}, "dtype must be a torch.dtype of .* got 'float32'"),
         ({"transport": "pigeon"}, "transport .* got .*pigeon"),
     ],
 )
@@ -154,16 +161,32 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any], message: str) -> Non
         ringattn.measure_profiles(**{"device": "cpu", **SMALL, **wrong})
 
 
-def wrong_on_rank_1() -> None:
-    wrong = {"num_tokens": -1} if this().rank == 1 else {}
-    ringattn.measure_profiles(device="cpu", **{**SMALL, **wrong})
+def wrong_on_rank_1(wrong: dict[str, Any], recording: bool) -> None:
+    mine = this().rank == 1
+    with ringattn.record_timings() if mine and recording else contextlib.nullcontext():
+        ringattn.measure_profiles(**{"device": "cpu", **SMALL, **(wrong if mine else {})})
 
 
-def test_a_mistake_of_one_rank_is_told_to_all(rank_pool: Callable[..., RankPool]) -> None:
-    first, second = rank_pool(2).outcomes(wrong_on_rank_1, call_timeout_s=20)
-    assert second.error == "ValueError" and "num_tokens must be" in second.message
-    assert first.error == "ValueError"
-    assert first.message == "num_tokens must be a positive integer, got -1 (on rank 1)"
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_tokens": -1}, "num_tokens must be a positive integer, got -1"),
+        ({"noise": 2}, "noise must lie in [0, 1), got 2"),
+        ({}, "record_timings must not be nested, got a second recording in this process"),
+    ],
+)
+def test_a_mistake_of_one_rank_is_told_to_all(
+    rank_pool: Callable[..., RankPool], wrong: dict[str, Any], message: str
+) -> None:
+    outcomes = rank_pool(2).outcomes(wrong_on_rank_1, wrong, not wrong, call_timeout_s=20)
+    assert [outcome.error for outcome in outcomes] == ["ValueError"] * 2
+    assert [outcome.message for outcome in outcomes] == [f"{message} (on rank 1)", message]
+    assert all(outcome.seconds < 5 for outcome in outcomes)
+
+
+def test_double_precision_is_measured_on_cpu() -> None:
+    (profile,) = ringattn.measure_profiles(device="cpu", dtype=torch.float64, **SMALL)
+    assert profile.attention_tflops > 0 and profile.tiles == ()
 
 
 # ---- noise -------------------------------------------------------------------------------------

@@ -263,12 +263,47 @@ def test_a_regression_survives_its_file(tmp_path: Path) -> None:
             [LatencyRow(mps_pct=100, latency_ms=1), MatmulRow(mps_pct=50, size=1, tflops=3)],
             "all LatencyRows or all MatmulRows, got MatmulRow as row 1",
         ),
+        (
+            [LatencyRow(mps_pct=50, latency_ms=9), LatencyRow(mps_pct=50, latency_ms=90)],
+            r"one value for a percentage .* got 9 and 90 for 50",
+        ),
+        (
+            [
+                MatmulRow(mps_pct=p, size=8, dtype=dtype, tflops=t)
+                for dtype, t in (("bfloat16", 700), ("float32", 50))
+                for p in (50, 100)
+            ],
+            r"one value for a percentage .* got 700 and 50 for",
+        ),
         ([(100, 1)], "all LatencyRows or all MatmulRows, got tuple as row 0"),
     ],
 )
 def test_a_table_of_ones_own_is_checked(table, message) -> None:
     with pytest.raises(ValueError, match=message):
         strategies.lut(10, [100, 50], table)
+
+
+def test_rows_that_compare_percentages_are_preferred() -> None:
+    def row(percentage: float, size: int, tflops: float, bg_streams: int = 0) -> MatmulRow:
+        return MatmulRow(mps_pct=percentage, size=size, tflops=tflops, bg_streams=bg_streams)
+
+    rows = [row(100, 1024, 600), row(50, 1024, 300), row(100, 4096, 700)]
+    assert strategies.lut(3000, [100, 50], rows).lengths == (2000, 1000)
+    rows = [row(100, 1024, 600), row(100, 1024, 60, 2), row(50, 1024, 30, 2)]
+    assert strategies.lut(3000, [100, 50], rows).lengths == (2000, 1000)
+    assert strategies.lut(3000, [100, 50], rows[:1]).lengths == (1500, 1500)
+
+
+def test_a_formula_without_positive_weights_says_so() -> None:
+    nothing = Regression((0.0,) * 6, 1.0)
+    with pytest.warns(strategies.ClampWarning, match="no positive weights .* their percentages"):
+        assert strategies.formula(30, [100, 50], nothing).lengths == (20, 10)
+
+
+def test_a_table_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_bytes(b"mps_pct,latency_ms\n\xff\xfe,1\n")
+    with pytest.raises(ValueError, match=r"table.csv must be a CSV file in UTF-8, got "):
+        strategies.read_table(tmp_path / "table.csv")
 
 
 def test_speeds_may_be_as_large_as_numbers_are() -> None:
@@ -290,7 +325,11 @@ def test_what_cannot_be_fitted_is_refused() -> None:
             MatmulRow(mps_pct=p, size=s, tflops=tflops) for p in (1, 2, 3) for s in (size, 2, 4)
         ]
 
-    with pytest.raises(ValueError, match="size in row 0 must be positive, got 0"):
+    with pytest.raises(ValueError, match="size in row 0 must be finite and positive, got 0"):
         Regression.fit(rows(0, 1.0))
     with pytest.raises(ValueError, match=r"a largest tflops that is positive, got 0\.0"):
         Regression.fit(rows(1, 0.0))
+    with pytest.raises(ValueError, match="tflops in row 0 must be finite, got nan"):
+        Regression.fit(rows(1, math.nan))
+    with pytest.raises(ValueError, match="rows must be MatmulRows, got LatencyRow"):
+        Regression.fit([LatencyRow(mps_pct=50, latency_ms=1)])

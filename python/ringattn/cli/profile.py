@@ -365,7 +365,7 @@ def _point(options: argparse.Namespace, device: torch.device, percentage: float)
 
 def _numbers(name: str, text: str) -> list[float]:
     try:
-        numbers = [float(part) for part in text.split(",")]
+        numbers = list(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
         numbers = []
     if not numbers or not all(0 < number < math.inf for number in numbers):

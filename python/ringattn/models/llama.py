@@ -286,17 +286,30 @@ class LLaMA(nn.Module):
 
         Raises:
             ValueError: a partition for another number of ranks or tokens, more tokens than the
-                model was trained for, and what :func:`ringattn.ring_attention` raises.
+                model was trained for, tokens on another device than the weights or (on CPU; a GPU
+                would have to be waited for) outside the vocabulary, and what
+                :func:`ringattn.ring_attention` raises.
         """
         ring = self.ring
         try:
             partition = self.check(token_ids, partition, sharded=sharded)
+            self._check_ids(token_ids)
         except ValueError as error:
             tell_peers(ring, error)
             raise
         local_ids = token_ids if sharded else partition.shard(token_ids, ring.rank)
         position_ids = partition.position_ids(ring.rank, device=local_ids.device)
         return self.project(self.base_model(local_ids, position_ids, partition))
+
+    def _check_ids(self, token_ids: torch.Tensor) -> None:
+        if token_ids.device != self.device:
+            raise ValueError(f"token_ids must be on {self.device}, got {token_ids.device}")
+        if token_ids.is_cpu and token_ids.numel() > 0 and not torch.compiler.is_compiling():
+            least, most = (int(bound) for bound in token_ids.aminmax())
+            vocabulary = self.config.src_vocab_size
+            if least < 0 or most >= vocabulary:
+                wrong = least if least < 0 else most
+                raise ValueError(f"token_ids must lie in [0, {vocabulary}), got {wrong}")
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states ``[..., E]`` to logits ``[..., V]``."""

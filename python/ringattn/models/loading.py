@@ -97,8 +97,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> LLaMAConfig:
     for number in _ROPE_NUMBERS:
         _number(rope, number)
     theta = rope.pop("rope_theta", None) or _number(hf, "rope_theta", 10000.0)
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0 or hf.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor must be 1, got another in config.json")
+    _must_be({**hf, **rope}, "partial_rotary_factor", 1.0)
+    rope.pop("partial_rotary_factor", None)
     if rope.get("rope_type", rope.get("type")) == "llama3":
         rope.setdefault("original_max_position_embeddings", max_positions)
     eos = hf.get("eos_token_id")
@@ -159,7 +159,10 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / _INDEX).exists():
         places = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(n, str) for n in places.values()):
-            raise ValueError(f"weight_map must name the file of each weight in {folder / _INDEX}")
+            raise ValueError(
+                f"weight_map must name the file of each weight in {folder / _INDEX}, "
+                f"got {repr(places)[:80]}"
+            )
         files = [folder / name for name in sorted(set(places.values()))]
     elif (folder / _SINGLE_FILE).exists():
         files = [folder / _SINGLE_FILE]
@@ -167,7 +170,8 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted(folder.glob("*.safetensors"))
     missing = [file.name for file in files if not file.exists()]
     if missing or not files:
-        raise FileNotFoundError(f"{folder} must hold {', '.join(missing) or '*.safetensors'}")
+        wanted = ", ".join(missing) or "*.safetensors"
+        raise FileNotFoundError(f"{folder} must hold {wanted}, got a folder without")
     return files
 
 
