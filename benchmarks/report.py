@@ -50,8 +50,8 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def command(arguments: Sequence[str] | None = None) -> str:
-    """As it can be given again: with the variables that are heard, and the ranks. `arguments`: in
-    place of all that there were."""
+    """As it can be given again: with the variables that are heard, and the ranks, but without the
+    folder of what is written. `arguments`: in place of all that there were."""
     heard = {*SEQ_LEN_VARIABLES, *PERCENTAGE_VARIABLES}
     heard |= {name for name in os.environ if name.startswith("RINGATTN_")} - {"RINGATTN_COMMIT"}
     switches = [f"{name}={os.environ[name]}" for name in sorted(heard) if name in os.environ]
@@ -59,7 +59,20 @@ def command(arguments: Sequence[str] | None = None) -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = ["torchrun", "--nproc-per-node", str(world_size())]
     given = sys.argv[1:] if arguments is None else arguments
-    return shlex.join([*switches, *launcher, Path(sys.argv[0]).name, *given])
+    words = _without_folders(given)
+    return shlex.join([*switches, *launcher, Path(sys.argv[0]).name, *words])
+
+
+def _without_folders(arguments: Sequence[str]) -> list[str]:
+    """With the last part of what is given to --out: where it lies is the machine's own."""
+    words: list[str] = []
+    for word in arguments:
+        if words and words[-1] == "--out":
+            word = Path(word).name
+        elif word.startswith("--out="):
+            word = f"--out={Path(word.removeprefix('--out=')).name}"
+        words.append(word)
+    return words
 
 
 def _commit() -> str:

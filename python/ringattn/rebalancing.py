@@ -102,8 +102,9 @@ class Rebalancer:
 
     Matrix products are taken to slow down with attention, the only work that is timed. A rank
     without tokens shows nothing: its speed stays what it was. Requests need not all be observed.
-    Where a whole ring is one launch, ``record_timings(by_block=False)`` shows how fast that is;
-    block by block, calls are slower, and not by the same on all ranks.
+    Where a whole ring is one launch, ``record_timings(by_block=False)`` shows how fast that is,
+    what the launch waits for by itself included; block by block, calls are slower, and not by the
+    same on all ranks.
 
     All ranks hold the same arguments and call the same methods; then all have the same plans, bit
     for bit. Not thread safe.

@@ -14,6 +14,7 @@ import kernel_variants
 import pytest
 import torch
 from harness import Problem
+from report import command
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120
@@ -81,6 +82,22 @@ def test_transport_benchmark_receives_what_was_sent(tmp_path: Path) -> None:
     rows = read(stem)
     assert len(rows) == 2 * 3
     assert all(row["wrong"] == "0" and float(row["GB/s"]) > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("--rounds 2 --out /a/folder/ring --warmup 1", "--rounds 2 --out ring --warmup 1"),
+        ("--out=/a/folder/ring --rounds 2", "--out=ring --rounds 2"),
+        ("--out ring --lut a/table.csv", "--out ring --lut a/table.csv"),
+    ],
+)
+def test_a_command_names_what_it_writes_without_the_folder(
+    monkeypatch: pytest.MonkeyPatch, given: str, written: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks/ring.py", *given.split()])
+    assert command().endswith(f" ring.py {written}")
+    assert command(given.split()) == command()
 
 
 @pytest.mark.parametrize(
