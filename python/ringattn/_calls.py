@@ -46,6 +46,25 @@ def tell_peers(ring: Ring, error: Exception) -> None:
 
 
 @contextmanager
+def _giving_up_sooner(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Gloo's collectives end after four fifths of the group's timeout, so that by its end it is
+    known who is gone. Its messages have the timeout that the group was made with, and NCCL a
+    watchdog of its own."""
+    backend: Any = None
+    with suppress(RuntimeError):  # there is none for CPU
+        backend = group._get_backend(torch.device("cpu")) if group is not None else None
+    if type(backend).__name__ != "ProcessGroupGloo":
+        yield
+        return
+    timeout = backend.options._timeout
+    backend._set_default_timeout(timeout * 4 / 5)
+    try:
+        yield
+    finally:
+        backend._set_default_timeout(timeout)
+
+
+@contextmanager
 def collective(ring: Ring, operation: str) -> Iterator[None]:
     """Around collectives of torch.distributed's own: where one fails a peer is gone, which the
     error says of ``operation``, with the peer's rank where it is known, and so does every later
@@ -55,6 +74,7 @@ def collective(ring: Ring, operation: str) -> Iterator[None]:
         return
     call(_C.check_group, ring.name)
     try:
-        yield
+        with _giving_up_sooner(ring.process_group):
+            yield
     except RuntimeError as error:
         call(_C.end_group, ring.name, operation, str(error).split("\n")[0])

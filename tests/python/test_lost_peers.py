@@ -4,6 +4,7 @@
 import os
 import re
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,11 @@ def test_a_rank_that_dies_is_named_by_the_other_collectives(function_name):
             assert re.search(r"\bstep \d", outcome.value), outcome.value
 
 
-def lose_a_rank_beside_the_ring(name: str, folder: Path, victim: int, dies: bool) -> list[str]:
+def lose_a_rank_beside_the_ring(
+    name: str, folder: Path, victim: int, dies: bool
+) -> tuple[list[str], float]:
     """A collective of torch.distributed's own that one rank does not come to: what the others are
-    told, by it and by the next call."""
+    told, by it and by the next call, and how many seconds it took."""
     size, rank = this().world_size, this().rank
     x = torch.zeros(1, 3, 2, 8)
     cost = ringattn.ModelCost.attention_only(num_heads=2, head_dim=8)
@@ -97,12 +100,13 @@ def lose_a_rank_beside_the_ring(name: str, folder: Path, victim: int, dies: bool
     else:
         go_if_victim()
     said = []
+    start = time.monotonic()
     for _ in range(2):
         with pytest.raises(dist.DistBackendError) as error:
             call()
         said.append(str(error.value))
     generation._choose = right
-    return said
+    return said, time.monotonic() - start
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +123,11 @@ def test_a_rank_that_is_missing_beside_the_ring_is_named(name, dies, folder):
             if outcome.rank == victim:
                 continue
             assert outcome.ok, outcome.traceback
-            first, second = outcome.value
-            assert re.search(rf"\brank {victim}\b.* {name} within", first), first
+            (first, second), seconds = outcome.value
+            assert re.search(rf"\brank {victim}\b.* step 0 of {name} within", first), first
             assert second == first
-            assert outcome.seconds < 4 * TIMEOUT_S
+            # What cache entries wait for are messages.
+            assert seconds < (1.5 if name == "settle" else 1.15) * TIMEOUT_S
 
 
 def test_rotations_that_nobody_waits_for_are_freed():
