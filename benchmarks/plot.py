@@ -12,33 +12,49 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ringattn.strategies import PUBLISHED, Regression
 from study.figures import OF_SWEEP, regression_surface, total_percentage
-from study.style import Drawing
-from study.tables import REFERENCE, sweep_rows
+from study.style import Drawing, Row
+from study.tables import REFERENCE, sweep_columns, sweep_rows, trace_columns
 from study.trace_figures import drift_trace
 
+_NAMED = 4  # of the columns that a file does not have
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Rows of a CSV: numbers as numbers, empty cells as None."""
-    with path.open(newline="") as file:
-        rows = [
-            {name: _value(name, text) for name, text in row.items()} for row in csv.DictReader(file)
-        ]
+
+def read(path: Path, columns_of: Callable[[int], Sequence[str]]) -> list[Row]:
+    """Rows of a CSV with these columns of so many ranks: numbers as numbers, empty cells as None.
+
+    Raises:
+        OSError: a file that cannot be read.
+        ValueError: no rows, columns that are missing, lines of another length.
+    """
+    # A file that is no text is one without the columns.
+    with path.open(newline="", errors="replace") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
     if not rows:
-        raise SystemExit(f"{path} must have rows, got none")
-    return rows
+        raise ValueError("no rows")
+    header = reader.fieldnames or []
+    ranks = [int(of_rank[1]) for name in header if (of_rank := re.match(r"rank(\d+)_", name))]
+    missing = [name for name in columns_of(1 + max(ranks, default=0)) if name not in header]
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise ValueError(f"no columns {', '.join(missing[:_NAMED])}{more}")
+    if any(None in row or None in row.values() for row in rows):
+        raise ValueError(f"lines that do not have {len(header)} cells")
+    return [{name: _value(name, text) for name, text in row.items()} for row in rows]
 
 
 def _value(name: str, text: str) -> Any:
-    if text == "":
-        return None
     if name == "percentages":  # of one rank it would be a number
         return text
+    if text == "":
+        return None
     for number in (int, float):
         try:
             return number(text)
@@ -47,12 +63,24 @@ def _value(name: str, text: str) -> Any:
     return text
 
 
-def drawings(arguments: argparse.Namespace) -> Iterator[tuple[str, Drawing]]:
+def read_sweep(path: Path) -> list[Row]:
+    """Sets of ranks from the fastest to the slowest, whatever was measured first."""
+    rows = [row for row in sweep_rows(read(path, sweep_columns)) if row["split_type"] != REFERENCE]
+    return sorted(rows, key=lambda row: -total_percentage(row["percentages"]))
+
+
+#: What is drawn, as arguments are named -> what its file is, and what reads it.
+SOURCES: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "sweep": ("the CSV of a sweep", read_sweep),
+    "trace": ("the CSV of a rebalancing trace", lambda path: read(path, trace_columns)),
+    "regression": ("the JSON of a regression", Regression.read),
+}
+
+
+def drawings(sources: dict[str, Any]) -> Iterator[tuple[str, Drawing]]:
     """Names of the files, with a folder where there are several kinds, and figures, one by one."""
-    if arguments.sweep is not None:
-        # Sets of ranks from the fastest to the slowest, whatever was measured first.
-        rows = [row for row in sweep_rows(read(arguments.sweep)) if row["split_type"] != REFERENCE]
-        rows.sort(key=lambda row: -total_percentage(row["percentages"]))
+    if "sweep" in sources:
+        rows = sources["sweep"]
         kinds = list(dict.fromkeys(row["what"] for row in rows))
         for what in kinds:
             folder = f"{what}/" if len(kinds) > 1 else ""
@@ -61,10 +89,9 @@ def drawings(arguments: argparse.Namespace) -> Iterator[tuple[str, Drawing]]:
                 drawing = draw(of_kind)
                 if drawing is not None:
                     yield f"{folder}{name}", drawing
-        fit = Regression.read(arguments.regression) if arguments.regression else PUBLISHED
-        yield "regression_surface", regression_surface(fit)
-    if arguments.trace is not None:
-        yield "drift_trace", drift_trace(read(arguments.trace))
+        yield "regression_surface", regression_surface(sources.get("regression", PUBLISHED))
+    if "trace" in sources:
+        yield "drift_trace", drift_trace(sources["trace"])
 
 
 def main() -> None:
@@ -78,7 +105,19 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.sweep is None and arguments.trace is None:
         parser.error("a sweep or a --trace must be given, got neither")
-    for name, drawing in drawings(arguments):
+    sources = {}  # all of them, before anything is written
+    for name, (kind, reader) in SOURCES.items():
+        path = getattr(arguments, name)
+        if path is not None:
+            try:
+                sources[name] = reader(path)
+            except (OSError, ValueError, csv.Error) as error:
+                parser.error(f"{path} must be {kind}, got: {error}")
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out must be a folder that can be written, got: {error}")
+    for name, drawing in drawings(sources):
         (arguments.out / name).parent.mkdir(parents=True, exist_ok=True)
         drawing.write(arguments.out, name)
         print(arguments.out / f"{name}.png")

@@ -263,21 +263,16 @@ def regression_surface(regression: strategies.Regression) -> Drawing:
     figure, (ax,) = panels(1, f"Regression, R² = {regression.r_squared:.3f}", width=6.5, height=4)
     grid = [[regression(size, p) for p in _PERCENTAGES] for size in _SIZES]
     ax.grid(False)
-    levels = ax.contourf(list(_PERCENTAGES), range(len(_SIZES)), grid, 14, cmap="cividis")
-    ax.contourf(
-        list(_PERCENTAGES),
-        range(len(_SIZES)),
-        grid,
-        levels=[-1e9, 0],
-        colors="none",
-        hatches=["//"],
-    )
+    places = list(_PERCENTAGES), range(len(_SIZES))
+    levels = ax.contourf(*places, grid, 14, cmap="cividis")
+    below = ax.contourf(*places, grid, levels=[-1e9, 0], colors="none", hatches=["//"])
+    below.set(edgecolor="white", linewidth=0)  # the hatch's: what is low is dark
     ax.set_yticks(range(len(_SIZES)), [short(size) for size in _SIZES])
     ax.set_xlabel("percentage")
     ax.set_ylabel("size")
-    ax.legend(
-        handles=[Patch(fill=False, hatch="//", label="negative: taken as 0")], loc="upper left"
-    )
+    dark = levels.cmap(0.0)
+    label = "negative: taken as 0"
+    legend_below(figure, ax, Patch(facecolor=dark, edgecolor="white", hatch="//", label=label))
     figure.colorbar(levels, ax=ax, label="speed, % of the best")
     return Drawing(
         figure,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import matplotlib
 matplotlib.use("Agg")  # no display
 
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -92,17 +94,22 @@ def panels(
     return figure, flat[:count]
 
 
-def legend_below(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
+def legend_below(figure: Figure, axes: Axes, *more: Artist) -> None:
+    """Of what is drawn in `axes` under a label, and of `more`."""
+    handles = [*axes.get_legend_handles_labels()[0], *more]
     fitting = max(1, int(figure.get_figwidth() / 2.5))
-    columns = min(fitting, len(labels))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9)
+    columns = min(fitting, len(handles))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9)
 
 
 def log_scale(axis_of: Axes) -> None:
-    """A logarithmic y axis whose labels are plain numbers."""
+    """A logarithmic y axis whose labels are plain numbers, for what is drawn already."""
     axis_of.set_yscale("log")
-    axis_of.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    low, high = axis_of.get_ylim()
+    decades = math.log10(high / low)
+    # The longer the axis, the fewer labels of a decade have room.
+    subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if decades <= 1 else (1.0, 2.0, 5.0)
+    axis_of.yaxis.set_major_locator(LogLocator(subs=subs if decades <= 2.5 else (1.0,)))
     axis_of.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis_of.yaxis.set_minor_formatter(NullFormatter())
 

@@ -9,9 +9,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import _study
+import plot as plot_script
 import pytest
 import timeline
-from study.style import STYLES
+from matplotlib.figure import Figure
+from ringattn.strategies import PUBLISHED
+from study import style
+from study.figures import regression_surface
 from study.tables import findings, sweep_rows, trace_findings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +93,7 @@ def test_figures_show_what_was_measured(folder: Path) -> None:
 
 
 def test_strategies_differ_in_colour_and_marker() -> None:
-    looks = [style[:2] for name, style in STYLES.items() if name != "oracle"]
+    looks = [look[:2] for name, look in style.STYLES.items() if name != "oracle"]
     assert len({colour for colour, _ in looks}) == len(looks)
     assert len(set(looks)) == len(looks)
 
@@ -104,11 +108,85 @@ def test_a_sweep_of_layers_and_of_attention_gets_a_folder_each(tmp_path: Path) -
     assert not (tmp_path / "out/layer/speedup_heatmap.png").exists()
 
 
+def drawn(figure: Figure) -> Figure:
+    """With everything where it will be."""
+    figure.canvas.draw()
+    style.plt.close(figure)
+    return figure
+
+
+@pytest.mark.parametrize("values", [(0.7, 7.0), (1.0, 3.0, 9.0), (0.7, 70.0), (0.7, 10.0, 900.0)])
+def test_labels_of_a_logarithmic_axis_have_room(values: tuple[float, ...]) -> None:
+    rows = [
+        {"split_type": "planned", "set": panel, "place": place, "ms": ms}
+        for panel in range(7)
+        for place, ms in enumerate(values)
+    ]
+    words = {"y_label": "latency, ms", "x_label": "tokens", "panel_label": str, "x_tick": str}
+    drawing = style.lines(rows, "Times", panel="set", x="place", y="ms", log_y=True, **words)
+    for ax in drawn(drawing.figure).axes[:7]:
+        low, high = ax.get_ylim()
+        ticks = zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)
+        boxes = [text.get_window_extent() for tick, text in ticks if low <= tick <= high]
+        assert len(boxes) >= 3
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_the_legend_of_the_regression_lies_below_what_is_drawn() -> None:
+    figure = drawn(regression_surface(PUBLISHED).figure)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["negative: taken as 0"]
+    assert legend.get_window_extent().y1 <= figure.axes[0].get_tightbbox().y0
+    assert all(ax.get_legend() is None for ax in figure.axes)
+
+
 def test_plotting_nothing_is_refused(tmp_path: Path) -> None:
     done = plot("--out", tmp_path)
     assert done.returncode == 2 and "a sweep or a --trace must be given" in done.stderr
-    done = plot(_study.write(tmp_path / "s.csv", ["seq_len"], []), "--out", tmp_path)
-    assert done.returncode == 1 and "must have rows, got none" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("nowhere.csv", "nowhere.csv must be the CSV of a sweep, got: [Errno 2] No such file"),
+        ("empty.csv", "empty.csv must be the CSV of a sweep, got: no rows"),
+        ("few.csv", "few.csv must be the CSV of a sweep, got: no columns split_type, overall_"),
+        ("less.csv", "less.csv must be the CSV of a sweep, got: no columns rank1_tokens, what"),
+        ("cut.csv", "cut.csv must be the CSV of a sweep, got: lines that do not have "),
+        ("trace.csv", "trace.csv must be the CSV of a sweep, got: no columns split_type, "),
+        ("--trace sweep.csv", "sweep.csv must be the CSV of a rebalancing trace, got: no columns "),
+        ("sweep.csv --regression nowhere.json", "nowhere.json must be the JSON of a regression, "),
+        ("sweep.csv --regression sweep.csv", "sweep.csv must be JSON, got Expecting value"),
+        ("sweep.csv --regression other.json", "other.json must have six finite coefficients, "),
+        ("sweep.csv --out sweep.csv/out", "--out must be a folder that can be written, got: "),
+    ],
+)
+def test_wrong_files_are_refused_before_anything_is_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    message: str,
+) -> None:
+    sweep = _study.write_sweep(tmp_path / "sweep.csv", _study.sweep(SETS[:1]), 2)
+    _study.write_trace(tmp_path / "trace.csv", _study.trace(TRACE, 60, late=1))
+    columns, *rows = csv.reader(sweep.read_text().splitlines())
+    _study.write(tmp_path / "empty.csv", columns, [])
+    _study.write(tmp_path / "few.csv", ["seq_len"], [{"seq_len": 64}])
+    less = [name for name in columns if name not in ("rank1_tokens", "what")]
+    named = [dict(zip(columns, row, strict=True)) for row in rows]
+    _study.write(tmp_path / "less.csv", less, [{name: row[name] for name in less} for row in named])
+    (tmp_path / "cut.csv").write_text(sweep.read_text()[:-40])
+    (tmp_path / "other.json").write_text("{}")
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["plot.py", "--out", "out", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        plot_script.main()
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "")
+    assert message in said.err.splitlines()[-1]
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_slowdowns_refer_to_the_balanced_ring_of_equal_ranks() -> None:
