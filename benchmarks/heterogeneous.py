@@ -22,7 +22,7 @@ Parts that stand behind --then are further studies of the same command, in order
 but cells of all of them for which the ranks are the same share their start and their profiles.
 Parts may share a STEM, if all their settings are the same. SEQ_LEN (or SWEEP_SEQ_LEN) and
 WEAK_GPU_PERCENTAGE (or SWEEP_SLOWDOWN_PCT) of the environment stand in for --seq-lens and
---percentages.
+--percentages. STRONG_GPU_PERCENTAGE must be 100: --sets has strong ranks at others ("80,10").
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import DTYPES, common_arguments, integers, shape_text
+from harness import DTYPES, common_arguments, integers, names_of, shape_text
 from report import PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, Report, command
 from ringattn import strategies
 from study import tables
 from study.rebalancing import SCENARIOS
 from study.running import Part, run
-from study.settings import SWEEP, Cell, Settings, Store, set_name
+from study.settings import SWEEP, Cell, Settings, Store, cells_path, check_writable, set_name
 from study.splits import STRATEGIES
 
 _SMALL = {  # of sizes, where nobody asked for others and there is no GPU
@@ -56,6 +55,7 @@ _SMALL = {  # of sizes, where nobody asked for others and there is no GPU
     "seq_lens": [1024, 2048],
 }
 THEN = "--then"  # between parts of the command line
+STRONG_VARIABLE = "STRONG_GPU_PERCENTAGE"  # beside that of weak ranks, in the earlier study
 _LLAMA_3_8B = {
     "heads": 32,
     "kv_heads": 8,
@@ -197,19 +197,6 @@ def write_reports(
 # ---- command line ------------------------------------------------------------------------------
 
 
-def names(allowed: Sequence[str]) -> Any:
-    """A parser of names with commas."""
-
-    def parse(text: str) -> list[str]:
-        chosen = text.split(",")
-        for name in chosen:
-            if name not in allowed:
-                raise argparse.ArgumentTypeError(f"must be among {','.join(allowed)}, got {name}")
-        return chosen
-
-    return parse
-
-
 def percentage_sets(text: str) -> list[tuple[int, ...]]:
     """ "100,50;50,100" as tuples."""
     return [tuple(integers(part)) for part in text.split(";")]
@@ -233,7 +220,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("study", choices=["sweep", "rebalance"])
     parser.add_argument("--ranks", type=int, default=2, metavar="W")
     parser.add_argument("--seq-lens", type=integers, help="S, with commas")
-    parser.add_argument("--what", type=names(["attention", "layer"]), default=["attention"])
+    parser.add_argument("--what", type=names_of("attention", "layer"), default=["attention"])
     parser.add_argument(
         *("--throttle",), choices=["mps", "repeat"], help="default: mps on CUDA, repeat on CPU"
     )
@@ -254,12 +241,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     sweep.add_argument("--slow-ranks", type=integers, default=[1], help="how many, with commas")
     sweep.add_argument("--positions", choices=["last", "every"], default="last")
     sweep.add_argument("--sets", type=percentage_sets, help='instead: "100,50;10,100"')
-    sweep.add_argument("--strategies", type=names(STRATEGIES), default=list(STRATEGIES))
+    sweep.add_argument("--strategies", type=names_of(*STRATEGIES), default=list(STRATEGIES))
     sweep.add_argument("--lut", metavar="CSV", help="table of `lut` (this run's matrix products)")
     sweep.add_argument("--regression", metavar="JSON", help="of `formula` (the published one)")
 
     rebalance = parser.add_argument_group("rebalance")
-    rebalance.add_argument("--scenarios", type=names(list(SCENARIOS)), default=list(SCENARIOS))
+    rebalance.add_argument("--scenarios", type=names_of(*SCENARIOS), default=list(SCENARIOS))
     rebalance.add_argument("--requests", type=int, default=200)
     rebalance.add_argument("--noise", type=float, default=0.02, help="of observations, relative")
     arguments = parser.parse_args(words)
@@ -272,8 +259,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         seq_lens = of_environment(*SEQ_LEN_VARIABLES)
         percentages = of_environment(*PERCENTAGE_VARIABLES)
+        strong = of_environment(STRONG_VARIABLE) or [100]
     except ValueError as error:
         parser.error(str(error))
+    if arguments.study == "sweep" and arguments.sets is None and strong != [100]:
+        got = os.environ[STRONG_VARIABLE]
+        parser.error(f"{STRONG_VARIABLE} must be 100 (others: --sets), got {got}")
     arguments.seq_lens = arguments.seq_lens or seq_lens
     arguments.percentages = (
         arguments.percentages or percentages or [90, 80, 70, 60, 50, 40, 30, 20, 10]
@@ -294,16 +285,8 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
     count = torch.cuda.device_count()
     if arguments.device == "cuda" and count < world_size and not arguments.report_only:
         parser.error(f"--ranks must be at most the number of devices, {count}, got {world_size}")
-    if not all(0 < slow < world_size for slow in arguments.slow_ranks):
-        parser.error(f"--slow-ranks must lie in 1..{world_size - 1}, got {arguments.slow_ranks}")
-    for percentages in sweep_sets(arguments):
-        if len(percentages) != world_size or not all(0 < p <= 100 for p in percentages):
-            parser.error(
-                f"--sets and --percentages must give {world_size} numbers in 1..100, "
-                f"got {set_name(percentages)}"
-            )
     for name, least in (
-        ("ranks", 1),
+        ("ranks", 2),
         ("seq_lens", 1),
         ("requests", 1),
         ("watched", 0),
@@ -314,6 +297,14 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
             if not least <= value < math.inf:
                 option = name.replace("_", "-")
                 parser.error(f"--{option} must be at least {least}, got {value}")
+    if not all(0 < slow < world_size for slow in arguments.slow_ranks):
+        parser.error(f"--slow-ranks must lie in 1..{world_size - 1}, got {arguments.slow_ranks}")
+    for percentages in sweep_sets(arguments):
+        if len(percentages) != world_size or not all(0 < p <= 100 for p in percentages):
+            parser.error(
+                f"--sets and --percentages must give {world_size} numbers in 1..100, "
+                f"got {set_name(percentages)}"
+            )
     for name in ("cell_seconds", "settle_seconds", "limit_seconds"):
         if not 0 < getattr(arguments, name) < math.inf:
             option = name.replace("_", "-")
@@ -327,6 +318,11 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         parser.error(f"--lut and --regression must be tables that can be read, got: {error}")
     if arguments.wandb and importlib.util.find_spec("wandb") is None:
         parser.error("--wandb must find the package wandb, got none (pip install wandb)")
+    try:
+        if arguments.out is not None:
+            check_writable(cells_path(arguments.out))
+    except OSError as error:
+        parser.error(f"--out must be the stem of files that can be written, got: {error}")
 
 
 def parts_of(words: Sequence[str]) -> list[Part]:
@@ -341,8 +337,8 @@ def parts_of(words: Sequence[str]) -> list[Part]:
             kinds = [(of.study, of.ranks) for of in (part.arguments, arguments)]
             if part.settings != settings or kinds[0] != kinds[1]:
                 sys.exit(f"parts with one --out must have the same settings, got {arguments.out}")
-        stem = f"{arguments.out}.cells.jsonl"
-        store = alike[0].store if alike else Store(Path(stem) if arguments.out else None)
+        path = cells_path(arguments.out) if arguments.out else None
+        store = alike[0].store if alike else Store(path)
         own = command(words[:end])
         parts.append(Part(arguments, settings, cells_of(arguments), store, own))
         words = words[end + 1 :]

@@ -79,6 +79,23 @@ class Job:
         return cls(Settings(**settings), tuple(content["percentages"]), cells)
 
 
+def cells_path(stem: str) -> Path:
+    return Path(f"{stem}.cells.jsonl")
+
+
+def check_writable(path: Path) -> None:
+    """That it can be appended to. Of what was not there, the folder stays.
+
+    Raises:
+        OSError: it cannot be.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    was_there = path.exists()
+    path.open("a").close()
+    if not was_there:
+        path.unlink()
+
+
 class Store:
     """Finished cells: one JSON object a line, `{"key", "header", "rows"}`, appended as they come.
 

@@ -176,6 +176,43 @@ def test_lengths_and_percentages_may_come_from_the_environment(
     assert "SEQ_LEN must be whole numbers with commas, got '4K'" in capsys.readouterr().err
 
 
+def test_strong_ranks_of_the_environment_are_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WEAK_GPU_PERCENTAGE", "10")
+    for strong in ("100", ""):
+        monkeypatch.setenv("STRONG_GPU_PERCENTAGE", strong)
+        arguments = heterogeneous.parse(["sweep", "--device", "cpu"])
+        assert heterogeneous.sweep_sets(arguments) == [(100, 100), (100, 10)]
+    monkeypatch.setenv("STRONG_GPU_PERCENTAGE", "50")
+    heterogeneous.parse(["sweep", "--device", "cpu", "--sets", "50,10"])
+    with pytest.raises(SystemExit) as ended:
+        heterogeneous.parse(["sweep", "--device", "cpu"])
+    assert ended.value.code == 2
+    message = "STRONG_GPU_PERCENTAGE must be 100 (others: --sets), got 50"
+    assert message in capsys.readouterr().err
+
+
+def test_where_results_go_is_checked_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = ["rebalance", *SMALL, "--out", str(tmp_path / "new/first"), "--then", "sweep", *SMALL]
+    assert len(heterogeneous.parts_of([*first, "--out", str(tmp_path / "second")])) == 2
+    assert [path.name for path in tmp_path.rglob("*")] == ["new"]  # a folder, no empty files
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        heterogeneous.parts_of([*first, "--out", str(tmp_path / "file/second")])
+    assert ended.value.code == 2
+    message = "--out must be the stem of files that can be written, got: "
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_one_rank_is_refused_as_that(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        heterogeneous.parse(["rebalance", "--device", "cpu", "--ranks", "1"])
+    assert "--ranks must be at least 2, got 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -183,14 +220,14 @@ def test_lengths_and_percentages_may_come_from_the_environment(
         (["--sets", "100,50,20"], "must give 2 numbers in 1..100, got 100,50,20"),
         (["--percentages", "0"], "must give 2 numbers in 1..100, got 100,0"),
         (["--slow-ranks", "2"], "--slow-ranks must lie in 1..1, got [2]"),
-        (["--strategies", "odd"], "must be among even,uneven"),
+        (["--strategies", "odd"], "must be of even, uneven"),
         (["--seq-lens", "0"], "--seq-lens must be at least 1, got 0"),
         (["--seq-lens", "64,-8"], "--seq-lens must be at least 1, got -8"),
         (["--requests", "0"], "--requests must be at least 1, got 0"),
         (["--rounds", "0"], "--rounds: must be an integer from 1 on, got '0'"),
         (["--warmup", "-1"], "--warmup: must be an integer from 0 on, got '-1'"),
         (["--noise", "nan"], "--noise must be at least 0, got nan"),
-        (["--ranks", "0", "--slow-ranks", "0"], "got"),
+        (["--ranks", "0", "--slow-ranks", "0"], "--ranks must be at least 2, got 0"),
         (["--cell-seconds", "0"], "--cell-seconds must be positive, got 0.0"),
         (["--lut", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
         (["--regression", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
