@@ -4,26 +4,40 @@
 # scripts/study_heterogeneous.sh [--seconds N] [--out FOLDER] [--transport NAME]
 #
 # The study of unequal ranks, whole, in order of importance: four ranks with one and two slow ones, two ranks with
-# one, speeds that change, whole layers, another position, 90 %; then what takes longer: every split, every position,
-# three slow ranks, all lengths. On GPUs under MPS; without two of them small, on the CPU. What is not done after
-# N seconds (3600 unless told) is left out, and the same command goes on from there. Results: FOLDER (build/study
-# unless told). Needs an installed ringattn (scripts/setup.sh study).
+# one (beside an even contiguous split: ranks2_even), speeds that change, whole layers, another position, 90 %; then
+# what takes longer: every split, every position, three slow ranks, all lengths. On GPUs under MPS; without two of
+# them small, on the CPU. What is not done after N seconds (3600 unless told) is left out, and the same command goes
+# on from there. Results: FOLDER (build/study unless told). The exit status says whether a part failed. Needs an
+# installed ringattn (scripts/setup.sh study).
 
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
+refuse() {
+  echo "study: $1; usage: $(sed -n '4s/^# //p' "$0")" >&2
+  exit 2
+}
+
 limit=3600 out=build/study transport=auto
 while [ $# -gt 0 ]; do
   case "$1" in
-    --seconds) limit="$2" && shift 2 ;;
-    --out) out="$2" && shift 2 ;;
-    --transport) transport="$2" && shift 2 ;;
-    *) sed -n '4,10s/^# \{0,1\}//p' "$0" && exit ;;
+    --seconds | --out | --transport) [ -n "${2:-}" ] || refuse "$1 must be followed by a value, got none" ;;&
+    --seconds) limit="$2" ;;
+    --out) out="$2" ;;
+    --transport) transport="$2" ;;
+    -h | --help) sed -n '4,11s/^# \{0,1\}//p' "$0" && exit ;;
+    *) refuse "options must be of these, got $1" ;;
   esac
+  shift 2
 done
-mkdir -p "$out"
+[[ "$limit" =~ ^[1-9][0-9]*$ ]] || refuse "--seconds must be a number from 1 on, got $limit"
+mkdir -p "$out" || exit 1
 
-gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
+gpus="$(python3 -c 'try:
+    import matplotlib, ringattn, torch, tqdm
+except ImportError as error:
+    raise SystemExit(f"study: python3 must have what scripts/setup.sh study installs, got: {error}")
+print(torch.cuda.device_count())')" || exit 1
 if [ "$gpus" -ge 2 ]; then
   options=(--device cuda --warmup 0 --cell-seconds 6 --settle-seconds 0.5)
   short=16384 long=65536 longest=131072 middle=32768 more=4096,8192,32768,131072
@@ -51,13 +65,18 @@ two() { part ranks2 sweep "${main[@]}" "$@"; }
 changing() { part rebalance rebalance --seq-lens "$middle" --scenarios "$1" --watched 40; }
 
 # measure NAME: the parts so far, within the time that is left. Told to end, a command writes its tables.
+failed=()
 measure() {
-  local left=$((limit - SECONDS))
+  local left=$((limit - SECONDS)) status=0
   if [ "$left" -le 0 ]; then
     echo "study: $1 left out, no time is left"
   else
-    timeout -k 60 "$left" python3 benchmarks/heterogeneous.py "${parts[@]}" ||
+    timeout -k 60 "$left" python3 benchmarks/heterogeneous.py "${parts[@]}" || status=$?
+    if [ "$status" -eq 124 ]; then # its time was over, which is no failure
       echo "study: $1 is not complete" >&2
+    elif [ "$status" -ne 0 ]; then
+      failed+=("$1")
+    fi
   fi
   parts=()
 }
@@ -65,6 +84,7 @@ measure() {
 # Cells of the same ranks share a start, which is where the first of them stands. Equal ranks are in every sweep.
 four --sets "100,100,100,50" --seq-lens "$short,$long,$longest"
 two --sets "100,10" --seq-lens "$short,$long"
+part ranks2_even sweep --strategies "even,even_zigzag,planned,rebalanced" --sets "100,10" --seq-lens "$long"
 four --sets "100,100,100,10;100,100,50,50" --seq-lens "$short,$long"
 changing drift,steady
 two --sets "100,10" --what layer --seq-lens "$middle"
@@ -86,11 +106,15 @@ part splits2 sweep --percentages 10,50,25,90 --seq-lens "$middle,$long"
 [ "$gpus" -lt 4 ] || part splits4 sweep --ranks 4 --slow-ranks 1,2,3 --percentages 50,10 --seq-lens "$short,$long"
 measure "the rest"
 
-for stem in ranks2 ranks4 splits2 splits4; do
+for stem in ranks2 ranks2_even ranks4 splits2 splits4; do
   if [ -f "$out/$stem.csv" ]; then
-    python3 benchmarks/plot.py "$out/$stem.csv" --out "$out/figures/$stem"
+    python3 benchmarks/plot.py "$out/$stem.csv" --out "$out/figures/$stem" || failed+=("figures of $stem")
   fi
 done
 if [ -f "$out/rebalance.csv" ]; then
-  python3 benchmarks/plot.py --trace "$out/rebalance.csv" --out "$out/figures"
+  python3 benchmarks/plot.py --trace "$out/rebalance.csv" --out "$out/figures" || failed+=("figures of rebalance")
 fi
+for name in ${failed[@]+"${failed[@]}"}; do
+  echo "study: $name failed" >&2
+done
+[ ${#failed[@]} -eq 0 ]

@@ -17,8 +17,9 @@ while [ $# -gt 0 ]; do
   case "$1" in
     lint | cpp | spills | tidy | python) parts+=("$1") ;;
     --) shift && break ;;
+    -h | --help) sed -n '4,10s/^# \{0,1\}//p' "$0" && exit ;;
     *)
-      sed -n '4,10s/^# \{0,1\}//p' "$0" >&2
+      echo "test: part must be of lint, cpp, spills, tidy, python, got $1; usage: scripts/test.sh [part...]" >&2
       exit 2
       ;;
   esac

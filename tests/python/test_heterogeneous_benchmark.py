@@ -359,7 +359,7 @@ def test_told_to_end_it_reports_what_is_finished(tmp_path: Path) -> None:
     assert {row["percentages"] for row in read(tmp_path / "het.csv")} == {"100,100"}
 
 
-@pytest.mark.parametrize(("gpus", "starts"), [(4, 13), (2, 6), (0, 6)])
+@pytest.mark.parametrize(("gpus", "starts"), [(4, 15), (2, 8), (0, 8)])
 def test_the_whole_study_asks_for_what_there_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, starts: int
 ) -> None:
@@ -386,3 +386,11 @@ def test_the_whole_study_asks_for_what_there_is(
     assert {(100, 10), (100, 25), (100, 50), (100, 90)} <= asked
     if gpus == 4:
         assert {(100, 100, 100, 10), (100, 100, 50, 50), (50, 100, 100, 100)} <= asked
+    # What it promises, two ranks and one of them at 10 %, beside both even splits.
+    (both,) = [part for part in parts if part.arguments.out.endswith("ranks2_even")]
+    assert {"even", "even_zigzag", "planned"} <= set(both.settings.strategies)
+    long = 65536 if gpus else 4096
+    assert [(c.percentages, c.seq_len) for c in both.cells] == [
+        ((100, 100), long),
+        ((100, 10), long),
+    ]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scripts say how they are used, and refuse what they do not know, before they do anything."""
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,18 +12,30 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def script(command: str) -> subprocess.CompletedProcess[str]:
+def script(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     name, *arguments = command.split()
     return subprocess.run(
-        ["bash", ROOT / "scripts" / name, *arguments], capture_output=True, text=True, timeout=60
+        ["bash", ROOT / "scripts" / name, *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
+
+
+def path_with(folder: Path, python3: str) -> str:
+    """A PATH on which python3 is a shell script of one line."""
+    program = folder / "python3"
+    program.write_text(f"#!/bin/sh\n{python3}\n")
+    program.chmod(0o755)
+    return os.pathsep.join([str(folder), os.environ["PATH"]])
 
 
 @pytest.mark.parametrize(
     "name",
     [
         *("demo.sh", "demo_heterogeneous.sh", "gpu_results.sh", "lint.sh", "sanitize.sh"),
-        "study_heterogeneous.sh",
+        *("study_heterogeneous.sh", "test.sh"),
     ],
 )
 def test_help_is_given(name: str) -> None:
@@ -39,6 +53,11 @@ def test_help_is_given(name: str) -> None:
         ("gpu_results.sh", "usage: scripts/gpu_results.sh OUT [stage...]"),
         ("lint.sh pylint", "lint: tool must be one of these, got pylint; usage: "),
         ("sanitize.sh all", "usage: scripts/sanitize.sh"),
+        ("study_heterogeneous.sh --seconds", "--seconds must be followed by a value, got none; "),
+        ("study_heterogeneous.sh --seconds abc", "--seconds must be a number from 1 on, got abc; "),
+        ("study_heterogeneous.sh --out", "--out must be followed by a value, got none; usage: "),
+        ("study_heterogeneous.sh --fast", "study: options must be of these, got --fast; usage: "),
+        ("test.sh all", "test: part must be of lint, cpp, spills, tidy, python, got all; usage: "),
     ],
 )
 def test_wrong_usage_is_one_line(command: str, message: str) -> None:
@@ -56,6 +75,36 @@ def test_setup_is_told_its_extras_wherever_it_is_sourced() -> None:
     with_setup = {name: extras for name, extras in sourced.items() if extras}
     assert {"demo.sh", "demo_heterogeneous.sh", "sanitize.sh", "test.sh"} <= with_setup.keys()
     assert all(extras[0] not in ("", "#") for extras in with_setup.values()), with_setup
+
+
+def test_the_study_is_not_begun_by_a_python_without_torch(tmp_path: Path) -> None:
+    path = path_with(tmp_path, f'exec {sys.executable} -I -S "$@"')
+    done = script(f"study_heterogeneous.sh --out {tmp_path}", PATH=path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "study: python3 must have what scripts/setup.sh study installs, got: " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "plot", "status", "said"),
+    [
+        ("exit 0", "exit 0", 0, []),
+        ("exit 1", "exit 0", 1, ["what decides failed", "the rest failed"]),
+        ("exit 0", "exit 2", 1, ["figures of ranks2 failed", "figures of rebalance failed"]),
+        ("exec sleep 60", "exit 0", 0, ["what decides is not complete"]),  # its time is over
+    ],
+)
+def test_the_study_fails_where_a_part_does(
+    tmp_path: Path, benchmark: str, plot: str, status: int, said: list[str]
+) -> None:
+    for stem in ("ranks2", "rebalance"):
+        (tmp_path / f"{stem}.csv").write_text("")
+    cases = f'case "$1" in -c) echo 0 ;; */plot.py) {plot} ;; *) {benchmark} ;; esac'
+    path = path_with(tmp_path, cases)
+    seconds = 2 if "sleep" in benchmark else 50
+    done = script(f"study_heterogeneous.sh --seconds {seconds} --out {tmp_path}", PATH=path)
+    assert done.returncode == status
+    assert done.stderr.splitlines() == [f"study: {line}" for line in said]
 
 
 def test_lint_fails_where_the_first_of_a_tools_commands_does(tmp_path: Path) -> None:
