@@ -56,6 +56,14 @@ def test_the_lut_has_what_was_measured_and_plans_have_it_without_the_noise() -> 
     assert split("planned", grounds).partition.lengths == (950, 950)
 
 
+def test_ranks_of_one_percentage_are_one_line_of_the_lut() -> None:
+    profiles = [ringattn.RankProfile(100, 95)] * 3
+    cost = ringattn.ModelCost.attention_only(4, 16)
+    speeds = [100.0, 90.0, 38.0]  # no two ranks are equal to the last digit
+    grounds = Grounds(2400, (100, 100, 40), profiles, speeds, cost, Settings(**BASE))
+    assert split("lut", grounds).partition.lengths == (1000, 1000, 400)
+
+
 def test_a_line_cut_short_costs_no_other_cell(tmp_path: Path) -> None:
     settings = Settings(**BASE)
     first, second, third = (Cell("sweep", (100, 50), "attention", s) for s in (64, 128, 256))
