@@ -339,6 +339,7 @@ def names_of(*known: str) -> Callable[[str], list[str]]:
 
 
 transport_names = names_of("auto", "process_group", "nccl", "symmetric")
+_ON_CPU = ("auto", "process_group")
 
 
 def parse_under_torchrun(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -347,6 +348,13 @@ def parse_under_torchrun(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if "WORLD_SIZE" not in os.environ:
         parser.error("ranks must be started by torchrun, got a process without it")
     return arguments
+
+
+def check_transports(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Wrong usage where the device does not have one of them."""
+    for name in arguments.transports:
+        if arguments.device == "cpu" and name not in _ON_CPU:
+            parser.error(f"--transports must be of {', '.join(_ON_CPU)} on CPU, got {name!r}")
 
 
 def shape_arguments(parser: argparse.ArgumentParser) -> None:

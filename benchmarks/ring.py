@@ -31,6 +31,7 @@ from harness import (
     Contestant,
     Problem,
     Timing,
+    check_transports,
     common_arguments,
     from_all_ranks,
     integers,
@@ -254,6 +255,7 @@ def main() -> None:
         "--launches", action="store_true", help="also from idle, back to back, as a CUDA graph"
     )
     arguments = parse_under_torchrun(parser)
+    check_transports(parser, arguments)
 
     with process_group(arguments.device) as device:
         mask = "dense" if arguments.dense else "causal"

@@ -2,6 +2,7 @@
 """One hop of the ring: every rank sends its key/value block to the next one, all at once.
 
     torchrun --nproc-per-node 2 benchmarks/transport.py --transports process_group,nccl
+    torchrun --nproc-per-node 2 benchmarks/transport.py --device cpu
 
 Beside ringattn.rotate_kv: torch.distributed's send and receive, and a plain copy of as many
 bytes, on CUDA from the memory of the previous rank's device, on CPU within the process. GB/s
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from harness import (
     Contestant,
+    check_transports,
     common_arguments,
     from_all_ranks,
     integers,
@@ -88,6 +90,7 @@ def main() -> None:
     parser.add_argument("--kilobytes", type=integers, default=default, help="with commas")
     parser.add_argument("--transports", type=transport_names, default="auto", help="with commas")
     arguments = parse_under_torchrun(parser)
+    check_transports(parser, arguments)
 
     with process_group(arguments.device) as device:
         header = environment(device) | {

@@ -3,6 +3,7 @@
 
 import csv
 import ctypes
+import importlib
 import json
 import os
 import shutil
@@ -124,6 +125,20 @@ def test_wrong_usage_is_one_sentence(arguments: str, message: str) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("script", ["transport", "ring"])
+def test_transports_that_a_device_does_not_have_are_refused(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--device", "cpu", "--transports", "process_group,nccl"]
+    monkeypatch.setattr(sys, "argv", [script, *options])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(script).main()
+    assert ended.value.code == 2
+    message = "--transports must be of auto, process_group on CPU, got 'nccl'"
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_problem_sees_a_wrong_row_and_a_nan() -> None:
