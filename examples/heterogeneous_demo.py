@@ -5,20 +5,25 @@
 
 The last rank repeats its work, so that it is a slower one, on GPUs and on CPUs. Its speed is
 measured, the sequence is split in six ways, each is timed; then the rank recovers while requests
-come in, and the rebalancer follows. scripts/demo_heterogeneous.sh prepares and runs all that.
+come in, and the rebalancer follows, or it is said that timings are too noisy here.
+scripts/demo_heterogeneous.sh prepares and runs all that.
 """
 
 import argparse
 import contextlib
+import importlib.util
+import math
 import os
 import statistics
 import time
 import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import ringattn
 import torch
 import torch.distributed as dist
-from ringattn import strategies
+from ringattn import profiling, strategies
 from ringattn.testing import slowdown
 
 ROUNDS = 7
@@ -32,6 +37,7 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=0.4, help="of the last rank, at most 1")
     parser.add_argument("--figure", metavar="FILE", help="bars and a trace, PNG or SVG")
     arguments = parser.parse_args()
+    check(parser, arguments)
 
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]):
@@ -44,10 +50,29 @@ def main() -> None:
         dist.destroy_process_group()
 
 
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.seq_len is not None and arguments.seq_len < 1:
+        parser.error(f"--seq-len must be at least 1, got {arguments.seq_len}")
+    if not 0 < arguments.speed <= 1:
+        parser.error(f"--speed must lie in (0, 1], got {arguments.speed:g}")
+    if arguments.figure is not None:
+        path = Path(arguments.figure)
+        if path.suffix.lower() not in (".png", ".svg"):
+            parser.error(f"--figure must end in .png or .svg, got {path}")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            parser.error(f"--figure must be a file that can be written, got {path}")
+        if importlib.util.find_spec("matplotlib") is None:
+            parser.error("--figure must find the package matplotlib, got none")
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("ranks must be started by torchrun, got a process without it")
+
+
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     on_cuda = device.type == "cuda"
-    seq_len = arguments.seq_len or (65536 if on_cuda else 4096)
+    seq_len = arguments.seq_len
+    if seq_len is None:
+        seq_len = 65536 if on_cuda else 4096
     shape = {"num_heads": 32, "head_dim": 128} if on_cuda else {"num_heads": 4, "head_dim": 64}
     kv_heads = shape["num_heads"] // 4
     dtype = torch.bfloat16 if on_cuda else torch.float32
@@ -85,9 +110,12 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     # 2. Six ways to split. The first four know percentages, the others what was measured.
     cost = ringattn.ModelCost.attention_only(**shape, num_kv_heads=kv_heads, dtype=dtype)
     percentages = [100.0] * (world_size - 1) + [100 * arguments.speed]
+    measured: dict[float, list[float]] = {}  # of one percentage, a table has one speed
+    for percentage, profile in zip(percentages, profiles, strict=True):
+        measured.setdefault(percentage, []).append(profile.linear_tflops)
     table = [
-        strategies.MatmulRow(mps_pct=percentage, size=seq_len, tflops=profile.linear_tflops)
-        for percentage, profile in zip(percentages, profiles, strict=True)
+        strategies.MatmulRow(mps_pct=percentage, size=seq_len, tflops=statistics.fmean(speeds))
+        for percentage, speeds in measured.items()
     ]
     rebalancer = ringattn.Rebalancer(profiles, cost)
     with warnings.catch_warnings(record=True) as clamped:
@@ -123,17 +151,52 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
 
     # 3. The rank recovers, and the plans follow.
     trace = []
+    believed = [rebalancer.speeds]
     for number in range(REQUESTS):
         with last_rank_at(arguments.speed if number < REQUESTS // 2 else RECOVERED):
             partition = rebalancer.plan(seq_len).partition
             taken = milliseconds(partition, tensors(partition))
             request(rebalancer, seq_len, tensors)
         trace.append((taken, partition.lengths[-1]))
+        believed.append(rebalancer.speeds)
     say(f"\nfrom request {REQUESTS // 2} on the last rank runs at {RECOVERED:g}: its tokens")
     say("  " + " ".join(str(tokens) for _, tokens in trace))
+    change = RECOVERED / arguments.speed
+    missed = []
+    if not told_apart(arguments.speed, profiles):
+        missed.append("tell the ranks apart")
+    # A rank without tokens shows nothing, on any machine.
+    if trace[-1][1] > 0 and not followed(change, believed[REQUESTS // 2], believed[-1]):
+        missed.append("follow the last rank")
+    if missed:
+        say(noise(missed, latencies))
     if arguments.figure and rank == 0:
         draw(arguments.figure, medians, splits, trace)
         say(f"\nfigure: {arguments.figure}")
+
+
+def told_apart(speed: float, profiles: Sequence[ringattn.RankProfile]) -> bool:
+    """Whether a last rank of this speed was measured as the slower one, where that can be seen."""
+    *others, last = (profile.attention_tflops for profile in profiles)
+    return not others or speed >= 1 - profiling.NOISE or last < min(others)
+
+
+def followed(change: float, before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether the last rank is believed to have changed by more than half of what it did, beside
+    the others, which did not. A change that is hardly one need not be seen."""
+    if len(after) < 2 or abs(change - 1) < profiling.NOISE:
+        return True
+    ratios = [speeds[-1] / statistics.fmean(speeds[:-1]) for speeds in (before, after)]
+    return math.log(ratios[1] / ratios[0]) / math.log(change) > 0.5
+
+
+def noise(missed: Sequence[str], latencies: Mapping[str, Sequence[float]]) -> str:
+    """Why something was not seen, in one sentence."""
+    spread = max((max(ms) - min(ms)) / statistics.median(ms) for ms in latencies.values())
+    return (
+        f"note: timings on this machine were too noisy to {' and to '.join(missed)}: calls that "
+        f"should take the same differed by up to {100 * spread:.0f} %"
+    )
 
 
 def request(rebalancer: ringattn.Rebalancer, seq_len: int, tensors) -> None:
