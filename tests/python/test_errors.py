@@ -121,28 +121,6 @@ def test_what_an_operator_refuses_by_itself_is_told_too(shared_ring):
     check_ring(shared_ring, even(shared_ring.world_size))
 
 
-def without_a_backend() -> None:
-    group = dist.new_group(backend="cuda:gloo")
-    size = this().world_size
-    q, k, v = even(size).local_inputs()
-    partition, kv = Partition.even(6 * size, size), torch.stack([k, v])
-    message = "group must have a backend for tensors on cpu, got one that has none"
-    for _ in range(2):
-        for call in (
-            lambda: ringattn.ring_attention(q, k, v, group=group),
-            lambda: ringattn.decode_attention(q[:, :1], k, v, group=group),
-            lambda: ringattn.rotate_kv(kv, partition, group=group),
-            lambda: partition.gather(q, group),
-        ):
-            with pytest.raises(ValueError, match=message):
-                call()
-    dist.destroy_process_group(group)
-
-
-def test_a_group_that_cannot_carry_the_tensors_is_refused(shared_ring):
-    shared_ring.run(without_a_backend)
-
-
 def wrong_hop(culprit: int) -> None:
     partition = Partition.even(5 * this().world_size, this().world_size)
     rows = 4 if this().rank == culprit else 5

@@ -171,6 +171,28 @@ def test_another_group_of_the_same_name_is_not_taken_for_it():
         ring.run(a_name_means_other_ranks)
 
 
+def without_a_backend() -> None:
+    group = dist.new_group(backend="cuda:gloo")
+    size = this().world_size
+    q, k, v = even(size).local_inputs()
+    partition, kv = Partition.even(6 * size, size), torch.stack([k, v])
+    message = "group must have a backend for tensors on cpu, got one that has none"
+    for _ in range(2):
+        for call in (
+            lambda: ringattn.ring_attention(q, k, v, group=group),
+            lambda: ringattn.decode_attention(q[:, :1], k, v, group=group),
+            lambda: ringattn.rotate_kv(kv, partition, group=group),
+            lambda: partition.gather(q, group),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+    dist.destroy_process_group(group)
+
+
+def test_a_group_that_cannot_carry_the_tensors_is_refused(rank_pool):
+    rank_pool(2).run(without_a_backend)
+
+
 TINY = LLaMAConfig(src_vocab_size=16, emb_dim=16, nlayers=1, nheads=2, hidden_dim=8)
 
 
