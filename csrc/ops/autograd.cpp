@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -34,6 +35,13 @@ void for_each_tensor(const c10::OperatorHandle& op, Stack& stack, const Visit& v
   });
 }
 
+// Whether tensors are fake, or operators are recorded, also beneath what functorch has wrapped.
+bool is_traced() {
+  using Mode = c10::impl::TorchDispatchModeKey;
+  return c10::impl::TorchDispatchModeTLS::get_mode(Mode::FAKE).has_value() ||
+         c10::impl::TorchDispatchModeTLS::get_mode(Mode::PROXY).has_value();
+}
+
 // Runs `body`. Where it refuses an argument of a collective call, the others are told: they wait
 // for this rank's part in it. Not of a trace, after which the call may be made once more.
 template <typename Body>
@@ -41,7 +49,7 @@ void telling_peers(const c10::OperatorHandle& op, Stack& stack, const Body& body
   try {
     body();
   } catch (const c10::Error& refusal) {
-    bool traced = false;
+    bool traced = is_traced();
     for_each_tensor(op, stack, [&](const std::string&, const c10::IValue& value) {
       traced = traced || value.toTensor().key_set().has(c10::DispatchKey::Python);
     });

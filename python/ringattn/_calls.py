@@ -3,8 +3,10 @@
 own is told to the others."""
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from ringattn import _C
 from ringattn._group import Ring
 
 _PREFIX = "ringattn: "
+
+_lock = threading.Lock()
+_shortened: dict[Any, tuple[timedelta, int]] = {}  # gloo: its own timeout, how many shorten it
 
 
 def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | None = None) -> Any:
@@ -47,8 +52,8 @@ def tell_peers(ring: Ring, error: Exception) -> None:
 
 @contextmanager
 def _giving_up_sooner(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Gloo's collectives end after four fifths of the group's timeout, so that by its end it is
-    known who is gone. Its messages have the timeout that the group was made with, and NCCL a
+    """Gloo's collectives on CPU end after four fifths of the group's timeout, so that by its end it
+    is known who is gone. Its messages have the timeout that the group was made with, and NCCL a
     watchdog of its own."""
     backend: Any = None
     with suppress(RuntimeError):  # there is none for CPU
@@ -56,12 +61,19 @@ def _giving_up_sooner(group: dist.ProcessGroup | None) -> Iterator[None]:
     if type(backend).__name__ != "ProcessGroupGloo":
         yield
         return
-    timeout = backend.options._timeout
-    backend._set_default_timeout(timeout * 4 / 5)
+    with _lock:
+        timeout, users = _shortened.get(backend, (backend.options._timeout, 0))
+        _shortened[backend] = (timeout, users + 1)
+        backend._set_default_timeout(timeout * 4 / 5)
     try:
         yield
     finally:
-        backend._set_default_timeout(timeout)
+        with _lock:
+            timeout, users = _shortened.pop(backend)
+            if users > 1:
+                _shortened[backend] = (timeout, users - 1)
+            else:
+                backend._set_default_timeout(timeout)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 the rest. A refusal reads "subject must rule, got value"."""
 
 import math
+import numbers
 import operator
 import sys
 from collections.abc import Hashable
@@ -122,6 +123,16 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     return level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def is_concrete(tensor: torch.Tensor) -> bool:
+    """Whether there are numbers to look at: the tensor is not fake, traced, or wrapped by
+    ``torch.func``. Not to be asked while compiling."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
 def check_collective(**tensors: torch.Tensor) -> None:
     """What the dispatcher would refuse before the operator could tell the peers."""
     with_grad = torch.is_grad_enabled()
@@ -150,8 +161,8 @@ def finite_scale(scale: float | None, q: torch.Tensor) -> float:
     if isinstance(scale, torch.Tensor):  # a learned one would silently be a constant
         raise ValueError("scale must be a number, got a tensor")
     try:
-        if type(scale).__module__ == "numpy":  # of fewer bits it would overflow here
-            scale = float(scale)
+        if type(scale).__module__ == "numpy" and isinstance(scale, numbers.Real):
+            scale = float(scale)  # of fewer bits it would overflow here
         # Note: torch.compile traces this, and not math.isfinite.
         finite = -sys.float_info.max <= scale <= sys.float_info.max
     except (TypeError, ValueError):

@@ -41,7 +41,7 @@ def resolve_group(group: Group) -> Ring:
             )
         if group.get_coordinate() is None:
             raise ValueError("group must contain this process, got a DeviceMesh without it")
-        process_group = group.get_group()
+        process_group = _group_of(group)
     else:
         process_group = group
     if not isinstance(process_group, dist.ProcessGroup):
@@ -56,10 +56,30 @@ def resolve_group(group: Group) -> Ring:
     if rank < 0:
         raise ValueError(f"group must contain this process, got group {process_group.group_name}")
     name = process_group.group_name
-    # The operators would find whichever group has its name now.
+    # The operators would find whichever group has its name now. So they do where this is compiled:
+    # there it cannot be asked.
     if not torch.compiler.is_compiling() and _registered(name) is not process_group:
         raise ValueError(f"group must not have been destroyed, got {name!r}, which has")
     return Ring(name, rank, process_group.size(), process_group)
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A mesh knows its group by name, too."""
+    if torch.compiler.is_compiling():
+        return mesh.get_group()
+    try:
+        group = mesh.get_group()
+    except RuntimeError:
+        raise ValueError(
+            "group must exist, got a DeviceMesh whose group has been destroyed"
+        ) from None
+    ranks, others = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(group)
+    if others != ranks:
+        raise ValueError(
+            f"group must be that of ranks {ranks}, got a DeviceMesh whose group has been "
+            f"destroyed, and another one of that name, of ranks {others}"
+        )
+    return group
 
 
 @dataclass(frozen=True)
@@ -102,7 +122,7 @@ def _find(name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     others = tuple(dist.get_process_group_ranks(group))
     if others != ranks:
         raise ValueError(
-            f"group must be {name!r} of ranks {list(ranks)}, which has been destroyed, "
+            f"group must be {name!r} of ranks {list(ranks)}, "
             f"got another one of that name, of ranks {list(others)}"
         )
     return group
@@ -117,8 +137,11 @@ def keep(group: Group) -> Group | GroupByName:
     """``group`` for a module to keep, see :class:`GroupByName`. What is no group of this process is
     kept as it is, for :func:`resolve_group` to refuse."""
     if isinstance(group, DeviceMesh) and group.ndim == 1 and group.get_coordinate() is not None:
-        group = group.get_group()
-    if isinstance(group, dist.ProcessGroup) and _registered(group.group_name) is group:
+        group = _group_of(group)
+    if not isinstance(group, dist.ProcessGroup):
+        return group
+    # Whether it is still there cannot be asked while compiling.
+    if torch.compiler.is_compiling() or _registered(group.group_name) is group:
         return GroupByName.of(group)
     return group
 

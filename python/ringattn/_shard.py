@@ -130,8 +130,9 @@ def resolve_device(device: torch.device | str | None, ring: Ring) -> torch.devic
         raise ValueError(
             f"device must be one with a kernel ({', '.join(_library.DEVICES)}), got {got}"
         )
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be there, got {place} where there is no CUDA device")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"device must be there, got {place} where there are {count} CUDA devices")
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     return place

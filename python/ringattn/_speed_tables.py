@@ -133,21 +133,16 @@ def look_up(table: Table, seq_len: int, percentage: float) -> float:
     if latencies:
         return 1.0 / _interpolate(_by_percentage(latencies), percentage)
     rows = [row for row in table if isinstance(row, MatmulRow)]
+
     # Several loads beside them: the least one counts, as a rank has the device to itself.
-    least = min(_comparing((row.bg_streams, row.mps_pct) for row in rows))
-    rows = [row for row in rows if row.bg_streams == least]
-    sizes = sorted(_comparing((row.size, row.mps_pct) for row in rows))
-    nearest = min(sizes, key=lambda size: abs(size - seq_len))
-    speeds = _by_percentage((row.mps_pct, row.tflops) for row in rows if row.size == nearest)
-    return _interpolate(speeds, percentage)
+    def preference(place: tuple[int, int]) -> tuple[bool, int, int, int]:
+        bg_streams, size = place
+        compares = len({row.mps_pct for row in rows if (row.bg_streams, row.size) == place}) > 1
+        return not compares, bg_streams, abs(size - seq_len), size
 
-
-def _comparing(rows: Iterable[tuple[int, float]]) -> set[int]:
-    """The values for which there are several percentages; all where there are none such."""
-    percentages: dict[int, set[float]] = {}
-    for value, percentage in rows:
-        percentages.setdefault(value, set()).add(percentage)
-    return {value for value, some in percentages.items() if len(some) > 1} or set(percentages)
+    best = min({(row.bg_streams, row.size) for row in rows}, key=preference)
+    speeds = [(row.mps_pct, row.tflops) for row in rows if (row.bg_streams, row.size) == best]
+    return _interpolate(_by_percentage(speeds), percentage)
 
 
 def _by_percentage(rows: Iterable[tuple[float, float]]) -> dict[float, float]:

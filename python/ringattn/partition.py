@@ -220,12 +220,13 @@ class Partition:
                 raise ValueError(
                     f"shard {rank} must have {length} rows in dim {axis}, got {shard.size(axis)}"
                 )
-            for name, value, first in (
-                ("dtype", shard.dtype, shards[0].dtype),
-                ("other sizes", _other_sizes(shard, axis), _other_sizes(shards[0], axis)),
-            ):
-                if value != first:
-                    raise ValueError(f"shard {rank} must have {name} {first}, got {value}")
+            if shard.dtype != shards[0].dtype:
+                raise ValueError(
+                    f"shard {rank} must have dtype {shards[0].dtype}, got {shard.dtype}"
+                )
+            others, first = _other_sizes(shard, axis), _other_sizes(shards[0], axis)
+            if others != first:
+                raise ValueError(f"shard {rank} must have other sizes {first}, got {others}")
         for rank in self.order:
             shard, length = shards[rank], self.lengths[rank]
             head = self._head(length)

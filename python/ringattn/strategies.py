@@ -152,8 +152,10 @@ def formula(
     weights = [regression(max(1, seq_len), percentage) for percentage in percentages]
     clamped = [max(0.0, weight) for weight in weights]
     if clamped != weights or not any(clamped):
-        what = ", ".join(f"rank {r} ({w:.1f})" for r, w in enumerate(weights) if w <= 0)
-        kind = "negative" if min(weights) < 0 else "no positive"
+        negative = min(weights) < 0
+        kind = "negative" if negative else "no positive"
+        named = [r for r, weight in enumerate(weights) if weight < 0 or not negative]
+        what = ", ".join(f"rank {r} ({weights[r]:.1f})" for r in named)
         instead = "0" if any(clamped) else "their percentages"
         warnings.warn(
             f"the formula gives {kind} weights at {seq_len} tokens: {what}; "

@@ -11,8 +11,8 @@ using ringattn::BlockAttentionParams;
 using ringattn::KeySegment;
 using ringattn::Turn;
 using ringattn::cuda::sm90::has_many_tiles;
+using ringattn::cuda::sm90::kAloneCosts;
 using ringattn::cuda::sm90::kLargeTile;
-using ringattn::cuda::sm90::kSharingSaves;
 using ringattn::cuda::sm90::kSmallTile;
 using ringattn::cuda::sm90::small_tiles_are_faster;
 using ringattn::cuda::sm90::tile_order;
@@ -35,7 +35,7 @@ TEST_CASE("a call's time is that of its turns, of a ring's that of turns put in 
   const std::vector<KeySegment> one = {segment(2048, kNoMask, 0)};
   const std::vector<KeySegment> two = {segment(1024, kNoMask, 0), segment(1024, kNoMask, 0)};
   const int64_t turn = 2 * 16 + 3, unit = kSmallTile.time;
-  const auto alone = [](int64_t time) { return time + time / kSharingSaves; };
+  const auto alone = [](int64_t time) { return time + time / kAloneCosts; };
   CHECK(time(one, 4, 4, 2) == alone(2 * turn * unit));
   CHECK(time(two, 4, 4, 2) == alone(2 * turn * unit));
   CHECK(time(two, 1, 1, 1) == alone(turn * unit));
@@ -117,6 +117,13 @@ TEST_CASE("calls take small tiles where large ones would leave much of the devic
   CHECK_FALSE(ring_small(131072));
   CHECK_FALSE(ring_small(65536));
   CHECK(ring_small(8192));
+  // With a KV head for each head, it would: keys that are brought are shared by row tiles that
+  // otherwise would not.
+  for (int rows = 1024; rows <= 4096; rows += 64) {
+    INFO(rows << " rows");
+    ring_small(4 * rows, 32);
+  }
+
   // The second of four ranks, 16384 tokens: with a KV head for each head, row tiles share keys, and
   // more large ones than small ones would walk over keys that they do not see.
   const auto second_small = [](int num_kv_heads) {
@@ -129,11 +136,4 @@ TEST_CASE("calls take small tiles where large ones would leave much of the devic
   };
   CHECK(second_small(32));
   CHECK_FALSE(second_small(8));
-
-  // With a KV head for each head, it would: keys that are brought are shared by row tiles that
-  // otherwise would not.
-  for (int rows = 1024; rows <= 4096; rows += 64) {
-    INFO(rows << " rows");
-    ring_small(4 * rows, 32);
-  }
 }

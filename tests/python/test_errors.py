@@ -101,26 +101,6 @@ def test_a_mistake_on_one_rank_fails_every_rank_and_names_it(shared_ring, kind, 
     check_ring(shared_ring, even(shared_ring.world_size, rows=4 + seed))
 
 
-def operator_with_grad(culprit: int) -> None:
-    rows = 23  # of which nobody knows yet that all ranks agree on it
-    q, k, v = even(this().world_size, rows=rows).local_inputs()
-    if this().rank != culprit:
-        ringattn.ring_attention(q, k, v)
-        return
-    scale = q.size(-1) ** -0.5
-    name = dist.group.WORLD.group_name
-    lengths = [rows] * this().world_size
-    arguments = (lengths, [], "zigzag", True, scale, name, "auto", None)
-    torch.ops.ringattn.ring_forward(q.requires_grad_(), k, v, *arguments)
-
-
-def test_what_an_operator_refuses_by_itself_is_told_too(shared_ring):
-    for outcome in shared_ring.outcomes(operator_with_grad, 0):
-        assert outcome.error == ("RuntimeError" if outcome.rank == 0 else "ValueError")
-        assert "q must not require grad" in outcome.message and outcome.seconds < 5
-    check_ring(shared_ring, even(shared_ring.world_size))
-
-
 def wrong_hop(culprit: int) -> None:
     partition = Partition.even(5 * this().world_size, this().world_size)
     rows = 4 if this().rank == culprit else 5

@@ -13,6 +13,7 @@ from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
 from ringattn import Partition
 from ringattn.models import LLaMA, LLaMAConfig, load_model
 from ringattn.models.rope import RotaryEmbedding, inverse_frequencies, rotate
+from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -107,6 +108,29 @@ def test_alone_shares_the_weights(folder: Path) -> None:
     for ours, theirs in zip(model.parameters(), model.alone().parameters(), strict=True):
         assert ours.data_ptr() == theirs.data_ptr()
         assert not theirs.requires_grad
+
+
+def batched_on_one_rank(folder: Path, culprit: int) -> str:
+    model = load_model(folder, group=None)
+    ids = random_ids(3, 1, SEQ_LEN) if this().rank == culprit else random_ids(1, SEQ_LEN)
+    try:
+        (torch.vmap(model) if this().rank == culprit else model)(ids)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_batched_call_on_one_rank_fails_on_all(
+    folder: Path, rank_pool: Callable[..., RankPool]
+) -> None:
+    first, second = rank_pool(2).run(batched_on_one_rank, folder, 1)
+    assert "q must not be batched by torch.vmap" in second and "rank 1: q must not" in first
+
+
+def test_fake_tokens_have_fake_logits(folder: Path) -> None:
+    model = load_model(folder)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 5, 99)
 
 
 def wrong_calls(folder: Path, rank_that_errs: int) -> str:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ringattn._calls import call, tell_peers
-from ringattn._checks import check_keywords
+from ringattn._checks import check_keywords, is_concrete
 from ringattn._group import Group, Ring, keep, kept, resolve_group
 from ringattn.models.cache import ShardedKVCache
 from ringattn.models.config import LLaMAConfig
@@ -304,7 +304,9 @@ class LLaMA(nn.Module):
     def _check_ids(self, token_ids: torch.Tensor) -> None:
         if token_ids.device != self.device:
             raise ValueError(f"token_ids must be on {self.device}, got {token_ids.device}")
-        if token_ids.is_cpu and token_ids.numel() > 0 and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not token_ids.is_cpu or token_ids.numel() == 0:
+            return
+        if is_concrete(token_ids):
             least, most = (int(bound) for bound in token_ids.aminmax())
             vocabulary = self.config.src_vocab_size
             if least < 0 or most >= vocabulary:

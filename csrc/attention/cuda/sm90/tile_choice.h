@@ -48,7 +48,7 @@ inline int64_t time_in_tiles(const BlockAttentionParams& p, const AttentionTile&
   const int64_t clusters = multiprocessors / shape.blocks();
   const auto time_of = [&](const std::vector<Turn>& in_order) {
     const int64_t time = size.time * time_of_turns(in_order, clusters);
-    return shape.blocks() > 1 ? time : time + time / kSharingSaves;
+    return shape.blocks() > 1 ? time : time + time / kAloneCosts;
   };
   if (p.num_segments == 1) return time_of(turns);
   // Of a ring: turns are put into an order with which they end together, if they can.

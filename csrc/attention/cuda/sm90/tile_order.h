@@ -150,8 +150,8 @@ inline bool brings_much(const BlockAttentionParams& p) {
   return most_walked > tiles_walked(p, 1, kTile, kTile) * (p.num_heads / p.num_kv_heads);
 }
 
-/// Sharing saves one of so many parts of the time of a tile alone.
-constexpr int64_t kSharingSaves = 32;
+/// A tile alone takes one of so many parts longer than one that shares its keys.
+constexpr int64_t kAloneCosts = 32;
 
 /// What two thread blocks that share keys and values take: two heads of one KV head, or, where
 /// these are odd in number, two row tiles of a head. One tile alone where sharing would not pay.
@@ -164,7 +164,7 @@ inline TurnShape shape_of_pairs(const BlockAttentionParams& p, int block_q, int 
   // The tile with the earlier rows walks over keys that only the other one sees, and of an odd
   // number of tiles one has no other. That may cost what sharing saves, and several times that
   // where L2 is busy with keys that are brought.
-  const int64_t most_more = brings(p) ? 4 : kSharingSaves;
+  const int64_t most_more = brings(p) ? 4 : kAloneCosts;
   const int64_t alone = tiles_walked(p, 1, block_q, block_k);
   const int64_t in_pairs = tiles_walked(p, 2, block_q, block_k);
   return (in_pairs - alone) * most_more <= alone ? TurnShape{1, 2} : TurnShape{};

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What operators refuse by themselves, called without the functions around them, on one rank."""
+
+from collections.abc import Iterator
+
+import pytest
+import ringattn
+import torch
+import torch.distributed as dist
+from _distributed import RankPool, this
+from _rings import Case, check_ring
+from ringattn import Partition
+from torch._subclasses import FakeTensorMode
+
+
+def even(world_size: int, rows: int = 6) -> Case:
+    return Case(Partition.even(rows * world_size, world_size))
+
+
+@pytest.fixture(scope="module")
+def shared_ring() -> Iterator[RankPool]:
+    """Whose ranks have not agreed on anything that is refused here."""
+    with RankPool(2) as ring:
+        yield ring
+
+
+def operator_with_grad(culprit: int) -> None:
+    rows = 23  # of which nobody knows yet that all ranks agree on it
+    q, k, v = even(this().world_size, rows=rows).local_inputs()
+    if this().rank != culprit:
+        ringattn.ring_attention(q, k, v)
+        return
+    scale = q.size(-1) ** -0.5
+    name = dist.group.WORLD.group_name
+    lengths = [rows] * this().world_size
+    arguments = (lengths, [], "zigzag", True, scale, name, "auto", None)
+    torch.ops.ringattn.ring_forward(q.requires_grad_(), k, v, *arguments)
+
+
+def traced_on_one_rank(culprit: int) -> None:
+    size = this().world_size
+    if this().rank != culprit:
+        return
+    name, lengths = dist.group.WORLD.group_name, [4] * size
+    arguments = (lengths, [], "zigzag", True, 1.0, name, "auto", None)
+    with FakeTensorMode():
+        x, batched = torch.empty(1, 4, 2, 8), torch.empty(3, 1, 4, 2, 8)
+        forward = torch.ops.ringattn.ring_forward
+        with pytest.raises(RuntimeError, match=r"must be called outside of torch\.vmap"):
+            torch.vmap(lambda q: forward(q, q, q, *arguments)[0])(batched)
+        with pytest.raises(RuntimeError, match="must not require grad"):
+            forward(x.requires_grad_(), x, x, *arguments)
+
+
+def test_what_is_refused_while_tracing_is_told_to_nobody(shared_ring):
+    shared_ring.run(traced_on_one_rank, 0)
+    check_ring(shared_ring, even(shared_ring.world_size, rows=29))
+
+
+def test_what_an_operator_refuses_by_itself_is_told_too(shared_ring):
+    for outcome in shared_ring.outcomes(operator_with_grad, 0):
+        assert outcome.error == ("RuntimeError" if outcome.rank == 0 else "ValueError")
+        assert "q must not require grad" in outcome.message and outcome.seconds < 5
+    check_ring(shared_ring, even(shared_ring.world_size))
