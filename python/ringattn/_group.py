@@ -73,7 +73,8 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
         raise ValueError(
             "group must exist, got a DeviceMesh whose group has been destroyed"
         ) from None
-    ranks, others = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(group)
+    # In whatever order the mesh has them.
+    ranks, others = sorted(mesh.mesh.tolist()), sorted(dist.get_process_group_ranks(group))
     if others != ranks:
         raise ValueError(
             f"group must be that of ranks {ranks}, got a DeviceMesh whose group has been "

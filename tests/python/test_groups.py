@@ -269,6 +269,19 @@ def compiled_models_follow_a_name(num_times: int) -> None:
                 torch.testing.assert_close(logits, expected_here, rtol=0, atol=1e-5)
 
 
+def a_mesh_in_another_order() -> None:
+    q, k, v = even(this().world_size).local_inputs()
+    mesh = dist.device_mesh.DeviceMesh("cpu", [1, 0])
+    partition = Partition.even(12, 2)
+    out = ringattn.ring_attention(q, k, v, partition, group=mesh)
+    same = ringattn.ring_attention(q, k, v, partition, group=mesh.get_group())
+    assert torch.equal(out, same)
+
+
+def test_meshes_have_ranks_in_any_order(rank_pool):
+    rank_pool(2).run(a_mesh_in_another_order)
+
+
 def a_module_is_made_while_compiling() -> None:
     q, k, v = even(this().world_size).local_inputs()
     make = torch.compile(
