@@ -110,13 +110,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     # 2. Six ways to split. The first four know percentages, the others what was measured.
     cost = ringattn.ModelCost.attention_only(**shape, num_kv_heads=kv_heads, dtype=dtype)
     percentages = [100.0] * (world_size - 1) + [100 * arguments.speed]
-    measured: dict[float, list[float]] = {}  # of one percentage, a table has one speed
-    for percentage, profile in zip(percentages, profiles, strict=True):
-        measured.setdefault(percentage, []).append(profile.linear_tflops)
-    table = [
-        strategies.MatmulRow(mps_pct=percentage, size=seq_len, tflops=statistics.fmean(speeds))
-        for percentage, speeds in measured.items()
-    ]
+    table = strategies.matmul_table(percentages, [profile.linear_tflops for profile in profiles])
     rebalancer = ringattn.Rebalancer(profiles, cost)
     with warnings.catch_warnings(record=True) as clamped:
         warnings.simplefilter("always", strategies.ClampWarning)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,14 +81,7 @@ def _lut(grounds: Grounds, layout: str) -> Split:
     if grounds.settings.lut is not None:
         table = strategies.read_table(grounds.settings.lut)
     else:
-        measured: dict[int, list[float]] = {}  # of one percentage, a table has one speed
-        for percentage, tflops in zip(grounds.percentages, grounds.linear_tflops, strict=True):
-            measured.setdefault(percentage, []).append(tflops)
-        # One size, which is then the nearest to every sequence.
-        table = [
-            strategies.MatmulRow(mps_pct=percentage, size=1, tflops=statistics.fmean(speeds))
-            for percentage, speeds in measured.items()
-        ]
+        table = strategies.matmul_table(grounds.percentages, grounds.linear_tflops)
     return Split(strategies.lut(grounds.seq_len, grounds.percentages, table, layout=layout))
 
 

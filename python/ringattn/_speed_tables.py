@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,25 @@ class MatmulRow:
 
 Table = Sequence[LatencyRow] | Sequence[MatmulRow]
 _Row = TypeVar("_Row", LatencyRow, MatmulRow)
+
+
+def matmul_table(
+    percentages: Sequence[float], tflops: Sequence[float], size: int = 1
+) -> list[MatmulRow]:
+    """The table of ranks as they were measured: of one percentage, all have their mean.
+
+    Args:
+        percentages: of each rank, ``[W]``.
+        tflops: of each rank's matrix products, ``[W]``.
+        size: what the rows name; of one size, it is the nearest to every sequence.
+    """
+    measured: dict[float, list[float]] = {}
+    for percentage, speed in zip(percentages, tflops, strict=True):
+        measured.setdefault(percentage, []).append(speed)
+    return [
+        MatmulRow(mps_pct=percentage, size=size, tflops=statistics.fmean(speeds))
+        for percentage, speeds in measured.items()
+    ]
 
 
 def read_table(path: Path | str) -> Table:

@@ -157,11 +157,7 @@ class _Request:
         partition = model.check(prompt_ids, partition, new_tokens=max_new_tokens)
         if prompt_ids.numel() == 0:
             raise ValueError(f"prompt_ids must hold tokens, got shape {list(prompt_ids.shape)}")
-        least, most = (int(bound) for bound in prompt_ids.aminmax())
-        vocabulary = model.config.src_vocab_size
-        if least < 0 or most >= vocabulary:
-            wrong = least if least < 0 else most
-            raise ValueError(f"prompt_ids must lie in [0, {vocabulary}), got {wrong}")
+        model.check_in_vocabulary("prompt_ids", prompt_ids)
         if cache_lengths is not None:
             cache_lengths = _cache_lengths(cache_lengths, partition, max_new_tokens)
         eos_ids = _end_ids(eos_token_id, model)
@@ -171,6 +167,7 @@ class _Request:
             pad_token_id = eos_ids[0] if eos_ids else 0
         if not is_integer(pad_token_id):
             raise ValueError(f"pad_token_id must be an integer or None, got {pad_token_id!r}")
+        vocabulary = model.config.src_vocab_size
         if not 0 <= pad_token_id < vocabulary:
             raise ValueError(f"pad_token_id must lie in [0, {vocabulary}), got {pad_token_id}")
         return cls(

@@ -25,6 +25,7 @@ from ringattn._speed_tables import (
     Table,
     check_table,
     look_up,
+    matmul_table,
     read_table,
     write_table,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "even",
     "formula",
     "lut",
+    "matmul_table",
     "read_table",
     "uneven",
     "write_table",

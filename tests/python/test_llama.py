@@ -110,45 +110,36 @@ def test_alone_shares_the_weights(folder: Path) -> None:
         assert not theirs.requires_grad
 
 
-def batched_on_one_rank(folder: Path, culprit: int) -> str:
-    model = load_model(folder, group=None)
-    ids = random_ids(3, 1, SEQ_LEN) if this().rank == culprit else random_ids(1, SEQ_LEN)
-    try:
-        (torch.vmap(model) if this().rank == culprit else model)(ids)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_batched_call_on_one_rank_fails_on_all(
-    folder: Path, rank_pool: Callable[..., RankPool]
-) -> None:
-    first, second = rank_pool(2).run(batched_on_one_rank, folder, 1)
-    assert "q must not be batched by torch.vmap" in second and "rank 1: q must not" in first
-
-
 def test_fake_tokens_have_fake_logits(folder: Path) -> None:
     model = load_model(folder)
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert model(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 5, 99)
 
 
-def wrong_calls(folder: Path, rank_that_errs: int) -> str:
+def wrong_call(folder: Path, rank_that_errs: int, batched: bool) -> None:
     model = load_model(folder, group=None)
-    partition = Partition.even(SEQ_LEN + (this().rank == rank_that_errs), this().world_size)
-    try:
-        model(random_ids(1, SEQ_LEN), partition)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    if this().rank != rank_that_errs:
+        model(random_ids(1, SEQ_LEN))
+    elif batched:
+        torch.vmap(model)(random_ids(3, 1, SEQ_LEN))
+    else:
+        model(random_ids(1, SEQ_LEN), Partition.even(SEQ_LEN + 1, this().world_size))
 
 
+@pytest.mark.parametrize(
+    ("batched", "message"),
+    [
+        (False, "token_ids must have the 38 tokens of the partition, got 37"),
+        (True, "q must not be batched by torch.vmap, got a tensor that is (B is the batch)"),
+    ],
+)
 def test_a_wrong_call_on_one_rank_fails_on_all_and_names_it(
-    folder: Path, rank_pool: Callable[..., RankPool]
+    folder: Path, rank_pool: Callable[..., RankPool], batched: bool, message: str
 ) -> None:
-    first, second = rank_pool(2).run(wrong_calls, folder, 1)
-    assert second == "token_ids must have the 38 tokens of the partition, got 37"
-    assert "rank 1" in first and second in first
+    first, second = rank_pool(2).outcomes(wrong_call, folder, 1, batched)
+    assert [first.error, second.error] == ["ValueError"] * 2
+    assert second.message == message
+    assert "rank 1" in first.message and message in first.message
 
 
 @pytest.mark.parametrize(

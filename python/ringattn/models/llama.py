@@ -307,11 +307,15 @@ class LLaMA(nn.Module):
         if torch.compiler.is_compiling() or not token_ids.is_cpu or token_ids.numel() == 0:
             return
         if is_concrete(token_ids):
-            least, most = (int(bound) for bound in token_ids.aminmax())
-            vocabulary = self.config.src_vocab_size
-            if least < 0 or most >= vocabulary:
-                wrong = least if least < 0 else most
-                raise ValueError(f"token_ids must lie in [0, {vocabulary}), got {wrong}")
+            self.check_in_vocabulary("token_ids", token_ids)
+
+    def check_in_vocabulary(self, name: str, ids: torch.Tensor) -> None:
+        """ValueError where ``ids``, some, have no embedding. Waits for their device."""
+        least, most = (int(bound) for bound in ids.aminmax())
+        vocabulary = self.config.src_vocab_size
+        if least < 0 or most >= vocabulary:
+            wrong = least if least < 0 else most
+            raise ValueError(f"{name} must lie in [0, {vocabulary}), got {wrong}")
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states ``[..., E]`` to logits ``[..., V]``."""
