@@ -7,33 +7,53 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <vector>
 
 #include "attention/cuda/sm90/launch.h"
+#include "core/remote_keys.h"
+#include "partition/schedule.h"
+#include "transport/cuda/stage.h"
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
 
 using namespace ringattn;
+
+namespace {
+
+constexpr int kElementBytes = 2;
+
+/// [B, rows, heads, D], contiguous.
+Strided contiguous(void* data, int64_t rows, int64_t heads, int64_t head_dim) {
+  return {data, rows * heads * head_dim, heads * head_dim, head_dim};
+}
+
+bool holds(int head_dim) {
+  return head_dim >= 1 && head_dim <= VARIANT_HEAD_DIM && head_dim % 8 == 0;
+}
+
+cudaError_t launch(const BlockAttentionParams& params, void* stream) {
+  return cuda::sm90::launch_block_attention<__nv_bfloat16, VARIANT_HEAD_DIM>(
+      params, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace
 
 /// q, out [B, S, H, D], k, v [B, S, H_kv, D], bfloat16; state [B, S, H, D], lse [B, H, S], float32;
 /// all contiguous. Without a state, rows are final, in out; with one, they are folded into it.
 /// Returns a cudaError_t.
-extern "C" __attribute__((visibility("default"))) int attend(void* q, void* k, void* v, void* out,
-                                                             void* state, float* lse, int batch,
-                                                             int rows, int num_heads,
-                                                             int num_kv_heads, int head_dim,
-                                                             int diagonal, int tile_rows,
-                                                             float scale, void* stream) {
-  if (head_dim < 1 || head_dim > VARIANT_HEAD_DIM || head_dim % 8 != 0)
-    return cudaErrorInvalidValue;
-  const auto strided = [&](void* data, int64_t heads) {
-    return Strided{data, rows * heads * head_dim, heads * head_dim, int64_t{head_dim}};
-  };
+EXPORTED int attend(void* q, void* k, void* v, void* out, void* state, float* lse, int batch,
+                    int rows, int num_heads, int num_kv_heads, int head_dim, int diagonal,
+                    int tile_rows, float scale, void* stream) {
+  if (!holds(head_dim)) return cudaErrorInvalidValue;
   KeySegment segment;
-  segment.k = strided(k, num_kv_heads);
-  segment.v = strided(v, num_kv_heads);
+  segment.k = contiguous(k, rows, num_kv_heads, head_dim);
+  segment.v = contiguous(v, rows, num_kv_heads, head_dim);
   segment.num_keys = rows;
   segment.diagonal = std::clamp(diagonal, -rows, rows);
 
   BlockAttentionParams params;
-  params.q = strided(q, num_heads);
+  params.q = contiguous(q, rows, num_heads, head_dim);
   params.segments = &segment;
   params.num_segments = 1;
   params.batch = batch;
@@ -46,14 +66,170 @@ extern "C" __attribute__((visibility("default"))) int attend(void* q, void* k, v
   params.tile_rows = tile_rows;
   params.fold = state != nullptr;
   if (params.fold) {
-    params.state = strided(state, num_heads);
+    params.state = contiguous(state, rows, num_heads, head_dim);
   } else {
-    params.out = strided(out, num_heads);
+    params.out = contiguous(out, rows, num_heads, head_dim);
     params.final_end = rows;
   }
   params.lse = lse;
   params.lse_head_stride = rows;
   params.lse_batch_stride = int64_t{num_heads} * rows;
-  return cuda::sm90::launch_block_attention<__nv_bfloat16, VARIANT_HEAD_DIM>(
-      params, static_cast<cudaStream_t>(stream));
+  return launch(params, stream);
+}
+
+namespace {
+
+/// Of device memory, 0 before the first call.
+struct RankWords {
+  uint32_t failed;  // not 0: nobody waits any more
+  uint32_t calls;
+  uint32_t staged[Notices::kMaxPeers];
+  uint32_t read[Notices::kMaxPeers];
+  uint32_t blocks_done[cuda::kStageCounters];
+  uint32_t launch[LaunchWords::kFirstArrival];
+  uint32_t arrivals[4096];
+};
+
+/// Of host memory that the device writes to.
+struct ShownWords {
+  uint32_t calls, phase;
+};
+
+/// What one rank of a ring does. Blocks [H_kv, 2, B, S_r, D]: keys and values of a head next to
+/// each other.
+struct RankCall {
+  void *q, *k, *v;   // its own, [B, S_r, H or H_kv, D], contiguous
+  void* out;         // like q
+  float* lse;        // [B, H, S_r]
+  void* staged;      // its block, for others to read
+  void* blocks[16];  // of the others, by rank
+  void* brought;     // memory for all of these; null: they are attended to where they lie
+  RankWords* words;
+  ShownWords* shown;
+  int64_t lengths[16];  // of the shards of an even or uneven zigzag
+  int world_size, rank, batch, num_heads, num_kv_heads, head_dim, causal, tile_rows;
+  float scale;
+};
+
+/// What a rank and its peers say to each other, it says to itself: who the others are does not
+/// matter to it, only when they say it, and all ranks are at the same point here.
+cuda::StageParams staging(const RankCall& call, const Partition& partition) {
+  const int64_t pieces_of_row = int64_t{call.head_dim} * kElementBytes;
+  const auto source = [&](const void* data) {
+    const int64_t row = call.num_kv_heads * pieces_of_row;
+    return cuda::StageSource{data, partition.length(call.rank) * row, row, pieces_of_row};
+  };
+  cuda::StageParams params;
+  params.k = source(call.k);
+  params.v = source(call.v);
+  params.staged = call.staged;
+  params.batch = call.batch;
+  params.staged_rows = static_cast<int>(partition.length(call.rank));
+  params.num_kv_heads = call.num_kv_heads;
+  params.row_bytes = pieces_of_row;
+  params.kernel_fetches = true;
+  for (int64_t other = 0; other < call.world_size; ++other) {
+    if (other == call.rank) continue;
+    const int64_t rows = rows_seen(partition, other, call.rank, call.causal != 0);
+    params.rows = std::max(params.rows, static_cast<int>(rows));
+    params.taken_back[params.num_signals] = &call.words->read[other];
+    params.signals[params.num_signals++] = &call.words->staged[other];
+    params.awaited[params.num_awaited++] = &call.words->staged[other];
+  }
+  params.failed = &call.words->failed;
+  params.blocks_done = call.words->blocks_done;
+  params.calls = &call.words->calls;
+  params.calls_shown = &call.shown->calls;
+  params.phase_shown = &call.shown->phase;
+  return params;
+}
+
+Bringing bringing(const RankCall& call) {
+  Bringing bringing;
+  bringing.words = {call.words->launch, static_cast<int32_t>(std::size(call.words->arrivals))};
+  if (call.brought == nullptr) return bringing;
+  bringing.failed = &call.words->failed;
+  Notices& notices = bringing.notices;
+  for (int64_t other = 0; other < call.world_size; ++other) {
+    if (other == call.rank) continue;
+    notices.staged[notices.num_peers] = &call.words->staged[other];
+    notices.read_here[notices.num_peers] = &call.words->read[other];
+    notices.read[notices.num_peers++] = &call.words->read[other];
+  }
+  notices.phase = &call.shown->phase;
+  bringing.follows_staging = true;
+  return bringing;
+}
+
+}  // namespace
+
+/// Bytes of what is shared with Python.
+EXPORTED int rank_call_bytes() { return sizeof(RankCall); }
+EXPORTED int rank_words_bytes() { return sizeof(RankWords); }
+EXPORTED int shown_words_bytes() { return sizeof(ShownWords); }
+
+/// Has the current device read memory of another one. Returns a cudaError_t.
+EXPORTED int reach(int other) {
+  const cudaError_t error = cudaDeviceEnablePeerAccess(other, 0);
+  if (error != cudaErrorPeerAccessAlreadyEnabled) return error;
+  return cudaGetLastError() == error ? cudaSuccess : error;
+}
+
+/// One rank's call of a ring, staging included where blocks are brought, as the one-sided transport
+/// makes it. Returns a cudaError_t.
+EXPORTED int attend_as_rank(const RankCall* call, void* stream) {
+  if (!holds(call->head_dim) || call->world_size < 2 || call->world_size > Notices::kMaxPeers)
+    return cudaErrorInvalidValue;
+  const Partition partition(Layout::kZigzag, {call->lengths, call->lengths + call->world_size});
+  const int rows = static_cast<int>(partition.length(call->rank));
+  const int64_t head_dim = call->head_dim, batch = call->batch;
+
+  std::vector<KeySegment> segments;
+  auto* brought = static_cast<char*>(call->brought);
+  for (const Visit& visit : schedule(partition, call->rank, call->causal != 0)) {
+    if (!visit.visible()) continue;
+    KeySegment& segment = segments.emplace_back();
+    segment.num_keys = static_cast<int>(visit.key_end);
+    segment.diagonal = static_cast<int>(visit.diagonal.value_or(visit.key_end));
+    segment.first_query = static_cast<int>(visit.query_begin);
+    if (visit.source == call->rank) {
+      segment.k = contiguous(call->k, rows, call->num_kv_heads, head_dim);
+      segment.v = contiguous(call->v, rows, call->num_kv_heads, head_dim);
+      continue;
+    }
+    const int64_t block_rows = partition.length(visit.source);
+    const bool is_there = brought == nullptr;
+    const int64_t plane = (is_there ? block_rows : visit.key_end) * head_dim;
+    char* const to = is_there ? static_cast<char*>(call->blocks[visit.source]) : brought;
+    segment.k = {to, plane, head_dim, 2 * batch * plane};
+    segment.v = {to + batch * plane * kElementBytes, plane, head_dim, 2 * batch * plane};
+    if (is_there) continue;
+    segment.source = {call->blocks[visit.source], block_rows};
+    brought += 2 * batch * call->num_kv_heads * block_rows * head_dim * kElementBytes;
+  }
+
+  BlockAttentionParams params;
+  params.q = contiguous(call->q, rows, call->num_heads, head_dim);
+  params.out = contiguous(call->out, rows, call->num_heads, head_dim);
+  params.lse = call->lse;
+  params.lse_head_stride = rows;
+  params.lse_batch_stride = int64_t{call->num_heads} * rows;
+  params.segments = segments.data();
+  params.num_segments = static_cast<int>(segments.size());
+  params.bringing = bringing(*call);
+  params.batch = call->batch;
+  params.num_queries = rows;
+  params.num_heads = call->num_heads;
+  params.num_kv_heads = call->num_kv_heads;
+  params.head_dim = call->head_dim;
+  params.final_end = rows;
+  params.scale = call->scale;
+  params.dtype = DataType::kBFloat16;
+  params.tile_rows = call->tile_rows;
+  if (call->brought != nullptr) {
+    const cudaError_t error =
+        cuda::stage(staging(*call, partition), static_cast<cudaStream_t>(stream));
+    if (error != cudaSuccess) return error;
+  }
+  return launch(params, stream);
 }

@@ -4,11 +4,22 @@
     python benchmarks/kernel_variants.py build before
     python benchmarks/kernel_variants.py build after --tree ../changed
     python benchmarks/kernel_variants.py time before,after,cudnn --cases 2048:causal,8192:dense:fold
+    python benchmarks/kernel_variants.py time before,after --cases 16384:causal,16384:causal:ring4
 
 A variant is the kernel of one source tree, for bfloat16 and head dims up to 64, 128 or 256 (the one
 that holds --head-dim), compiled by itself in seconds; variants are loaded side by side and timed in
-the same rounds. A case is a number of tokens, a mask (causal or dense) and, with fold, a float32
-state that the result is added to. "ratio" is the time over the first one's.
+the same rounds. A case is a number of tokens, a mask (causal or dense) and one of
+
+    fold           a float32 state that the result is added to
+    ring4          each rank of a ring of four (2 to 16), one after the other: as it stages its
+                   block, brings those of the others and attends to all
+    ring4-there    the same, all blocks being there
+
+"ratio" is the time over the first variant's; TFLOP/s of a rank over those of the whole sequence,
+the case without a ring, is its share of the ideal. A rank alone shows what larger rings than there
+are devices will take. It tells itself what its peers would tell it, at the moment at which it would
+tell them. Their blocks lie on the second device, which does the same at the same time with blocks
+on the first one, so that links are as busy as in a ring; where there is one device, on it.
 """
 
 from __future__ import annotations
@@ -16,12 +27,14 @@ from __future__ import annotations
 import argparse
 import ctypes
 import math
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import ringattn
 import torch
 from harness import (
     Contestant,
@@ -33,6 +46,7 @@ from harness import (
     shape_text,
 )
 from peers import torch_sdpa
+from rank_of_ring import MOST_RANKS, RankOfRing, given_up_after
 from report import Report, environment
 
 HERE = Path(__file__).resolve().parent
@@ -41,8 +55,10 @@ COLUMNS = ["case", "what", "ms", "p10", "p90", "TFLOP/s", "ratio", "max error"]
 HEAD_DIMS = (64, 128, 256)  # that kernels are made for
 _SAMPLE_FLOPS = 7e11  # a millisecond, about
 _MOST_IN_A_ROW = 50  # which the host enqueues while the device is kept busy
+_PATIENCE = 60.0  # seconds, with one rank of a ring
 _FLAGS = ["-O3", "-DNDEBUG", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a"]
 _FLAGS += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+_EXPORTS = ["attend", "attend_as_rank", "reach", "*_bytes"]
 
 
 def library(name: str, head_dim: int) -> Path:
@@ -59,6 +75,9 @@ def build(name: str, tree: Path, head_dim: int, defines: list[str]) -> Path:
         sm90 / "instantiations" / f"block_attention_bfloat16_{kernel_dim}.cu": ["-Xptxas=-v"],
         sm90 / "tensor_map.cu": [],
         tree / "csrc/attention/turn_order.cpp": [],
+        tree / "csrc/partition/partition.cpp": [],
+        tree / "csrc/partition/schedule.cpp": [],
+        tree / "csrc/transport/cuda/stage.cu": [],
         HERE / "kernel_variant.cu": [f"-DVARIANT_HEAD_DIM={kernel_dim}"],
     }
     flags = [*_FLAGS, f"-I{tree / 'csrc'}", *(f"-D{define}" for define in defines)]
@@ -84,7 +103,9 @@ def build(name: str, tree: Path, head_dim: int, defines: list[str]) -> Path:
                 raise subprocess.CalledProcessError(compiler.returncode, compiler.args)
         # Of several in one process, each has its own of everything else.
         exports = Path(scratch, "exports")
-        exports.write_text("{ global: attend; local: *; };\n")
+        exports.write_text(
+            f"{{ global: {' '.join(f'{name};' for name in _EXPORTS)} local: *; }};\n"
+        )
         link = ["nvcc", "-shared", f"-Xlinker=--version-script={exports}", *objects]
         subprocess.run([*link, "-o", str(to)], check=True)
     described = subprocess.run(
@@ -102,31 +123,35 @@ class Case:
     text: str
     rows: int
     causal: bool
-    fold: bool
+    fold: bool = False
+    ranks: int = 1
+    there: bool = False  # a ring's blocks need not be brought
 
     @classmethod
     def of(cls, text: str) -> Case:
-        rows, mask, *rest = [*text.split(":"), ""]
-        if (
-            not rows.isdecimal()
-            or int(rows) == 0
-            or mask not in ("causal", "dense")
-            or rest not in ([""], ["fold", ""])
-        ):
+        found = re.fullmatch(r"([0-9]+):(causal|dense)(?::(fold)|:ring([0-9]+)(-there)?)?", text)
+        rows, ranks = (int(found[1]), int(found[4] or 1)) if found else (0, 1)
+        if found is None or rows < ranks or (found[4] and not 2 <= ranks <= MOST_RANKS):
             raise argparse.ArgumentTypeError(
-                f"cases must be like 4096:causal or 4096:dense:fold, got {text}"
+                "cases must be like 4096:causal, 4096:dense:fold, 16384:causal:ring4 (of 2 to "
+                f"{MOST_RANKS}) or 16384:causal:ring4-there, got {text}"
             )
-        return cls(text, int(rows), mask == "causal", "fold" in rest)
+        fold, there = found[3] is not None, found[5] is not None
+        return cls(text, rows, found[2] == "causal", fold, ranks, there)
 
 
 def cases(text: str) -> list[Case]:
     return [Case.of(case) for case in text.split(",")]
 
 
+def kernel(name: str, head_dim: int) -> ctypes.CDLL:
+    return ctypes.CDLL(str(library(name, head_dim)))
+
+
 def variant(name: str, problem: Problem, fold: bool, tile_rows: int) -> Callable[[], torch.Tensor]:
     """One launch of a variant; what it returns is written again by the next."""
     batch, rows, heads, head_dim = problem.q.shape
-    attend = ctypes.CDLL(str(library(name, head_dim))).attend
+    attend = kernel(name, head_dim).attend
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     attend.argtypes = [pointer] * 6 + [integer] * 7 + [ctypes.c_float, pointer]
     # Nothing yet: however often the same is folded in, the result stays what it is.
@@ -148,39 +173,67 @@ def variant(name: str, problem: Problem, fold: bool, tile_rows: int) -> Callable
     return call
 
 
-def contestants(
+def whole_sequence(
     case: Case, names: list[str], problem: Problem, tile_rows: int
 ) -> Iterator[Contestant]:
     """In the order of their names."""
     positions = torch.arange(case.rows, device=problem.q.device)
-    in_a_row = min(max(1, round(_SAMPLE_FLOPS / problem.flops)), _MOST_IN_A_ROW)
     for name in names:
         if name == "cudnn":
             peers = {peer.name: peer for peer in torch_sdpa.prepare(problem)}
-            contestant = replace(peers["torch cuDNN"], name=name)
+            yield replace(peers["torch cuDNN"], name=name)
         else:
-            contestant = Contestant(name, variant(name, problem, case.fold, tile_rows), positions)
-        yield replace(contestant, back_to_back=in_a_row)
+            yield Contestant(name, variant(name, problem, case.fold, tile_rows), positions)
 
 
-def compete(report: Report, case: Case, names: list[str], arguments: argparse.Namespace) -> None:
-    device = torch.device("cuda")
-    problem = Problem.of(arguments, case.rows, device, causal=case.causal)
-    field = list(contestants(case, names, problem, arguments.tile_rows))
+def compete(
+    report: Report,
+    text: str,
+    field: list[Contestant],
+    problem: Problem,
+    flops: float,
+    arguments: argparse.Namespace,
+) -> None:
+    """One row for each contestant of a field that does the same work, in its order."""
+    in_a_row = min(max(1, round(_SAMPLE_FLOPS / flops)), _MOST_IN_A_ROW)
+    field = [replace(contestant, back_to_back=in_a_row) for contestant in field]
     errors = {contestant.name: max_error(contestant, problem) for contestant in field}
-    timings = measure(field, device, rounds=arguments.rounds, warmup=arguments.warmup)
-    for name in names:
-        timing = timings[name]
+    timings = measure(field, problem.q.device, rounds=arguments.rounds, warmup=arguments.warmup)
+    for name, timing in timings.items():
         report.add(
             {
-                "case": case.text,
+                "case": text,
                 "what": name,
                 **timing.columns(),
-                "TFLOP/s": problem.flops / timing.median / 1e9,
-                "ratio": timing.median / timings[names[0]].median,
+                "TFLOP/s": flops / timing.median / 1e9,
+                "ratio": timing.median / timings[field[0].name].median,
                 "max error": errors[name],
             }
         )
+
+
+def compete_as_ranks(
+    report: Report, case: Case, names: list[str], problem: Problem, arguments: argparse.Namespace
+) -> None:
+    partition = ringattn.Partition.even(case.rows, case.ranks)
+    for rank in range(case.ranks):
+        ranks = [
+            RankOfRing(
+                name,
+                kernel(name, arguments.head_dim),
+                problem,
+                partition,
+                rank,
+                there=case.there,
+                tile_rows=arguments.tile_rows,
+            )
+            for name in names
+        ]
+        positions = partition.position_ids(rank, problem.q.device)
+        field = [Contestant(each.name, each.call, positions) for each in ranks]
+        with given_up_after(_PATIENCE, ranks):
+            text = f"{case.text} rank {rank}"
+            compete(report, text, field, problem, problem.flops / case.ranks, arguments)
 
 
 def main() -> None:
@@ -209,6 +262,9 @@ def main() -> None:
     names = arguments.names.split(",")
     if len(set(names)) != len(names):
         parser.error(f"names must differ, got {arguments.names}")
+    rings = [case.text for case in arguments.cases if case.ranks > 1]
+    if "cudnn" in names and rings:
+        parser.error(f"cudnn must not be timed as a rank of a ring, got {rings[0]}")
     paths = {name: library(name, arguments.head_dim) for name in names if name != "cudnn"}
     for path in paths.values():
         if not path.exists():
@@ -224,8 +280,14 @@ def main() -> None:
     }
     report = Report("Variants of the Hopper kernel", header, COLUMNS)
     report.start()
+    device = torch.device("cuda", torch.cuda.current_device())
     for case in arguments.cases:
-        compete(report, case, names, arguments)
+        problem = Problem.of(arguments, case.rows, device, causal=case.causal)
+        if case.ranks > 1:
+            compete_as_ranks(report, case, names, problem, arguments)
+            continue
+        field = list(whole_sequence(case, names, problem, arguments.tile_rows))
+        compete(report, case.text, field, problem, problem.flops, arguments)
     report.write(arguments.out)
 
 

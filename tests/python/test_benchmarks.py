@@ -15,6 +15,7 @@ import kernel_variants
 import pytest
 import torch
 from harness import Problem
+from rank_of_ring import MOST_RANKS, RankCall
 from report import command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,7 +161,12 @@ def test_problem_sees_a_wrong_row_and_a_nan() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "4096", "0:causal", "x:causal", "4096:casual", "4096:dense:folded"]
+    "text",
+    [
+        *("", "4096", "0:causal", "x:causal", "4096:casual", "4096:dense:folded"),
+        *("4096:causal:ring", "4096:causal:ring1", "4096:causal:ring17", "3:causal:ring4"),
+        *("4096:causal:fold:ring4", "4096:causal:ring4:there"),
+    ],
 )
 def test_wrong_cases_of_kernel_variants_are_named(text: str) -> None:
     with pytest.raises(kernel_variants.argparse.ArgumentTypeError, match="got " + text):
@@ -168,9 +174,15 @@ def test_wrong_cases_of_kernel_variants_are_named(text: str) -> None:
 
 
 def test_cases_of_kernel_variants() -> None:
-    first, second = kernel_variants.cases("2048:causal,512:dense:fold")
-    assert (first.rows, first.causal, first.fold) == (2048, True, False)
-    assert (second.rows, second.causal, second.fold) == (512, False, True)
+    Case = kernel_variants.Case
+    assert kernel_variants.cases(
+        "1:causal,512:dense:fold,4:causal:ring4,8192:dense:ring16-there"
+    ) == [
+        Case("1:causal", 1, causal=True),
+        Case("512:dense:fold", 512, causal=False, fold=True),
+        Case("4:causal:ring4", 4, causal=True, ranks=4),
+        Case("8192:dense:ring16-there", 8192, causal=False, ranks=16, there=True),
+    ]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -178,12 +190,17 @@ def test_a_kernel_variant_is_compiled_by_itself(tmp_path: Path, monkeypatch) -> 
     monkeypatch.setattr(kernel_variants, "FOLDER", tmp_path)
     path = kernel_variants.build("one", ROOT, 40, [])
     assert path == tmp_path / "one_64.so"
-    attend = ctypes.CDLL(str(path)).attend
+    kernel = ctypes.CDLL(str(path))
+    attend = kernel.attend
     attend.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int] * 7 + [ctypes.c_float, ctypes.c_void_p]
     invalid_value = 1
     for head_dim in (0, 20, 72):  # none, not of whole pieces, larger than what it was built for
         shape = (1, 64, 2, 2, head_dim)
         assert attend(*[None] * 6, *shape, 0, 0, 1.0, None) == invalid_value
+    assert kernel.rank_call_bytes() == ctypes.sizeof(RankCall)
+    for ranks in (1, MOST_RANKS + 1):
+        call = RankCall(world_size=ranks, head_dim=64)
+        assert kernel.attend_as_rank(ctypes.byref(call), None) == invalid_value
 
 
 @pytest.mark.cuda
@@ -194,9 +211,14 @@ def test_kernel_variants_are_timed_side_by_side(tmp_path: Path) -> None:
     for name in ("test-one", "test-other"):
         run(tool, "build", name, "--head-dim", "64")
     stem = tmp_path / "variants"
-    cases = "300:causal,300:dense:fold"
-    options = ("--cases", cases, "--head-dim", "64", "--rounds", "3", "--out", str(stem))
-    run(tool, "time", "test-one,test-other,cudnn", *options)
+    options = ("--head-dim", "64", "--rounds", "3", "--out", str(stem))
+    run(tool, "time", "test-one,test-other,cudnn", "--cases", "300:causal,300:dense:fold", *options)
     rows = read(stem)
     assert [row["what"] for row in rows] == ["test-one", "test-other", "cudnn"] * 2
+    assert all(float(row["max error"]) < 0.02 for row in rows)
+    rings = "4097:causal:ring3,1024:dense:ring4,1000:causal:ring2-there"
+    run(tool, "time", "test-one,test-other", "--cases", rings, *options)
+    rows = read(stem)
+    assert [row["what"] for row in rows] == ["test-one", "test-other"] * (3 + 4 + 2)
+    assert [row["case"] for row in rows[-2:]] == ["1000:causal:ring2-there rank 1"] * 2
     assert all(float(row["max error"]) < 0.02 for row in rows)
