@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/ceil_div.h"
 #include "core/global_words.cuh"
 #include "core/kernel_order.cuh"
 #include "core/remote_keys.h"
@@ -17,7 +18,6 @@ static_assert(kMaxSignals <= kWarpSize);
 constexpr int kInFlight = 8;
 constexpr uint32_t kRunPieces = kInFlight * kWarpSize;  // of a plane, by a warp at a time
 constexpr int64_t kMostPieces = int64_t{1} << 30;       // of a plane: counted in 32 bits
-constexpr int64_t kPartBytes = int64_t{8} << 20;
 
 // Strides in pieces.
 struct Source {
@@ -123,13 +123,10 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
 
   const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize, warps = copying * kWarps;
   const uint32_t num_heads = to.num_kv_heads;
-  for (uint32_t head = 0, part = 1; head < num_heads; ++part) {
-    const uint32_t end = min(head + launch.heads_per_part, num_heads);
-    const uint32_t head_runs = launch.planes_per_head * launch.plane_runs;
-    for (uint32_t run = head * head_runs + warp; run < end * head_runs; run += warps) {
-      copy_run(launch, run, !failed);
-    }
-    head = end;
+  const uint32_t head_runs = launch.planes_per_head * launch.plane_runs;
+  for (uint32_t head = 0, part = 1, run = warp; head < num_heads; ++part) {
+    head = min(head + launch.heads_per_part, num_heads);
+    for (; run < head * head_runs; run += warps) copy_run(launch, run, !failed);
     if (to.lateness != 0 && threadIdx.x == 0) {
       const uint32_t random = (blockIdx.x * kStageCounters + part ^ to.lateness) * 2654435761u;
       if (random >> 30 == 0) __nanosleep(random >> 13 & 0x1ffff);
@@ -138,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
     // who ends one tells of it before the next one can end.
     if (__syncthreads_or(failed)) return;
     if (is_last_block(copying, to.blocks_done + part) && threadIdx.x < to.num_signals) {
-      store_release_system(to.signals[threadIdx.x], staged_heads(end));
+      store_release_system(to.signals[threadIdx.x], staged_heads(head));
     }
   }
 }
@@ -173,25 +170,27 @@ cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   launch.to.batch = std::max(params.batch, 1);
   launch.k = in_pieces(params.k);
   launch.v = in_pieces(params.v);
-  const int64_t row_pieces = (params.row_bytes + kStagePiece - 1) / kStagePiece;
+  const int64_t row_pieces = ceil_div(params.row_bytes, kStagePiece);
   const int64_t plane_pieces = params.batch > 0 ? params.rows * row_pieces : 0;
   const int64_t planes_per_head = int64_t{params.keys_only ? 1 : 2} * launch.to.batch;
-  const int64_t plane_runs = (plane_pieces + kRunPieces - 1) / kRunPieces;
+  const int64_t plane_runs = ceil_div(plane_pieces, kRunPieces);
   const int64_t runs = params.num_kv_heads * planes_per_head * plane_runs;
   if (plane_pieces > kMostPieces || runs > INT32_MAX) return cudaErrorInvalidConfiguration;
-  const int64_t bytes = runs * kRunPieces * kStagePiece;
-  const int64_t parts = std::clamp<int64_t>(bytes / kPartBytes, 1, kMostStagedParts);
+  // A quarter of the device copies nearly as fast as all of it: memory is what limits it.
+  const int64_t most = params.kernel_fetches ? std::max(multiprocessors / 4, 1) : multiprocessors;
+  const int64_t copying = std::clamp<int64_t>(ceil_div(runs, kWarps), 1, most);
+  // What all warps copy in one round is there at the same time: to tell of less would not be to
+  // tell sooner.
+  const int64_t rounds = ceil_div(runs, copying * kWarps);
+  const int64_t parts = std::clamp<int64_t>(rounds, 1, kMostStagedParts);
   launch.row_pieces = static_cast<uint32_t>(row_pieces);
   launch.rows_per_step = kWarpSize / std::max(launch.row_pieces, 1u);
   launch.pieces_per_step = kWarpSize % std::max(launch.row_pieces, 1u);
   launch.plane_pieces = static_cast<uint32_t>(plane_pieces);
   launch.plane_runs = static_cast<uint32_t>(plane_runs);
   launch.planes_per_head = static_cast<uint32_t>(planes_per_head);
-  launch.heads_per_part = static_cast<uint32_t>((params.num_kv_heads + parts - 1) / parts);
+  launch.heads_per_part = static_cast<uint32_t>(ceil_div(params.num_kv_heads, parts));
 
-  // A quarter of the device copies nearly as fast as all of it: memory is what limits it.
-  const int64_t most = params.kernel_fetches ? std::max(multiprocessors / 4, 1) : multiprocessors;
-  const int64_t copying = std::clamp<int64_t>((runs + kWarps - 1) / kWarps, 1, most);
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
