@@ -104,7 +104,7 @@ void RingGroup::check_device(c10::Device device, const std::string& transport) c
   const auto known = devices_.find(device.type());
   TORCH_CHECK(known == devices_.end() || known->second == device, "ringattn: tensors must be on ",
               known->second, ", where this group's first ones were, got ", device);
-  if (known == devices_.end() && (device.is_cpu() || transport == "process_group")) {
+  if (device.is_cpu() || transport == "process_group") {
     TORCH_CHECK(peers_->carries(device.type()),
                 "ringattn: group must have a backend for tensors on ",
                 c10::DeviceTypeName(device.type(), /*lower_case=*/true), ", got one that has none");
