@@ -20,7 +20,14 @@ from typing import Any
 from ringattn.strategies import PUBLISHED, Regression
 from study.figures import OF_SWEEP, regression_surface, total_percentage
 from study.style import Drawing, Row
-from study.tables import REFERENCE, sweep_columns, sweep_rows, trace_columns
+from study.tables import (
+    MAY_BE_EMPTY,
+    REFERENCE,
+    TEXTS,
+    sweep_columns,
+    sweep_rows,
+    trace_columns,
+)
 from study.trace_figures import drift_trace
 
 _NAMED = 4  # of the columns that a file does not have
@@ -31,7 +38,8 @@ def read(path: Path, columns_of: Callable[[int], Sequence[str]]) -> list[Row]:
 
     Raises:
         OSError: a file that cannot be read.
-        ValueError: no rows, columns that are missing, lines of another length.
+        ValueError: no rows, columns that are missing, lines of another length, cells that hold
+            something else than they should.
     """
     # A file that is no text is one without the columns.
     with path.open(newline="", errors="replace") as file:
@@ -41,31 +49,46 @@ def read(path: Path, columns_of: Callable[[int], Sequence[str]]) -> list[Row]:
         raise ValueError("no rows")
     header = reader.fieldnames or []
     ranks = [int(of_rank[1]) for name in header if (of_rank := re.match(r"rank(\d+)_", name))]
-    missing = [name for name in columns_of(1 + max(ranks, default=0)) if name not in header]
+    columns = columns_of(1 + max(ranks, default=0))
+    missing = [name for name in columns if name not in header]
     if missing:
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise ValueError(f"no columns {', '.join(missing[:_NAMED])}{more}")
     if any(None in row or None in row.values() for row in rows):
         raise ValueError(f"lines that do not have {len(header)} cells")
-    return [{name: _value(name, text) for name, text in row.items()} for row in rows]
+    return [{name: _value(name, row) for name in columns} for row in rows]
 
 
-def _value(name: str, text: str) -> Any:
-    if name == "percentages":  # of one rank it would be a number
+def _value(name: str, row: dict[str, str]) -> Any:
+    text = row[name]
+    if name in TEXTS:
         return text
-    if text == "":
+    if text == "" and _may_be_empty(name, row):
         return None
     for number in (int, float):
         try:
             return number(text)
         except ValueError:
             continue
-    return text
+    raise ValueError(f"{name} {text!r}, which is no number")
+
+
+def _may_be_empty(name: str, row: dict[str, str]) -> bool:
+    of_rank = re.fullmatch(r"rank(\d+)_(.+)", name)
+    if of_rank is None:
+        return name in MAY_BE_EMPTY
+    # A set of fewer ranks than others has nothing in the columns of the rest.
+    num_ranks = row.get("percentages", "").count(",") + 1
+    return of_rank[2] in MAY_BE_EMPTY or int(of_rank[1]) >= num_ranks
 
 
 def read_sweep(path: Path) -> list[Row]:
     """Sets of ranks from the fastest to the slowest, whatever was measured first."""
-    rows = [row for row in sweep_rows(read(path, sweep_columns)) if row["split_type"] != REFERENCE]
+    measured = read(path, sweep_columns)
+    for row in measured:
+        if not re.fullmatch(r"[0-9]+(,[0-9]+)*", row["percentages"]):
+            raise ValueError(f"percentages {row['percentages']!r}, which are not like 100,50")
+    rows = [row for row in sweep_rows(measured) if row["split_type"] != REFERENCE]
     return sorted(rows, key=lambda row: -total_percentage(row["percentages"]))
 
 

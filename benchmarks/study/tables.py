@@ -21,6 +21,15 @@ _SETTLED = 3  # requests after a change that do not count
 _CLOSE = 1.05  # to the oracle
 
 
+#: Columns of tables that are no numbers, and those (of a rank: without its name) that may hold
+#: nothing: what only ours have, what takes equal ranks or even splits beside them.
+TEXTS = ("split_type", "what", "percentages", "layout", "note", "scenario")
+MAY_BE_EMPTY = (
+    *("slowdown", "t_homogeneous_over_t", "speedup_over_even", "speedup_over_even_zigzag"),
+    *("predicted_ms", "depth", "tflops_unthrottled"),
+)
+
+
 def sweep_columns(world_size: int) -> list[str]:
     """The first ones are those of https://github.com/AnshSG13/hetero_gpu_context_parallelism, in
     its order, for any number of ranks."""

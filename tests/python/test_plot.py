@@ -153,6 +153,18 @@ def test_plotting_nothing_is_refused(tmp_path: Path) -> None:
         ("few.csv", "few.csv must be the CSV of a sweep, got: no columns split_type, overall_"),
         ("less.csv", "less.csv must be the CSV of a sweep, got: no columns rank1_tokens, what"),
         ("cut.csv", "cut.csv must be the CSV of a sweep, got: lines that do not have "),
+        (
+            "words.csv",
+            "words.csv must be the CSV of a sweep, got: p10_ms 'fast', which is no number",
+        ),
+        (
+            "gaps.csv",
+            "gaps.csv must be the CSV of a sweep, got: rank1_tokens '', which is no number",
+        ),
+        (
+            "half.csv",
+            "half.csv must be the CSV of a sweep, got: percentages '100,half', which are ",
+        ),
         ("trace.csv", "trace.csv must be the CSV of a sweep, got: no columns split_type, "),
         ("--trace sweep.csv", "sweep.csv must be the CSV of a rebalancing trace, got: no columns "),
         ("sweep.csv --regression nowhere.json", "nowhere.json must be the JSON of a regression, "),
@@ -176,6 +188,12 @@ def test_wrong_files_are_refused_before_anything_is_written(
     less = [name for name in columns if name not in ("rank1_tokens", "what")]
     named = [dict(zip(columns, row, strict=True)) for row in rows]
     _study.write(tmp_path / "less.csv", less, [{name: row[name] for name in less} for row in named])
+    for name, change in (
+        ("words", {"p10_ms": "fast"}),
+        ("gaps", {"rank1_tokens": ""}),
+        ("half", {"percentages": "100,half"}),
+    ):
+        _study.write(tmp_path / f"{name}.csv", columns, [*named[:-1], {**named[-1], **change}])
     (tmp_path / "cut.csv").write_text(sweep.read_text()[:-40])
     (tmp_path / "other.json").write_text("{}")
     before = sorted(tmp_path.iterdir())
@@ -187,6 +205,23 @@ def test_wrong_files_are_refused_before_anything_is_written(
     assert (ended.value.code, said.out) == (2, "")
     assert message in said.err.splitlines()[-1]
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_sets_of_other_sizes_and_without_equal_ranks_or_even_splits_are_read(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        row for row in _study.sweep([(100, 50), (100, 50, 25)]) if "even" not in row["split_type"]
+    ]
+    read_back = plot_script.read_sweep(_study.write_sweep(tmp_path / "sweep.csv", rows, 3))
+    assert [(row["percentages"], row["split_type"]) for row in read_back] == [
+        (row["percentages"], row["split_type"])
+        for percentages in ("100,50,25", "100,50")
+        for row in rows
+        if row["percentages"] == percentages
+    ]
+    assert {row.get("slowdown") for row in read_back} == {None}
+    assert {row["rank2_tokens"] for row in read_back if row["percentages"] == "100,50"} == {None}
 
 
 def test_slowdowns_refer_to_the_balanced_ring_of_equal_ranks() -> None:
