@@ -122,6 +122,12 @@ Ranks even_lengths(int64_t seq_len, int64_t world_size) {
   return lengths;
 }
 
+bool are_equal(const std::vector<RankTime>& times) {
+  return std::all_of(times.begin(), times.end(), [&](const RankTime& time) {
+    return time.token_ms == times[0].token_ms && time.pair_ms == times[0].pair_ms;
+  });
+}
+
 bool has_room(const std::vector<RankTime>& times, const Ranks& lengths) {
   for (size_t rank = 0; rank < times.size(); ++rank) {
     if (lengths[rank] > times[rank].max_tokens) return false;
@@ -166,6 +172,12 @@ Ranks best_lengths(const std::vector<RankTime>& times, const Ranks& order, int64
 
 namespace {
 
+// Whether a rank's time depends on the tokens before its own.
+bool is_placed(const std::vector<RankTime>& times) {
+  return std::any_of(times.begin(), times.end(),
+                     [](const RankTime& time) { return time.pair_ms > 0.0; });
+}
+
 // The order in which ranks whose time depends on the tokens before them come furthest. By sets of
 // ranks: how far a set can come is the furthest that any of its ranks comes after the others.
 Ranks best_order(const std::vector<RankTime>& times, int64_t seq_len) {
@@ -207,8 +219,7 @@ Ranks best_order(const std::vector<RankTime>& times, int64_t seq_len) {
 
 Partition best_partition(const std::vector<RankTime>& times, Layout layout, int64_t seq_len) {
   const int64_t world_size = static_cast<int64_t>(times.size());
-  const bool placed = std::any_of(times.begin(), times.end(),
-                                  [](const RankTime& time) { return time.pair_ms > 0.0; });
+  const bool placed = is_placed(times);
   const Ranks order = placed ? best_order(times, seq_len) : fast_to_slow(times, seq_len);
   const auto with = [&](const Ranks& lengths) {
     return Partition(layout, lengths, placed ? order : Ranks());
@@ -232,12 +243,20 @@ Partition best_partition(const std::vector<RankTime>& times, Layout layout, int6
 double ideal_ms(std::vector<RankTime> times, const Partition& partition) {
   const double seq_len = static_cast<double>(partition.seq_len());
   if (partition.seq_len() == 0) return 0.0;
-  for (RankTime& time : times) time.overhead_ms = 0.0;
-  return least(0.0, enough_for_all(times, partition.seq_len()), 0.0, [&](double limit) {
-    double before = 0.0;
-    for (const int64_t rank : partition.order()) before += times[rank].within(before, limit);
-    return before >= seq_len;
-  });
+  for (RankTime& time : times) {
+    time.overhead_ms = 0.0;
+    time.max_tokens = std::numeric_limits<int64_t>::max();
+  }
+  const auto in_order = [&](const Ranks& order) {
+    return least(0.0, enough_for_all(times, partition.seq_len()), 0.0, [&](double limit) {
+      double before = 0.0;
+      for (const int64_t rank : order) before += times[rank].within(before, limit);
+      return before >= seq_len;
+    });
+  };
+  // Overheads and limits may have asked for another order than is best without.
+  const double ms = in_order(partition.order());
+  return is_placed(times) ? std::min(ms, in_order(best_order(times, partition.seq_len()))) : ms;
 }
 
 }  // namespace ringattn

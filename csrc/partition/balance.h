@@ -52,6 +52,9 @@ double slowest(const std::vector<double>& ms);
 /// Lengths that differ by at most one.
 Ranks even_lengths(int64_t seq_len, int64_t world_size);
 
+/// Whether all ranks work equally fast.
+bool are_equal(const std::vector<RankTime>& times);
+
 bool has_room(const std::vector<RankTime>& times, const Ranks& lengths);
 
 /// The coarsest unit in which so many tokens are dealt out to so many ranks.
@@ -70,7 +73,8 @@ Ranks best_lengths(const std::vector<RankTime>& times, const Ranks& order, int64
 /// is as fast.
 Partition best_partition(const std::vector<RankTime>& times, Layout layout, int64_t seq_len);
 
-/// The same in real numbers, without overheads and limits of memory, in the order of `partition`.
+/// The same in real numbers, without overheads and limits of memory: in the order of `partition`,
+/// or in a better one.
 double ideal_ms(std::vector<RankTime> times, const Partition& partition);
 
 }  // namespace ringattn

@@ -26,7 +26,8 @@ constexpr int64_t kCalm = 48;        // after so many requests without a jump th
 
 // What a new plan has to gain: 2 %, and more than the beliefs are uncertain. After how many
 // requests it may come without a jump, and what each that did adds to that gain: the first corrects
-// what the profiles had wrong, those after it follow what goes up and down.
+// what the profiles had wrong, those after it follow what goes up and down. A plan that has been
+// calm for long has settled that.
 constexpr double kGain = 0.02;
 constexpr double kGainSigmas = 3.0;
 constexpr int64_t kPause = 4;
@@ -74,7 +75,10 @@ bool Controller::should_replan(double excess, int64_t slowest) {
     throw std::invalid_argument("slowest must be one of the " + std::to_string(ranks_.size()) +
                                 " ranks, got " + std::to_string(slowest));
   }
-  ++since_plan_;
+  if (++since_plan_ > kCalm) {
+    regretted_ = 0.0;
+    corrections_ = 0;
+  }
   const Rank& rank = ranks_[slowest];
   const double uncertainty = std::sqrt(rank.variance / static_cast<double>(rank.observations));
   const double corrected = kGain + kGainPerCorrection * static_cast<double>(corrections_);

@@ -35,12 +35,12 @@ class RINGATTN_API Controller {
 
   /// Once after each request: whether the plan in use should be replaced. Under it all wait for the
   /// rank `slowest`, and it takes `excess` longer than the best plan at the speeds believed: 0.02
-  /// is 2 %, and the least that counts; 1 % more with each plan since a belief has jumped. Throws
-  /// std::invalid_argument for a rank that is none.
+  /// is 2 %, and the least that counts; 1 % more with each plan since a belief has jumped, until
+  /// one has been in use for 48 requests. Throws std::invalid_argument for a rank that is none.
   bool should_replan(double excess, int64_t slowest);
 
   /// A plan that promised to be faster by `excess` was not, and has been given up: until a belief
-  /// jumps, the next one has to promise 2 % more than that.
+  /// jumps, or for 48 requests, the next one has to promise 2 % more than that.
   void regret(double excess);
 
   /// How often a belief has jumped: what was measured before a jump says nothing of what is after.

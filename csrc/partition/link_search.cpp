@@ -52,7 +52,9 @@ class Search {
       const auto lengths = balanced(active, order, seq_len);
       starts.push_back(weigh(Partition(layout, lengths, order)));
       starts.back().set = i;
-      if (layout == Layout::kZigzag) {
+      // Of few ranks, that order comes anyway.
+      const bool has_orders_left = static_cast<int64_t>(order.size()) > kMaxOrderedRanks;
+      if (layout == Layout::kZigzag && has_orders_left) {
         starts.push_back(weigh(Partition(layout, lengths, alternating(lengths))));
         starts.back().set = i;
       }
@@ -176,6 +178,18 @@ std::vector<Ranks> sets_of_ranks(const RingProblem& problem, int64_t seq_len) {
   return sets;
 }
 
+// Of many ranks, those without the k slowest.
+std::vector<Ranks> sets_of_fast_ranks(const RingProblem& problem, int64_t seq_len) {
+  const int64_t world_size = static_cast<int64_t>(problem.profiles.size());
+  std::vector<Ranks> sets;
+  if (world_size <= kMaxSubsetRanks) return sets;
+  const Ranks ranks = fast_to_slow(problem.times, seq_len);
+  for (int64_t count = 2; count < world_size; ++count) {
+    sets.emplace_back(ranks.begin(), ranks.begin() + count);
+  }
+  return sets;
+}
+
 // This order and its reverse; of few ranks, every order.
 std::vector<Ranks> orders_of_ranks(const Ranks& order) {
   std::vector<Ranks> orders = {order, {order.rbegin(), order.rend()}};
@@ -211,6 +225,7 @@ Partition search_with_links(const Partition& start, const RingProblem& problem) 
     if (of_even.ms <= best.ms) best = std::move(of_even);
   }
   const auto sets = sets_of_ranks(problem, start.seq_len());
+  const auto fast_sets = sets_of_fast_ranks(problem, start.seq_len());
   const auto orders = orders_of_ranks(start.order());
   const size_t climbs = start.world_size() <= kMaxSubsetRanks ? kClimbs : 1;
   const int64_t budget = kBudget / static_cast<int64_t>(climbs * orders.size());
@@ -221,6 +236,13 @@ Partition search_with_links(const Partition& start, const RingProblem& problem) 
       if (std::find(climbed.begin(), climbed.end(), first.set) != climbed.end()) continue;
       climbed.push_back(first.set);
       Candidate top = search.climb(first, budget);
+      if (top.ms < best.ms * (1 - kLeastGain)) best = std::move(top);
+    }
+    // Slow ranks in good places can be worth more than they take, so these come only where they are
+    // faster as they are.
+    const auto fast = search.starts(start.layout(), fast_sets, order, start.seq_len());
+    if (!fast.empty() && fast.front().ms < best.ms) {
+      Candidate top = search.climb(fast.front(), budget);
       if (top.ms < best.ms * (1 - kLeastGain)) best = std::move(top);
     }
   }

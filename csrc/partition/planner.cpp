@@ -154,7 +154,7 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
   if (with_waits_ms > slowest(problem.busy_ms(partition)) * (1 + kWaitTolerance)) {
     const Partition found = search_with_links(partition, without_latency);
     const bool is_even = partition.lengths() == even_lengths(seq_len, partition.world_size());
-    const double wanted = is_even ? 1 - kLeastGainOverEven : 1.0;
+    const double wanted = is_even && are_equal(times) ? 1 - kLeastGainOverEven : 1.0;
     if (slowest(without_latency.rank_ms(found)) < wanted * with_waits_ms) {
       partition = found;
       orders = {partition};
@@ -168,7 +168,11 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
     orders = {partition};
     least_depth = least_depth_of_orders();
   }
-  Plan plan{partition, used, least_depth, problem.rank_ms(partition), ideal_ms(times, chosen), {}};
+  const auto rank_ms = problem.rank_ms(partition);
+  // Of short pieces, tiles of another kind than the first can have less to mask than is allowed
+  // for.
+  const double ideal = std::min(ideal_ms(times, chosen), slowest(rank_ms));
+  Plan plan{partition, used, least_depth, rank_ms, ideal, {}};
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
     plan.memory_bytes.push_back(cost.kv_bytes *
                                 buffered_tokens(partition, rank, workload.causal, used));

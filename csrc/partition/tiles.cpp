@@ -201,16 +201,21 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
   const bool in_halves = workload.causal && start.layout() == Layout::kZigzag;
   const bool placed = workload.causal && start.layout() == Layout::kContiguous;
   const Ranks even = even_lengths(seq_len, world_size);
+  const int64_t fastest = fast_to_slow(times, seq_len).front();
   for (const Ranks& order : orders_of(start, in_halves)) {
     if (spent >= kBudget) break;
     if (order != start.order()) take_if_better(start.lengths(), order);
     take_if_better(even, order);
     for (const int64_t of_tile : rows) {
       const int64_t unit = in_halves ? 2 * of_tile : of_tile;
-      // What no unit holds costs least where only one more tile begins: innermost.
-      take_if_better(placed ? best_lengths(times, order, seq_len, unit)
-                            : deal(start, times, unit, order.back()),
-                     order);
+      if (placed) {
+        take_if_better(best_lengths(times, order, seq_len, unit), order);
+        continue;
+      }
+      // What no unit holds costs least where only one more tile begins, innermost, or, of few
+      // tokens, with the fastest rank.
+      take_if_better(deal(start, times, unit, order.back()), order);
+      take_if_better(deal(start, times, unit, fastest), order);
     }
   }
   // The slowest rank gives tokens to another one, to who is done first before others.
@@ -224,17 +229,19 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
     const int64_t giver = by_time.back();
     by_time.pop_back();
     for (const int64_t taker : by_time) {
-      for (int64_t given = kStep; given <= kMostSteps * kStep; given += kStep) {
-        if (given > from.length(giver) || spent >= kBudget) break;
+      // The last step is all that it has.
+      const int64_t most = std::min(kMostSteps * kStep, from.length(giver) + kStep - 1);
+      for (int64_t step = kStep; step <= most && spent < kBudget; step += kStep) {
+        const int64_t tokens = std::min(step, from.length(giver));
         Ranks lengths = from.lengths();
-        lengths[giver] -= given;
-        lengths[taker] += given;
+        lengths[giver] -= tokens;
+        lengths[taker] += tokens;
         take_if_better(lengths, from.order());
       }
     }
     any = best.lengths() != from.lengths();
   }
-  const bool is_even = start.lengths() == even;
+  const bool is_even = start.lengths() == even && are_equal(times);
   return is_even && slowest(best_ms) >= start_ms * (1 - kLeastGainOverEven) ? start : best;
 }
 

@@ -59,9 +59,10 @@ Outcome serve(int64_t num_requests, const std::function<Speeds(int64_t)>& truth,
   for (int64_t request = 0; request < num_requests; ++request) {
     Speeds actual = truth(request);
     std::vector<std::optional<double>> seen;
-    for (double& speed : actual) {
-      speed *= std::exp(noise * normal(random));
-      seen.emplace_back(speed);
+    for (size_t rank = 0; rank < world_size; ++rank) {
+      actual[rank] *= std::exp(noise * normal(random));
+      const bool works = partition.length(static_cast<int64_t>(rank)) > 0;
+      seen.push_back(works ? std::optional(actual[rank]) : std::nullopt);
     }
     outcome.total_ms += takes(partition, actual);
     outcome.oracle_ms += takes(planned(truth(request)), actual);
@@ -211,6 +212,33 @@ TEST_CASE("a rank that shows nothing keeps its speed") {
   for (int request = 0; request < 5; ++request) controller.observe({0.5, std::nullopt});
   CHECK(controller.speeds()[0] == Approx(0.5));
   CHECK(controller.speeds()[1] == 1.0);
+}
+
+TEST_CASE("after 48 requests under one plan, the next has to promise 2 % again") {
+  Controller controller(1);
+  for (int request = 0; request < 100; ++request) controller.observe({1.0});
+  const auto replans = [&](double excess, int requests) {
+    bool any = false;
+    for (int request = 0; request < requests; ++request) {
+      any |= controller.should_replan(excess, 0);
+    }
+    return any;
+  };
+  CHECK(replans(0.5, 4));
+  controller.regret(0.5);
+  CHECK(!replans(0.5, 47));
+  CHECK(!replans(0.019, 2));
+  CHECK(replans(0.021, 1));
+  CHECK(!replans(0.029, 48));  // a correction
+  CHECK(replans(0.029, 1));
+}
+
+TEST_CASE("speeds that sink slowly are followed to the end") {
+  const auto truth = [](int64_t request) {
+    return Speeds{1.0, std::max(0.4, 1.0 - 0.0004 * static_cast<double>(request))};
+  };
+  const Outcome sinking = serve(2000, truth, 0.02, 1), all = serve(3000, truth, 0.02, 1);
+  CHECK(all.total_ms - sinking.total_ms <= 1.03 * (all.oracle_ms - sinking.oracle_ms));
 }
 
 TEST_CASE("without a jump a new plan waits for four requests and for 2 %") {

@@ -136,6 +136,54 @@ TEST_CASE("no plan is slower than a rank alone, or than all but those at the wor
   }
 }
 
+TEST_CASE("of many ranks, no plan is slower than the fast ones alone") {
+  auto profiles = at_links({10, 10, 10, 10, 200, 200, 200, 200});
+  for (size_t rank = 0; rank < profiles.size(); ++rank) {
+    profiles[rank].attention_tflops = rank < 4 ? 700.0 : 80.0;
+    profiles[rank].link_latency_us = {};
+  }
+  const std::vector<RankProfile> fast(profiles.begin(), profiles.begin() + 4);
+  for (const int64_t seq_len : {1 << 15, 1 << 16}) {
+    for (const bool causal : {true, false}) {
+      INFO(seq_len << " tokens, causal: " << causal);
+      const Workload workload = {causal, false};
+      const Layout layout = Layout::kZigzag;
+      const double ms = slowest(make_plan(seq_len, profiles, kAttention, layout, workload).rank_ms);
+      const double alone = slowest(make_plan(seq_len, fast, kAttention, layout, workload).rank_ms);
+      CHECK(ms <= 1.1 * alone);
+    }
+  }
+}
+
+TEST_CASE("a rank at a bad link that memory asks for lies where it costs least") {
+  auto profiles = at_links({50, 50, 1});
+  for (RankProfile& profile : profiles) {
+    profile.max_tokens = 16000;
+    profile.link_latency_us = {};
+  }
+  const Partition known(Layout::kZigzag, {12800, 13312, 6656});
+  const double ms = slowest(predict(known, profiles, kAttention, {}));
+  CHECK(planned_ms(1 << 15, profiles) <= 1.05 * ms);
+}
+
+TEST_CASE("unequal ranks leave even lengths for any gain") {
+  // A limit makes the lengths even that would balance best if nobody waited.
+  auto profiles = at_links({5, 50});
+  profiles[1].linear_tflops = 300.0;
+  for (RankProfile& profile : profiles) {
+    profile.attention_tflops = 600.0;
+    profile.link_latency_us = {};
+  }
+  profiles[0].linear_tflops = 600.0;
+  profiles[0].max_tokens = 32768;
+  const ModelCost layer{16384.0, 436e6, 16384};
+  const int64_t seq_len = 65536, depth = 1;
+  const auto ms = [&](int64_t more) {
+    return slowest(make_plan(seq_len + more, profiles, layer, Layout::kZigzag, {}, depth).rank_ms);
+  };
+  CHECK(ms(0) <= ms(1));
+}
+
 TEST_CASE("equal ranks at fast equal links keep equal lengths, whatever the latency") {
   for (const size_t world_size : {2, 3, 4, 8}) {
     for (const int64_t seq_len : {1 << 12, 1 << 13, 1 << 16}) {

@@ -200,6 +200,23 @@ TEST_CASE("the ideal knows neither overheads nor limits nor rounding") {
   }
 }
 
+TEST_CASE("the ideal is of the best order, whatever order overheads and limits ask for") {
+  std::vector<RankProfile> profiles(3);
+  for (RankProfile& profile : profiles) profile.attention_tflops = 300.0;
+  for (RankProfile& profile : profiles) profile.linear_tflops = 60.0;
+  profiles[2].attention_tflops = 60.0;
+  profiles[2].linear_tflops = 600.0;
+  const ModelCost layer{16384.0, 436e6, 4096};
+  const auto ideal_ms = [&] {
+    return make_plan(30000, profiles, layer, Layout::kContiguous).ideal_ms;
+  };
+  const double ideal = ideal_ms();
+  profiles[0].overhead_ms = 5.0;
+  profiles[1].overhead_ms = 20.0;
+  profiles[2].max_tokens = 3000;
+  CHECK(ideal_ms() == Approx(ideal).epsilon(1e-6));
+}
+
 TEST_CASE("contiguous boundaries lie at the square roots of the speeds' shares") {
   const Plan planned =
       make_plan(1 << 16, with_speeds({1.0, 1.0, 1.0}), kAttention, Layout::kContiguous);

@@ -176,6 +176,30 @@ TEST_CASE("a rank that is a little slower has fewer tiles, not fewer rows in as 
         Lengths{4096, 4096});
 }
 
+TEST_CASE("no plan in tiles is faster than its ideal") {
+  for (const int64_t seq_len : {128, 256, 384, 512, 1000}) {
+    for (const auto& speeds : std::vector<std::vector<double>>{{1.0}, {1.0, 1.0}, {1.0, 0.5}}) {
+      const Plan planned = make_plan(seq_len, in_tiles(speeds, kLargeAndSmall));
+      CHECK(planned.ideal_ms <= slowest(planned.rank_ms));
+    }
+  }
+}
+
+TEST_CASE("of short sequences, plans do not depend on how ranks are numbered") {
+  std::vector<double> speeds = {1.0, 1.0, 0.5, 0.1, 1.0, 0.5};
+  double least = 0.0, most = 0.0;
+  for (int shift = 0; shift < 6; ++shift) {
+    const Workload workload = {/*causal=*/false, /*training=*/false};
+    const double ms = slowest(
+        make_plan(1000, in_tiles(speeds, kLargeAndSmall), kAttention, Layout::kZigzag, workload)
+            .rank_ms);
+    least = shift == 0 ? ms : std::min(least, ms);
+    most = std::max(most, ms);
+    std::rotate(speeds.begin(), speeds.begin() + 1, speeds.end());
+  }
+  CHECK(most <= 1.3 * least);
+}
+
 TEST_CASE("a few thousand tokens are dealt in whole tiles") {
   // 16384 tokens, kernels in tiles of 128: no halves that end inside a tile.
   for (const auto& speeds : std::vector<std::vector<double>>{{1.0, 1.0, 1.0, 0.6},
