@@ -318,6 +318,8 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         parser.error(f"--lut and --regression must be tables that can be read, got: {error}")
     if arguments.wandb and importlib.util.find_spec("wandb") is None:
         parser.error("--wandb must find the package wandb, got none (pip install wandb)")
+    if arguments.report_only and arguments.out is None:
+        parser.error("--report-only must have the --out of an earlier command, got none")
     try:
         if arguments.out is not None:
             check_writable(cells_path(arguments.out))
@@ -338,7 +340,10 @@ def parts_of(words: Sequence[str]) -> list[Part]:
             if part.settings != settings or kinds[0] != kinds[1]:
                 sys.exit(f"parts with one --out must have the same settings, got {arguments.out}")
         path = cells_path(arguments.out) if arguments.out else None
-        store = alike[0].store if alike else Store(path)
+        try:
+            store = alike[0].store if alike else Store(path)
+        except ValueError as error:
+            sys.exit(str(error))
         own = command(words[:end])
         parts.append(Part(arguments, settings, cells_of(arguments), store, own))
         words = words[end + 1 :]

@@ -196,7 +196,7 @@ def noise(missed: Sequence[str], latencies: Mapping[str, Sequence[float]]) -> st
 def request(rebalancer: ringattn.Rebalancer, seq_len: int, tensors) -> None:
     """One request as a server would run it: plan, compute, tell the rebalancer what it took."""
     planned = rebalancer.plan(seq_len)
-    with ringattn.record_timings() as timings:
+    with ringattn.record_timings(by_block=False) as timings:
         ringattn.ring_attention(*tensors(planned.partition), planned.partition, depth=planned.depth)
     rebalancer.observe(timings)
 

@@ -100,17 +100,22 @@ class Store:
     """Finished cells: one JSON object a line, `{"key", "header", "rows"}`, appended as they come.
 
     A line that a crash cut short is skipped. Without a path everything stays in memory.
+
+    Raises:
+        ValueError: a file of something else.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._done: dict[str, dict[str, Any]] = {}
         if path is not None and path.exists():
-            for line in path.read_text().splitlines():
+            for line in path.read_text(errors="replace").splitlines():
                 try:
                     entry = json.loads(line)
                 except json.JSONDecodeError:
                     continue
+                if not isinstance(entry, dict) or not {"key", "header", "rows"} <= entry.keys():
+                    raise ValueError(f"{path} must hold finished cells, got {line[:40]!r}")
                 self._done[entry["key"]] = entry
 
     @staticmethod

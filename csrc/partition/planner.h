@@ -54,8 +54,8 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 /// Where these lengths would have ranks wait, for the bandwidth of links (their latency is only
 /// predicted, and moves no tokens) or for want of depth, others are searched
 /// for: without ranks whose blocks take longer than they help, and with tokens where they hide or
-/// shorten the waits. That finds the best of two or three ranks up to a percent, of more ranks up
-/// to some percent (`search_with_links`).
+/// shorten the waits. That finds the best of two or three ranks up to a percent in most cases, of
+/// more ranks often up to some percent, without a bound (`search_with_links`).
 ///
 /// The even partition is taken wherever it is as fast, and kept for equal ranks that wait, or whose
 /// tiles it does not fill, unless another is a tenth faster.

@@ -30,13 +30,13 @@ class CpuTransfer : public Transfer {
     const int tag = group.tag(message.step);
     if (message.send.defined()) {
       std::vector<at::Tensor> tensors = {message_.send};
-      group_.blaming(message_.call, message_.step, message_.destination, [&] {
+      group_.blaming(message_.call, message_.step, {message_.destination}, [&] {
         sending_ = process_group.send(tensors, static_cast<int>(message.destination), tag);
       });
     }
     if (message.receive.defined()) {
       std::vector<at::Tensor> tensors = {message_.receive};
-      group_.blaming(message_.call, message_.step, message_.source, [&] {
+      group_.blaming(message_.call, message_.step, {message_.source}, [&] {
         receiving_ = process_group.recv(tensors, static_cast<int>(message.source), tag);
       });
     }
@@ -58,7 +58,7 @@ class CpuTransfer : public Transfer {
  private:
   void complete(c10::intrusive_ptr<c10d::Work>& work, int64_t other) {
     if (!work) return;
-    group_.blaming(message_.call, message_.step, other,
+    group_.blaming(message_.call, message_.step, {other},
                    [&] { work->wait(group_.peers().timeout() * 4 / 5); });
     work.reset();
   }
@@ -139,7 +139,7 @@ class ProcessGroupTransport : public CollectiveTransport {
   at::Tensor all_gather(const at::Tensor& mine, int64_t call) override {
     at::Tensor all = at::empty({group_.size(), mine.numel()}, mine.options());
     at::Tensor flat = all.view(-1), input = mine;
-    group_.blaming(call, 0, (group_.rank() + 1) % group_.size(), [&] {
+    group_.blaming(call, 0, group_.others(), [&] {
       const auto work = group_process()._allgather_base(flat, input);
       // On an accelerator this orders the stream and does not block: no timeout of ours.
       mine.is_cpu() ? work->wait(group_.peers().timeout() * 4 / 5) : work->wait();
@@ -170,7 +170,13 @@ class ProcessGroupPeers : public Peers {
         timeout_(find_timeout(*group)) {
     if (size_ == 1) return;
     store_ = group->getStore();
-    spare_ = store_->clone();
+    try {
+      spare_ = store_->clone();
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false,
+                  "ringattn: group must have a store that can be cloned, got one that says: ",
+                  error.what());
+    }
     const std::string counter = "ringattn/" + std::to_string(rank_);
     prefix_ = "ringattn/" + std::to_string(store().add(counter, 1)) + "/";
   }
@@ -237,7 +243,8 @@ class ProcessGroupPeers : public Peers {
   static milliseconds find_timeout(c10d::ProcessGroup& group) {
     for (const auto type : {c10::kCPU, c10::kCUDA}) {
       try {
-        return group.getBackend(type)->getBackendOptions()->timeout;
+        const auto options = group.getBackend(type)->getBackendOptions();
+        if (options) return options->timeout;
       } catch (const c10::Error&) {
         // no backend for this device type, or one that keeps its options to itself
       }

@@ -36,14 +36,30 @@ Groups& groups() {
 // enough.
 std::string failed_key(int64_t rank) { return "failed/" + std::to_string(rank); }
 
+// Several where survivors that have not noticed yet are as silent as who is gone.
+std::string one_of(const std::vector<int64_t>& ranks) {
+  std::string who;
+  for (const int64_t rank : ranks) {
+    who += (who.empty() ? "rank " : " or rank ") + std::to_string(rank);
+  }
+  return who;
+}
+
 }  // namespace
 
 std::shared_ptr<RingGroup> RingGroup::resolve(const std::string& name) {
-  {
+  const auto known = [&]() -> std::shared_ptr<RingGroup> {
     const std::lock_guard<std::mutex> lock(groups().mutex);
-    const auto known = groups().by_name.find(name);
-    if (known != groups().by_name.end() && known->second->peers().current()) return known->second;
-  }
+    const auto found = groups().by_name.find(name);
+    if (found == groups().by_name.end() || !found->second->peers().current()) return nullptr;
+    return found->second;
+  };
+  if (auto group = known()) return group;
+  // Made once, whichever threads come for it: a rank that had made two would be out of step with
+  // the others. Its store is asked meanwhile, so the other lock is not held.
+  static std::mutex* const making = new std::mutex;
+  const std::lock_guard<std::mutex> one_at_a_time(*making);
+  if (auto group = known()) return group;
   collect();
   auto group = std::make_shared<RingGroup>(find_peers(name));
   const std::lock_guard<std::mutex> lock(groups().mutex);
@@ -192,17 +208,16 @@ void RingGroup::fail_call(int64_t call, const std::exception& error) {
 
 std::string RingGroup::blame(int64_t call, int64_t step, const std::vector<int64_t>& suspects,
                              const std::string& reason) {
-  int64_t blamed = suspects.front();
+  std::vector<int64_t> blamed = suspects;
   std::string refusal;
   try {
     const std::vector<int64_t> silent = most_suspected(suspects);
-    if (!silent.empty()) blamed = silent.front();
-    refusal = agreement_.refusal(call, blamed).value_or("");
+    if (!silent.empty()) blamed = silent;
+    if (blamed.size() == 1) refusal = agreement_.refusal(call, blamed.front()).value_or("");
   } catch (const std::exception&) {
-    // The store may have gone with the rank that died; then the first suspect is all that is known.
+    // The store may have gone with the rank that died; then the suspects are all that is known.
   }
-  return lost("rank " + std::to_string(blamed), "step " + std::to_string(step) + " of the ring",
-              refusal, reason);
+  return lost(one_of(blamed), "step " + std::to_string(step) + " of the ring", refusal, reason);
 }
 
 void RingGroup::end(const std::string& operation, const std::string& reason) {
@@ -219,11 +234,8 @@ void RingGroup::end(const std::string& operation, const std::string& reason) {
     // As in blame().
   }
   if (silent.empty() && suspects.size() == 1) silent = suspects;
-  std::string who;  // survivors that have not noticed yet are silent too
-  for (const int64_t rank : silent) {
-    who += (who.empty() ? "rank " : " or rank ") + std::to_string(rank);
-  }
-  fail(lost(who.empty() ? "a rank" : who, "step 0 of " + operation, refusal, reason));
+  const std::string who = silent.empty() ? "a rank" : one_of(silent);
+  fail(lost(who, "step 0 of " + operation, refusal, reason));
   throw_if_failed();
 }
 

@@ -94,13 +94,13 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
   /// Throws, with blame: the group ends because a collective that it does not run itself, one of
   /// c10d's own in `operation`, failed for `reason`.
   void end(const std::string& operation, const std::string& reason);
-  /// Runs `body`, whose failure means that `other` is gone: the group ends, with blame.
+  /// Runs `body`, whose failure means that one of `suspects` is gone: the group ends, with blame.
   template <typename Body>
-  void blaming(int64_t call, int64_t step, int64_t other, const Body& body) {
+  void blaming(int64_t call, int64_t step, const std::vector<int64_t>& suspects, const Body& body) {
     try {
       body();
     } catch (const std::exception& error) {
-      fail(blame(call, step, {other}, reason_of(error)));
+      fail(blame(call, step, suspects, reason_of(error)));
       throw_if_failed();
     }
   }

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._guards import detect_fake_mode
 
 from ringattn import _C
 from ringattn._group import Ring
@@ -43,9 +44,10 @@ def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | No
 
 
 def tell_peers(ring: Ring, error: Exception) -> None:
-    """So that all ranks fail at once and name this one, instead of waiting for it. While compiling
-    nobody is told: the others may run the call, with nothing to tell them from."""
-    if ring.world_size > 1 and not torch.compiler.is_compiling():
+    """So that all ranks fail at once and name this one, instead of waiting for it. While compiling,
+    or with fake tensors, nobody is told: the others may run the call, with nothing to tell them
+    from."""
+    if ring.world_size > 1 and not torch.compiler.is_compiling() and detect_fake_mode() is None:
         with suppress(RuntimeError):  # no store any more: this rank's mistake is still its own
             _C.refuse_call(ring.name, str(error))
 
@@ -84,6 +86,8 @@ def collective(ring: Ring, operation: str) -> Iterator[None]:
     if ring.world_size == 1:
         yield
         return
+    if detect_fake_mode() is not None:
+        raise ValueError(f"{operation} must have real tensors, got a call under FakeTensorMode")
     call(_C.check_group, ring.name)
     try:
         with _giving_up_sooner(ring.process_group):

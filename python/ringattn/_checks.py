@@ -48,7 +48,7 @@ def check_tensors(**tensors: torch.Tensor) -> None:
         plain = type(tensor) is torch.Tensor  # the usual case, told at once
         if not plain and not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if not plain and _is_dtensor(tensor):
+        if not plain and is_dtensor(tensor):
             raise ValueError(
                 f"{name} must be a plain tensor that holds this rank's rows, got a DTensor "
                 "(use its to_local())"
@@ -67,7 +67,7 @@ def check_tensors(**tensors: torch.Tensor) -> None:
             )
 
 
-def _is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
     # Note: importing the module would double the time that importing ringattn takes. Who has a
     # DTensor has imported it.
     module = sys.modules.get("torch.distributed.tensor")
@@ -84,7 +84,7 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool)  # NumPy's too
 
 
 def check_flag(name: str, value: bool) -> bool:
@@ -176,9 +176,9 @@ def finite_scale(scale: float | None, q: torch.Tensor) -> float:
 def clamp_depth(depth: int | None, ring: Ring) -> int | None:
     if depth is None:
         return None
-    if not isinstance(depth, int) or depth < 1:
+    if not is_integer(depth) or depth < 1:
         raise ValueError(f"depth must be None or an integer of at least 1, got {depth!r}")
-    return min(depth, max(1, ring.world_size - 1))
+    return min(int(depth), max(1, ring.world_size - 1))
 
 
 def check_transport(transport: str) -> None:

@@ -60,6 +60,22 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@overload
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    partition: Partition | None = None,
+    *,
+    group: Group = None,
+    causal: bool = True,
+    scale: float | None = None,
+    transport: str = "auto",
+    depth: int | None = None,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -147,7 +147,10 @@ class _Request:
         cuda_graphs: bool | None,
     ) -> _Request:
         if not is_integer(max_new_tokens) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens!r}")
+            raise ValueError(
+                f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}"
+            )
+        max_new_tokens = int(max_new_tokens)
         if seed is not None and not is_integer(seed):
             raise ValueError(f"seed must be an integer or None, got {seed!r}")
         if seed is not None and not -(2**63) <= seed < 2**64:
@@ -163,11 +166,11 @@ class _Request:
         eos_ids = _end_ids(eos_token_id, model)
         if pad_token_id is None:
             pad_token_id = model.config.pad_id
+        vocabulary = model.config.src_vocab_size
         if pad_token_id is None or pad_token_id == -1:  # some configurations write none as -1
-            pad_token_id = eos_ids[0] if eos_ids else 0
+            pad_token_id = next((end for end in eos_ids if 0 <= end < vocabulary), 0)
         if not is_integer(pad_token_id):
             raise ValueError(f"pad_token_id must be an integer or None, got {pad_token_id!r}")
-        vocabulary = model.config.src_vocab_size
         if not 0 <= pad_token_id < vocabulary:
             raise ValueError(f"pad_token_id must lie in [0, {vocabulary}), got {pad_token_id}")
         return cls(
@@ -203,6 +206,7 @@ def _cache_lengths(given: Sequence[int], partition: Partition, new_tokens: int) 
     lengths = tuple(given)
     if not all(is_integer(length) and length >= 0 for length in lengths):
         raise ValueError(f"cache_lengths must be integers of at least 0, got {list(lengths)}")
+    lengths = tuple(map(int, lengths))
     if len(lengths) != partition.world_size:
         raise ValueError(
             f"cache_lengths must be {partition.world_size} lengths, got {len(lengths)}"

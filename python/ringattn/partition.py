@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ringattn import _C
 from ringattn._calls import call, collective, tell_peers
-from ringattn._checks import check_collective, check_tensors
+from ringattn._checks import check_collective, check_tensors, is_dtensor
 from ringattn._group import Group, Ring, resolve_group
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -323,6 +323,8 @@ class Partition:
 def _check_tensor(name: str, x: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    if is_dtensor(x):
+        raise ValueError(f"{name} must be a plain tensor, got a DTensor")
 
 
 def _other_sizes(x: torch.Tensor, dim: int) -> list[int]:

@@ -207,10 +207,11 @@ def plan(
     they compute for nothing counts too, lengths that fill them are searched for, and taken where
     they are predicted to gain a hundredth over even ones. Where the bandwidth of links (their
     latency is predicted, but moves no tokens) or a small ``depth`` has ranks wait, lengths that
-    wait less are searched for; the best are found up to a percent for two or three ranks, up to
-    some percent for more. The even partition is taken wherever it is as fast, and kept for equal
-    ranks that wait, or whose tiles it does not fill, unless another is a tenth faster. A rank that
-    does not pay, for its overhead or for the bandwidth of its link, gets no tokens.
+    wait less are searched for; the best are found up to a percent for two or three ranks in most
+    cases, for more often up to some percent. The even partition is taken wherever it is as
+    fast, and kept for equal ranks that wait, or whose tiles it does not fill, unless another is a
+    tenth faster. A rank that does not pay, for its overhead or for the bandwidth of its link, gets
+    no tokens.
 
     Contiguous and causal, the order of the ranks is chosen too, among all orders up to 8 ranks;
     above, it is from fast to slow. Under zigzag it costs nothing by itself, and is the one that

@@ -222,14 +222,20 @@ def measure_ranks(
             dtype=dtype,
         )
         settling = settling_seconds(shard.device, seconds)
+        # How many calls a rank makes depends on these.
+        asked = (replace(shard, device=torch.device("cpu")), settling, transport, noise)
     except ValueError as error:
-        mistake = error
-    mistakes = _from_all(ring, None if mistake is None else str(mistake))
+        mistake, asked = error, None
+    answers = _from_all(ring, (None if mistake is None else str(mistake), asked))
     if mistake is not None:
         raise mistake
-    for rank, of_rank in enumerate(mistakes):
+    for rank, (of_rank, theirs) in enumerate(answers):
         if of_rank is not None:
             raise ValueError(f"{of_rank} (on rank {rank})")
+        if theirs != answers[0][1]:
+            raise ValueError(
+                f"arguments must be the same on all ranks, got others on rank {rank} than on rank 0"
+            )
     on_cuda = shard.device.type == "cuda"
     with torch.no_grad(), torch.cuda.device(shard.device) if on_cuda else contextlib.nullcontext():
         measured = _from_all(ring, _measure(ring, shard, settling, transport))
@@ -287,10 +293,11 @@ def _in_ring(
     cost = ModelCost.attention_only(
         shard.num_heads, shard.head_dim, num_kv_heads=shard.num_kv_heads, dtype=shard.dtype
     )
-    # Room for one layer there is, whatever there is for all.
-    profiles = [replace(profile, max_tokens=None) for profile in equalize(measured)]
-    planned = plan(shard.num_tokens * ring.world_size, profiles, cost)
-    own, profile = measured[ring.rank], profiles[ring.rank]
+    profiles = equalize(measured)
+    # Every rank is to show its speed, whatever a call, a hop, or room for all layers costs.
+    bare = [RankProfile(of.attention_tflops, of.linear_tflops, tiles=of.tiles) for of in profiles]
+    planned = plan(shard.num_tokens * ring.world_size, bare, cost)
+    own, overhead_ms = measured[ring.rank], profiles[ring.rank].overhead_ms
     num_tokens = planned.partition.lengths[ring.rank]
     q = shard.random(1, num_tokens, shard.num_heads, shard.head_dim)
     k, v = (shard.random(1, num_tokens, shard.num_kv_heads, shard.head_dim) for _ in range(2))
@@ -300,15 +307,16 @@ def _in_ring(
         return ring_attention(q, k, v, planned.partition, group=group, transport=transport)
 
     # By number and not by the clock: all ranks make the same calls.
-    calls = max(_FEWEST_CALLS, math.ceil(1e3 * seconds / planned.predicted_ms))
+    call_ms = planned.predicted_ms + max(profile.overhead_ms for profile in profiles)
+    calls = max(_FEWEST_CALLS, math.ceil(1e3 * seconds / call_ms))
     with collective(ring, "measure_profiles"):
         dist.barrier(ring.process_group)
     repeat(call, shard.device, 0.0, at_least=calls)
     with record_timings(by_block=False) as timings:
         repeat(call, shard.device, 0.0, at_least=calls)
-    speeds = call_tflops(timings.calls, profile.overhead_ms)
+    speeds = call_tflops(timings.calls, overhead_ms)
     if not speeds:
-        return own  # no tokens: it did not pay
+        return own  # too slow for a token
     in_tiles = work_in_tiles(planned.partition, ring.rank, cost, own.tiles)
     return replace(own, attention_tflops=Spread.of([in_tiles * speed for speed in speeds]))
 

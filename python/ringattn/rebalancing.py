@@ -97,11 +97,12 @@ class Rebalancer:
 
     A new plan is measured against the one before. Where the first three requests of one length are
     slower under it than the latest under that one, it is given up, with what was believed of speeds
-    because of it; until a speed is seen to change, plans then change only for 2 % more than it had
-    promised.
+    because of it; until a speed is seen to change, or for 48 requests, plans then change only for
+    2 % more than it had promised.
 
     Matrix products are taken to slow down with attention, the only work that is timed. A rank
-    without tokens shows nothing: its speed stays what it was. Requests need not all be observed.
+    without tokens shows nothing, and one whose calls are mostly overhead looks slow: a rank that
+    has fallen that far comes back with new profiles only. Requests need not all be observed.
     Where a whole ring is one launch, ``record_timings(by_block=False)`` shows how fast that is,
     what the launch waits for by itself included; block by block, calls are slower, and not by the
     same on all ranks.

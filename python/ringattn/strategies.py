@@ -237,18 +237,22 @@ class Regression:
         """From a file that :meth:`write` made.
 
         Raises:
-            ValueError: anything but six finite coefficients.
+            ValueError: anything but six finite coefficients, and an r_squared that is a number
+                where there is one.
             OSError: a file that cannot be read.
         """
         try:
             content = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} must be JSON, got {error}") from None
         c = content.get("coefficients") if isinstance(content, dict) else None
         numbers = isinstance(c, list) and all(isinstance(x, int | float) for x in c)
         if c is None or not numbers or len(c) != 6 or not all(math.isfinite(x) for x in c):
             raise ValueError(f"{path} must have six finite coefficients, got {c!r}")
-        return cls((c[0], c[1], c[2], c[3], c[4], c[5]), content.get("r_squared", math.nan))
+        r_squared = content.get("r_squared", math.nan)
+        if not isinstance(r_squared, int | float):
+            raise ValueError(f"{path} must have an r_squared that is a number, got {r_squared!r}")
+        return cls((c[0], c[1], c[2], c[3], c[4], c[5]), r_squared)
 
     def write(self, path: Path | str) -> None:
         """As JSON."""

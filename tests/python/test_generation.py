@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from _distributed import RankPool, this
@@ -253,13 +254,13 @@ def test_tokens_are_handed_out_as_they_come(model: LLaMA) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
         ({"temperature": -1.0}, "temperature must be 0 or more and finite, got -1.0"),
         ({"temperature": 1e-39}, "temperature must be 0 or 1.18e-38 or more, got 1e-39"),
         ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
         ({"top_k": True}, "top_k must be an integer of at least 1, got True"),
         ({"do_sample": "no"}, "do_sample must be True or False, got 'no'"),
-        ({"max_new_tokens": True}, "max_new_tokens must be at least 1, got True"),
+        ({"max_new_tokens": True}, "max_new_tokens must be an integer of at least 1, got True"),
         ({"seed": 2**64}, "seed must fit 64 bits, got 18446744073709551616"),
         ({"seed": -(2**63) - 1}, "seed must fit 64 bits"),
         ({"pad_token_id": 1.5}, "pad_token_id must be an integer or None, got 1.5"),
@@ -275,7 +276,7 @@ def test_tokens_are_handed_out_as_they_come(model: LLaMA) -> None:
         ({"temperature": "1"}, "temperature must be 0 or more and finite, got '1'"),
         ({"top_p": "1"}, r"top_p must lie in \(0, 1\], got '1'"),
         ({"eos_token_id": 1.5}, "eos_token_id must be integers, .* got 1.5"),
-        ({"max_new_tokens": None}, "max_new_tokens must be at least 1, got None"),
+        ({"max_new_tokens": None}, "max_new_tokens must be an integer of at least 1, got None"),
         ({"cuda_graphs": True}, "cuda_graphs must have a model on CUDA, got cpu"),
         ({"partition": Partition.even(4, 1)}, "the 4 tokens of the partition, got 5"),
         ({"partition": Partition.even(5, 2)}, "partition must have 1 ranks, got 2"),
@@ -289,6 +290,19 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str, mode
     arguments = {"prompt_ids": random_ids(1, 5), "max_new_tokens": 2, **options}
     with pytest.raises(ValueError, match=message):
         generate(model, **arguments)
+
+
+@pytest.mark.parametrize("end", [-1, 1000, [1000, -1]])
+def test_end_tokens_outside_the_vocabulary_end_nothing(end: Any, model: LLaMA) -> None:
+    prompt = random_ids(1, 5)
+    ids = generate(model, prompt, max_new_tokens=3, eos_token_id=end)
+    assert torch.equal(ids, generate(model, prompt, max_new_tokens=3, eos_token_id=None))
+
+
+def test_lengths_may_be_numpys(model: LLaMA) -> None:
+    prompt = random_ids(1, 5)
+    ids = generate(model, prompt, max_new_tokens=np.int64(2), cache_lengths=np.array([6]))
+    assert torch.equal(ids, generate(model, prompt, max_new_tokens=2))
 
 
 def generate_differently(folder: Path, options: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from _rings import Case
 from ringattn import Partition
 from ringattn.models import LLaMA, LLaMAConfig
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def even(world_size: int, rows: int = 6, **options) -> Case:
@@ -195,6 +196,41 @@ def without_a_backend() -> None:
 
 def test_a_group_that_cannot_carry_the_tensors_is_refused(rank_pool):
     rank_pool(2).run(without_a_backend)
+
+
+def two_threads_use_a_group_first() -> None:
+    size = this().world_size
+    x = torch.zeros(1, 4, 1, 8)
+    for _ in range(10):
+        group = dist.new_group(list(range(size)))
+        if this().rank == 0:
+            begin = threading.Barrier(4)
+
+            def use(begin=begin, group=group) -> None:
+                begin.wait()
+                ringattn.synchronize(group)
+
+            threads = [threading.Thread(target=use) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        ringattn.ring_attention(x, x, x, group=group)
+        dist.destroy_process_group(group)
+
+
+def test_a_group_that_several_threads_use_first_is_one(rank_pool):
+    rank_pool(2).run(two_threads_use_a_group_first)
+
+
+def test_groups_without_messages_or_clonable_stores_are_refused() -> None:
+    x = torch.zeros(1, 4, 1, 8)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(ValueError, match="group must have a store that can be cloned, got one"):
+            ringattn.ring_attention(x, x, x)
+    finally:
+        dist.destroy_process_group()
 
 
 TINY = LLaMAConfig(src_vocab_size=16, emb_dim=16, nlayers=1, nheads=2, hidden_dim=8)

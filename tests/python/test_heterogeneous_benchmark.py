@@ -231,6 +231,7 @@ def test_one_rank_is_refused_as_that(capsys: pytest.CaptureFixture[str]) -> None
         (["--cell-seconds", "0"], "--cell-seconds must be positive, got 0.0"),
         (["--lut", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
         (["--regression", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
+        (["--report-only"], "--report-only must have the --out of an earlier command, got none"),
         (["--wandb"], "--wandb must find the package wandb, got none"),
     ],
 )

@@ -40,10 +40,12 @@ def lose_a_rank_in(function_name: str, victim: int) -> str:
     return str(first.value)
 
 
-@pytest.mark.parametrize("function_name", ["decode_attention", "rotate_kv"])
-def test_a_rank_that_dies_is_named_by_the_other_collectives(function_name):
-    victim = 2
-    with RankPool(3, timeout_s=TIMEOUT_S) as ring:
+@pytest.mark.parametrize(
+    ("function_name", "world_size", "victim"),
+    [("decode_attention", 3, 2), ("rotate_kv", 3, 2), ("decode_attention", 4, 1)],
+)
+def test_a_rank_that_dies_is_named_by_the_other_collectives(function_name, world_size, victim):
+    with RankPool(world_size, timeout_s=TIMEOUT_S) as ring:
         for outcome in ring.outcomes(lose_a_rank_in, function_name, victim):
             if outcome.rank == victim:
                 assert outcome.died

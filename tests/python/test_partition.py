@@ -323,6 +323,19 @@ def gather_wrongly(what: str, culprit: int, width: int) -> str:
     return str(error.value)
 
 
+def shard_a_dtensor() -> None:
+    rank, size = this().rank, this().world_size
+    partition = Partition.zigzag([1, 15])
+    x = DTensor.from_local(torch.zeros(1, 16, 1), init_device_mesh("cpu", (size,)), run_check=False)
+    for call in (lambda: partition.shard(x, rank), lambda: partition.unshard([x, x])):
+        with pytest.raises(ValueError, match="must be a plain tensor, got a DTensor"):
+            call()
+
+
+def test_dtensors_are_not_cut(rank_pool):
+    rank_pool(2, "cpu").run(shard_a_dtensor)
+
+
 WRONG_GATHERS = {
     "meta": "x must be on a device with a kernel",
     "sparse": "x must be strided",

@@ -115,6 +115,53 @@ def test_attention_is_as_fast_as_in_the_ring(rank_pool: Callable[..., RankPool])
         assert calls == answers[0][1] and calls[0] >= 3
 
 
+def measure_for_longer_on_the_last_rank() -> str:
+    x = torch.zeros(1, 4, 1, 16)
+    ringattn.ring_attention(x, x, x)
+    with pytest.raises(ValueError) as error:
+        ringattn.measure_profiles(**SMALL | {"seconds": 0.01 * (1 + this().rank)}, device="cpu")
+    ringattn.ring_attention(x, x, x)
+    return str(error.value)
+
+
+def test_ranks_that_would_measure_differently_are_refused(
+    rank_pool: Callable[..., RankPool],
+) -> None:
+    for said in rank_pool(2).run(measure_for_longer_on_the_last_rank):
+        assert (
+            said == "arguments must be the same on all ranks, got others on rank 1 than on rank 0"
+        )
+
+
+def plan_of_the_ring(overhead_ms: float) -> tuple[int, ...]:
+    """How tokens were dealt out among equal ranks, one of which has such an overhead."""
+    lengths = []
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, partition: Any, **rest: Any
+    ) -> Any:
+        lengths.append(partition.lengths)
+        return ring_attention(q, k, v, partition, **rest)
+
+    def equal(measured: list[Any], noise: float = 0.05) -> list[RankProfile]:
+        slow = {"overhead_ms": overhead_ms, "link_gbps": 0.001, "link_latency_us": 10.0}
+        return [RankProfile(1.0, 1.0), *(RankProfile(1.0, 1.0, **slow) for _ in measured[1:])]
+
+    ring_attention = profiling.ring_attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiling, "ring_attention", attend)
+        patch.setattr(profiling, "equalize", equal)
+        ringattn.measure_profiles(device="cpu", **SMALL)
+    return lengths[0]
+
+
+def test_every_rank_takes_part_in_the_ring_that_is_measured(
+    rank_pool: Callable[..., RankPool],
+) -> None:
+    for lengths in rank_pool(2).run(plan_of_the_ring, 1e3):
+        assert lengths[0] == lengths[1] > 0
+
+
 def test_room_for_all_layers_does_not_matter_to_one(rank_pool: Callable[..., RankPool]) -> None:
     small = {**SMALL, "num_layers": 2**40}
     profiles = rank_pool(2).run(ringattn.measure_profiles, device="cpu", **small)[0]
@@ -333,6 +380,8 @@ def test_a_sweep_too_small_for_a_formula_writes_the_rest(tmp_path: Path) -> None
         ),
         (("--json", "nowhere/f.json"), "--json must name a file in a folder that can be written"),
         (("--json", "."), "--json must name a file in a folder that can be written"),
+        (("--sizes", "64"), "--sizes must come with --percentages or --slowdowns, got neither"),
+        (("--out", "."), "--out must come with --percentages or --slowdowns, got neither"),
         (("--noise", "2"), r"--noise must lie in \[0, 1\), got 2.0"),
         (("--seconds", "-1"), "seconds must be finite and positive, got -1.0"),
     ],

@@ -239,6 +239,14 @@ def test_a_regression_survives_its_file(tmp_path: Path) -> None:
     (tmp_path / "regression.json").write_text('{"coefficients": [1, 2]}')
     with pytest.raises(ValueError, match=r"must have six finite coefficients, got \[1, 2\]"):
         Regression.read(tmp_path / "regression.json")
+    (tmp_path / "regression.json").write_text(
+        '{"coefficients": [1, 2, 3, 4, 5, 6], "r_squared": "1"}'
+    )
+    with pytest.raises(ValueError, match="must have an r_squared that is a number, got '1'"):
+        Regression.read(tmp_path / "regression.json")
+    (tmp_path / "regression.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="must be JSON, got"):
+        Regression.read(tmp_path / "regression.json")
 
 
 # ---- tables of one's own -----------------------------------------------------------------------

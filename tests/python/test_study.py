@@ -35,6 +35,14 @@ def test_other_settings_are_other_cells(tmp_path: Path) -> None:
     assert not again.has(Settings(**BASE), Cell("sweep", (50, 100), "attention", 256))
 
 
+@pytest.mark.parametrize("line", ["123", "null", "[]", '{"a": 1}'])
+def test_cells_are_not_read_from_another_file(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "cells.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match="must hold finished cells, got"):
+        Store(path)
+
+
 def test_a_table_that_was_edited_is_another_one(tmp_path: Path) -> None:
     cell = Cell("sweep", (100, 50), "attention", 256)
     store = Store(None)

@@ -122,6 +122,9 @@ def run(options: argparse.Namespace) -> int:
     if options.percentages is not None or options.slowdowns is not None:
         _sweep(options)
         return 0
+    for name in ("sizes", "out"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} must come with --percentages or --slowdowns, got neither")
     check_json(options.json)
     with process_group(options.device) as (device, world_size):
         # Note: a function of its own, so that nothing of it is left when the group is destroyed.
