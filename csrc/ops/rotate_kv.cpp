@@ -10,6 +10,10 @@
 #include <utility>
 #include <vector>
 
+#ifdef RINGATTN_WITH_CUDA
+#include <c10/cuda/CUDAStream.h>
+#endif
+
 #include "ops/checks.h"
 #include "transport/ring_group.h"
 
@@ -165,6 +169,10 @@ at::Tensor wait_kv_op(const at::Tensor& received, const at::Tensor& sent) {
     rotation.transfer->wait();
     rotation.transfer->finish();
   }
+#ifdef RINGATTN_WITH_CUDA
+  // It may come from another stream than this one, which reads it.
+  if (received.is_cuda()) received.record_stream(c10::cuda::getCurrentCUDAStream());
+#endif
   // A copy: to torch.compile received is dead now, and so its memory may be used again.
   at::Tensor result = received.clone();
   if (rotation.transfer) rotation.transport->guard({result});

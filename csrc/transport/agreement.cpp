@@ -49,12 +49,14 @@ void Agreement::join(int64_t call, const Signature& signature) {
     agreed = agreed_.emplace(signature.key(), text_hash).first;
   }
   latest_ = hash(std::to_string(call), agreed->second);
+  ++joined_;
 }
 
 uint32_t Agreement::compare(int64_t call, const Signature& signature) {
   meet_ = true;  // should this fail
   const std::string text = signature.text();
-  publish(call, kAsks + text);
+  const std::string joined = "calls before=" + std::to_string(joined_) + "\n";
+  publish(call, kAsks + joined + text);
 
   // All answers are read before any is judged, so that every rank has the same to say.
   const auto deadline = std::chrono::steady_clock::now() + peers_.timeout() * 4 / 5;
@@ -73,6 +75,13 @@ uint32_t Agreement::compare(int64_t call, const Signature& signature) {
   for (int64_t rank = 0; rank < peers_.size(); ++rank) {
     if (words[rank] == words[0]) continue;
     const Difference difference = first_difference(words[0].substr(1), words[rank].substr(1));
+    // What a rank refused and others, who knew it, did not wait for: from there on blocks of one
+    // call would be taken for those of another.
+    TORCH_CHECK_WITH(DistBackendError,
+                     words[rank].rfind(words[0].substr(0, words[0].find('\n') + 1), 0) == 0,
+                     "ranks must have made the same calls, got ", difference.mine,
+                     " on rank 0 and ", difference.theirs, " on rank ", rank,
+                     ", one of which was refused; the group cannot be used any more");
     TORCH_CHECK(false, "ringattn: ranks must agree on ", difference.name, ", got ", difference.mine,
                 " on rank 0 and ", difference.theirs, " on rank ", rank);
   }

@@ -15,7 +15,8 @@ namespace ringattn {
 /// Ranks compare what they were asked to do before anything is sent, through the group's store. A
 /// signature that was agreed on once costs a look-up from then on, until some call has failed here:
 /// then ranks compare again, because one that refused a call goes on while others, who knew its
-/// signature, may still be in it.
+/// signature, may still be in it. With what it asks for, each rank says how many calls it has been
+/// in: one that refused a call that the others made is out of step, and the group ends.
 ///
 /// Calls are numbered by the group; all ranks make the same calls in the same order, refused ones
 /// included, so the number alone tells which call a rank speaks of. Not thread-safe: one call at a
@@ -47,6 +48,7 @@ class Agreement {
   std::unordered_map<std::string, uint32_t> agreed_;  // by key of a signature: a hash of its text
   bool meet_ = false;                                 // also for what has been agreed on before
   uint32_t latest_ = 0;                               // a hash of the latest call
+  int64_t joined_ = 0;                                // calls
   std::vector<std::string> published_;                // keys of this rank that are in the store
 };
 

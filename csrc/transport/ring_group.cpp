@@ -208,16 +208,21 @@ void RingGroup::fail_call(int64_t call, const std::exception& error) {
 
 std::string RingGroup::blame(int64_t call, int64_t step, const std::vector<int64_t>& suspects,
                              const std::string& reason) {
-  std::vector<int64_t> blamed = suspects;
+  // Of several none may be silent: all have noticed that something is wrong.
+  std::vector<int64_t> blamed;
+  if (suspects.size() == 1) blamed = suspects;
   std::string refusal;
   try {
     const std::vector<int64_t> silent = most_suspected(suspects);
     if (!silent.empty()) blamed = silent;
-    if (blamed.size() == 1) refusal = agreement_.refusal(call, blamed.front()).value_or("");
+    for (const int64_t rank : suspects) {
+      if (refusal.empty()) refusal = agreement_.refusal(call, rank).value_or("");
+    }
   } catch (const std::exception&) {
     // The store may have gone with the rank that died; then the suspects are all that is known.
   }
-  return lost(one_of(blamed), "step " + std::to_string(step) + " of the ring", refusal, reason);
+  return lost(blamed.empty() ? "a rank" : one_of(blamed),
+              "step " + std::to_string(step) + " of the ring", refusal, reason);
 }
 
 void RingGroup::end(const std::string& operation, const std::string& reason) {

@@ -78,6 +78,12 @@ def _giving_up_sooner(group: dist.ProcessGroup | None) -> Iterator[None]:
                 backend._set_default_timeout(timeout)
 
 
+def check_real(operation: str) -> None:
+    """ValueError under FakeTensorMode, where nothing can be had from other ranks."""
+    if detect_fake_mode() is not None:
+        raise ValueError(f"{operation} must have real tensors, got a call under FakeTensorMode")
+
+
 @contextmanager
 def collective(ring: Ring, operation: str) -> Iterator[None]:
     """Around collectives of torch.distributed's own: where one fails a peer is gone, which the
@@ -86,8 +92,7 @@ def collective(ring: Ring, operation: str) -> Iterator[None]:
     if ring.world_size == 1:
         yield
         return
-    if detect_fake_mode() is not None:
-        raise ValueError(f"{operation} must have real tensors, got a call under FakeTensorMode")
+    check_real(operation)
     call(_C.check_group, ring.name)
     try:
         with _giving_up_sooner(ring.process_group):

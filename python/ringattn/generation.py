@@ -155,6 +155,7 @@ class _Request:
             raise ValueError(f"seed must be an integer or None, got {seed!r}")
         if seed is not None and not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed must fit 64 bits, got {seed}")
+        seed = None if seed is None else int(seed)
         if cuda_graphs and model.device.type != "cuda":
             raise ValueError(f"cuda_graphs must have a model on CUDA, got {model.device}")
         partition = model.check(prompt_ids, partition, new_tokens=max_new_tokens)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn import _C
-from ringattn._calls import call, collective, tell_peers
+from ringattn._calls import call, check_real, collective, tell_peers
 from ringattn._checks import check_collective, check_tensors, is_dtensor
 from ringattn._group import Group, Ring, resolve_group
 
@@ -261,6 +261,7 @@ class Partition:
             raise
         if ring.world_size == 1:
             return self.unshard([x], dim)
+        check_real("gather")
         sizes = _other_sizes(x, dim)
         who = (list(self.lengths), list(self.order), self.layout)
         call(_C.agree_to_gather, ring.name, *who, str(x.dtype), str(x.device), sizes, dim)

@@ -24,7 +24,7 @@ from ringattn._group import Group, Ring, resolve_group
 from ringattn._shard import Shard, resolve_device, settling_seconds
 from ringattn.functional import ring_attention, rotate_kv
 from ringattn.partition import Partition
-from ringattn.planning import ModelCost, plan, work_in_tiles
+from ringattn.planning import ModelCost, plan, predict, work_in_tiles
 from ringattn.profiles import AttentionTile, RankProfile, is_number
 from ringattn.timings import call_tflops, check_not_recording, record_timings
 
@@ -307,7 +307,7 @@ def _in_ring(
         return ring_attention(q, k, v, planned.partition, group=group, transport=transport)
 
     # By number and not by the clock: all ranks make the same calls.
-    call_ms = planned.predicted_ms + max(profile.overhead_ms for profile in profiles)
+    call_ms = max(predict(planned.partition, profiles, cost))
     calls = max(_FEWEST_CALLS, math.ceil(1e3 * seconds / call_ms))
     with collective(ring, "measure_profiles"):
         dist.barrier(ring.process_group)

@@ -301,7 +301,8 @@ def test_end_tokens_outside_the_vocabulary_end_nothing(end: Any, model: LLaMA) -
 
 def test_lengths_may_be_numpys(model: LLaMA) -> None:
     prompt = random_ids(1, 5)
-    ids = generate(model, prompt, max_new_tokens=np.int64(2), cache_lengths=np.array([6]))
+    lengths = {"max_new_tokens": np.int64(2), "cache_lengths": np.array([6])}
+    ids = generate(model, prompt, seed=np.int64(3), **lengths)
     assert torch.equal(ids, generate(model, prompt, max_new_tokens=2))
 
 

@@ -62,3 +62,27 @@ def test_what_an_operator_refuses_by_itself_is_told_too(shared_ring):
         assert outcome.error == ("RuntimeError" if outcome.rank == 0 else "ValueError")
         assert "q must not require grad" in outcome.message and outcome.seconds < 5
     check_ring(shared_ring, even(shared_ring.world_size))
+
+
+def refused_where_nobody_waits() -> str:
+    """The last rank, which owns nothing, refuses a call that the other one knows and makes; what
+    both are told of the next call, of another kind."""
+    partition = Partition.zigzag([6, 0])
+    q, k, v = Case(partition).local_inputs()
+    ringattn.ring_attention(q, k, v, partition)
+    if this().rank == 0:
+        ringattn.ring_attention(q, k, v, partition)
+    else:
+        with pytest.raises(ValueError, match="depth must be"):
+            ringattn.ring_attention(q, k, v, partition, depth=0)
+    with pytest.raises(dist.DistBackendError) as error:
+        ringattn.ring_attention(q, k, v, partition, causal=False)
+    with pytest.raises(dist.DistBackendError):
+        ringattn.synchronize()
+    return str(error.value)
+
+
+def test_ranks_that_are_not_in_the_same_call_any_more_all_get_an_error() -> None:
+    with RankPool(2) as ring:
+        for said in ring.run(refused_where_nobody_waits):
+            assert "ranks must have made the same calls, got 2 on rank 0 and 1 on rank 1" in said

@@ -103,7 +103,6 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
     wait_for_others(to);
     return;
   }
-  let_next_kernel_begin();
   // Who has given up must not write over what a peer that is only late will read yet. Asked for
   // now, it is known when the first keys have come.
   const bool failed = load_relaxed_system(to.failed) != 0;
@@ -120,6 +119,9 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
       }
     }
   }
+  // Not before the words are taken back: the next kernel takes them, at its end, for news.
+  __syncthreads();
+  let_next_kernel_begin();
 
   const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize, warps = copying * kWarps;
   const uint32_t num_heads = to.num_kv_heads;

@@ -224,8 +224,11 @@ class Run:
             partition = Partition.even(len(prompt_ids), model.ring.world_size)
         if model.device.type == "cuda" and model.ring.world_size > 1:
             # One launch took all blocks; without the clock, what each of them takes by itself.
-            with record_timings() as timings:
-                generate(model, prompt, max_new_tokens=1, partition=partition, eos_token_id=None)
+            for _ in range(min(options.warmup, 1) + 1):
+                with record_timings() as timings:
+                    generate(
+                        model, prompt, max_new_tokens=1, partition=partition, eos_token_id=None
+                    )
         times = [1e3 * (after - before) for before, after in pairwise(ticks)]
         return cls(partition, generated_ids, times[0], times[1:], timings)
 
