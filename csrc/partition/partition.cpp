@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "partition/partition.h"
 
+#include <algorithm>
+#include <cstdlib>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
@@ -45,6 +47,11 @@ Partition::Partition(Layout layout, std::vector<int64_t> lengths, std::vector<in
     }
     place_[rank] = place;
   }
+  round_ = order_;
+  const auto owns = [&](int64_t rank) { return lengths_[rank] > 0; };
+  num_owners_ = std::stable_partition(round_.begin(), round_.end(), owns) - round_.begin();
+  round_place_.resize(world_size);
+  for (int64_t place = 0; place < world_size; ++place) round_place_[round_[place]] = place;
 }
 
 int64_t Partition::head_length(int64_t rank) const {
@@ -54,6 +61,14 @@ int64_t Partition::head_length(int64_t rank) const {
 int64_t Partition::neighbour(int64_t rank, int64_t distance) const {
   const int64_t world_size = this->world_size();
   return order_[((place(rank) + distance) % world_size + world_size) % world_size];
+}
+
+int64_t Partition::in_round(int64_t rank, int64_t distance) const {
+  const int64_t world_size = this->world_size();
+  const int64_t at = round_place_.at(rank);
+  const int64_t all = at < num_owners_ ? num_owners_ : world_size;
+  if (std::abs(distance) >= all) return round_[std::abs(distance)];
+  return round_[((at + distance) % all + all) % all];
 }
 
 std::vector<Segment> Partition::segments(int64_t rank) const {

@@ -48,14 +48,25 @@ class RINGATTN_API Partition {
   int64_t place(int64_t rank) const { return place_.at(rank); }
   /// The rank `distance` places after `rank` in `order`, cyclic; negative distances go back.
   int64_t neighbour(int64_t rank, int64_t distance) const;
+  /// The rank whose block visits `rank` at `step` of a ring, 0 .. W-1: its own, then those of the
+  /// ranks before it in `order`, cyclic. Ranks without tokens have nothing to give or to ask for,
+  /// and come last: nobody spends a step on them.
+  int64_t visitor(int64_t rank, int64_t step) const { return in_round(rank, -step); }
+  /// And the rank that its own block visits.
+  int64_t visited(int64_t rank, int64_t step) const { return in_round(rank, step); }
   /// What `rank` owns, ascending; empty pieces are left out.
   std::vector<Segment> segments(int64_t rank) const;
 
  private:
+  int64_t in_round(int64_t rank, int64_t distance) const;
+
   Layout layout_;
-  std::vector<int64_t> lengths_;  // [W], tokens of each rank
-  std::vector<int64_t> order_;    // [W], ranks
-  std::vector<int64_t> place_;    // [W], inverse of order_
+  std::vector<int64_t> lengths_;      // [W], tokens of each rank
+  std::vector<int64_t> order_;        // [W], ranks
+  std::vector<int64_t> place_;        // [W], inverse of order_
+  std::vector<int64_t> round_;        // [W], order_, but ranks without tokens last
+  std::vector<int64_t> round_place_;  // [W], inverse of round_
+  int64_t num_owners_ = 0;            // ranks with tokens
   int64_t seq_len_ = 0;
 };
 

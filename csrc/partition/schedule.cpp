@@ -36,7 +36,7 @@ std::vector<Visit> schedule(const Partition& partition, int64_t rank, bool causa
   std::vector<Visit> visits;
   visits.reserve(partition.world_size());
   for (int64_t step = 0; step < partition.world_size(); ++step) {
-    visits.push_back(visit(partition, rank, partition.neighbour(rank, -step), causal));
+    visits.push_back(visit(partition, rank, partition.visitor(rank, step), causal));
   }
   // Every visit reaches from some row to the last one, so what no later visit reaches is a range
   // too.

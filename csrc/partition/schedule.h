@@ -32,8 +32,8 @@ struct Visit {
   }
 };
 
-/// The blocks that visit `rank`, in visiting order: its own first, then those of the ranks before
-/// it in the partition's order, cyclic. One entry for every rank, also where nothing is visible.
+/// The blocks that visit `rank`, in visiting order (Partition::visitor). One entry for every rank,
+/// also where nothing is visible.
 /// Nothing masked is ever computed: every visit is one call, dense or under one diagonal.
 RINGATTN_API std::vector<Visit> schedule(const Partition& partition, int64_t rank, bool causal);
 

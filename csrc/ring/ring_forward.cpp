@@ -29,7 +29,7 @@ std::vector<Hop> hops(const RingCall& call, const std::vector<Visit>& visits) {
     Hop hop;
     hop.source = visits[step].source;
     hop.rows_received = visits[step].key_end;
-    hop.destination = call.partition.neighbour(call.rank, step);
+    hop.destination = call.partition.visited(call.rank, step);
     hop.rows_sent = rows_seen(call.partition, hop.destination, call.rank, call.causal);
     hop.source_rows = call.partition.length(hop.source);
     hops.push_back(hop);

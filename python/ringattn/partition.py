@@ -60,7 +60,7 @@ class Partition:
         layout: "zigzag" or "contiguous".
         lengths: tokens of each rank, ``[W]``; 0 is a rank without tokens.
         order: ranks outermost first (zigzag) or first to last (contiguous); empty means ``0 ..
-            W-1``. Key/value blocks visit in this order.
+            W-1``. Key/value blocks visit in this order, those of ranks without tokens last.
 
     Raises:
         ValueError: an unknown layout, no ranks, lengths that are not non-negative integers or add

@@ -73,6 +73,28 @@ TEST_CASE("blocks visit once each, the own one first, then backwards through the
   CHECK(visits[3].source == 1);
 }
 
+TEST_CASE("blocks of ranks without tokens visit last, and each visit is a hop of both ranks") {
+  const Partition partition(Layout::kZigzag, {4, 0, 4, 0, 4}, {4, 1, 0, 3, 2});
+  const auto sources = [&](int64_t rank) {
+    std::vector<int64_t> sources;
+    for (const Visit& visit : schedule(partition, rank, true)) sources.push_back(visit.source);
+    return sources;
+  };
+  CHECK(sources(0) == std::vector<int64_t>{0, 4, 2, 1, 3});
+  CHECK(sources(2) == std::vector<int64_t>{2, 0, 4, 1, 3});
+  CHECK(sources(4) == std::vector<int64_t>{4, 2, 0, 1, 3});
+  for (int64_t rank = 0; rank < 5; ++rank) {
+    auto all = sources(rank);
+    std::sort(all.begin(), all.end());
+    CHECK(all == std::vector<int64_t>{0, 1, 2, 3, 4});
+    for (int64_t step = 0; step < 5; ++step) {
+      const int64_t other = partition.visited(rank, step);
+      if (partition.length(rank) == 0 || partition.length(other) == 0) continue;
+      CHECK(sources(other)[step] == rank);
+    }
+  }
+}
+
 TEST_CASE("zigzag work between two ranks is half the product of their lengths") {
   std::mt19937 random(3);
   for (int trial = 0; trial < 100; ++trial) {
