@@ -121,8 +121,7 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("query_end", &Visit::query_end)
       .def_readonly("key_end", &Visit::key_end)
       .def_readonly("diagonal", &Visit::diagonal)
-      .def_property_readonly("num_pairs", &Visit::num_pairs)
-      .def_property_readonly("rows_received", [](const Visit& visit) { return visit.key_end; });
+      .def_property_readonly("num_pairs", &Visit::num_pairs);
   m.def("segments", &segments, py::arg("layout"), py::arg("lengths"), py::arg("order"),
         py::arg("rank"));
   m.def("schedule", &visits, py::arg("layout"), py::arg("lengths"), py::arg("order"),
@@ -240,7 +239,9 @@ PYBIND11_MODULE(_C, m) {
       py::call_guard<py::gil_scoped_release>());
   m.def(
       "synchronize",
-      [](const std::string& group_name) { RingGroup::resolve(group_name)->synchronize(); },
+      [](const std::string& group_name) {
+        if (const auto group = RingGroup::find(group_name)) group->synchronize();
+      },
       py::arg("group_name"), py::call_guard<py::gil_scoped_release>());
   m.def("set_hostile_transfers", &set_hostile_transfers, py::arg("seed"));
   m.def("transports", &transports);

@@ -4,6 +4,8 @@
 #include <ATen/MemoryOverlap.h>
 
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 
 #include "attention/block_attention.h"
@@ -43,6 +45,15 @@ void check_written(const at::Tensor& x, const char* name) {
                  " must not overlap itself, got strides ", x.strides());
 }
 
+// What is set but means nothing would be taken for the default.
+void check_switch(const char* variable, const char* one, const char* other) {
+  const char* value = std::getenv(variable);
+  RINGATTN_CHECK(value == nullptr || *value == 0 || std::strcmp(value, one) == 0 ||
+                     std::strcmp(value, other) == 0,
+                 "environment variable ", variable, " must be ", one, " or ", other, ", got ",
+                 value);
+}
+
 }  // namespace
 
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
@@ -67,6 +78,8 @@ void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                  "the number of query heads must be a multiple of the number of key heads, ",
                  k.size(2), ", got ", q.size(2));
   RINGATTN_CHECK(std::isfinite(scale), "scale must be finite, got ", scale);
+  check_switch("RINGATTN_KERNEL_FAMILY", "sm80", "sm90");
+  check_switch("RINGATTN_KERNEL_WAITS", "0", "1");
 }
 
 void check_state(const at::Tensor& out, const at::Tensor& lse) {

@@ -14,6 +14,7 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
+#include "core/process_wide.h"
 #include "ops/checks.h"
 #include "transport/ring_group.h"
 
@@ -78,11 +79,6 @@ class Pending {
   std::mutex mutex_;
   std::unordered_map<const c10::StorageImpl*, Rotation> rotations_;
 };
-
-Pending& pending() {
-  static Pending* const all = new Pending;  // never destroyed: CUDA may be gone before it would be
-  return *all;
-}
 
 Partition check(const at::Tensor& kv, const std::vector<int64_t>& lengths,
                 const std::vector<int64_t>& order, const std::string& transport, int64_t rank,
@@ -158,13 +154,13 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
   }
   // The caller's, of the same memory: that nobody holds it any more shows in the storage alone.
   const at::Tensor received = rotation.received.detach();
-  pending().add(std::move(rotation));
+  process_wide<Pending>().add(std::move(rotation));
   return received;
 }
 
 at::Tensor wait_kv_op(const at::Tensor& received, const at::Tensor& sent) {
   const c10::DeviceGuard guard(received.device());
-  const Pending::Rotation rotation = pending().take(received);
+  const Pending::Rotation rotation = process_wide<Pending>().take(received);
   if (rotation.transfer) {
     rotation.transfer->wait();
     rotation.transfer->finish();

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -209,6 +210,7 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const 
   const Gathering* gathering = stream && !by_block ? stream->gathering() : nullptr;
   const bool by_kernel = gathering != nullptr && !gathering->sources.empty();
 
+  std::vector<std::function<StepTiming()>> steps;  // not of a call that fails: they hold its stream
   for (int64_t first = 0, last; first < num_visits; first = last) {
     RECORD_USER_SCOPE("ringattn::ring_step");
     last = by_kernel || (gathering != nullptr && first > 0) ? num_visits : first + 1;
@@ -229,7 +231,7 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const 
       for (int64_t step = first; step < last; ++step) {
         flops += pair_flops * static_cast<double>(visits[step].num_pairs());
       }
-      recorder.add([=, step = first, source = visits[first].source] {
+      steps.push_back([=, step = first, source = visits[first].source] {
         StepTiming timing;
         timing.call = recorded_call;
         timing.source = source;
@@ -244,6 +246,7 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const 
     for (int64_t step = first; stream && step < last; ++step) stream->release(step);
   }
   if (stream) stream->finish({executor.out(), executor.lse()});
+  if (timed) recorder.add(std::move(steps));
   return {executor.out(), executor.lse()};
 }
 

@@ -3,7 +3,11 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
+
+#include "core/process_wide.h"
 
 namespace ringattn {
 
@@ -19,10 +23,7 @@ double Stamp::until(const Stamp& later) const {
   return event_->elapsedTime(*later.event_);
 }
 
-Recorder& Recorder::get() {
-  static Recorder recorder;
-  return recorder;
-}
+Recorder& Recorder::get() { return process_wide<Recorder>(); }
 
 void Recorder::start(bool by_block) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -32,9 +33,9 @@ void Recorder::start(bool by_block) {
   on_ = true;
 }
 
-void Recorder::add(std::function<StepTiming()> finish) {
+void Recorder::add(std::vector<std::function<StepTiming()>> steps) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  pending_.push_back(std::move(finish));
+  std::move(steps.begin(), steps.end(), std::back_inserter(pending_));
 }
 
 std::vector<StepTiming> Recorder::stop() {

@@ -57,8 +57,8 @@ class RINGATTN_API Recorder {
 
   /// Number of the ring call that begins now.
   int64_t begin_call() { return num_calls_++; }
-  /// `finish` computes one step's timing, later, when stop() is called.
-  void add(std::function<StepTiming()> finish);
+  /// The steps of a call that has been made; each computes its timing when stop() is called.
+  void add(std::vector<std::function<StepTiming()>> steps);
 
  private:
   std::atomic<bool> on_{false};

@@ -8,6 +8,10 @@
 namespace ringattn {
 namespace {
 
+// Kinds of calls that are remembered, lengths of shards among them: those of a server are without
+// number. All ranks forget at the same call.
+constexpr size_t kMostAgreed = 4096;
+
 constexpr char kAsks = 'a';     // first letter of what a rank publishes: its signature follows,
 constexpr char kRefuses = 'r';  // or why it refuses
 
@@ -46,6 +50,7 @@ void Agreement::join(int64_t call, const Signature& signature) {
   auto agreed = agreed_.find(signature.key());
   if (agreed == agreed_.end() || meet_) {
     const uint32_t text_hash = compare(call, signature);
+    if (agreed_.size() >= kMostAgreed) agreed_.clear();
     agreed = agreed_.emplace(signature.key(), text_hash).first;
   }
   latest_ = hash(std::to_string(call), agreed->second);
@@ -71,6 +76,9 @@ uint32_t Agreement::compare(int64_t call, const Signature& signature) {
   for (int64_t rank = 0; rank < peers_.size(); ++rank) {
     TORCH_CHECK(words[rank].front() != kRefuses, "ringattn: rank ", rank, ": ",
                 words[rank].substr(1));
+    TORCH_CHECK_WITH(DistBackendError, words[rank].front() == kAsks,
+                     "the group's store must keep what ranks say, got \"", words[rank],
+                     "\" for rank ", rank, "; the group cannot be used any more");
   }
   for (int64_t rank = 0; rank < peers_.size(); ++rank) {
     if (words[rank] == words[0]) continue;

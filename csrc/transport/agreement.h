@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/export.h"
 #include "transport/peers.h"
 #include "transport/signature.h"
 
@@ -21,7 +22,7 @@ namespace ringattn {
 /// Calls are numbered by the group; all ranks make the same calls in the same order, refused ones
 /// included, so the number alone tells which call a rank speaks of. Not thread-safe: one call at a
 /// time.
-class Agreement {
+class RINGATTN_API Agreement {
  public:
   explicit Agreement(Peers& peers) : peers_(peers) {}
 

@@ -8,6 +8,8 @@
 #include <mutex>
 #include <vector>
 
+#include "core/process_wide.h"
+
 namespace ringattn {
 namespace {
 
@@ -16,10 +18,7 @@ struct Lanes {
   std::vector<c10::cuda::CUDAStream> idle;
 };
 
-Lanes& lanes() {
-  static Lanes* const all = new Lanes;
-  return *all;
-}
+Lanes& lanes() { return process_wide<Lanes>(); }
 
 }  // namespace
 

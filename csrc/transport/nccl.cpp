@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "transport/cuda_transfer.h"
+#include "transport/lanes.h"
 #include "transport/ring_group.h"
 #include "transport/watchdog.h"
 
@@ -76,12 +77,13 @@ struct DeviceWords {
 };
 using SharedWords = std::shared_ptr<DeviceWords>;
 
-SharedWords new_words(int64_t size) {
+SharedWords new_words(int64_t size, cudaStream_t stream) {
   const size_t bytes = sizeof(DeviceWords) + 2 * size;
   void* words = nullptr;
   C10_CUDA_CHECK(cudaMalloc(&words, bytes));
   const SharedWords shared(static_cast<DeviceWords*>(words), [](DeviceWords* x) { cudaFree(x); });
-  C10_CUDA_CHECK(cudaMemset(words, 0, bytes));
+  C10_CUDA_CHECK(cudaMemsetAsync(words, 0, bytes, stream));
+  C10_CUDA_CHECK(cudaStreamSynchronize(stream));
   return shared;
 }
 
@@ -139,8 +141,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Communicator(RingGroup& group, c10::Device device)
       : group_(group.weak_from_this()), device_(device) {
     const c10::cuda::CUDAGuard guard(device);
-    words_ = new_words(group.size());
     C10_CUDA_CHECK(cudaStreamCreateWithFlags(&telling_, cudaStreamNonBlocking));
+    words_ = new_words(group.size(), telling_);
   }
 
   /// Collective; what it leaves on `stream` is for the watchdog to see to. A rank that does not
@@ -154,7 +156,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
       group.peers().put("nccl", std::string(id.internal, sizeof(id.internal)));
     } else {
       const auto word = group.peers().get("nccl", patience);
-      if (!word) give_up(group, {0}, "it sent no NCCL identifier");
+      if (!word || word->size() != sizeof(id.internal)) {
+        give_up(group, {0}, "it sent no NCCL identifier");
+      }
       std::copy(word->begin(), word->end(), id.internal);
     }
     auto formed = come_together(id, static_cast<int>(group.rank()), static_cast<int>(group.size()),
@@ -265,7 +269,7 @@ class NcclTransport : public CollectiveTransport {
   NcclTransport(RingGroup& group, c10::Device device)
       : group_(group),
         communicator_(std::make_shared<Communicator>(group, device)),
-        side_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index())) {
+        side_(take_lane(device)) {
     const auto started = new_event(false), done = new_event(false);
     started->record(side_);
     communicator_->form(group, side_);
@@ -273,6 +277,8 @@ class NcclTransport : public CollectiveTransport {
     last_ = done;
     watch(started, done, kNoCall, /*step=*/0, group.others());
   }
+
+  ~NcclTransport() override { give_lane_back(side_); }
 
   std::unique_ptr<Transfer> start(const Message& message) override {
     const auto started = new_event(message.timed), done = new_event(message.timed);
@@ -331,12 +337,12 @@ class NcclTransport : public CollectiveTransport {
     poison_if_failed(results, communicator_->failed());
   }
 
+  bool idle() override { return last_->query(); }
+
  private:
   // Note: what one communicator does must not overlap, and calls come on the side stream as well as
   // on whatever stream is current.
-  void after_last(const c10::cuda::CUDAStream& stream) const {
-    if (last_) last_->block(stream);
-  }
+  void after_last(const c10::cuda::CUDAStream& stream) const { last_->block(stream); }
 
   void watch(std::shared_ptr<at::cuda::CUDAEvent> started,
              std::shared_ptr<at::cuda::CUDAEvent> done, int64_t call, int64_t step,

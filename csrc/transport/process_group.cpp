@@ -70,6 +70,36 @@ class CpuTransfer : public Transfer {
   double elapsed_ms_ = 0.0;
 };
 
+// Operations of a group that are launched as one. Note: what an error leaves open would swallow
+// every later operation of this thread.
+class Coalescing {
+ public:
+  Coalescing(c10d::ProcessGroup& process_group, c10::DeviceType device_type)
+      : process_group_(process_group), device_type_(device_type) {
+    process_group_.startCoalescing(device_type_);
+  }
+  ~Coalescing() {
+    if (!open_) return;
+    try {
+      process_group_.endCoalescing(device_type_);
+    } catch (const std::exception&) {
+      // The error that left it open is the one to be told of.
+    }
+  }
+  Coalescing(const Coalescing&) = delete;
+  Coalescing& operator=(const Coalescing&) = delete;
+
+  c10::intrusive_ptr<c10d::Work> end() {
+    open_ = false;
+    return process_group_.endCoalescing(device_type_);
+  }
+
+ private:
+  c10d::ProcessGroup& process_group_;
+  c10::DeviceType device_type_;
+  bool open_ = true;
+};
+
 // The same on an accelerator: the group's library (NCCL) moves the data, ordered through a side
 // stream so that the current stream never waits for a transfer that it does not need yet.
 class DeviceTransfer : public Transfer {
@@ -86,7 +116,7 @@ class DeviceTransfer : public Transfer {
 
     const c10::StreamGuard on_side(side);
     started_.record(side);
-    process_group.startCoalescing(side.device_type());
+    Coalescing coalescing(process_group, side.device_type());
     if (message.send.defined()) {
       std::vector<at::Tensor> tensors = {message.send};
       process_group.send(tensors, static_cast<int>(message.destination), 0);
@@ -97,7 +127,7 @@ class DeviceTransfer : public Transfer {
       process_group.recv(tensors, static_cast<int>(message.source), 0);
       message.receive.record_stream(side);
     }
-    process_group.endCoalescing(side.device_type())->wait();  // of the side stream, not of the host
+    coalescing.end()->wait();  // of the side stream, not of the host
     done_.record(side);
   }
 

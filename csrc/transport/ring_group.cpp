@@ -8,6 +8,7 @@
 #include <sstream>
 #include <utility>
 
+#include "core/process_wide.h"
 #include "transport/watchdog.h"
 
 #ifdef RINGATTN_WITH_CUDA
@@ -20,17 +21,14 @@ namespace {
 
 constexpr const char* kPrefix = "ringattn: ";
 
-// Never destroyed: at the end of the process the driver may be gone before this would be.
 struct Groups {
-  std::mutex mutex;
+  std::mutex making;  // held while one is made
+  std::mutex mutex;   // guards what follows
   std::map<std::string, std::shared_ptr<RingGroup>> by_name;
   std::vector<std::shared_ptr<RingGroup>> ending;  // destroyed groups with work under way
 };
 
-Groups& groups() {
-  static Groups* const all = new Groups;
-  return *all;
-}
+Groups& groups() { return process_wide<Groups>(); }
 
 // Where a rank that waits in vain says for whom. A group fails once, so one word per rank is
 // enough.
@@ -47,19 +45,19 @@ std::string one_of(const std::vector<int64_t>& ranks) {
 
 }  // namespace
 
+std::shared_ptr<RingGroup> RingGroup::find(const std::string& name) {
+  const std::lock_guard<std::mutex> lock(groups().mutex);
+  const auto found = groups().by_name.find(name);
+  if (found == groups().by_name.end() || !found->second->peers().current()) return nullptr;
+  return found->second;
+}
+
 std::shared_ptr<RingGroup> RingGroup::resolve(const std::string& name) {
-  const auto known = [&]() -> std::shared_ptr<RingGroup> {
-    const std::lock_guard<std::mutex> lock(groups().mutex);
-    const auto found = groups().by_name.find(name);
-    if (found == groups().by_name.end() || !found->second->peers().current()) return nullptr;
-    return found->second;
-  };
-  if (auto group = known()) return group;
+  if (auto group = find(name)) return group;
   // Made once, whichever threads come for it: a rank that had made two would be out of step with
   // the others. Its store is asked meanwhile, so the other lock is not held.
-  static std::mutex* const making = new std::mutex;
-  const std::lock_guard<std::mutex> one_at_a_time(*making);
-  if (auto group = known()) return group;
+  const std::lock_guard<std::mutex> one_at_a_time(groups().making);
+  if (auto group = find(name)) return group;
   collect();
   auto group = std::make_shared<RingGroup>(find_peers(name));
   const std::lock_guard<std::mutex> lock(groups().mutex);
@@ -71,8 +69,10 @@ std::shared_ptr<RingGroup> RingGroup::resolve(const std::string& name) {
 void RingGroup::collect() {
   std::vector<std::shared_ptr<RingGroup>>
       dead;  // destroyed outside the lock: communicators take a while
-  const std::lock_guard<std::mutex> lock(groups().mutex);
-  auto& [mutex, by_name, ending] = groups();
+  Groups& all = groups();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  auto& by_name = all.by_name;
+  auto& ending = all.ending;
   for (auto entry = by_name.begin(); entry != by_name.end();) {
     if (entry->second->peers().current()) {
       ++entry;
@@ -208,6 +208,11 @@ void RingGroup::fail_call(int64_t call, const std::exception& error) {
 
 std::string RingGroup::blame(int64_t call, int64_t step, const std::vector<int64_t>& suspects,
                              const std::string& reason) {
+  return blame(call, "step " + std::to_string(step) + " of the ring", suspects, reason);
+}
+
+std::string RingGroup::blame(int64_t call, const std::string& place,
+                             const std::vector<int64_t>& suspects, const std::string& reason) {
   // Of several none may be silent: all have noticed that something is wrong.
   std::vector<int64_t> blamed;
   if (suspects.size() == 1) blamed = suspects;
@@ -216,41 +221,26 @@ std::string RingGroup::blame(int64_t call, int64_t step, const std::vector<int64
     const std::vector<int64_t> silent = most_suspected(suspects);
     if (!silent.empty()) blamed = silent;
     for (const int64_t rank : suspects) {
-      if (refusal.empty()) refusal = agreement_.refusal(call, rank).value_or("");
+      const auto said = agreement_.refusal(call, rank);
+      if (!said) continue;
+      blamed = {rank};
+      refusal = *said;
+      break;
     }
   } catch (const std::exception&) {
     // The store may have gone with the rank that died; then the suspects are all that is known.
   }
-  return lost(blamed.empty() ? "a rank" : one_of(blamed),
-              "step " + std::to_string(step) + " of the ring", refusal, reason);
+  std::string sentence = (blamed.empty() ? "a rank" : one_of(blamed)) + " did not take part in " +
+                         place + " within the group's timeout of " +
+                         std::to_string(peers_->timeout().count()) + " ms";
+  if (!refusal.empty()) sentence += ", it refused the call: " + refusal;
+  return sentence + " (" + reason + "); the group cannot be used any more";
 }
 
 void RingGroup::end(const std::string& operation, const std::string& reason) {
   throw_if_failed();
-  const std::vector<int64_t> suspects = others();
-  std::vector<int64_t> silent;
-  std::string refusal;
-  try {
-    silent = most_suspected(suspects);
-    if (silent.size() == 1) {
-      refusal = agreement_.refusal(next_call_ - 1, silent.front()).value_or("");
-    }
-  } catch (const std::exception&) {
-    // As in blame().
-  }
-  if (silent.empty() && suspects.size() == 1) silent = suspects;
-  const std::string who = silent.empty() ? "a rank" : one_of(silent);
-  fail(lost(who, "step 0 of " + operation, refusal, reason));
+  fail(blame(next_call_ - 1, "step 0 of " + operation, others(), reason));
   throw_if_failed();
-}
-
-std::string RingGroup::lost(const std::string& who, const std::string& place,
-                            const std::string& refusal, const std::string& reason) const {
-  std::string sentence = who + " did not take part in " + place +
-                         " within the group's timeout of " +
-                         std::to_string(peers_->timeout().count()) + " ms";
-  if (!refusal.empty()) sentence += ", it refused the call: " + refusal;
-  return sentence + " (" + reason + "); the group cannot be used any more";
 }
 
 std::vector<int64_t> RingGroup::most_suspected(const std::vector<int64_t>& suspects) {
@@ -275,7 +265,9 @@ std::vector<int64_t> RingGroup::most_suspected(const std::vector<int64_t>& suspe
     if (!word) continue;
     silent[other] = false;
     std::istringstream waits_for(*word);
-    for (int64_t suspect; waits_for >> suspect;) ++votes[suspect];
+    for (int64_t suspect; waits_for >> suspect;) {
+      if (suspect >= 0 && suspect < size()) ++votes[suspect];
+    }
   }
   std::vector<int64_t> blamed;
   int64_t most = 1;

@@ -22,6 +22,9 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
   /// The group of this name as it is now. What belonged to groups that have been destroyed since is
   /// freed.
   static std::shared_ptr<RingGroup> resolve(const std::string& name);
+  /// The same where a call of it has been made, or nothing. For what one rank may ask alone: groups
+  /// are told from earlier ones of their name by how many this rank has made.
+  static std::shared_ptr<RingGroup> find(const std::string& name);
   /// Frees what belongs to destroyed groups.
   static void collect();
 
@@ -115,8 +118,8 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
  private:
   static std::string reason_of(const std::exception& error);
   void fail_call(int64_t call, const std::exception& error);
-  std::string lost(const std::string& who, const std::string& place, const std::string& refusal,
-                   const std::string& reason) const;
+  std::string blame(int64_t call, const std::string& place, const std::vector<int64_t>& suspects,
+                    const std::string& reason);
   std::vector<int64_t> most_suspected(const std::vector<int64_t>& suspects);
   static std::string without_prefix(const std::string& message);
 

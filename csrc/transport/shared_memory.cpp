@@ -56,11 +56,15 @@ size_t whole_pages(size_t bytes) {
 
 }  // namespace
 
-SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes, std::string refusal)
+SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes)
     : device_(device),
       rank_(group.rank()),
       bytes_(whole_pages(bytes)),
-      memory_(group.size(), nullptr) {
+      memory_(group.size(), nullptr) {}
+
+// What throws from here on frees what there is.
+SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes, std::string refusal)
+    : SharedMemory(group, device, bytes) {
   const c10::cuda::CUDAGuard guard(device);
   Offer mine;
   put(mine.host, host_name());
@@ -93,7 +97,7 @@ SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes, s
   for (int64_t rank = 0; rank < group.size(); ++rank) {
     if (refusals[rank].empty()) continue;
     close_others();
-    on_device(device_, [&] { cudaFree(memory_[rank_]); });
+    group.exchange("");  // nobody sees it any more
     TORCH_CHECK(false,
                 "ringattn: ranks must be on one host and reach each other's device memory for "
                 "transport \"symmetric\", got rank ",

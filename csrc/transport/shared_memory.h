@@ -35,7 +35,7 @@ class SharedMemory {
   /// Collective; every rank asks for `bytes` of its own. Where a rank's memory cannot be shared, or
   /// it has a reason of its own not to, it throws on all ranks alike, saying whose and why, and the
   /// group works on.
-  SharedMemory(RingGroup& group, c10::Device device, size_t bytes, std::string refusal = "");
+  SharedMemory(RingGroup& group, c10::Device device, size_t bytes, std::string refusal);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
@@ -48,6 +48,8 @@ class SharedMemory {
   void close_others() noexcept;
 
  private:
+  SharedMemory(RingGroup& group, c10::Device device, size_t bytes);  // of nobody yet
+
   c10::Device device_;
   int64_t rank_;
   size_t bytes_;

@@ -97,7 +97,7 @@ class SymmetricTransport : public MessageTransport {
       }
     }
     staged_.reset();
-    staged_ = std::make_unique<SharedMemory>(group_, device_, bytes);
+    staged_ = std::make_unique<SharedMemory>(group_, device_, bytes, /*refusal=*/"");
   }
 
   void check_may_grow() const {
@@ -132,7 +132,7 @@ class SymmetricTransport : public MessageTransport {
     return static_cast<uint32_t>((*delays_)());  // never 0
   }
 
-  Plan& plan(const Exchange& exchange);
+  MemoryPlan& plan(const Exchange& exchange);
   void stage(cuda::StageParams params, int64_t call,
              std::shared_ptr<const std::vector<int64_t>> step_of_rank, cudaStream_t stream) {
     handshake_.describe(call, std::move(step_of_rank));
@@ -146,9 +146,9 @@ class SymmetricTransport : public MessageTransport {
   Handshake handshake_;
   std::unique_ptr<SharedMemory> staged_;  // what each rank gives
   at::Tensor gathered_;                   // what this rank gets, bytes
-  std::map<std::vector<int64_t>, std::unique_ptr<Plan>> plans_;
+  std::map<std::vector<int64_t>, std::unique_ptr<MemoryPlan>> plans_;
   std::vector<std::unique_ptr<SharedMemory>> captured_staged_;
-  std::vector<std::unique_ptr<Plan>> captured_plans_;
+  std::vector<std::unique_ptr<MemoryPlan>> captured_plans_;
   // Where blocks are copied. One stream: copies from other devices share one engine, and streams
   // that take turns on it cost more than they bring (H200: 0.27 against 0.30 ms for a ring of 8192
   // tokens).
@@ -284,7 +284,7 @@ class SymmetricStream : public BlockStream {
   Exchange exchange_;
   CUDAStream stream_;
   int64_t num_hops_;
-  Plan* plan_ = nullptr;
+  MemoryPlan* plan_ = nullptr;
   bool finished_ = false;
   std::vector<Arrived> arrived_;  // [W - 1], where the host orders streams after arrivals
 };
@@ -293,7 +293,7 @@ std::unique_ptr<BlockStream> SymmetricTransport::open(const Exchange& exchange) 
   return std::make_unique<SymmetricStream>(*this, exchange);
 }
 
-Plan& SymmetricTransport::plan(const Exchange& exchange) {
+MemoryPlan& SymmetricTransport::plan(const Exchange& exchange) {
   const auto key = plan_key(exchange);
   const auto known = plans_.find(key);
   if (known != plans_.end()) return *known->second;
@@ -306,7 +306,7 @@ Plan& SymmetricTransport::plan(const Exchange& exchange) {
   }
   constexpr size_t kMostPlans = 64;
   if (plans_.size() >= kMostPlans && !calls_.capturing()) forget_plans();
-  auto made = make_plan(exchange, *staged_, gathered_, handshake_);
+  auto made = plan_memory(exchange, *staged_, gathered_, handshake_);
   return *plans_.emplace(key, std::move(made)).first->second;
 }
 

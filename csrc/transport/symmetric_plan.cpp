@@ -61,14 +61,14 @@ std::vector<int64_t> plan_key(const Exchange& exchange) {
 
 int64_t gathered_bytes(const Exchange& exchange) { return places(exchange).back(); }
 
-std::unique_ptr<Plan> make_plan(const Exchange& exchange, const SharedMemory& staged,
-                                const at::Tensor& gathered, const Handshake& handshake) {
+std::unique_ptr<MemoryPlan> plan_memory(const Exchange& exchange, const SharedMemory& staged,
+                                        const at::Tensor& gathered, const Handshake& handshake) {
   const at::Tensor& k = exchange.k;
   const int64_t batch = k.size(0), kv_heads = k.size(2), head_dim = k.size(3);
   const int64_t num_hops = exchange.hops.size(), bytes = k.element_size();
   const std::vector<int64_t> begin = places(exchange);
 
-  auto plan = std::make_unique<Plan>();
+  auto plan = std::make_unique<MemoryPlan>();
   plan->memory = gathered;
   Gathering& gathering = plan->gathering;
   if (exchange.by_kernel) gathering.bringing = handshake.bringing(kv_heads);

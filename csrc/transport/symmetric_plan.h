@@ -28,7 +28,7 @@ struct Copy {
 };
 
 /// What a kind of ring call does with memory. Addresses do not change from call to call.
-struct Plan {
+struct MemoryPlan {
   at::Tensor memory;  // the visiting blocks, bytes
   Gathering gathering;
   std::vector<Copy> copies;  // [W - 1]; none where a kernel brings the blocks
@@ -47,7 +47,7 @@ std::vector<int64_t> plan_key(const Exchange& exchange);
 int64_t gathered_bytes(const Exchange& exchange);
 
 /// `gathered`: at least gathered_bytes(). For a kernel, sources in place of copies.
-std::unique_ptr<Plan> make_plan(const Exchange& exchange, const SharedMemory& staged,
-                                const at::Tensor& gathered, const Handshake& handshake);
+std::unique_ptr<MemoryPlan> plan_memory(const Exchange& exchange, const SharedMemory& staged,
+                                        const at::Tensor& gathered, const Handshake& handshake);
 
 }  // namespace ringattn

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/watchdog.h"
 
-#include <pthread.h>
-
 #include <algorithm>
-#include <new>
 #include <thread>
 #include <utility>
 
@@ -24,23 +21,7 @@ struct StopAtExit {
 
 }  // namespace
 
-Watchdog& Watchdog::get() {
-  // Never destroyed: its thread may outlive static objects by a moment.
-  static Watchdog* const watchdog = [] {
-    auto* made = new Watchdog;
-    pthread_atfork(nullptr, nullptr, [] { Watchdog::get().begin_anew(); });
-    return made;
-  }();
-  return *watchdog;
-}
-
-// In a forked child: threads are not forked, and whoever held the lock is not there. What was
-// watched is the parent's.
-void Watchdog::begin_anew() {
-  const auto task = task_;
-  new (this) Watchdog;
-  task_ = task;
-}
+Watchdog& Watchdog::get() { return process_wide<Watchdog>(); }
 
 void Watchdog::begin_thread(void (Watchdog::*body)()) {
   ++running_;

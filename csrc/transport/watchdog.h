@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "core/export.h"
+#include "core/process_wide.h"
 
 namespace ringattn {
 
@@ -54,8 +55,8 @@ class RINGATTN_API Watchdog {
   void every_half_second(void (*task)());
 
  private:
+  friend Watchdog& process_wide<Watchdog>();
   Watchdog() = default;
-  void begin_anew();
   void start();
   void look_after();  // the first thread
   void free_up();     // the second

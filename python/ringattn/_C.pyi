@@ -8,7 +8,6 @@ class Visit:
     key_end: int
     diagonal: int | None
     num_pairs: int
-    rows_received: int
 
 class AttentionTile:
     rows: int

@@ -54,6 +54,27 @@ void check_ring(const Partition& partition, bool causal) {
   }
 }
 
+// Where no block comes.
+class FailingTransport : public ringattn::Transport {
+ public:
+  explicit FailingTransport(bool& closed) : closed_(closed) {}
+  std::unique_ptr<ringattn::BlockStream> open(const ringattn::Exchange& exchange) override {
+    return std::make_unique<Stream>(closed_);
+  }
+
+ private:
+  struct Stream : ringattn::BlockStream {
+    explicit Stream(bool& closed) : closed(closed) {}
+    ~Stream() override { closed = true; }
+    Block wait(int64_t step) override { throw std::runtime_error("it is gone"); }
+    void release(int64_t step) override {}
+    void finish(const std::vector<at::Tensor>& results) override {}
+    double transfer_ms(int64_t step) override { return 0.0; }
+    bool& closed;
+  };
+  bool& closed_;
+};
+
 }  // namespace
 
 TEST_CASE("a ring over 1 to 5 ranks equals attention on one device") {
@@ -86,6 +107,20 @@ TEST_CASE("timings have one step for every visiting block, and none when nobody 
   CHECK(steps[3].attention_ms > 0.0);
   CHECK(steps[3].call == 1);
   recorder.start(true);
+  CHECK(recorder.stop().empty());
+}
+
+TEST_CASE("a call that fails leaves no timings, and nothing of its stream") {
+  const Partition partition(Layout::kContiguous, {4, 4});
+  const at::Tensor x = at::zeros({1, 4, 1, 8});
+  bool closed = false;
+  FailingTransport transport(closed);
+  auto& recorder = ringattn::Recorder::get();
+  recorder.start(true);
+  CHECK_THROWS_AS(
+      ringattn::ring_forward(x, x, x, RingCall{partition, 1, /*causal=*/true, kScale}, &transport),
+      std::runtime_error);
+  CHECK(closed);
   CHECK(recorder.stop().empty());
 }
 

@@ -191,6 +191,22 @@ def test_wrong_decode_arguments_are_refused(changes, message):
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("RINGATTN_KERNEL_FAMILY", "sm89", "RINGATTN_KERNEL_FAMILY must be sm80 or sm90, got sm89"),
+        ("RINGATTN_KERNEL_WAITS", "no", "RINGATTN_KERNEL_WAITS must be 0 or 1, got no"),
+    ],
+)
+def test_switches_that_mean_nothing_are_refused(monkeypatch, variable, value, message):
+    x = torch.zeros(1, 2, 1, 8)
+    monkeypatch.setenv(variable, "")  # as if it were not set
+    ringattn.ring_attention(x, x, x)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"^environment variable {message}$"):
+        ringattn.ring_attention(x, x, x)
+
+
 def test_scales_of_numpy_are_numbers() -> None:
     q = torch.randn(1, 6, 2, 8)
     out = ringattn.ring_attention(q, q, q, scale=np.float32(0.5))

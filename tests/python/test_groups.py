@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from _distributed import RankPool, this
 from _rings import Case
-from ringattn import Partition
+from ringattn import _C, Partition
 from ringattn.models import LLaMA, LLaMAConfig
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -208,7 +208,7 @@ def two_threads_use_a_group_first() -> None:
 
             def use(begin=begin, group=group) -> None:
                 begin.wait()
-                ringattn.synchronize(group)
+                _C.check_group(group.group_name)
 
             threads = [threading.Thread(target=use) for _ in range(4)]
             for thread in threads:
@@ -221,6 +221,23 @@ def two_threads_use_a_group_first() -> None:
 
 def test_a_group_that_several_threads_use_first_is_one(rank_pool):
     rank_pool(2).run(two_threads_use_a_group_first)
+
+
+def one_rank_asks_alone() -> bool:
+    group = dist.new_group(list(range(this().world_size)))
+    store = dist.distributed_c10d._get_process_group_store(group)
+    ringattn.synchronize(group)
+    counted = store.check([f"ringattn/{this().rank}"])
+    x = torch.zeros(1, 4, 1, 8)
+    ringattn.ring_attention(x, x, x, group=group)
+    assert store.check([f"ringattn/{this().rank}"])
+    dist.destroy_process_group(group)
+    return counted
+
+
+def test_asking_alone_does_not_count_as_a_group_of_the_store(rank_pool):
+    """Ranks count the groups of a store that they have used, and must have the same count."""
+    assert not any(rank_pool(2).run(one_rank_asks_alone))
 
 
 def test_groups_without_messages_or_clonable_stores_are_refused() -> None:

@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ranks of a group in one process: what they say through its store, and how it ends.
+#include <c10/util/Exception.h>
+
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "catch.h"
+#include "transport/ring_group.h"
+
+using namespace ringattn;
+using std::chrono::milliseconds;
+
+namespace {
+
+class Store {
+ public:
+  void put(const std::string& key, const std::string& value) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    values_[key] = value;
+    changed_.notify_all();
+  }
+  std::optional<std::string> get(const std::string& key, milliseconds patience) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait_for(lock, patience, [&] { return values_.count(key) > 0; });
+    const auto found = values_.find(key);
+    if (found == values_.end()) return {};
+    return found->second;
+  }
+  void remove(const std::string& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    values_.erase(key);
+  }
+  size_t size() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return values_.size();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::string> values_;
+};
+
+class FakePeers : public Peers {
+ public:
+  FakePeers(Store& store, int64_t rank, int64_t size, milliseconds timeout)
+      : store_(store), rank_(rank), size_(size), timeout_(timeout) {}
+  int64_t rank() const override { return rank_; }
+  int64_t size() const override { return size_; }
+  milliseconds timeout() const override { return timeout_; }
+  bool current() const override { return true; }
+  void put(const std::string& key, const std::string& value) override { store_.put(key, value); }
+  std::optional<std::string> get(const std::string& key, milliseconds patience) override {
+    return store_.get(key, patience);
+  }
+  void remove(const std::string& key) override { store_.remove(key); }
+  bool carries(c10::DeviceType device_type) const override { return device_type == c10::kCPU; }
+  std::unique_ptr<MessageTransport> transport(RingGroup& group, c10::Device device) override {
+    return nullptr;
+  }
+
+ private:
+  Store& store_;
+  int64_t rank_, size_;
+  milliseconds timeout_;
+};
+
+constexpr auto kLong = milliseconds(60000);
+
+// All ranks of a group.
+struct Ranks {
+  explicit Ranks(int64_t size, milliseconds timeout = kLong) {
+    for (int64_t rank = 0; rank < size; ++rank) {
+      groups.push_back(
+          std::make_shared<RingGroup>(std::make_unique<FakePeers>(store, rank, size, timeout)));
+    }
+  }
+  RingGroup& operator[](int64_t rank) { return *groups[rank]; }
+
+  // body(rank) on each of `which` at once; what each says when it throws, else "".
+  template <typename Body>
+  std::vector<std::string> at_once(const std::vector<int64_t>& which, const Body& body) {
+    std::vector<std::string> said(groups.size());
+    std::vector<std::thread> threads;
+    for (const int64_t rank : which) {
+      threads.emplace_back([&, rank] {
+        try {
+          body(rank);
+        } catch (const c10::Error& error) {
+          said[rank] = error.what_without_backtrace();
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    return said;
+  }
+  template <typename Body>
+  std::vector<std::string> at_once(const Body& body) {
+    std::vector<int64_t> all;
+    for (size_t rank = 0; rank < groups.size(); ++rank) all.push_back(rank);
+    return at_once(all, body);
+  }
+
+  Store store;
+  std::vector<std::shared_ptr<RingGroup>> groups;
+};
+
+Signature call(int64_t heads) { return Signature("call").add("heads", heads); }
+
+int64_t begin(RingGroup& group, int64_t heads) {
+  return group.begin_call([&] { return call(heads); });
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+const std::vector<std::string> kNothing2 = {"", ""};
+
+}  // namespace
+
+TEST_CASE("a call that the ranks have agreed on needs no word of the others") {
+  Ranks ranks(2);
+  CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
+  CHECK(ranks[0].knows(call(4)));
+  CHECK(!ranks[0].knows(call(8)));
+  // Alone: rank 1 has not come, and is not waited for.
+  CHECK(begin(ranks[0], 4) == 1);
+  CHECK(begin(ranks[1], 4) == 1);
+}
+
+TEST_CASE("messages of one call are marked alike, and unlike those of others") {
+  Ranks ranks(2);
+  std::set<int32_t> tags;
+  for (int call = 0; call < 3; ++call) {
+    CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
+    for (int64_t step = 1; step <= 2; ++step) {
+      CHECK(ranks[0].tag(step) == ranks[1].tag(step));
+      tags.insert(ranks[0].tag(step));
+    }
+  }
+  CHECK(tags.size() == 6);
+}
+
+TEST_CASE("ranks that ask for different things are all told, and the group works on") {
+  Ranks ranks(3);
+  const auto said = ranks.at_once([&](int64_t rank) { begin(ranks[rank], rank == 2 ? 8 : 4); });
+  for (const std::string& sentence : said) {
+    CHECK(sentence == "ringattn: ranks must agree on heads, got 4 on rank 0 and 8 on rank 2");
+  }
+  CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == std::vector<std::string>(3));
+}
+
+TEST_CASE("what one rank refuses all ranks are told, and the group works on") {
+  Ranks ranks(3);
+  const auto said = ranks.at_once([&](int64_t rank) {
+    ranks[rank].begin_call([&] {
+      TORCH_CHECK(rank != 1, "ringattn: q must be good, got bad");
+      return call(4);
+    });
+  });
+  CHECK(said[1] == "ringattn: q must be good, got bad");
+  CHECK(said[0] == "ringattn: rank 1: q must be good, got bad");
+  CHECK(said[2] == said[0]);
+  CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == std::vector<std::string>(3));
+}
+
+TEST_CASE("a rank that refused a call that the others made is out of step: the group ends") {
+  Ranks ranks(2);
+  CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
+  begin(ranks[0], 4);
+  ranks[1].refuse_call("ringattn: q must be good, got bad");
+  const auto said = ranks.at_once([&](int64_t rank) { begin(ranks[rank], 8); });
+  for (const std::string& sentence : said) {
+    CHECK(contains(sentence, "got 2 on rank 0 and 1 on rank 1"));
+    CHECK(contains(sentence, "the group cannot be used any more"));
+  }
+  for (const int64_t rank : {0, 1}) CHECK_THROWS_AS(begin(ranks[rank], 4), c10::DistBackendError);
+}
+
+TEST_CASE("a rank that does not come is named, and the group ends") {
+  Ranks ranks(3, milliseconds(300));
+  const auto said = ranks.at_once({0, 2}, [&](int64_t rank) { begin(ranks[rank], 4); });
+  for (const int64_t rank : {0, 2}) {
+    CHECK(said[rank] ==
+          "rank 1 did not come to step 0 of call within the group's timeout of 300 ms");
+    CHECK_THROWS_AS(ranks[rank].throw_if_failed(), c10::DistBackendError);
+  }
+}
+
+TEST_CASE("a rank that fails in the middle of a call ends the group, and says so to the others") {
+  Ranks ranks(2, milliseconds(500));
+  std::vector<int64_t> calls(2);
+  CHECK(ranks.at_once([&](int64_t rank) { calls[rank] = begin(ranks[rank], 4); }) == kNothing2);
+  const auto fails = [&] {
+    ranks[0].run(calls[0], []() -> int { throw std::runtime_error("out of memory"); });
+  };
+  CHECK_THROWS_AS(fails(), std::runtime_error);
+  const std::string failure =
+      "rank 0 failed in a call, and is out of step with the others: out of memory; the group "
+      "cannot be used any more";
+  CHECK(ranks.at_once({0}, [&](int64_t) { ranks[0].throw_if_failed(); })[0] == failure);
+  ranks[0].fail("something else");  // the first failure is the one to be told of
+  CHECK(ranks.at_once({0}, [&](int64_t) { ranks[0].throw_if_failed(); })[0] == failure);
+
+  const std::string blame = ranks[1].blame(calls[1], /*step=*/1, {0}, "no data came");
+  CHECK(blame ==
+        "rank 0 did not take part in step 1 of the ring within the group's timeout of 500 ms, it "
+        "refused the call: out of memory (no data came); the group cannot be used any more");
+}
+
+TEST_CASE("a body's result is handed on") {
+  Ranks ranks(1);
+  CHECK(ranks[0].run(0, [] { return 7; }) == 7);
+  CHECK_NOTHROW(ranks[0].throw_if_failed());
+}
+
+TEST_CASE("who is gone is told from who has only not noticed yet") {
+  // Rank 3 is gone. Rank 2 waits for it; 0 and 1 wait for 2 and 3, and for 3 and 2.
+  Ranks ranks(4, milliseconds(2000));
+  std::vector<std::string> blamed(4);
+  const std::vector<std::vector<int64_t>> suspects = {{2, 3}, {3, 2}, {3}};
+  ranks.at_once({0, 1, 2}, [&](int64_t rank) {
+    blamed[rank] = ranks[rank].blame(0, 1, suspects[rank], "silence");
+  });
+  for (const int64_t rank : {0, 1, 2}) CHECK(contains(blamed[rank], "rank 3 did not take part"));
+}
+
+TEST_CASE("where several are as silent all of them are named") {
+  Ranks ranks(4, milliseconds(500));
+  CHECK(contains(ranks[0].blame(0, 1, {1, 2}, "silence"), "rank 1 or rank 2 did not take part"));
+}
+
+TEST_CASE("where everybody has noticed nobody is named, but the only suspect") {
+  Ranks ranks(3, milliseconds(1000));
+  std::vector<std::string> blamed(3);
+  const std::vector<std::vector<int64_t>> suspects = {{1, 2}, {0, 2}, {0}};
+  ranks.at_once(
+      [&](int64_t rank) { blamed[rank] = ranks[rank].blame(0, 1, suspects[rank], "silence"); });
+  CHECK(contains(blamed[0], "a rank did not take part"));
+  CHECK(contains(blamed[1], "a rank did not take part"));
+  CHECK(contains(blamed[2], "rank 0 did not take part"));
+}
+
+TEST_CASE("of several suspects the one that refused the call is named") {
+  Ranks ranks(3, milliseconds(500));
+  ranks[2].refuse_call("ringattn: kv must be good, got bad");  // call 0
+  const std::string blame = ranks[0].blame(0, 1, {1, 2}, "silence");
+  CHECK(contains(blame, "rank 2 did not take part in step 1 of the ring"));
+  CHECK(contains(blame, "it refused the call: kv must be good, got bad"));
+}
+
+TEST_CASE("words of a store that somebody else has written to end the group, nothing worse") {
+  Ranks ranks(2, milliseconds(500));
+  ranks.store.put("failed/1", "-7 99 junk");
+  CHECK(contains(ranks[0].blame(0, 1, {1}, "silence"), "rank 1 did not take part"));
+  ranks.store.put("call/0/1", "");
+  CHECK_THROWS_AS(begin(ranks[0], 4), c10::DistBackendError);
+  CHECK_THROWS_AS(ranks[0].throw_if_failed(), c10::DistBackendError);
+}
+
+TEST_CASE("a collective of another library that fails ends the group with its name") {
+  Ranks ranks(2, milliseconds(500));
+  CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
+  const std::string sentence =
+      "rank 1 did not take part in step 0 of gather within the group's timeout of 500 ms (it "
+      "hung up); the group cannot be used any more";
+  for (int times = 0; times < 2; ++times) {  // and so does every later one
+    CHECK(ranks.at_once({0}, [&](int64_t) { ranks[0].end("gather", "it hung up"); })[0] ==
+          sentence);
+  }
+}
+
+TEST_CASE("what ranks say is by rank, and the store keeps the last of it only") {
+  Ranks ranks(3);
+  const std::vector<std::string> expected = {"rank 0", "rank 1", "rank 2"};
+  for (int times = 0; times < 5; ++times) {
+    std::vector<std::vector<std::string>> words(3);
+    ranks.at_once(
+        [&](int64_t rank) { words[rank] = ranks[rank].exchange("rank " + std::to_string(rank)); });
+    for (const auto& heard : words) CHECK(heard == expected);
+  }
+  CHECK(ranks.store.size() <= 6);  // a rank ahead of the others has said two things
+}
+
+TEST_CASE("the store keeps one word of agreement for each rank") {
+  Ranks ranks(2);
+  for (int64_t heads = 1; heads <= 20; ++heads) {
+    CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], heads); }) == kNothing2);
+  }
+  CHECK(ranks.store.size() <= 4);
+}
+
+TEST_CASE("kinds of calls without number are agreed on, and not all remembered") {
+  Ranks ranks(2);
+  constexpr int64_t kKinds = 4097;  // one more than is remembered
+  const auto said = ranks.at_once([&](int64_t rank) {
+    for (int64_t heads = 1; heads <= kKinds; ++heads) begin(ranks[rank], heads);
+  });
+  CHECK(said == kNothing2);
+  for (const int64_t rank : {0, 1}) {
+    CHECK(ranks[rank].knows(call(kKinds)));
+    CHECK(!ranks[rank].knows(call(1)));
+  }
+  CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 1); }) == kNothing2);
+}
+
+TEST_CASE("tensors of a group come on one device of a type, with a backend where it carries them") {
+  Ranks ranks(2);
+  CHECK_NOTHROW(ranks[0].check_device(c10::kCPU));
+  CHECK_NOTHROW(ranks[0].check_device(c10::Device(c10::kCUDA, 1), "symmetric"));
+  CHECK_THROWS_WITH(ranks[0].check_device(c10::Device(c10::kCUDA, 1), "process_group"),
+                    Catch::Matchers::Contains("group must have a backend for tensors on cuda"));
+}
