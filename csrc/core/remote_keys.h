@@ -60,7 +60,11 @@ struct Bringing {
   LaunchWords words;
   /// Device memory: where it is not 0, nothing is read any more, and the results and lse of what is
   /// finished from then on are NaN. For a host that gives up.
-  const uint32_t* failed = nullptr;
+  uint32_t* failed = nullptr;
+  /// A word of the host's, which who waits for long looks at, and sets `failed` where it is not 0:
+  /// the driver may keep the host from the device until that has done what waits. Null: nobody
+  /// looks.
+  const uint32_t* given_up = nullptr;
   Notices notices;
   /// The kernel before is the one that stages this rank's block: it says when this one may begin
   /// beside it.

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <future>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "core/remote_keys.h"
@@ -58,8 +60,9 @@ uint32_t all_staged(int64_t num_kv_heads) {
 }
 
 struct HostWords {
-  volatile uint32_t phase;  // Phase::word
-  volatile uint32_t calls;  // that have been staged
+  volatile uint32_t phase;     // Phase::word
+  volatile uint32_t calls;     // that have been staged
+  volatile uint32_t given_up;  // for kernels that wait
 };
 
 // What a rank needs beside shared memory.
@@ -79,6 +82,7 @@ struct OwnParts {
     if (error == cudaSuccess) {
       host->phase = kNotWaiting;
       host->calls = 0;
+      host->given_up = 0;
       error = cudaStreamCreateWithFlags(&releasing, cudaStreamNonBlocking);
     }
     if (error == cudaSuccess) return;
@@ -97,7 +101,7 @@ struct OwnParts {
 
 }  // namespace
 
-class Handshake::State {
+class Handshake::State : public std::enable_shared_from_this<Handshake::State> {
  public:
   State(RingGroup& group, c10::Device device)
       : rank_(group.rank()),
@@ -157,14 +161,11 @@ class Handshake::State {
   bool all_read() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (given_up_) return true;
-    const std::vector<uint32_t> read = look_at(Layout::kRead);
-    for (const int64_t rank : others_) {
-      if (read[rank] == 0) {
-        if (!leaving_since_) leaving_since_ = Clock::now();
-        return Clock::now() - *leaving_since_ >= patience_;
-      }
-    }
-    return true;
+    const auto read = look_at(Layout::kRead);
+    const auto has_read = [&](int64_t rank) { return read && (*read)[rank] != 0; };
+    if (std::all_of(others_.begin(), others_.end(), has_read)) return true;
+    if (!leaving_since_) leaving_since_ = Clock::now();
+    return Clock::now() - *leaving_since_ >= patience_;
   }
 
   const int64_t rank_, size_;
@@ -175,11 +176,10 @@ class Handshake::State {
   friend class Handshake;
 
   void give_up(Phase phase) {
-    const std::vector<uint32_t> seen =
-        look_at(phase.kind == Phase::kUntilRead ? Layout::kRead : Layout::kStaged);
+    const auto seen = look_at(phase.kind == Phase::kUntilRead ? Layout::kRead : Layout::kStaged);
     std::vector<int64_t> suspects;
     for (const int64_t rank : others_) {
-      if (seen[rank] < phase.least) suspects.push_back(rank);
+      if (!seen || (*seen)[rank] < phase.least) suspects.push_back(rank);
     }
     if (suspects.empty()) {  // a call is over, or its kernel has yet to begin
       since_ = Clock::now();
@@ -188,36 +188,64 @@ class Handshake::State {
     }
     // The next look, a while later, must see them too: a call that begins takes its words back.
     if (!std::exchange(suspected_, true)) return;
-    if (const auto group = group_.lock()) {
+    if (auto group = group_.lock()) {
       const int64_t step = step_of_rank_ ? (*step_of_rank_)[suspects.front()] : 1;
       group->fail(group->blame(call_, step, suspects, "no signal came through shared memory"));
+      // This may be the last to hold it, and its end comes back here for the lock, and may wait for
+      // the device, which waits for this thread.
+      std::thread([group = std::move(group)] {}).detach();
     }
     given_up_ = true;
+    own_.host->given_up = 1;
     release();
   }
 
-  std::vector<uint32_t> look_at(int64_t first) {
-    const c10::cuda::CUDAGuard guard(device_);
-    std::vector<uint32_t> seen(size_, 0);
-    cudaMemcpyAsync(seen.data(), word(first), size_ * sizeof(uint32_t), cudaMemcpyDeviceToHost,
-                    own_.releasing);
-    cudaStreamSynchronize(own_.releasing);
-    return seen;
+  // Has `body` talk to the device, and waits for a while; whether it is through. Note: on a thread
+  // of its own. Another one that loads a kernel, say, may have the driver's lock until the device
+  // has done what waits there, and this is who ends that.
+  template <typename Body>
+  bool on_device_soon(Body body) {
+    constexpr auto kSoon = std::chrono::seconds(1);
+    if (talking_.valid() && talking_.wait_for(kSoon) != std::future_status::ready) return false;
+    std::packaged_task<void()> task([self = shared_from_this(), body = std::move(body)] {
+      const c10::cuda::CUDAGuard guard(self->device_);
+      cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // captures are others' business
+      cudaThreadExchangeStreamCaptureMode(&mode);
+      body();
+    });
+    talking_ = task.get_future();
+    std::thread(std::move(task)).detach();
+    if (talking_.wait_for(kSoon) != std::future_status::ready) return false;
+    talking_.get();
+    return true;
+  }
+
+  // Nothing where the driver does not answer.
+  std::optional<std::vector<uint32_t>> look_at(int64_t first) {
+    auto seen = std::make_shared<std::vector<uint32_t>>(size_, 0);
+    const bool through = on_device_soon([this, first, seen] {
+      cudaMemcpyAsync(seen->data(), word(first), size_ * sizeof(uint32_t), cudaMemcpyDeviceToHost,
+                      own_.releasing);
+      cudaStreamSynchronize(own_.releasing);
+    });
+    if (!through) return {};
+    return *seen;
   }
 
   // Lets everything pass that waits, now and later: calls that the host made before it knew are
   // still to come. What they compute is NaN.
   void release() {
-    const c10::cuda::CUDAGuard guard(device_);
-    const auto set = [&](int64_t index, int64_t count, uint32_t value) {
-      const std::vector<uint32_t> values(count, value);
-      cudaMemcpyAsync(word(index), values.data(), count * sizeof(uint32_t), cudaMemcpyHostToDevice,
-                      own_.releasing);
-      cudaStreamSynchronize(own_.releasing);
-    };
-    set(Layout::kFailed, 1, 1);  // first: who passes must know
-    set(Layout::kStaged, Layout::kRanks, INT32_MAX);
-    set(Layout::kRead, Layout::kRanks, 1);
+    on_device_soon([this] {
+      const auto set = [&](int64_t index, int64_t count, uint32_t value) {
+        const std::vector<uint32_t> values(count, value);
+        cudaMemcpyAsync(word(index), values.data(), count * sizeof(uint32_t),
+                        cudaMemcpyHostToDevice, own_.releasing);
+        cudaStreamSynchronize(own_.releasing);
+      };
+      set(Layout::kFailed, 1, 1);  // first: who passes must know
+      set(Layout::kStaged, Layout::kRanks, INT32_MAX);
+      set(Layout::kRead, Layout::kRanks, 1);
+    });
   }
 
   std::weak_ptr<RingGroup> group_;
@@ -228,6 +256,7 @@ class Handshake::State {
   std::shared_ptr<const std::vector<int64_t>> step_of_rank_;
   bool closed_ = false, given_up_ = false;
   bool suspected_ = false;                          // somebody, by the last look
+  std::future<void> talking_;                       // with the device
   std::optional<Clock::time_point> leaving_since_;  // the group is gone, and not all has been read
   uint32_t last_phase_ = kNotWaiting, last_calls_ = 0;
   Clock::time_point since_ = Clock::now();
@@ -270,7 +299,8 @@ void Handshake::give_signals(cuda::StageParams& params) const {
     params.awaited[params.num_awaited++] = state_->word(Layout::kStaged + rank);
   }
   params.blocks_done = state_->word(Layout::kBlocksDone);
-  params.failed = failed();
+  params.failed = state_->word(Layout::kFailed);
+  params.given_up = const_cast<const uint32_t*>(&state_->own_.host->given_up);
   params.calls = state_->word(Layout::kCalls);
   params.calls_shown = const_cast<uint32_t*>(&state_->own_.host->calls);
   params.phase_shown = const_cast<uint32_t*>(&state_->own_.host->phase);
@@ -310,7 +340,8 @@ void Handshake::show_and_wait_until_read(cudaStream_t stream) {
 Bringing Handshake::bringing(int64_t num_kv_heads) const {
   Bringing bringing;
   bringing.words = {state_->word(Layout::kLaunch), static_cast<int32_t>(Layout::kArrivals)};
-  bringing.failed = failed();
+  bringing.failed = state_->word(Layout::kFailed);
+  bringing.given_up = const_cast<const uint32_t*>(&state_->own_.host->given_up);
   Notices& notices = bringing.notices;
   for (const int64_t rank : state_->others_) {
     notices.staged[notices.num_peers] = state_->word(Layout::kStaged + rank);

@@ -11,6 +11,10 @@
 
 namespace ringattn::testing {
 
+/// How what waits comes to its end: what it waits for comes, or the host gives up, in a word of the
+/// device's or in one of its own.
+enum class Ends { kByItself, kFailed, kGivenUp };
+
 /// What others do while the default stream runs a kernel.
 class Meanwhile {
  public:

@@ -105,6 +105,7 @@ struct Launch {
   bool with_state = true;  // false: all rows are final
   at::Tensor words;        // int32 [kFirstArrival + num_arrivals]
   at::Tensor failed;       // int32 [1]
+  at::Tensor given_up;     // int32 [1], of the host's
   at::Tensor notices;      // int32 [4, peers]: staged, read, read here; the phase
   uint32_t lateness = 0;
   int32_t max_blocks = std::numeric_limits<int32_t>::max();
@@ -167,6 +168,7 @@ inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Res
     bringing.words.num_arrivals = launch.words.numel() - LaunchWords::kFirstArrival;
   }
   if (launch.failed.defined()) bringing.failed = words_of(launch.failed);
+  if (launch.given_up.defined()) bringing.given_up = words_of(launch.given_up);
   if (launch.notices.defined()) {
     Notices& notices = bringing.notices;
     for (int64_t peer = 0; peer < launch.notices.size(1); ++peer) {

@@ -16,6 +16,7 @@ using ringattn::testing::attend_list;
 using ringattn::testing::brings_much;
 using ringattn::testing::can_run;
 using ringattn::testing::Dim;
+using ringattn::testing::Ends;
 using ringattn::testing::Heads;
 using ringattn::testing::kAll;
 using ringattn::testing::kDims;
@@ -106,10 +107,16 @@ Launch bringing(const Problem& problem, int64_t num_peers, int64_t room) {
   Launch launch;
   launch.words = no_words(room);
   launch.failed = at::zeros({1}, launch.words.options());
+  launch.given_up = at::zeros({1}, at::TensorOptions(at::kInt).pinned_memory(true));
   launch.notices = at::zeros({4, num_peers}, launch.words.options());
   launch.notices[2].fill_(1);
   stage_again(problem, launch);
   return launch;
+}
+
+void give_up(const Launch& launch, Ends ends, const Meanwhile& meanwhile) {
+  if (ends == Ends::kFailed) meanwhile.write(launch.failed, 1);
+  if (ends == Ends::kGivenUp) launch.given_up.fill_(1);
 }
 
 /// What is left when it is over: words as they were, the others told.
@@ -255,16 +262,18 @@ TEST_CASE("a launch that brings keys ends when the others have read what is here
   const Remote remote(problem);
   Results results(problem);
   const Meanwhile meanwhile;
-  for (const bool gives_up : {false, true}) {
+  for (const Ends ends : {Ends::kByItself, Ends::kFailed, Ends::kGivenUp}) {
     const Launch launch = bringing(problem, 3, 64);
     launch.notices[2][1].fill_(0);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
     CHECK_FALSE(meanwhile.ends_soon());
     CHECK(meanwhile.read(launch.notices[3]) == 7);
-    meanwhile.write(gives_up ? launch.failed : launch.notices[2][1], 1);
+    if (ends == Ends::kByItself) meanwhile.write(launch.notices[2][1], 1);
+    give_up(launch, ends, meanwhile);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(has_told(launch));
+    CHECK((launch.failed.item<int>() == 1) == (ends != Ends::kByItself));
   }
 }
 
@@ -276,8 +285,9 @@ TEST_CASE("heads that a peer has yet to stage are not read, and waited for until
     REQUIRE(attend_list(problem, alone(), there) == cudaSuccess);
     const Remote remote(problem);
     const Meanwhile meanwhile;
-    for (const bool gives_up : {false, true}) {
+    for (const Ends ends : {Ends::kByItself, Ends::kFailed, Ends::kGivenUp}) {
       INFO("D " << dim.head_dim << " in tiles of " << dim.tile_rows);
+      const bool gives_up = ends != Ends::kByItself;
       const Launch launch = bringing(problem, 3, 64);
       launch.notices[0][1].fill_(static_cast<int>(ringattn::kBeingStaged));
       Results results(problem);
@@ -289,7 +299,7 @@ TEST_CASE("heads that a peer has yet to stage are not read, and waited for until
       CHECK(meanwhile.read(launch.notices[3]) == 6);
       CHECK(meanwhile.read(launch.notices[1][0]) == 0);  // nobody has been told that all is read
       if (gives_up) {
-        meanwhile.write(launch.failed, 1);
+        give_up(launch, ends, meanwhile);
       } else {
         // Two of three heads: what is left is waited for all the same.
         meanwhile.write(launch.notices[0][1], ringattn::staged_heads(2));

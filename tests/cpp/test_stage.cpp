@@ -19,6 +19,7 @@ using ringattn::cuda::kStageCounters;
 using ringattn::cuda::kStagePiece;
 using ringattn::cuda::StageParams;
 using ringattn::cuda::StageSource;
+using ringattn::testing::Ends;
 using ringattn::testing::Meanwhile;
 
 namespace {
@@ -167,20 +168,25 @@ TEST_CASE("everything is staged and told of while others have yet to begin; the 
   if (!has_device()) return;
   const Meanwhile meanwhile;
   const Block block({1, 1000, 9, 128, 1000});
-  for (const bool gives_up : {false, true}) {
+  const at::Tensor given_up = at::zeros({1}, at::TensorOptions(at::kInt).pinned_memory(true));
+  for (const Ends ends : {Ends::kByItself, Ends::kFailed, Ends::kGivenUp}) {
     block.staged.fill_(kNaN);
     const Words words;
     words.awaited.fill_(static_cast<int>(kBeingStaged));
     words.awaited[1].zero_();
     StageParams params = block.params(/*kernel_fetches=*/true);
     words.give(params);
+    params.given_up = reinterpret_cast<const uint32_t*>(given_up.data_ptr<int>());
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
     CHECK_FALSE(meanwhile.ends_soon());
     CHECK(meanwhile.read(words.signals) == static_cast<int>(staged_heads(9)));
-    meanwhile.write(gives_up ? words.others[0] : words.awaited[1], 1);
+    if (ends == Ends::kByItself) meanwhile.write(words.awaited[1], 1);
+    if (ends == Ends::kFailed) meanwhile.write(words.others[0], 1);
+    if (ends == Ends::kGivenUp) given_up.fill_(1);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(block.is_staged());
+    CHECK((words.others[0].item<int>() == 1) == (ends != Ends::kByItself));
   }
 }
 

@@ -81,6 +81,45 @@ def test_a_lost_rank_is_named_and_its_results_are_nan(die, transport):
             assert value["context"] == 8.0
 
 
+def lose_a_rank_and_launch_what_is_new(absent: int) -> dict[str, object]:
+    """The survivor's own kernels wait on the device, and meanwhile its host launches kernels that
+    have never been loaded: the driver may keep everybody else out until what runs has ended."""
+    case = even("symmetric")
+    ring_call(case)
+    torch.cuda.synchronize()
+    if this().rank == absent:
+        os._exit(1)
+    q, k, v = (x.to(this().device) for x in case.local_inputs())
+    x = torch.rand(64, device=this().device)
+    start = time.monotonic()
+    out = ringattn.ring_attention(q, k, v, case.partition, transport="symmetric")
+    for new in (
+        torch.special.bessel_y1,
+        torch.special.airy_ai,
+        torch.special.scaled_modified_bessel_k1,
+    ):
+        new(x)
+    with pytest.raises(dist.DistBackendError) as at_synchronize:
+        ringattn.synchronize()
+    named_s = time.monotonic() - start
+    torch.cuda.synchronize()
+    return {
+        "named_s": named_s,
+        "message": str(at_synchronize.value),
+        "nan": bool(out.isnan().all()),
+    }
+
+
+def test_a_lost_rank_is_named_while_new_kernels_are_launched():
+    absent = 1
+    with RankPool(2, "cuda", timeout_s=TIMEOUT_S) as ring:
+        outcomes = ring.outcomes(lose_a_rank_and_launch_what_is_new, absent)
+        assert outcomes[0].ok, outcomes[0].traceback
+        assert outcomes[0].value["named_s"] < TIMEOUT_S + GRACE_S
+        assert_names(outcomes[0].value["message"], absent)
+        assert outcomes[0].value["nan"]
+
+
 def agree_and_die(victim: int) -> dict[str, object]:
     """Rank ``victim`` dies between the agreement on a call and the communicator that is made for
     it: it agrees in the others' words, and goes when they are about to meet it."""

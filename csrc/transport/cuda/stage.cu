@@ -89,7 +89,7 @@ __device__ __forceinline__ void wait_for_others(const StageParams& to) {
     store_relaxed_system(to.phase_shown, to.phase);
     store_relaxed_system(to.calls_shown, ++*to.calls);
   }
-  if (threadIdx.x < to.num_awaited) wait_for_word(to.awaited[threadIdx.x], to.failed);
+  if (threadIdx.x < to.num_awaited) wait_for_word(to.awaited[threadIdx.x], to.failed, to.given_up);
   __syncwarp();
   let_next_kernel_begin();
 }

@@ -50,11 +50,12 @@ struct StageParams {
   const uint32_t* awaited[kMaxSignals] = {};
   int num_awaited = 0;
 
-  const uint32_t* failed = nullptr;  // not 0: nothing is written and nobody told
-  uint32_t* blocks_done = nullptr;   // [kStageCounters], 0 before and after
-  uint32_t* calls = nullptr;         // goes up by one for each call,
-  uint32_t* calls_shown = nullptr;   // and is written here, to host memory,
-  uint32_t* phase_shown = nullptr;   // as `phase` is here
+  uint32_t* failed = nullptr;          // not 0: nothing is written and nobody told
+  const uint32_t* given_up = nullptr;  // of the host's (remote_keys.h)
+  uint32_t* blocks_done = nullptr;     // [kStageCounters], 0 before and after
+  uint32_t* calls = nullptr;           // goes up by one for each call,
+  uint32_t* calls_shown = nullptr;     // and is written here, to host memory,
+  uint32_t* phase_shown = nullptr;     // as `phase` is here
   uint32_t phase = 0;
   /// For tests: not 0, heads are late by random times drawn from it.
   uint32_t lateness = 0;

@@ -6,27 +6,34 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
-// Device code of one warp on the host: a thread for each lane. What lanes exchange goes through
-// memory, between barriers.
+// Device code of a thread block on the host: a thread for each of its own. What threads of a warp
+// exchange goes through memory, between barriers. One thread block at a time: __shared__ is static.
 
 #define __device__
 #define __forceinline__ inline
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(threads)
+#define __shared__ static
 
 namespace lanes {
 
 constexpr int kLanes = 32;
 
-/// All lanes wait for each other.
+/// All of so many threads wait for each other.
 class Barrier {
  public:
+  explicit Barrier(int threads) : threads_(threads) {}
+
   void wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     const int64_t round = round_;
-    if (++come_ == kLanes) {
+    if (++come_ == threads_) {
       come_ = 0;
       ++round_;
       all_.notify_all();
@@ -36,36 +43,78 @@ class Barrier {
   }
 
  private:
+  const int threads_;
   std::mutex mutex_;
   std::condition_variable all_;
   int come_ = 0;
   int64_t round_ = 0;
 };
 
+struct Warp {
+  Barrier barrier{kLanes};
+  float exchanged[kLanes] = {};
+  uint32_t words[kLanes] = {};
+};
+
+struct Block {
+  explicit Block(int threads) : barrier(threads), votes(threads), warps(threads / kLanes) {
+    for (auto& warp : warps) warp = std::make_unique<Warp>();
+  }
+  Barrier barrier;
+  std::vector<uint8_t> votes;  // by thread
+  std::vector<std::unique_ptr<Warp>> warps;
+};
+
 struct Index {
   unsigned x = 0;
 };
 
-inline thread_local Index this_lane;
-inline Barrier barrier;
-inline float exchanged[kLanes];
-inline bool votes[kLanes];
+inline thread_local Index this_thread, this_block;
+inline thread_local Block* block = nullptr;
+inline thread_local Warp* warp = nullptr;
 
-/// Runs `lane` on 32 of them.
-inline void run(const std::function<void(int)>& lane) {
+}  // namespace lanes
+
+inline thread_local lanes::Index lanes_grid;
+
+namespace lanes {
+
+/// Runs `thread` on so many, whole warps, as thread block `number` of `blocks`.
+inline void run_block(unsigned number, unsigned blocks, int num_threads,
+                      const std::function<void(int)>& thread) {
+  Block shared(num_threads);
   std::vector<std::thread> threads;
-  for (int i = 0; i < kLanes; ++i) {
+  threads.reserve(num_threads);
+  for (int i = 0; i < num_threads; ++i) {
     threads.emplace_back([&, i] {
-      this_lane.x = i;
-      lane(i);
+      this_thread.x = i;
+      this_block.x = number;
+      lanes_grid.x = blocks;
+      block = &shared;
+      warp = shared.warps[i / kLanes].get();
+      thread(i);
     });
   }
-  for (std::thread& thread : threads) thread.join();
+  for (std::thread& each : threads) each.join();
+}
+
+/// Runs `lane` on 32 of them.
+inline void run(const std::function<void(int)>& lane) { run_block(0, 1, kLanes, lane); }
+
+/// Every lane's `word`, by lane.
+inline std::vector<uint32_t> exchange(uint32_t word) {
+  warp->words[this_thread.x % kLanes] = word;
+  warp->barrier.wait();
+  std::vector<uint32_t> all(warp->words, warp->words + kLanes);
+  warp->barrier.wait();
+  return all;
 }
 
 }  // namespace lanes
 
-#define threadIdx lanes::this_lane
+#define threadIdx lanes::this_thread
+#define blockIdx lanes::this_block
+#define gridDim lanes_grid  // a launch's configuration has a member of this name
 
 using std::isinf;
 using std::min;
@@ -73,21 +122,36 @@ using std::min;
 inline float __fmul_rn(float a, float b) { return a * b; }
 
 inline float __shfl_xor_sync(uint32_t, float x, int mask) {
-  const int lane = static_cast<int>(threadIdx.x);
-  lanes::exchanged[lane] = x;
-  lanes::barrier.wait();
-  const float other = lanes::exchanged[lane ^ mask];
-  lanes::barrier.wait();
+  const int lane = static_cast<int>(threadIdx.x % lanes::kLanes);
+  lanes::warp->exchanged[lane] = x;
+  lanes::warp->barrier.wait();
+  const float other = lanes::warp->exchanged[lane ^ mask];
+  lanes::warp->barrier.wait();
   return other;
 }
 
+inline uint32_t __shfl_sync(uint32_t, uint32_t x, int lane) { return lanes::exchange(x)[lane]; }
+
 inline uint32_t __ballot_sync(uint32_t, bool vote) {
-  lanes::votes[threadIdx.x] = vote;
-  lanes::barrier.wait();
+  const std::vector<uint32_t> votes = lanes::exchange(vote);
   uint32_t all = 0;
-  for (int lane = 0; lane < lanes::kLanes; ++lane) all |= uint32_t{lanes::votes[lane]} << lane;
-  lanes::barrier.wait();
+  for (int lane = 0; lane < lanes::kLanes; ++lane) all |= votes[lane] << lane;
   return all;
 }
 
 inline bool __all_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vote) == mask; }
+
+inline void __syncwarp() { lanes::warp->barrier.wait(); }
+
+inline void __syncthreads() { lanes::block->barrier.wait(); }
+
+inline bool __syncthreads_or(bool vote) {
+  lanes::block->votes[threadIdx.x] = vote;
+  lanes::block->barrier.wait();
+  const auto& votes = lanes::block->votes;
+  const bool any = std::find(votes.begin(), votes.end(), 1) != votes.end();
+  lanes::block->barrier.wait();
+  return any;
+}
+
+inline void __nanosleep(uint32_t) { std::this_thread::yield(); }

@@ -91,7 +91,7 @@ __device__ __forceinline__ uint32_t wait_until_staged(const Bringing& bringing, 
 #pragma unroll 1
     for (uint32_t times = 1;
          (staged = load_acquire_system(notices.staged[i])) < staged_heads(heads); ++times) {
-      if (load_relaxed_system(bringing.failed) != 0) return heads;
+      if (has_failed(bringing.failed, bringing.given_up, times)) return heads;
       // Again and again: a thread block that comes late may say meanwhile that the launch begins.
       if (times % kLong == 0 && notices.phase != nullptr) {
         store_relaxed_system(notices.phase, notices.phase_bringing);
@@ -312,7 +312,9 @@ __device__ __forceinline__ void wait_until_read(const Bringing& bringing) {
   if (lane == 0 && notices.phase != nullptr) {
     store_relaxed_system(notices.phase, notices.phase_waiting);
   }
-  if (lane < notices.num_peers) wait_for_word(notices.read_here[lane], bringing.failed);
+  if (lane < notices.num_peers) {
+    wait_for_word(notices.read_here[lane], bringing.failed, bringing.given_up);
+  }
   __syncwarp();
   if (lane == 0 && notices.phase != nullptr) {
     store_relaxed_system(notices.phase, notices.phase_working);

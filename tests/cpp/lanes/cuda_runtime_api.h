@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "lanes.h"
+
+// In place of CUDA's runtime where a test launches device code on lanes.h: as much of it as that
+// code calls.
+
+enum cudaError_t { cudaSuccess, cudaErrorInvalidConfiguration };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+using cudaStream_t = void*;
+
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct dim3 {
+  unsigned x;
+  dim3(unsigned x = 1) : x(x) {}
+};
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+namespace lanes {
+inline int multiprocessors = 4;
+inline std::mt19937 block_order;
+}  // namespace lanes
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = lanes::multiprocessors;
+  return cudaSuccess;
+}
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
+  attributes->ptxVersion = 90;
+  return cudaSuccess;
+}
+
+/// Thread block after thread block, in any order: none waits for another one.
+template <typename Parameter, typename Argument>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameter),
+                               const Argument& argument) {
+  std::vector<unsigned> blocks(config->gridDim.x);
+  std::iota(blocks.begin(), blocks.end(), 0);
+  std::shuffle(blocks.begin(), blocks.end(), lanes::block_order);
+  for (const unsigned block : blocks) {
+    lanes::run_block(block, config->gridDim.x, static_cast<int>(config->blockDim.x),
+                     [&](int) { kernel(argument); });
+  }
+  return cudaSuccess;
+}
