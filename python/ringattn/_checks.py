@@ -16,12 +16,14 @@ from ringattn import _library
 from ringattn._calls import tell_peers
 from ringattn._group import Group, Ring, resolve_group
 
-# Keywords of torch's scaled_dot_product_attention and what to write instead.
+# Keywords of torch's scaled_dot_product_attention and of other packages, and what to write instead.
 _REFUSED_KEYWORDS = {
     "attn_mask": "attention is causal, or over all keys",
     "dropout_p": "attention has no dropout here",
     "is_causal": "causality is causal= (ring_attention) or diagonal=0 (block_attention)",
     "enable_gqa": "fewer key/value heads than query heads are always allowed",
+    "softmax_scale": "the factor of the scores is scale=",
+    "process_group": "the ranks are group= (ring_attention, decode_attention)",
 }
 
 

@@ -111,6 +111,8 @@ ATTENTION_RULES = [
     ({"dropout_p": 0.1}, r"dropout_p must be left out .* got 0.1"),
     ({"is_causal": True}, r"is_causal must be left out .* got True"),
     ({"enable_gqa": True}, r"enable_gqa must be left out .* got True"),
+    ({"softmax_scale": 0.1}, r"softmax_scale must be left out \(.* scale=\), got 0.1"),
+    ({"process_group": None}, r"process_group must be left out \(.* group= .*\), got None"),
 ]
 
 
