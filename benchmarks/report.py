@@ -24,6 +24,8 @@ from harness import rank, world_size
 # Where benchmarks/heterogeneous.py looks for what its command line does not say.
 SEQ_LEN_VARIABLES = ("SEQ_LEN", "SWEEP_SEQ_LEN")
 PERCENTAGE_VARIABLES = ("WEAK_GPU_PERCENTAGE", "SWEEP_SLOWDOWN_PCT")
+# What the compiled library looks at. Others (RINGATTN_CUDA) are for builds, and change no run.
+KERNEL_VARIABLES = ("RINGATTN_KERNEL_FAMILY", "RINGATTN_KERNEL_WAITS")
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -52,9 +54,8 @@ def environment(device: torch.device) -> dict[str, str]:
 def command(arguments: Sequence[str] | None = None) -> str:
     """As it can be given again: with the variables that are heard, and the ranks, but without the
     folder of what is written. `arguments`: in place of all that there were."""
-    heard = {*SEQ_LEN_VARIABLES, *PERCENTAGE_VARIABLES}
-    heard |= {name for name in os.environ if name.startswith("RINGATTN_")} - {"RINGATTN_COMMIT"}
-    switches = [f"{name}={os.environ[name]}" for name in sorted(heard) if name in os.environ]
+    heard = sorted((*SEQ_LEN_VARIABLES, *PERCENTAGE_VARIABLES, *KERNEL_VARIABLES))
+    switches = [f"{name}={os.environ[name]}" for name in heard if name in os.environ]
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = ["torchrun", "--nproc-per-node", str(world_size())]

@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import torch
 from harness import Problem
 from rank_of_ring import MOST_RANKS, RankCall
-from report import command
+from report import KERNEL_VARIABLES, PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, command
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120
@@ -100,6 +101,23 @@ def test_a_command_names_what_it_writes_without_the_folder(
     monkeypatch.setattr(sys, "argv", ["benchmarks/ring.py", *given.split()])
     assert command().endswith(f" ring.py {written}")
     assert command(given.split()) == command()
+
+
+def test_a_command_names_what_changes_a_run_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A library that looks at another variable must have it in its commands too."""
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".cpp", ".cu", ".h"}]
+    looked_at = {
+        name for path in sources for name in re.findall(r'getenv\("(\w+)"\)', path.read_text())
+    }
+    assert looked_at == set(KERNEL_VARIABLES)
+    for name in (*KERNEL_VARIABLES, "RINGATTN_CUDA", "RINGATTN_COMMIT"):
+        monkeypatch.setenv(name, "0")
+    for name in (*SEQ_LEN_VARIABLES, *PERCENTAGE_VARIABLES, "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["benchmarks/ring.py"])
+    assert command() == "RINGATTN_KERNEL_FAMILY=0 RINGATTN_KERNEL_WAITS=0 python ring.py"
 
 
 @pytest.mark.parametrize(
