@@ -14,6 +14,7 @@ fastest there: cuDNN, for float32 the memory-efficient kernel.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ from harness import (
     DTYPES,
     Contestant,
     Problem,
+    at_least,
     common_arguments,
-    integers,
+    counts,
     max_error,
     measure,
     names_of,
@@ -95,18 +97,32 @@ def is_ours(name: str) -> bool:
     return name.startswith("ringattn")
 
 
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Wrong usage where ringattn would refuse the problems."""
+    if arguments.heads % arguments.kv_heads:
+        parser.error(
+            f"--heads must be a multiple of --kv-heads, {arguments.kv_heads}, got {arguments.heads}"
+        )
+    for head_dim in arguments.head_dims:
+        if head_dim % 8 or head_dim > 256:
+            parser.error(f"--head-dims must be multiples of 8 from 8 to 256, got {head_dim}")
+    if arguments.device == "cuda" and arguments.dtype == "float64":
+        parser.error("--dtype must not be float64 on CUDA, got float64")
+
+
 def main() -> None:
     parser = common_arguments(__doc__)
-    parser.add_argument("--seq-lens", type=integers, default=[2048, 8192], help="S, with commas")
-    parser.add_argument("--head-dims", type=integers, default=[128], help="D, with commas")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--seq-lens", type=counts, default=[2048, 8192], help="S, with commas")
+    parser.add_argument("--head-dims", type=counts, default=[128], help="D, with commas")
+    parser.add_argument("--heads", type=at_least(1), default=32)
+    parser.add_argument("--kv-heads", type=at_least(1), default=8)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     masks = names_of("causal", "dense")
     parser.add_argument("--masks", type=masks, default="causal,dense", help="with commas")
-    parser.add_argument("--batches", type=integers, default=[1], help="B, with commas")
+    parser.add_argument("--batches", type=counts, default=[1], help="B, with commas")
     parser.add_argument("--full", action="store_true", help="the whole table; sizes do not count")
     arguments = parser.parse_args()
+    check(parser, arguments)
 
     given = Grid(
         arguments.batches,

@@ -18,6 +18,8 @@ error     largest difference of rank 0's logits from those of rank 0 alone with 
 
 from __future__ import annotations
 
+import argparse
+import math
 import time
 from collections.abc import Iterator
 
@@ -159,16 +161,31 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / min(timing.own_samples) / 1e6
 
 
+def bandwidth_gbps(text: str) -> float:
+    """A type of arguments: a positive number."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    return number
+
+
 def main() -> None:
     parser = harness.common_arguments(__doc__)
     shapes = harness.names_of(*SHAPES, "demo")
     parser.add_argument("--shapes", type=shapes, default="8b", help=f"{', '.join(SHAPES)}, demo")
-    parser.add_argument("--contexts", type=harness.integers, default=[4096, 65536])
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--contexts", type=harness.counts, default=[4096, 65536])
+    parser.add_argument("--batch", type=harness.at_least(1), default=1)
     parser.add_argument("--dtype", choices=harness.DTYPES, default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="time tokens without CUDA graphs too")
-    parser.add_argument("--bandwidth", type=float, help="GB/s of the floor (default: of a copy)")
+    parser.add_argument(
+        "--bandwidth", type=bandwidth_gbps, help="GB/s of the floor (default: of a copy)"
+    )
     options = parser.parse_args()
+    if options.device == "cuda" and options.dtype == "float64":
+        parser.error("--dtype must not be float64 on CUDA, got float64")
     with harness.process_group(options.device) as device, torch.inference_mode():
         header = environment(device)
         bandwidth = options.bandwidth or copy_bandwidth(device)

@@ -326,6 +326,18 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+def counts(text: str) -> list[int]:
+    """A type of arguments: "1024,2048" as numbers, all of them from 1 on."""
+    return [at_least(1)(part) for part in text.split(",")]
+
+
+def device_type(text: str) -> str:
+    """A type of arguments: a device that this machine has."""
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("must be cpu without a CUDA device, got 'cuda'")
+    return text
+
+
 def names_of(*known: str) -> Callable[[str], list[str]]:
     """A type of arguments: some of the ``known`` names, with commas."""
 
@@ -371,7 +383,7 @@ def common_arguments(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--device", type=device_type, choices=["cpu", "cuda"], default=default)
     parser.add_argument("--rounds", type=at_least(1), default=20, help="samples of each contestant")
     parser.add_argument("--warmup", type=at_least(0), default=3, help="rounds that do not count")
     parser.add_argument("--out", metavar="STEM", help="write STEM.md, STEM.csv and STEM.json")

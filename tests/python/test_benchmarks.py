@@ -126,8 +126,25 @@ def test_a_command_names_what_changes_a_run_and_nothing_else(
         ("attention.py --masks foo", "--masks: must be of causal, dense, got 'foo'"),
         ("attention.py --rounds 0", "--rounds: must be an integer from 1 on, got '0'"),
         ("attention.py --warmup -1", "--warmup: must be an integer from 0 on, got '-1'"),
+        ("attention.py --seq-lens 0", "--seq-lens: must be an integer from 1 on, got '0'"),
+        ("attention.py --seq-lens 64,x", "--seq-lens: must be an integer from 1 on, got 'x'"),
+        ("attention.py --batches 0", "--batches: must be an integer from 1 on, got '0'"),
+        ("attention.py --kv-heads 0", "--kv-heads: must be an integer from 1 on, got '0'"),
+        ("attention.py --heads 5 --kv-heads 2", "--heads must be a multiple of --kv-heads, 2, got"),
+        ("attention.py --head-dims 64,20", "--head-dims must be multiples of 8 from 8 to 256, got"),
+        ("attention.py --head-dims 264", "--head-dims must be multiples of 8 from 8 to 256, got"),
         ("attention_shapes.py --device cpu", "shapes must be measured on a CUDA device, got cpu"),
         ("decode.py --shapes foo", "--shapes: must be of 8b, 1b, tiny, demo, got 'foo'"),
+        ("decode.py --contexts 0", "--contexts: must be an integer from 1 on, got '0'"),
+        ("decode.py --batch 0", "--batch: must be an integer from 1 on, got '0'"),
+        ("decode.py --bandwidth 0", "--bandwidth: must be a positive number, got '0'"),
+        ("decode.py --bandwidth fast", "--bandwidth: must be a positive number, got 'fast'"),
+        ("findings.py nowhere", "STEM.json must be a file that can be read, got nowhere: No such"),
+        ("findings.py README.md", "STEM.json must be a sweep of benchmarks/heterogeneous.py, got"),
+        (
+            "findings.py benchmarks/results/heterogeneous_2xh200_202611_findings.json",
+            "STEM.json must be a sweep of benchmarks/heterogeneous.py, got benchmarks/results/",
+        ),
         ("ring.py --layouts foo", "--layouts: must be of zigzag, contiguous, got 'foo'"),
         ("ring.py", "ranks must be started by torchrun, got a process without it"),
         ("transport.py", "ranks must be started by torchrun, got a process without it"),
@@ -144,6 +161,31 @@ def test_wrong_usage_is_one_sentence(arguments: str, message: str) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("script", ["attention", "decode"])
+def test_a_device_that_is_not_there_is_wrong_usage(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, "--device", "cuda"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(script).main()
+    assert ended.value.code == 2
+    message = "--device: must be cpu without a CUDA device, got 'cuda'"
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("script", ["attention", "decode"])
+def test_float64_is_wrong_usage_on_cuda(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", [script, "--device", "cuda", "--dtype", "float64"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(script).main()
+    assert ended.value.code == 2
+    assert "--dtype must not be float64 on CUDA" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("script", ["transport", "ring"])
