@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ringattn import __version__, info
-from ringattn.cli import generate, profile
+from ringattn import __version__
+from ringattn.cli import generate, info, profile
 
 
 def parser() -> argparse.ArgumentParser:
@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate.add_parser(commands)
     profile.add_parser(commands)
-    commands.add_parser("info", help="versions, kernels built, devices, transports")
+    info.add_parser(commands)
     return top
 
 
@@ -29,10 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usage, said in one sentence on stderr."""
     options = parser().parse_args(arguments)
     try:
-        if options.command == "info":
-            info.main()
-            return 0
-        command = {"generate": generate, "profile": profile}[options.command]
+        command = {"generate": generate, "profile": profile, "info": info}[options.command]
         return command.run(options)
     except (ValueError, OSError) as error:
         rank = os.environ.get("RANK", "0")

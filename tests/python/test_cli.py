@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from _llama import random_ids, save, tiny_llama
-from ringattn import RankProfile, save_profiles
-from ringattn.__main__ import main
+from ringattn import RankProfile, _build_info, _library, save_profiles
+from ringattn.__main__ import main, parser
 from ringattn.cli import auto
 from ringattn.generation import generate
 from ringattn.models import load_model
@@ -302,6 +303,58 @@ def test_a_comparison_that_fails_is_exit_code_1(
     usual = ["generate", "--model", str(folder), "--prompt-file", str(folder / "prompt.txt")]
     assert main([*usual, "--max-new-tokens", "9", "--compare"]) == 1
     assert "one rank alone: other tokens, from token " in capsys.readouterr().out
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """What `--help` says of each option, in one line."""
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    options = capsys.readouterr().out.partition("\noptions:\n")[2]
+    said = {}
+    for text in re.split(r"\n  (?=--)", options):
+        name = re.match(r"--([\w-]+)", text)
+        if name:
+            said[name[1].replace("-", "_")] = " ".join(text.split())
+    return said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "without"),
+    [
+        # One prompt must be given; flags are off; a sweep needs a folder.
+        (["generate", "--prompt", "x"], {"prompt", "prompt_file", "ignore_eos", "compare"}),
+        (["profile"], {"out"}),
+        (["info"], set()),
+    ],
+)
+def test_help_says_every_default(
+    arguments: list[str], without: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = help_of(arguments[0], capsys)
+    defaults = vars(parser().parse_args(arguments))
+    assert said.keys() == defaults.keys() - {"command"}
+    for name, text in said.items():
+        shown = re.search(r"\(default: ([^)]+)\)$", text)
+        assert (shown is None) == (name in without), text
+        if shown and defaults[name] is not None:
+            assert shown[1] == str(defaults[name])
+
+
+def test_cuda_without_kernels_is_wrong_usage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever devices there are: they are not what is missing."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(_library, "DEVICES", ("cpu",))
+    monkeypatch.setattr(_build_info, "WITH_CUDA", False)
+    monkeypatch.setattr(_build_info, "NO_CUDA_BECAUSE", "no nvcc was found")
+    usual = ["generate", "--model", str(folder), "--prompt", "1 2 3", "--device", "cuda"]
+    assert main(usual) == 2
+    assert capsys.readouterr().err == (
+        "ringattn: --device cuda must have a ringattn built with CUDA kernels, got one without "
+        "(no nvcc was found)\n"
+    )
 
 
 def test_info_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import ringattn
 import torch
-from ringattn import _C, _build_info, info
+from ringattn import _C, _build_info
+from ringattn.__main__ import main
 
 ROOT = Path(__file__).parents[2]
+BUILD = _C.build_info()
 
 
 def python(code: str) -> subprocess.CompletedProcess:
@@ -112,7 +114,7 @@ def test_every_operator_has_a_schema_and_a_fake():
 
 
 def test_info_says_what_is_built(capsys):
-    info.main()
+    assert main(["info"]) == 0
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     facts = {name.strip(): fact.strip() for name, fact in lines.items()}
     assert facts["ringattn"] == ringattn.__version__
@@ -121,3 +123,15 @@ def test_info_says_what_is_built(capsys):
     assert facts["kernels"].split(", ")[0] == "cpu"
     assert facts["auto on cpu"].startswith("process_group (")
     assert ("auto on cuda" in facts) == _build_info.WITH_CUDA
+
+
+def test_a_build_knows_why_it_has_no_kernels():
+    assert (_build_info.NO_CUDA_BECAUSE is None) == _build_info.WITH_CUDA
+    assert _build_info.NO_CUDA_BECAUSE != ""
+
+
+def test_info_says_why_kernels_are_not_built(capsys, monkeypatch):
+    monkeypatch.setattr(_C, "build_info", lambda: {**BUILD, "cuda": False, "kernel_families": []})
+    monkeypatch.setattr(_build_info, "NO_CUDA_BECAUSE", "no nvcc was found")
+    assert main(["info"]) == 0
+    assert "\nCUDA          not built: no nvcc was found\n" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ringattn import _library
+from ringattn import _build_info, _library
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -23,7 +23,7 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="auto: CUDA where every rank has a device of its own (default)",
+        help="auto: CUDA where every rank has a device of its own, else the CPU (default: auto)",
     )
 
 
@@ -44,6 +44,11 @@ def process_group(device: str) -> Iterator[tuple[torch.device, int]]:
     num_devices = torch.cuda.device_count() if "cuda" in _library.DEVICES else 0
     if device == "auto":
         device = "cuda" if 0 < local_ranks <= num_devices else "cpu"
+    if device == "cuda" and not _build_info.WITH_CUDA:
+        raise ValueError(
+            "--device cuda must have a ringattn built with CUDA kernels, got one without "
+            f"({_build_info.NO_CUDA_BECAUSE})"
+        )
     if device == "cuda" and local_ranks > num_devices:
         raise ValueError(f"--device cuda must find {local_ranks} CUDA devices, got {num_devices}")
     place = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")

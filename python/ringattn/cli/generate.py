@@ -58,7 +58,9 @@ def add_parser(commands: Any) -> None:
         metavar="F",
         help="file with the prompt: text, or token ids for a model without tokenizer",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="at most (default: 64)"
+    )
     parser.add_argument(
         "--partition",
         default="even",
@@ -72,11 +74,27 @@ def add_parser(commands: Any) -> None:
         metavar="F",
         help="speeds for --partition auto, from ringattn profile (default: measured first)",
     )
-    parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
-    parser.add_argument("--temperature", type=float, help="draw tokens; 0 takes the likeliest")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="draw among the likeliest of mass P"
+        "--layout",
+        choices=LAYOUTS,
+        default="zigzag",
+        help="one piece at each end of the prompt for every rank, or one in all (default: zigzag)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="draw tokens, after logits are divided by T; 0 takes the likeliest (default: the "
+        "likeliest without --top-k and --top-p, 1 with one of them)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="draw among the K likeliest (default: among all)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw among the likeliest of mass P (default: among all)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of the text")
@@ -88,14 +106,14 @@ def add_parser(commands: Any) -> None:
         help="record a token's kernels once and replay them (default: in longer generations)",
     )
     parser.add_argument(
-        "--warmup", type=int, default=0, metavar="R", help="untimed runs before the timed one"
+        "--warmup", type=int, default=0, metavar="R", help="untimed runs first (default: 0)"
     )
     parser.add_argument(
         "--compare",
         action="store_true",
         help="generate on one rank alone too; exit code 1 if its tokens differ",
     )
-    parser.add_argument("--json", type=Path, metavar="F", help="write tokens and timings to F")
+    parser.add_argument("--json", type=Path, metavar="F", help="tokens and timings (default: no)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -64,22 +64,18 @@ def add_parser(commands: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="F", help="write profiles, or a sweep, to F")
-    for name, default in (
-        ("heads", profiling.NUM_HEADS),
-        ("kv-heads", profiling.NUM_KV_HEADS),
-        ("layers", profiling.NUM_LAYERS),
+    parser.add_argument(
+        "--json", type=Path, metavar="F", help="write profiles, or a sweep, to F (default: no)"
+    )
+    for name, default, what in (
+        ("num-heads", profiling.NUM_HEADS, "query heads"),
+        ("num-kv-heads", profiling.NUM_KV_HEADS, "key/value heads"),
+        ("num-layers", profiling.NUM_LAYERS, "layers of the model"),
+        ("head-dim", profiling.HEAD_DIM, "numbers of a head"),
     ):
         parser.add_argument(
-            f"--num-{name}", type=int, default=default, metavar="N", help=f"(default: {default})"
+            f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})"
         )
-    parser.add_argument(
-        "--head-dim",
-        type=int,
-        default=profiling.HEAD_DIM,
-        metavar="D",
-        help=f"(default: {profiling.HEAD_DIM})",
-    )
     parser.add_argument(
         "--num-tokens",
         type=int,
@@ -87,7 +83,7 @@ def add_parser(commands: Any) -> None:
         help="tokens of a typical shard (default: 8192 on CUDA, 256 on CPU)",
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="(default: bfloat16 on CUDA, float32 on CPU)"
+        "--dtype", choices=DTYPES, help="of tensors (default: bfloat16 on CUDA, float32 on CPU)"
     )
     add_device_argument(parser)
     parser.add_argument(
@@ -106,13 +102,23 @@ def add_parser(commands: Any) -> None:
     )
     sweep = parser.add_mutually_exclusive_group()
     sweep.add_argument(
-        "--percentages", metavar="P,P,...", help="of the device's threads, through CUDA MPS"
+        "--percentages",
+        metavar="P,P,...",
+        help="of the device's threads, through CUDA MPS (default: no sweep)",
     )
-    sweep.add_argument("--slowdowns", metavar="F,F,...", help="factors, 1 for full speed")
+    sweep.add_argument(
+        "--slowdowns", metavar="F,F,...", help="factors, 1 for full speed (default: no sweep)"
+    )
+    largest = " and ".join(f"{sizes[-1]} on {name.upper()}" for name, sizes in SIZES.items())
     parser.add_argument(
-        "--sizes", metavar="N,N,...", help="rows of the matrices a sweep multiplies"
+        "--sizes",
+        metavar="N,N,...",
+        help="rows of the matrices a sweep multiplies (default: powers of two from 64 to "
+        f"{largest})",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for what a sweep finds")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for what a sweep finds; a sweep needs one"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,11 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``python -m ringattn info`` prints: versions, kernels, devices, peer access, transports."""
+"""ringattn info: versions, kernels, devices, peer access, transports."""
 
+from __future__ import annotations
+
+import argparse
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from ringattn import _C, _library
+from ringattn import _C, _build_info, _library
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to ``argparse``'s sub-parsers."""
+    commands.add_parser(
+        "info",
+        help="versions, kernels built, devices, transports",
+        description=__doc__,
+    )
 
 
 def _build_lines() -> Iterator[tuple[str, str]]:
@@ -18,7 +31,7 @@ def _build_lines() -> Iterator[tuple[str, str]]:
         yield "CUDA", f"{torch.version.cuda} (built for {build['cuda_version']})"
         yield "NCCL", f"built for {build['nccl_version']}"
     else:
-        yield "CUDA", "not built"
+        yield "CUDA", f"not built: {_build_info.NO_CUDA_BECAUSE}"
     yield "kernels", ", ".join(["cpu", *families])
 
 
@@ -57,9 +70,10 @@ def _transport_lines() -> Iterator[tuple[str, str]]:
         yield f"auto on {device_type}", _AUTO[device_type]
 
 
-def main() -> None:
+def run(options: argparse.Namespace) -> int:
     """Prints one line per fact, names padded to one column."""
     lines = [*_build_lines(), *_device_lines(), *_transport_lines()]
     width = max(len(name) for name, _ in lines)
     for name, fact in lines:
         print(f"{name:<{width}}  {fact}")
+    return 0
