@@ -6,6 +6,7 @@ Kernels do not know torch, the ring does not know the dispatcher, nothing knows 
 What the included headers of the project include counts too: no ban is dodged through a header.
 """
 
+import argparse
 import dataclasses
 import pathlib
 import re
@@ -169,8 +170,17 @@ def violations(sources: Sources) -> list[str]:
 
 
 def main() -> int:
-    root = pathlib.Path(__file__).resolve().parent.parent / "csrc"
-    sources = Sources(pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else root)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    csrc = pathlib.Path(__file__).resolve().parent.parent / "csrc"
+    parser.add_argument(
+        "root", nargs="?", type=pathlib.Path, default=csrc, help="in place of csrc/ of this project"
+    )
+    root = parser.parse_args().root
+    if not root.is_dir():
+        parser.error(f"root must be a folder, got {root}")
+    sources = Sources(root)
     breaches = violations(sources)
     print(*breaches, sep="\n", end="\n" if breaches else "")
     print(f"check_includes: {len(sources.includes)} files, {len(breaches)} breaches")

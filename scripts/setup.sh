@@ -7,6 +7,19 @@
 # An active venv or conda environment is used as it is; otherwise a `.venv` beside this checkout is made.
 # A second run costs two seconds, and no network is touched when everything is there already.
 
+case "${1:-}" in
+  -h | --help)
+    sed -n '4,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    # shellcheck disable=SC2317
+    return 0 2>/dev/null || exit 0
+    ;;
+  -*)
+    echo "setup: extras must be as in pyproject.toml, got $1; usage: . scripts/setup.sh [extras]" >&2
+    # shellcheck disable=SC2317
+    return 2 2>/dev/null || exit 2
+    ;;
+esac
+
 ringattn_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 ringattn_extras="${1:-test}"
 

@@ -35,7 +35,7 @@ def path_with(folder: Path, python3: str) -> str:
     "name",
     [
         *("demo.sh", "demo_heterogeneous.sh", "gpu_results.sh", "lint.sh", "sanitize.sh"),
-        *("study_heterogeneous.sh", "test.sh"),
+        *("setup.sh", "study_heterogeneous.sh", "test.sh"),
     ],
 )
 def test_help_is_given(name: str) -> None:
@@ -53,6 +53,7 @@ def test_help_is_given(name: str) -> None:
         ("gpu_results.sh", "usage: scripts/gpu_results.sh OUT [stage...]"),
         ("lint.sh pylint", "lint: tool must be one of these, got pylint; usage: "),
         ("sanitize.sh all", "usage: scripts/sanitize.sh"),
+        ("setup.sh --extras", "setup: extras must be as in pyproject.toml, got --extras; usage: "),
         ("study_heterogeneous.sh --seconds", "--seconds must be followed by a value, got none; "),
         ("study_heterogeneous.sh --seconds abc", "--seconds must be a number from 1 on, got abc; "),
         ("study_heterogeneous.sh --out", "--out must be followed by a value, got none; usage: "),
@@ -64,6 +65,31 @@ def test_wrong_usage_is_one_line(command: str, message: str) -> None:
     done = script(command)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_help_of_setup_leaves_the_shell_that_sources_it() -> None:
+    command = ["bash", "-euc", ". scripts/setup.sh --help; echo still here"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "still here"
+
+
+def check_includes(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts/check_includes.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_check_includes_gives_help_and_checks_folders(tmp_path: Path) -> None:
+    done = check_includes("--help")
+    assert (done.returncode, done.stderr) == (0, "") and "usage: check_includes.py" in done.stdout
+    done = check_includes(tmp_path / "nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "root must be a folder, got " in done.stderr.splitlines()[-1]
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core/shape.h").write_text('#include "ATen/ATen.h"\n')
+    done = check_includes(tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.startswith("csrc/core/shape.h: core may not see torch: core/shape.h -> ATen")
 
 
 def test_setup_is_told_its_extras_wherever_it_is_sourced() -> None:
