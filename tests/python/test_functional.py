@@ -87,6 +87,20 @@ def test_the_module_holds_its_options():
     assert torch.equal(copy.deepcopy(attention)(q, k, v), expected)
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"transport": "pigeon"}, "transport must be .* got .*pigeon"),
+        ({"depth": 0}, "depth must .*0"),
+    ],
+)
+def test_the_module_hands_its_options_on(option, message):
+    attention = ringattn.RingAttention(**option)  # which holds them, and does not judge
+    assert "{}={!r}".format(*option.popitem()) in repr(attention)
+    with pytest.raises(ValueError, match=message):
+        attention(*operands())
+
+
 ATTENTION_RULES = [
     ({"q": torch.randn(6, 4, 16)}, "q must be .*, got shape"),
     ({"q": [1.0]}, "q must be a tensor, got list"),

@@ -145,6 +145,22 @@ def test_even_lengths_differ_by_at_most_one(seq_len, world_size, layout):
     assert max(partition.lengths) - min(partition.lengths) <= 1
 
 
+@pytest.mark.parametrize(
+    ("partition", "rank", "start"),
+    [
+        (Partition.contiguous([3, 4], [1, 0]), 0, 4),
+        (Partition.contiguous([7, 0]), 0, 0),
+        (Partition.zigzag([1, 6]), 0, 6),  # a tail without a head
+    ],
+)
+def test_rows_in_one_piece_are_a_view(partition, rank, start):
+    x = torch.randn(2, 7, 3)
+    shard = partition.shard(x, rank)
+    assert shard.data_ptr() == x[:, start:].data_ptr() and shard.stride() == x.stride()
+    shard.zero_()
+    assert torch.equal(x.eq(0).all(2).all(0).nonzero().flatten(), partition.position_ids(rank))
+
+
 def test_shard_and_unshard_are_differentiable():
     partition = Partition.zigzag([3, 0, 4], [2, 0, 1])
     x = torch.randn(2, 7, 3, requires_grad=True)

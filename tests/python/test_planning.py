@@ -6,6 +6,7 @@ That no partition is faster is shown by brute force in tests/cpp/test_planner.cp
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -118,6 +119,23 @@ def test_training_weighs_attention_more():
     trained = ringattn.plan(65536, profiles, ATTENTION, training=True)
     assert trained.partition == only.partition
     assert trained.predicted_ms == pytest.approx(3.5 * only.predicted_ms)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_takes_three_times_the_products_and_more_of_attention(layout):
+    profiles = [RankProfile(500, 500, overhead_ms=0.1), RankProfile(100, 300)]
+    training = ringattn.plan(5000, profiles, LAYER, layout=layout, training=True)
+    partition = training.partition
+    bare = [replace(profile, overhead_ms=0.0) for profile in profiles]
+    attention = predict(partition, bare, ATTENTION)
+    both = predict(partition, bare, LAYER)
+    assert training.rank_ms == predict(partition, profiles, LAYER, training=True)
+    for profile, total, of_both, of_attention in zip(
+        profiles, training.rank_ms, both, attention, strict=True
+    ):
+        products = of_both - of_attention
+        expected = profile.overhead_ms + 3 * products + 3.5 * of_attention
+        assert total == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("seq_len", [0, 1, 5, 1000, 100001, 2**20])
@@ -238,6 +256,30 @@ def test_cached_keys_lie_where_they_are_read_fastest():
     assert ringattn.plan_cache(10000, [little, slow], LAYER) == [100, 9900]
     assert ringattn.plan_cache(7, ranks(1, 0.1), LAYER) == [4, 3]  # no bandwidth is known
     assert ringattn.plan_cache(0, [fast, slow], LAYER) == [0, 0]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 30])
+@pytest.mark.parametrize("caps", [(None, None, None), (None, 4, 11), (3, None, None)])
+@pytest.mark.parametrize("gbps", [(1, 1, 1), (4, 1, 2), (1000, 1010, 990), (7, 5, 3)])
+def test_no_other_place_of_cached_keys_is_read_faster(num_tokens, caps, gbps):
+    profiles = [
+        RankProfile(1, 1, memory_gbps=speed, max_tokens=cap)
+        for speed, cap in zip(gbps, caps, strict=True)
+    ]
+    room = [num_tokens if cap is None else cap for cap in caps]
+
+    def slowest(lengths):
+        return max(tokens / speed for tokens, speed in zip(lengths, gbps, strict=True))
+
+    everywhere = itertools.product(*(range(most + 1) for most in room))
+    best = min(slowest(lengths) for lengths in everywhere if sum(lengths) == num_tokens)
+    planned = ringattn.plan_cache(num_tokens, profiles, LAYER)
+    assert sum(planned) == num_tokens
+    assert all(tokens <= most for tokens, most in zip(planned, room, strict=True))
+    assert slowest(planned) == best
+    even = list(Partition.even(num_tokens, 3).lengths)
+    fits = all(tokens <= most for tokens, most in zip(even, room, strict=True))
+    assert (planned == even) == (fits and slowest(even) == best)
 
 
 # ---- wrong arguments ---------------------------------------------------------------------------

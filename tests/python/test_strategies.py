@@ -83,7 +83,9 @@ def test_a_table_of_matrix_products_weighs_by_tflops_at_the_nearest_size() -> No
     assert strategies.lut(3000, [100, 50], rows).lengths == (2000, 1000)
     assert strategies.lut(65536, [100, 10], rows).lengths == (52429, 13107)
     # As near to 1024 as to 4096: the smaller.
-    assert strategies.lut(2560, [100, 10], rows).lengths == (2048, 512)
+    assert strategies.lut(2560, [100, 50], rows).lengths == (1463, 1097)
+    assert strategies.lut(2561, [100, 50], rows).lengths == (1707, 854)
+    assert strategies.lut(2560, [100, 50], rows[::-1]).lengths == (1463, 1097)
     # 30 % lies halfway between 10 and 50: 20 TFLOPS.
     assert strategies.lut(600, [100, 30], rows).lengths == (400, 200)
 
