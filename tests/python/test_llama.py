@@ -110,6 +110,14 @@ def test_alone_shares_the_weights(folder: Path) -> None:
         assert not theirs.requires_grad
 
 
+def test_alone_is_in_the_mode_of_the_model(folder: Path) -> None:
+    model = load_model(folder)
+    for training in (True, False):
+        alone = model.train(training).alone()
+        assert {module.training for module in alone.modules()} == {training}
+        assert {module.training for module in model.modules()} == {training}
+
+
 def test_fake_tokens_have_fake_logits(folder: Path) -> None:
     model = load_model(folder)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
 from ringattn.models import demo_model_path, load_model
+from ringattn.models.loading import read_config
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 TOLERANCE = 1e-4
 
@@ -129,6 +130,17 @@ def test_a_config_of_both_transformers_means_what_it_means_there(
     ids = random_ids(1, 101)
     logits = load_model(tmp_path)(ids)
     torch.testing.assert_close(logits, theirs(ids).logits.detach(), atol=TOLERANCE, rtol=0)
+
+
+def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path: Path) -> None:
+    theirs = LlamaConfig()
+    left_out = ("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "attention_bias")
+    save(tiny_llama(rms_norm_eps=0.1, attention_bias=True), tmp_path)
+    edit_config(tmp_path, **dict.fromkeys(left_out, ...))
+    config = read_config(tmp_path)
+    assert config.norm_eps == theirs.rms_norm_eps
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert (config.tie_heads, config.attn_bias) == (False, False)
 
 
 @pytest.mark.parametrize(("eos", "ends"), [(None, ()), (7, (7,)), ([7, 9], (7, 9)), (..., ())])
