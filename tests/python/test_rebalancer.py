@@ -227,6 +227,25 @@ def speed_seen(profile: RankProfile, took_ms: list[float], flops: float = 1e9) -
     return rebalancer.speeds[0]
 
 
+def without_a_mask(layout: str) -> tuple[list[float], ringattn.Plan, list[RankProfile]]:
+    """Two ranks whose steps do not say what they did, the second half as fast as its profile."""
+    rebalancer = Rebalancer(PROFILES[:2], COST, causal=False, layout=layout)
+    for _ in range(8):
+        partition = rebalancer.plan(8192).partition
+        flops = COST.attention_flops * partition.lengths[this().rank] * partition.seq_len
+        took = flops / ((0.5 if this().rank else 1.0) * 500e9) + PROFILES[0].overhead_ms
+        rebalancer.observe(Timings([StepTiming(0, this().rank, "own", took, 0.0, 0.0)]))
+    return rebalancer.speeds, rebalancer.plan(8192), rebalancer.profiles
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_without_a_mask_all_pairs_count(rank_pool, layout):
+    for speeds, plan, profiles in rank_pool(2).run(without_a_mask, layout):
+        assert speeds == pytest.approx([1.0, 0.5])
+        assert plan == ringattn.plan(8192, profiles, COST, causal=False, layout=layout)
+        assert plan.partition.lengths[0] == pytest.approx(8192 * 2 / 3, rel=0.01)
+
+
 def test_overhead_is_not_taken_for_slowness():
     # 1e9 operations at half of 1 TFLOPS: 2 ms.
     assert speed_seen(RankProfile(1, 1), [2.0]) == pytest.approx(0.5)

@@ -95,6 +95,34 @@ def test_a_plan_that_turns_out_slower_is_given_up(rank_pool):
     assert lengths[-1][1] < 0.8 * lengths[0][1]
 
 
+def worse_by(factor: float, num_requests: int) -> tuple[list[tuple[int, ...]], list[int]]:
+    """As above, but under any other split than the first ranks wait until the request has taken so
+    many times what it took under that one."""
+    rank = this().rank
+    rebalancer = Rebalancer(UNEQUAL, COST)
+    lengths, changes, first_ms = [], [], 0.0
+    for request in range(num_requests):
+        p = rebalancer.plan(32768).partition
+        lengths.append(p.lengths)
+        took = own_flops(p) / (UNEQUAL[rank].attention_tflops * (0.9 if rank else 1.0) * 1e9)
+        if request == 0:  # the second rank is the last
+            first_ms = COST.attention_flops * p.lengths[1] * p.seq_len / 2 / (300 * 0.9 * 1e9)
+        waited = factor * first_ms - took if p.lengths != lengths[0] else first_ms - took
+        if rebalancer.observe(one_call(took, own_flops(p), waited)):
+            changes.append(request + 1)
+    return lengths, changes
+
+
+@pytest.mark.parametrize(("factor", "is_kept"), [(1.0095, True), (1.0105, False)])
+def test_a_plan_is_given_up_where_it_is_a_hundredth_slower(rank_pool, factor, is_kept):
+    for lengths, changes in rank_pool(2).run(worse_by, factor, 20):
+        if is_kept:
+            assert len(changes) == 1 and lengths[-1] != lengths[0]
+        else:
+            assert len(changes) == 2 and changes[1] == changes[0] + 3  # after three requests
+            assert lengths[changes[0]] != lengths[-1] == lengths[0]
+
+
 def drift(speeds: list[float]) -> tuple[list[float], tuple[int, ...]]:
     rebalancer = Rebalancer([RankProfile(500, 700)] * 4, COST)
     for _ in range(30):
@@ -113,18 +141,27 @@ def test_equal_ranks_that_drift_apart_a_little_stay_equal(rank_pool):
         assert lengths[0] == lengths[1] > lengths[2] == lengths[3]
 
 
-def unfilled_tiles() -> list[float]:
+@pytest.mark.parametrize(("speed", "is_noise"), [(0.945, True), (0.942, False)])
+def test_equal_ranks_are_unequal_from_a_twentieth_on(rank_pool, speed, is_noise):
+    for speeds, lengths in rank_pool(4).run(drift, [1.0, 1.0, speed, speed]):
+        assert speeds[3] == pytest.approx(0.95, abs=0.002)  # 1 in the beginning
+        assert (speeds[3] > 0.95) == is_noise == (lengths == (16384,) * 4)
+
+
+def unfilled_tiles(causal: bool) -> list[float]:
     """A ring whose attention takes what its tiles take."""
     profiles = [RankProfile(500, 700, tiles=(AttentionTile(128, 128),))] * 2
-    rebalancer = Rebalancer(profiles, COST)
+    rebalancer = Rebalancer(profiles, COST, causal=causal)
     for _ in range(6):
-        p = rebalancer.plan(2 * 1100).partition
-        took, flops = predict(p, profiles, COST)[this().rank], own_flops(p)
+        p = rebalancer.plan(2 * 1090).partition
+        took = predict(p, profiles, COST, causal=causal)[this().rank]
+        flops = own_flops(p) * (1 if causal else 2)
         assert took > 1.1 * flops / 500e9
         rebalancer.observe(one_call(took, flops))
     return rebalancer.speeds
 
 
-def test_unfilled_tiles_are_no_slowness(rank_pool):
-    for speeds in rank_pool(2).run(unfilled_tiles):
+@pytest.mark.parametrize("causal", [True, False])
+def test_unfilled_tiles_are_no_slowness(rank_pool, causal):
+    for speeds in rank_pool(2).run(unfilled_tiles, causal):
         assert speeds == pytest.approx([1.0, 1.0])
