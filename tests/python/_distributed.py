@@ -110,6 +110,11 @@ def _serve(
             break
         if function is None:
             break
+        connection.send_bytes(b"ready")
+        try:
+            connection.recv_bytes()
+        except EOFError:
+            break
         start = time.monotonic()
         try:
             value = _to_cpu(function(*args, **kwargs))
@@ -170,23 +175,33 @@ class RankPool:
     ) -> list[Outcome]:
         """Calls ``function(*args, **kwargs)`` on every rank. A rank that does not answer in time
         fails the test and closes the pool."""
-        request = pickle.dumps((function, args, kwargs))
+        what = f"{function.__name__}{args}"
+        # Ranks begin together: one that still imports what it is to call would be late for others.
+        self._exchange(pickle.dumps((function, args, kwargs)), CALL_TIMEOUT_S, what)
+        answers = self._exchange(b"go", call_timeout_s, what)
+        return [
+            Outcome(rank, died=True) if answer is None else pickle.loads(answer)
+            for rank, answer in enumerate(answers)
+        ]
+
+    def _exchange(self, message: bytes, timeout_s: float, what: str) -> list[bytes | None]:
+        """What each rank answers to a message; None: it has died."""
         for connection in self._connections:
             with suppress(BrokenPipeError, ConnectionResetError):  # seen as a death below
-                connection.send_bytes(request)
-        deadline = time.monotonic() + call_timeout_s
-        answers = []
+                connection.send_bytes(message)
+        deadline = time.monotonic() + timeout_s
+        answers: list[bytes | None] = []
         for rank, connection in enumerate(self._connections):
             try:
                 if not connection.poll(max(0.0, deadline - time.monotonic())):
                     self.close()
                     raise AssertionError(
-                        f"every rank must answer within {call_timeout_s} s, "
-                        f"got nothing from rank {rank} in {function.__name__}{args}"
+                        f"every rank must answer within {timeout_s} s, "
+                        f"got nothing from rank {rank} in {what}"
                     )
-                answers.append(pickle.loads(connection.recv_bytes()))
+                answers.append(connection.recv_bytes())
             except (EOFError, ConnectionResetError):
-                answers.append(Outcome(rank, died=True))
+                answers.append(None)
         return answers
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -216,6 +231,32 @@ class RankPool:
         return all(process.is_alive() for process in self.processes)
 
     def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RankPools:
+    """Pools by number of ranks and device type: started on first use, and again after one has been
+    closed or has lost a process."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[int, str], RankPool] = {}
+
+    def __call__(self, world_size: int, device_type: str = "cpu") -> RankPool:
+        key = (world_size, device_type)
+        if key in self._pools and not self._pools[key].alive:
+            self._pools.pop(key).close()
+        if key not in self._pools:
+            self._pools[key] = RankPool(world_size, device_type)
+        return self._pools[key]
+
+    def close(self) -> None:
+        while self._pools:
+            self._pools.popitem()[1].close()
+
+    def __enter__(self) -> "RankPools":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,14 +2,14 @@
 """What the tests share: devices, and process groups of 1 to 4 ranks that are started once."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 # Before torch is imported, here and in the processes of the pools: all ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from _distributed import RankPool
+from _distributed import RankPool, RankPools
 
 MAX_WORLD_SIZE = 4
 
@@ -57,23 +57,54 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tells fixtures that their test has failed."""
+    report = yield
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[Callable[..., RankPool]]:
+def _pools_of_the_session() -> Iterator[RankPools]:
+    with RankPools() as pools:
+        yield pools
+
+
+@pytest.fixture(scope="module")
+def _pools_of_the_module() -> Iterator[RankPools]:
+    with RankPools() as pools:
+        yield pools
+
+
+def _lent(pools: RankPools, request: pytest.FixtureRequest) -> Iterator[Callable[..., RankPool]]:
+    """To one test. Its ranks may be out of step where it fails: the next test gets others."""
+    yield pools
+    if request.node.stash.get(_FAILED, False):
+        pools.close()
+
+
+@pytest.fixture
+def rank_pool(
+    _pools_of_the_session: RankPools, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., RankPool]]:
     """``rank_pool(world_size, device_type="cpu")``: the pool of that size, started on first use and
-    started again after a test that lost one of its processes."""
-    pools: dict[tuple[int, str], RankPool] = {}
+    started again after a test that failed or lost one of its processes."""
+    yield from _lent(_pools_of_the_session, request)
 
-    def get(world_size: int, device_type: str = "cpu") -> RankPool:
-        key = (world_size, device_type)
-        if key in pools and not pools[key].alive:
-            pools.pop(key).close()
-        if key not in pools:
-            pools[key] = RankPool(world_size, device_type)
-        return pools[key]
 
-    yield get
-    for pool in pools.values():
-        pool.close()
+@pytest.fixture
+def own_pool(
+    _pools_of_the_module: RankPools, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., RankPool]]:
+    """As ``rank_pool``, with pools that the tests of other files do not use: what their ranks agree
+    on, they ask each other for the first time."""
+    yield from _lent(_pools_of_the_module, request)
 
 
 @pytest.fixture(params=RINGS)

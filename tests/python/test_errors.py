@@ -6,7 +6,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -26,12 +25,10 @@ def even(world_size: int, rows: int = 6, **options) -> Case:
     return Case(Partition.even(rows * world_size, world_size), **options)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def shared_ring(request) -> Iterator[RankPool]:
-    """A group that goes on working after every test here that uses it. The tests of other files do
-    not: what they agreed on would not be asked again."""
-    with RankPool(request.param) as ring:
-        yield ring
+@pytest.fixture(params=[2, 3])
+def shared_ring(request, own_pool) -> RankPool:
+    """A group that goes on working after every test here that uses it."""
+    return own_pool(request.param)
 
 
 # ---- one rank's arguments are wrong: all ranks fail at once, and name it ----------------------

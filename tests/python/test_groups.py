@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ringattn
@@ -54,23 +55,15 @@ def two_rings_at_once(case: Case, num_calls: int) -> None:
     groups = [dist.new_group(everyone), dist.new_group(everyone)]
     q, k, v = case.local_inputs()
     expected = ringattn.ring_attention(q, k, v, case.partition)
-    failures: list[BaseException] = []
 
     def work(group: dist.ProcessGroup) -> None:
-        try:
-            for _ in range(num_calls):
-                out = ringattn.ring_attention(q, k, v, case.partition, group=group)
-                assert torch.equal(out, expected)
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(num_calls):
+            out = ringattn.ring_attention(q, k, v, case.partition, group=group)
+            assert torch.equal(out, expected)
 
-    threads = [threading.Thread(target=work, args=[group]) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(len(groups)) as threads:
+        for worked in [threads.submit(work, group) for group in groups]:
+            worked.result()
     for group in groups:
         dist.destroy_process_group(group)
 
@@ -210,11 +203,9 @@ def two_threads_use_a_group_first() -> None:
                 begin.wait()
                 _C.check_group(group.group_name)
 
-            threads = [threading.Thread(target=use) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor(4) as threads:
+                for used in [threads.submit(use) for _ in range(4)]:
+                    used.result()
         ringattn.ring_attention(x, x, x, group=group)
         dist.destroy_process_group(group)
 

@@ -18,7 +18,10 @@ from ringattn import Partition, generation
 from ringattn.models import load_model
 from ringattn.models.cache import ShardedKVCache
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 4.0
+#: How much later than the group's timeout an error may come, on a busy machine. A rank that waits
+#: twice, for what never comes and for who has not said so, is later than that.
+GRACE_S = 3.0
 
 
 def lose_a_rank_in(function_name: str, victim: int) -> str:
@@ -40,26 +43,41 @@ def lose_a_rank_in(function_name: str, victim: int) -> str:
     return str(first.value)
 
 
+def blamed(said: str) -> set[int]:
+    """Of "rank 1 or rank 3 did not take part in step 0 of ..."."""
+    blame = re.match(r"((?: or )?rank \d)+ did not take part in step \d of the ring within ", said)
+    assert blame, said
+    return {int(rank) for rank in re.findall(r"rank (\d)", blame[0])}
+
+
 @pytest.mark.parametrize(
     ("function_name", "world_size", "victim"),
-    [("decode_attention", 3, 2), ("rotate_kv", 3, 2), ("decode_attention", 4, 1)],
+    [
+        *(("decode_attention", 3, 2), ("decode_attention", 4, 1)),
+        *(("rotate_kv", 3, 2), ("rotate_kv", 4, 1)),
+    ],
 )
 def test_a_rank_that_dies_is_named_by_the_other_collectives(function_name, world_size, victim):
     with RankPool(world_size, timeout_s=TIMEOUT_S) as ring:
-        for outcome in ring.outcomes(lose_a_rank_in, function_name, victim):
-            if outcome.rank == victim:
-                assert outcome.died
-                continue
-            assert outcome.ok, outcome.traceback
-            assert re.search(rf"\brank {victim}\b", outcome.value), outcome.value
-            assert re.search(r"\bstep \d", outcome.value), outcome.value
+        outcomes = ring.outcomes(lose_a_rank_in, function_name, victim)
+    assert outcomes.pop(victim).died
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    blames = {outcome.rank: blamed(outcome.value) for outcome in outcomes}
+    if function_name == "rotate_kv" or world_size == 3:  # all notice, or wait for one alone
+        assert all(ranks == {victim} for ranks in blames.values()), blames
+        return
+    # Who has not noticed yet is as silent as who is gone. It notices later, and knows better.
+    assert {victim} in blames.values(), blames
+    for rank, ranks in blames.items():
+        assert victim in ranks and rank not in ranks, blames
+        assert all(rank not in blames[other] for other in ranks - {victim}), blames
 
 
 def lose_a_rank_beside_the_ring(
     name: str, folder: Path, victim: int, dies: bool
-) -> tuple[list[str], float]:
+) -> tuple[list[str], list[float]]:
     """A collective of torch.distributed's own that one rank does not come to: what the others are
-    told, by it and by the next call, and how many seconds it took."""
+    told, by it and by the next call, and how many seconds each took."""
     size, rank = this().world_size, this().rank
     x = torch.zeros(1, 3, 2, 8)
     cost = ringattn.ModelCost.attention_only(num_heads=2, head_dim=8)
@@ -101,14 +119,15 @@ def lose_a_rank_beside_the_ring(
         generation._choose = choose
     else:
         go_if_victim()
-    said = []
-    start = time.monotonic()
+    said, seconds = [], []
     for _ in range(2):
+        start = time.monotonic()
         with pytest.raises(dist.DistBackendError) as error:
             call()
+        seconds.append(time.monotonic() - start)
         said.append(str(error.value))
     generation._choose = right
-    return said, time.monotonic() - start
+    return said, seconds
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +145,9 @@ def test_a_rank_that_is_missing_beside_the_ring_is_named(name, dies, folder):
                 continue
             assert outcome.ok, outcome.traceback
             (first, second), seconds = outcome.value
-            assert re.search(rf"\brank {victim}\b.* step 0 of {name} within", first), first
+            assert first.startswith(f"rank {victim} did not take part in step 0 of {name} within")
             assert second == first
-            # What cache entries wait for are messages.
-            assert seconds < (1.5 if name == "settle" else 1.15) * TIMEOUT_S
+            assert seconds[0] < TIMEOUT_S + GRACE_S and seconds[1] < GRACE_S  # no second wait
 
 
 def test_rotations_that_nobody_waits_for_are_freed():

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What operators refuse by themselves, called without the functions around them, on one rank."""
 
-from collections.abc import Iterator
-
 import pytest
 import ringattn
 import torch
@@ -17,11 +15,10 @@ def even(world_size: int, rows: int = 6) -> Case:
     return Case(Partition.even(rows * world_size, world_size))
 
 
-@pytest.fixture(scope="module")
-def shared_ring() -> Iterator[RankPool]:
+@pytest.fixture
+def shared_ring(own_pool) -> RankPool:
     """Whose ranks have not agreed on anything that is refused here."""
-    with RankPool(2) as ring:
-        yield ring
+    return own_pool(2)
 
 
 def operator_with_grad(culprit: int) -> None:

@@ -18,6 +18,7 @@ from _distributed import RankPool, this
 from ringattn import testing
 from ringattn.__main__ import main
 from ringattn.testing import MPS
+from torch.utils.flop_counter import FlopCounterMode
 
 # A daemon as far as anybody can tell: it keeps a file while it runs, and its environment.
 DAEMON = """#!/bin/sh
@@ -178,6 +179,17 @@ def test_repetition_changes_no_linear_layer() -> None:
     out.sum().backward()
     for grad, before in zip((x.grad, layer.weight.grad, layer.bias.grad), gradients, strict=True):
         assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize(
+    ("factor", "rows"), [(1.0, 6), (1.25, 6 + 2), (1.5, 6 + 3), (2.0, 12), (2.5, 15), (4.0, 24)]
+)
+def test_linear_layers_repeat_the_rows_that_the_factor_asks_for(factor: float, rows: int) -> None:
+    layer, x = torch.nn.Linear(24, 8), torch.randn(2, 3, 24)
+    outer = testing.slowdown(3.0)  # of which nothing holds inside the other
+    with FlopCounterMode(display=False) as counter, outer, testing.slowdown(factor):
+        layer(x)
+    assert counter.get_total_flops() == 2 * rows * 24 * 8
 
 
 def test_repetition_passes_through_torch_compile() -> None:
