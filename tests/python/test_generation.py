@@ -13,6 +13,7 @@ from _llama import LLAMA3_ROPE, VOCABULARY, random_ids, save, tiny_llama
 from ringattn import Partition
 from ringattn.generation import generate
 from ringattn.models import LLaMA, load_model
+from ringattn.models.cache import ShardedKVCache
 
 PROMPT_LEN, NEW_TOKENS = 23, 20
 
@@ -179,6 +180,23 @@ def test_a_seed_repeats_draws_and_another_one_does_not(model: LLaMA) -> None:
     assert not torch.equal(draw(), first)
     torch.manual_seed(4)
     assert torch.equal(draw(), first)
+
+
+@pytest.mark.parametrize("option", [{"temperature": 1.0}, {"top_k": 90}, {"top_p": 0.999}])
+def test_any_option_of_sampling_draws(option: dict[str, Any], model: LLaMA) -> None:
+    prompt, settings = random_ids(2, PROMPT_LEN), {"max_new_tokens": NEW_TOKENS, "seed": 1}
+    drawn = generate(model, prompt, **option, **settings)
+    assert torch.equal(drawn, generate(model, prompt, do_sample=True, **option, **settings))
+    assert not torch.equal(drawn, generate(model, prompt, **settings))
+
+
+def test_the_cache_has_room_for_all_tokens_from_the_beginning(
+    model: LLaMA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown: list[int] = []
+    monkeypatch.setattr(ShardedKVCache, "_grow", lambda self, capacity: grown.append(capacity))
+    generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=NEW_TOKENS)
+    assert grown == []
 
 
 def test_options_that_leave_one_token_are_greedy(model: LLaMA) -> None:

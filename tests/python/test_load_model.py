@@ -37,12 +37,13 @@ def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
         {"tie_word_embeddings": True},
         {"num_key_value_heads": 4},
         {"num_key_value_heads": 1, "head_dim": 24},
-        {"attention_bias": True, "mlp_bias": True},
+        {"attention_bias": True},
+        {"mlp_bias": True},
         {"rope_parameters": LLAMA3_ROPE},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
         {"rms_norm_eps": 0.1},
     ],
-    ids=["plain", "tied", "mha", "mqa", "bias", "llama3", "linear", "eps"],
+    ids=["plain", "tied", "mha", "mqa", "bias", "mlp-bias", "llama3", "linear", "eps"],
 )
 def test_logits_agree_with_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     theirs = tiny_llama(**changes)
@@ -216,6 +217,14 @@ def test_the_model_of_the_package_continues_text() -> None:
         ({"head_dim": 20}, "head_dim must be a multiple of 8, at most 256, got 20"),
         ({"num_key_value_heads": 3}, "nheads must be a multiple of kvheads 3, got 4"),
         ({"quantization_config": {"bits": 4}}, "quantization_config must be None"),
+        (
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor must be 1.0 in config.json, got 0.5",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor must be 1.0 in config.json, got 0.25",
+        ),
         (
             {"num_hidden_layers": 3},
             "weights must have model.layers.2.* and 6 more, got files without",

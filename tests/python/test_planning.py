@@ -14,7 +14,7 @@ import ringattn
 import torch
 from ringattn import AttentionTile, ModelCost, Partition, RankProfile
 from ringattn.models import LLaMAConfig
-from ringattn.planning import predict
+from ringattn.planning import predict, work_in_tiles
 
 LLAMA_8B = LLaMAConfig(emb_dim=4096, nheads=32, kvheads=8, hidden_dim=14336)
 ATTENTION = ModelCost.attention_only(32, 128, num_kv_heads=8)
@@ -55,6 +55,12 @@ def test_the_config_may_be_of_hugging_face(kv_heads):
 def test_a_config_may_leave_out_what_follows_from_the_rest():
     plain = SimpleNamespace(hidden_size=4096, num_attention_heads=32, intermediate_size=14336)
     assert ModelCost.from_config(plain) == ModelCost.from_config(LLAMA_8B.updated(kvheads=32))
+
+
+def test_heads_may_be_narrower_than_the_model():
+    cost = ModelCost.from_config(LLAMA_8B.updated(head_dim=64))
+    assert (cost.attention_flops, cost.kv_bytes) == (4 * 32 * 64, 2 * 8 * 64 * 2)
+    assert cost.linear_flops == 2 * (4096 * 64 * (32 + 8 + 8 + 32) + 3 * 4096 * 14336)
 
 
 # ---- plans -------------------------------------------------------------------------------------
@@ -204,6 +210,14 @@ def test_ideal_ignores_limits():
     free = ringattn.plan(65536, ranks(1, 0.5), LAYER)
     bound = ringattn.plan(65536, ranks(1, 0.5, max_tokens=40000), LAYER)
     assert bound.ideal_ms == free.ideal_ms and bound.efficiency < free.efficiency
+
+
+def test_nothing_to_do_is_ideal():
+    plan = ringattn.plan(0, ranks(1, 0.5), LAYER)
+    assert (plan.rank_ms, plan.predicted_ms, plan.efficiency) == ((0.0, 0.0), 0.0, 1.0)
+    tiles = (AttentionTile(128, 128),)
+    assert work_in_tiles(Partition.zigzag([0, 100]), 0, ATTENTION, tiles) == 1.0
+    assert work_in_tiles(Partition.zigzag([0, 100]), 1, ATTENTION, tiles) > 1.0
 
 
 def test_depth_is_all_there_is_or_what_is_asked():

@@ -96,8 +96,8 @@ def test_a_plan_that_turns_out_slower_is_given_up(rank_pool):
 
 
 def worse_by(factor: float, num_requests: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    """As above, but under any other split than the first ranks wait until the request has taken so
-    many times what it took under that one."""
+    """As above, but under any other split than the first ranks wait until calls have taken so many
+    times what they took under that one; and one call of three is twice as long, which is none."""
     rank = this().rank
     rebalancer = Rebalancer(UNEQUAL, COST)
     lengths, changes, first_ms = [], [], 0.0
@@ -107,8 +107,17 @@ def worse_by(factor: float, num_requests: int) -> tuple[list[tuple[int, ...]], l
         took = own_flops(p) / (UNEQUAL[rank].attention_tflops * (0.9 if rank else 1.0) * 1e9)
         if request == 0:  # the second rank is the last
             first_ms = COST.attention_flops * p.lengths[1] * p.seq_len / 2 / (300 * 0.9 * 1e9)
-        waited = factor * first_ms - took if p.lengths != lengths[0] else first_ms - took
-        if rebalancer.observe(one_call(took, own_flops(p), waited)):
+        is_other = p.lengths != lengths[0]
+        waited = [(factor if is_other else 1.0) * first_ms - took] * 3
+        waited[1] += first_ms if is_other else 0.0
+        if rebalancer.observe(
+            Timings(
+                [
+                    StepTiming(call, rank, "own", took, 0.0, ms, own_flops(p))
+                    for call, ms in enumerate(waited)
+                ]
+            )
+        ):
             changes.append(request + 1)
     return lengths, changes
 
@@ -123,12 +132,13 @@ def test_a_plan_is_given_up_where_it_is_a_hundredth_slower(rank_pool, factor, is
             assert lengths[changes[0]] != lengths[-1] == lengths[0]
 
 
-def drift(speeds: list[float]) -> tuple[list[float], tuple[int, ...]]:
-    rebalancer = Rebalancer([RankProfile(500, 700)] * 4, COST)
+def drift(speeds: list[float], slow_tflops: float = 500) -> tuple[list[float], tuple[int, ...]]:
+    tflops = [500.0] * (len(speeds) - 1) + [slow_tflops]
+    rebalancer = Rebalancer([RankProfile(speed, 700) for speed in tflops], COST)
     for _ in range(30):
         p = rebalancer.plan(65536).partition
         flops = own_flops(p)
-        took = flops / (speeds[this().rank] * 500e9)
+        took = flops / (speeds[this().rank] * tflops[this().rank] * 1e9)
         rebalancer.observe(one_call(took, flops))
     return rebalancer.speeds, rebalancer.plan(65536).partition.lengths
 
@@ -146,6 +156,12 @@ def test_equal_ranks_are_unequal_from_a_twentieth_on(rank_pool, speed, is_noise)
     for speeds, lengths in rank_pool(4).run(drift, [1.0, 1.0, speed, speed]):
         assert speeds[3] == pytest.approx(0.95, abs=0.002)  # 1 in the beginning
         assert (speeds[3] > 0.95) == is_noise == (lengths == (16384,) * 4)
+
+
+def test_unequal_ranks_that_drift_apart_are_followed(rank_pool):
+    planned = ringattn.plan(65536, [RankProfile(500, 700), RankProfile(300, 700)], COST)
+    for _, lengths in rank_pool(2).run(drift, [1.0, 0.955], 300):
+        assert lengths[1] < 0.98 * planned.partition.lengths[1]
 
 
 def unfilled_tiles(causal: bool) -> list[float]:
