@@ -155,6 +155,23 @@ TEST_CASE("of many ranks, no plan is slower than the fast ones alone") {
   }
 }
 
+TEST_CASE("ranks without tokens hold nobody up") {
+  const auto all = at_links({5, 50, 20, 1, 50});
+  const std::vector<RankProfile> owners = {all[0], all[2], all[4]};
+  for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) {
+    for (const bool causal : {true, false}) {
+      for (const Depth depth : {Depth(1), Depth(2), Depth()}) {
+        const Workload workload = {causal, false};
+        const Partition some(layout, {9000, 0, 4000, 0, 7000}, {2, 1, 0, 3, 4});
+        const Partition alone(layout, {9000, 4000, 7000}, {1, 0, 2});
+        const auto ms = predict(some, all, kAttention, workload, depth);
+        const auto ms_alone = predict(alone, owners, kAttention, workload, depth);
+        CHECK(std::vector<double>{ms[0], ms[2], ms[4]} == ms_alone);
+      }
+    }
+  }
+}
+
 TEST_CASE("a rank at a bad link that memory asks for lies where it costs least") {
   auto profiles = at_links({50, 50, 1});
   for (RankProfile& profile : profiles) {
