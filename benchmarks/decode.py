@@ -28,9 +28,10 @@ import torch
 import torch.distributed as dist
 from report import Report, environment
 from ringattn import Partition
-from ringattn.generation import Sampling, _choose, _decode
+from ringattn.decoding import choose, decode
 from ringattn.models import LLaMA, LLaMAConfig, ShardedKVCache, demo_model_path, load_model
 from ringattn.models.graphs import DecodeGraphs, record
+from ringattn.sampling import Sampling
 
 SHAPES = {
     "8b": LLaMAConfig(
@@ -107,7 +108,7 @@ def logits(
     """[B, V] of token 1 after a random context."""
     cache = random_cache(model, partition, batch, 1)
     tokens = torch.ones(batch, dtype=torch.int64, device=model.device)
-    return model.project(_decode(model, tokens, partition.seq_len, cache, graphs)).float()
+    return model.project(decode(model, tokens, partition.seq_len, cache, graphs)).float()
 
 
 def error(
@@ -135,8 +136,8 @@ def seconds(
         dist.barrier()
     for position in range(partition.seq_len, partition.seq_len + tokens):
         start = time.perf_counter()
-        hidden = _decode(model, ids, position, cache, graphs)
-        ids = _choose(model, hidden, sampler, batch, Sampling(greedy=True), None)
+        hidden = decode(model, ids, position, cache, graphs)
+        ids = choose(model, hidden, sampler, batch, Sampling(greedy=True), None)
         ids.tolist()  # waits for the device, as a check for the end of the text does
         yield time.perf_counter() - start
 

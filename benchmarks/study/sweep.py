@@ -12,8 +12,13 @@ import ringattn
 import torch
 import torch.distributed as dist
 from harness import DTYPES, Contestant, Timing, from_all_ranks, measure, rank
-from ringattn._shard import tokens_to_measure
-from ringattn.profiling import NUM_LAYERS, RankMeasurement, equalize, measure_ranks
+from ringattn.profiling import (
+    NUM_LAYERS,
+    RankMeasurement,
+    equalize,
+    measure_ranks,
+    tokens_to_measure,
+)
 
 from study.settings import Cell, Settings, set_name
 from study.splits import Grounds, Split, split

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from ringattn import _C
 from ringattn._group import Ring
 
 _PREFIX = "ringattn: "
+_Value = TypeVar("_Value")
 
 _lock = threading.Lock()
 _shortened: dict[Any, tuple[timedelta, int]] = {}  # gloo: its own timeout, how many shorten it
@@ -79,7 +80,8 @@ def _giving_up_sooner(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def check_real(operation: str) -> None:
-    """ValueError under FakeTensorMode, where nothing can be had from other ranks."""
+    """ValueError under FakeTensorMode, where nothing can be had from other ranks: to be asked
+    before ranks meet in a :func:`collective`."""
     if detect_fake_mode() is not None:
         raise ValueError(f"{operation} must have real tensors, got a call under FakeTensorMode")
 
@@ -92,10 +94,50 @@ def collective(ring: Ring, operation: str) -> Iterator[None]:
     if ring.world_size == 1:
         yield
         return
-    check_real(operation)
     call(_C.check_group, ring.name)
     try:
         with _giving_up_sooner(ring.process_group):
             yield
     except RuntimeError as error:
         call(_C.end_group, ring.name, operation, str(error).split("\n")[0])
+
+
+def gather_objects(ring: Ring, operation: str, own: _Value) -> list[_Value]:
+    """What every rank gives, in rank order. Collective."""
+    if ring.world_size == 1:
+        return [own]
+    check_real(operation)
+    of_ranks: list[Any] = [None] * ring.world_size
+    with collective(ring, operation):
+        dist.all_gather_object(of_ranks, own, group=ring.process_group)
+    return of_ranks
+
+
+def agree(
+    ring: Ring, operation: str, mistake: str | None, facts: Mapping[str, Any], own: Any = None
+) -> list[Any]:
+    """What every rank gives as ``own``, in rank order, where all may go on. Collective.
+
+    Raises:
+        ValueError: on every rank, where any has made a mistake, and where facts (by the names that
+            errors call them) are not the same on all.
+    """
+    of_ranks = gather_objects(ring, operation, (mistake, facts, own))
+    for rank, (problem, _, _) in enumerate(of_ranks):
+        if problem is not None:
+            raise ValueError(problem if rank == ring.rank else f"rank {rank}: {problem}")
+    for name, first in of_ranks[0][1].items():
+        for rank, (_, theirs, _) in enumerate(of_ranks):
+            if theirs[name] != first:
+                raise ValueError(
+                    f"{name} must be the same on all ranks, "
+                    f"got {first} on rank 0 and {theirs[name]} on rank {rank}"
+                )
+    return [given for _, _, given in of_ranks]
+
+
+def meet(ring: Ring, operation: str) -> None:
+    """Returns once all ranks have come here."""
+    if ring.world_size > 1:
+        with collective(ring, operation):
+            dist.barrier(ring.process_group)

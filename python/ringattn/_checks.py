@@ -6,15 +6,16 @@ import math
 import numbers
 import operator
 import sys
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
 from ringattn import _library
 from ringattn._calls import tell_peers
-from ringattn._group import Group, Ring, resolve_group
+from ringattn._group import Ring
 
 # Keywords of torch's scaled_dot_product_attention and of other packages, and what to write instead.
 _REFUSED_KEYWORDS = {
@@ -35,12 +36,12 @@ def check_keywords(function: str, refused: dict[str, Any]) -> None:
         raise ValueError(f"{name} must be left out ({_REFUSED_KEYWORDS[name]}), got {got}")
 
 
-def refuse_keywords(function: str, group: Group, refused: dict[str, Any]) -> None:
+def refuse_keywords(function: str, ring: Ring, refused: dict[str, Any]) -> None:
     """:func:`check_keywords`, and the peers are told."""
     try:
         check_keywords(function, refused)
     except Exception as error:
-        tell_peers(resolve_group(group), error)
+        tell_peers(ring, error)
         raise
 
 
@@ -85,34 +86,126 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} must not be quantized, got {tensor.dtype}")
 
 
-def is_integer(value: object) -> bool:
-    return isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool)  # NumPy's too
+# ---- numbers and flags -------------------------------------------------------------------------
 
 
-def check_flag(name: str, value: bool) -> bool:
-    # Arrays and tensors compare elementwise.
-    single = isinstance(value, Hashable) and not isinstance(value, torch.Tensor)
-    if not single or value not in (True, False):
+def as_integer(value: Any) -> int | None:
+    """A plain int of any kind of integer, NumPy's and tensors' among them; None for what is none.
+    True is none: it is a flag that has come to the wrong place."""
+    # Note: what is an int already stays as it is: operator.index would make a traced length a
+    # constant, and recompile for the next one.
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def check_integer(name: str, value: Any, *, least: Literal[0, 1] | None = None) -> int:
+    number = as_integer(value)
+    if number is None:
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if least is not None and number < least:
+        raise ValueError(f"{name} must {_AT_LEAST[least]}, got {number}")
+    return number
+
+
+_AT_LEAST = {0: "not be negative", 1: "be positive"}
+
+
+def check_int64(name: str, value: Any, *, least: Literal[0, 1] | None = None) -> int:
+    """:func:`check_integer`, and that C++ can hold it."""
+    number = check_integer(name, value, least=least)
+    # While compiling, what is traced is a size, which fits.
+    if not torch.compiler.is_compiling() and not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name} must fit into 64 bits, got {number}")
+    return number
+
+
+def check_integers(
+    name: str, values: Iterable[Any], *, least: Literal[0, 1] | None = None
+) -> tuple[int, ...]:
+    try:
+        found = [as_integer(value) for value in values]
+    except TypeError:
+        found = [None]
+    if None in found:
+        raise ValueError(f"{name} must be integers, got {values!r}")
+    return tuple(check_integer(name, number, least=least) for number in found)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    """A number, finite as a float."""
+    try:
+        return is_number(value) and math.isfinite(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return False
+
+
+def check_positive(name: str, value: Any) -> float:
+    if not is_finite(value) or value <= 0:
+        raise ValueError(f"{name} must be finite and positive, got {value!r}")
+    return float(value)
+
+
+def check_not_negative(name: str, value: Any) -> float:
+    if not is_finite(value) or value < 0:
+        raise ValueError(f"{name} must be finite and not negative, got {value!r}")
+    return float(value)
+
+
+def check_percentage(name: str, value: Any) -> float:
+    if not is_number(value) or not 0 < value <= 100:
+        raise ValueError(f"{name} must lie in (0, 100], got {value!r}")
+    return float(value)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """True or False, NumPy's too; not what equals them."""
+    if not isinstance(value, (bool, np.bool_)):
         got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"{name} must be True or False, got {got}")
     return bool(value)
 
 
-def check_diagonal(diagonal: int | None) -> int | None:
-    if diagonal is None:
-        return None
-    # Note: what is an int already stays as it is: operator.index would make a traced length a
-    # constant, and recompile for the next one.
-    if type(diagonal) is not int and not isinstance(diagonal, torch.SymInt):
-        try:
-            if isinstance(diagonal, bool):  # True is no place of a diagonal: causal attention is 0
-                raise TypeError
-            diagonal = operator.index(diagonal)
-        except TypeError:
-            raise ValueError(f"diagonal must be a whole number or None, got {diagonal!r}") from None
-    if not torch.compiler.is_compiling() and not -(2**63) <= diagonal < 2**63:
-        raise ValueError(f"diagonal must fit 64 bits, got {diagonal}")
-    return diagonal
+# ---- dtypes and devices ------------------------------------------------------------------------
+
+
+def check_floating(dtype: Any) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating torch.dtype, got {dtype!r}")
+    return dtype
+
+
+def check_device(device: Any, *, or_meta: bool = False) -> torch.device:
+    """One that is there and has a kernel, with its index where there are several."""
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        place = None
+    if place is not None and or_meta and place.type == "meta":
+        return place
+    if place is None or place.type not in _library.DEVICES:
+        got = repr(device) if place is None else place
+        raise ValueError(
+            f"device must be one with a kernel ({', '.join(_library.DEVICES)}), got {got}"
+        )
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"device must be there, got {place} where there are {count} CUDA devices")
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+# ---- attention ---------------------------------------------------------------------------------
 
 
 def check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
@@ -163,6 +256,8 @@ def finite_scale(scale: float | None, q: torch.Tensor) -> float:
     if isinstance(scale, torch.Tensor):  # a learned one would silently be a constant
         raise ValueError("scale must be a number, got a tensor")
     try:
+        if isinstance(scale, bool):
+            raise TypeError
         if type(scale).__module__ == "numpy" and isinstance(scale, numbers.Real):
             scale = float(scale)  # of fewer bits it would overflow here
         # Note: torch.compile traces this, and not math.isfinite.
@@ -173,14 +268,6 @@ def finite_scale(scale: float | None, q: torch.Tensor) -> float:
         got = "a number past the range of floats" if isinstance(scale, int) else scale
         raise ValueError(f"scale must be finite, got {got}")
     return float(scale)
-
-
-def clamp_depth(depth: int | None, ring: Ring) -> int | None:
-    if depth is None:
-        return None
-    if not is_integer(depth) or depth < 1:
-        raise ValueError(f"depth must be None or an integer of at least 1, got {depth!r}")
-    return min(int(depth), max(1, ring.world_size - 1))
 
 
 def check_transport(transport: str) -> None:

@@ -15,12 +15,14 @@ Group = dist.ProcessGroup | DeviceMesh | None
 class Ring(NamedTuple):
     """This process among the ranks of one call."""
 
-    name: (
-        str  # what the operators resolve the process group by; "" is a single rank without a group
-    )
+    name: str  # the operators resolve the process group by it; "" is a single rank without one
     rank: int
     world_size: int
     process_group: dist.ProcessGroup | None
+
+
+#: This process by itself, whatever groups there are.
+ALONE = Ring("", 0, 1, None)
 
 
 def resolve_group(group: Group) -> Ring:
@@ -32,7 +34,7 @@ def resolve_group(group: Group) -> Ring:
     """
     if group is None:
         if not dist.is_initialized():
-            return Ring("", 0, 1, None)
+            return ALONE
         process_group = dist.group.WORLD
     elif isinstance(group, DeviceMesh):
         if group.ndim != 1:

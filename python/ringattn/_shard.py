@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from ringattn import _library
 from ringattn._calls import call
-from ringattn._checks import is_integer
-from ringattn._group import Ring
-from ringattn.profiles import is_positive
+from ringattn._checks import check_int64
+from ringattn._devices import usual_tokens
+from ringattn._group import ALONE
+from ringattn.functional import attend
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -35,9 +34,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "num_layers"):
-            size = getattr(self, name)
-            if not is_integer(size) or size < 1:
-                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+            object.__setattr__(self, name, check_int64(name, getattr(self, name), least=1))
         dtypes = _DTYPES if self.device.type != "cpu" else (*_DTYPES, torch.float64)
         if self.dtype not in dtypes:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -77,10 +74,8 @@ class Shard:
         """Causal attention of tokens on themselves, on this rank alone, and its operations."""
         q = self.random(1, num_tokens, self.num_heads, self.head_dim)
         k, v = (self.random(1, num_tokens, self.num_kv_heads, self.head_dim) for _ in range(2))
-        scale = 1 / math.sqrt(self.head_dim)
-        arguments = (q, k, v, [num_tokens], [0], "contiguous", True, scale, "", transport, None)
         flops = 4.0 * self.width * num_tokens * (num_tokens + 1) / 2
-        return lambda: call(torch.ops.ringattn.ring_forward, *arguments), flops
+        return lambda: attend(ALONE, q, k, v, transport=transport), flops
 
     def linear(self) -> tuple[Callable[[], Any], float]:
         """A square projection, and its operations."""
@@ -97,55 +92,3 @@ class Shard:
             lambda: call(torch.ops.ringattn.decode_attention, *arguments),
             float(num_cached * self.token_bytes),
         )
-
-
-def usual_tokens(device: torch.device) -> int:
-    """Of a shard, where nobody says: enough for a call to take longer than what is around it."""
-    return 8192 if device.type == "cuda" else 256
-
-
-def tokens_to_measure(seq_len: int, world_size: int, device: torch.device) -> int:
-    """Tokens of a shard with which to measure for plans of ``seq_len`` tokens, because speeds
-    depend on length. Measuring takes a few calls, a prefill one for each layer."""
-    return max(usual_tokens(device), math.ceil(seq_len / world_size))
-
-
-def resolve_device(device: torch.device | str | None, ring: Ring) -> torch.device:
-    """The device that ``device`` means on this rank of a ring.
-
-    Raises:
-        ValueError: a device without kernels.
-    """
-    if device is None:
-        usable = "cuda" in _library.DEVICES and torch.cuda.is_available()
-        if usable and ring.process_group is not None:
-            usable = "nccl" in str(dist.get_backend_config(ring.process_group))
-        device = "cuda" if usable else "cpu"
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError):
-        place = None
-    if place is None or place.type not in _library.DEVICES:
-        got = repr(device) if place is None else place
-        raise ValueError(
-            f"device must be one with a kernel ({', '.join(_library.DEVICES)}), got {got}"
-        )
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise ValueError(f"device must be there, got {place} where there are {count} CUDA devices")
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
-    return place
-
-
-def settling_seconds(device: torch.device, seconds: float | None) -> float:
-    """How long a device computes before its speed counts, None being what suits it.
-
-    Raises:
-        ValueError: seconds that are not finite and positive.
-    """
-    if seconds is None:
-        return 1.0 if device.type == "cuda" else 0.2
-    if not is_positive(seconds):
-        raise ValueError(f"seconds must be finite and positive, got {seconds!r}")
-    return seconds

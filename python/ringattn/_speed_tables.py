@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ringattn.profiles import is_positive
+from ringattn._checks import check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,21 +40,26 @@ Table = Sequence[LatencyRow] | Sequence[MatmulRow]
 _Row = TypeVar("_Row", LatencyRow, MatmulRow)
 
 
-def matmul_table(
-    percentages: Sequence[float], tflops: Sequence[float], size: int = 1
-) -> list[MatmulRow]:
+def matmul_table(percentages: Sequence[float], tflops: Sequence[float]) -> list[MatmulRow]:
     """The table of ranks as they were measured: of one percentage, all have their mean.
 
     Args:
         percentages: of each rank, ``[W]``.
         tflops: of each rank's matrix products, ``[W]``.
-        size: what the rows name; of one size, it is the nearest to every sequence.
+
+    Raises:
+        ValueError: another number of speeds than of percentages.
     """
+    if len(percentages) != len(tflops):
+        raise ValueError(
+            f"tflops must be one for each of {len(percentages)} percentages, got {len(tflops)}"
+        )
     measured: dict[float, list[float]] = {}
     for percentage, speed in zip(percentages, tflops, strict=True):
         measured.setdefault(percentage, []).append(speed)
+    # Of one size, whatever it is, it is the nearest to every sequence.
     return [
-        MatmulRow(mps_pct=percentage, size=size, tflops=statistics.fmean(speeds))
+        MatmulRow(mps_pct=percentage, size=1, tflops=statistics.fmean(speeds))
         for percentage, speeds in measured.items()
     ]
 
@@ -129,6 +134,8 @@ def _row(kind: type[_Row], path: Path | str, line: int, cells: dict[str, str]) -
 
 
 def check_table(table: Table) -> None:
+    if not isinstance(table, Sequence):
+        raise ValueError(f"table must be a list of rows, got {type(table).__name__}")
     if not table:
         raise ValueError("table must have at least one row, got none")
     kind = type(table[0])
@@ -140,11 +147,7 @@ def check_table(table: Table) -> None:
             )
         names = ["mps_pct", "latency_ms"] if kind is LatencyRow else ["mps_pct", "size", "tflops"]
         for name in names:
-            if not is_positive(getattr(row, name)):
-                raise ValueError(
-                    f"{name} in row {number} of the table must be finite and positive, "
-                    f"got {getattr(row, name)!r}"
-                )
+            check_positive(f"{name} in row {number} of the table", getattr(row, name))
 
 
 def look_up(table: Table, seq_len: int, percentage: float) -> float:

@@ -9,16 +9,16 @@ from ringattn import _C
 from ringattn._calls import call, tell_peers
 from ringattn._checks import (
     check_collective,
-    check_diagonal,
     check_dims,
     check_flag,
+    check_int64,
     check_keywords,
     check_tensors,
     check_transport,
-    clamp_depth,
     finite_scale,
+    refuse_keywords,
 )
-from ringattn._group import Group, resolve_group
+from ringattn._group import Group, Ring, resolve_group
 from ringattn.partition import Partition, partition_arguments
 
 _ops = torch.ops.ringattn
@@ -133,8 +133,24 @@ def ring_attention(
     log-sum-exp: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
     """
     ring = resolve_group(group)
+    refuse_keywords("ring_attention", ring, refused)
+    out, lse = attend(ring, q, k, v, partition, causal, scale, transport, depth)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    ring: Ring,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    partition: Partition | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    transport: str = "auto",
+    depth: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`ring_attention` over a ring that is known: out and lse."""
     try:
-        check_keywords("ring_attention", refused)
         check_tensors(q=q, k=k, v=v)
         check_dims("q", q, "[B, S_r, H, D]")
         check_collective(q=q, k=k, v=v)
@@ -144,7 +160,7 @@ def ring_attention(
         else:
             lengths, order, layout = partition_arguments(partition)
         scale = finite_scale(scale, q)
-        depth = clamp_depth(depth, ring)
+        depth = None if depth is None else check_int64("depth", depth, least=1)
         causal = check_flag("causal", causal)
         check_transport(transport)
     except Exception as error:
@@ -154,7 +170,7 @@ def ring_attention(
         _ops.ring_forward,
         *(q, k, v, lengths, order, layout, causal, scale, ring.name, transport, depth),
     )
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def block_attention(
@@ -192,8 +208,9 @@ def block_attention(
     check_keywords("block_attention", refused)
     check_tensors(q=q, k=k, v=v)
     check_dims("q", q, "[B, S_q, H, D]")
-    arguments = (q, k, v, finite_scale(scale, q), check_diagonal(diagonal))
-    out, lse = call(_ops.block_attention, *arguments)
+    scale = finite_scale(scale, q)
+    diagonal = None if diagonal is None else check_int64("diagonal", diagonal)
+    out, lse = call(_ops.block_attention, q, k, v, scale, diagonal)
     return out, lse
 
 

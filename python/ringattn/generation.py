@@ -9,16 +9,15 @@ token. So all go on with the same token even where their hardware rounds differe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
-from ringattn._calls import collective, tell_peers
-from ringattn._checks import check_flag, is_integer
-from ringattn.models.cache import ShardedKVCache
+from ringattn._calls import agree
+from ringattn._checks import as_integer, check_flag, check_int64, check_integer, check_integers
+from ringattn._group import Ring
+from ringattn.decoding import choose, decode, on_device, prefill
 from ringattn.models.graphs import DecodeGraphs, record
 from ringattn.models.llama import LLaMA
 from ringattn.partition import Partition
@@ -27,9 +26,6 @@ from ringattn.sampling import Sampling
 # Tokens before CUDA graphs are recorded, and that must be left then: recording takes as much time
 # as the graphs save in some dozens of tokens.
 _TOKENS_BEFORE_GRAPHS = 16
-
-# What the sampler sends where it could not draw a token.
-_NO_TOKEN = -1
 
 #: One token id, several, None for no end, or "config" for those of the model.
 EndIds = int | Sequence[int] | None | Literal["config"]
@@ -91,7 +87,10 @@ def generate(
             on CUDA the others say that the one that draws is gone.
         torch.distributed.DistBackendError: a peer died or never arrived.
     """
-    request, summary, message = None, None, None
+    ring = getattr(model, "ring", None)
+    if not isinstance(ring, Ring):
+        raise ValueError(f"model must be a LLaMA, got {type(model).__name__}")
+    request, facts, mistake = None, {}, None
     try:
         if do_sample is None:
             do_sample = any(option is not None for option in (temperature, top_k, top_p))
@@ -101,15 +100,16 @@ def generate(
             *(model, prompt_ids, max_new_tokens, partition, cache_lengths, sampling),
             *(eos_token_id, pad_token_id, seed, cuda_graphs),
         )
-        summary = {"model": model.config, "dtype": model.dtype, **request.summary()}
+        facts = {"model": model.config, "dtype": model.dtype, **request.facts()}
     except ValueError as error:
-        message = str(error)
+        mistake = str(error)
     except TypeError as error:
-        message = f"arguments must be of the types that generate() names, got: {error}"
+        mistake = f"arguments must be of the types that generate() names, got: {error}"
     except Exception as error:  # whatever it is: the peers wait
-        message = f"arguments must be such that generation can begin, got: {error}"
-    _agree(model, summary, message)
-    assert request is not None  # _agree has raised otherwise
+        mistake = f"arguments must be such that generation can begin, got: {error}"
+    with on_device(model):
+        agree(ring, "generate", mistake, facts)
+    assert request is not None  # agree() has raised otherwise
     new_ids = []
     for tokens in _tokens(model, request):
         new_ids.append(tokens)
@@ -146,16 +146,13 @@ class _Request:
         seed: int | None,
         cuda_graphs: bool | None,
     ) -> _Request:
-        if not is_integer(max_new_tokens) or max_new_tokens < 1:
-            raise ValueError(
-                f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}"
-            )
-        max_new_tokens = int(max_new_tokens)
-        if seed is not None and not is_integer(seed):
-            raise ValueError(f"seed must be an integer or None, got {seed!r}")
-        if seed is not None and not -(2**63) <= seed < 2**64:
-            raise ValueError(f"seed must fit 64 bits, got {seed}")
-        seed = None if seed is None else int(seed)
+        max_new_tokens = check_integer("max_new_tokens", max_new_tokens, least=1)
+        if seed is not None:
+            seed = check_integer("seed", seed)
+            if not -(2**63) <= seed < 2**64:  # what torch takes, signed or not
+                raise ValueError(f"seed must fit into 64 bits, got {seed}")
+        if cuda_graphs is not None:
+            cuda_graphs = check_flag("cuda_graphs", cuda_graphs)
         if cuda_graphs and model.device.type != "cuda":
             raise ValueError(f"cuda_graphs must have a model on CUDA, got {model.device}")
         partition = model.check(prompt_ids, partition, new_tokens=max_new_tokens)
@@ -170,8 +167,7 @@ class _Request:
         vocabulary = model.config.src_vocab_size
         if pad_token_id is None or pad_token_id == -1:  # some configurations write none as -1
             pad_token_id = next((end for end in eos_ids if 0 <= end < vocabulary), 0)
-        if not is_integer(pad_token_id):
-            raise ValueError(f"pad_token_id must be an integer or None, got {pad_token_id!r}")
+        pad_token_id = check_integer("pad_token_id", pad_token_id)
         if not 0 <= pad_token_id < vocabulary:
             raise ValueError(f"pad_token_id must lie in [0, {vocabulary}), got {pad_token_id}")
         return cls(
@@ -186,7 +182,7 @@ class _Request:
             cuda_graphs,
         )
 
-    def summary(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What must be equal on all ranks, by the name an error calls it."""
         flat = self.prompt_ids.flatten()
         places = torch.arange(1, flat.numel() + 1, device=flat.device)
@@ -204,10 +200,7 @@ class _Request:
 
 
 def _cache_lengths(given: Sequence[int], partition: Partition, new_tokens: int) -> tuple[int, ...]:
-    lengths = tuple(given)
-    if not all(is_integer(length) and length >= 0 for length in lengths):
-        raise ValueError(f"cache_lengths must be integers of at least 0, got {list(lengths)}")
-    lengths = tuple(map(int, lengths))
+    lengths = check_integers("cache_lengths", given, least=0)
     if len(lengths) != partition.world_size:
         raise ValueError(
             f"cache_lengths must be {partition.world_size} lengths, got {len(lengths)}"
@@ -221,42 +214,12 @@ def _cache_lengths(given: Sequence[int], partition: Partition, new_tokens: int) 
 def _end_ids(eos_token_id: EndIds, model: LLaMA) -> tuple[int, ...]:
     if eos_token_id is None:
         return ()
-    if eos_token_id == "config":
+    if isinstance(eos_token_id, str) and eos_token_id == "config":
         return model.config.eos_ids
-    ids: tuple[Any, ...] = (eos_token_id,)
-    if isinstance(eos_token_id, Iterable):
-        ids = tuple(eos_token_id)
-    if not all(is_integer(token) for token in ids):
+    given = eos_token_id if isinstance(eos_token_id, Iterable) else (eos_token_id,)
+    if any(as_integer(token) is None for token in given):
         raise ValueError(f'eos_token_id must be integers, None or "config", got {eos_token_id!r}')
-    return ids
-
-
-def _agree(model: LLaMA, summary: dict[str, Any] | None, message: str | None) -> None:
-    """Raises on every rank what is wrong on any, before anything is computed."""
-    ring = model.ring
-    if ring.world_size == 1:
-        if message is not None:
-            raise ValueError(message)
-        return
-    of_ranks: list[Any] = [None] * ring.world_size
-    with _on_device(model), collective(ring, "generate"):
-        dist.all_gather_object(of_ranks, (message, summary), group=ring.process_group)
-    for rank, (problem, _) in enumerate(of_ranks):
-        if problem is not None:
-            raise ValueError(problem if rank == ring.rank else f"rank {rank}: {problem}")
-    first = of_ranks[0][1]
-    for rank, (_, summary) in enumerate(of_ranks):
-        for name, value in summary.items():
-            if value != first[name]:
-                raise ValueError(
-                    f"{name} must be the same on all ranks, "
-                    f"got {first[name]} on rank 0 and {value} on rank {rank}"
-                )
-
-
-def _on_device(model: LLaMA) -> AbstractContextManager[Any]:
-    """Where collectives of objects put what they send."""
-    return torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
+    return tuple(check_int64("eos_token_id", token) for token in given)
 
 
 def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
@@ -276,10 +239,10 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
     finished = torch.zeros(batch, dtype=torch.bool, device=device)
 
     graphs: DecodeGraphs | None = None
-    hidden = _prefill(model, prompt_ids, request.partition, cache)
+    hidden = prefill(model, prompt_ids, request.partition, cache)
     end = prompt_len + request.max_new_tokens
     for position in range(prompt_len, end):
-        tokens = _choose(model, hidden, sampler, batch, request.sampling, generator)
+        tokens = choose(model, hidden, sampler, batch, request.sampling, generator)
         if request.eos_ids:
             tokens = torch.where(finished, request.pad_id, tokens)
             finished = finished | torch.isin(tokens, ends)
@@ -293,79 +256,4 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
             graphs = DecodeGraphs(model.base_model, batch)
         if request.cuda_graphs is None and position - prompt_len == _TOKENS_BEFORE_GRAPHS <= left:
             graphs = record(model.base_model, batch)
-        hidden = _decode(model, tokens, position, cache, graphs)
-
-
-# Note: inference mode saves about a microsecond in each of the many small calls of a token. It must
-# not stay on across a yield.
-
-
-@torch.inference_mode()
-def _prefill(
-    model: LLaMA, prompt_ids: torch.Tensor, partition: Partition, cache: ShardedKVCache
-) -> torch.Tensor:
-    """Hidden state of this rank's last token, ``[B, E]``; without tokens, of none, ``[0, E]``."""
-    rank = model.ring.rank
-    position_ids = partition.position_ids(rank, device=model.device)
-    hidden = model.base_model(partition.shard(prompt_ids, rank), position_ids, partition, cache)
-    return hidden[:, -1:].flatten(0, 1)
-
-
-@torch.inference_mode()
-def _decode(
-    model: LLaMA,
-    tokens: torch.Tensor,
-    position: int,
-    cache: ShardedKVCache,
-    graphs: DecodeGraphs | None = None,
-) -> torch.Tensor:
-    """Hidden state ``[B, E]`` of one new token per row, ``tokens`` int64 ``[B]``."""
-    cache.advance()
-    if graphs is not None:
-        return graphs(tokens.unsqueeze(1), position, cache).squeeze(1)
-    position_ids = torch.full((1,), position, device=model.device)
-    return model.base_model(tokens.unsqueeze(1), position_ids, cache=cache).squeeze(1)
-
-
-@torch.inference_mode()
-def _choose(
-    model: LLaMA,
-    hidden: torch.Tensor,
-    sampler: int,
-    batch: int,
-    sampling: Sampling,
-    generator: torch.Generator | None,
-) -> torch.Tensor:
-    """The next tokens, int64 ``[B]``: drawn on one rank, the same on all. Where that rank cannot
-    draw, all say why."""
-    ring = model.ring
-    # Looking at a token would have every rank wait for its device in each step: on CUDA the others
-    # hear of the sampler's failure as of any that keeps a rank from coming.
-    can_look = model.device.type == "cpu"
-    problem: Exception | None = None
-    if ring.rank == sampler:
-        try:
-            tokens = sampling.draw(model.project(hidden), generator)
-        except Exception as error:  # whatever it is: the peers wait
-            problem = error
-            if not can_look:
-                tell_peers(ring, error)
-                raise
-    if ring.rank != sampler or problem is not None:
-        tokens = torch.full((batch,), _NO_TOKEN, dtype=torch.int64, device=model.device)
-    if ring.world_size > 1:
-        with collective(ring, "generate"):
-            dist.broadcast(tokens, group=ring.process_group, group_src=sampler)
-    if can_look and int(tokens[0]) == _NO_TOKEN:
-        raise RuntimeError(_why_no_token(model, sampler, problem)) from problem
-    return tokens
-
-
-def _why_no_token(model: LLaMA, sampler: int, problem: Exception | None) -> str:
-    """The sentence that every rank raises, from the sampler."""
-    ring = model.ring
-    sentence = [f"rank {sampler} could not draw a token: {problem}"]
-    if ring.world_size > 1:
-        with _on_device(model), collective(ring, "generate"):
-            dist.broadcast_object_list(sentence, group=ring.process_group, group_src=sampler)
-    return sentence[0]
+        hidden = decode(model, tokens, position, cache, graphs)

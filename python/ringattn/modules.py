@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from ringattn._checks import refuse_keywords
-from ringattn._group import Group, keep, kept
-from ringattn.functional import ring_attention
+from ringattn._group import ALONE, Group, Ring, keep, kept, resolve_group
+from ringattn.functional import attend
 from ringattn.partition import Partition
 
 
@@ -43,7 +43,7 @@ class RingAttention(nn.Module):
     ) -> None:
         super().__init__()
         if refused:
-            refuse_keywords("RingAttention", group, refused)
+            refuse_keywords("RingAttention", resolve_group(group), refused)
         self._group = keep(group)
         self.causal = causal
         self.scale = scale
@@ -55,6 +55,11 @@ class RingAttention(nn.Module):
         """The group it was given, or the one that has its name now; ValueError where none has."""
         return kept(self._group)
 
+    @property
+    def ring(self) -> Ring:
+        """This process among the ranks of the group, as it is now."""
+        return resolve_group(self.group)
+
     def forward(
         self,
         q: torch.Tensor,
@@ -65,20 +70,10 @@ class RingAttention(nn.Module):
     ) -> torch.Tensor:
         """out ``[B, S_r, H, D]`` of this rank's queries, in the dtype of ``q``. Collective; shapes
         and errors as in :func:`ringattn.ring_attention`."""
-        if refused:
-            refuse_keywords("RingAttention.forward", self.group, refused)
-        out = ring_attention(
-            q,
-            k,
-            v,
-            partition,
-            group=self.group,
-            causal=self.causal,
-            scale=self.scale,
-            transport=self.transport,
-            depth=self.depth,
-        )
-        assert isinstance(out, torch.Tensor)  # no lse was asked for
+        ring = self.ring
+        refuse_keywords("RingAttention.forward", ring, refused)
+        options = (self.causal, self.scale, self.transport, self.depth)
+        out, _ = attend(ring, q, k, v, partition, *options)
         return out
 
     def extra_repr(self) -> str:
@@ -86,3 +81,11 @@ class RingAttention(nn.Module):
             f"causal={self.causal}, scale={self.scale}, "
             f"transport={self.transport!r}, depth={self.depth}"
         )
+
+
+class LoneAttention(RingAttention):
+    """A ring of one rank, whatever default group there is now or later."""
+
+    @property
+    def ring(self) -> Ring:
+        return ALONE

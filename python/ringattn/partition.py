@@ -7,8 +7,7 @@ The arithmetic is that of ``csrc/partition/partition.cpp``, in plain Python inte
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,31 +15,25 @@ import torch.distributed as dist
 
 from ringattn import _C
 from ringattn._calls import call, check_real, collective, tell_peers
-from ringattn._checks import check_collective, check_tensors, is_dtensor
+from ringattn._checks import (
+    check_collective,
+    check_integer,
+    check_integers,
+    check_tensors,
+    is_dtensor,
+)
 from ringattn._group import Group, Ring, resolve_group
 
 LAYOUTS = ("zigzag", "contiguous")
 
+
+def check_layout(layout: object) -> None:
+    if layout not in LAYOUTS:
+        got = f'"{layout}"' if isinstance(layout, str) else repr(layout)
+        raise ValueError(f'layout must be "zigzag" or "contiguous", got {got}')
+
+
 _MOST_TOKENS = 2**63 - 1  # positions are 64 bits wide
-
-
-def _index(value: int) -> int:
-    # Note: what is an int already stays as it is, symbolic integers among them.
-    return value if isinstance(value, int) else operator.index(value)
-
-
-def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
-    try:
-        return tuple(_index(value) for value in values)
-    except TypeError:
-        raise ValueError(f"{name} must be integers, got {values!r}") from None
-
-
-def _integer(name: str, value: int) -> int:
-    try:
-        return _index(value)
-    except TypeError:
-        raise ValueError(f"{name} must be an integer, got {value!r}") from None
 
 
 @dataclass(frozen=True)
@@ -76,15 +69,11 @@ class Partition:
     order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        lengths = _integers("lengths", self.lengths)
-        order = _integers("order", self.order) or tuple(range(len(lengths)))
-        if self.layout not in LAYOUTS:
-            raise ValueError(f'layout must be "zigzag" or "contiguous", got {self.layout!r}')
+        lengths = check_integers("lengths", self.lengths, least=0)
+        order = check_integers("order", self.order) or tuple(range(len(lengths)))
+        check_layout(self.layout)
         if not lengths:
             raise ValueError("lengths must name at least one rank, got none")
-        for length in lengths:
-            if length < 0:
-                raise ValueError(f"lengths must not be negative, got {length}")
         # Sizes of tensors, which is what traced lengths are made of, are in range.
         if not torch.compiler.is_compiling() and sum(lengths) > _MOST_TOKENS:
             raise ValueError(f"lengths must add up to less than 2**63 tokens, got {sum(lengths)}")
@@ -99,14 +88,12 @@ class Partition:
     def zigzag(cls, lengths: Sequence[int], order: Sequence[int] | None = None) -> Partition:
         """Nested head and tail pieces: rank r owns ``lengths[r]`` tokens. See
         :class:`Partition`."""
-        order = () if order is None else order
-        return cls("zigzag", _integers("lengths", lengths), _integers("order", order))
+        return cls("zigzag", lengths, () if order is None else order)  # type: ignore[arg-type]
 
     @classmethod
     def contiguous(cls, lengths: Sequence[int], order: Sequence[int] | None = None) -> Partition:
         """One piece per rank: rank r owns ``lengths[r]`` tokens. See :class:`Partition`."""
-        order = () if order is None else order
-        return cls("contiguous", _integers("lengths", lengths), _integers("order", order))
+        return cls("contiguous", lengths, () if order is None else order)  # type: ignore[arg-type]
 
     @classmethod
     def even(cls, seq_len: int, world_size: int, layout: str = "zigzag") -> Partition:
@@ -117,11 +104,8 @@ class Partition:
             ValueError: no ranks, a number of tokens that is negative or no integer, an unknown
                 layout.
         """
-        seq_len, world_size = _integer("seq_len", seq_len), _integer("world_size", world_size)
-        if world_size < 1:
-            raise ValueError(f"world_size must be positive, got {world_size}")
-        if seq_len < 0:
-            raise ValueError(f"seq_len must not be negative, got {seq_len}")
+        seq_len = check_integer("seq_len", seq_len, least=0)
+        world_size = check_integer("world_size", world_size, least=1)
         short, num_longer = seq_len // world_size, seq_len % world_size
         lengths = tuple(short + (1 if rank < num_longer else 0) for rank in range(world_size))
         return cls(layout, lengths)
@@ -165,7 +149,7 @@ class Partition:
         Raises:
             ValueError: a position outside ``[0, seq_len)``, or no integer.
         """
-        position = _integer("position", position)
+        position = check_integer("position", position)
         for rank, (start, stop) in self._pieces():
             if start <= position < stop:
                 return rank
@@ -210,6 +194,10 @@ class Partition:
             ValueError: another number of tensors than W, a dimension out of range, a tensor without
                 S_r rows, tensors that differ in dtype or in sizes but along ``dim``.
         """
+        if not isinstance(shards, (list, tuple)):
+            raise ValueError(
+                f"shards must be {self.world_size} tensors, got {type(shards).__name__}"
+            )
         if len(shards) != self.world_size:
             raise ValueError(f"shards must be {self.world_size} tensors, got {len(shards)}")
         heads, tails = [], []
@@ -315,7 +303,7 @@ class Partition:
         return pieces
 
     def _check_rank(self, rank: int) -> int:
-        rank = _integer("rank", rank)
+        rank = check_integer("rank", rank)
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must lie in [0, {self.world_size}), got {rank}")
         return rank
@@ -334,7 +322,7 @@ def _other_sizes(x: torch.Tensor, dim: int) -> list[int]:
 
 def _check_dim(name: str, x: torch.Tensor, dim: int) -> int:
     """``dim`` counted from the front."""
-    dim = _integer("dim", dim)
+    dim = check_integer("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must be a dimension of {name} with shape {list(x.shape)}, got {dim}")
     return dim % x.dim()

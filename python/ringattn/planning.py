@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from ringattn import _C
-from ringattn.partition import Partition
-from ringattn.profiles import (
-    MAX_INTEGER,
-    AttentionTile,
-    RankProfile,
-    integer,
-    is_number,
-    is_positive,
+from ringattn._checks import (
+    check_flag,
+    check_floating,
+    check_int64,
+    check_integer,
+    check_not_negative,
+    check_positive,
 )
+from ringattn.partition import Partition, check_layout, partition_arguments
+from ringattn.profiles import AttentionTile, RankProfile
 
 _CONFIG_FIELDS = (  # our names and those of Hugging Face
     ("emb_dim", "hidden_size"),
@@ -51,18 +52,9 @@ class ModelCost:
     kv_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not is_positive(self.attention_flops):
-            raise ValueError(
-                f"attention_flops must be finite and positive, got {self.attention_flops!r}"
-            )
-        flops = self.linear_flops
-        if not is_positive(flops) and not (is_number(flops) and flops == 0):
-            raise ValueError(
-                f"linear_flops must be finite and not negative, got {self.linear_flops!r}"
-            )
-        kv_bytes = _integer("kv_bytes", self.kv_bytes)
-        if kv_bytes < 0:
-            raise ValueError(f"kv_bytes must not be negative, got {kv_bytes}")
+        check_positive("attention_flops", self.attention_flops)
+        check_not_negative("linear_flops", self.linear_flops)
+        check_int64("kv_bytes", self.kv_bytes, least=0)
 
     @classmethod
     def attention_only(
@@ -82,18 +74,14 @@ class ModelCost:
             dtype: of keys and values.
 
         Raises:
-            ValueError: numbers that are not positive.
+            ValueError: numbers that are not positive integers, a dtype that is not floating.
         """
+        num_heads = check_integer("num_heads", num_heads, least=1)
+        head_dim = check_integer("head_dim", head_dim, least=1)
         if num_kv_heads is None:
             num_kv_heads = num_heads
-        for name, value in (
-            ("num_heads", num_heads),
-            ("head_dim", head_dim),
-            ("num_kv_heads", num_kv_heads),
-        ):
-            if integer(name, value) < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
-        kv_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
+        num_kv_heads = check_integer("num_kv_heads", num_kv_heads, least=1)
+        kv_bytes = 2 * num_kv_heads * head_dim * check_floating(dtype).itemsize
         return cls(4.0 * num_heads * head_dim, 0.0, kv_bytes)
 
     @classmethod
@@ -105,7 +93,7 @@ class ModelCost:
             dtype: of keys and values.
 
         Raises:
-            ValueError: another kind of object.
+            ValueError: another kind of object, a dtype that is not floating.
         """
         width, num_heads, num_kv_heads, head_dim, hidden = (
             getattr(config, ours, getattr(config, theirs, None)) for ours, theirs in _CONFIG_FIELDS
@@ -235,16 +223,15 @@ def plan(
         ValueError: no profiles, a negative ``seq_len``, ``max_tokens`` that do not hold the
             sequence, an unknown layout, a depth below 1.
     """
-    _check_layout(layout)
-    _check_switches(causal=causal, training=training)
+    check_layout(layout)
     planned = _C.plan(
-        _integer("seq_len", seq_len),
+        check_int64("seq_len", seq_len, least=0),
         _compiled_profiles(profiles),
         _compiled_cost(cost),
         layout,
-        causal,
-        training,
-        None if depth is None else _integer("depth", depth),
+        check_flag("causal", causal),
+        check_flag("training", training),
+        None if depth is None else check_int64("depth", depth, least=1),
     )
     return Plan(
         Partition(layout, tuple(planned.lengths), tuple(planned.order)),
@@ -271,17 +258,17 @@ def predict(
     Raises:
         ValueError: another number of profiles than ranks, a depth below 1.
     """
-    _check_switches(causal=causal, training=training)
+    lengths, order, layout = partition_arguments(partition)
     return tuple(
         _C.predict(
-            partition.layout,
-            list(partition.lengths),
-            list(partition.order),
+            layout,
+            lengths,
+            order,
             _compiled_profiles(profiles),
             _compiled_cost(cost),
-            causal,
-            training,
-            None if depth is None else _integer("depth", depth),
+            check_flag("causal", causal),
+            check_flag("training", training),
+            None if depth is None else check_int64("depth", depth, least=1),
         )
     )
 
@@ -329,28 +316,10 @@ def plan_cache(num_tokens: int, profiles: Sequence[RankProfile], cost: ModelCost
             ``memory_gbps`` of some ranks only.
     """
     return _C.plan_cache(
-        _integer("num_tokens", num_tokens), _compiled_profiles(profiles), _compiled_cost(cost)
+        check_int64("num_tokens", num_tokens, least=0),
+        _compiled_profiles(profiles),
+        _compiled_cost(cost),
     )
-
-
-def _check_layout(layout: object) -> None:
-    if layout not in ("zigzag", "contiguous"):
-        got = f'"{layout}"' if isinstance(layout, str) else repr(layout)
-        raise ValueError(f'layout must be "zigzag" or "contiguous", got {got}')
-
-
-def _check_switches(**switches: object) -> None:
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, got {value!r}")
-
-
-def _integer(name: str, value: object) -> int:
-    """One that the compiled planner can hold."""
-    number = integer(name, value)
-    if abs(number) > MAX_INTEGER:
-        raise ValueError(f"{name} must fit into 64 bits, got {number}")
-    return number
 
 
 def _compiled_profiles(profiles: Sequence[RankProfile]) -> list[_C.RankProfile]:

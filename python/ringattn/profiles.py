@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import json
-import math
-import numbers
-import operator
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-MAX_INTEGER = 2**63 - 1  # of the compiled planner
+from ringattn._checks import check_int64, check_integer, check_not_negative, check_positive
+
 MAX_TILE = 2**16  # tokens, far beyond any kernel's
 
 
@@ -45,7 +43,7 @@ class AttentionTile:
         if self.part_rows is None:
             object.__setattr__(self, "part_rows", self.rows)
         for name in ("rows", "keys", "part_rows", "time", "more_keys"):
-            value = integer(name, getattr(self, name))
+            value = check_integer(name, getattr(self, name))
             least = 0 if name == "more_keys" else 1
             if not least <= value <= MAX_TILE:
                 raise ValueError(f"{name} must lie in {least}..{MAX_TILE}, got {value}")
@@ -94,22 +92,14 @@ class RankProfile:
             value = getattr(self, name)
             if value is None and name.endswith("_gbps"):
                 continue
-            if not is_positive(value):
-                raise ValueError(f"{name} must be finite and positive, got {value!r}")
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, check_positive(name, value))
         for name in ("overhead_ms", "link_latency_us"):
             value = getattr(self, name)
             if value is None and name == "link_latency_us":
                 continue
-            if not is_positive(value) and not (is_number(value) and value == 0):
-                raise ValueError(f"{name} must be finite and not negative, got {value!r}")
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, check_not_negative(name, value))
         if self.max_tokens is not None:
-            max_tokens = integer("max_tokens", self.max_tokens)
-            if max_tokens < 0:
-                raise ValueError(f"max_tokens must not be negative, got {max_tokens}")
-            if max_tokens > MAX_INTEGER:
-                raise ValueError(f"max_tokens must be at most {MAX_INTEGER}, got {max_tokens}")
+            max_tokens = check_int64("max_tokens", self.max_tokens, least=0)
             object.__setattr__(self, "max_tokens", max_tokens)
         if not isinstance(self.tiles, (list, tuple)) or not all(
             isinstance(tile, AttentionTile) for tile in self.tiles
@@ -190,22 +180,3 @@ def _tiles(entries: object) -> tuple[AttentionTile, ...]:
     ):
         raise ValueError(f"tiles must be objects with fields of AttentionTile, got {entries!r}")
     return tuple(AttentionTile(**entry) for entry in entries)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def is_positive(value: Any) -> bool:
-    """A number, above 0 and finite as a float."""
-    try:
-        return is_number(value) and 0 < float(value) < math.inf
-    except OverflowError:  # an integer of more than 308 digits
-        return False
-
-
-def integer(name: str, value: object) -> int:
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name} must be an integer, got {value!r}") from None

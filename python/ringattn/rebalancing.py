@@ -6,17 +6,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch.distributed as dist
 
 from ringattn import _C
-from ringattn._calls import collective
-from ringattn._group import Group, Ring, resolve_group
+from ringattn._calls import agree
+from ringattn._group import Group, resolve_group
+from ringattn._measurements import NOISE
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, Plan, plan, predict, work_in_tiles
 from ringattn.profiles import RankProfile
-from ringattn.profiling import NOISE
 from ringattn.timings import Timings, call_tflops
 
 # A new plan is on trial until it has been seen so often, and is given up if it is that much slower
@@ -131,11 +128,11 @@ class Rebalancer:
         causal: bool = True,
         layout: str = "zigzag",
     ) -> None:
+        plan(0, profiles, cost, causal=causal, layout=layout)  # refuses wrong arguments
         self._measured = list(profiles)
         self._cost = cost
         self._causal = causal
         self._layout = layout
-        plan(0, self._measured, cost, causal=causal, layout=layout)  # refuses wrong arguments
         self._controller = _C.Controller(len(self._measured))
         self._in_use = self._measured
         self._latest: Plan | None = None
@@ -183,17 +180,25 @@ class Rebalancer:
                 no :class:`ringattn.Timings`.
         """
         ring = resolve_group(group)
-        message, own = None, _Seen(None)
+        mistake, own = None, _Seen(None)
         if ring.world_size != len(self._measured):
-            message = (
+            mistake = (
                 f"profiles must be one for each of the {ring.world_size} ranks of the group, "
                 f"got {len(self._measured)}"
             )
         elif not isinstance(timings, Timings):
-            message = f"timings must be Timings, got {type(timings).__name__}"
+            mistake = f"timings must be Timings, got {type(timings).__name__}"
         else:
             own = self._see(timings, ring.rank)
-        seen = self._from_all(ring, message, own)
+        # What plans are made from.
+        facts = {
+            "profiles": self._in_use,
+            "cost": self._cost,
+            "causal": self._causal,
+            "layout": self._layout,
+            "seq_len": None if self._latest is None else self._latest.partition.seq_len,
+        }
+        seen = agree(ring, "observe", mistake, facts, own)
         jumps = self._controller.jumps()
         self._controller.observe([of_rank.speed for of_rank in seen])
         if self._latest is None:
@@ -293,20 +298,3 @@ class Rebalancer:
             statistics.median(took),
             statistics.median(flops),
         )
-
-    def _from_all(self, ring: Ring, message: str | None, seen: _Seen) -> list[_Seen]:
-        """What all ranks have seen, or on every rank what is wrong on any."""
-        own = (message, seen, self._latest, self._in_use)
-        of_ranks: list[Any] = [own] * ring.world_size
-        if ring.world_size > 1:
-            with collective(ring, "observe"):
-                dist.all_gather_object(of_ranks, own, group=ring.process_group)
-        for rank, (problem, _, *planned) in enumerate(of_ranks):
-            if problem is not None:
-                raise ValueError(problem if rank == ring.rank else f"rank {rank}: {problem}")
-            if planned != [*of_ranks[0][2:]]:
-                raise ValueError(
-                    "plans must be the same on all ranks, "
-                    f"got another one on rank {rank} than on rank 0"
-                )
-        return [of_rank for _, of_rank, *_ in of_ranks]

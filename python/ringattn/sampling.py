@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ringattn._checks import is_integer
-from ringattn.profiles import is_number
+from ringattn._checks import check_int64, is_finite, is_number
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         heat = self.temperature
-        if heat is not None and (not is_number(heat) or not 0 <= heat < math.inf):
+        if heat is not None and (not is_finite(heat) or heat < 0):
             raise ValueError(f"temperature must be 0 or more and finite, got {heat!r}")
         least = torch.finfo(torch.float32).tiny  # devices may take what is smaller for 0
         if heat and heat < least:
             raise ValueError(f"temperature must be 0 or {least:.3g} or more, got {heat}")
-        if self.top_k is not None and (not is_integer(self.top_k) or self.top_k < 1):
-            raise ValueError(f"top_k must be an integer of at least 1, got {self.top_k!r}")
+        if heat is not None:
+            object.__setattr__(self, "temperature", float(heat))
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", check_int64("top_k", self.top_k, least=1))
         if self.top_p is not None and (not is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p!r}")
 

@@ -19,6 +19,14 @@ from pathlib import Path
 
 import torch
 
+from ringattn._checks import (
+    check_integer,
+    check_integers,
+    check_percentage,
+    check_positive,
+    is_finite,
+    is_number,
+)
 from ringattn._speed_tables import (
     LatencyRow,
     MatmulRow,
@@ -30,7 +38,6 @@ from ringattn._speed_tables import (
     write_table,
 )
 from ringattn.partition import Partition
-from ringattn.profiles import integer, is_number, is_positive
 
 __all__ = [
     "PUBLISHED",
@@ -61,7 +68,7 @@ def even(
     Raises:
         ValueError: as :class:`ringattn.Partition`.
     """
-    return Partition(layout, Partition.even(seq_len, world_size).lengths, tuple(order or ()))
+    return _partition(layout, Partition.even(seq_len, world_size).lengths, order)
 
 
 def uneven(
@@ -82,9 +89,8 @@ def uneven(
     Raises:
         ValueError: speeds that are not finite and positive; as :class:`ringattn.Partition`.
     """
-    for rank, speed in enumerate(speeds):
-        if not is_positive(speed):
-            raise ValueError(f"speed of rank {rank} must be finite and positive, got {speed!r}")
+    for rank, speed in enumerate(_of_ranks("speeds", speeds)):
+        check_positive(f"speed of rank {rank}", speed)
     return _proportional(seq_len, speeds, layout, order)
 
 
@@ -117,7 +123,7 @@ def lut(
     """
     _check_percentages(percentages)
     check_table(table)
-    seq_len = integer("seq_len", seq_len)
+    seq_len = check_integer("seq_len", seq_len, least=0)
     weights = [look_up(table, seq_len, percentage) for percentage in percentages]
     return _proportional(seq_len, weights, layout, order)
 
@@ -150,7 +156,9 @@ def formula(
     """
     _check_percentages(percentages)
     regression = PUBLISHED if regression is None else regression
-    seq_len = integer("seq_len", seq_len)
+    if not callable(regression):
+        raise ValueError(f"regression must be a Regression, got {regression!r}")
+    seq_len = check_integer("seq_len", seq_len, least=0)
     weights = [regression(max(1, seq_len), percentage) for percentage in percentages]
     clamped = [max(0.0, weight) for weight in weights]
     if clamped != weights or not any(clamped):
@@ -198,15 +206,10 @@ class Regression:
         for number, row in enumerate(rows):
             if not isinstance(row, MatmulRow):
                 raise ValueError(f"rows must be MatmulRows, got {type(row).__name__}")
-            for name, right in (
-                ("size", is_positive(row.size)),
-                ("mps_pct", is_positive(row.mps_pct)),
-                ("tflops", is_number(row.tflops) and math.isfinite(row.tflops)),
-            ):
-                if not right:
-                    kind = "finite" if name == "tflops" else "finite and positive"
-                    got = getattr(row, name)
-                    raise ValueError(f"{name} in row {number} must be {kind}, got {got!r}")
+            check_positive(f"size in row {number}", row.size)
+            check_positive(f"mps_pct in row {number}", row.mps_pct)
+            if not is_finite(row.tflops):
+                raise ValueError(f"tflops in row {number} must be finite, got {row.tflops!r}")
         for name, values in (
             ("sizes", {row.size for row in rows}),
             ("percentages", {row.mps_pct for row in rows}),
@@ -246,11 +249,10 @@ class Regression:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} must be JSON, got {error}") from None
         c = content.get("coefficients") if isinstance(content, dict) else None
-        numbers = isinstance(c, list) and all(isinstance(x, int | float) for x in c)
-        if c is None or not numbers or len(c) != 6 or not all(math.isfinite(x) for x in c):
+        if not isinstance(c, list) or len(c) != 6 or not all(map(is_finite, c)):
             raise ValueError(f"{path} must have six finite coefficients, got {c!r}")
         r_squared = content.get("r_squared", math.nan)
-        if not isinstance(r_squared, int | float):
+        if not is_number(r_squared):
             raise ValueError(f"{path} must have an r_squared that is a number, got {r_squared!r}")
         return cls((c[0], c[1], c[2], c[3], c[4], c[5]), r_squared)
 
@@ -271,10 +273,15 @@ def _terms(size: int, percentage: float) -> tuple[float, ...]:
 # ---- shares ------------------------------------------------------------------------------------
 
 
+def _of_ranks(name: str, values: Sequence[float]) -> Sequence[float]:
+    if not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+        raise ValueError(f"{name} must be one for each rank, got {values!r}")
+    return values
+
+
 def _check_percentages(percentages: Sequence[float]) -> None:
-    for rank, percentage in enumerate(percentages):
-        if not is_number(percentage) or not 0 < percentage <= 100:
-            raise ValueError(f"percentage of rank {rank} must lie in (0, 100], got {percentage!r}")
+    for rank, percentage in enumerate(_of_ranks("percentages", percentages)):
+        check_percentage(f"percentage of rank {rank}", percentage)
 
 
 def _proportional(
@@ -282,9 +289,7 @@ def _proportional(
 ) -> Partition:
     """Tokens in proportion to non-negative weights, each rounded by itself (halves to even); the
     last rank makes up for what the rounding added or left out."""
-    seq_len = integer("seq_len", seq_len)
-    if seq_len < 0:
-        raise ValueError(f"seq_len must not be negative, got {seq_len}")
+    seq_len = check_integer("seq_len", seq_len, least=0)
     total = sum(weights)
     if math.isinf(total):  # of finite ones
         weights = [weight / len(weights) for weight in weights]
@@ -295,4 +300,10 @@ def _proportional(
         taken = min(excess, lengths[rank])  # negative: given to the last rank, all of it
         lengths[rank] -= taken
         excess -= taken
-    return Partition(layout, tuple(lengths), tuple(order or ()))
+    return _partition(layout, lengths, order)
+
+
+def _partition(layout: str, lengths: Sequence[int], order: Sequence[int] | None) -> Partition:
+    return Partition(
+        layout, tuple(lengths), check_integers("order", () if order is None else order)
+    )

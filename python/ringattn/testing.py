@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ringattn import _C
-from ringattn.profiles import is_positive
+from ringattn._checks import check_int64, check_integer, check_percentage, is_finite
 
 # ---- repeated work -----------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ def slowdown_schedule(factors: Mapping[int, float]) -> Iterator[Callable[[int], 
 
 
 def _check_factor(factor: float) -> None:
-    if not is_positive(factor) or factor < 1:
+    if not is_finite(factor) or factor < 1:
         raise ValueError(f"factor must be a finite number of at least 1, got {factor!r}")
 
 
@@ -205,8 +205,7 @@ class MPS:
         Raises:
             ValueError: a percentage outside (0, 100].
         """
-        if not 0 < percentage <= 100:
-            raise ValueError(f"percentage must lie in (0, 100], got {percentage}")
+        percentage = check_percentage("percentage", percentage)
         return {**self._directories, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{percentage:g}"}
 
     def __exit__(self, *_: object) -> None:
@@ -219,7 +218,7 @@ class MPS:
 
 def _check_num_sms(num_sms: int, device: int) -> None:
     available = torch.cuda.get_device_properties(device).multi_processor_count
-    if not 1 <= num_sms <= available:
+    if not 1 <= check_integer("num_sms", num_sms) <= available:
         raise ValueError(f"num_sms must lie in [1, {available}], got {num_sms}")
 
 
@@ -298,8 +297,11 @@ def hostile_transfers(seed: int = 0) -> Iterator[None]:
 
     Args:
         seed: of the delays, at least 0; give every rank another one.
+
+    Raises:
+        ValueError: a seed that is no integer or negative.
     """
-    _C.set_hostile_transfers(seed)
+    _C.set_hostile_transfers(check_int64("seed", seed, least=0))
     try:
         yield
     finally:

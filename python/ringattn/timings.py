@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ringattn import _C
+from ringattn._checks import check_flag
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,7 @@ def record_timings(*, by_block: bool = True) -> Iterator[Timings]:
     """
     global _recording
     check_not_recording()
-    if not isinstance(by_block, bool):
-        raise ValueError(f"by_block must be True or False, got {by_block!r}")
+    by_block = check_flag("by_block", by_block)
     timings = Timings()
     _C.start_recording(by_block)
     _recording = True

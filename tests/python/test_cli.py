@@ -296,6 +296,17 @@ def test_words_for_a_model_without_tokenizer_are_refused(folder: Path) -> None:
     )
 
 
+def test_ids_that_no_tensor_holds_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(f"1 {2**63} 2")
+    assert main(["generate", "--model", str(folder), "--prompt-file", str(file)]) == 2
+    assert capsys.readouterr().err == (
+        "ringattn: token id of the prompt must fit into 64 bits, got 9223372036854775808\n"
+    )
+
+
 def test_a_comparison_that_fails_is_exit_code_1(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
 from ringattn import generation
-from ringattn.generation import _decode, generate
+from ringattn.decoding import decode
+from ringattn.generation import generate
 from ringattn.models import LLaMA, load_model
 from ringattn.models.cache import ShardedKVCache
 from ringattn.models.graphs import DecodeGraphs, record, replayable
@@ -101,7 +102,7 @@ def test_a_cache_may_grow_between_replays(folder: Path) -> None:
     ids = random_ids(2, NEW_TOKENS).to("cuda")
     for position in range(NEW_TOKENS):
         hidden, expected = (
-            _decode(model, ids[:, position], position, cache, way).clone()
+            decode(model, ids[:, position], position, cache, way).clone()
             for cache, way in zip(caches, (graphs, None), strict=True)
         )
         assert torch.equal(hidden, expected)

@@ -234,8 +234,8 @@ def test_scales_of_numpy_are_numbers() -> None:
     [
         ({"transport": "pigeon"}, 'transport must be .* got "pigeon"'),
         ({"transport": "nccl"}, "nccl"),
-        ({"depth": 0}, "depth must be None or an integer of at least 1, got 0"),
-        ({"depth": -1}, "depth must be None or an integer of at least 1, got -1"),
+        ({"depth": 0}, "depth must be positive, got 0"),
+        ({"depth": -1}, "depth must be positive, got -1"),
         ({"transport": None}, "transport must be a name, got None"),
         ({"scale": "big"}, "scale must be a number, got 'big'"),
         ({"scale": torch.nn.Parameter(torch.tensor(0.3))}, "scale must be a number, got a tensor"),
@@ -245,7 +245,11 @@ def test_scales_of_numpy_are_numbers() -> None:
         ({"causal": None}, "causal must be True or False, got None"),
         ({"causal": np.ones(2)}, "causal must be True or False, got array"),
         ({"causal": torch.tensor(True)}, "causal must be True or False, got Tensor"),
-        ({"depth": 1.5}, "depth must be None or an integer of at least 1, got 1.5"),
+        ({"causal": 1}, "causal must be True or False, got 1"),
+        ({"depth": 1.5}, "depth must be an integer, got 1.5"),
+        ({"depth": True}, "depth must be an integer, got True"),
+        ({"depth": 2**63}, "depth must fit into 64 bits, got 9223372036854775808"),
+        ({"scale": True}, "scale must be a number, got True"),
         ({"partition": (6,)}, "partition must be a Partition, got tuple"),
         ({"partition": Partition.even(5, 1)}, "q must have the 5 rows .* got 6"),
         ({"partition": Partition.even(12, 2)}, "lengths must have one entry .* got 2"),
@@ -261,6 +265,14 @@ def test_scales_of_numpy_are_numbers() -> None:
 def test_wrong_ring_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ringattn.ring_attention(*operands(), **options)
+
+
+def test_numbers_and_flags_may_be_numpys() -> None:
+    q, k, v = operands()
+    out = ringattn.ring_attention(q, k, v, causal=np.True_, depth=np.int64(2))
+    assert torch.equal(out, ringattn.ring_attention(q, k, v))
+    expected, _ = ringattn.block_attention(q, k, v, diagonal=1)
+    assert torch.equal(ringattn.block_attention(q, k, v, diagonal=np.int32(1))[0], expected)
 
 
 def test_a_learned_scale_is_refused_where_it_would_be_a_constant():

@@ -204,6 +204,7 @@ def test_options_that_leave_one_token_are_greedy(model: LLaMA) -> None:
     greedy = generate(model, prompt, max_new_tokens=NEW_TOKENS)
     for options in (
         {"temperature": 0},
+        {"temperature": 2**70, "top_k": 1},
         {"temperature": 0, "top_k": 5, "do_sample": True},
         {"top_k": 1},
         {"top_p": 1e-6},
@@ -233,19 +234,23 @@ def test_tokens_are_handed_out_as_they_come(model: LLaMA) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be positive, got 0"),
         ({"temperature": -1.0}, "temperature must be 0 or more and finite, got -1.0"),
         ({"temperature": 1e-39}, "temperature must be 0 or 1.18e-38 or more, got 1e-39"),
-        ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
-        ({"top_k": True}, "top_k must be an integer of at least 1, got True"),
+        ({"top_k": 0}, "top_k must be positive, got 0"),
+        ({"top_k": True}, "top_k must be an integer, got True"),
         ({"do_sample": "no"}, "do_sample must be True or False, got 'no'"),
-        ({"max_new_tokens": True}, "max_new_tokens must be an integer of at least 1, got True"),
-        ({"seed": 2**64}, "seed must fit 64 bits, got 18446744073709551616"),
-        ({"seed": -(2**63) - 1}, "seed must fit 64 bits"),
-        ({"pad_token_id": 1.5}, "pad_token_id must be an integer or None, got 1.5"),
+        ({"max_new_tokens": True}, "max_new_tokens must be an integer, got True"),
+        ({"seed": 2**64}, "seed must fit into 64 bits, got 18446744073709551616"),
+        ({"seed": -(2**63) - 1}, "seed must fit into 64 bits"),
+        ({"pad_token_id": 1.5}, "pad_token_id must be an integer, got 1.5"),
+        ({"cuda_graphs": "no"}, "cuda_graphs must be True or False, got 'no'"),
+        ({"eos_token_id": True}, "eos_token_id must be integers, .* got True"),
+        ({"temperature": 10**400}, "temperature must be 0 or more and finite, got 1000"),
+        ({"eos_token_id": 2**64}, "eos_token_id must fit into 64 bits, got 18446744073709551616"),
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
         ({"top_p": 1.5}, r"top_p must lie in \(0, 1\], got 1.5"),
-        ({"seed": "x"}, "seed must be an integer or None, got 'x'"),
+        ({"seed": "x"}, "seed must be an integer, got 'x'"),
         ({"eos_token_id": "last"}, "eos_token_id must be integers"),
         ({"prompt_ids": random_ids(5)}, r"token_ids must be a tensor \[B, S\]"),
         ({"prompt_ids": random_ids(1, 0)}, r"prompt_ids must hold tokens, got shape \[1, 0\]"),
@@ -255,13 +260,13 @@ def test_tokens_are_handed_out_as_they_come(model: LLaMA) -> None:
         ({"temperature": "1"}, "temperature must be 0 or more and finite, got '1'"),
         ({"top_p": "1"}, r"top_p must lie in \(0, 1\], got '1'"),
         ({"eos_token_id": 1.5}, "eos_token_id must be integers, .* got 1.5"),
-        ({"max_new_tokens": None}, "max_new_tokens must be an integer of at least 1, got None"),
+        ({"max_new_tokens": None}, "max_new_tokens must be an integer, got None"),
         ({"cuda_graphs": True}, "cuda_graphs must have a model on CUDA, got cpu"),
         ({"partition": Partition.even(4, 1)}, "the 4 tokens of the partition, got 5"),
         ({"partition": Partition.even(5, 2)}, "partition must have 1 ranks, got 2"),
         ({"cache_lengths": [3, 4]}, "cache_lengths must be 1 lengths, got 2"),
         ({"cache_lengths": [3]}, "cache_lengths must add up to 6 tokens, got 3"),
-        ({"cache_lengths": [-6]}, r"cache_lengths must be integers of at least 0, got \[-6\]"),
+        ({"cache_lengths": [-6]}, r"cache_lengths must not be negative, got -6"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], message: str, model: LLaMA) -> None:
@@ -269,6 +274,12 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str, mode
     arguments = {"prompt_ids": random_ids(1, 5), "max_new_tokens": 2, **options}
     with pytest.raises(ValueError, match=message):
         generate(model, **arguments)
+
+
+@pytest.mark.parametrize("model", [None, torch.nn.Linear(1, 1)])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match=f"model must be a LLaMA, got {type(model).__name__}"):
+        generate(model, random_ids(1, 5), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("end", [-1, 1000, [1000, -1]])

@@ -90,7 +90,7 @@ def lose_a_rank_beside_the_ring(
         targets=[1, 1, 1],
         **dict(batch=1, num_kv_heads=2, head_dim=8, dtype=torch.float32, device=this().device),
     )
-    right = generation._choose
+    right = generation.choose
 
     def choose(*arguments: Any) -> torch.Tensor:  # the rank goes just before a token is handed out
         go_if_victim()
@@ -118,7 +118,7 @@ def lose_a_rank_beside_the_ring(
     if name == "gather":
         call()
     if name == "generate":
-        generation._choose = choose
+        generation.choose = choose
     else:
         go_if_victim()
     said, seconds = [], []
@@ -128,7 +128,7 @@ def lose_a_rank_beside_the_ring(
             call()
         seconds.append(time.monotonic() - start)
         said.append(str(error.value))
-    generation._choose = right
+    generation.choose = right
     return said, seconds
 
 

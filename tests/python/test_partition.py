@@ -188,6 +188,8 @@ def test_integers_of_other_kinds_are_integers(kind):
         (lambda: Partition.zigzag([]), "lengths must name at least one rank, got none"),
         (lambda: Partition.zigzag([3, -1]), "lengths must not be negative, got -1"),
         (lambda: Partition.zigzag([3, 1.5]), "lengths must be integers, got"),
+        (lambda: Partition.zigzag([3, True]), r"lengths must be integers, got \[3, True\]"),
+        (lambda: Partition.zigzag([3, 1], [1, False]), r"order must be integers, got \[1, False\]"),
         (lambda: Partition.zigzag(4), "lengths must be integers, got 4"),
         (lambda: Partition.zigzag([2**63]), r"lengths must add up to less than 2\*\*63 tokens"),
         (lambda: Partition.contiguous([2**62] * 2), r"lengths must add up to less than 2\*\*63"),
@@ -214,6 +216,7 @@ def test_integers_of_other_kinds_are_integers(kind):
         (lambda: Partition.even(4, 2).shard(torch.ones(4), 0), "dim must be a dimension of x"),
         (lambda: Partition.even(4, 2).shard([1, 2, 3, 4], 0), "x must be a tensor, got list"),
         (lambda: Partition.even(4, 2).unshard([torch.ones(1, 2)]), "shards must be 2 tensors"),
+        (lambda: Partition.even(4, 2).unshard(None), "shards must be 2 tensors, got NoneType"),
         (
             lambda: Partition.even(4, 2).unshard([torch.ones(1, 2), None]),
             "shard 1 must be a tensor, got NoneType",

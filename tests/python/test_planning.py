@@ -324,6 +324,13 @@ def test_no_other_place_of_cached_keys_is_read_faster(num_tokens, caps, gbps):
             lambda: predict(Partition.even(8, 1), ranks(1), LAYER, causal=None),
             "causal must be True or False, got None",
         ),
+        (lambda: ModelCost.attention_only(True, 64), "num_heads must be an integer, got True"),
+        (
+            lambda: ModelCost.attention_only(8, 64, dtype="float32"),
+            "dtype must be a floating torch.dtype, got 'float32'",
+        ),
+        (lambda: predict([4], ranks(1), LAYER), "partition must be a Partition, got list"),
+        (lambda: ringattn.plan(8, ranks(1), LAYER, depth=1.5), "depth must be an integer, got 1.5"),
         (lambda: ModelCost.attention_only(0, 64), "num_heads must be positive, got 0"),
         (lambda: ModelCost.attention_only(8, 64.5), "head_dim must be an integer, got 64.5"),
         (lambda: ModelCost(math.nan), "attention_flops must be finite and positive, got nan"),
@@ -339,7 +346,7 @@ def test_no_other_place_of_cached_keys_is_read_faster(num_tokens, caps, gbps):
             lambda: ringattn.plan(8, ranks(1), LAYER, layout="spiral"),
             'layout must be "zigzag" or "contiguous", got "spiral"',
         ),
-        (lambda: ringattn.plan(8, ranks(1), LAYER, depth=0), "depth must be at least 1, got 0"),
+        (lambda: ringattn.plan(8, ranks(1), LAYER, depth=0), "depth must be positive, got 0"),
         (
             lambda: ringattn.plan(8, ranks(1, 1, max_tokens=3), LAYER),
             "profiles must have max_tokens for all 8 tokens, got room for 6",
@@ -350,7 +357,7 @@ def test_no_other_place_of_cached_keys_is_read_faster(num_tokens, caps, gbps):
         ),
         (
             lambda: predict(Partition.even(8, 2), ranks(1, 1), LAYER, depth=0),
-            "depth must be at least 1, got 0",
+            "depth must be positive, got 0",
         ),
         (
             lambda: ringattn.plan_cache(-1, ranks(1), LAYER),

@@ -13,7 +13,7 @@ import pytest
 import ringattn
 import torch
 from _distributed import RankPool, this
-from ringattn import AttentionTile, RankProfile, profiling, testing
+from ringattn import AttentionTile, RankProfile, _devices, _speeds, testing
 from ringattn._clock import Spread
 from ringattn.profiling import RankMeasurement, equalize
 
@@ -62,11 +62,11 @@ def test_no_process_group_is_one_rank() -> None:
 @pytest.mark.cuda
 def test_kernels_on_devices_have_tiles() -> None:
     (profile,) = ringattn.measure_profiles(device="cuda", **SMALL)
-    assert profile.tiles == profiling.attention_tiles(torch.device("cuda"), torch.bfloat16, 64)
+    assert profile.tiles == _devices.attention_tiles(torch.device("cuda"), torch.bfloat16, 64)
     for dtype, head_dim in itertools.product(
         (torch.bfloat16, torch.float16, torch.float32), (64, 128, 256)
     ):
-        tiles = profiling.attention_tiles(torch.device("cuda"), dtype, head_dim)
+        tiles = _devices.attention_tiles(torch.device("cuda"), dtype, head_dim)
         is_hopper = torch.cuda.get_device_capability() == (9, 0) and dtype != torch.float32
         is_portable = not is_hopper or os.environ.get("RINGATTN_KERNEL_FAMILY") == "sm80"
         assert len(tiles) == (2 if head_dim == 128 and not is_portable else 1)
@@ -98,7 +98,7 @@ def profiles_of_another_ring() -> tuple[list[RankProfile], list[int]]:
         return [7.0 * (1 + this().rank)] * 3
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiling, "call_tflops", tflops)
+        patch.setattr(_speeds, "call_tflops", tflops)
         return ringattn.measure_profiles(device="cpu", **SMALL), seen
 
 
@@ -123,7 +123,7 @@ def test_ranks_that_would_measure_differently_are_refused(
 ) -> None:
     for said in rank_pool(2).run(measure_for_longer_on_the_last_rank):
         assert (
-            said == "arguments must be the same on all ranks, got others on rank 1 than on rank 0"
+            said == "seconds must be the same on all ranks, got 0.01 on rank 0 and 0.02 on rank 1"
         )
 
 
@@ -141,10 +141,10 @@ def plan_of_the_ring(overhead_ms: float) -> tuple[int, ...]:
         slow = {"overhead_ms": overhead_ms, "link_gbps": 0.001, "link_latency_us": 10.0}
         return [RankProfile(1.0, 1.0), *(RankProfile(1.0, 1.0, **slow) for _ in measured[1:])]
 
-    ring_attention = profiling.ring_attention
+    ring_attention = _speeds.ring_attention
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiling, "ring_attention", attend)
-        patch.setattr(profiling, "equalize", equal)
+        patch.setattr(_speeds, "ring_attention", attend)
+        patch.setattr(_speeds, "equalize", equal)
         ringattn.measure_profiles(device="cpu", **SMALL)
     return lengths[0]
 
@@ -172,9 +172,9 @@ def test_profiles_make_a_plan(rank_pool: Callable[..., RankPool]) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"num_tokens": 0}, "num_tokens must be a positive integer, got 0"),
-        ({"num_heads": -4}, "num_heads must be a positive integer, got -4"),
-        ({"num_layers": 1.5}, "num_layers must be a positive integer, got 1.5"),
+        ({"num_tokens": 0}, "num_tokens must be positive, got 0"),
+        ({"num_heads": -4}, "num_heads must be positive, got -4"),
+        ({"num_layers": 1.5}, "num_layers must be an integer, got 1.5"),
         ({"num_kv_heads": 3}, "heads .* got"),
         ({"head_dim": 20}, "head dimension .* got 20"),
         ({"seconds": 0.0}, "seconds must be finite and positive, got 0.0"),
@@ -182,7 +182,7 @@ def test_profiles_make_a_plan(rank_pool: Callable[..., RankPool]) -> None:
         ({"noise": 1.0}, r"noise must lie in \[0, 1\), got 1.0"),
         ({"device": "meta"}, "device must be one with a kernel .* got meta"),
         ({"device": "foo"}, "device must be one with a kernel .* got 'foo'"),
-        ({"num_tokens": True}, "num_tokens must be a positive integer, got True"),
+        ({"num_tokens": True}, "num_tokens must be an integer, got True"),
         ({"seconds": "x"}, "seconds must be finite and positive, got 'x'"),
         ({"noise": "x"}, r"noise must lie in \[0, 1\), got 'x'"),
         ({"dtype": torch.int32}, "dtype must be a torch.dtype of .*float64, got torch.int32"),
@@ -204,7 +204,7 @@ def wrong_on_rank_1(wrong: dict[str, Any], recording: bool) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"num_tokens": -1}, "num_tokens must be a positive integer, got -1"),
+        ({"num_tokens": -1}, "num_tokens must be positive, got -1"),
         ({"noise": 2}, "noise must lie in [0, 1), got 2"),
         ({}, "record_timings must not be nested, got a second recording in this process"),
     ],
@@ -214,7 +214,7 @@ def test_a_mistake_of_one_rank_is_told_to_all(
 ) -> None:
     outcomes = rank_pool(2).outcomes(wrong_on_rank_1, wrong, not wrong, call_timeout_s=20)
     assert [outcome.error for outcome in outcomes] == ["ValueError"] * 2
-    assert [outcome.message for outcome in outcomes] == [f"{message} (on rank 1)", message]
+    assert [outcome.message for outcome in outcomes] == [f"rank 1: {message}", message]
     assert all(outcome.seconds < 5 for outcome in outcomes)
 
 

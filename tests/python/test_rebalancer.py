@@ -312,6 +312,13 @@ def different_lengths() -> None:
     rebalancer.observe(Timings())
 
 
+@pytest.mark.parametrize("profiles", [3, None, PROFILES[0]])
+def test_what_is_no_list_of_profiles_is_refused(profiles):
+    message = f"profiles must be a list of RankProfiles, got {type(profiles).__name__}"
+    with pytest.raises(ValueError, match=message):
+        Rebalancer(profiles, COST)
+
+
 def no_timings_on_one_rank() -> None:
     rebalancer = Rebalancer(PROFILES[:2], COST)
     rebalancer.observe(Timings() if this().rank == 0 else [1])
@@ -332,7 +339,7 @@ def test_another_number_of_profiles_on_one_rank_is_an_error_on_all(rank_pool):
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(rank_pool):
     for outcome in rank_pool(2).outcomes(different_lengths):
         assert outcome.error == "ValueError"
-        assert "plans must be the same on all ranks, got another one on rank 1" in outcome.message
+        assert "seq_len must be the same on all ranks, got 64 on rank 0 and 65" in outcome.message
     first, second = rank_pool(2).outcomes(no_timings_on_one_rank)
     assert first.error == second.error == "ValueError"
     assert second.message == "timings must be Timings, got list"

@@ -241,14 +241,40 @@ def test_a_regression_survives_its_file(tmp_path: Path) -> None:
     (tmp_path / "regression.json").write_text('{"coefficients": [1, 2]}')
     with pytest.raises(ValueError, match=r"must have six finite coefficients, got \[1, 2\]"):
         Regression.read(tmp_path / "regression.json")
-    (tmp_path / "regression.json").write_text(
-        '{"coefficients": [1, 2, 3, 4, 5, 6], "r_squared": "1"}'
-    )
-    with pytest.raises(ValueError, match="must have an r_squared that is a number, got '1'"):
-        Regression.read(tmp_path / "regression.json")
+    for wrong, got in (('"1"', "'1'"), ("true", "True")):
+        (tmp_path / "regression.json").write_text(
+            f'{{"coefficients": [1, 2, 3, 4, 5, 6], "r_squared": {wrong}}}'
+        )
+        with pytest.raises(ValueError, match=f"must have an r_squared that is a number, got {got}"):
+            Regression.read(tmp_path / "regression.json")
+    for wrong in ("true", "1" + 400 * "0"):
+        (tmp_path / "regression.json").write_text(f'{{"coefficients": [1, 2, 3, 4, 5, {wrong}]}}')
+        with pytest.raises(ValueError, match="must have six finite coefficients, got"):
+            Regression.read(tmp_path / "regression.json")
     (tmp_path / "regression.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="must be JSON, got"):
         Regression.read(tmp_path / "regression.json")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: strategies.uneven(8, 3), "speeds must be one for each rank, got 3"),
+        (lambda: strategies.uneven(8, None), "speeds must be one for each rank, got None"),
+        (lambda: strategies.uneven(8, [1, 2], order=1), "order must be integers, got 1"),
+        (lambda: strategies.even(8, 2, order=1.5), "order must be integers, got 1.5"),
+        (lambda: strategies.formula(8, 100), "percentages must be one for each rank, got 100"),
+        (lambda: strategies.formula(8, [100], "no"), "regression must be a Regression, got 'no'"),
+        (lambda: strategies.lut(8, [100], 3), "table must be a list of rows, got int"),
+        (
+            lambda: strategies.matmul_table([100, 50], [1.0]),
+            "tflops must be one for each of 2 percentages, got 1",
+        ),
+    ],
+)
+def test_arguments_of_other_types_are_refused(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 # ---- tables of one's own -----------------------------------------------------------------------

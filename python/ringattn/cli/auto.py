@@ -10,12 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ringattn._shard import tokens_to_measure
 from ringattn.models import LLaMA
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, Plan, plan_cache
 from ringattn.profiles import RankProfile, load_profiles
-from ringattn.profiling import measure_profiles
+from ringattn.profiling import measure_profiles, tokens_to_measure
 from ringattn.rebalancing import Rebalancer
 from ringattn.timings import Timings
 

@@ -30,8 +30,9 @@ import torch.nn.functional as F
 
 from ringattn import _library, profiling
 from ringattn._clock import Spread, bursts, repeat
+from ringattn._devices import settling_seconds
 from ringattn._group import resolve_group
-from ringattn._shard import Shard, settling_seconds
+from ringattn._shard import Shard
 from ringattn.cli.common import (
     DTYPES,
     add_device_argument,

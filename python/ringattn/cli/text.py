@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from ringattn._checks import check_int64
 from ringattn.models.loading import read_json
 
 #: Key of ``config.json`` that says how a model without ``tokenizer.json`` reads text.
@@ -34,12 +35,13 @@ class Numbers:
 
     def encode(self, text: str) -> list[int]:
         try:
-            return [int(word) for word in text.split()]
+            ids = [int(word) for word in text.split()]
         except ValueError as error:
             raise ValueError(
                 "prompt must be token ids because the model has no tokenizer.json, "
                 f"got {str(error).rpartition(': ')[2]}"
             ) from None
+        return [check_int64("token id of the prompt", token) for token in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks have measured, and profiles made of it, the noise taken out."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from ringattn._checks import is_number
+from ringattn._clock import Spread
+from ringattn.profiles import AttentionTile, RankProfile
+
+#: Relative difference of two speeds that is none, see :func:`equalize`.
+NOISE = 0.05
+
+
+@dataclass(frozen=True)
+class RankMeasurement:
+    """What one rank measured, under the names of :class:`ringattn.RankProfile`."""
+
+    device: str  # ranks with equal ones have equal hardware: model, multiprocessors in use
+    attention_tflops: Spread
+    linear_tflops: Spread
+    overhead_ms: Spread
+    memory_gbps: Spread
+    link_gbps: Spread | None
+    link_latency_us: Spread | None
+    max_tokens: int
+    tiles: tuple[AttentionTile, ...] = ()
+
+
+def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[RankProfile]:
+    """Profiles out of measurements, the noise taken out.
+
+    For each quantity, from the largest median down: ranks whose medians are less than ``noise``
+    below it, and ranks whose median lies between its quartiles, or its median between theirs, are
+    one class; all of them get the mean of their medians. The rest is divided in the same way. Ranks
+    on the same model of device with as many multiprocessors are one class up to ``2 * noise``:
+    under load, speeds of equal GPUs drift apart and back by that much, and a plan that follows them
+    is slower than an even one. That does not hold for ranks whose matrix products differ by more
+    than ``noise``, which hardly drift: a device that gave one of them less than was asked for.
+
+    Raises:
+        ValueError: noise outside [0, 1).
+    """
+    check_noise(noise)
+    values: list[dict[str, float]] = [{} for _ in measured]
+    for field in fields(RankMeasurement):
+        spreads = [getattr(of_rank, field.name) for of_rank in measured]
+        if not all(isinstance(spread, Spread) for spread in spreads):
+            continue
+        for ranks in _classes(spreads, measured, noise):
+            mean = statistics.fmean(spreads[rank].median for rank in ranks)
+            for rank in ranks:
+                values[rank][field.name] = mean
+    return [
+        RankProfile(max_tokens=of_rank.max_tokens, tiles=of_rank.tiles, **own)
+        for of_rank, own in zip(measured, values, strict=True)
+    ]
+
+
+def check_noise(noise: float) -> None:
+    if not is_number(noise) or not 0 <= noise < 1:
+        raise ValueError(f"noise must lie in [0, 1), got {noise!r}")
+
+
+def _classes(
+    spreads: Sequence[Spread], measured: Sequence[RankMeasurement], noise: float
+) -> Iterator[list[int]]:
+    left = sorted(range(len(spreads)), key=lambda rank: -spreads[rank].median)
+    while left:
+        first = left[0]
+        ranks = []
+        for rank in left:
+            tolerance = 2 * noise if _alike(measured[rank], measured[first], noise) else noise
+            close = spreads[rank].median >= (1 - tolerance) * spreads[first].median
+            explained = spreads[rank].explains(spreads[first])
+            if close or explained or spreads[first].explains(spreads[rank]):
+                ranks.append(rank)
+        yield ranks
+        left = [rank for rank in left if rank not in ranks]
+
+
+def _alike(one: RankMeasurement, other: RankMeasurement, noise: float) -> bool:
+    """Whether two ranks have equal hardware, as far as can be seen."""
+    slower, faster = sorted((one.linear_tflops.median, other.linear_tflops.median))
+    return one.device == other.device and slower >= (1 - noise) * faster

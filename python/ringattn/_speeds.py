@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast a rank is: by itself, while all others are at the same, and in a ring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ringattn._calls import meet
+from ringattn._clock import Spread, bursts, repeat
+from ringattn._devices import attention_tiles, hardware, spare_bytes
+from ringattn._group import Ring
+from ringattn._links import measure_link
+from ringattn._measurements import RankMeasurement, equalize
+from ringattn._shard import Shard
+from ringattn.functional import ring_attention
+from ringattn.planning import ModelCost, plan, predict, work_in_tiles
+from ringattn.profiles import RankProfile
+from ringattn.timings import call_tflops, record_timings
+
+_FEWEST_CALLS = 3  # of a ring
+
+
+def measure_alone(ring: Ring, shard: Shard, seconds: float, transport: str) -> RankMeasurement:
+    """All but the speed in a ring, while every rank measures the same. Collective."""
+    # The links come first: what they allocate is not free afterwards.
+    link_gbps, link_latency_us = None, None
+    if ring.world_size > 1:
+        link_gbps, link_latency_us = measure_link(ring, shard, transport)
+    max_tokens = spare_bytes(ring, shard.device) // (shard.num_layers * shard.token_bytes)
+
+    attention, attention_flops = shard.attention(shard.num_tokens, transport)
+    linear, linear_flops = shard.linear()
+    # More than any cache of the device holds.
+    large = 2**28 if shard.device.type == "cuda" else 2**24
+    decode, decode_bytes = shard.decode(large // shard.token_bytes + 1)
+    one_token, _ = shard.attention(1, transport)
+    for work in (linear, decode, one_token, attention):  # what only a first call does
+        work()
+    meet(ring, "measure_profiles")
+    # Attention in one go: after any lighter work, clocks are higher for a while than they stay.
+    attention_ms = _settled(attention, shard.device, seconds, seconds)
+    linear_ms = _settled(linear, shard.device, seconds / 4, seconds / 2)
+    decode_ms = _settled(decode, shard.device, seconds / 4, seconds / 2)
+    overhead_ms = bursts(one_token, shard.device)
+
+    def rate(amount: float, times: Sequence[float]) -> Spread:
+        return Spread.of([amount / ms for ms in times])
+
+    return RankMeasurement(
+        device=hardware(shard.device),
+        attention_tflops=rate(1e-9 * attention_flops, attention_ms),
+        linear_tflops=rate(1e-9 * linear_flops, linear_ms),
+        overhead_ms=Spread.of([ring.world_size * ms for ms in overhead_ms]),
+        memory_gbps=rate(1e-6 * decode_bytes, decode_ms),
+        link_gbps=link_gbps,
+        link_latency_us=link_latency_us,
+        max_tokens=max_tokens,
+        tiles=attention_tiles(shard.device, shard.dtype, shard.head_dim),
+    )
+
+
+def measure_in_ring(
+    ring: Ring, shard: Shard, seconds: float, transport: str, measured: Sequence[RankMeasurement]
+) -> RankMeasurement:
+    """What this rank has measured, with the speed of its attention in a ring that is balanced by
+    what all have: everybody at work, on the kernels that rings have. Collective."""
+    cost = ModelCost.attention_only(
+        shard.num_heads, shard.head_dim, num_kv_heads=shard.num_kv_heads, dtype=shard.dtype
+    )
+    profiles = equalize(measured)
+    # Every rank is to show its speed, whatever a call, a hop, or room for all layers costs.
+    bare = [RankProfile(of.attention_tflops, of.linear_tflops, tiles=of.tiles) for of in profiles]
+    planned = plan(shard.num_tokens * ring.world_size, bare, cost)
+    own, overhead_ms = measured[ring.rank], profiles[ring.rank].overhead_ms
+    num_tokens = planned.partition.lengths[ring.rank]
+    q = shard.random(1, num_tokens, shard.num_heads, shard.head_dim)
+    k, v = (shard.random(1, num_tokens, shard.num_kv_heads, shard.head_dim) for _ in range(2))
+    group = ring.process_group
+
+    def call() -> Any:
+        return ring_attention(q, k, v, planned.partition, group=group, transport=transport)
+
+    # By number and not by the clock: all ranks make the same calls.
+    call_ms = max(predict(planned.partition, profiles, cost))
+    calls = max(_FEWEST_CALLS, math.ceil(1e3 * seconds / call_ms))
+    meet(ring, "measure_profiles")
+    repeat(call, shard.device, 0.0, at_least=calls)
+    with record_timings(by_block=False) as timings:
+        repeat(call, shard.device, 0.0, at_least=calls)
+    speeds = call_tflops(timings.calls, overhead_ms)
+    if not speeds:
+        return own  # too slow for a token
+    in_tiles = work_in_tiles(planned.partition, ring.rank, cost, own.tiles)
+    return replace(own, attention_tflops=Spread.of([in_tiles * speed for speed in speeds]))
+
+
+def _settled(
+    work: Callable[[], Any], device: torch.device, settling: float, seconds: float
+) -> list[float]:
+    """Milliseconds of each call in so many seconds, after as many as it takes to settle."""
+    repeat(work, device, settling, at_least=1)
+    return repeat(work, device, seconds)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a generation is made of: the prompt's way through a model, a token's, and its choice."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringattn._calls import collective, tell_peers
+from ringattn.models.cache import ShardedKVCache
+from ringattn.models.graphs import DecodeGraphs
+from ringattn.models.llama import LLaMA
+from ringattn.partition import Partition
+from ringattn.sampling import Sampling
+
+# What the sampler sends where it could not draw a token.
+_NO_TOKEN = -1
+
+
+def on_device(model: LLaMA) -> AbstractContextManager[Any]:
+    """Where collectives of objects put what they send."""
+    return torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
+
+
+# Note: inference mode saves about a microsecond in each of the many small calls of a token. It must
+# not stay on across a yield.
+
+
+@torch.inference_mode()
+def prefill(
+    model: LLaMA, prompt_ids: torch.Tensor, partition: Partition, cache: ShardedKVCache
+) -> torch.Tensor:
+    """Hidden state of this rank's last token, ``[B, E]``; without tokens, of none, ``[0, E]``."""
+    rank = model.ring.rank
+    position_ids = partition.position_ids(rank, device=model.device)
+    hidden = model.base_model(partition.shard(prompt_ids, rank), position_ids, partition, cache)
+    return hidden[:, -1:].flatten(0, 1)
+
+
+@torch.inference_mode()
+def decode(
+    model: LLaMA,
+    tokens: torch.Tensor,
+    position: int,
+    cache: ShardedKVCache,
+    graphs: DecodeGraphs | None = None,
+) -> torch.Tensor:
+    """Hidden state ``[B, E]`` of one new token per row, ``tokens`` int64 ``[B]``."""
+    cache.advance()
+    if graphs is not None:
+        return graphs(tokens.unsqueeze(1), position, cache).squeeze(1)
+    position_ids = torch.full((1,), position, device=model.device)
+    return model.base_model(tokens.unsqueeze(1), position_ids, cache=cache).squeeze(1)
+
+
+@torch.inference_mode()
+def choose(
+    model: LLaMA,
+    hidden: torch.Tensor,
+    sampler: int,
+    batch: int,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    """The next tokens, int64 ``[B]``: drawn on one rank, the same on all. Where that rank cannot
+    draw, all say why."""
+    ring = model.ring
+    # Looking at a token would have every rank wait for its device in each step: on CUDA the others
+    # hear of the sampler's failure as of any that keeps a rank from coming.
+    can_look = model.device.type == "cpu"
+    problem: Exception | None = None
+    if ring.rank == sampler:
+        try:
+            tokens = sampling.draw(model.project(hidden), generator)
+        except Exception as error:  # whatever it is: the peers wait
+            problem = error
+            if not can_look:
+                tell_peers(ring, error)
+                raise
+    if ring.rank != sampler or problem is not None:
+        tokens = torch.full((batch,), _NO_TOKEN, dtype=torch.int64, device=model.device)
+    if ring.world_size > 1:
+        with collective(ring, "generate"):
+            dist.broadcast(tokens, group=ring.process_group, group_src=sampler)
+    if can_look and int(tokens[0]) == _NO_TOKEN:
+        raise RuntimeError(_why_no_token(model, sampler, problem)) from problem
+    return tokens
+
+
+def _why_no_token(model: LLaMA, sampler: int, problem: Exception | None) -> str:
+    """The sentence that every rank raises, from the sampler."""
+    ring = model.ring
+    sentence = [f"rank {sampler} could not draw a token: {problem}"]
+    if ring.world_size > 1:
+        with on_device(model), collective(ring, "generate"):
+            dist.broadcast_object_list(sentence, group=ring.process_group, group_src=sampler)
+    return sentence[0]
