@@ -124,6 +124,37 @@ def test_fake_tokens_have_fake_logits(folder: Path) -> None:
         assert model(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 5, 99)
 
 
+def ways_to_travel(folder: Path, options: dict[str, Any]) -> list[tuple[str, int | None]]:
+    """Of every layer, with and without a group."""
+    models = [load_model(folder, group=None, **options), load_model(folder, **options)]
+    models += [models[0].alone(), LLaMA(models[0].config, group=None, **options)]
+    attention = [layer.attn.ring_attention for m in models for layer in m.base_model.layers]
+    return [(each.transport, each.depth) for each in attention]
+
+
+def test_every_layer_travels_as_the_model_was_told_to(
+    folder: Path, rank_pool: Callable[..., RankPool]
+) -> None:
+    for layers in rank_pool(2).run(ways_to_travel, folder, {"transport": "nccl", "depth": 3}):
+        assert layers == [("nccl", 3)] * 8
+    for layers in rank_pool(2).run(ways_to_travel, folder, {}):
+        assert layers == [("auto", None)] * 8
+
+
+def wrong_transport(folder: Path) -> None:
+    way = "pigeon" if this().rank == 1 else "auto"
+    load_model(folder, group=None, transport=way)(random_ids(1, SEQ_LEN))
+
+
+def test_a_wrong_transport_on_one_rank_is_an_error_on_all(
+    folder: Path, rank_pool: Callable[..., RankPool]
+) -> None:
+    first, second = rank_pool(2).outcomes(wrong_transport, folder)
+    assert [first.error, second.error] == ["ValueError"] * 2
+    assert second.message.startswith("transport must be ") and 'got "pigeon"' in second.message
+    assert first.message == f"rank 1: {second.message}"
+
+
 def wrong_call(folder: Path, rank_that_errs: int, batched: bool) -> None:
     model = load_model(folder, group=None)
     if this().rank != rank_that_errs:
@@ -218,6 +249,22 @@ def test_rotation_is_that_of_transformers_at_any_positions(rope: dict[str, Any])
     ("changes", "message"),
     [
         ({"emb_dim": 0}, "emb_dim must be positive, got 0"),
+        ({"nheads": "8"}, "nheads must be an integer, got '8'"),
+        ({"nlayers": True}, "nlayers must be an integer, got True"),
+        ({"head_dim": 16.0}, "head_dim must be an integer, got 16.0"),
+        ({"kvheads": -1}, "kvheads must not be negative, got -1"),
+        ({"max_expected_seq_len": None}, "max_expected_seq_len must be an integer, got None"),
+        (
+            {"src_vocab_size": 2**63},
+            "src_vocab_size must fit into 64 bits, got 9223",
+        ),
+        ({"norm_eps": "small"}, "norm_eps must be finite and not negative, got 'small'"),
+        ({"rope_theta": 0}, "rope_theta must be finite and positive, got 0"),
+        ({"tie_heads": 1}, "tie_heads must be True or False, got 1"),
+        ({"eos_ids": 2}, "eos_ids must be integers, got 2"),
+        ({"eos_ids": (2, None)}, r"eos_ids must be integers, got \(2, None\)"),
+        ({"pad_id": "0"}, "pad_id must be an integer, got '0'"),
+        ({"rope_scaling": ["linear"]}, r"rope_scaling must be a mapping, got \['linear'\]"),
         ({"nheads": 5, "kvheads": 2}, "nheads must be a multiple of kvheads 2, got 5"),
         ({"kvheads": -2}, "nheads must be a multiple of kvheads -2, got 32"),
         ({"head_dim": 264}, "head_dim must be a multiple of 8, at most 256, got 264"),
@@ -227,6 +274,20 @@ def test_rotation_is_that_of_transformers_at_any_positions(rope: dict[str, Any])
 def test_wrong_configs_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLaMAConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "zz"}, r"device must be one with a kernel \(cpu.*\), got 'zz'"),
+        ({"device": "mps"}, r"device must be one with a kernel \(cpu.*\), got mps"),
+        ({"dtype": "float32"}, r"dtype must be a floating torch\.dtype, got 'float32'"),
+        ({"dtype": torch.int8}, r"dtype must be a floating torch\.dtype, got torch\.int8"),
+    ],
+)
+def test_weights_of_no_dtype_or_nowhere_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLaMA(LLaMAConfig(nlayers=1, emb_dim=16, nheads=1), **options)
 
 
 def test_an_unknown_group_is_refused() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
+from ringattn.generation import generate
 from ringattn.models import demo_model_path, load_model
 from ringattn.models.loading import read_config
 from safetensors.torch import load_file, save_file
@@ -151,25 +152,31 @@ def test_end_tokens_come_from_the_config(eos: Any, ends: tuple[int, ...], tmp_pa
     assert load_model(tmp_path).config.eos_ids == ends
 
 
-@pytest.mark.parametrize(
-    ("named", "ends", "pad"),
-    [
-        ({"eos_token_id": [9, 3], "pad_token_id": 5}, (9, 3), 5),
-        ({"eos_token_id": 9}, (9,), 4),
-        ({"eos_token_id": None}, (), 4),
-        ({}, (7,), 4),  # transformers generates without end here
-        (None, (7,), 4),
-    ],
-)
-def test_end_tokens_of_the_generation_config_come_first(
-    named: dict[str, Any] | None, ends: tuple[int, ...], pad: int, tmp_path: Path
+@pytest.mark.parametrize("named", [{"eos_token_id": [9, 3], "pad_token_id": 5}, {}, None])
+@pytest.mark.parametrize(("eos", "ends"), [(7, (7,)), (None, ())])
+def test_the_generation_config_has_no_say_in_end_tokens(
+    eos: int | None, ends: tuple[int, ...], named: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     save(tiny_llama(), tmp_path)
-    edit_config(tmp_path, eos_token_id=7, pad_token_id=4)
+    edit_config(tmp_path, eos_token_id=eos, pad_token_id=4)
     file = tmp_path / "generation_config.json"
     file.unlink() if named is None else file.write_text(json.dumps(named))
     config = load_model(tmp_path).config
-    assert (config.eos_ids, config.pad_id) == (ends, pad)
+    assert (config.eos_ids, config.pad_id) == (ends, 4)
+
+
+def test_generations_end_where_the_config_says_and_only_there(tmp_path: Path) -> None:
+    save(tiny_llama(), tmp_path)
+    prompt = random_ids(1, 9)
+    without_end = generate(load_model(tmp_path), prompt, max_new_tokens=8)
+    assert without_end.size(1) == 17
+    third = int(without_end[0, 11])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": third}))
+    assert torch.equal(generate(load_model(tmp_path), prompt, max_new_tokens=8), without_end)
+    edit_config(tmp_path, eos_token_id=third)
+    first = without_end[0, 9:].tolist().index(third)
+    ended = generate(load_model(tmp_path), prompt, max_new_tokens=8)
+    assert torch.equal(ended, without_end[:, : 10 + first])
 
 
 def test_old_files_with_frequencies_and_a_repeated_tied_head_load(tmp_path: Path) -> None:
@@ -211,6 +218,7 @@ def test_the_model_of_the_package_continues_text() -> None:
         ({"rope_scaling": ["yarn"]}, r"rope_scaling must be an object .*, got \['yarn'\]"),
         ({"rope_scaling": {"type": "linear", "factor": "4x"}}, "factor must be a number"),
         ({"rope_parameters": ..., "rope_theta": "1e4"}, "rope_theta must be a number"),
+        ({"attention_bias": "no"}, "attention_bias must be true or false in config.json, got 'no'"),
         ({"eos_token_id": [7, "end"]}, "eos_token_id must be an integer .*, got 'end'"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_type must be one of .*, got 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_scaling must have 'factor'"),
@@ -268,5 +276,35 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_is_not_floating_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="dtype must be a floating "):
-        load_model(save(tiny_llama(), tmp_path), dtype=torch.int8)
+    for dtype in (torch.int8, "float32"):
+        with pytest.raises(ValueError, match=r"dtype must be a floating torch\.dtype, got "):
+            load_model(save(tiny_llama(), tmp_path), dtype=dtype)
+
+
+def test_what_is_no_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="path must be that of a folder, got None"):
+        load_model(None)
+
+
+@pytest.mark.parametrize("device", ["zz", "meta", 1.5, torch.zeros(1)])
+def test_a_device_without_kernels_is_refused(device: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^device must be one with a kernel \(cpu.*\), got "):
+        load_model(save(tiny_llama(), tmp_path), device=device)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"transport": "pigeon"}, 'transport must be .* got "pigeon"'),
+        ({"transport": None}, "transport must be a name, got None"),
+        ({"depth": 0}, "depth must be positive, got 0"),
+    ],
+)
+def test_a_wrong_way_to_travel_is_refused_by_the_first_call(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = load_model(save(tiny_llama(), tmp_path), **options)
+    with pytest.raises(ValueError, match=message):
+        model(random_ids(1, 9))
+    with pytest.raises(ValueError, match=message):
+        model.alone()(random_ids(1, 9))

@@ -5,9 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
+from ringattn._checks import (
+    check_flag,
+    check_int64,
+    check_integer,
+    check_integers,
+    check_not_negative,
+    check_positive,
+)
 from ringattn.models.rope import rope_type
+
+_LEAST: dict[str, Literal[0, 1]] = {  # of the sizes
+    **dict.fromkeys(("src_vocab_size", "emb_dim", "nlayers", "nheads", "hidden_dim"), 1),
+    **dict.fromkeys(("kvheads", "head_dim", "max_expected_seq_len"), 0),
+}
 
 
 @dataclass(frozen=True)
@@ -15,8 +28,9 @@ class LLaMAConfig:
     """Shape of a LLaMA. Names are those of FMS; sizes count elements, lengths count tokens.
 
     Raises:
-        ValueError: sizes that are not positive, heads that do not divide, a head dimension that the
-            attention kernels do not have, an unknown kind of RoPE scaling.
+        ValueError: sizes that are not positive integers, heads that do not divide, a head dimension
+            that the attention kernels do not have, an unknown kind of RoPE scaling, other values of
+            another type than here.
     """
 
     src_vocab_size: int = 32000
@@ -37,17 +51,29 @@ class LLaMAConfig:
     pad_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("src_vocab_size", "emb_dim", "nlayers", "nheads", "hidden_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        object.__setattr__(self, "kvheads", self.kvheads or self.nheads)
-        if self.kvheads < 1 or self.nheads % self.kvheads != 0:
+        checked: dict[str, Any] = {
+            name: check_int64(name, getattr(self, name), least=least)
+            for name, least in _LEAST.items()
+        }
+        checked["norm_eps"] = check_not_negative("norm_eps", self.norm_eps)
+        checked["rope_theta"] = check_positive("rope_theta", self.rope_theta)
+        for name in ("attn_bias", "mlp_bias", "tie_heads"):
+            checked[name] = check_flag(name, getattr(self, name))
+        checked["eos_ids"] = check_integers("eos_ids", self.eos_ids)
+        if self.pad_id is not None:
+            checked["pad_id"] = check_integer("pad_id", self.pad_id)
+        checked["kvheads"] = checked["kvheads"] or checked["nheads"]
+        checked["head_dim"] = checked["head_dim"] or checked["emb_dim"] // checked["nheads"]
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.nheads % self.kvheads != 0:
             raise ValueError(
                 f"nheads must be a multiple of kvheads {self.kvheads}, got {self.nheads}"
             )
-        object.__setattr__(self, "head_dim", self.head_dim or self.emb_dim // self.nheads)
         if self.head_dim % 8 != 0 or not 0 < self.head_dim <= 256:
             raise ValueError(f"head_dim must be a multiple of 8, at most 256, got {self.head_dim}")
+        if not isinstance(self.rope_scaling, Mapping):
+            raise ValueError(f"rope_scaling must be a mapping, got {self.rope_scaling!r}")
         rope_type(self.rope_scaling)
 
     def updated(self, **changes: Any) -> LLaMAConfig:

@@ -12,31 +12,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ringattn._calls import call, tell_peers
-from ringattn._checks import check_keywords, is_concrete
-from ringattn._group import Group, Ring, keep, kept, resolve_group
+from ringattn._checks import check_device, check_floating, is_concrete
+from ringattn._group import ALONE, Group, Ring, keep, kept, resolve_group
 from ringattn.models.cache import ShardedKVCache
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.rope import RotaryEmbedding, Rotation, rotate
-from ringattn.modules import RingAttention
+from ringattn.modules import LoneAttention, RingAttention
 from ringattn.partition import Partition
 
 #: A group as everywhere in ringattn, or "single": this process alone, whatever groups there are.
 ModelGroup = Group | Literal["single"]
 
-_ALONE = Ring("", 0, 1, None)
-
 
 class LLaMAAttention(nn.Module):
     """Self-attention with grouped key/value heads: the one layer that talks to other ranks."""
 
-    def __init__(self, config: LLaMAConfig, ring: Ring, **factory: Any) -> None:
+    def __init__(
+        self, config: LLaMAConfig, ring: Ring, transport: str, depth: int | None, **factory: Any
+    ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.nheads, config.kvheads
         self.head_dim = config.head_dim
@@ -46,9 +46,8 @@ class LLaMAAttention(nn.Module):
         kv_width = config.kvheads * config.head_dim
         self.qkv = nn.Linear(config.emb_dim, width + 2 * kv_width, config.attn_bias, **factory)
         self.dense = nn.Linear(width, config.emb_dim, config.attn_bias, **factory)
-        self.ring_attention = (
-            _LoneAttention() if ring.process_group is None else RingAttention(ring.process_group)
-        )
+        attention = LoneAttention if ring.process_group is None else RingAttention
+        self.ring_attention = attention(ring.process_group, transport=transport, depth=depth)
 
     def project(
         self, x: torch.Tensor, rotation: Rotation
@@ -86,28 +85,6 @@ class LLaMAAttention(nn.Module):
         return out.flatten(2)
 
 
-class _LoneAttention(RingAttention):
-    """A ring of one rank, whatever default group there is now or later."""
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        partition: Partition | None = None,
-        **refused: object,
-    ) -> torch.Tensor:
-        check_keywords("RingAttention.forward", refused)
-        scale = 1 / math.sqrt(q.size(-1)) if self.scale is None else self.scale
-        lengths, order, group_name = [q.size(1)], [0], ""
-        out, _ = call(
-            torch.ops.ringattn.ring_forward,
-            *(q, k, v, lengths, order, "zigzag", self.causal, scale),
-            *(group_name, self.transport, self.depth),
-        )
-        return cast(torch.Tensor, out)
-
-
 class GatedLinearUnit(nn.Module):
     """SwiGLU feed-forward layer (Shazeer, https://arxiv.org/abs/2002.05202)."""
 
@@ -125,10 +102,17 @@ class GatedLinearUnit(nn.Module):
 class LLaMABlock(nn.Module):
     """One layer: attention, then feed-forward, each with a norm before and a residual around it."""
 
-    def __init__(self, config: LLaMAConfig, ring: Ring, **factory: Any) -> None:
+    def __init__(
+        self,
+        config: LLaMAConfig,
+        ring: Ring,
+        transport: str = "auto",
+        depth: int | None = None,
+        **factory: Any,
+    ) -> None:
         super().__init__()
         self.ln = nn.RMSNorm(config.emb_dim, config.norm_eps, **factory)
-        self.attn = LLaMAAttention(config, ring, **factory)
+        self.attn = LLaMAAttention(config, ring, transport, depth, **factory)
         self.ff_ln = nn.RMSNorm(config.emb_dim, config.norm_eps, **factory)
         self.ff_sub_layer = GatedLinearUnit(config, **factory)
 
@@ -159,7 +143,14 @@ class LLaMABlock(nn.Module):
 class LLaMAHeadless(nn.Module):
     """Embedding, layers and final norm: tokens of this rank to their hidden states."""
 
-    def __init__(self, config: LLaMAConfig, ring: Ring, **factory: Any) -> None:
+    def __init__(
+        self,
+        config: LLaMAConfig,
+        ring: Ring,
+        transport: str = "auto",
+        depth: int | None = None,
+        **factory: Any,
+    ) -> None:
         super().__init__()
         self.config = config
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
@@ -169,7 +160,7 @@ class LLaMAHeadless(nn.Module):
             torch.empty(config.src_vocab_size, config.emb_dim, **factory), freeze=False
         )
         self.layers = nn.ModuleList(
-            LLaMABlock(config, ring, **factory) for _ in range(config.nlayers)
+            LLaMABlock(config, ring, transport, depth, **factory) for _ in range(config.nlayers)
         )
         self.dec_norm = nn.RMSNorm(config.emb_dim, config.norm_eps, **factory)
 
@@ -209,6 +200,8 @@ class LLaMA(nn.Module):
             for this process alone.
         device: where the weights lie.
         dtype: of the weights.
+        transport: how blocks travel, in every layer, see :func:`ringattn.ring_attention`.
+        depth: how many blocks may be under way ahead of the one being attended to, likewise.
 
     The group is kept by its name: the model can be copied and pickled, and does not keep a group
     alive that is destroyed.
@@ -225,16 +218,22 @@ class LLaMA(nn.Module):
         group: ModelGroup = "single",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        transport: str = "auto",
+        depth: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         if isinstance(group, str) and group != "single":
             raise ValueError(f'group must be a group, None or "single", got {group!r}')
-        ring = _ALONE if isinstance(group, str) else resolve_group(group)
+        ring = ALONE if isinstance(group, str) else resolve_group(group)
         # None: this process alone, whatever default group there is now or later.
         self._group = None if ring.process_group is None else keep(ring.process_group)
-        factory = {"device": device, "dtype": dtype}
-        self.base_model = LLaMAHeadless(config, ring, **factory)
+        factory: dict[str, Any] = {
+            "device": None if device is None else check_device(device, or_meta=True),
+            "dtype": None if dtype is None else check_floating(dtype),
+        }
+        self._travel: dict[str, Any] = {"transport": transport, "depth": depth}
+        self.base_model = LLaMAHeadless(config, ring, **self._travel, **factory)
         self.head = (  # None: the embedding's weight is the head's
             None
             if config.tie_heads
@@ -246,7 +245,7 @@ class LLaMA(nn.Module):
     @property
     def ring(self) -> Ring:
         """This process among the ranks of the group, as it is now."""
-        return _ALONE if self._group is None else resolve_group(kept(self._group))
+        return ALONE if self._group is None else resolve_group(kept(self._group))
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -347,7 +346,8 @@ class LLaMA(nn.Module):
 
     def alone(self) -> LLaMA:
         """The same weights, shared and not copied, for this process alone."""
-        twin = LLaMA(self.config, device="meta", dtype=self.dtype).train(self.training)
+        twin = LLaMA(self.config, device="meta", dtype=self.dtype, **self._travel)
+        twin.train(self.training)
         twin.load_state_dict(self.state_dict(), assign=True)
         for ours, theirs in zip(self.parameters(), twin.parameters(), strict=True):
             theirs.requires_grad_(ours.requires_grad)

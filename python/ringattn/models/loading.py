@@ -2,6 +2,7 @@
 """Hugging Face LLaMA directories: ``config.json`` and one or many ``*.safetensors``."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from ringattn._checks import check_device, check_floating
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.llama import LLaMA, LLaMABlock, ModelGroup
 
@@ -23,6 +25,8 @@ def load_model(
     group: ModelGroup = "single",
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    transport: str = "auto",
+    depth: int | None = None,
 ) -> LLaMA:
     """A LLaMA with the weights of a Hugging Face directory, in eval mode, without gradients.
 
@@ -31,41 +35,35 @@ def load_model(
     Args:
         path: folder with ``config.json`` (of transformers 4 or 5) and ``model.safetensors``, or the
             shards that ``model.safetensors.index.json`` names, or other ``*.safetensors``. End and
-            padding tokens are those of ``generation_config.json``, else of ``config.json``.
+            padding tokens are those of ``config.json``, whatever ``generation_config.json`` has.
         group: over whose ranks sequences will be spread, see :class:`LLaMA`; "single" is this
             process alone, None the default group. Every rank loads all weights.
         device: where the weights shall lie.
         dtype: floating type of the weights, whatever the files have.
+        transport: how blocks travel, see :class:`LLaMA`.
+        depth: how many blocks may be under way, likewise.
 
     Raises:
         FileNotFoundError: no folder, no ``config.json``, no safetensors.
         ValueError: another kind of model, weights that are missing, unknown, broken or of another
-            shape, a dtype that is not floating.
+            shape, a device without a kernel, a dtype that is not floating.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"path must be that of a folder, got {path!r}")
     folder = Path(path)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating torch.dtype, got {dtype}")
-    model = LLaMA(read_config(folder), group=group, device="meta", dtype=dtype)
-    model.to_empty(device=device)
+    place, dtype = check_device(device), check_floating(dtype)
+    model = LLaMA(
+        config_from_hf(read_json(folder / "config.json")),
+        group=group,
+        device="meta",
+        dtype=dtype,
+        transport=transport,
+        depth=depth,
+    )
+    model.to_empty(device=place)
     model.requires_grad_(False)
     _fill(model, _weight_files(folder))
     return model.eval()
-
-
-def read_config(folder: str | Path) -> LLaMAConfig:
-    """The ``config.json`` of a Hugging Face LLaMA directory, with the end and padding tokens that
-    ``generation_config.json`` names, where it does: those that transformers generates with.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not JSON, or of a model that is not a LLaMA as built here.
-    """
-    hf = read_json(Path(folder) / "config.json")
-    generation = Path(folder) / "generation_config.json"
-    if generation.exists():
-        named = read_json(generation)
-        hf |= {name: named[name] for name in ("eos_token_id", "pad_token_id") if name in named}
-    return config_from_hf(hf)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -93,7 +91,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> LLaMAConfig:
     # transformers 5 keeps in rope_parameters what 4 has in rope_theta and rope_scaling. In a file
     # with both, rope_scaling stands for all of rope_parameters, its rope_theta included.
     name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    rope = _of_kind(hf, name, dict, "an object", {}).copy()
+    rope = _of_type(hf, name, (dict,), "an object", {}).copy()
     for number in _ROPE_NUMBERS:
         _number(rope, number)
     theta = rope.pop("rope_theta", None) or _number(hf, "rope_theta", 10000.0)
@@ -115,9 +113,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> LLaMAConfig:
         max_expected_seq_len=max_positions,
         rope_theta=float(theta),
         rope_scaling=rope,
-        attn_bias=bool(hf.get("attention_bias")),
-        mlp_bias=bool(hf.get("mlp_bias")),
-        tie_heads=bool(hf.get("tie_word_embeddings")),
+        attn_bias=_flag(hf, "attention_bias"),
+        mlp_bias=_flag(hf, "mlp_bias"),
+        tie_heads=_flag(hf, "tie_word_embeddings"),
         eos_ids=tuple(_whole({"eos_token_id": token}, "eos_token_id") for token in eos),
         pad_id=_whole(hf, "pad_token_id", None),
     )
@@ -134,18 +132,24 @@ def _whole(hf: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> Any:
     """An integer; ``default`` where there is none, or null."""
     if default is _REQUIRED and hf.get(name) is None:
         raise ValueError(f"config.json must have {name!r}, got only {', '.join(sorted(hf))}")
-    return _of_kind(hf, name, int, "an integer", default)
+    return _of_type(hf, name, (int,), "an integer", default)
 
 
 def _number(hf: Mapping[str, Any], name: str, default: float | None = None) -> Any:
-    return _of_kind(hf, name, (int, float), "a number", default)
+    return _of_type(hf, name, (int, float), "a number", default)
 
 
-def _of_kind(hf: Mapping[str, Any], name: str, kind: Any, called: str, default: Any) -> Any:
+def _flag(hf: Mapping[str, Any], name: str) -> Any:
+    return _of_type(hf, name, (bool,), "true or false", False)
+
+
+def _of_type(
+    hf: Mapping[str, Any], name: str, types: tuple[type, ...], called: str, default: Any
+) -> Any:
     value = hf.get(name)
     if value is None:
         return default
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if type(value) not in types:  # True, an instance of int, is no number
         raise ValueError(f"{name} must be {called} in config.json, got {value!r}")
     return value
 

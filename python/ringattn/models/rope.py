@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from ringattn._checks import check_positive
+
 #: What ``rope_scaling["rope_type"]`` may be.
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -62,7 +64,7 @@ def inverse_frequencies(
 def _number(scaling: Mapping[str, float | str], name: str) -> float:
     if name not in scaling:
         raise ValueError(f"rope_scaling must have {name!r}, got {dict(scaling)}")
-    return float(scaling[name])
+    return check_positive(name, scaling[name])
 
 
 class RotaryEmbedding:
