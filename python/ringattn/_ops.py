@@ -4,7 +4,7 @@
 Schemas and kernels are C++ (``csrc/ops/library.cpp``). The group travels as its name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,64 @@ def _rank_in(group_name: str) -> int:
     return _resolve_process_group(GroupName(group_name)).rank() if group_name else 0
 
 
-# Fake kernels: shapes and dtypes without data, for torch.compile, export and FakeTensorMode.
+# Fake kernels: shapes and dtypes without data, for torch.compile, export and FakeTensorMode. They
+# refuse what the operators refuse of these, in the words of csrc/ops/checks.cpp.
+
+
+def _check(condition: Any, sentence: Callable[[], str]) -> None:
+    torch._check(condition, lambda: f"ringattn: {sentence()}")  # what is symbolic becomes a guard
+
+
+def _dtype_name(x: torch.Tensor) -> str:
+    """As C++ writes it: Float."""
+    return x.type().rpartition(".")[2].removesuffix("Tensor")
+
+
+def _check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    _check(q.dim() == 4, lambda: f"q must have 4 dimensions [B, S, H, D], got {q.dim()}")
+    head_dim = q.size(3)
+    _check(
+        head_dim % 8 == 0 and 0 < head_dim <= 256,
+        lambda: f"the head dimension must be a multiple of 8 from 8 to 256, got {head_dim}",
+    )
+    for name, x in (("k", k), ("v", v)):
+        _check_like(name, x, q)
+    num_heads, num_kv_heads = q.size(2), k.size(2)
+    _check(
+        k.size(1) == v.size(1),
+        lambda: f"v must have as many rows as k, {k.size(1)}, got {v.size(1)}",
+    )
+    _check(
+        num_kv_heads == v.size(2),
+        lambda: f"v must have as many heads as k, {num_kv_heads}, got {v.size(2)}",
+    )
+    _check(
+        num_kv_heads > 0 and num_heads > 0,
+        lambda: f"q and k must have at least one head, got {num_heads} and {num_kv_heads}",
+    )
+    _check(
+        num_heads % num_kv_heads == 0,
+        lambda: (
+            "the number of query heads must be a multiple of the number of key heads, "
+            f"{num_kv_heads}, got {num_heads}"
+        ),
+    )
+
+
+def _check_like(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
+    _check(x.dim() == 4, lambda: f"{name} must have 4 dimensions [B, S, H_kv, D], got {x.dim()}")
+    _check(
+        x.dtype == q.dtype,
+        lambda: f"{name} must have the dtype of q, {_dtype_name(q)}, got {_dtype_name(x)}",
+    )
+    _check(
+        x.size(0) == q.size(0),
+        lambda: f"{name} must have the batch size of q, {q.size(0)}, got {x.size(0)}",
+    )
+    _check(
+        x.size(3) == q.size(3),
+        lambda: f"{name} must have the head dimension of q, {q.size(3)}, got {x.size(3)}",
+    )
 
 
 def _new_lse(q: torch.Tensor) -> torch.Tensor:  # [B, H, S_q]
@@ -33,6 +90,7 @@ def _new_lse(q: torch.Tensor) -> torch.Tensor:  # [B, H, S_q]
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, diagonal: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_attention(q, k, v)
     return q.new_empty(q.shape), _new_lse(q)
 
 
@@ -46,7 +104,7 @@ def _(
     scale: float,
     diagonal: int | None,
 ) -> None:
-    return None
+    _check_attention(q, k, v)
 
 
 @torch.library.register_fake("ringattn::merge_states_")
@@ -70,6 +128,7 @@ def _(
     transport: str,
     depth: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_attention(q, k, v)
     return q.new_empty(q.shape), _new_lse(q)
 
 
@@ -95,6 +154,7 @@ def _(received: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, group_name: str
 ) -> torch.Tensor:
+    _check_attention(q, k, v)
     return q.new_empty(q.shape)
 
 

@@ -228,6 +228,53 @@ def test_fake_results_look_like_real_ones(ring, dtype):
         ring.run(fake_shapes, Case(Partition.zigzag(lengths, order), dtype))
 
 
+WRONG_SHAPES = [
+    ({"k": (2, 6, 16)}, "k must have 4 dimensions [B, S, H_kv, D], got 3"),
+    ({"q": (2, 6, 5, 16)}, "multiple of the number of key heads, 2, got 5"),
+    ({"q": (2, 6, 0, 16)}, "q and k must have at least one head, got 0 and 2"),
+    ({"k": (2, 6, 2, 24)}, "k must have the head dimension of q, 16, got 24"),
+    ({"v": (2, 5, 2, 16)}, "v must have as many rows as k, 6, got 5"),
+    ({"v": (2, 6, 4, 16)}, "v must have as many heads as k, 2, got 4"),
+    ({"k": (1, 6, 2, 16)}, "k must have the batch size of q, 2, got 1"),
+    (dict.fromkeys("qkv", (2, 6, 2, 12)), "the head dimension must be a multiple of 8 from 8 to"),
+    (dict.fromkeys("qkv", (2, 6, 2, 264)), "from 8 to 256, got 264"),
+    ({"v": torch.half}, "v must have the dtype of q, Float, got Half"),
+    ({"k": torch.bfloat16}, "k must have the dtype of q, Float, got BFloat16"),
+    ({"q": torch.float64}, "k must have the dtype of q, Double, got Float"),
+]
+
+
+def of_shapes(changes: dict[str, Any]) -> list[torch.Tensor]:
+    shapes = {"q": (2, 6, 4, 16), "k": (2, 6, 2, 16), "v": (2, 6, 2, 16)}
+    return [
+        torch.zeros(shape, dtype=changes[name])
+        if isinstance(changes.get(name), torch.dtype)
+        else torch.zeros(changes.get(name, shape))
+        for name, shape in shapes.items()
+    ]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_SHAPES, ids=[m for _, m in WRONG_SHAPES])
+@pytest.mark.parametrize(
+    "function", [ringattn.block_attention, ringattn.ring_attention, ringattn.decode_attention]
+)
+def test_fake_tensors_are_refused_in_the_words_of_real_ones(function, changes, message):
+    with pytest.raises(ValueError) as real:
+        function(*of_shapes(changes))
+    assert message in str(real.value).replace("_shard", "")
+    with FakeTensorMode() as mode, pytest.raises(ValueError) as fake:
+        function(*(mode.from_tensor(x) for x in of_shapes(changes)))
+    assert str(fake.value) == str(real.value)
+
+
+def test_states_are_folded_into_by_fake_tensors_of_the_right_shapes_only():
+    q, k, v = of_shapes({"k": torch.half})
+    out, lse = torch.zeros_like(q), torch.zeros(2, 4, 6)
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError, match="k must have the dtype of q"):
+        fakes = [mode.from_tensor(x) for x in (out, lse, q, k, v)]
+        OPERATORS.block_attention_(*fakes, 1.0, None)
+
+
 def under_autocast(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = case.local_inputs()
     with torch.autocast(this().device.type, dtype=dtype):
@@ -319,7 +366,7 @@ def refused_while_compiling() -> list[str]:
 def test_what_is_refused_while_compiling_is_told_in_the_same_sentence(rank_pool):
     for messages in rank_pool(2).run(refused_while_compiling):
         assert "q must be [B, S_r, H, D], got shape [8, 2, 64]" in messages[0]
-        assert "depth must be None or an integer of at least 1, got 0" in messages[1]
+        assert "depth must be positive, got 0" in messages[1]
         assert "q must have the " in messages[2]
         assert "kv must be [2, B, S_r, H_kv, D], got shape " in messages[3]
 
