@@ -26,11 +26,11 @@ from harness import (
     Contestant,
     Problem,
     at_least,
-    common_arguments,
     counts,
     max_error,
     measure,
     names_of,
+    timing_arguments,
 )
 from peers import flash_attn_package, torch_sdpa
 from report import Report, environment
@@ -111,7 +111,7 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
 
 
 def main() -> None:
-    parser = common_arguments(__doc__)
+    parser = timing_arguments(__doc__)
     parser.add_argument("--seq-lens", type=counts, default=[2048, 8192], help="S, with commas")
     parser.add_argument("--head-dims", type=counts, default=[128], help="D, with commas")
     parser.add_argument("--heads", type=at_least(1), default=32)

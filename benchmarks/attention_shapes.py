@@ -23,7 +23,7 @@ from functools import partial
 
 import ringattn
 import torch
-from harness import Contestant, common_arguments, integers, measure
+from harness import Contestant, integers, measure, timing_arguments
 from report import Report, environment
 
 COLUMNS = ["section", "S", "D", "mask", "what", "ms", "p10", "p90", "TFLOP/s", "ratio"]
@@ -164,7 +164,7 @@ class Sections:
 
 
 def main() -> None:
-    parser = common_arguments(__doc__)
+    parser = timing_arguments(__doc__)
     parser.add_argument("--head-dims", type=integers, default=[64, 128, 256], help="with commas")
     arguments = parser.parse_args()
     if arguments.device != "cuda":

@@ -174,7 +174,7 @@ def bandwidth_gbps(text: str) -> float:
 
 
 def main() -> None:
-    parser = harness.common_arguments(__doc__)
+    parser = harness.timing_arguments(__doc__)
     shapes = harness.names_of(*SHAPES, "demo")
     parser.add_argument("--shapes", type=shapes, default="8b", help=f"{', '.join(SHAPES)}, demo")
     parser.add_argument("--contexts", type=harness.counts, default=[4096, 65536])

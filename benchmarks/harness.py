@@ -378,13 +378,19 @@ def shape_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def common_arguments(description: str | None) -> argparse.ArgumentParser:
-    """--device, --rounds, --warmup and --out, alike in every benchmark."""
+    """--device and --out, alike in every benchmark."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=device_type, choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--out", metavar="STEM", help="write STEM.md, STEM.csv and STEM.json")
+    return parser
+
+
+def timing_arguments(description: str | None) -> argparse.ArgumentParser:
+    """:func:`common_arguments`, --rounds and --warmup, alike wherever contestants are timed."""
+    parser = common_arguments(description)
     parser.add_argument("--rounds", type=at_least(1), default=20, help="samples of each contestant")
     parser.add_argument("--warmup", type=at_least(0), default=3, help="rounds that do not count")
-    parser.add_argument("--out", metavar="STEM", help="write STEM.md, STEM.csv and STEM.json")
     return parser

@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from harness import DTYPES, common_arguments, integers, names_of, shape_text
+from harness import DTYPES, integers, names_of, shape_text, timing_arguments
 from report import PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, Report, command
 from ringattn import strategies
 from study import tables
@@ -216,7 +216,7 @@ def of_environment(*variables: str) -> list[int] | None:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """One part of the command line, or all of it."""
-    parser = common_arguments(__doc__)
+    parser = timing_arguments(__doc__)
     parser.add_argument("study", choices=["sweep", "rebalance"])
     parser.add_argument("--ranks", type=int, default=2, metavar="W")
     parser.add_argument("--seq-lens", type=integers, help="S, with commas")

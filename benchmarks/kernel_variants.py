@@ -39,11 +39,11 @@ import torch
 from harness import (
     Contestant,
     Problem,
-    common_arguments,
     max_error,
     measure,
     shape_arguments,
     shape_text,
+    timing_arguments,
 )
 from peers import torch_sdpa
 from rank_of_ring import MOST_RANKS, RankOfRing, given_up_after
@@ -237,7 +237,7 @@ def compete_as_ranks(
 
 
 def main() -> None:
-    parser = common_arguments(__doc__)
+    parser = timing_arguments(__doc__)
     shape_arguments(parser)
     parser.add_argument("what", choices=["build", "time"])
     parser.add_argument("names", help="of one variant to build, or several to time, with commas")

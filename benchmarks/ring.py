@@ -32,7 +32,6 @@ from harness import (
     Problem,
     Timing,
     check_transports,
-    common_arguments,
     from_all_ranks,
     integers,
     max_error,
@@ -43,6 +42,7 @@ from harness import (
     rank,
     shape_arguments,
     shape_text,
+    timing_arguments,
     transport_names,
     world_size,
 )
@@ -55,6 +55,8 @@ PEERS = {
     "ring_flash_attn": ring_flash_attn_package,
 }
 _LONG = 32768  # tokens; of more, fewer calls in a row make a sample
+_WATCHED_CALLS = 3  # whose waits are looked at
+_HOST_SAMPLES = 30  # of how long the host takes for a call
 COLUMNS = [
     *("S", "what", "ms", "p10", "p90", "share of ideal", "wait share", "host us", "max error"),
     "note",
@@ -167,21 +169,21 @@ def ideal_ms(alone: list[Contestant], timings: dict[str, Timing]) -> float:
     return 1.0 / (1.0 / from_all_ranks([own_best])).sum().item()
 
 
-def wait_share(call, rounds: int = 3) -> float:
+def wait_share(call) -> float:
     """Part of a ring call's time in which attention waited for data; the worst rank's."""
     with ringattn.record_timings() as timings:
-        for _ in range(rounds):
+        for _ in range(_WATCHED_CALLS):
             call()
     total = timings.summary()
     share = total["wait_ms"] / max(total["wait_ms"] + total["attention_ms"], 1e-9)
     return from_all_ranks([share]).max().item()
 
 
-def host_us(contestant: Contestant, samples: int = 30) -> float:
+def host_us(contestant: Contestant) -> float:
     """Microseconds until a call on CUDA returns, the device idle before it or before the first of
     those in a row; the slowest rank's median."""
     times = []
-    for _ in range(samples):
+    for _ in range(_HOST_SAMPLES):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(contestant.back_to_back):
@@ -243,7 +245,7 @@ def compete(report: Report, problem: Problem, arguments) -> None:
 
 
 def main() -> None:
-    parser = common_arguments(__doc__)
+    parser = timing_arguments(__doc__)
     parser.add_argument("--seq-lens", type=integers, default=[8192], help="S, with commas")
     shape_arguments(parser)
     parser.add_argument("--dense", action="store_true", help="no causal mask")

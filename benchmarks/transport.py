@@ -20,13 +20,13 @@ import torch.distributed as dist
 from harness import (
     Contestant,
     check_transports,
-    common_arguments,
     from_all_ranks,
     integers,
     measure,
     parse_under_torchrun,
     process_group,
     rank,
+    timing_arguments,
     transport_names,
     world_size,
 )
@@ -85,7 +85,7 @@ def wrong_bytes(contestant: Contestant, expected: torch.Tensor) -> int:
 
 
 def main() -> None:
-    parser = common_arguments(__doc__)
+    parser = timing_arguments(__doc__)
     default = [64, 256, 1024, 4096, 16384, 65536, 131072]
     parser.add_argument("--kilobytes", type=integers, default=default, help="with commas")
     parser.add_argument("--transports", type=transport_names, default="auto", help="with commas")

@@ -32,6 +32,7 @@ from demo_corpus import SEPARATOR, Corpus, build_corpus, load_corpus, pack
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB_SIZE = 256
+CUT = 256  # bytes of context, where it is cut short
 CUT_RUN = 16  # neighbouring bytes that one window of cut context predicts
 LN2 = math.log(2.0)
 LOG_COLUMNS = (
@@ -184,22 +185,20 @@ def window_bits(
 
 @torch.no_grad()
 def cut_context_bits(
-    model: torch.nn.Module, stream: torch.Tensor, targets: torch.Tensor, cut: int = 256
+    model: torch.nn.Module, stream: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Bits of the bytes at ``targets`` when each sees at most the ``cut`` bytes before it.
+    """Bits of the bytes at ``targets`` when each sees at most the CUT bytes before it.
 
-    ``targets`` comes in runs of CUT_RUN neighbours. A window of ``cut`` bytes predicts one run: its
+    ``targets`` comes in runs of CUT_RUN neighbours. A window of CUT bytes predicts one run: its
     last byte sees the whole window, its first all but CUT_RUN - 1.
     """
     last = targets.view(-1, CUT_RUN)[:, -1:]  # [runs, 1]
-    windows = stream[last - cut + torch.arange(cut + 1)]  # [runs, cut + 1]
+    windows = stream[last - CUT + torch.arange(CUT + 1)]  # [runs, CUT + 1]
     bits = [token_bits(model, part)[:, -CUT_RUN:].cpu() for part in windows.split(64)]
     return torch.cat(bits).view(-1)
 
 
-def evaluate(
-    model: torch.nn.Module, stream: torch.Tensor, context: int, cut: int = 256
-) -> dict[str, Any]:
+def evaluate(model: torch.nn.Module, stream: torch.Tensor, context: int) -> dict[str, Any]:
     """Bits per byte over the whole stream, by position, and with the context cut short."""
     position, bits = window_bits(model, stream, context)
     edges = [1, 257, 1024, 2048, 4096, 8193]
@@ -214,7 +213,7 @@ def evaluate(
         bits_4096 = bits
     index = ((position >= 2048) & (position < 4096)).nonzero().view(-1)
     index = index[: len(index) // CUT_RUN * CUT_RUN]  # windows give 2048 each, the last one fewer
-    cut_bits = cut_context_bits(model, stream, index + 1, cut)  # bits[i] is for stream[i + 1]
+    cut_bits = cut_context_bits(model, stream, index + 1)  # bits[i] is for stream[i + 1]
     full = bits_4096[index]
     gain = cut_bits - full
     return {
@@ -225,7 +224,7 @@ def evaluate(
         "positions_2048_to_4095": {
             "bytes": len(index),
             "bits_per_byte": full.mean().item(),
-            f"bits_per_byte_context_cut_to_{cut}": cut_bits.mean().item(),
+            f"bits_per_byte_context_cut_to_{CUT}": cut_bits.mean().item(),
             "gain": gain.mean().item(),
             "gain_standard_error": gain.std().item() / len(gain) ** 0.5,
         },
@@ -263,7 +262,7 @@ def evaluate_directory(args: argparse.Namespace, corpus: Corpus, device: torch.d
     rows = {f"all {report['held_out_bytes']:,} held-out bytes": report["bits_per_byte"]}
     rows |= {f"  at positions {name}": v for name, v in report["bits_per_byte_by_position"].items()}
     rows["windows of 4096: positions 2048-4095"] = middle["bits_per_byte"]
-    rows["the same bytes, context cut to 256"] = middle["bits_per_byte_context_cut_to_256"]
+    rows[f"the same bytes, context cut to {CUT}"] = middle[f"bits_per_byte_context_cut_to_{CUT}"]
     print(f"{'held-out text of Python ' + corpus.python:40} bits/byte")
     for name, value in rows.items():
         print(f"{name:40} {value:9.4f}")

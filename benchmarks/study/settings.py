@@ -114,7 +114,10 @@ class Store:
                     entry = json.loads(line)
                 except json.JSONDecodeError:
                     continue
-                if not isinstance(entry, dict) or not {"key", "header", "rows"} <= entry.keys():
+                kinds = {"key": str, "header": dict, "rows": list}
+                if not isinstance(entry, dict) or not all(
+                    isinstance(entry.get(name), kind) for name, kind in kinds.items()
+                ):
                     raise ValueError(f"{path} must hold finished cells, got {line[:40]!r}")
                 self._done[entry["key"]] = entry
 

@@ -83,7 +83,7 @@ def panels(
 ) -> tuple[Figure, list[Axes]]:
     """`count` panels, at most `columns` in a row."""
     columns = min(count, columns)
-    lines = -(-count // columns)
+    lines = math.ceil(count / columns)
     figure, axes = plt.subplots(
         lines, columns, figsize=(max(5.5, width * columns), height * lines + 0.6), squeeze=False
     )

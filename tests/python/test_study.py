@@ -35,7 +35,10 @@ def test_other_settings_are_other_cells(tmp_path: Path) -> None:
     assert not again.has(Settings(**BASE), Cell("sweep", (50, 100), "attention", 256))
 
 
-@pytest.mark.parametrize("line", ["123", "null", "[]", '{"a": 1}'])
+ODD_KEY = '{"key": [], "header": {}, "rows": []}'
+
+
+@pytest.mark.parametrize("line", ["123", "null", "[]", '{"a": 1}', ODD_KEY])
 def test_cells_are_not_read_from_another_file(tmp_path: Path, line: str) -> None:
     path = tmp_path / "cells.jsonl"
     path.write_text(line + "\n")
