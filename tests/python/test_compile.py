@@ -273,6 +273,9 @@ def test_states_are_folded_into_by_fake_tensors_of_the_right_shapes_only():
     with FakeTensorMode() as mode, pytest.raises(RuntimeError, match="k must have the dtype of q"):
         fakes = [mode.from_tensor(x) for x in (out, lse, q, k, v)]
         OPERATORS.block_attention_(*fakes, 1.0, None)
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError, match="q must have 4 dimensions"):
+        out, lse, q = (mode.from_tensor(x) for x in (out, lse, q))
+        OPERATORS.block_attention_(out, lse, q[0], q, q, 1.0, None)
 
 
 def under_autocast(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

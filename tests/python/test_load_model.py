@@ -276,7 +276,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_is_not_floating_is_refused(tmp_path: Path) -> None:
-    for dtype in (torch.int8, "float32"):
+    for dtype in (torch.int8, "float32", None):
         with pytest.raises(ValueError, match=r"dtype must be a floating torch\.dtype, got "):
             load_model(save(tiny_llama(), tmp_path), dtype=dtype)
 
