@@ -54,22 +54,22 @@ def tell_peers(ring: Ring, error: Exception) -> None:
 
 
 @contextmanager
-def _giving_up_sooner(group: dist.ProcessGroup | None) -> Iterator[None]:
+def _giving_up_sooner(group: dist.ProcessGroup | None) -> Iterator[timedelta | None]:
     """Gloo's collectives on CPU end after four fifths of the group's timeout, so that by its end it
-    is known who is gone. Its messages have the timeout that the group was made with, and NCCL a
-    watchdog of its own."""
+    is known who is gone. Its messages have the timeout that the group was made with: whoever waits
+    for one is to wait no longer than what is yielded. NCCL has a watchdog of its own, and None."""
     backend: Any = None
     with suppress(RuntimeError):  # there is none for CPU
         backend = group._get_backend(torch.device("cpu")) if group is not None else None
     if type(backend).__name__ != "ProcessGroupGloo":
-        yield
+        yield None
         return
     with _lock:
         timeout, users = _shortened.get(backend, (backend.options._timeout, 0))
         _shortened[backend] = (timeout, users + 1)
         backend._set_default_timeout(timeout * 4 / 5)
     try:
-        yield
+        yield timeout * 4 / 5
     finally:
         with _lock:
             timeout, users = _shortened.pop(backend)
@@ -87,17 +87,17 @@ def check_real(operation: str) -> None:
 
 
 @contextmanager
-def collective(ring: Ring, operation: str) -> Iterator[None]:
+def collective(ring: Ring, operation: str) -> Iterator[timedelta | None]:
     """Around collectives of torch.distributed's own: where one fails a peer is gone, which the
     error says of ``operation``, with the peer's rank where it is known, and so does every later
-    call of this group."""
+    call of this group. Yields how long to wait for single messages; None: as long as they do."""
     if ring.world_size == 1:
-        yield
+        yield None
         return
     call(_C.check_group, ring.name)
     try:
-        with _giving_up_sooner(ring.process_group):
-            yield
+        with _giving_up_sooner(ring.process_group) as patience:
+            yield patience
     except RuntimeError as error:
         call(_C.end_group, ring.name, operation, str(error).split("\n")[0])
 

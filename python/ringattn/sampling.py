@@ -57,8 +57,9 @@ class Sampling:
             return probabilities
         ordered, indices = probabilities.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered  # what the likelier tokens have together
-        before[:, 0] = 0  # the likeliest always stays
-        ordered = ordered.masked_fill(before >= self.top_p, 0)
+        beyond = before >= self.top_p
+        beyond[:, 0] = False  # the likeliest always stays
+        ordered = ordered.masked_fill(beyond, 0)
         ordered /= ordered.sum(-1, keepdim=True)
         return torch.zeros_like(probabilities).scatter(-1, indices, ordered)
 

@@ -152,9 +152,9 @@ def test_a_rank_that_is_missing_beside_the_ring_is_named(name, dies, folder):
     said = {outcome.rank: outcome.value[0][0] for outcome in outcomes}
     check_blames(said, victim, f"step 0 of {name}")
     if not dies:
-        # A fifth of the timeout is left for who has noticed what; cache entries wait for messages.
+        # A fifth of the timeout is left for who has noticed what.
         waits = re.findall(r"Timed out waiting (\d+)ms", " ".join(said.values()))
-        assert {int(ms) for ms in waits} == {(1000 if name == "settle" else 800) * TIMEOUT_S}
+        assert {int(ms) for ms in waits} == {800 * TIMEOUT_S}
 
 
 def test_rotations_that_nobody_waits_for_are_freed():

@@ -41,7 +41,17 @@ def test_probabilities_are_those_of_a_slow_reference(
 
 @pytest.mark.parametrize(
     ("top_p", "kept"),
-    [(1e-30, 1), (0.124, 1), (0.125, 1), (0.126, 2), (0.5, 4), (0.501, 5), (0.875, 7), (0.876, 8)],
+    [
+        (1e-46, 1),
+        (1e-30, 1),
+        (0.124, 1),
+        (0.125, 1),
+        (0.126, 2),
+        (0.5, 4),
+        (0.501, 5),
+        (0.875, 7),
+        (0.876, 8),
+    ],
 )
 def test_the_fewest_tokens_that_reach_the_mass_stay(top_p: float, kept: int) -> None:
     # Eight tokens of 1/8, exactly, and one of nothing; of equal ones the first stay.

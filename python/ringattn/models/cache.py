@@ -138,9 +138,9 @@ class ShardedKVCache:
                     )
                 lengths[destination] += tokens
             if operations:
-                with collective(resolve_group(group), "settle"):
+                with collective(resolve_group(group), "settle") as patience:
                     for work in dist.batch_isend_irecv(operations):
-                        work.wait()
+                        work.wait() if patience is None else work.wait(patience)
             for place, arriving in arrived:
                 place.copy_(arriving)
         for source, destination, tokens in planned:
