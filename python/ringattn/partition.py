@@ -164,7 +164,7 @@ class Partition:
             dim: the sequence dimension.
 
         Returns:
-            ``x`` with S_r rows along ``dim``; a view of ``x`` where the rows lie in one piece.
+            ``x`` with S_r rows along ``dim``; a view of ``x`` where they are one segment.
 
         Raises:
             ValueError: a rank or dimension out of range, ``x`` that is no tensor or without S rows.

@@ -116,6 +116,10 @@ int64_t begin(RingGroup& group, int64_t heads) {
   return group.begin_call([&] { return call(heads); });
 }
 
+bool begins_with(const std::string& text, const std::string& part) {
+  return text.rfind(part, 0) == 0;
+}
+
 bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
@@ -228,12 +232,12 @@ TEST_CASE("who is gone is told from who has only not noticed yet") {
   ranks.at_once({0, 1, 2}, [&](int64_t rank) {
     blamed[rank] = ranks[rank].blame(0, 1, suspects[rank], "silence");
   });
-  for (const int64_t rank : {0, 1, 2}) CHECK(contains(blamed[rank], "rank 3 did not take part"));
+  for (const int64_t rank : {0, 1, 2}) CHECK(begins_with(blamed[rank], "rank 3 did not take part"));
 }
 
 TEST_CASE("where several are as silent all of them are named") {
   Ranks ranks(4, milliseconds(500));
-  CHECK(contains(ranks[0].blame(0, 1, {1, 2}, "silence"), "rank 1 or rank 2 did not take part"));
+  CHECK(begins_with(ranks[0].blame(0, 1, {1, 2}, "silence"), "rank 1 or rank 2 did not take part"));
 }
 
 TEST_CASE("where everybody has noticed nobody is named, but the only suspect") {
@@ -242,23 +246,23 @@ TEST_CASE("where everybody has noticed nobody is named, but the only suspect") {
   const std::vector<std::vector<int64_t>> suspects = {{1, 2}, {0, 2}, {0}};
   ranks.at_once(
       [&](int64_t rank) { blamed[rank] = ranks[rank].blame(0, 1, suspects[rank], "silence"); });
-  CHECK(contains(blamed[0], "a rank did not take part"));
-  CHECK(contains(blamed[1], "a rank did not take part"));
-  CHECK(contains(blamed[2], "rank 0 did not take part"));
+  CHECK(begins_with(blamed[0], "a rank did not take part"));
+  CHECK(begins_with(blamed[1], "a rank did not take part"));
+  CHECK(begins_with(blamed[2], "rank 0 did not take part"));
 }
 
 TEST_CASE("of several suspects the one that refused the call is named") {
   Ranks ranks(3, milliseconds(500));
   ranks[2].refuse_call("ringattn: kv must be good, got bad");  // call 0
   const std::string blame = ranks[0].blame(0, 1, {1, 2}, "silence");
-  CHECK(contains(blame, "rank 2 did not take part in step 1 of the ring"));
+  CHECK(begins_with(blame, "rank 2 did not take part in step 1 of the ring"));
   CHECK(contains(blame, "it refused the call: kv must be good, got bad"));
 }
 
 TEST_CASE("words of a store that somebody else has written to end the group, nothing worse") {
   Ranks ranks(2, milliseconds(500));
   ranks.store.put("failed/1", "-7 99 junk");
-  CHECK(contains(ranks[0].blame(0, 1, {1}, "silence"), "rank 1 did not take part"));
+  CHECK(begins_with(ranks[0].blame(0, 1, {1}, "silence"), "rank 1 did not take part"));
   ranks.store.put("call/0/1", "");
   CHECK_THROWS_AS(begin(ranks[0], 4), c10::DistBackendError);
   CHECK_THROWS_AS(ranks[0].throw_if_failed(), c10::DistBackendError);

@@ -10,7 +10,7 @@ import torch
 from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
 from ringattn.generation import generate
 from ringattn.models import demo_model_path, load_model
-from ringattn.models.loading import read_config
+from ringattn.models.loading import config_from_hf, read_json
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -139,7 +139,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path: Path) -> 
     left_out = ("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "attention_bias")
     save(tiny_llama(rms_norm_eps=0.1, attention_bias=True), tmp_path)
     edit_config(tmp_path, **dict.fromkeys(left_out, ...))
-    config = read_config(tmp_path)
+    config = config_from_hf(read_json(tmp_path / "config.json"))
     assert config.norm_eps == theirs.rms_norm_eps
     assert config.rope_theta == theirs.rope_parameters["rope_theta"]
     assert (config.tie_heads, config.attn_bias) == (False, False)
