@@ -30,6 +30,7 @@ from harness import (
     max_error,
     measure,
     names_of,
+    parse,
     timing_arguments,
 )
 from peers import flash_attn_package, torch_sdpa
@@ -106,8 +107,6 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
     for head_dim in arguments.head_dims:
         if head_dim % 8 or head_dim > 256:
             parser.error(f"--head-dims must be multiples of 8 from 8 to 256, got {head_dim}")
-    if arguments.device == "cuda" and arguments.dtype == "float64":
-        parser.error("--dtype must not be float64 on CUDA, got float64")
 
 
 def main() -> None:
@@ -121,7 +120,7 @@ def main() -> None:
     parser.add_argument("--masks", type=masks, default="causal,dense", help="with commas")
     parser.add_argument("--batches", type=counts, default=[1], help="B, with commas")
     parser.add_argument("--full", action="store_true", help="the whole table; sizes do not count")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     check(parser, arguments)
 
     given = Grid(

@@ -184,9 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--bandwidth", type=bandwidth_gbps, help="GB/s of the floor (default: of a copy)"
     )
-    options = parser.parse_args()
-    if options.device == "cuda" and options.dtype == "float64":
-        parser.error("--dtype must not be float64 on CUDA, got float64")
+    options = harness.parse(parser)
     with harness.process_group(options.device) as device, torch.inference_mode():
         header = environment(device)
         bandwidth = options.bandwidth or copy_bandwidth(device)

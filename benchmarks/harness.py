@@ -331,13 +331,6 @@ def counts(text: str) -> list[int]:
     return [at_least(1)(part) for part in text.split(",")]
 
 
-def device_type(text: str) -> str:
-    """A type of arguments: a device that this machine has."""
-    if text == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError("must be cpu without a CUDA device, got 'cuda'")
-    return text
-
-
 def names_of(*known: str) -> Callable[[str], list[str]]:
     """A type of arguments: some of the ``known`` names, with commas."""
 
@@ -354,9 +347,19 @@ transport_names = names_of("auto", "process_group", "nccl", "symmetric")
 _ON_CPU = ("auto", "process_group")
 
 
-def parse_under_torchrun(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments; wrong usage where no launcher says which rank this is."""
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments; wrong usage where the device, or its kernels for the dtype, are not there."""
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device must be cpu without a CUDA device, got cuda")
+    if arguments.device == "cuda" and getattr(arguments, "dtype", None) == "float64":
+        parser.error("--dtype must not be float64 on CUDA, got float64")
+    return arguments
+
+
+def parse_under_torchrun(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The same; wrong usage where no launcher says which rank this is."""
+    arguments = parse(parser)
     if "WORLD_SIZE" not in os.environ:
         parser.error("ranks must be started by torchrun, got a process without it")
     return arguments
@@ -383,7 +386,7 @@ def common_arguments(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=device_type, choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--out", metavar="STEM", help="write STEM.md, STEM.csv and STEM.json")
     return parser
 

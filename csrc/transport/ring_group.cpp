@@ -155,14 +155,26 @@ MessageTransport& RingGroup::transport(const std::string& name, c10::Device devi
   const std::string chosen = name == "auto" ? choose_transport(device) : name;
   auto& transport = transports_[chosen + " on " + c10::DeviceTypeName(device.type())];
   if (!transport) {
-#ifdef RINGATTN_WITH_CUDA
-    if (chosen == "nccl") transport = make_nccl_transport(*this, device);
-    if (chosen == "symmetric") transport = make_symmetric_transport(*this, device);
-#endif
-    if (chosen == "process_group") transport = peers_->transport(*this, device);
+    try {
+      transport = make_transport(chosen, device);
+    } catch (const std::exception& error) {
+      // What all ranks have been told is a refusal; what fails here alone leaves the others
+      // waiting.
+      if (reason_of(error).rfind(kPrefix, 0) != 0) fail_call(next_call_ - 1, error);
+      throw;
+    }
     devices_.emplace(device.type(), device);
   }
   return *transport;
+}
+
+std::unique_ptr<MessageTransport> RingGroup::make_transport(const std::string& name,
+                                                            c10::Device device) {
+#ifdef RINGATTN_WITH_CUDA
+  if (name == "nccl") return make_nccl_transport(*this, device);
+  if (name == "symmetric") return make_symmetric_transport(*this, device);
+#endif
+  return peers_->transport(*this, device);
 }
 
 CollectiveTransport& RingGroup::collectives(c10::Device device) {

@@ -126,6 +126,7 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
   std::unique_ptr<Peers> peers_;
   Agreement agreement_;
   std::string choose_transport(c10::Device device);
+  std::unique_ptr<MessageTransport> make_transport(const std::string& name, c10::Device device);
 
   std::map<std::string, std::unique_ptr<MessageTransport>> transports_;  // by name and device type
   std::string chosen_;  // what "auto" means on CUDA, once it is known

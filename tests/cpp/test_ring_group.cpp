@@ -61,7 +61,7 @@ class FakePeers : public Peers {
   void remove(const std::string& key) override { store_.remove(key); }
   bool carries(c10::DeviceType device_type) const override { return device_type == c10::kCPU; }
   std::unique_ptr<MessageTransport> transport(RingGroup& group, c10::Device device) override {
-    return nullptr;
+    throw std::runtime_error("no backend today");
   }
 
  private:
@@ -218,6 +218,14 @@ TEST_CASE("a rank that fails in the middle of a call ends the group, and says so
         "refused the call: out of memory (no data came); the group cannot be used any more");
 }
 
+TEST_CASE("a rank that alone cannot have a transport ends the group") {
+  Ranks ranks(2, milliseconds(500));
+  CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
+  CHECK_THROWS_AS(ranks[0].transport("process_group", c10::kCPU), std::runtime_error);
+  CHECK_THROWS_AS(ranks[0].throw_if_failed(), c10::DistBackendError);
+  CHECK(contains(ranks[1].blame(0, 1, {0}, "silence"), "it refused the call: no backend today"));
+}
+
 TEST_CASE("a body's result is handed on") {
   Ranks ranks(1);
   CHECK(ranks[0].run(0, [] { return 7; }) == 7);
@@ -233,6 +241,17 @@ TEST_CASE("who is gone is told from who has only not noticed yet") {
     blamed[rank] = ranks[rank].blame(0, 1, suspects[rank], "silence");
   });
   for (const int64_t rank : {0, 1, 2}) CHECK(begins_with(blamed[rank], "rank 3 did not take part"));
+}
+
+TEST_CASE("of those that say nothing, whom most wait for is gone") {
+  // Rank 2 is gone; 3 waits for nobody and has not noticed. Rank 0 may be held up by either.
+  Ranks ranks(4, milliseconds(2000));
+  std::vector<std::string> blamed(4);
+  const std::vector<std::vector<int64_t>> suspects = {{3, 2}, {2}};
+  ranks.at_once({0, 1}, [&](int64_t rank) {
+    blamed[rank] = ranks[rank].blame(0, 1, suspects[rank], "silence");
+  });
+  for (const int64_t rank : {0, 1}) CHECK(begins_with(blamed[rank], "rank 2 did not take part"));
 }
 
 TEST_CASE("where several are as silent all of them are named") {

@@ -172,7 +172,7 @@ def test_a_device_that_is_not_there_is_wrong_usage(
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(script).main()
     assert ended.value.code == 2
-    message = "--device: must be cpu without a CUDA device, got 'cuda'"
+    message = "--device must be cpu without a CUDA device, got cuda"
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -266,7 +266,7 @@ def test_rotation_is_that_of_transformers_at_any_positions(rope: dict[str, Any])
         ({"pad_id": "0"}, "pad_id must be an integer, got '0'"),
         ({"rope_scaling": ["linear"]}, r"rope_scaling must be a mapping, got \['linear'\]"),
         ({"nheads": 5, "kvheads": 2}, "nheads must be a multiple of kvheads 2, got 5"),
-        ({"kvheads": -2}, "nheads must be a multiple of kvheads -2, got 32"),
+        ({"kvheads": -2}, "kvheads must not be negative, got -2"),
         ({"head_dim": 264}, "head_dim must be a multiple of 8, at most 256, got 264"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_type must be one of .*, got 'dynamic'"),
     ],
