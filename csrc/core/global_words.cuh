@@ -28,11 +28,6 @@ __device__ __forceinline__ uint32_t add_acquire_release(uint32_t* word, uint32_t
   return before;
 }
 
-/// Until so many have been counted.
-__device__ __forceinline__ void wait_for_count(const uint32_t* word, uint32_t count) {
-  while (load_acquire(word) < count) __nanosleep(64);
-}
-
 __device__ __forceinline__ uint32_t load_relaxed_system(const uint32_t* word) {
   uint32_t value;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
@@ -52,28 +47,6 @@ __device__ __forceinline__ void store_relaxed_system(uint32_t* word, uint32_t va
 /// Who sees the value sees what this thread, and those that it has synchronised with, did before.
 __device__ __forceinline__ void store_release_system(uint32_t* word, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
-/// For who has waited for so many looks: whether to go on in vain (Bringing::failed, given_up).
-__device__ __forceinline__ bool has_failed(uint32_t* failed, const uint32_t* given_up,
-                                           uint32_t looks) {
-  constexpr uint32_t kLooksHere = 1024;  // a millisecond, about: the host's word is far
-  if (load_relaxed_system(failed) != 0) return true;
-  if (looks % kLooksHere != 0 || given_up == nullptr || load_relaxed_system(given_up) == 0) {
-    return false;
-  }
-  store_relaxed_system(failed, 1);
-  return true;
-}
-
-/// Until it is not 0, or the host has given up.
-__device__ __forceinline__ void wait_for_word(const uint32_t* word, uint32_t* failed,
-                                              const uint32_t* given_up) {
-#pragma unroll 1
-  for (uint32_t looks = 1; load_acquire_system(word) == 0 && !has_failed(failed, given_up, looks);
-       ++looks) {
-    __nanosleep(64);
-  }
 }
 
 }  // namespace ringattn::cuda

@@ -52,7 +52,7 @@ class RINGATTN_API Partition {
   /// ranks before it in `order`, cyclic. Ranks without tokens have nothing to give or to ask for,
   /// and come last: nobody spends a step on them.
   int64_t visitor(int64_t rank, int64_t step) const { return in_round(rank, -step); }
-  /// And the rank that its own block visits.
+  /// And the rank that its own block visits, if both have tokens: others exchange nothing.
   int64_t visited(int64_t rank, int64_t step) const { return in_round(rank, step); }
   /// What `rank` owns, ascending; empty pieces are left out.
   std::vector<Segment> segments(int64_t rank) const;

@@ -8,12 +8,11 @@
 namespace ringattn {
 namespace {
 
-// Kinds of calls that are remembered, lengths of shards among them: those of a server are without
-// number. All ranks forget at the same call.
-constexpr size_t kMostAgreed = 4096;
+// First letter of what a rank publishes: its signature follows, or why it refuses the call, or why
+// it failed in it.
+constexpr char kAsks = 'a', kRefuses = 'r', kFails = 'f';
 
-constexpr char kAsks = 'a';     // first letter of what a rank publishes: its signature follows,
-constexpr char kRefuses = 'r';  // or why it refuses
+char kind_of(const std::string& word) { return word.empty() ? '\0' : word.front(); }
 
 std::string key(int64_t call, int64_t rank) {
   return "call/" + std::to_string(call) + "/" + std::to_string(rank);
@@ -74,9 +73,9 @@ uint32_t Agreement::compare(int64_t call, const Signature& signature) {
     words[rank] = *word;
   }
   for (int64_t rank = 0; rank < peers_.size(); ++rank) {
-    TORCH_CHECK(words[rank].front() != kRefuses, "ringattn: rank ", rank, ": ",
-                words[rank].substr(1));
-    TORCH_CHECK_WITH(DistBackendError, words[rank].front() == kAsks,
+    TORCH_CHECK(kind_of(words[rank]) != kRefuses && kind_of(words[rank]) != kFails,
+                "ringattn: rank ", rank, ": ", words[rank].substr(1));
+    TORCH_CHECK_WITH(DistBackendError, kind_of(words[rank]) == kAsks,
                      "the group's store must keep what ranks say, got \"", words[rank],
                      "\" for rank ", rank, "; the group cannot be used any more");
   }
@@ -108,14 +107,19 @@ void Agreement::refuse(int64_t call, const std::string& message) {
   publish(call, kRefuses + message);
 }
 
+void Agreement::fail(int64_t call, const std::string& reason) {
+  meet_ = true;
+  publish(call, kFails + reason);
+}
+
 int32_t Agreement::tag(int64_t step) const {
   return static_cast<int32_t>(hash(std::to_string(step), latest_) & 0x7fffffffu);
 }
 
-std::optional<std::string> Agreement::refusal(int64_t call, int64_t rank) {
+std::optional<Agreement::Absence> Agreement::absence(int64_t call, int64_t rank) {
   const auto word = peers_.get(key(call, rank), std::chrono::milliseconds(1));
-  if (!word || word->front() != kRefuses) return {};
-  return word->substr(1);
+  if (!word || (kind_of(*word) != kRefuses && kind_of(*word) != kFails)) return {};
+  return Absence{kind_of(*word) == kRefuses, word->substr(1)};
 }
 
 void Agreement::publish(int64_t call, const std::string& text) {

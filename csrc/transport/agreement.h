@@ -24,6 +24,10 @@ namespace ringattn {
 /// time.
 class RINGATTN_API Agreement {
  public:
+  /// Kinds of calls that are remembered, the oldest no longer than others. Lengths of shards make a
+  /// kind, and a server sees ever new ones. All ranks forget at the same call.
+  static constexpr size_t kMostAgreed = 4096;
+
   explicit Agreement(Peers& peers) : peers_(peers) {}
 
   /// Whether the ranks have agreed on this before.
@@ -33,12 +37,19 @@ class RINGATTN_API Agreement {
   void join(int64_t call, const Signature& signature);
   /// Tells the others that this rank's arguments are wrong.
   void refuse(int64_t call, const std::string& message);
+  /// Tells them that it failed in the middle of the call.
+  void fail(int64_t call, const std::string& reason);
   /// What messages at `step` of the latest call are marked with, the same on all ranks and another
   /// one for calls that are not the same: where a transport can, it pairs only what belongs
   /// together. Not negative.
   int32_t tag(int64_t step) const;
-  /// What `rank` said when it refused `call`, if it did.
-  std::optional<std::string> refusal(int64_t call, int64_t rank);
+  /// Why a rank does not take part in a call.
+  struct Absence {
+    bool refused = false;  // it never did; false: it failed in the middle
+    std::string why;
+  };
+  /// What `rank` said of `call`, if it refused it or failed in it.
+  std::optional<Absence> absence(int64_t call, int64_t rank);
 
  private:
   // A hash of the signature's text, once all ranks have asked for the same.

@@ -6,15 +6,15 @@
 
 #include <algorithm>
 #include <chrono>
-#include <future>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "core/remote_keys.h"
 #include "transport/cuda/stream_words.h"
+#include "transport/errand.h"
 #include "transport/ring_group.h"
 #include "transport/shared_memory.h"
 #include "transport/watchdog.h"
@@ -135,12 +135,10 @@ class Handshake::State : public std::enable_shared_from_this<Handshake::State> {
     const bool moved = phase != last_phase_ || calls != last_calls_;
     last_phase_ = phase;
     last_calls_ = calls;
-    if (moved || phase == kNotWaiting) {
-      since_ = Clock::now();
-      suspected_ = false;
-    }
+    if (moved || phase == kNotWaiting) watch_anew();
     if (given_up_) {
-      release();
+      constexpr auto kAgain = std::chrono::milliseconds(500);
+      if (moved || Clock::now() - released_ >= kAgain) release();
     } else if (phase != kNotWaiting && Clock::now() - since_ >= patience_) {
       give_up(Phase::from(phase));
     }
@@ -175,67 +173,64 @@ class Handshake::State : public std::enable_shared_from_this<Handshake::State> {
  private:
   friend class Handshake;
 
+  void watch_anew() {
+    since_ = Clock::now();
+    suspected_ = false;
+    silent_since_.reset();
+  }
+
   void give_up(Phase phase) {
     const auto seen = look_at(phase.kind == Phase::kUntilRead ? Layout::kRead : Layout::kStaged);
-    std::vector<int64_t> suspects;
-    for (const int64_t rank : others_) {
-      if (!seen || (*seen)[rank] < phase.least) suspects.push_back(rank);
+    std::vector<int64_t> suspects = others_;
+    if (seen) {
+      const auto has_come = [&](int64_t rank) { return (*seen)[rank] >= phase.least; };
+      suspects.erase(std::remove_if(suspects.begin(), suspects.end(), has_come), suspects.end());
+      if (suspects.empty()) return watch_anew();  // a call is over, or its kernel has yet to begin
+      // The next look, a while later, must see them too: a call that begins takes its words back.
+      if (!std::exchange(suspected_, true)) return;
+    } else {
+      // Nobody gets to the device any more. That may be for what waits there, and have no end.
+      if (!silent_since_) silent_since_ = Clock::now();
+      if (Clock::now() - *silent_since_ < patience_ / 16) return;
     }
-    if (suspects.empty()) {  // a call is over, or its kernel has yet to begin
-      since_ = Clock::now();
-      suspected_ = false;
-      return;
-    }
-    // The next look, a while later, must see them too: a call that begins takes its words back.
-    if (!std::exchange(suspected_, true)) return;
     if (auto group = group_.lock()) {
       const int64_t step = step_of_rank_ ? (*step_of_rank_)[suspects.front()] : 1;
       group->fail(group->blame(call_, step, suspects, "no signal came through shared memory"));
-      // This may be the last to hold it, and its end comes back here for the lock, and may wait for
-      // the device, which waits for this thread.
-      std::thread([group = std::move(group)] {}).detach();
+      // This may be the last to hold it, and its end comes back here for the lock.
+      Watchdog::get().free_later(std::move(group));
     }
     given_up_ = true;
     own_.host->given_up = 1;
     release();
   }
 
-  // Has `body` talk to the device, and waits for a while; whether it is through. Note: on a thread
-  // of its own. Another one that loads a kernel, say, may have the driver's lock until the device
-  // has done what waits there, and this is who ends that.
-  template <typename Body>
-  bool on_device_soon(Body body) {
-    constexpr auto kSoon = std::chrono::seconds(1);
-    if (talking_.valid() && talking_.wait_for(kSoon) != std::future_status::ready) return false;
-    std::packaged_task<void()> task([self = shared_from_this(), body = std::move(body)] {
+  // Whether `body`, which talks to the device, is through soon.
+  bool is_soon_through(std::function<void()> body) {
+    const auto soon = std::min(patience_ / 16, std::chrono::milliseconds(1000));
+    return talking_.run(soon, [self = shared_from_this(), body = std::move(body)] {
       const c10::cuda::CUDAGuard guard(self->device_);
       cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // captures are others' business
       cudaThreadExchangeStreamCaptureMode(&mode);
       body();
     });
-    talking_ = task.get_future();
-    std::thread(std::move(task)).detach();
-    if (talking_.wait_for(kSoon) != std::future_status::ready) return false;
-    talking_.get();
-    return true;
   }
 
   // Nothing where the driver does not answer.
   std::optional<std::vector<uint32_t>> look_at(int64_t first) {
-    auto seen = std::make_shared<std::vector<uint32_t>>(size_, 0);
-    const bool through = on_device_soon([this, first, seen] {
+    const auto seen = std::make_shared<std::vector<uint32_t>>(size_, 0);
+    const bool answered = is_soon_through([this, first, seen] {
       cudaMemcpyAsync(seen->data(), word(first), size_ * sizeof(uint32_t), cudaMemcpyDeviceToHost,
                       own_.releasing);
       cudaStreamSynchronize(own_.releasing);
     });
-    if (!through) return {};
+    if (!answered) return {};
     return *seen;
   }
 
   // Lets everything pass that waits, now and later: calls that the host made before it knew are
   // still to come. What they compute is NaN.
   void release() {
-    on_device_soon([this] {
+    const bool through = is_soon_through([this] {
       const auto set = [&](int64_t index, int64_t count, uint32_t value) {
         const std::vector<uint32_t> values(count, value);
         cudaMemcpyAsync(word(index), values.data(), count * sizeof(uint32_t),
@@ -246,6 +241,7 @@ class Handshake::State : public std::enable_shared_from_this<Handshake::State> {
       set(Layout::kStaged, Layout::kRanks, INT32_MAX);
       set(Layout::kRead, Layout::kRanks, 1);
     });
+    if (through) released_ = Clock::now();
   }
 
   std::weak_ptr<RingGroup> group_;
@@ -256,7 +252,9 @@ class Handshake::State : public std::enable_shared_from_this<Handshake::State> {
   std::shared_ptr<const std::vector<int64_t>> step_of_rank_;
   bool closed_ = false, given_up_ = false;
   bool suspected_ = false;                          // somebody, by the last look
-  std::future<void> talking_;                       // with the device
+  std::optional<Clock::time_point> silent_since_;   // the driver does not answer
+  Clock::time_point released_;                      // what waits, last; long ago: never
+  Errand talking_;                                  // with the device
   std::optional<Clock::time_point> leaving_since_;  // the group is gone, and not all has been read
   uint32_t last_phase_ = kNotWaiting, last_calls_ = 0;
   Clock::time_point since_ = Clock::now();

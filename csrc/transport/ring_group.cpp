@@ -209,7 +209,7 @@ void RingGroup::fail_call(int64_t call, const std::exception& error) {
   if (failed_) return;
   const std::string reason = reason_of(error);
   try {
-    agreement_.refuse(call, reason);
+    agreement_.fail(call, reason);
   } catch (const std::exception&) {
     // The store is gone; the others will find out by themselves.
   }
@@ -228,24 +228,25 @@ std::string RingGroup::blame(int64_t call, const std::string& place,
   // Of several none may be silent: all have noticed that something is wrong.
   std::vector<int64_t> blamed;
   if (suspects.size() == 1) blamed = suspects;
-  std::string refusal;
+  std::string said;
   try {
     const std::vector<int64_t> silent = most_suspected(suspects);
     if (!silent.empty()) blamed = silent;
     for (const int64_t rank : suspects) {
-      const auto said = agreement_.refusal(call, rank);
-      if (!said) continue;
-      blamed = {rank};
-      refusal = *said;
-      break;
+      const auto absence = agreement_.absence(call, rank);
+      if (!absence) continue;
+      // Who failed may have done so because of who is gone.
+      if (absence->refused) blamed = {rank};
+      said = ", rank " + std::to_string(rank) +
+             (absence->refused ? " refused the call: " : " failed in the call: ") + absence->why;
+      if (absence->refused) break;
     }
   } catch (const std::exception&) {
     // The store may have gone with the rank that died; then the suspects are all that is known.
   }
   std::string sentence = (blamed.empty() ? "a rank" : one_of(blamed)) + " did not take part in " +
                          place + " within the group's timeout of " +
-                         std::to_string(peers_->timeout().count()) + " ms";
-  if (!refusal.empty()) sentence += ", it refused the call: " + refusal;
+                         std::to_string(peers_->timeout().count()) + " ms" + said;
   return sentence + " (" + reason + "); the group cannot be used any more";
 }
 

@@ -71,6 +71,13 @@ void Watchdog::drain(const void* owner) {
   --num_drains_;
 }
 
+void Watchdog::free_later(std::shared_ptr<void> something) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  let_go_.push_back(std::move(something));
+  start();
+  changed_.notify_all();
+}
+
 void Watchdog::every_half_second(void (*task)()) {
   const std::lock_guard<std::mutex> lock(mutex_);
   task_ = task;
@@ -148,16 +155,20 @@ void Watchdog::free_up() {
   auto next_housekeeping = Clock::now();
   for (;;) {
     std::list<std::unique_ptr<Watched>> over;
+    std::list<std::shared_ptr<void>> let_go;
     void (*task)() = nullptr;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait_until(lock, next_housekeeping, [&] { return stopping_ || !over_.empty(); });
+      changed_.wait_until(lock, next_housekeeping,
+                          [&] { return stopping_ || !over_.empty() || !let_go_.empty(); });
       if (stopping_) return;
       use_device();
       over.swap(over_);
+      let_go.swap(let_go_);
       task = task_;
     }
     over.clear();
+    let_go.clear();
     if (Clock::now() < next_housekeeping) continue;
     next_housekeeping = Clock::now() + kHousekeeping;
     if (task != nullptr) task();

@@ -49,6 +49,8 @@ class RINGATTN_API Watchdog {
   void watch(std::unique_ptr<Watched> watched);
   /// Blocks until nothing of this owner is in flight.
   void drain(const void* owner);
+  /// Lets go of something on the thread that frees.
+  void free_later(std::shared_ptr<void> something);
   /// Ends the threads, for good.
   void stop();
   /// `task` is called about twice a second from now on, by the thread that frees. One task.
@@ -68,7 +70,8 @@ class RINGATTN_API Watchdog {
   std::condition_variable changed_;
   std::list<std::unique_ptr<Watched>> incoming_;  // handed over, not yet looked at
   std::list<std::unique_ptr<Watched>> watched_;   // the first thread's own
-  std::list<std::unique_ptr<Watched>> over_;      // to be freed
+  std::list<std::unique_ptr<Watched>> over_;      // to be freed,
+  std::list<std::shared_ptr<void>> let_go_;       // and to be let go of
   std::list<const void*> owners_;                 // one for each of both
   int num_drains_ = 0;                            // threads in drain()
   void (*task_)() = nullptr;

@@ -2,6 +2,7 @@
 // What two-sided transports have in common, over one that notes what is asked of it.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <memory>
 #include <set>
 #include <vector>

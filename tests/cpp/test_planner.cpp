@@ -340,6 +340,18 @@ TEST_CASE("memory is the buffers that the plan's depth takes") {
   CHECK(shallow.memory_bytes == Lengths(4, 4096 * 3000));
 }
 
+TEST_CASE("a ring holds nothing on a rank without tokens") {
+  for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) {
+    for (const bool causal : {true, false}) {
+      for (const int64_t depth : {1, 3}) {
+        const Partition partition(layout, {0, 6000, 8000, 4000});
+        CHECK(buffered_tokens(partition, 0, causal, depth) == 0);
+        CHECK(buffered_tokens(partition, 2, causal, depth) > 0);
+      }
+    }
+  }
+}
+
 TEST_CASE("cached keys lie where they are read fastest") {
   auto profiles = with_speeds({1.0, 0.1, 1.0});
   CHECK(plan_cache(10, profiles, kLayer) == Lengths{4, 3, 3});  // no bandwidth is known

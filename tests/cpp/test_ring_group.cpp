@@ -93,6 +93,8 @@ struct Ranks {
           body(rank);
         } catch (const c10::Error& error) {
           said[rank] = error.what_without_backtrace();
+        } catch (const std::exception& error) {
+          said[rank] = error.what();
         }
       });
     }
@@ -188,11 +190,11 @@ TEST_CASE("a rank that refused a call that the others made is out of step: the g
 }
 
 TEST_CASE("a rank that does not come is named, and the group ends") {
-  Ranks ranks(3, milliseconds(300));
+  Ranks ranks(3, milliseconds(2000));
   const auto said = ranks.at_once({0, 2}, [&](int64_t rank) { begin(ranks[rank], 4); });
   for (const int64_t rank : {0, 2}) {
     CHECK(said[rank] ==
-          "rank 1 did not come to step 0 of call within the group's timeout of 300 ms");
+          "rank 1 did not come to step 0 of call within the group's timeout of 2000 ms");
     CHECK_THROWS_AS(ranks[rank].throw_if_failed(), c10::DistBackendError);
   }
 }
@@ -214,8 +216,8 @@ TEST_CASE("a rank that fails in the middle of a call ends the group, and says so
 
   const std::string blame = ranks[1].blame(calls[1], /*step=*/1, {0}, "no data came");
   CHECK(blame ==
-        "rank 0 did not take part in step 1 of the ring within the group's timeout of 500 ms, it "
-        "refused the call: out of memory (no data came); the group cannot be used any more");
+        "rank 0 did not take part in step 1 of the ring within the group's timeout of 500 ms, rank "
+        "0 failed in the call: out of memory (no data came); the group cannot be used any more");
 }
 
 TEST_CASE("a rank that alone cannot have a transport ends the group") {
@@ -223,7 +225,8 @@ TEST_CASE("a rank that alone cannot have a transport ends the group") {
   CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
   CHECK_THROWS_AS(ranks[0].transport("process_group", c10::kCPU), std::runtime_error);
   CHECK_THROWS_AS(ranks[0].throw_if_failed(), c10::DistBackendError);
-  CHECK(contains(ranks[1].blame(0, 1, {0}, "silence"), "it refused the call: no backend today"));
+  CHECK(contains(ranks[1].blame(0, 1, {0}, "silence"),
+                 "rank 0 failed in the call: no backend today"));
 }
 
 TEST_CASE("a body's result is handed on") {
@@ -234,7 +237,7 @@ TEST_CASE("a body's result is handed on") {
 
 TEST_CASE("who is gone is told from who has only not noticed yet") {
   // Rank 3 is gone. Rank 2 waits for it; 0 and 1 wait for 2 and 3, and for 3 and 2.
-  Ranks ranks(4, milliseconds(2000));
+  Ranks ranks(4, milliseconds(10000));
   std::vector<std::string> blamed(4);
   const std::vector<std::vector<int64_t>> suspects = {{2, 3}, {3, 2}, {3}};
   ranks.at_once({0, 1, 2}, [&](int64_t rank) {
@@ -245,7 +248,7 @@ TEST_CASE("who is gone is told from who has only not noticed yet") {
 
 TEST_CASE("of those that say nothing, whom most wait for is gone") {
   // Rank 2 is gone; 3 waits for nobody and has not noticed. Rank 0 may be held up by either.
-  Ranks ranks(4, milliseconds(2000));
+  Ranks ranks(4, milliseconds(10000));
   std::vector<std::string> blamed(4);
   const std::vector<std::vector<int64_t>> suspects = {{3, 2}, {2}};
   ranks.at_once({0, 1}, [&](int64_t rank) {
@@ -260,7 +263,7 @@ TEST_CASE("where several are as silent all of them are named") {
 }
 
 TEST_CASE("where everybody has noticed nobody is named, but the only suspect") {
-  Ranks ranks(3, milliseconds(1000));
+  Ranks ranks(3, milliseconds(10000));
   std::vector<std::string> blamed(3);
   const std::vector<std::vector<int64_t>> suspects = {{1, 2}, {0, 2}, {0}};
   ranks.at_once(
@@ -275,7 +278,18 @@ TEST_CASE("of several suspects the one that refused the call is named") {
   ranks[2].refuse_call("ringattn: kv must be good, got bad");  // call 0
   const std::string blame = ranks[0].blame(0, 1, {1, 2}, "silence");
   CHECK(begins_with(blame, "rank 2 did not take part in step 1 of the ring"));
-  CHECK(contains(blame, "it refused the call: kv must be good, got bad"));
+  CHECK(contains(blame, "rank 2 refused the call: kv must be good, got bad"));
+}
+
+TEST_CASE("who failed in the call does not cover up for who is gone") {
+  Ranks ranks(3, milliseconds(500));
+  const auto fails = [&] {
+    ranks[1].run(0, []() -> int { throw std::runtime_error("a link is down"); });
+  };
+  CHECK_THROWS_AS(fails(), std::runtime_error);
+  const std::string blame = ranks[0].blame(0, 1, {1, 2}, "silence");
+  CHECK(begins_with(blame, "rank 1 or rank 2 did not take part in step 1 of the ring"));
+  CHECK(contains(blame, "rank 1 failed in the call: a link is down"));
 }
 
 TEST_CASE("words of a store that somebody else has written to end the group, nothing worse") {
@@ -308,7 +322,7 @@ TEST_CASE("what ranks say is by rank, and the store keeps the last of it only") 
         [&](int64_t rank) { words[rank] = ranks[rank].exchange("rank " + std::to_string(rank)); });
     for (const auto& heard : words) CHECK(heard == expected);
   }
-  CHECK(ranks.store.size() <= 6);  // a rank ahead of the others has said two things
+  CHECK(ranks.store.size() == 3);
 }
 
 TEST_CASE("the store keeps one word of agreement for each rank") {
@@ -321,7 +335,7 @@ TEST_CASE("the store keeps one word of agreement for each rank") {
 
 TEST_CASE("kinds of calls without number are agreed on, and not all remembered") {
   Ranks ranks(2);
-  constexpr int64_t kKinds = 4097;  // one more than is remembered
+  constexpr int64_t kKinds = Agreement::kMostAgreed + 1;
   const auto said = ranks.at_once([&](int64_t rank) {
     for (int64_t heads = 1; heads <= kKinds; ++heads) begin(ranks[rank], heads);
   });
@@ -337,6 +351,7 @@ TEST_CASE("tensors of a group come on one device of a type, with a backend where
   Ranks ranks(2);
   CHECK_NOTHROW(ranks[0].check_device(c10::kCPU));
   CHECK_NOTHROW(ranks[0].check_device(c10::Device(c10::kCUDA, 1), "symmetric"));
-  CHECK_THROWS_WITH(ranks[0].check_device(c10::Device(c10::kCUDA, 1), "process_group"),
-                    Catch::Matchers::Contains("group must have a backend for tensors on cuda"));
+  const auto said = ranks.at_once(
+      {0}, [&](int64_t) { ranks[0].check_device(c10::Device(c10::kCUDA, 1), "process_group"); });
+  CHECK(contains(said[0], "group must have a backend for tensors on cuda, got one that has none"));
 }

@@ -7,7 +7,7 @@
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/tensor_map.h"
 #include "catch.h"
-#include "core/global_words.cuh"
+#include "core/waiting.cuh"
 #include "device.h"
 #include "swizzle.h"
 

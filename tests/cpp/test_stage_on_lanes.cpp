@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -156,6 +157,14 @@ bool all_are(const uint32_t* words, int count, uint32_t value) {
   return std::all_of(words, words + count, [&](uint32_t word) { return word == value; });
 }
 
+// Callbacks of this test, and of no other.
+struct Callbacks {
+  ~Callbacks() {
+    on_store_release = nullptr;
+    on_let_next_begin = nullptr;
+  }
+};
+
 unsigned copying_blocks(const Shape& shape, bool kernel_fetches) {
   const int64_t plane = int64_t{shape.rows} * ((2 * shape.head_dim + 15) / 16);  // pieces
   const int64_t runs = shape.heads * 2 * shape.batch * ((plane + 255) / 256);
@@ -167,11 +176,10 @@ unsigned copying_blocks(const Shape& shape, bool kernel_fetches) {
 
 TEST_CASE("on lanes: heads are told of when they are staged, and counters are 0 again") {
   const std::vector<Shape> shapes = {
-      {1, 1, 1, 8, 1},      {1, 300, 3, 64, 300}, {2, 257, 5, 72, 300},  {1, 700, 9, 128, 701},
-      {1, 33, 33, 200, 40}, {1, 0, 4, 64, 10},    {3, 100, 2, 128, 101}, {1, 520, 11, 256, 520}};
+      {1, 1, 1, 8, 1}, {2, 257, 5, 72, 300}, {1, 0, 4, 64, 10}, {3, 100, 2, 128, 101}};
   for (const Shape& shape : shapes) {
     for (const bool kernel_fetches : {false, true}) {
-      lanes::multiprocessors = kernel_fetches ? 12 : 2;
+      lanes::multiprocessors = kernel_fetches ? 8 : 2;
       INFO("B " << shape.batch << " S " << shape.rows << " H " << shape.heads << " D "
                 << shape.head_dim << ", a kernel fetches: " << kernel_fetches);
       Call call(shape, kernel_fetches);
@@ -197,11 +205,11 @@ TEST_CASE("on lanes: many heads are told of part by part") {
   lanes::multiprocessors = 4;
   Call call({1, 700, 9, 128, 700}, /*kernel_fetches=*/true);
   std::set<uint32_t> told;
+  const Callbacks callbacks;
   on_store_release = [&](const uint32_t* word, uint32_t value) {
     if (word == call.words.signals) told.insert(value);
   };
   REQUIRE(stage(call.params, nullptr) == cudaSuccess);
-  on_store_release = nullptr;
   // Of one thread block, 32 runs a round: 44 runs a plane, 18 planes, in parts of two heads.
   CHECK(told == std::set<uint32_t>{kBeingStaged, staged_heads(2), staged_heads(4), staged_heads(6),
                                    staged_heads(8), staged_heads(9)});
@@ -217,22 +225,30 @@ TEST_CASE("on lanes: who has given up stages nothing and tells nobody") {
   CHECK(all_are(call.words.taken_back, kPeers, 1));
 }
 
-TEST_CASE("on lanes: the kernel behind begins when all others are staging") {
+TEST_CASE("on lanes: the kernel behind begins when all others are staging, or the host gives up") {
   lanes::multiprocessors = 4;
-  Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
-  call.words.awaited[1] = 0;
-  std::atomic<bool> comes{false}, too_early{false};
-  on_let_next_begin = [&] {
-    if (blockIdx.x == 1 && !comes) too_early = true;  // the thread block that waits
-  };
-  std::thread peer([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
-    comes = true;
-    __atomic_store_n(&call.words.awaited[1], kBeingStaged, __ATOMIC_RELEASE);
-  });
-  REQUIRE(stage(call.params, nullptr) == cudaSuccess);
-  peer.join();
-  on_let_next_begin = nullptr;
-  CHECK_FALSE(too_early);
-  CHECK(call.has_staged(0, 2));
+  enum class Ends { kByItself, kFailed, kGivenUp };
+  for (const Ends ends : {Ends::kByItself, Ends::kFailed, Ends::kGivenUp}) {
+    Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
+    Words& words = call.words;
+    words.awaited[1] = 0;
+    std::atomic<bool> comes{false}, too_early{false};
+    const Callbacks callbacks;
+    on_let_next_begin = [&] {
+      if (blockIdx.x == 1 && !comes) too_early = true;  // the thread block that waits
+    };
+    std::thread host([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      comes = true;
+      uint32_t& word = ends == Ends::kByItself ? words.awaited[1]
+                       : ends == Ends::kFailed ? words.failed
+                                               : words.given_up;
+      __atomic_store_n(&word, kBeingStaged, __ATOMIC_RELEASE);
+    });
+    const cudaError_t error = stage(call.params, nullptr);
+    host.join();
+    CHECK(error == cudaSuccess);
+    CHECK_FALSE(too_early);
+    CHECK((words.failed != 0) == (ends != Ends::kByItself));
+  }
 }

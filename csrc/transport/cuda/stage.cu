@@ -6,6 +6,7 @@
 #include "core/global_words.cuh"
 #include "core/kernel_order.cuh"
 #include "core/remote_keys.h"
+#include "core/waiting.cuh"
 #include "transport/cuda/stage.h"
 
 namespace ringattn::cuda {

@@ -9,6 +9,7 @@
 #include "attention/cuda/sm90/tile.cuh"
 #include "core/global_words.cuh"
 #include "core/kernel_order.cuh"
+#include "core/waiting.cuh"
 
 // Keys that a launch brings from other devices while it attends to others: a thread of every block
 // brings piece after piece, whoever is free the next one, and counts it; who needs a head's keys

@@ -13,6 +13,9 @@ namespace ringattn::cuda {
 /// Called before a word is written that others see.
 inline std::function<void(const uint32_t* word, uint32_t value)> on_store_release;
 
+inline uint32_t load_acquire(const uint32_t* word) {
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
 inline uint32_t load_relaxed_system(const uint32_t* word) {
   return __atomic_load_n(word, __ATOMIC_RELAXED);
 }
@@ -28,13 +31,6 @@ inline void store_release_system(uint32_t* word, uint32_t value) {
 }
 inline uint32_t add_acquire_release(uint32_t* word, uint32_t value) {
   return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL);
-}
-
-inline void wait_for_word(const uint32_t* word, const uint32_t* failed, const uint32_t* given_up) {
-  while (load_acquire_system(word) == 0 && load_relaxed_system(failed) == 0 &&
-         load_relaxed_system(given_up) == 0) {
-    std::this_thread::yield();
-  }
 }
 
 }  // namespace ringattn::cuda
