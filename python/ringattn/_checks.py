@@ -125,6 +125,15 @@ def check_int64(name: str, value: Any, *, least: Literal[0, 1] | None = None) ->
     return number
 
 
+def check_int64_or_none(name: str, value: Any, *, least: Literal[0, 1] | None = None) -> int | None:
+    """:func:`check_int64` of what may be left out."""
+    if value is None:
+        return None
+    if as_integer(value) is None:
+        raise ValueError(f"{name} must be an integer or None, got {value!r}")
+    return check_int64(name, value, least=least)
+
+
 def check_integers(
     name: str, values: Iterable[Any], *, least: Literal[0, 1] | None = None
 ) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from ringattn._checks import (
     check_collective,
     check_dims,
     check_flag,
-    check_int64,
+    check_int64_or_none,
     check_keywords,
     check_tensors,
     check_transport,
@@ -160,7 +160,7 @@ def attend(
         else:
             lengths, order, layout = partition_arguments(partition)
         scale = finite_scale(scale, q)
-        depth = None if depth is None else check_int64("depth", depth, least=1)
+        depth = check_int64_or_none("depth", depth, least=1)
         causal = check_flag("causal", causal)
         check_transport(transport)
     except Exception as error:
@@ -209,7 +209,7 @@ def block_attention(
     check_tensors(q=q, k=k, v=v)
     check_dims("q", q, "[B, S_q, H, D]")
     scale = finite_scale(scale, q)
-    diagonal = None if diagonal is None else check_int64("diagonal", diagonal)
+    diagonal = check_int64_or_none("diagonal", diagonal)
     out, lse = call(_ops.block_attention, q, k, v, scale, diagonal)
     return out, lse
 

@@ -148,6 +148,8 @@ class _Request:
     ) -> _Request:
         max_new_tokens = check_integer("max_new_tokens", max_new_tokens, least=1)
         if seed is not None:
+            if as_integer(seed) is None:
+                raise ValueError(f"seed must be an integer or None, got {seed!r}")
             seed = check_integer("seed", seed)
             if not -(2**63) <= seed < 2**64:  # what torch takes, signed or not
                 raise ValueError(f"seed must fit into 64 bits, got {seed}")
@@ -167,7 +169,8 @@ class _Request:
         vocabulary = model.config.src_vocab_size
         if pad_token_id is None or pad_token_id == -1:  # some configurations write none as -1
             pad_token_id = next((end for end in eos_ids if 0 <= end < vocabulary), 0)
-        pad_token_id = check_integer("pad_token_id", pad_token_id)
+        if as_integer(pad_token_id) is None:
+            raise ValueError(f"pad_token_id must be an integer or None, got {pad_token_id!r}")
         if not 0 <= pad_token_id < vocabulary:
             raise ValueError(f"pad_token_id must lie in [0, {vocabulary}), got {pad_token_id}")
         return cls(
@@ -216,7 +219,7 @@ def _end_ids(eos_token_id: EndIds, model: LLaMA) -> tuple[int, ...]:
         return ()
     if isinstance(eos_token_id, str) and eos_token_id == "config":
         return model.config.eos_ids
-    given = eos_token_id if isinstance(eos_token_id, Iterable) else (eos_token_id,)
+    given = tuple(eos_token_id) if isinstance(eos_token_id, Iterable) else (eos_token_id,)
     if any(as_integer(token) is None for token in given):
         raise ValueError(f'eos_token_id must be integers, None or "config", got {eos_token_id!r}')
     return tuple(check_int64("eos_token_id", token) for token in given)

@@ -194,10 +194,12 @@ class Partition:
             ValueError: another number of tensors than W, a dimension out of range, a tensor without
                 S_r rows, tensors that differ in dtype or in sizes but along ``dim``.
         """
-        if not isinstance(shards, (list, tuple)):
+        try:
+            shards = list(shards)
+        except TypeError:
             raise ValueError(
                 f"shards must be {self.world_size} tensors, got {type(shards).__name__}"
-            )
+            ) from None
         if len(shards) != self.world_size:
             raise ValueError(f"shards must be {self.world_size} tensors, got {len(shards)}")
         heads, tails = [], []

@@ -17,6 +17,7 @@ from ringattn._checks import (
     check_flag,
     check_floating,
     check_int64,
+    check_int64_or_none,
     check_integer,
     check_not_negative,
     check_positive,
@@ -231,7 +232,7 @@ def plan(
         layout,
         check_flag("causal", causal),
         check_flag("training", training),
-        None if depth is None else check_int64("depth", depth, least=1),
+        check_int64_or_none("depth", depth, least=1),
     )
     return Plan(
         Partition(layout, tuple(planned.lengths), tuple(planned.order)),
@@ -268,7 +269,7 @@ def predict(
             _compiled_cost(cost),
             check_flag("causal", causal),
             check_flag("training", training),
-            None if depth is None else check_int64("depth", depth, least=1),
+            check_int64_or_none("depth", depth, least=1),
         )
     )
 

@@ -192,7 +192,7 @@ class Rebalancer:
             own = self._see(timings, ring.rank)
         # What plans are made from.
         facts = {
-            "profiles": self._in_use,
+            **{f"the profile of rank {rank}": own for rank, own in enumerate(self._in_use)},
             "cost": self._cost,
             "causal": self._causal,
             "layout": self._layout,

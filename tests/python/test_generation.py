@@ -70,6 +70,9 @@ def test_the_end_token_of_the_config_holds_unless_told_otherwise(tmp_path: Path)
     assert ids[0, -1] == 98
     ids = generate(model, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None)
     assert torch.equal(ids, plain)
+    once: Any = iter([end])
+    ids = generate(model, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=once)
+    assert torch.equal(ids, reference(eos_token_id=end, pad_token_id=98))
 
 
 def generate_on_ring(
@@ -243,14 +246,14 @@ def test_tokens_are_handed_out_as_they_come(model: LLaMA) -> None:
         ({"max_new_tokens": True}, "max_new_tokens must be an integer, got True"),
         ({"seed": 2**64}, "seed must fit into 64 bits, got 18446744073709551616"),
         ({"seed": -(2**63) - 1}, "seed must fit into 64 bits"),
-        ({"pad_token_id": 1.5}, "pad_token_id must be an integer, got 1.5"),
+        ({"pad_token_id": 1.5}, "pad_token_id must be an integer or None, got 1.5"),
         ({"cuda_graphs": "no"}, "cuda_graphs must be True or False, got 'no'"),
         ({"eos_token_id": True}, "eos_token_id must be integers, .* got True"),
         ({"temperature": 10**400}, "temperature must be 0 or more and finite, got 1000"),
         ({"eos_token_id": 2**64}, "eos_token_id must fit into 64 bits, got 18446744073709551616"),
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
         ({"top_p": 1.5}, r"top_p must lie in \(0, 1\], got 1.5"),
-        ({"seed": "x"}, "seed must be an integer, got 'x'"),
+        ({"seed": "x"}, "seed must be an integer or None, got 'x'"),
         ({"eos_token_id": "last"}, "eos_token_id must be integers"),
         ({"prompt_ids": random_ids(5)}, r"token_ids must be a tensor \[B, S\]"),
         ({"prompt_ids": random_ids(1, 0)}, r"prompt_ids must hold tokens, got shape \[1, 0\]"),

@@ -251,7 +251,7 @@ def test_rotation_is_that_of_transformers_at_any_positions(rope: dict[str, Any])
         ({"emb_dim": 0}, "emb_dim must be positive, got 0"),
         ({"nheads": "8"}, "nheads must be an integer, got '8'"),
         ({"nlayers": True}, "nlayers must be an integer, got True"),
-        ({"head_dim": 16.0}, "head_dim must be an integer, got 16.0"),
+        ({"head_dim": 16.0}, "head_dim must be an integer or None, got 16.0"),
         ({"kvheads": -1}, "kvheads must not be negative, got -1"),
         ({"max_expected_seq_len": None}, "max_expected_seq_len must be an integer, got None"),
         (
@@ -274,6 +274,13 @@ def test_rotation_is_that_of_transformers_at_any_positions(rope: dict[str, Any])
 def test_wrong_configs_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLaMAConfig(**changes)
+
+
+def test_what_follows_from_other_sizes_may_be_none() -> None:
+    given: dict[str, Any] = {"kvheads": None, "head_dim": None, "eos_ids": None}
+    config = LLaMAConfig(nheads=4, emb_dim=64, **given)
+    assert config == LLaMAConfig(nheads=4, emb_dim=64)
+    assert (config.kvheads, config.head_dim, config.eos_ids) == (4, 16, ())
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,7 @@ def test_integers_of_other_kinds_are_integers(kind):
         (lambda: Partition.even(4, 2).shard(torch.ones(4), 0), "dim must be a dimension of x"),
         (lambda: Partition.even(4, 2).shard([1, 2, 3, 4], 0), "x must be a tensor, got list"),
         (lambda: Partition.even(4, 2).unshard([torch.ones(1, 2)]), "shards must be 2 tensors"),
+        (lambda: Partition.even(4, 2).unshard(iter([])), "shards must be 2 tensors, got 0"),
         (lambda: Partition.even(4, 2).unshard(None), "shards must be 2 tensors, got NoneType"),
         (
             lambda: Partition.even(4, 2).unshard([torch.ones(1, 2), None]),

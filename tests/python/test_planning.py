@@ -330,7 +330,10 @@ def test_no_other_place_of_cached_keys_is_read_faster(num_tokens, caps, gbps):
             "dtype must be a floating torch.dtype, got 'float32'",
         ),
         (lambda: predict([4], ranks(1), LAYER), "partition must be a Partition, got list"),
-        (lambda: ringattn.plan(8, ranks(1), LAYER, depth=1.5), "depth must be an integer, got 1.5"),
+        (
+            lambda: ringattn.plan(8, ranks(1), LAYER, depth=1.5),
+            "depth must be an integer or None, got 1.5",
+        ),
         (lambda: ModelCost.attention_only(0, 64), "num_heads must be positive, got 0"),
         (lambda: ModelCost.attention_only(8, 64.5), "head_dim must be an integer, got 64.5"),
         (lambda: ModelCost(math.nan), "attention_flops must be finite and positive, got nan"),

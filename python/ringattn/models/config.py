@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ringattn._checks import (
     check_flag,
     check_int64,
+    check_int64_or_none,
     check_integer,
     check_integers,
     check_not_negative,
@@ -19,8 +20,9 @@ from ringattn.models.rope import rope_type
 
 _LEAST: dict[str, Literal[0, 1]] = {  # of the sizes
     **dict.fromkeys(("src_vocab_size", "emb_dim", "nlayers", "nheads", "hidden_dim"), 1),
-    **dict.fromkeys(("kvheads", "head_dim", "max_expected_seq_len"), 0),
+    "max_expected_seq_len": 0,
 }
+_FOLLOWING = ("kvheads", "head_dim")  # from other sizes, where they are 0 or None
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,13 @@ class LLaMAConfig:
             name: check_int64(name, getattr(self, name), least=least)
             for name, least in _LEAST.items()
         }
+        for name in _FOLLOWING:
+            checked[name] = check_int64_or_none(name, getattr(self, name), least=0) or 0
         checked["norm_eps"] = check_not_negative("norm_eps", self.norm_eps)
         checked["rope_theta"] = check_positive("rope_theta", self.rope_theta)
         for name in ("attn_bias", "mlp_bias", "tie_heads"):
             checked[name] = check_flag(name, getattr(self, name))
-        checked["eos_ids"] = check_integers("eos_ids", self.eos_ids)
+        checked["eos_ids"] = check_integers("eos_ids", self.eos_ids or ())
         if self.pad_id is not None:
             checked["pad_id"] = check_integer("pad_id", self.pad_id)
         checked["kvheads"] = checked["kvheads"] or checked["nheads"]
