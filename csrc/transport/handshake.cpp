@@ -183,6 +183,7 @@ class Handshake::State : public std::enable_shared_from_this<Handshake::State> {
     const auto seen = look_at(phase.kind == Phase::kUntilRead ? Layout::kRead : Layout::kStaged);
     std::vector<int64_t> suspects = others_;
     if (seen) {
+      silent_since_.reset();
       const auto has_come = [&](int64_t rank) { return (*seen)[rank] >= phase.least; };
       suspects.erase(std::remove_if(suspects.begin(), suspects.end(), has_come), suspects.end());
       if (suspects.empty()) return watch_anew();  // a call is over, or its kernel has yet to begin

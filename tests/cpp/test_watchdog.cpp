@@ -3,6 +3,8 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <future>
+#include <memory>
 #include <thread>
 
 #include "catch.h"
@@ -91,6 +93,18 @@ TEST_CASE("what takes long to free keeps nothing else from being ended") {
   CHECK(state.expired);
   CHECK(!freed);
   go_on = true;
+}
+
+TEST_CASE("what is let go of is freed soon, and not by who lets go") {
+  std::promise<std::thread::id> freed;
+  auto by = freed.get_future();
+  const auto tell = [&](int* something) {
+    delete something;
+    freed.set_value(std::this_thread::get_id());
+  };
+  Watchdog::get().free_later(std::shared_ptr<int>(new int, tell));
+  REQUIRE(by.wait_for(std::chrono::seconds(20)) == std::future_status::ready);
+  CHECK(by.get() != std::this_thread::get_id());
 }
 
 TEST_CASE("a forked process has a watchdog of its own") {
