@@ -14,6 +14,7 @@
 namespace ringattn {
 
 class RingGroup;
+class SignalWatch;
 
 /// How the ranks of a one-sided transport keep out of each other's way: words in shared memory,
 /// which one rank sets and another one waits for and takes back, to 0.
@@ -68,8 +69,9 @@ class Handshake {
   void describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank);
 
  private:
-  class State;
-  std::shared_ptr<State> state_;  // shared with the watchdog
+  class Words;
+  std::shared_ptr<Words> words_;        // both shared with the watchdog
+  std::shared_ptr<SignalWatch> watch_;  // over waits for these
 };
 
 }  // namespace ringattn

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/signal_watch.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "transport/ring_group.h"
+#include "transport/watchdog.h"
+
+namespace ringattn {
+
+SignalWatch::SignalWatch(RingGroup& group, std::shared_ptr<WatchedWords> words,
+                         std::function<Clock::time_point()> now)
+    : group_(group.weak_from_this()),
+      words_(std::move(words)),
+      others_(group.others()),
+      patience_(group.peers().timeout() * 4 / 5),
+      now_(std::move(now)) {}
+
+bool SignalWatch::look() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) return true;
+  const uint32_t phase = words_->phase(), calls = words_->calls();
+  const bool moved = phase != last_phase_ || calls != last_calls_;
+  const bool waits = Phase::from(phase).kind != Phase::kNotWaiting;
+  last_phase_ = phase;
+  last_calls_ = calls;
+  if (moved || !waits) watch_anew();
+  if (given_up_) {
+    constexpr auto kAgain = std::chrono::milliseconds(500);
+    if (moved || now_() - released_ >= kAgain) release();
+  } else if (waits && now_() - since_ >= patience_) {
+    give_up(Phase::from(phase));
+  }
+  return false;
+}
+
+void SignalWatch::close() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  closed_ = true;
+}
+
+void SignalWatch::describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  call_ = call;
+  step_of_rank_ = std::move(step_of_rank);
+}
+
+bool SignalWatch::all_read() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (given_up_) return true;
+  const auto read = look_at(Phase::kUntilRead);
+  const auto has_read = [&](int64_t rank) { return read && (*read)[rank] != 0; };
+  if (std::all_of(others_.begin(), others_.end(), has_read)) return true;
+  if (!leaving_since_) leaving_since_ = now_();
+  return now_() - *leaving_since_ >= patience_;
+}
+
+void SignalWatch::watch_anew() {
+  since_ = now_();
+  suspected_ = false;
+  silent_since_.reset();
+}
+
+void SignalWatch::give_up(Phase phase) {
+  std::vector<int64_t> suspects = others_;
+  if (const auto come = look_at(phase.kind)) {
+    silent_since_.reset();
+    const auto is_here = [&](int64_t rank) { return (*come)[rank] >= phase.least; };
+    suspects.erase(std::remove_if(suspects.begin(), suspects.end(), is_here), suspects.end());
+    if (suspects.empty()) return watch_anew();  // a call is over, or its kernel has yet to begin
+    // The next look, a while later, must see them too: a call that begins takes its words back.
+    if (!std::exchange(suspected_, true)) return;
+  } else {
+    // Nobody gets to the device any more. That may be for what waits there, and have no end.
+    if (!silent_since_) silent_since_ = now_();
+    if (now_() - *silent_since_ < soon()) return;
+  }
+  if (auto group = group_.lock()) {
+    const int64_t step = step_of_rank_ ? (*step_of_rank_)[suspects.front()] : 1;
+    group->fail(group->blame(call_, step, suspects, "no signal came through shared memory"));
+    // This may be the last to hold it, and its end comes back here for the lock.
+    Watchdog::get().free_later(std::move(group));
+  }
+  given_up_ = true;
+  words_->give_up();
+  release();
+}
+
+// Nothing where the device does not answer.
+std::optional<std::vector<uint32_t>> SignalWatch::look_at(Phase::Kind kind) {
+  const auto come = std::make_shared<std::vector<uint32_t>>();
+  if (!asking_.run(soon(), [words = words_, kind, come] { *come = words->come(kind); })) return {};
+  return std::move(*come);
+}
+
+void SignalWatch::release() {
+  if (asking_.run(soon(), [words = words_] { words->release(); })) released_ = now_();
+}
+
+// How long to wait for the device: this thread has others to look after.
+std::chrono::milliseconds SignalWatch::soon() const {
+  return std::min(patience_ / 16, std::chrono::milliseconds(1000));
+}
+
+}  // namespace ringattn

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "transport/peers.h"
+
+namespace ringattn::testing {
+
+using std::chrono::milliseconds;
+
+/// What the ranks of a group in one process read and write.
+class Store {
+ public:
+  void put(const std::string& key, const std::string& value) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    values_[key] = value;
+    changed_.notify_all();
+  }
+  std::optional<std::string> get(const std::string& key, milliseconds patience) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait_for(lock, patience, [&] { return values_.count(key) > 0; });
+    const auto found = values_.find(key);
+    if (found == values_.end()) return {};
+    return found->second;
+  }
+  void remove(const std::string& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    values_.erase(key);
+  }
+  size_t size() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return values_.size();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::string> values_;
+};
+
+/// A rank of such a group. It carries CPU tensors, but not today.
+class FakePeers : public Peers {
+ public:
+  FakePeers(Store& store, int64_t rank, int64_t size, milliseconds timeout)
+      : store_(store), rank_(rank), size_(size), timeout_(timeout) {}
+  int64_t rank() const override { return rank_; }
+  int64_t size() const override { return size_; }
+  milliseconds timeout() const override { return timeout_; }
+  bool current() const override { return true; }
+  void put(const std::string& key, const std::string& value) override { store_.put(key, value); }
+  std::optional<std::string> get(const std::string& key, milliseconds patience) override {
+    return store_.get(key, patience);
+  }
+  void remove(const std::string& key) override { store_.remove(key); }
+  bool carries(c10::DeviceType device_type) const override { return device_type == c10::kCPU; }
+  std::unique_ptr<MessageTransport> transport(RingGroup& group, c10::Device device) override {
+    throw std::runtime_error("no backend today");
+  }
+
+ private:
+  Store& store_;
+  int64_t rank_, size_;
+  milliseconds timeout_;
+};
+
+}  // namespace ringattn::testing
