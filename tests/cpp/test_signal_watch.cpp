@@ -4,7 +4,7 @@
 
 #include <atomic>
 #include <chrono>
-#include <future>
+#include <functional>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -170,10 +170,21 @@ TEST_CASE("a device that does not answer is waited for a little longer, and hold
   CHECK(watched.words->releases == 0);
   // When it answers again, what waits there is let pass, too.
   watched.words->answers = true;
-  while (watched.words->releases == 0) {
+  for (int times = 0; watched.words->releases == 0 && times < 5000; ++times) {
     std::this_thread::sleep_for(milliseconds(1));
-    watched.look_after(milliseconds(20));
+    watched.look_after(milliseconds(0));
   }
+  CHECK(watched.words->releases == 1);
+}
+
+TEST_CASE("each wait has silence of its own") {
+  Watched watched;
+  watched.words->answers = false;
+  watched.wait_for_heads(9);
+  watched.look_after(kPatience + milliseconds(1));
+  watched.wait_for_heads(9);  // the next call
+  watched.look_after(kPatience + milliseconds(1));
+  CHECK(watched.failure().empty());
 }
 
 TEST_CASE("a device that answers again before that is asked what it has seen") {
@@ -204,6 +215,39 @@ TEST_CASE("once given up, what comes later is let pass too, but not at every loo
   CHECK(watched.words->releases == 2);
   watched.look_after(milliseconds(600));
   CHECK(watched.words->releases == 3);
+}
+
+TEST_CASE("who gives up may be the last to hold the group, whose end closes the watch") {
+  // The group is let go of while its store is asked, and closes the watch as it ends.
+  struct LeavingPeers : FakePeers {
+    using FakePeers::FakePeers;
+    ~LeavingPeers() override { at_end(); }
+    void put(const std::string& key, const std::string& value) override {
+      FakePeers::put(key, value);
+      at_put();
+    }
+    std::function<void()> at_put, at_end;
+  };
+  Store store;
+  auto peers = std::make_unique<LeavingPeers>(store, 0, 3, kTimeout);
+  LeavingPeers& hooks = *peers;
+  auto group = std::make_shared<RingGroup>(std::move(peers));
+  const auto words = std::make_shared<FakeWords>();
+  auto now = SignalWatch::Clock::now();
+  SignalWatch watch(*group, words, [&] { return now; });
+  hooks.at_put = [&] { group.reset(); };
+  hooks.at_end = [&] { watch.close(); };
+  words->shown_phase = Phase{Phase::kUntilStaged, 9}.word();
+  CHECK_FALSE(watch.look());
+  for (int times = 0; times < 2; ++times) {
+    now += kPatience;
+    CHECK_FALSE(watch.look());
+  }
+  CHECK(words->given_up);
+  for (int times = 0; !watch.look() && times < 5000; ++times) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  CHECK(watch.look());
 }
 
 TEST_CASE("what waits is let pass though its group is gone, and a closed watch is over") {
