@@ -134,14 +134,14 @@ class Handshake::Words : public WatchedWords {
   }
 
  private:
-  // Past everything that waits. Where the device is lost nothing waits there any more.
+  // On a thread of an errand's own, past everything that waits. Where the device is lost nothing
+  // waits there any more.
   void copy(uint32_t* to, const uint32_t* from, size_t count) const {
     const c10::cuda::CUDAGuard guard(device_);
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // captures are others' business
     cudaThreadExchangeStreamCaptureMode(&mode);
     cudaMemcpyAsync(to, from, count * sizeof(uint32_t), cudaMemcpyDefault, own_.releasing);
     cudaStreamSynchronize(own_.releasing);
-    cudaThreadExchangeStreamCaptureMode(&mode);
   }
 
   const int64_t rank_;

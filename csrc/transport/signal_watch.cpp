@@ -64,6 +64,7 @@ void SignalWatch::watch_anew() {
 
 void SignalWatch::give_up(Phase phase) {
   std::vector<int64_t> suspects = others_;
+  const auto asked = now_();
   if (const auto come = look_at(phase.kind)) {
     silent_since_.reset();
     const auto is_here = [&](int64_t rank) { return (*come)[rank] >= phase.least; };
@@ -73,7 +74,7 @@ void SignalWatch::give_up(Phase phase) {
     if (!std::exchange(suspected_, true)) return;
   } else {
     // Nobody gets to the device any more. That may be for what waits there, and have no end.
-    if (!silent_since_) silent_since_ = now_();
+    if (!silent_since_) silent_since_ = asked;
     if (now_() - *silent_since_ < soon()) return;
   }
   if (auto group = group_.lock()) {

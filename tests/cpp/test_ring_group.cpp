@@ -150,7 +150,7 @@ TEST_CASE("a rank that does not come is named, and the group ends") {
 }
 
 TEST_CASE("a rank that fails in the middle of a call ends the group, and says so to the others") {
-  Ranks ranks(2, milliseconds(500));
+  Ranks ranks(2, milliseconds(5000));
   std::vector<int64_t> calls(2);
   CHECK(ranks.at_once([&](int64_t rank) { calls[rank] = begin(ranks[rank], 4); }) == kNothing2);
   const auto fails = [&] {
@@ -165,13 +165,14 @@ TEST_CASE("a rank that fails in the middle of a call ends the group, and says so
   CHECK(ranks.at_once({0}, [&](int64_t) { ranks[0].throw_if_failed(); })[0] == failure);
 
   const std::string blame = ranks[1].blame(calls[1], /*step=*/1, {0}, "no data came");
-  CHECK(blame ==
-        "rank 0 did not take part in step 1 of the ring within the group's timeout of 500 ms, rank "
-        "0 failed in the call: out of memory (no data came); the group cannot be used any more");
+  CHECK(
+      blame ==
+      "rank 0 did not take part in step 1 of the ring within the group's timeout of 5000 ms, rank "
+      "0 failed in the call: out of memory (no data came); the group cannot be used any more");
 }
 
 TEST_CASE("a rank that alone cannot have a transport ends the group") {
-  Ranks ranks(2, milliseconds(500));
+  Ranks ranks(2, milliseconds(5000));
   CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
   CHECK_THROWS_AS(ranks[0].transport("process_group", c10::kCPU), std::runtime_error);
   CHECK_THROWS_AS(ranks[0].throw_if_failed(), c10::DistBackendError);
@@ -208,7 +209,7 @@ TEST_CASE("of those that say nothing, whom most wait for is gone") {
 }
 
 TEST_CASE("where several are as silent all of them are named") {
-  Ranks ranks(4, milliseconds(500));
+  Ranks ranks(4, milliseconds(5000));
   CHECK(begins_with(ranks[0].blame(0, 1, {1, 2}, "silence"), "rank 1 or rank 2 did not take part"));
 }
 
@@ -224,7 +225,7 @@ TEST_CASE("where everybody has noticed nobody is named, but the only suspect") {
 }
 
 TEST_CASE("of several suspects the one that refused the call is named") {
-  Ranks ranks(3, milliseconds(500));
+  Ranks ranks(3, milliseconds(5000));
   ranks[2].refuse_call("ringattn: kv must be good, got bad");  // call 0
   const std::string blame = ranks[0].blame(0, 1, {1, 2}, "silence");
   CHECK(begins_with(blame, "rank 2 did not take part in step 1 of the ring"));
@@ -232,7 +233,7 @@ TEST_CASE("of several suspects the one that refused the call is named") {
 }
 
 TEST_CASE("who failed in the call does not cover up for who is gone") {
-  Ranks ranks(3, milliseconds(500));
+  Ranks ranks(3, milliseconds(5000));
   const auto fails = [&] {
     ranks[1].run(0, []() -> int { throw std::runtime_error("a link is down"); });
   };
@@ -243,7 +244,7 @@ TEST_CASE("who failed in the call does not cover up for who is gone") {
 }
 
 TEST_CASE("words of a store that somebody else has written to end the group, nothing worse") {
-  Ranks ranks(2, milliseconds(500));
+  Ranks ranks(2, milliseconds(5000));
   ranks.store.put("failed/1", "-7 99 junk");
   CHECK(begins_with(ranks[0].blame(0, 1, {1}, "silence"), "rank 1 did not take part"));
   ranks.store.put("call/0/1", "");
@@ -252,10 +253,10 @@ TEST_CASE("words of a store that somebody else has written to end the group, not
 }
 
 TEST_CASE("a collective of another library that fails ends the group with its name") {
-  Ranks ranks(2, milliseconds(500));
+  Ranks ranks(2, milliseconds(5000));
   CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
   const std::string sentence =
-      "rank 1 did not take part in step 0 of gather within the group's timeout of 500 ms (it "
+      "rank 1 did not take part in step 0 of gather within the group's timeout of 5000 ms (it "
       "hung up); the group cannot be used any more";
   for (int times = 0; times < 2; ++times) {  // and so does every later one
     CHECK(ranks.at_once({0}, [&](int64_t) { ranks[0].end("gather", "it hung up"); })[0] ==

@@ -175,8 +175,11 @@ unsigned copying_blocks(const Shape& shape, bool kernel_fetches) {
 }  // namespace
 
 TEST_CASE("on lanes: heads are told of when they are staged, and counters are 0 again") {
-  const std::vector<Shape> shapes = {
-      {1, 1, 1, 8, 1}, {2, 257, 5, 72, 300}, {1, 0, 4, 64, 10}, {3, 100, 2, 128, 101}};
+  const std::vector<Shape> shapes = {{1, 1, 1, 8, 1},
+                                     {2, 257, 5, 72, 300},
+                                     {1, 0, 4, 64, 10},
+                                     {3, 100, 2, 128, 101},
+                                     {1, 33, 33, 200, 40}};
   for (const Shape& shape : shapes) {
     for (const bool kernel_fetches : {false, true}) {
       lanes::multiprocessors = kernel_fetches ? 8 : 2;
@@ -250,5 +253,6 @@ TEST_CASE("on lanes: the kernel behind begins when all others are staging, or th
     CHECK(error == cudaSuccess);
     CHECK_FALSE(too_early);
     CHECK((words.failed != 0) == (ends != Ends::kByItself));
+    if (ends == Ends::kByItself) CHECK(call.has_staged(0, 2));
   }
 }
