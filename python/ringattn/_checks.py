@@ -7,7 +7,7 @@ import numbers
 import operator
 import sys
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -138,12 +138,16 @@ def check_integers(
     name: str, values: Iterable[Any], *, least: Literal[0, 1] | None = None
 ) -> tuple[int, ...]:
     try:
-        found = [as_integer(value) for value in values]
+        found = tuple(as_integer(value) for value in values)
     except TypeError:
-        found = [None]
+        found = (None,)
     if None in found:
         raise ValueError(f"{name} must be integers, got {values!r}")
-    return tuple(check_integer(name, number, least=least) for number in found)
+    integers = cast(tuple[int, ...], found)
+    if least is not None:
+        for number in integers:
+            check_integer(name, number, least=least)
+    return integers
 
 
 def is_number(value: Any) -> bool:

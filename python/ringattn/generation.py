@@ -148,11 +148,12 @@ class _Request:
     ) -> _Request:
         max_new_tokens = check_integer("max_new_tokens", max_new_tokens, least=1)
         if seed is not None:
-            if as_integer(seed) is None:
+            number = as_integer(seed)
+            if number is None:
                 raise ValueError(f"seed must be an integer or None, got {seed!r}")
-            seed = check_integer("seed", seed)
-            if not -(2**63) <= seed < 2**64:  # what torch takes, signed or not
-                raise ValueError(f"seed must fit into 64 bits, got {seed}")
+            if not -(2**63) <= number < 2**64:  # what torch takes, signed or not
+                raise ValueError(f"seed must fit into 64 bits, got {number}")
+            seed = number
         if cuda_graphs is not None:
             cuda_graphs = check_flag("cuda_graphs", cuda_graphs)
         if cuda_graphs and model.device.type != "cuda":
@@ -169,10 +170,11 @@ class _Request:
         vocabulary = model.config.src_vocab_size
         if pad_token_id is None or pad_token_id == -1:  # some configurations write none as -1
             pad_token_id = next((end for end in eos_ids if 0 <= end < vocabulary), 0)
-        if as_integer(pad_token_id) is None:
+        pad_id = as_integer(pad_token_id)
+        if pad_id is None:
             raise ValueError(f"pad_token_id must be an integer or None, got {pad_token_id!r}")
-        if not 0 <= pad_token_id < vocabulary:
-            raise ValueError(f"pad_token_id must lie in [0, {vocabulary}), got {pad_token_id}")
+        if not 0 <= pad_id < vocabulary:
+            raise ValueError(f"pad_token_id must lie in [0, {vocabulary}), got {pad_id}")
         return cls(
             prompt_ids.to(model.device, torch.int64),
             partition,
@@ -180,7 +182,7 @@ class _Request:
             max_new_tokens,
             sampling,
             eos_ids,
-            pad_token_id,
+            pad_id,
             seed,
             cuda_graphs,
         )

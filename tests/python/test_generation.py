@@ -71,7 +71,8 @@ def test_the_end_token_of_the_config_holds_unless_told_otherwise(tmp_path: Path)
     ids = generate(model, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None)
     assert torch.equal(ids, plain)
     once: Any = iter([end])
-    ids = generate(model, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=once)
+    pad = np.int64(98)
+    ids = generate(model, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=once, pad_token_id=pad)
     assert torch.equal(ids, reference(eos_token_id=end, pad_token_id=98))
 
 

@@ -103,12 +103,7 @@ class LLaMABlock(nn.Module):
     """One layer: attention, then feed-forward, each with a norm before and a residual around it."""
 
     def __init__(
-        self,
-        config: LLaMAConfig,
-        ring: Ring,
-        transport: str = "auto",
-        depth: int | None = None,
-        **factory: Any,
+        self, config: LLaMAConfig, ring: Ring, transport: str, depth: int | None, **factory: Any
     ) -> None:
         super().__init__()
         self.ln = nn.RMSNorm(config.emb_dim, config.norm_eps, **factory)
@@ -144,12 +139,7 @@ class LLaMAHeadless(nn.Module):
     """Embedding, layers and final norm: tokens of this rank to their hidden states."""
 
     def __init__(
-        self,
-        config: LLaMAConfig,
-        ring: Ring,
-        transport: str = "auto",
-        depth: int | None = None,
-        **factory: Any,
+        self, config: LLaMAConfig, ring: Ring, transport: str, depth: int | None, **factory: Any
     ) -> None:
         super().__init__()
         self.config = config
