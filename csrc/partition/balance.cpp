@@ -14,7 +14,7 @@ constexpr int64_t kUnitsPerRank = 32;  // a unit is at most this part of the mea
 
 // Up to so many ranks, all orders of a contiguous partition are looked at.
 constexpr int64_t kMaxOrderedRanks = 8;
-constexpr double kOrderTolerance = 1e-9;
+constexpr double kOrderTolerance = 1e-9;  // relative, of what an order gains
 
 // The least number above `low`, up to `high`, that is enough; `high` is. What is enough stays so.
 template <typename Enough>
@@ -178,12 +178,13 @@ bool is_placed(const std::vector<RankTime>& times) {
                      [](const RankTime& time) { return time.pair_ms > 0.0; });
 }
 
-// The order in which ranks whose time depends on the tokens before them come furthest. By sets of
-// ranks: how far a set can come is the furthest that any of its ranks comes after the others.
+// The order in which ranks whose time depends on the tokens before them come furthest, as long as
+// there is one that is better than the best known. By sets of ranks: how far a set can come is the
+// furthest that any of its ranks comes after the others.
 Ranks best_order(const std::vector<RankTime>& times, int64_t seq_len) {
   const int64_t world_size = static_cast<int64_t>(times.size());
-  const Ranks sorted = fast_to_slow(times, seq_len);
-  if (world_size > kMaxOrderedRanks) return sorted;
+  Ranks order = fast_to_slow(times, seq_len);
+  if (world_size > kMaxOrderedRanks) return order;
 
   const uint32_t all = (1u << world_size) - 1;
   std::vector<int64_t> reach(all + 1), last(all + 1);
@@ -202,15 +203,18 @@ Ranks best_order(const std::vector<RankTime>& times, int64_t seq_len) {
     }
     return reach[all] == seq_len;
   };
-  const auto filled = best_lengths(times, sorted, seq_len, 1);
-  const double high = slowest(rank_ms(Partition(Layout::kContiguous, filled, sorted), times));
-  const double limit = least(0.0, high, kOrderTolerance, fits);
-  fits(limit);
-  Ranks order(world_size);
-  uint32_t set = all;
-  for (int64_t place = world_size - 1; place >= 0; --place) {
-    order[place] = last[set];
-    set ^= 1u << last[set];
+  const auto limit_of_order = [&] {
+    const auto lengths = best_lengths(times, order, seq_len, 1);
+    return slowest(rank_ms(Partition(Layout::kContiguous, lengths, order), times));
+  };
+  double limit = limit_of_order();
+  while (limit > 0.0 && fits(limit * (1 - kOrderTolerance))) {
+    uint32_t set = all;
+    for (int64_t place = world_size - 1; place >= 0; --place) {
+      order[place] = last[set];
+      set ^= 1u << last[set];
+    }
+    limit = limit_of_order();
   }
   return order;
 }

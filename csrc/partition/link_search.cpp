@@ -206,12 +206,14 @@ std::vector<Ranks> orders_of_ranks(const Ranks& order) {
 }  // namespace
 
 std::vector<double> RingProblem::busy_ms(const Partition& partition) const {
-  return ringattn::busy_ms(partition, times, profiles, cost, workload);
+  const auto visits_of = schedules(partition, workload.causal);
+  return ringattn::busy_ms(partition, visits_of, times, profiles, cost, workload);
 }
 
 std::vector<double> RingProblem::rank_ms(const Partition& partition) const {
-  auto ms = busy_ms(partition);
-  const auto waits = simulate_waits(partition, profiles, cost, workload.causal, depth);
+  const auto visits_of = schedules(partition, workload.causal);
+  auto ms = ringattn::busy_ms(partition, visits_of, times, profiles, cost, workload);
+  const auto waits = simulate_waits(visits_of, profiles, cost, depth);
   for (size_t rank = 0; rank < ms.size(); ++rank) ms[rank] += waits[rank];
   return ms;
 }

@@ -68,7 +68,8 @@ int64_t Partition::in_round(int64_t rank, int64_t distance) const {
   const int64_t at = round_place_.at(rank);
   const int64_t all = at < num_owners_ ? num_owners_ : world_size;
   if (std::abs(distance) >= all) return round_[std::abs(distance)];
-  return round_[((at + distance) % all + all) % all];
+  const int64_t there = at + distance;
+  return round_[there < 0 ? there + all : there < all ? there : there - all];
 }
 
 std::vector<Segment> Partition::segments(int64_t rank) const {

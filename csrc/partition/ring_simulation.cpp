@@ -25,18 +25,14 @@ struct Ends {
   std::vector<double> all_ms, busy_ms;
 };
 
-Ends simulate(const Partition& partition, const std::vector<RankProfile>& profiles,
-              const ModelCost& cost, bool causal, int64_t depth) {
-  const int64_t world_size = partition.world_size();
-  std::vector<std::vector<Visit>> visits;
-  visits.reserve(world_size);
-  for (int64_t rank = 0; rank < world_size; ++rank) {
-    visits.push_back(schedule(partition, rank, causal));
-  }
+Ends simulate(const Schedules& visits_of, const std::vector<RankProfile>& profiles,
+              const ModelCost& cost, int64_t depth) {
+  const int64_t world_size = static_cast<int64_t>(visits_of.size());
   std::vector<double> attended(world_size * world_size);  // [step, rank]: when the step ended
   std::vector<double> busy(world_size, 0.0);              // by rank: at work so far
   const auto attend = [&](int64_t rank, int64_t step, double begin) {
-    const double flops = cost.attention_flops * static_cast<double>(visits[rank][step].num_pairs());
+    const double flops =
+        cost.attention_flops * static_cast<double>(visits_of[rank][step].num_pairs());
     const double ms = flops / (profiles[rank].attention_tflops * kFlopsPerMs);
     attended[step * world_size + rank] = begin + ms;
     busy[rank] += ms;
@@ -54,7 +50,7 @@ Ends simulate(const Partition& partition, const std::vector<RankProfile>& profil
       }
     }
     for (int64_t rank = 0; rank < world_size; ++rank) {
-      const Visit& visit = visits[rank][step];
+      const Visit& visit = visits_of[rank][step];
       if (visit.key_end == 0) continue;
       const double bytes = static_cast<double>(visit.key_end * cost.kv_bytes);
       const double end = std::max(ready[visit.source], ready[rank]) +
@@ -64,7 +60,7 @@ Ends simulate(const Partition& partition, const std::vector<RankProfile>& profil
     }
     for (int64_t rank = 0; rank < world_size; ++rank) {
       const double begin = attended[(step - 1) * world_size + rank];
-      attend(rank, step, visits[rank][step].visible() ? std::max(begin, moved[rank]) : begin);
+      attend(rank, step, visits_of[rank][step].visible() ? std::max(begin, moved[rank]) : begin);
     }
   }
   return {{attended.end() - world_size, attended.end()}, std::move(busy)};
@@ -75,13 +71,13 @@ Ends simulate(const Partition& partition, const std::vector<RankProfile>& profil
 std::vector<double> simulate_ring(const Partition& partition,
                                   const std::vector<RankProfile>& profiles, const ModelCost& cost,
                                   bool causal, int64_t depth) {
-  return simulate(partition, profiles, cost, causal, depth).all_ms;
+  return simulate(schedules(partition, causal), profiles, cost, depth).all_ms;
 }
 
-std::vector<double> simulate_waits(const Partition& partition,
+std::vector<double> simulate_waits(const Schedules& visits_of,
                                    const std::vector<RankProfile>& profiles, const ModelCost& cost,
-                                   bool causal, int64_t depth) {
-  auto [waits, busy] = simulate(partition, profiles, cost, causal, depth);
+                                   int64_t depth) {
+  auto [waits, busy] = simulate(visits_of, profiles, cost, depth);
   for (size_t rank = 0; rank < waits.size(); ++rank) waits[rank] -= busy[rank];
   return waits;
 }

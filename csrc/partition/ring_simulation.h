@@ -7,6 +7,7 @@
 #include "core/export.h"
 #include "partition/partition.h"
 #include "partition/profile.h"
+#include "partition/schedule.h"
 
 // What a ring call does over unequal ranks, without running it.
 
@@ -27,9 +28,9 @@ RINGATTN_API std::vector<double> simulate_ring(const Partition& partition,
 
 /// The part of that for which attention of each rank stands still, in ms: it waits for blocks. None
 /// where nothing delays any.
-RINGATTN_API std::vector<double> simulate_waits(const Partition& partition,
-                                                const std::vector<RankProfile>& profiles,
-                                                const ModelCost& cost, bool causal, int64_t depth);
+std::vector<double> simulate_waits(const Schedules& visits_of,
+                                   const std::vector<RankProfile>& profiles, const ModelCost& cost,
+                                   int64_t depth);
 
 /// Tokens whose keys and values a ring call holds on `rank` beside its own: its block as it is
 /// sent, and one buffer for each block in flight and the one being attended.

@@ -6,8 +6,8 @@
 namespace ringattn {
 namespace {
 
-Visit visit(const Partition& partition, int64_t rank, int64_t source, bool causal) {
-  Visit visit;
+// In place: planners make many thousands of them.
+void describe(Visit& visit, const Partition& partition, int64_t rank, int64_t source, bool causal) {
   visit.source = source;
   visit.query_end = partition.length(rank);
   visit.key_end = partition.length(source);
@@ -27,16 +27,14 @@ Visit visit(const Partition& partition, int64_t rank, int64_t source, bool causa
     visit.query_begin = visit.query_end = visit.key_end = 0;
     visit.diagonal.reset();
   }
-  return visit;
 }
 
 }  // namespace
 
 std::vector<Visit> schedule(const Partition& partition, int64_t rank, bool causal) {
-  std::vector<Visit> visits;
-  visits.reserve(partition.world_size());
+  std::vector<Visit> visits(partition.world_size());
   for (int64_t step = 0; step < partition.world_size(); ++step) {
-    visits.push_back(visit(partition, rank, partition.visitor(rank, step), causal));
+    describe(visits[step], partition, rank, partition.visitor(rank, step), causal);
   }
   // Every visit reaches from some row to the last one, so what no later visit reaches is a range
   // too.
@@ -50,8 +48,19 @@ std::vector<Visit> schedule(const Partition& partition, int64_t rank, bool causa
   return visits;
 }
 
+Schedules schedules(const Partition& partition, bool causal) {
+  Schedules of_ranks;
+  of_ranks.reserve(partition.world_size());
+  for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
+    of_ranks.push_back(schedule(partition, rank, causal));
+  }
+  return of_ranks;
+}
+
 int64_t rows_seen(const Partition& partition, int64_t rank, int64_t source, bool causal) {
-  return visit(partition, rank, source, causal).key_end;
+  Visit visit;
+  describe(visit, partition, rank, source, causal);
+  return visit.key_end;
 }
 
 }  // namespace ringattn

@@ -37,6 +37,10 @@ struct Visit {
 /// Nothing masked is ever computed: every visit is one call, dense or under one diagonal.
 RINGATTN_API std::vector<Visit> schedule(const Partition& partition, int64_t rank, bool causal);
 
+/// Of every rank, [W][W].
+using Schedules = std::vector<std::vector<Visit>>;
+Schedules schedules(const Partition& partition, bool causal);
+
 /// Leading key rows of the block of `source` that `rank` sees.
 RINGATTN_API int64_t rows_seen(const Partition& partition, int64_t rank, int64_t source,
                                bool causal);

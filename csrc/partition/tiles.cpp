@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "core/ceil_div.h"
-#include "partition/schedule.h"
 
 namespace ringattn {
 namespace {
@@ -142,13 +141,14 @@ bool in_tiles(const std::vector<RankProfile>& profiles) {
                      [](const RankProfile& profile) { return !profile.tiles.empty(); });
 }
 
-std::vector<double> padding_ms(const Partition& partition, const std::vector<RankProfile>& profiles,
-                               const ModelCost& cost, const Workload& workload) {
+std::vector<double> padding_ms(const Partition& partition, const Schedules& visits_of,
+                               const std::vector<RankProfile>& profiles, const ModelCost& cost,
+                               const Workload& workload) {
   std::vector<double> ms(profiles.size(), 0.0);
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
     const RankProfile& profile = profiles[rank];
     if (profile.tiles.empty() || partition.length(rank) == 0) continue;
-    const auto visits = schedule(partition, rank, workload.causal);
+    const std::vector<Visit>& visits = visits_of[rank];
     double time = std::numeric_limits<double>::infinity();
     for (const AttentionTile& tile : profile.tiles) {
       time = std::min(time, tile.time * tiles_of(visits, partition.length(rank), tile));
@@ -161,11 +161,12 @@ std::vector<double> padding_ms(const Partition& partition, const std::vector<Ran
   return ms;
 }
 
-std::vector<double> busy_ms(const Partition& partition, const std::vector<RankTime>& times,
+std::vector<double> busy_ms(const Partition& partition, const Schedules& visits_of,
+                            const std::vector<RankTime>& times,
                             const std::vector<RankProfile>& profiles, const ModelCost& cost,
                             const Workload& workload) {
   auto ms = rank_ms(partition, times);
-  const auto padding = padding_ms(partition, profiles, cost, workload);
+  const auto padding = padding_ms(partition, visits_of, profiles, cost, workload);
   for (size_t rank = 0; rank < ms.size(); ++rank) ms[rank] += padding[rank];
   return ms;
 }
@@ -183,7 +184,8 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
   int64_t spent = 0;
   const auto ms_of = [&](const Partition& partition) {
     spent += world_size * world_size;
-    return busy_ms(partition, times, profiles, cost, workload);
+    return busy_ms(partition, schedules(partition, workload.causal), times, profiles, cost,
+                   workload);
   };
   std::vector<double> best_ms = ms_of(start);
   const double start_ms = slowest(best_ms);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "partition/balance.h"
+#include "partition/schedule.h"
 
 // Attention kernels compute whole tiles. Where a rank's pieces do not fill theirs, it works on rows
 // and keys that are not there: of a few thousand tokens that is more than what balance gains.
@@ -17,11 +18,13 @@ bool in_tiles(const std::vector<RankProfile>& profiles);
 /// [W]: what attention of each rank takes, in ms, beyond lengths whose pieces are whole tiles: rows
 /// of each of its pieces, and keys of each block that they see, are rounded up to whole ones of
 /// those of `RankProfile::tiles` that are done first. 0 without tiles.
-std::vector<double> padding_ms(const Partition& partition, const std::vector<RankProfile>& profiles,
-                               const ModelCost& cost, const Workload& workload);
+std::vector<double> padding_ms(const Partition& partition, const Schedules& visits_of,
+                               const std::vector<RankProfile>& profiles, const ModelCost& cost,
+                               const Workload& workload);
 
 /// [W]: the time of each rank that waits for nothing, padding included.
-std::vector<double> busy_ms(const Partition& partition, const std::vector<RankTime>& times,
+std::vector<double> busy_ms(const Partition& partition, const Schedules& visits_of,
+                            const std::vector<RankTime>& times,
                             const std::vector<RankProfile>& profiles, const ModelCost& cost,
                             const Workload& workload);
 
