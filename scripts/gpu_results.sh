@@ -4,7 +4,8 @@
 # What benchmarks/results holds of a machine with GPUs: `scripts/gpu_results.sh OUT [stage...]`, in an
 # environment that has ringattn with its kernels. Stages, all of them unless some are named:
 #
-#   tests      every test that needs a GPU, on 1, 2, 3 and all GPUs (OUT/tests_*.xml, JUnit)
+#   tests      every test that needs a GPU, on 1, 2, 3 and all GPUs, or with ranks that share one
+#              (OUT/tests_*.xml, JUnit)
 #   attention  one GPU beside PyTorch's kernels; shapes of a ring, folding, short sequences
 #   ring       all GPUs beside one GPU and other rings: causal, dense, no groups of heads, uneven; a
 #              timeline; fewer GPUs
@@ -20,7 +21,7 @@ export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" # multicast needs rights that n
 export PYTHONUNBUFFERED=1
 
 case "${1:-}" in
-  -h | --help) sed -n '4,15s/^# \{0,1\}//p' "$0" && exit ;;
+  -h | --help) sed -n '4,16s/^# \{0,1\}//p' "$0" && exit ;;
   '' | -*)
     echo "usage: scripts/gpu_results.sh OUT [stage...]" >&2
     exit 2
@@ -80,6 +81,10 @@ stage_tests() {
   pytest_on 0 "1x$model" -m cuda
   [ "$num_gpus" -lt 2 ] && wait_for_all
   RINGATTN_KERNEL_FAMILY=sm80 pytest_on $((num_gpus > 1)) "1x${model}_sm80" -m cuda
+  if [ "$num_gpus" -eq 1 ]; then # what needs no NCCL, with ranks that share the GPU
+    wait_for_all
+    RINGATTN_RANKS_PER_GPU=4 pytest_on 0 "shared_1x$model" -m multi_gpu
+  fi
   if [ "$num_gpus" -ge 4 ]; then pytest_on 2,3 "2x$model" -m multi_gpu -k "$two"; fi
   wait_for_all
   if [ "$num_gpus" -eq 2 ]; then pytest_on 0,1 "2x$model" -m multi_gpu -k "$two"; fi

@@ -6,6 +6,7 @@ function of a test module; it is called with the given arguments on every rank a
 :func:`this` about its rank and device.
 """
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -19,12 +20,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ringattn.testing import MPS
 
 GROUP_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 60.0
+#: So many ranks may share a GPU where a test needs more than there are.
+RANKS_PER_GPU = int(os.environ.get("RINGATTN_RANKS_PER_GPU", "1"))
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "ringattn"])
+_mps: MPS | None = None
+
+
+def _part_of_a_gpu(ranks_per_gpu: int) -> dict[str, str]:
+    """Environment of ranks that share a GPU and are to run at once, not in turn."""
+    global _mps
+    if _mps is None:
+        _mps = MPS().__enter__()
+        atexit.register(_mps.__exit__)
+    return _mps.environment(100 / ranks_per_gpu)
 
 
 @dataclass(frozen=True)
@@ -88,15 +102,18 @@ def _serve(
     global _this
     os.environ.update(environment)
     torch.set_num_threads(1)
-    device = torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"
     if device_type == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+        num_devices = torch.cuda.device_count()
+        device = torch.device("cuda", rank % num_devices)
         torch.cuda.set_device(device)
+        # NCCL refuses ranks that share a GPU.
+        backend = f"cpu:gloo,cuda:{'nccl' if world_size <= num_devices else 'gloo'}"
     timeout = timedelta(seconds=timeout_s)
     # The pool holds the store, as torchrun's agent does: it outlives every rank.
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+        backend,
         store=store,
         rank=rank,
         world_size=world_size,
@@ -138,7 +155,8 @@ def _to_cpu(value: Any) -> Any:
 
 class RankPool:
     """W processes of one group: gloo on CPU, NCCL with one GPU per rank on CUDA. More ranks than
-    GPUs share them in turn; NCCL refuses that, symmetric memory does not."""
+    GPUs share them, in a group without NCCL: in turn, or at once where RINGATTN_RANKS_PER_GPU says
+    so."""
 
     def __init__(
         self,
@@ -149,6 +167,10 @@ class RankPool:
     ) -> None:
         self.world_size = world_size
         self.device_type = device_type
+        environment = dict(environment or {})
+        if device_type == "cuda" and RANKS_PER_GPU > 1:
+            ranks_per_gpu = -(-world_size // torch.cuda.device_count())
+            environment |= _part_of_a_gpu(ranks_per_gpu) if ranks_per_gpu > 1 else {}
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._connections, self.processes = [], []
         for rank in range(world_size):
@@ -157,7 +179,7 @@ class RankPool:
                 target=_serve,
                 args=(
                     *(rank, world_size, device_type, self._store.port, timeout_s),
-                    *(environment or {}, theirs),
+                    *(environment, theirs),
                 ),
                 daemon=True,
             )

@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from _distributed import RankPool, RankPools
+from _distributed import RANKS_PER_GPU, RankPool, RankPools
 
 MAX_WORLD_SIZE = 4
 
@@ -45,7 +45,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if marker := item.get_closest_marker("multi_gpu"):
         given = _parameters(item)
         size = given["ring"][1] if "ring" in given else (*marker.args, 2)[0]
-        if num_devices < size:
+        with_nccl = item.get_closest_marker("nccl") or given.get("transport") == "nccl"
+        if num_devices * (1 if with_nccl else RANKS_PER_GPU) < size:
             pytest.skip(f"needs {size} CUDA devices")
     if item.get_closest_marker("hopper") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")

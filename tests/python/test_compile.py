@@ -136,6 +136,7 @@ def compiled_decode() -> None:
         assert torch.equal(out, ringattn.decode_attention(q, k[:, :rows], v[:, :rows]))
 
 
+@pytest.mark.nccl
 def test_decoding_is_compiled(ring):
     ring.run(compiled_decode)
 

@@ -141,6 +141,7 @@ def agree_and_die(victim: int) -> dict[str, object]:
     return {"named_s": named_s, "message": str(raised.value)}
 
 
+@pytest.mark.nccl
 def test_a_rank_that_dies_before_the_communicator_is_there_is_named():
     victim = 1
     with RankPool(2, "cuda", timeout_s=TIMEOUT_S) as ring:

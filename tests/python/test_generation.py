@@ -147,6 +147,7 @@ def test_tokens_do_not_depend_on_where_the_cache_lies(
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.nccl
 @pytest.mark.parametrize("cuda_graphs", [False, None, True])
 def test_every_gpu_gets_the_tokens_of_one(
     cuda_graphs: bool | None, folder: Path, rank_pool: Callable[..., RankPool]

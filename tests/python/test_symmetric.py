@@ -263,6 +263,7 @@ def captured_over_nccl(case: Case) -> None:
         torch.cuda.synchronize()
 
 
+@pytest.mark.nccl
 def test_nccl_under_capture_is_refused(rank_pool):
     case = Case(Partition.even(1122, 2), torch.bfloat16, transport="nccl")
     rank_pool(2, "cuda").run(captured_over_nccl, case)
