@@ -160,16 +160,20 @@ def world_size() -> int:
 
 
 @contextlib.contextmanager
-def process_group(device: str) -> Iterator[torch.device]:
+def process_group(device: str, ranks_per_gpu: int = 1) -> Iterator[torch.device]:
     """The group that torchrun describes, if it does, and the device of this rank."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    on = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+    on = torch.device("cpu")
+    if device == "cuda":
+        on = torch.device("cuda", local_rank // ranks_per_gpu)
     if device == "cuda":
         torch.cuda.set_device(on)
     if "WORLD_SIZE" not in os.environ:
         yield on
         return
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    # NCCL refuses ranks that share a device.
+    on_cuda = "nccl" if ranks_per_gpu == 1 else "cpu:gloo,cuda:gloo"
+    dist.init_process_group(on_cuda if device == "cuda" else "gloo")
     try:
         yield on
     finally:

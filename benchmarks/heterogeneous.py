@@ -14,7 +14,8 @@ with its CUDA_MPS_ACTIVE_THREAD_PERCENTAGE (`--throttle mps`), or repeating thei
 any device). A percentage is what is asked for; what counts is what is measured: `rank*_tflops` are
 speeds of the whole problem on one rank, with all ranks computing at once until they have settled.
 The ideal is the time that ranks of these speeds would take together, one after the other none.
-Equal ranks are always in the sweep: slowdowns refer to them.
+Equal ranks are always in the sweep: slowdowns refer to them. Where there are more ranks than GPUs,
+--ranks-per-gpu gives each its part of one, and percentages are of that part.
 
 Finished cells are kept in STEM.cells.jsonl and are not run again; --report-only runs none. Writes
 STEM.{csv,json,md} and STEM_findings.{csv,json,md}, of what is finished where it is told to end.
@@ -37,7 +38,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from harness import DTYPES, integers, names_of, shape_text, timing_arguments
+from harness import DTYPES, at_least, integers, names_of, shape_text, timing_arguments
 from report import PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, Report, command
 from ringattn import strategies
 from study import tables
@@ -107,6 +108,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     return Settings(
         device=arguments.device,
         throttle=throttle,
+        ranks_per_gpu=arguments.ranks_per_gpu,
         transport=arguments.transport,
         dtype=arguments.dtype,
         heads=arguments.heads,
@@ -167,7 +169,8 @@ def write_reports(
     header = headers_of([store.header(settings, cell) for cell in cells])
     header |= {
         "tensors": f"{shape_text(settings)}, causal",
-        "throttle": f"{settings.throttle}, transport {settings.transport}",
+        "throttle": f"{settings.throttle}, transport {settings.transport}"
+        + (f", {settings.ranks_per_gpu} ranks on a GPU" if settings.ranks_per_gpu > 1 else ""),
         "profiles": f"all ranks at once, settled for {settings.settle_seconds:g} s",
     }
     rows = [row for cell in cells for row in store.rows(settings, cell)]
@@ -223,6 +226,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--what", type=names_of("attention", "layer"), default=["attention"])
     parser.add_argument(
         *("--throttle",), choices=["mps", "repeat"], help="default: mps on CUDA, repeat on CPU"
+    )
+    parser.add_argument(
+        "--ranks-per-gpu", type=at_least(1), default=1, help="that share one, under MPS (1)"
     )
     parser.add_argument("--transport", default="auto")
     for size in ("heads", "kv-heads", "head-dim", "hidden-dim"):
@@ -282,9 +288,14 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         parser.error("ranks must be --ranks, which this starts by itself, got a start by torchrun")
     if arguments.throttle == "mps" and arguments.device == "cpu":
         parser.error("--throttle must be repeat on CPU, got mps")
-    count = torch.cuda.device_count()
-    if arguments.device == "cuda" and count < world_size and not arguments.report_only:
-        parser.error(f"--ranks must be at most the number of devices, {count}, got {world_size}")
+    if arguments.ranks_per_gpu > 1 and arguments.device == "cpu":
+        parser.error(f"--ranks-per-gpu must be 1 on CPU, got {arguments.ranks_per_gpu}")
+    room = torch.cuda.device_count() * arguments.ranks_per_gpu
+    if arguments.device == "cuda" and room < world_size and not arguments.report_only:
+        parser.error(
+            f"--ranks must be at most the number of devices times --ranks-per-gpu, {room}, "
+            f"got {world_size}"
+        )
     for name, least in (
         ("ranks", 2),
         ("seq_lens", 1),

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# scripts/study_heterogeneous.sh [--seconds N] [--out FOLDER] [--transport NAME]
+# scripts/study_heterogeneous.sh [--seconds N] [--out FOLDER] [--transport NAME] [--ranks-per-gpu N]
 #
 # The study of unequal ranks, whole, in order of importance: four ranks with one and two slow ones, two ranks with
 # one (beside an even contiguous split: ranks2_even), speeds that change, whole layers, another position, 90 %; then
-# what takes longer: every split, every position, three slow ranks, all lengths. On GPUs under MPS; without two of
-# them small, on the CPU. What is not done after N seconds (3600 unless told) is left out, and the same command goes
-# on from there. Results: FOLDER (build/study unless told). The exit status says whether a part failed. Needs an
-# installed ringattn (scripts/setup.sh study).
+# what takes longer: every split, every position, three slow ranks, all lengths. On GPUs under MPS, one for each rank
+# unless N are to share one; without room for two ranks small, on the CPU. What is not done after N seconds (3600
+# unless told) is left out, and the same command goes on from there. Results: FOLDER (build/study unless told). The
+# exit status says whether a part failed. Needs an installed ringattn (scripts/setup.sh study).
 
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -18,19 +18,23 @@ refuse() {
   exit 2
 }
 
-limit=3600 out=build/study transport=auto
+limit=3600 out=build/study transport=auto per_gpu=1
 while [ $# -gt 0 ]; do
   case "$1" in
-    --seconds | --out | --transport) [ -n "${2:-}" ] || refuse "$1 must be followed by a value, got none" ;;&
+    --seconds | --out | --transport | --ranks-per-gpu)
+      [ -n "${2:-}" ] || refuse "$1 must be followed by a value, got none"
+      ;;&
     --seconds) limit="$2" ;;
     --out) out="$2" ;;
     --transport) transport="$2" ;;
+    --ranks-per-gpu) per_gpu="$2" ;;
     -h | --help) sed -n '4,11s/^# \{0,1\}//p' "$0" && exit ;;
     *) refuse "options must be of these, got $1" ;;
   esac
   shift 2
 done
 [[ "$limit" =~ ^[1-9][0-9]*$ ]] || refuse "--seconds must be a number from 1 on, got $limit"
+[[ "$per_gpu" =~ ^[1-9][0-9]*$ ]] || refuse "--ranks-per-gpu must be a number from 1 on, got $per_gpu"
 mkdir -p "$out" || exit 1
 
 gpus="$(python3 -c 'try:
@@ -38,8 +42,9 @@ gpus="$(python3 -c 'try:
 except ImportError as error:
     raise SystemExit(f"study: python3 must have what scripts/setup.sh study installs, got: {error}")
 print(torch.cuda.device_count())')" || exit 1
-if [ "$gpus" -ge 2 ]; then
-  options=(--device cuda --warmup 0 --cell-seconds 6 --settle-seconds 0.5)
+ranks=$((gpus * per_gpu)) # that have a GPU, or a part of one
+if [ "$ranks" -ge 2 ]; then
+  options=(--device cuda --ranks-per-gpu "$per_gpu" --warmup 0 --cell-seconds 6 --settle-seconds 0.5)
   short=16384 long=65536 longest=131072 middle=32768 more=4096,8192,32768,131072
 else
   options=(--device cpu --cell-seconds 8 --settle-seconds 0.5 --heads 8 --kv-heads 2)
@@ -58,7 +63,7 @@ part() {
   parts+=("$study" "$@" "${options[@]}" --out "$out/$stem")
 }
 four() {
-  [ "$gpus" -lt 4 ] || part ranks4 sweep --ranks 4 "${main[@]}" "$@"
+  [ "$ranks" -lt 4 ] || part ranks4 sweep --ranks 4 "${main[@]}" "$@"
 }
 two() { part ranks2 sweep "${main[@]}" "$@"; }
 # As many requests as beliefs average are watched first: what is made of profiles is no change of speed.
@@ -103,7 +108,7 @@ two --percentages 90,50,25,10 --seq-lens "$more"
 two --percentages 90,50,25,10 --positions every --seq-lens "$short,$long"
 four --percentages 50,10 --positions every --seq-lens "$short,$long"
 part splits2 sweep --percentages 10,50,25,90 --seq-lens "$middle,$long"
-[ "$gpus" -lt 4 ] || part splits4 sweep --ranks 4 --slow-ranks 1,2,3 --percentages 50,10 --seq-lens "$short,$long"
+[ "$ranks" -lt 4 ] || part splits4 sweep --ranks 4 --slow-ranks 1,2,3 --percentages 50,10 --seq-lens "$short,$long"
 measure "the rest"
 
 for stem in ranks2 ranks2_even ranks4 splits2 splits4; do

@@ -42,7 +42,7 @@ def run(parts: Sequence[Part]) -> list[str]:
     left = sum(len(cells) for cells in jobs.values())
     problems: dict[int, str] = {}  # by the number of the part
     with contextlib.ExitStack() as stack:
-        under_mps = any(settings.throttle == "mps" for settings, _ in jobs)
+        under_mps = any(settings.under_mps for settings, _ in jobs)
         mps = stack.enter_context(MPS()) if under_mps else None
         bar = stack.enter_context(tqdm(total=total, initial=total - left, unit="cell"))
         starts = stack.enter_context(contextlib.closing(started(jobs, mps)))
@@ -75,7 +75,7 @@ def started(
     ]
 
     def start(job: Job) -> ranks.Ranks:
-        return ranks.Ranks(job, mps if job.settings.throttle == "mps" else None)
+        return ranks.Ranks(job, mps if job.settings.under_mps else None)
 
     ahead: ranks.Ranks | None = None
     try:

@@ -34,6 +34,7 @@ class Settings:
 
     device: str  # "cpu" or "cuda"
     throttle: str  # "mps" or "repeat"
+    ranks_per_gpu: int  # each has its part of one, under MPS
     transport: str
     dtype: str
     heads: int
@@ -50,6 +51,14 @@ class Settings:
     lut: str | None  # CSV; None: this run's own matrix products
     regression: str | None  # JSON; None: the published one
     noise: float = 0.0  # relative, of what the rebalancer is told in a trace
+
+    @property
+    def under_mps(self) -> bool:
+        return self.throttle == "mps" or self.ranks_per_gpu > 1
+
+    def mps_percentage(self, percentage: float) -> float:
+        """Of a GPU, for a rank that is asked for `percentage` of what it could have."""
+        return (percentage if self.throttle == "mps" else 100) / self.ranks_per_gpu
 
 
 def set_name(percentages: Sequence[int]) -> str:

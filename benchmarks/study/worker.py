@@ -51,7 +51,7 @@ def main() -> None:
     job = told()
     end_with_whoever_started_this()
     settings = job.settings
-    with process_group(settings.device) as device, torch.no_grad():
+    with process_group(settings.device, settings.ranks_per_gpu) as device, torch.no_grad():
         report({"header": environment(device)})
         measured: dict[int, list[RankMeasurement]] = {}
         for cell in job.cells:

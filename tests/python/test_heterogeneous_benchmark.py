@@ -217,6 +217,7 @@ def test_one_rank_is_refused_as_that(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "message"),
     [
         (["--throttle", "mps"], "--throttle must be repeat on CPU, got mps"),
+        (["--ranks-per-gpu", "2"], "--ranks-per-gpu must be 1 on CPU, got 2"),
         (["--sets", "100,50,20"], "must give 2 numbers in 1..100, got 100,50,20"),
         (["--percentages", "0"], "must give 2 numbers in 1..100, got 100,0"),
         (["--slow-ranks", "2"], "--slow-ranks must lie in 1..1, got [2]"),
@@ -360,9 +361,11 @@ def test_told_to_end_it_reports_what_is_finished(tmp_path: Path) -> None:
     assert {row["percentages"] for row in read(tmp_path / "het.csv")} == {"100,100"}
 
 
-@pytest.mark.parametrize(("gpus", "starts"), [(4, 15), (2, 8), (0, 8)])
+@pytest.mark.parametrize(
+    ("gpus", "ranks_per_gpu", "starts"), [(4, 1, 15), (2, 1, 8), (0, 1, 8), (1, 4, 15), (1, 1, 8)]
+)
 def test_the_whole_study_asks_for_what_there_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, starts: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, ranks_per_gpu: int, starts: int
 ) -> None:
     """Its command lines are understood; what decides comes first, equal ranks before all others."""
     commands = tmp_path / "commands"
@@ -371,6 +374,7 @@ def test_the_whole_study_asks_for_what_there_is(
     python.chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     script = ["bash", ROOT / "scripts/study_heterogeneous.sh", "--out", tmp_path / "out"]
+    script += ["--ranks-per-gpu", str(ranks_per_gpu)]
     subprocess.run(script, env={**os.environ, "PATH": path}, check=True, timeout=60)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 
@@ -379,18 +383,19 @@ def test_the_whole_study_asks_for_what_there_is(
     sets = list(dict.fromkeys((p.settings, c.percentages) for p in parts for c in p.cells))
     assert len(sets) == starts
     assert all(heterogeneous.parts_of(command.split()[1:]) for command in rest)
-    world_size = 4 if gpus == 4 else 2
+    places = gpus * ranks_per_gpu
+    world_size = 4 if places == 4 else 2
     assert sets[0][1] == (100,) * world_size
     asked = {
         c.percentages for p in parts for c in p.cells if c.seq_len == parts[0].cells[0].seq_len
     }
     assert {(100, 10), (100, 25), (100, 50), (100, 90)} <= asked
-    if gpus == 4:
+    if places == 4:
         assert {(100, 100, 100, 10), (100, 100, 50, 50), (50, 100, 100, 100)} <= asked
     # What it promises, two ranks and one of them at 10 %, beside both even splits.
     (both,) = [part for part in parts if part.arguments.out.endswith("ranks2_even")]
     assert {"even", "even_zigzag", "planned"} <= set(both.settings.strategies)
-    long = 65536 if gpus else 4096
+    long = 65536 if places > 1 else 4096
     assert [(c.percentages, c.seq_len) for c in both.cells] == [
         ((100, 100), long),
         ((100, 10), long),

@@ -20,7 +20,7 @@ BASE: dict[str, Any] = {
     **{"device": "cpu", "throttle": "repeat", "transport": "auto", "dtype": "float32"},
     **{"heads": 4, "kv_heads": 2, "head_dim": 16, "hidden_dim": 96, "strategies": ("even",)},
     **{"rounds": 2, "warmup": 0, "cell_seconds": 1.0, "settle_seconds": 0.1, "watched": 2},
-    **{"requests": 4, "lut": None, "regression": None},
+    **{"requests": 4, "lut": None, "regression": None, "ranks_per_gpu": 1},
 }
 
 
@@ -33,6 +33,19 @@ def test_other_settings_are_other_cells(tmp_path: Path) -> None:
     assert again.header(Settings(**BASE), cell) == {"device": "here"}
     assert not again.has(Settings(**{**BASE, "rounds": 3}), cell)
     assert not again.has(Settings(**BASE), Cell("sweep", (50, 100), "attention", 256))
+
+
+@pytest.mark.parametrize(
+    ("throttle", "ranks_per_gpu", "of_a_gpu"),
+    [("mps", 1, 40), ("mps", 4, 10), ("repeat", 4, 25), ("repeat", 1, None)],
+)
+def test_ranks_that_share_a_gpu_have_their_part_of_it(
+    throttle: str, ranks_per_gpu: int, of_a_gpu: float | None
+) -> None:
+    settings = Settings(**{**BASE, "throttle": throttle, "ranks_per_gpu": ranks_per_gpu})
+    assert settings.under_mps == (of_a_gpu is not None)
+    if settings.under_mps:
+        assert settings.mps_percentage(40) == of_a_gpu
 
 
 ODD_KEY = '{"key": [], "header": {}, "rows": []}'
@@ -248,7 +261,7 @@ def test_ranks_are_measured_once_for_each_length_that_is_longer_than_usual(monke
     monkeypatch.setattr(worker, "report", lambda content: None)
     monkeypatch.setattr(worker, "environment", lambda device: {})
     device = torch.device("cpu")
-    monkeypatch.setattr(worker, "process_group", lambda name: contextlib.nullcontext(device))
+    monkeypatch.setattr(worker, "process_group", lambda *_: contextlib.nullcontext(device))
     monkeypatch.setattr(worker, "throttled", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(worker, "measured_ranks", lambda tokens, *_: asked.append(tokens) or tokens)
     monkeypatch.setattr(worker, "measure_cell", lambda cell, tokens, *_: planned.append(tokens))
