@@ -85,6 +85,7 @@ struct RankWords {
   uint32_t calls;
   uint32_t staged[Notices::kMaxPeers];
   uint32_t read[Notices::kMaxPeers];
+  uint32_t tags[Notices::kMaxPeers];
   uint32_t blocks_done[cuda::kStageCounters];
   uint32_t launch[LaunchWords::kFirstArrival];
   uint32_t arrivals[4096];
@@ -92,7 +93,7 @@ struct RankWords {
 
 /// Of host memory that the device writes to.
 struct ShownWords {
-  uint32_t calls, phase;
+  uint32_t calls, phase, unlike;
 };
 
 /// What one rank of a ring does. Blocks [H_kv, 2, B, S_r, D]: keys and values of a head next to
@@ -135,7 +136,11 @@ cuda::StageParams staging(const RankCall& call, const Partition& partition) {
     params.taken_back[params.num_signals] = &call.words->read[other];
     params.signals[params.num_signals++] = &call.words->staged[other];
     params.awaited[params.num_awaited++] = &call.words->staged[other];
+    params.tags.told[params.tags.num_ranks] = &call.words->tags[other];
+    params.tags.theirs[params.tags.num_ranks++] = &call.words->tags[other];
   }
+  params.tags.failed = &call.words->failed;
+  params.tags.unlike = &call.shown->unlike;
   params.failed = &call.words->failed;
   params.blocks_done = call.words->blocks_done;
   params.calls = &call.words->calls;

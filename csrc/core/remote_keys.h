@@ -36,6 +36,11 @@ struct LaunchWords {
 constexpr uint32_t kBeingStaged = 1;
 constexpr uint32_t staged_heads(uint32_t heads) { return kBeingStaged + heads; }
 
+/// What the word `failed` of a rank is where calls come to nothing: the host has given up, or a
+/// rank has been seen in another call. Staging goes on then, lest others do not see it.
+constexpr uint32_t kGivenUp = 1;
+constexpr uint32_t kInAnotherCall = 2;
+
 /// What a launch that brings keys and its peers tell each other.
 struct Notices {
   static constexpr int kMaxPeers = 16;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/global_words.cuh"
+#include "core/remote_keys.h"
 
 // Waiting for words of global memory.
 
@@ -22,7 +23,7 @@ __device__ __forceinline__ bool has_failed(uint32_t* failed, const uint32_t* giv
   if (looks % kLooksHere != 0 || given_up == nullptr || load_relaxed_system(given_up) == 0) {
     return false;
   }
-  store_relaxed_system(failed, 1);
+  store_relaxed_system(failed, kGivenUp);
   return true;
 }
 

@@ -52,7 +52,8 @@ void Agreement::join(int64_t call, const Signature& signature) {
     if (agreed_.size() >= kMostAgreed) agreed_.clear();
     agreed = agreed_.emplace(signature.key(), text_hash).first;
   }
-  latest_ = hash(std::to_string(call), agreed->second);
+  latest_kind_ = agreed->second;
+  latest_ = hash(std::to_string(call), latest_kind_);
   ++joined_;
 }
 
@@ -115,6 +116,8 @@ void Agreement::fail(int64_t call, const std::string& reason) {
 int32_t Agreement::tag(int64_t step) const {
   return static_cast<int32_t>(hash(std::to_string(step), latest_) & 0x7fffffffu);
 }
+
+int32_t Agreement::kind() const { return static_cast<int32_t>(latest_kind_ & 0x7fffffffu); }
 
 std::optional<Agreement::Absence> Agreement::absence(int64_t call, int64_t rank) {
   const auto word = peers_.get(key(call, rank), std::chrono::milliseconds(1));

@@ -43,6 +43,9 @@ class RINGATTN_API Agreement {
   /// one for calls that are not the same: where a transport can, it pairs only what belongs
   /// together. Not negative.
   int32_t tag(int64_t step) const;
+  /// The same on all ranks for calls of the latest one's kind, and another one for other kinds:
+  /// what is marked with it may be replayed, beside a call that is not. Not negative.
+  int32_t kind() const;
   /// Why a rank does not take part in a call.
   struct Absence {
     bool refused = false;  // it never did; false: it failed in the middle
@@ -60,6 +63,7 @@ class RINGATTN_API Agreement {
   std::unordered_map<std::string, uint32_t> agreed_;  // by key of a signature: a hash of its text
   bool meet_ = false;                                 // also for what has been agreed on before
   uint32_t latest_ = 0;                               // a hash of the latest call
+  uint32_t latest_kind_ = 0;                          // and of its text
   int64_t joined_ = 0;                                // calls
   std::vector<std::string> published_;                // keys of this rank that are in the store
 };

@@ -22,7 +22,8 @@ struct Layout {
   static constexpr int64_t kRanks = cuda::kMaxSignals;
   static constexpr int64_t kStaged = 0;
   static constexpr int64_t kRead = kStaged + kRanks;
-  static constexpr int64_t kBlocksDone = kRead + kRanks;
+  static constexpr int64_t kTag = kRead + kRanks;
+  static constexpr int64_t kBlocksDone = kTag + kRanks;
   static constexpr int64_t kCalls = kBlocksDone + cuda::kStageCounters;
   static constexpr int64_t kFailed = kCalls + 1;
   static constexpr int64_t kOne = kFailed + 1;  // a 1 to copy from
@@ -43,6 +44,7 @@ struct HostWords {
   volatile uint32_t phase;     // Phase::word
   volatile uint32_t calls;     // that have been staged
   volatile uint32_t given_up;  // for kernels that wait
+  volatile uint32_t unlike;    // CallTags::unlike
 };
 
 // What a rank needs beside shared memory.
@@ -63,6 +65,7 @@ struct OwnParts {
       host->phase = kNotWaiting;
       host->calls = 0;
       host->given_up = 0;
+      host->unlike = 0;
       error = cudaStreamCreateWithFlags(&releasing, cudaStreamNonBlocking);
     }
     if (error == cudaSuccess) return;
@@ -111,9 +114,15 @@ class Handshake::Words : public WatchedWords {
   uint32_t* phase_shown() const { return const_cast<uint32_t*>(&own_.host->phase); }
   uint32_t* calls_shown() const { return const_cast<uint32_t*>(&own_.host->calls); }
   const uint32_t* given_up() const { return const_cast<const uint32_t*>(&own_.host->given_up); }
+  uint32_t* unlike() const { return const_cast<uint32_t*>(&own_.host->unlike); }
 
   uint32_t phase() const override { return own_.host->phase; }
   uint32_t calls() const override { return own_.host->calls; }
+  std::optional<int64_t> in_another_call() const override {
+    const uint32_t unlike = own_.host->unlike;
+    if (unlike == 0) return {};
+    return others_[unlike - 1];
+  }
   void give_up() override { own_.host->given_up = 1; }
 
   std::vector<uint32_t> come(Phase::Kind kind) override {
@@ -128,7 +137,7 @@ class Handshake::Words : public WatchedWords {
       const std::vector<uint32_t> values(count, value);
       copy(at(index), values.data(), count);
     };
-    set(Layout::kFailed, 1, 1);  // first: who passes must know
+    set(Layout::kFailed, 1, kGivenUp);  // first: who passes must know
     set(Layout::kStaged, Layout::kRanks, INT32_MAX);
     set(Layout::kRead, Layout::kRanks, 1);
   }
@@ -179,13 +188,28 @@ Handshake::~Handshake() { watch_->close(); }
 
 bool Handshake::all_read() { return watch_->all_read(); }
 
-void Handshake::give_signals(cuda::StageParams& params) const {
+void Handshake::look() { watch_->look(); }
+
+cuda::CallTags Handshake::tags(int32_t kind) const {
+  cuda::CallTags tags;
+  tags.own = static_cast<uint32_t>(kind);
+  for (const int64_t rank : words_->others()) {
+    tags.told[tags.num_ranks] = words_->at(rank, Layout::kTag + words_->rank());
+    tags.theirs[tags.num_ranks++] = words_->at(Layout::kTag + rank);
+  }
+  tags.failed = words_->at(Layout::kFailed);
+  tags.unlike = words_->unlike();
+  return tags;
+}
+
+void Handshake::give_signals(cuda::StageParams& params, int32_t kind) const {
   for (const int64_t rank : words_->others()) {
     params.taken_back[params.num_signals] = words_->at(Layout::kRead + rank);
     params.signals[params.num_signals++] = words_->at(rank, Layout::kStaged + words_->rank());
     if (!params.kernel_fetches) continue;
     params.awaited[params.num_awaited++] = words_->at(Layout::kStaged + rank);
   }
+  params.tags = tags(kind);
   params.blocks_done = words_->at(Layout::kBlocksDone);
   params.failed = words_->at(Layout::kFailed);
   params.given_up = words_->given_up();
@@ -196,9 +220,18 @@ void Handshake::give_signals(cuda::StageParams& params) const {
       until_staged(params.kernel_fetches ? kBeingStaged : all_staged(params.num_kv_heads));
 }
 
-void Handshake::take_staged(int64_t num_kv_heads, cudaStream_t stream) {
+void Handshake::take_staged(int64_t num_kv_heads, int32_t kind, cudaStream_t stream) {
   cuda::StreamWords words;
+  // Every call stages one head at least, so that this wait ends also where a rank is in another
+  // one.
   for (const int64_t rank : words_->others()) {
+    words.wait_until(words_->at(Layout::kStaged + rank), all_staged(1));
+  }
+  C10_CUDA_CHECK(words.enqueue(stream));
+  C10_CUDA_CHECK(cuda::compare_calls(tags(kind), stream));
+  words = {};
+  for (const int64_t rank : words_->others()) {
+    if (num_kv_heads == 1) break;
     words.wait_until(words_->at(Layout::kStaged + rank), all_staged(num_kv_heads));
   }
   for (const int64_t rank : words_->others()) words.write(words_->at(Layout::kStaged + rank), 0);

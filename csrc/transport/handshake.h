@@ -22,6 +22,7 @@ class SignalWatch;
 ///   staged[p] of rank r:   how much of what p stages may be read by r (remote_keys.h)
 ///                                                                 p sets it, r takes it back
 ///   read[p] of rank r:     1: p has read what r staged last       p sets it, r takes it back
+///   tag[p] of rank r:      what kind of call p stages for         p sets it, before staged[p]
 ///
 /// r takes staged[p] back when p has staged everything, before it tells p to go on: p cannot have
 /// set it for the next call yet.
@@ -42,12 +43,13 @@ class Handshake {
 
   // One call begins with the staging kernel.
   /// Completes what that kernel is told, `kernel_fetches` and `num_kv_heads` being set: it gives
-  /// the signals. Where a kernel fetches, that one begins when all others are staging.
-  void give_signals(cuda::StageParams& params) const;
+  /// the signals. Where a kernel fetches, that one begins when all others are staging. Ranks in
+  /// calls of other kinds fail (Agreement::kind).
+  void give_signals(cuda::StageParams& params, int32_t kind) const;
 
   // Then, where copy engines fetch, on a stream that follows it, in this order:
   /// Everything that the other ranks have for this call is in place.
-  void take_staged(int64_t num_kv_heads, cudaStream_t stream);
+  void take_staged(int64_t num_kv_heads, int32_t kind, cudaStream_t stream);
   /// This rank needs nothing more of what `other` has staged. Once for every other rank, behind
   /// what was copied from there.
   void tell_read(int64_t other, cudaStream_t stream);
@@ -64,12 +66,17 @@ class Handshake {
   /// Whether the other ranks have read everything that this one has staged, or will not any more.
   bool all_read();
 
+  /// Has what the device has said of other ranks come out now, if it has: the group fails.
+  void look();
+
   /// For errors: the number of the latest call, and the step at which the block of each rank visits
   /// in it.
   void describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank);
 
  private:
   class Words;
+  cuda::CallTags tags(int32_t kind) const;
+
   std::shared_ptr<Words> words_;        // both shared with the watchdog
   std::shared_ptr<SignalWatch> watch_;  // over waits for these
 };

@@ -72,6 +72,8 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
   }
   /// Agreement::tag of the latest call.
   int32_t tag(int64_t step) const { return agreement_.tag(step); }
+  /// And Agreement::kind.
+  int32_t kind() const { return agreement_.kind(); }
   /// Whether a call like this has been made before.
   bool knows(const Signature& signature) const { return agreement_.knows(signature); }
   /// This rank's part in a call, when its arguments were refused before they came here.

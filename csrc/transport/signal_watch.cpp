@@ -2,6 +2,7 @@
 #include "transport/signal_watch.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "transport/ring_group.h"
@@ -29,6 +30,12 @@ bool SignalWatch::look() {
   if (given_up_) {
     constexpr auto kAgain = std::chrono::milliseconds(500);
     if (moved || now_() - released_ >= kAgain) release();
+  } else if (const auto other = words_->in_another_call()) {
+    end([&](RingGroup& group) {
+      return "ranks must make the same calls in the same order, got another one on rank " +
+             std::to_string(*other) + " than on rank " + std::to_string(group.rank()) +
+             "; the group cannot be used any more";
+    });
   } else if (waits && now_() - since_ >= patience_) {
     give_up(Phase::from(phase));
   }
@@ -77,9 +84,15 @@ void SignalWatch::give_up(Phase phase) {
     if (!silent_since_) silent_since_ = asked;
     if (now_() - *silent_since_ < soon()) return;
   }
-  if (auto group = group_.lock()) {
+  end([&](RingGroup& group) {
     const int64_t step = step_of_rank_ ? (*step_of_rank_)[suspects.front()] : 1;
-    group->fail(group->blame(call_, step, suspects, "no signal came through shared memory"));
+    return group.blame(call_, step, suspects, "no signal came through shared memory");
+  });
+}
+
+void SignalWatch::end(const std::function<std::string(RingGroup&)>& why) {
+  if (auto group = group_.lock()) {
+    group->fail(why(*group));
     // This may be the last to hold it, and its end comes back here for the lock.
     Watchdog::get().free_later(std::move(group));
   }

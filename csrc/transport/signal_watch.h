@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "core/export.h"
@@ -41,6 +42,8 @@ class WatchedWords {
   virtual uint32_t calls() const = 0;
   /// How far each rank has come with what is waited for, [W]. Asks the device: it may not answer.
   virtual std::vector<uint32_t> come(Phase::Kind kind) = 0;
+  /// A rank that stages for another call than this one, where one has been seen. At once.
+  virtual std::optional<int64_t> in_another_call() const = 0;
   /// Tells kernels that their waits are in vain. At once.
   virtual void give_up() = 0;
   /// Lets everything pass that waits: calls that the host made before it knew are still to come,
@@ -49,7 +52,8 @@ class WatchedWords {
 };
 
 /// Sees to it that waits for other ranks come to an end: where one takes the group's timeout it
-/// ends the group, names who did not come, and has everything pass. Thread-safe.
+/// ends the group, names who did not come, and has everything pass. So it does where a rank is in
+/// another call. Thread-safe.
 class RINGATTN_API SignalWatch {
  public:
   using Clock = std::chrono::steady_clock;
@@ -73,6 +77,7 @@ class RINGATTN_API SignalWatch {
  private:
   void watch_anew();
   void give_up(Phase phase);
+  void end(const std::function<std::string(RingGroup&)>& why);
   std::optional<std::vector<uint32_t>> look_at(Phase::Kind kind);
   void release();
   std::chrono::milliseconds soon() const;

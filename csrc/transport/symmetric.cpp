@@ -53,6 +53,7 @@ class SymmetricTransport : public MessageTransport {
     CUDAEvent copied;
     copied.record(lane_);
     copied.synchronize();
+    handshake_.look();
   }
 
   bool idle() override {
@@ -136,9 +137,12 @@ class SymmetricTransport : public MessageTransport {
   void stage(cuda::StageParams params, int64_t call,
              std::shared_ptr<const std::vector<int64_t>> step_of_rank, cudaStream_t stream) {
     handshake_.describe(call, std::move(step_of_rank));
-    handshake_.give_signals(params);
+    handshake_.give_signals(params, group_.kind());
     if (hostile_transfers()) params.lateness = next_delay();
     C10_CUDA_CHECK(cuda::stage(params, stream));
+  }
+  void take_staged(int64_t num_kv_heads) {
+    handshake_.take_staged(num_kv_heads, group_.kind(), lane_);
   }
 
   RingGroup& group_;
@@ -199,7 +203,7 @@ class SymmetricStream : public BlockStream {
       return;
     }
     transport_.after(stream_);
-    transport_.handshake_.take_staged(params.num_kv_heads, transport_.lane_);
+    transport_.take_staged(params.num_kv_heads);
     arrived_.resize(num_hops_);
     for (int64_t step = 1; step <= exchange_.depth; ++step) fetch(step);
   }
@@ -331,7 +335,7 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
   }
   stage(params, message.call, std::make_shared<std::vector<int64_t>>(group_.size(), message.step),
         lane_);
-  handshake_.take_staged(params.num_kv_heads, lane_);
+  take_staged(params.num_kv_heads);
   if (message.receive.defined()) {
     C10_CUDA_CHECK(cudaMemcpyAsync(message.receive.mutable_data_ptr(), staged_by(message.source),
                                    message.receive.nbytes(), cudaMemcpyDefault, lane_));

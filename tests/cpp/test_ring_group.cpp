@@ -103,6 +103,18 @@ TEST_CASE("messages of one call are marked alike, and unlike those of others") {
   CHECK(tags.size() == 6);
 }
 
+TEST_CASE("calls of one kind are marked alike, known or not, and unlike those of others") {
+  Ranks ranks(2);
+  std::set<int32_t> kinds;
+  for (const int64_t heads : {4, 8, 4, 8}) {
+    CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], heads); }) == kNothing2);
+    CHECK(ranks[0].kind() == ranks[1].kind());
+    CHECK(ranks[0].kind() >= 0);
+    kinds.insert(ranks[0].kind());
+  }
+  CHECK(kinds.size() == 2);
+}
+
 TEST_CASE("ranks that ask for different things are all told, and the group works on") {
   Ranks ranks(3);
   const auto said = ranks.at_once([&](int64_t rank) { begin(ranks[rank], rank == 2 ? 8 : 4); });

@@ -35,6 +35,7 @@ class FakeWords : public ringattn::WatchedWords {
     answer();
     return kind == Phase::kUntilRead ? read : staged;
   }
+  std::optional<int64_t> in_another_call() const override { return elsewhere; }
   void give_up() override { given_up = true; }
   void release() override {
     answer();
@@ -43,6 +44,7 @@ class FakeWords : public ringattn::WatchedWords {
 
   std::atomic<uint32_t> shown_phase{Phase{}.word()}, shown_calls{0};
   std::vector<uint32_t> staged = {0, 0, 0}, read = {0, 0, 0};
+  std::optional<int64_t> elsewhere;
   std::atomic<bool> answers{true}, given_up{false};
   std::atomic<int> asked{0}, releases{0};
 
@@ -119,6 +121,23 @@ TEST_CASE("what all have come to is no loss: a kernel may have yet to begin") {
   CHECK(watched.words->asked == 3);  // and each time the patience begins anew
   CHECK(watched.failure().empty());
   CHECK(watched.words->releases == 0);
+}
+
+TEST_CASE("a rank in another call ends the group at once, whether anybody waits or not") {
+  for (const bool waits : {false, true}) {
+    Watched watched;
+    if (waits) watched.wait_for_heads(9);
+    watched.look_after(milliseconds(1));
+    CHECK(watched.failure().empty());
+    watched.words->elsewhere = 2;
+    watched.look_after(milliseconds(1));
+    CHECK(watched.failure() ==
+          "ranks must make the same calls in the same order, got another one on rank 2 than on "
+          "rank 0; the group cannot be used any more");
+    CHECK(watched.words->given_up);
+    CHECK(watched.words->releases == 1);
+    CHECK(watched.watch.all_read());
+  }
 }
 
 TEST_CASE("who has come by the second look was only late") {

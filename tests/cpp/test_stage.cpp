@@ -14,7 +14,9 @@
 // One device, whose own words stand for those of other ranks.
 
 using ringattn::kBeingStaged;
+using ringattn::kInAnotherCall;
 using ringattn::staged_heads;
+using ringattn::cuda::CallTags;
 using ringattn::cuda::kStageCounters;
 using ringattn::cuda::kStagePiece;
 using ringattn::cuda::StageParams;
@@ -25,6 +27,7 @@ using ringattn::testing::Meanwhile;
 namespace {
 
 constexpr int kPeers = 3;
+constexpr int kTag = 77;
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 struct Shape {
@@ -40,17 +43,32 @@ StageSource source_of(const at::Tensor& x) {  // [B, S, H, D]
 /// The words of a call, and what they are when it is over.
 struct Words {
   at::Tensor all =
-      at::zeros({3 * kPeers + kStageCounters + 4}, at::TensorOptions(at::kCUDA).dtype(at::kInt));
+      at::zeros({5 * kPeers + kStageCounters + 5}, at::TensorOptions(at::kCUDA).dtype(at::kInt));
   at::Tensor signals = all.narrow(0, 0, kPeers);
   at::Tensor taken_back = all.narrow(0, kPeers, kPeers).fill_(1);
   at::Tensor awaited = all.narrow(0, 2 * kPeers, kPeers);
-  at::Tensor counters = all.narrow(0, 3 * kPeers, kStageCounters);
-  at::Tensor others = all.narrow(0, 3 * kPeers + kStageCounters, 4);  // failed, calls, both shown
+  at::Tensor told = all.narrow(0, 3 * kPeers, kPeers);
+  at::Tensor theirs = all.narrow(0, 4 * kPeers, kPeers).fill_(kTag);
+  at::Tensor counters = all.narrow(0, 5 * kPeers, kStageCounters);
+  // failed, calls, both shown, unlike
+  at::Tensor others = all.narrow(0, 5 * kPeers + kStageCounters, 5);
 
+  static uint32_t* word(const at::Tensor& x, int64_t i) {
+    return reinterpret_cast<uint32_t*>(x.data_ptr<int>()) + i;
+  }
+  CallTags tags() const {
+    CallTags tags;
+    tags.own = kTag;
+    for (int i = 0; i < kPeers; ++i) {
+      tags.told[i] = word(told, i);
+      tags.theirs[i] = word(theirs, i);
+    }
+    tags.num_ranks = kPeers;
+    tags.failed = word(others, 0);
+    tags.unlike = word(others, 4);
+    return tags;
+  }
   void give(StageParams& params) const {
-    const auto word = [](const at::Tensor& x, int64_t i) {
-      return reinterpret_cast<uint32_t*>(x.data_ptr<int>()) + i;
-    };
     for (int i = 0; i < kPeers; ++i) {
       params.signals[i] = word(signals, i);
       params.taken_back[i] = word(taken_back, i);
@@ -58,6 +76,7 @@ struct Words {
     }
     params.num_signals = kPeers;
     params.num_awaited = params.kernel_fetches ? kPeers : 0;
+    params.tags = tags();
     params.blocks_done = word(counters, 0);
     params.failed = word(others, 0);
     params.calls = word(others, 1);
@@ -187,6 +206,27 @@ TEST_CASE("everything is staged and told of while others have yet to begin; the 
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(block.is_staged());
     CHECK((words.others[0].item<int>() == 1) == (ends != Ends::kByItself));
+  }
+}
+
+TEST_CASE("a rank in another call is seen by who stages, and by who compares") {
+  if (!has_device()) return;
+  for (const bool kernel_fetches : {true, false}) {
+    const Words words;
+    words.awaited.fill_(static_cast<int>(staged_heads(3)));
+    words.theirs[1].fill_(kTag + 1);
+    const Block block({1, 300, 3, 64, 300});
+    StageParams params = block.params(kernel_fetches);
+    words.give(params);
+    REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
+    if (!kernel_fetches) {
+      REQUIRE(words.others[0].item<int>() == 0);
+      REQUIRE(ringattn::cuda::compare_calls(params.tags, nullptr) == cudaSuccess);
+    }
+    CHECK(all_are(words.told, kTag));
+    CHECK(words.others[0].item<int>() == static_cast<int>(kInAnotherCall));
+    CHECK(all_are(words.signals, staged_heads(3)));
+    CHECK(words.others[4].item<int>() == 2);
   }
 }
 

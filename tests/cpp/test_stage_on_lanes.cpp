@@ -23,6 +23,7 @@ using namespace ringattn::cuda;
 
 constexpr int kPeers = 3;
 constexpr uint16_t kNothing = 0xffff;
+constexpr uint32_t kTag = 77;
 
 struct Shape {
   int batch, rows, heads, head_dim;
@@ -32,6 +33,7 @@ struct Shape {
 // The words of a call.
 struct Words {
   uint32_t signals[kPeers] = {}, taken_back[kPeers] = {1, 1, 1}, awaited[kPeers] = {1, 1, 1};
+  uint32_t told[kPeers] = {}, theirs[kPeers] = {kTag, kTag, kTag}, unlike = 0;
   uint32_t counters[kStageCounters] = {};
   uint32_t failed = 0, given_up = 0, calls = 6, calls_shown = 0, phase_shown = 0;
 };
@@ -60,7 +62,13 @@ class Call {
       params.signals[i] = &words.signals[i];
       params.taken_back[i] = &words.taken_back[i];
       params.awaited[i] = &words.awaited[i];
+      params.tags.told[i] = &words.told[i];
+      params.tags.theirs[i] = &words.theirs[i];
     }
+    params.tags.own = kTag;
+    params.tags.num_ranks = kPeers;
+    params.tags.failed = &words.failed;
+    params.tags.unlike = &words.unlike;
     params.num_signals = kPeers;
     params.kernel_fetches = kernel_fetches;
     params.num_awaited = kernel_fetches ? kPeers : 0;
@@ -119,7 +127,7 @@ class Call {
 
 // What goes wrong while a launch runs, where no test may say so.
 struct Faults {
-  std::atomic<int> early_heads{0}, early_word{0}, begins_early{0}, falls_back{0};
+  std::atomic<int> early_heads{0}, early_word{0}, early_tag{0}, begins_early{0}, falls_back{0};
 
   // Watches a call's launch until it is destroyed.
   Faults(const Call& call, unsigned blocks) {
@@ -127,6 +135,7 @@ struct Faults {
       const int64_t peer = word - call.words.signals;
       if (value <= __atomic_load_n(word, __ATOMIC_RELAXED)) ++falls_back;
       if (value == kBeingStaged && call.words.taken_back[peer] != 0) ++early_word;
+      if (value == kBeingStaged && call.words.told[peer] != kTag) ++early_tag;
       if (value > kBeingStaged) {
         const int heads = static_cast<int>(value - kBeingStaged);
         if (!call.has_staged(0, heads)) ++early_heads;
@@ -197,6 +206,9 @@ TEST_CASE("on lanes: heads are told of when they are staged, and counters are 0 
       CHECK(call.words.phase_shown == 9);
       CHECK(faults.early_heads == 0);
       CHECK(faults.early_word == 0);
+      CHECK(faults.early_tag == 0);
+      CHECK(call.words.unlike == 0);
+      CHECK(call.words.failed == 0);
       CHECK(faults.falls_back == 0);
       CHECK(faults.begins_early == 0);
       CHECK(faults.lets_begin(blocks));
@@ -226,6 +238,51 @@ TEST_CASE("on lanes: who has given up stages nothing and tells nobody") {
   CHECK(call.has_staged_nothing());
   CHECK(all_are(call.words.signals, kPeers, 0));
   CHECK(all_are(call.words.taken_back, kPeers, 1));
+}
+
+TEST_CASE("on lanes: a rank in another call is seen before the kernel behind begins") {
+  lanes::multiprocessors = 8;
+  for (const int other : {0, kPeers - 1}) {
+    Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
+    Words& words = call.words;
+    words.theirs[other] = kTag + 1;
+    std::atomic<bool> too_early{false};
+    const Callbacks callbacks;
+    on_let_next_begin = [&] {
+      const bool waits = blockIdx.x == gridDim.x - 1;
+      if (waits && threadIdx.x == 0 && words.failed == 0) too_early = true;
+    };
+    REQUIRE(stage(call.params, nullptr) == cudaSuccess);
+    CHECK_FALSE(too_early);
+    CHECK(words.failed == kInAnotherCall);
+    CHECK(words.unlike == 1u + other);
+    // The others are to see it, too.
+    CHECK(all_are(words.told, kPeers, kTag));
+    CHECK(all_are(words.signals, kPeers, staged_heads(2)));
+  }
+}
+
+TEST_CASE("on lanes: who has failed already does not say that others are in another call") {
+  lanes::multiprocessors = 8;
+  Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
+  call.words.theirs[1] = kTag + 1;
+  call.words.awaited[1] = 0;
+  call.words.failed = 1;
+  REQUIRE(stage(call.params, nullptr) == cudaSuccess);
+  CHECK(call.words.unlike == 0);
+}
+
+TEST_CASE("on lanes: a rank in another call is seen where no kernel fetches") {
+  lanes::multiprocessors = 2;
+  for (const bool alike : {true, false}) {
+    Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/false);
+    if (!alike) call.words.theirs[1] = kTag - 1;
+    REQUIRE(stage(call.params, nullptr) == cudaSuccess);
+    CHECK(call.words.failed == 0);
+    REQUIRE(compare_calls(call.params.tags, nullptr) == cudaSuccess);
+    CHECK(call.words.failed == (alike ? 0 : kInAnotherCall));
+    CHECK(call.words.unlike == (alike ? 0 : 2));
+  }
 }
 
 TEST_CASE("on lanes: the kernel behind begins when all others are staging, or the host gives up") {

@@ -83,6 +83,16 @@ __device__ __forceinline__ void copy_run(const Launch& launch, uint32_t run, boo
   }
 }
 
+// By a warp, when all have said that they stage. Who has failed already says no more of it.
+__device__ __forceinline__ void look_at_tags(const CallTags& tags) {
+  const int lane = threadIdx.x;
+  if (lane >= tags.num_ranks || load_relaxed_system(tags.theirs[lane]) == tags.own) return;
+  if (load_relaxed_system(tags.failed) != 0) return;
+  store_relaxed_system(tags.failed, kInAnotherCall);
+  store_release_system(tags.unlike, 1 + lane);
+  __threadfence_system();  // the kernel that may begin now must see it
+}
+
 // By a thread block of its own: until the others have come as far.
 __device__ __forceinline__ void wait_for_others(const StageParams& to) {
   if (threadIdx.x >= kWarpSize) return;
@@ -90,7 +100,10 @@ __device__ __forceinline__ void wait_for_others(const StageParams& to) {
     store_relaxed_system(to.phase_shown, to.phase);
     store_relaxed_system(to.calls_shown, ++*to.calls);
   }
-  if (threadIdx.x < to.num_awaited) wait_for_word(to.awaited[threadIdx.x], to.failed, to.given_up);
+  if (threadIdx.x < to.num_awaited) {
+    wait_for_word(to.awaited[threadIdx.x], to.failed, to.given_up);
+    look_at_tags(to.tags);
+  }
   __syncwarp();
   let_next_kernel_begin();
 }
@@ -106,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   }
   // Who has given up must not write over what a peer that is only late will read yet. Asked for
   // now, it is known when the first keys have come.
-  const bool failed = load_relaxed_system(to.failed) != 0;
+  const bool failed = load_relaxed_system(to.failed) == kGivenUp;
 
   // All thread blocks that copy run: nothing else is needed any more.
   if (threadIdx.x < kWarpSize) {
@@ -116,6 +129,7 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
       if (threadIdx.x == 0) *to.blocks_done = 0;
       if (threadIdx.x < to.num_signals && !failed) {
         store_relaxed_system(to.taken_back[threadIdx.x], 0);
+        store_relaxed_system(to.tags.told[threadIdx.x], to.tags.own);
         store_release_system(to.signals[threadIdx.x], kBeingStaged);
       }
     }
@@ -141,6 +155,10 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
       store_release_system(to.signals[threadIdx.x], staged_heads(head));
     }
   }
+}
+
+__global__ void __launch_bounds__(kWarpSize) compare_kernel(const __grid_constant__ CallTags tags) {
+  look_at_tags(tags);
 }
 
 // Whether the code that the device has been given waits for the kernel before it. What was compiled
@@ -204,6 +222,14 @@ cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   config.attrs = &early;
   config.numAttrs = params.kernel_fetches && can_be_early() ? 1 : 0;
   return cudaLaunchKernelEx(&config, stage_kernel, launch);
+}
+
+cudaError_t compare_calls(const CallTags& tags, cudaStream_t stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(kWarpSize);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, compare_kernel, tags);
 }
 
 }  // namespace ringattn::cuda

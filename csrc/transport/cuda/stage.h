@@ -24,6 +24,18 @@ struct StageSource {
   int64_t head_stride = 0;
 };
 
+/// What kind of call each rank is in: it says so before it says that it stages, and looks at what
+/// the others have said before it takes anything from them.
+struct CallTags {
+  uint32_t own = 0;                  // the same on all ranks, and another one in other kinds
+  uint32_t* told[kMaxSignals] = {};  // of other ranks: where `own` is written
+  const uint32_t* theirs[kMaxSignals] = {};  // of this rank: what they have written
+  int num_ranks = 0;
+  /// Where one is in another call, whose block is no use: kInAnotherCall is written here,
+  uint32_t* failed = nullptr;
+  uint32_t* unlike = nullptr;  // and its place in `theirs`, from 1 on, to host memory.
+};
+
 /// A block on its way to memory that other ranks read, and whom to tell.
 ///
 /// There it lies as [H_kv, 2, B, rows, D]: any range of key heads, keys and values, is contiguous.
@@ -46,11 +58,13 @@ struct StageParams {
   /// A kernel fetches what others stage, the next one on the stream. This one is set up while the
   /// one before it ends, and leaves most of the device to the next one, which begins when none of
   /// `awaited`, of this rank, is 0 any more. One thread block waits for that.
+  /// Then it looks at their tags; otherwise compare_calls() does.
   bool kernel_fetches = false;
   const uint32_t* awaited[kMaxSignals] = {};
   int num_awaited = 0;
 
-  uint32_t* failed = nullptr;          // not 0: nothing is written and nobody told
+  CallTags tags;                       // of the ranks that are signalled, in their order
+  uint32_t* failed = nullptr;          // kGivenUp: nothing is written and nobody told
   const uint32_t* given_up = nullptr;  // of the host's (remote_keys.h)
   uint32_t* blocks_done = nullptr;     // [kStageCounters], 0 before and after
   uint32_t* calls = nullptr;           // goes up by one for each call,
@@ -62,5 +76,8 @@ struct StageParams {
 };
 
 RINGATTN_API cudaError_t stage(const StageParams& params, cudaStream_t stream);
+
+/// Looks at the tags of others, for whose signals the stream has waited.
+RINGATTN_API cudaError_t compare_calls(const CallTags& tags, cudaStream_t stream);
 
 }  // namespace ringattn::cuda

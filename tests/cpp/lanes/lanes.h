@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
@@ -142,6 +143,7 @@ inline uint32_t __ballot_sync(uint32_t, bool vote) {
 inline bool __all_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vote) == mask; }
 
 inline void __syncwarp() { lanes::warp->barrier.wait(); }
+inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 inline void __syncthreads() { lanes::block->barrier.wait(); }
 
