@@ -174,8 +174,8 @@ def test_ranks_in_different_calls_are_told_so(world_size, environment, what):
             assert value["named_s"] < TIMEOUT_S / 2  # nobody waits in vain first
             other = lonely if outcome.rank != lonely else r"\d"
             expected = (
-                rf"ranks must make the same calls in the same order, got another one on rank {other} "
-                rf"than on rank {outcome.rank}; the group cannot be used any more"
+                rf"ranks must make the same calls in the same order, got another one on rank "
+                rf"{other} than on rank {outcome.rank}; the group cannot be used any more"
             )
             for message in value["messages"]:
                 assert re.search(expected, message), message
