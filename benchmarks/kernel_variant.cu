@@ -135,9 +135,9 @@ cuda::StageParams staging(const RankCall& call, const Partition& partition) {
     params.rows = std::max(params.rows, static_cast<int>(rows));
     params.taken_back[params.num_signals] = &call.words->read[other];
     params.signals[params.num_signals++] = &call.words->staged[other];
+    params.tags.told[params.num_awaited] = &call.words->tags[other];
+    params.tags.theirs[params.num_awaited] = &call.words->tags[other];
     params.awaited[params.num_awaited++] = &call.words->staged[other];
-    params.tags.told[params.tags.num_ranks] = &call.words->tags[other];
-    params.tags.theirs[params.tags.num_ranks++] = &call.words->tags[other];
   }
   params.tags.failed = &call.words->failed;
   params.tags.unlike = &call.shown->unlike;

@@ -28,6 +28,11 @@ __device__ __forceinline__ uint32_t add_acquire_release(uint32_t* word, uint32_t
   return before;
 }
 
+/// Sets a word that is 0; the value before.
+__device__ __forceinline__ uint32_t set_if_zero(uint32_t* word, uint32_t value) {
+  return atomicCAS(word, 0u, value);
+}
+
 __device__ __forceinline__ uint32_t load_relaxed_system(const uint32_t* word) {
   uint32_t value;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");

@@ -64,7 +64,7 @@ struct Notices {
 struct Bringing {
   LaunchWords words;
   /// Device memory: where it is not 0, nothing is read any more, and the results and lse of what is
-  /// finished from then on are NaN. For a host that gives up.
+  /// finished from then on are NaN (kGivenUp, kInAnotherCall).
   uint32_t* failed = nullptr;
   /// A word of the host's, which who waits for long looks at, and sets `failed` where it is not 0:
   /// the driver may keep the host from the device until that has done what waits. Null: nobody

@@ -118,10 +118,10 @@ class Handshake::Words : public WatchedWords {
 
   uint32_t phase() const override { return own_.host->phase; }
   uint32_t calls() const override { return own_.host->calls; }
-  std::optional<int64_t> in_another_call() const override {
-    const uint32_t unlike = own_.host->unlike;
-    if (unlike == 0) return {};
-    return others_[unlike - 1];
+  std::optional<Unlike> unlike_seen() const override {
+    const uint32_t seen = own_.host->unlike;
+    if (seen == 0) return {};
+    return Unlike{others_[(seen - 1) % cuda::kMaxSignals], seen > cuda::kMaxSignals};
   }
   void give_up() override { own_.host->given_up = 1; }
 
@@ -188,14 +188,15 @@ Handshake::~Handshake() { watch_->close(); }
 
 bool Handshake::all_read() { return watch_->all_read(); }
 
-void Handshake::look() { watch_->look(); }
+void Handshake::notice() { watch_->notice(); }
 
 cuda::CallTags Handshake::tags(int32_t kind) const {
   cuda::CallTags tags;
   tags.own = static_cast<uint32_t>(kind);
+  int place = 0;
   for (const int64_t rank : words_->others()) {
-    tags.told[tags.num_ranks] = words_->at(rank, Layout::kTag + words_->rank());
-    tags.theirs[tags.num_ranks++] = words_->at(Layout::kTag + rank);
+    tags.told[place] = words_->at(rank, Layout::kTag + words_->rank());
+    tags.theirs[place++] = words_->at(Layout::kTag + rank);
   }
   tags.failed = words_->at(Layout::kFailed);
   tags.unlike = words_->unlike();
@@ -220,18 +221,9 @@ void Handshake::give_signals(cuda::StageParams& params, int32_t kind) const {
       until_staged(params.kernel_fetches ? kBeingStaged : all_staged(params.num_kv_heads));
 }
 
-void Handshake::take_staged(int64_t num_kv_heads, int32_t kind, cudaStream_t stream) {
+void Handshake::take_staged(int64_t num_kv_heads, cudaStream_t stream) {
   cuda::StreamWords words;
-  // Every call stages one head at least, so that this wait ends also where a rank is in another
-  // one.
   for (const int64_t rank : words_->others()) {
-    words.wait_until(words_->at(Layout::kStaged + rank), all_staged(1));
-  }
-  C10_CUDA_CHECK(words.enqueue(stream));
-  C10_CUDA_CHECK(cuda::compare_calls(tags(kind), stream));
-  words = {};
-  for (const int64_t rank : words_->others()) {
-    if (num_kv_heads == 1) break;
     words.wait_until(words_->at(Layout::kStaged + rank), all_staged(num_kv_heads));
   }
   for (const int64_t rank : words_->others()) words.write(words_->at(Layout::kStaged + rank), 0);

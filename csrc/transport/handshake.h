@@ -43,13 +43,13 @@ class Handshake {
 
   // One call begins with the staging kernel.
   /// Completes what that kernel is told, `kernel_fetches` and `num_kv_heads` being set: it gives
-  /// the signals. Where a kernel fetches, that one begins when all others are staging. Ranks in
-  /// calls of other kinds fail (Agreement::kind).
+  /// the signals. Where a kernel fetches, that one begins when all others are staging. There
+  /// ranks in calls of other kinds fail (Agreement::kind).
   void give_signals(cuda::StageParams& params, int32_t kind) const;
 
   // Then, where copy engines fetch, on a stream that follows it, in this order:
   /// Everything that the other ranks have for this call is in place.
-  void take_staged(int64_t num_kv_heads, int32_t kind, cudaStream_t stream);
+  void take_staged(int64_t num_kv_heads, cudaStream_t stream);
   /// This rank needs nothing more of what `other` has staged. Once for every other rank, behind
   /// what was copied from there.
   void tell_read(int64_t other, cudaStream_t stream);
@@ -60,14 +60,14 @@ class Handshake {
   /// What it needs; it takes back, tells, waits and shows by itself.
   Bringing bringing(int64_t num_kv_heads) const;
 
-  /// Device memory, not 0 once this group's waits have been given up.
+  /// Device memory, not 0 once this group's calls come to nothing (remote_keys.h).
   const uint32_t* failed() const;
 
   /// Whether the other ranks have read everything that this one has staged, or will not any more.
   bool all_read();
 
-  /// Has what the device has said of other ranks come out now, if it has: the group fails.
-  void look();
+  /// What the device has said of ranks in other calls has the group fail now, not a little later.
+  void notice();
 
   /// For errors: the number of the latest call, and the step at which the block of each rank visits
   /// in it.

@@ -42,8 +42,13 @@ class WatchedWords {
   virtual uint32_t calls() const = 0;
   /// How far each rank has come with what is waited for, [W]. Asks the device: it may not answer.
   virtual std::vector<uint32_t> come(Phase::Kind kind) = 0;
-  /// A rank that stages for another call than this one, where one has been seen. At once.
-  virtual std::optional<int64_t> in_another_call() const = 0;
+  /// A rank in a call of another kind than this rank's.
+  struct Unlike {
+    int64_t rank = 0;
+    bool heard = false;  // it is not in one, but has seen another rank that is
+  };
+  /// One that a kernel has seen. At once.
+  virtual std::optional<Unlike> unlike_seen() const = 0;
   /// Tells kernels that their waits are in vain. At once.
   virtual void give_up() = 0;
   /// Lets everything pass that waits: calls that the host made before it knew are still to come,
@@ -64,6 +69,9 @@ class RINGATTN_API SignalWatch {
   /// Called many times a second, from the watchdog's thread. Whether there is nothing to look at
   /// any more.
   bool look();
+  /// That part of it which asks nobody and waits for nothing: ends the group where a rank has been
+  /// seen in another call.
+  void notice();
   /// There is not.
   void close();
 
@@ -77,6 +85,7 @@ class RINGATTN_API SignalWatch {
  private:
   void watch_anew();
   void give_up(Phase phase);
+  bool ends_for(std::optional<WatchedWords::Unlike> unlike);
   void end(const std::function<std::string(RingGroup&)>& why);
   std::optional<std::vector<uint32_t>> look_at(Phase::Kind kind);
   void release();

@@ -53,7 +53,7 @@ class SymmetricTransport : public MessageTransport {
     CUDAEvent copied;
     copied.record(lane_);
     copied.synchronize();
-    handshake_.look();
+    handshake_.notice();
   }
 
   bool idle() override {
@@ -110,6 +110,7 @@ class SymmetricTransport : public MessageTransport {
   // What has been captured goes on using the memory that it was captured with.
   void forget_plans() {
     synchronize();
+    group_.throw_if_failed();  // others do not come to what follows
     if (calls_.captured()) {
       for (auto& [key, plan] : plans_) captured_plans_.push_back(std::move(plan));
     }
@@ -140,9 +141,6 @@ class SymmetricTransport : public MessageTransport {
     handshake_.give_signals(params, group_.kind());
     if (hostile_transfers()) params.lateness = next_delay();
     C10_CUDA_CHECK(cuda::stage(params, stream));
-  }
-  void take_staged(int64_t num_kv_heads) {
-    handshake_.take_staged(num_kv_heads, group_.kind(), lane_);
   }
 
   RingGroup& group_;
@@ -203,7 +201,7 @@ class SymmetricStream : public BlockStream {
       return;
     }
     transport_.after(stream_);
-    transport_.take_staged(params.num_kv_heads);
+    transport_.handshake_.take_staged(params.num_kv_heads, transport_.lane_);
     arrived_.resize(num_hops_);
     for (int64_t step = 1; step <= exchange_.depth; ++step) fetch(step);
   }
@@ -335,7 +333,7 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
   }
   stage(params, message.call, std::make_shared<std::vector<int64_t>>(group_.size(), message.step),
         lane_);
-  take_staged(params.num_kv_heads);
+  handshake_.take_staged(params.num_kv_heads, lane_);
   if (message.receive.defined()) {
     C10_CUDA_CHECK(cudaMemcpyAsync(message.receive.mutable_data_ptr(), staged_by(message.source),
                                    message.receive.nbytes(), cudaMemcpyDefault, lane_));

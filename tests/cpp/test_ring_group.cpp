@@ -161,6 +161,17 @@ TEST_CASE("a rank that does not come is named, and the group ends") {
   }
 }
 
+TEST_CASE("a call that waits in vain says why the group has failed meanwhile") {
+  Ranks ranks(2, milliseconds(1000));
+  std::thread watchdog([&] {
+    std::this_thread::sleep_for(milliseconds(100));
+    ranks[0].fail("rank 1 is in another call");
+  });
+  const auto said = ranks.at_once({0}, [&](int64_t rank) { begin(ranks[rank], 4); });
+  watchdog.join();
+  CHECK(said[0] == "rank 1 is in another call");
+}
+
 TEST_CASE("a rank that fails in the middle of a call ends the group, and says so to the others") {
   Ranks ranks(2, milliseconds(5000));
   std::vector<int64_t> calls(2);

@@ -6,6 +6,8 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -35,7 +37,7 @@ class FakeWords : public ringattn::WatchedWords {
     answer();
     return kind == Phase::kUntilRead ? read : staged;
   }
-  std::optional<int64_t> in_another_call() const override { return elsewhere; }
+  std::optional<Unlike> unlike_seen() const override { return seen; }
   void give_up() override { given_up = true; }
   void release() override {
     answer();
@@ -44,7 +46,7 @@ class FakeWords : public ringattn::WatchedWords {
 
   std::atomic<uint32_t> shown_phase{Phase{}.word()}, shown_calls{0};
   std::vector<uint32_t> staged = {0, 0, 0}, read = {0, 0, 0};
-  std::optional<int64_t> elsewhere;
+  std::optional<Unlike> seen;
   std::atomic<bool> answers{true}, given_up{false};
   std::atomic<int> asked{0}, releases{0};
 
@@ -123,21 +125,35 @@ TEST_CASE("what all have come to is no loss: a kernel may have yet to begin") {
   CHECK(watched.words->releases == 0);
 }
 
-TEST_CASE("a rank in another call ends the group at once, whether anybody waits or not") {
+const std::string kUnlike2 =
+    "ranks must make the same calls in the same order, got another one on rank 2 than on rank 0; "
+    "the group cannot be used any more";
+
+TEST_CASE("a rank that a kernel has seen in another call ends the group at once") {
   for (const bool waits : {false, true}) {
-    Watched watched;
-    if (waits) watched.wait_for_heads(9);
-    watched.look_after(milliseconds(1));
-    CHECK(watched.failure().empty());
-    watched.words->elsewhere = 2;
-    watched.look_after(milliseconds(1));
-    CHECK(watched.failure() ==
-          "ranks must make the same calls in the same order, got another one on rank 2 than on "
-          "rank 0; the group cannot be used any more");
-    CHECK(watched.words->given_up);
-    CHECK(watched.words->releases == 1);
-    CHECK(watched.watch.all_read());
+    for (const bool on_demand : {false, true}) {
+      Watched watched;
+      if (waits) watched.wait_for_heads(9);
+      watched.look_after(milliseconds(1));
+      CHECK(watched.failure().empty());
+      watched.words->seen = {2, false};
+      if (on_demand) watched.watch.notice();
+      if (!on_demand) watched.look_after(milliseconds(1));
+      CHECK(watched.failure() == kUnlike2);
+      CHECK(watched.words->given_up);
+      CHECK(watched.words->releases == 1);
+      CHECK(watched.watch.all_read());
+    }
   }
+}
+
+TEST_CASE("who has seen a rank in another call is not said to be in one") {
+  Watched watched;
+  watched.words->seen = {1, true};
+  watched.watch.notice();
+  CHECK(watched.failure() ==
+        "ranks must make the same calls in the same order, and rank 1 has seen one in another "
+        "call; the group cannot be used any more");
 }
 
 TEST_CASE("who has come by the second look was only late") {

@@ -66,7 +66,6 @@ class Call {
       params.tags.theirs[i] = &words.theirs[i];
     }
     params.tags.own = kTag;
-    params.tags.num_ranks = kPeers;
     params.tags.failed = &words.failed;
     params.tags.unlike = &words.unlike;
     params.num_signals = kPeers;
@@ -243,46 +242,47 @@ TEST_CASE("on lanes: who has given up stages nothing and tells nobody") {
 TEST_CASE("on lanes: a rank in another call is seen before the kernel behind begins") {
   lanes::multiprocessors = 8;
   for (const int other : {0, kPeers - 1}) {
-    Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
-    Words& words = call.words;
-    words.theirs[other] = kTag + 1;
-    std::atomic<bool> too_early{false};
-    const Callbacks callbacks;
-    on_let_next_begin = [&] {
-      const bool waits = blockIdx.x == gridDim.x - 1;
-      if (waits && threadIdx.x == 0 && words.failed == 0) too_early = true;
-    };
-    REQUIRE(stage(call.params, nullptr) == cudaSuccess);
-    CHECK_FALSE(too_early);
-    CHECK(words.failed == kInAnotherCall);
-    CHECK(words.unlike == 1u + other);
-    // The others are to see it, too.
-    CHECK(all_are(words.told, kPeers, kTag));
-    CHECK(all_are(words.signals, kPeers, staged_heads(2)));
+    for (const uint32_t tag : {kTag + 1, kNoCall}) {
+      Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
+      Words& words = call.words;
+      words.theirs[other] = tag;
+      std::atomic<bool> too_early{false};
+      const Callbacks callbacks;
+      on_let_next_begin = [&] {
+        const bool waits = blockIdx.x == gridDim.x - 1;
+        if (waits && threadIdx.x == 0 && words.failed == 0) too_early = true;
+      };
+      REQUIRE(stage(call.params, nullptr) == cudaSuccess);
+      CHECK_FALSE(too_early);
+      CHECK(words.failed == kInAnotherCall);
+      CHECK(words.unlike == 1u + other + (tag == kNoCall ? kMaxSignals : 0));
+      // The others are to see it, too, whichever thread block is first.
+      CHECK((all_are(words.told, kPeers, kTag) || all_are(words.told, kPeers, kNoCall)));
+      CHECK(all_are(words.signals, kPeers, staged_heads(2)));
+    }
   }
 }
 
-TEST_CASE("on lanes: who has failed already does not say that others are in another call") {
+TEST_CASE("on lanes: who has seen a rank in another call says so in the next one") {
   lanes::multiprocessors = 8;
   Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
-  call.words.theirs[1] = kTag + 1;
-  call.words.awaited[1] = 0;
-  call.words.failed = 1;
+  call.words.failed = kInAnotherCall;
+  call.words.awaited[1] = 0;  // nobody is waited for
+  call.words.theirs[0] = kTag + 1;
   REQUIRE(stage(call.params, nullptr) == cudaSuccess);
+  CHECK(all_are(call.words.told, kPeers, kNoCall));
+  CHECK(all_are(call.words.signals, kPeers, staged_heads(2)));
+  CHECK(call.words.failed == kInAnotherCall);
   CHECK(call.words.unlike == 0);
 }
 
-TEST_CASE("on lanes: a rank in another call is seen where no kernel fetches") {
+TEST_CASE("on lanes: where no kernel fetches nobody looks at tags, but they are told") {
   lanes::multiprocessors = 2;
-  for (const bool alike : {true, false}) {
-    Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/false);
-    if (!alike) call.words.theirs[1] = kTag - 1;
-    REQUIRE(stage(call.params, nullptr) == cudaSuccess);
-    CHECK(call.words.failed == 0);
-    REQUIRE(compare_calls(call.params.tags, nullptr) == cudaSuccess);
-    CHECK(call.words.failed == (alike ? 0 : kInAnotherCall));
-    CHECK(call.words.unlike == (alike ? 0 : 2));
-  }
+  Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/false);
+  call.words.theirs[1] = kTag + 1;
+  REQUIRE(stage(call.params, nullptr) == cudaSuccess);
+  CHECK(call.words.failed == 0);
+  CHECK(all_are(call.words.told, kPeers, kTag));
 }
 
 TEST_CASE("on lanes: the kernel behind begins when all others are staging, or the host gives up") {

@@ -83,13 +83,12 @@ __device__ __forceinline__ void copy_run(const Launch& launch, uint32_t run, boo
   }
 }
 
-// By a warp, when all have said that they stage. Who has failed already says no more of it.
-__device__ __forceinline__ void look_at_tags(const CallTags& tags) {
-  const int lane = threadIdx.x;
-  if (lane >= tags.num_ranks || load_relaxed_system(tags.theirs[lane]) == tags.own) return;
-  if (load_relaxed_system(tags.failed) != 0) return;
-  store_relaxed_system(tags.failed, kInAnotherCall);
-  store_release_system(tags.unlike, 1 + lane);
+// By a lane for each of the others, when that one has said that it stages. The first to see one in
+// another call says so.
+__device__ __forceinline__ void look_at_tag(const CallTags& tags) {
+  const uint32_t place = threadIdx.x, theirs = load_relaxed_system(tags.theirs[place]);
+  if (theirs == tags.own || set_if_zero(tags.failed, kInAnotherCall) != 0) return;
+  store_relaxed_system(tags.unlike, 1 + place + (theirs == kNoCall ? kMaxSignals : 0));
   __threadfence_system();  // the kernel that may begin now must see it
 }
 
@@ -102,7 +101,7 @@ __device__ __forceinline__ void wait_for_others(const StageParams& to) {
   }
   if (threadIdx.x < to.num_awaited) {
     wait_for_word(to.awaited[threadIdx.x], to.failed, to.given_up);
-    look_at_tags(to.tags);
+    look_at_tag(to.tags);
   }
   __syncwarp();
   let_next_kernel_begin();
@@ -119,7 +118,8 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   }
   // Who has given up must not write over what a peer that is only late will read yet. Asked for
   // now, it is known when the first keys have come.
-  const bool failed = load_relaxed_system(to.failed) == kGivenUp;
+  const uint32_t failure = load_relaxed_system(to.failed);
+  const bool failed = failure == kGivenUp;
 
   // All thread blocks that copy run: nothing else is needed any more.
   if (threadIdx.x < kWarpSize) {
@@ -129,7 +129,8 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
       if (threadIdx.x == 0) *to.blocks_done = 0;
       if (threadIdx.x < to.num_signals && !failed) {
         store_relaxed_system(to.taken_back[threadIdx.x], 0);
-        store_relaxed_system(to.tags.told[threadIdx.x], to.tags.own);
+        // Who has seen one in another call does not wait any more, and may be in the next by now.
+        store_relaxed_system(to.tags.told[threadIdx.x], failure == 0 ? to.tags.own : kNoCall);
         store_release_system(to.signals[threadIdx.x], kBeingStaged);
       }
     }
@@ -155,10 +156,6 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
       store_release_system(to.signals[threadIdx.x], staged_heads(head));
     }
   }
-}
-
-__global__ void __launch_bounds__(kWarpSize) compare_kernel(const __grid_constant__ CallTags tags) {
-  look_at_tags(tags);
 }
 
 // Whether the code that the device has been given waits for the kernel before it. What was compiled
@@ -222,14 +219,6 @@ cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   config.attrs = &early;
   config.numAttrs = params.kernel_fetches && can_be_early() ? 1 : 0;
   return cudaLaunchKernelEx(&config, stage_kernel, launch);
-}
-
-cudaError_t compare_calls(const CallTags& tags, cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(1);
-  config.blockDim = dim3(kWarpSize);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, compare_kernel, tags);
 }
 
 }  // namespace ringattn::cuda

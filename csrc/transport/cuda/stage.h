@@ -24,17 +24,20 @@ struct StageSource {
   int64_t head_stride = 0;
 };
 
-/// What kind of call each rank is in: it says so before it says that it stages, and looks at what
-/// the others have said before it takes anything from them.
+/// What kind of call each rank is in: it says so before it says that it stages, and no kernel
+/// fetches anything from who is in another one.
 struct CallTags {
-  uint32_t own = 0;                  // the same on all ranks, and another one in other kinds
-  uint32_t* told[kMaxSignals] = {};  // of other ranks: where `own` is written
+  uint32_t own = 0;                          // the same on all ranks; another one in other kinds
+  uint32_t* told[kMaxSignals] = {};          // of other ranks: where `own` is written
   const uint32_t* theirs[kMaxSignals] = {};  // of this rank: what they have written
-  int num_ranks = 0;
-  /// Where one is in another call, whose block is no use: kInAnotherCall is written here,
+  /// Where one is in another call kInAnotherCall is written here, unless there is something
+  /// already,
   uint32_t* failed = nullptr;
-  uint32_t* unlike = nullptr;  // and its place in `theirs`, from 1 on, to host memory.
+  uint32_t* unlike = nullptr;  // and its place in `theirs`, from 1 on, to host memory; of who says
+                               // kNoCall kMaxSignals more.
 };
+/// Said by who has seen somebody in another call.
+constexpr uint32_t kNoCall = 0xffffffff;
 
 /// A block on its way to memory that other ranks read, and whom to tell.
 ///
@@ -58,7 +61,7 @@ struct StageParams {
   /// A kernel fetches what others stage, the next one on the stream. This one is set up while the
   /// one before it ends, and leaves most of the device to the next one, which begins when none of
   /// `awaited`, of this rank, is 0 any more. One thread block waits for that.
-  /// Then it looks at their tags; otherwise compare_calls() does.
+  /// Then it looks at their tags. Nobody does where copy engines fetch.
   bool kernel_fetches = false;
   const uint32_t* awaited[kMaxSignals] = {};
   int num_awaited = 0;
@@ -76,8 +79,5 @@ struct StageParams {
 };
 
 RINGATTN_API cudaError_t stage(const StageParams& params, cudaStream_t stream);
-
-/// Looks at the tags of others, for whose signals the stream has waited.
-RINGATTN_API cudaError_t compare_calls(const CallTags& tags, cudaStream_t stream);
 
 }  // namespace ringattn::cuda

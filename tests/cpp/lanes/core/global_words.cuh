@@ -16,6 +16,11 @@ inline std::function<void(const uint32_t* word, uint32_t value)> on_store_releas
 inline uint32_t load_acquire(const uint32_t* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
+inline uint32_t set_if_zero(uint32_t* word, uint32_t value) {
+  uint32_t before = 0;
+  __atomic_compare_exchange_n(word, &before, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return before;
+}
 inline uint32_t load_relaxed_system(const uint32_t* word) {
   return __atomic_load_n(word, __ATOMIC_RELAXED);
 }
