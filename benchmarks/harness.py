@@ -162,22 +162,19 @@ def world_size() -> int:
 @contextlib.contextmanager
 def process_group(device: str, ranks_per_gpu: int = 1) -> Iterator[torch.device]:
     """The group that torchrun describes, if it does, and the device of this rank."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    on = torch.device("cpu")
+    on, backend = torch.device("cpu"), "gloo"
     if device == "cuda":
-        on = torch.device("cuda", local_rank // ranks_per_gpu)
-    if device == "cuda":
+        backend = "nccl" if ranks_per_gpu == 1 else "cpu:gloo,cuda:gloo"  # NCCL shares no GPU
+        on = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) // ranks_per_gpu)
         torch.cuda.set_device(on)
-    if "WORLD_SIZE" not in os.environ:
-        yield on
-        return
-    # NCCL refuses ranks that share a device.
-    on_cuda = "nccl" if ranks_per_gpu == 1 else "cpu:gloo,cuda:gloo"
-    dist.init_process_group(on_cuda if device == "cuda" else "gloo")
+    launched = "WORLD_SIZE" in os.environ
+    if launched:
+        dist.init_process_group(backend)
     try:
         yield on
     finally:
-        dist.destroy_process_group()
+        if launched:
+            dist.destroy_process_group()
 
 
 def from_all_ranks(values: Sequence[float]) -> torch.Tensor:

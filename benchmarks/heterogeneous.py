@@ -227,9 +227,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         *("--throttle",), choices=["mps", "repeat"], help="default: mps on CUDA, repeat on CPU"
     )
-    parser.add_argument(
-        "--ranks-per-gpu", type=at_least(1), default=1, help="that share one, under MPS (1)"
-    )
+    parser.add_argument("--ranks-per-gpu", type=at_least(1), default=1, help="under MPS (1)")
     parser.add_argument("--transport", default="auto")
     for size in ("heads", "kv-heads", "head-dim", "hidden-dim"):
         parser.add_argument(f"--{size}", type=int)
@@ -292,10 +290,8 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         parser.error(f"--ranks-per-gpu must be 1 on CPU, got {arguments.ranks_per_gpu}")
     room = torch.cuda.device_count() * arguments.ranks_per_gpu
     if arguments.device == "cuda" and room < world_size and not arguments.report_only:
-        parser.error(
-            f"--ranks must be at most the number of devices times --ranks-per-gpu, {room}, "
-            f"got {world_size}"
-        )
+        places = "the number of devices times --ranks-per-gpu"
+        parser.error(f"--ranks must be at most {places}, {room}, got {world_size}")
     for name, least in (
         ("ranks", 2),
         ("seq_lens", 1),

@@ -139,7 +139,6 @@ cuda::StageParams staging(const RankCall& call, const Partition& partition) {
     params.tags.theirs[params.num_awaited] = &call.words->tags[other];
     params.awaited[params.num_awaited++] = &call.words->staged[other];
   }
-  params.tags.failed = &call.words->failed;
   params.tags.unlike = &call.shown->unlike;
   params.failed = &call.words->failed;
   params.blocks_done = call.words->blocks_done;

@@ -34,8 +34,8 @@ class RanksFailed(RuntimeError):
 class Ranks:
     """The processes of one job. They load what they need and then wait: nothing is computed, and no
     device touched, before :meth:`reports` is asked for. They end with the context, or with the
-    process that made them. With `mps`, rank r is started under it with its percentage of a GPU;
-    otherwise the ranks slow themselves down."""
+    process that made them. With `mps`, each is started under it with its percentage of a GPU.
+    Where the job is throttled by repeated work, ranks slow themselves down."""
 
     def __init__(self, job: Job, mps: MPS | None) -> None:
         self._job = job

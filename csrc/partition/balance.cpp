@@ -18,10 +18,10 @@ constexpr double kOrderTolerance = 1e-9;  // relative, of what an order gains
 
 // The least number above `low`, up to `high`, that is enough; `high` is. What is enough stays so.
 template <typename Enough>
-double least(double low, double high, double tolerance, const Enough& enough) {
+double least(double low, double high, const Enough& enough) {
   while (true) {
     const double middle = low + (high - low) / 2;
-    if (!(low < middle && middle < high) || high - low <= tolerance * high) return high;
+    if (!(low < middle && middle < high)) return high;
     (enough(middle) ? high : low) = middle;
   }
 }
@@ -166,7 +166,7 @@ Ranks fast_to_slow(const std::vector<RankTime>& times, int64_t seq_len) {
 Ranks best_lengths(const std::vector<RankTime>& times, const Ranks& order, int64_t seq_len,
                    int64_t unit) {
   const auto filled = [&](double limit) { return fill(times, order, seq_len, unit, limit); };
-  return filled(least(0.0, enough_for_all(times, seq_len), 0.0,
+  return filled(least(0.0, enough_for_all(times, seq_len),
                       [&](double limit) { return total(filled(limit)) == seq_len; }));
 }
 
@@ -252,7 +252,7 @@ double ideal_ms(std::vector<RankTime> times, const Partition& partition) {
     time.max_tokens = std::numeric_limits<int64_t>::max();
   }
   const auto in_order = [&](const Ranks& order) {
-    return least(0.0, enough_for_all(times, partition.seq_len()), 0.0, [&](double limit) {
+    return least(0.0, enough_for_all(times, partition.seq_len()), [&](double limit) {
       double before = 0.0;
       for (const int64_t rank : order) before += times[rank].within(before, limit);
       return before >= seq_len;

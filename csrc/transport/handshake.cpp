@@ -190,27 +190,17 @@ bool Handshake::all_read() { return watch_->all_read(); }
 
 void Handshake::notice() { watch_->notice(); }
 
-cuda::CallTags Handshake::tags(int32_t kind) const {
-  cuda::CallTags tags;
-  tags.own = static_cast<uint32_t>(kind);
-  int place = 0;
-  for (const int64_t rank : words_->others()) {
-    tags.told[place] = words_->at(rank, Layout::kTag + words_->rank());
-    tags.theirs[place++] = words_->at(Layout::kTag + rank);
-  }
-  tags.failed = words_->at(Layout::kFailed);
-  tags.unlike = words_->unlike();
-  return tags;
-}
-
 void Handshake::give_signals(cuda::StageParams& params, int32_t kind) const {
+  params.tags.own = static_cast<uint32_t>(kind);
+  params.tags.unlike = words_->unlike();
   for (const int64_t rank : words_->others()) {
+    params.tags.told[params.num_signals] = words_->at(rank, Layout::kTag + words_->rank());
+    params.tags.theirs[params.num_signals] = words_->at(Layout::kTag + rank);
     params.taken_back[params.num_signals] = words_->at(Layout::kRead + rank);
     params.signals[params.num_signals++] = words_->at(rank, Layout::kStaged + words_->rank());
     if (!params.kernel_fetches) continue;
     params.awaited[params.num_awaited++] = words_->at(Layout::kStaged + rank);
   }
-  params.tags = tags(kind);
   params.blocks_done = words_->at(Layout::kBlocksDone);
   params.failed = words_->at(Layout::kFailed);
   params.given_up = words_->given_up();

@@ -75,8 +75,6 @@ class Handshake {
 
  private:
   class Words;
-  cuda::CallTags tags(int32_t kind) const;
-
   std::shared_ptr<Words> words_;        // both shared with the watchdog
   std::shared_ptr<SignalWatch> watch_;  // over waits for these
 };

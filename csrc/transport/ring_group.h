@@ -54,7 +54,6 @@ class RINGATTN_API RingGroup : public std::enable_shared_from_this<RingGroup> {
     } catch (const c10::DistBackendError& error) {
       fail(error.what_without_backtrace());  // a rank that comes later must not find itself alone
       throw_if_failed();                     // with why it failed first
-      throw;
     }
     return call;
   }

@@ -69,8 +69,8 @@ class RINGATTN_API SignalWatch {
   /// Called many times a second, from the watchdog's thread. Whether there is nothing to look at
   /// any more.
   bool look();
-  /// That part of it which asks nobody and waits for nothing: ends the group where a rank has been
-  /// seen in another call.
+  /// The part of it that needs no answer to judge, from any thread: ends the group where a kernel
+  /// has seen a rank in another call.
   void notice();
   /// There is not.
   void close();

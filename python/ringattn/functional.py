@@ -353,15 +353,16 @@ def rotate_kv(
 def synchronize(group: Group = None) -> None:
     """Waits until the calls of this rank are done, and raises what went wrong in them.
 
-    On CUDA a call returns before its work is done; when a peer dies, or is in another call, the
-    results are filled with NaN and the error is raised by the next call or by this one.
+    On CUDA a call returns before its work is done; when a peer dies, or a ring of one launch finds
+    one in another call, the results are filled with NaN and the error is raised by the next call or
+    by this one.
 
     Args:
         group: as in :func:`ring_attention`.
 
     Raises:
         ValueError: a group this process is not in.
-        torch.distributed.DistBackendError: a peer died, never arrived or made another call.
+        torch.distributed.DistBackendError: a peer died, never arrived, or made another call.
     """
     ring = resolve_group(group)
     if ring.process_group is not None:  # a rank without a group has nobody to wait for

@@ -16,7 +16,6 @@
 using ringattn::kBeingStaged;
 using ringattn::kInAnotherCall;
 using ringattn::staged_heads;
-using ringattn::cuda::CallTags;
 using ringattn::cuda::kStageCounters;
 using ringattn::cuda::kStagePiece;
 using ringattn::cuda::StageParams;
@@ -56,26 +55,18 @@ struct Words {
   static uint32_t* word(const at::Tensor& x, int64_t i) {
     return reinterpret_cast<uint32_t*>(x.data_ptr<int>()) + i;
   }
-  CallTags tags() const {
-    CallTags tags;
-    tags.own = kTag;
-    for (int i = 0; i < kPeers; ++i) {
-      tags.told[i] = word(told, i);
-      tags.theirs[i] = word(theirs, i);
-    }
-    tags.failed = word(others, 0);
-    tags.unlike = word(others, 4);
-    return tags;
-  }
   void give(StageParams& params) const {
     for (int i = 0; i < kPeers; ++i) {
       params.signals[i] = word(signals, i);
       params.taken_back[i] = word(taken_back, i);
       params.awaited[i] = word(awaited, i);
+      params.tags.told[i] = word(told, i);
+      params.tags.theirs[i] = word(theirs, i);
     }
+    params.tags.own = kTag;
+    params.tags.unlike = word(others, 4);
     params.num_signals = kPeers;
     params.num_awaited = params.kernel_fetches ? kPeers : 0;
-    params.tags = tags();
     params.blocks_done = word(counters, 0);
     params.failed = word(others, 0);
     params.calls = word(others, 1);

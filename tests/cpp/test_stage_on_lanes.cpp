@@ -66,7 +66,6 @@ class Call {
       params.tags.theirs[i] = &words.theirs[i];
     }
     params.tags.own = kTag;
-    params.tags.failed = &words.failed;
     params.tags.unlike = &words.unlike;
     params.num_signals = kPeers;
     params.kernel_fetches = kernel_fetches;
@@ -232,7 +231,7 @@ TEST_CASE("on lanes: many heads are told of part by part") {
 TEST_CASE("on lanes: who has given up stages nothing and tells nobody") {
   lanes::multiprocessors = 8;
   Call call({1, 300, 3, 64, 300}, /*kernel_fetches=*/true);
-  call.words.failed = 1;
+  call.words.failed = kGivenUp;
   REQUIRE(stage(call.params, nullptr) == cudaSuccess);
   CHECK(call.has_staged_nothing());
   CHECK(all_are(call.words.signals, kPeers, 0));
@@ -303,7 +302,8 @@ TEST_CASE("on lanes: the kernel behind begins when all others are staging, or th
       uint32_t& word = ends == Ends::kByItself ? words.awaited[1]
                        : ends == Ends::kFailed ? words.failed
                                                : words.given_up;
-      __atomic_store_n(&word, kBeingStaged, __ATOMIC_RELEASE);
+      const uint32_t value = ends == Ends::kByItself ? kBeingStaged : kGivenUp;
+      __atomic_store_n(&word, value, __ATOMIC_RELEASE);
     });
     const cudaError_t error = stage(call.params, nullptr);
     host.join();

@@ -373,8 +373,8 @@ def test_the_whole_study_asks_for_what_there_is(
     python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo {gpus} || echo "$@" >>"{commands}"\n')
     python.chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    script = ["bash", ROOT / "scripts/study_heterogeneous.sh", "--out", tmp_path / "out"]
-    script += ["--ranks-per-gpu", str(ranks_per_gpu)]
+    options = ["--out", tmp_path / "out", "--ranks-per-gpu", str(ranks_per_gpu)]
+    script = ["bash", ROOT / "scripts/study_heterogeneous.sh", *options]
     subprocess.run(script, env={**os.environ, "PATH": path}, check=True, timeout=60)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 
@@ -383,12 +383,10 @@ def test_the_whole_study_asks_for_what_there_is(
     sets = list(dict.fromkeys((p.settings, c.percentages) for p in parts for c in p.cells))
     assert len(sets) == starts
     assert all(heterogeneous.parts_of(command.split()[1:]) for command in rest)
-    places = gpus * ranks_per_gpu
-    world_size = 4 if places == 4 else 2
+    world_size = 4 if (places := gpus * ranks_per_gpu) == 4 else 2
     assert sets[0][1] == (100,) * world_size
-    asked = {
-        c.percentages for p in parts for c in p.cells if c.seq_len == parts[0].cells[0].seq_len
-    }
+    shortest = parts[0].cells[0].seq_len
+    asked = {c.percentages for p in parts for c in p.cells if c.seq_len == shortest}
     assert {(100, 10), (100, 25), (100, 50), (100, 90)} <= asked
     if places == 4:
         assert {(100, 100, 100, 10), (100, 100, 50, 50), (50, 100, 100, 100)} <= asked

@@ -85,10 +85,10 @@ __device__ __forceinline__ void copy_run(const Launch& launch, uint32_t run, boo
 
 // By a lane for each of the others, when that one has said that it stages. The first to see one in
 // another call says so.
-__device__ __forceinline__ void look_at_tag(const CallTags& tags) {
-  const uint32_t place = threadIdx.x, theirs = load_relaxed_system(tags.theirs[place]);
-  if (theirs == tags.own || set_if_zero(tags.failed, kInAnotherCall) != 0) return;
-  store_relaxed_system(tags.unlike, 1 + place + (theirs == kNoCall ? kMaxSignals : 0));
+__device__ __forceinline__ void look_at_tag(const StageParams& to) {
+  const uint32_t place = threadIdx.x, theirs = load_relaxed_system(to.tags.theirs[place]);
+  if (theirs == to.tags.own || set_if_zero(to.failed, kInAnotherCall) != 0) return;
+  store_relaxed_system(to.tags.unlike, 1 + place + (theirs == kNoCall ? kMaxSignals : 0));
   __threadfence_system();  // the kernel that may begin now must see it
 }
 
@@ -101,7 +101,7 @@ __device__ __forceinline__ void wait_for_others(const StageParams& to) {
   }
   if (threadIdx.x < to.num_awaited) {
     wait_for_word(to.awaited[threadIdx.x], to.failed, to.given_up);
-    look_at_tag(to.tags);
+    look_at_tag(to);
   }
   __syncwarp();
   let_next_kernel_begin();

@@ -28,13 +28,11 @@ struct StageSource {
 /// fetches anything from who is in another one.
 struct CallTags {
   uint32_t own = 0;                          // the same on all ranks; another one in other kinds
-  uint32_t* told[kMaxSignals] = {};          // of other ranks: where `own` is written
-  const uint32_t* theirs[kMaxSignals] = {};  // of this rank: what they have written
-  /// Where one is in another call kInAnotherCall is written here, unless there is something
-  /// already,
-  uint32_t* failed = nullptr;
-  uint32_t* unlike = nullptr;  // and its place in `theirs`, from 1 on, to host memory; of who says
-                               // kNoCall kMaxSignals more.
+  uint32_t* told[kMaxSignals] = {};          // of other ranks: where this one says it
+  const uint32_t* theirs[kMaxSignals] = {};  // of this rank: what they have said
+  /// Host memory: the place in `theirs`, from 1 on, of one in another call; kMaxSignals more where
+  /// it says kNoCall.
+  uint32_t* unlike = nullptr;
 };
 /// Said by who has seen somebody in another call.
 constexpr uint32_t kNoCall = 0xffffffff;
@@ -66,8 +64,9 @@ struct StageParams {
   const uint32_t* awaited[kMaxSignals] = {};
   int num_awaited = 0;
 
-  CallTags tags;                       // of the ranks that are signalled, in their order
-  uint32_t* failed = nullptr;          // kGivenUp: nothing is written and nobody told
+  CallTags tags;  // of the ranks that are signalled, in their order
+  /// kGivenUp: nothing is written and nobody told. kInAnotherCall is written here by who sees it.
+  uint32_t* failed = nullptr;
   const uint32_t* given_up = nullptr;  // of the host's (remote_keys.h)
   uint32_t* blocks_done = nullptr;     // [kStageCounters], 0 before and after
   uint32_t* calls = nullptr;           // goes up by one for each call,
