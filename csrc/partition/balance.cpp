@@ -16,9 +16,10 @@ constexpr int64_t kUnitsPerRank = 32;  // a unit is at most this part of the mea
 constexpr int64_t kMaxOrderedRanks = 8;
 constexpr double kOrderTolerance = 1e-9;  // relative, of what an order gains
 
-// The least number above `low`, up to `high`, that is enough; `high` is. What is enough stays so.
+// The least number above 0, up to `high`, that is enough; `high` is. What is enough stays so.
 template <typename Enough>
-double least(double low, double high, const Enough& enough) {
+double least(double high, const Enough& enough) {
+  double low = 0.0;
   while (true) {
     const double middle = low + (high - low) / 2;
     if (!(low < middle && middle < high)) return high;
@@ -166,7 +167,7 @@ Ranks fast_to_slow(const std::vector<RankTime>& times, int64_t seq_len) {
 Ranks best_lengths(const std::vector<RankTime>& times, const Ranks& order, int64_t seq_len,
                    int64_t unit) {
   const auto filled = [&](double limit) { return fill(times, order, seq_len, unit, limit); };
-  return filled(least(0.0, enough_for_all(times, seq_len),
+  return filled(least(enough_for_all(times, seq_len),
                       [&](double limit) { return total(filled(limit)) == seq_len; }));
 }
 
@@ -252,7 +253,7 @@ double ideal_ms(std::vector<RankTime> times, const Partition& partition) {
     time.max_tokens = std::numeric_limits<int64_t>::max();
   }
   const auto in_order = [&](const Ranks& order) {
-    return least(0.0, enough_for_all(times, partition.seq_len()), [&](double limit) {
+    return least(enough_for_all(times, partition.seq_len()), [&](double limit) {
       double before = 0.0;
       for (const int64_t rank : order) before += times[rank].within(before, limit);
       return before >= seq_len;

@@ -30,7 +30,9 @@ bool SignalWatch::look() {
   if (given_up_) {
     constexpr auto kAgain = std::chrono::milliseconds(500);
     if (moved || now_() - released_ >= kAgain) release();
-  } else if (!ends_for(words_->unlike_seen()) && waits && now_() - since_ >= patience_) {
+  } else if (const auto unlike = words_->unlike_seen()) {
+    end_for(*unlike);
+  } else if (waits && now_() - since_ >= patience_) {
     give_up(Phase::from(phase));
   }
   return false;
@@ -38,20 +40,19 @@ bool SignalWatch::look() {
 
 void SignalWatch::notice() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!closed_ && !given_up_) ends_for(words_->unlike_seen());
+  if (closed_ || given_up_) return;
+  if (const auto unlike = words_->unlike_seen()) end_for(*unlike);
 }
 
-bool SignalWatch::ends_for(std::optional<WatchedWords::Unlike> unlike) {
-  if (!unlike) return false;
+void SignalWatch::end_for(const WatchedWords::Unlike& unlike) {
   end([&](RingGroup& group) {
-    const std::string other = "rank " + std::to_string(unlike->rank);
-    const std::string what = unlike->heard ? "and " + other + " has seen one in another call"
-                                           : "got another one on " + other + " than on rank " +
-                                                 std::to_string(group.rank());
+    const std::string other = "rank " + std::to_string(unlike.rank);
+    const std::string what = unlike.heard ? "and " + other + " has seen one in another call"
+                                          : "got another one on " + other + " than on rank " +
+                                                std::to_string(group.rank());
     return "ranks must make the same calls in the same order, " + what +
            "; the group cannot be used any more";
   });
-  return true;
 }
 
 void SignalWatch::close() {

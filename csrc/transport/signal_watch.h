@@ -85,7 +85,7 @@ class RINGATTN_API SignalWatch {
  private:
   void watch_anew();
   void give_up(Phase phase);
-  bool ends_for(std::optional<WatchedWords::Unlike> unlike);
+  void end_for(const WatchedWords::Unlike& unlike);
   void end(const std::function<std::string(RingGroup&)>& why);
   std::optional<std::vector<uint32_t>> look_at(Phase::Kind kind);
   void release();

@@ -125,10 +125,6 @@ TEST_CASE("what all have come to is no loss: a kernel may have yet to begin") {
   CHECK(watched.words->releases == 0);
 }
 
-const std::string kUnlike2 =
-    "ranks must make the same calls in the same order, got another one on rank 2 than on rank 0; "
-    "the group cannot be used any more";
-
 TEST_CASE("a rank that a kernel has seen in another call ends the group at once") {
   for (const bool waits : {false, true}) {
     for (const bool on_demand : {false, true}) {
@@ -139,7 +135,9 @@ TEST_CASE("a rank that a kernel has seen in another call ends the group at once"
       watched.words->seen = {2, false};
       if (on_demand) watched.watch.notice();
       if (!on_demand) watched.look_after(milliseconds(1));
-      CHECK(watched.failure() == kUnlike2);
+      CHECK(watched.failure() ==
+            "ranks must make the same calls in the same order, got another one on rank 2 than on "
+            "rank 0; the group cannot be used any more");
       CHECK(watched.words->given_up);
       CHECK(watched.words->releases == 1);
       CHECK(watched.watch.all_read());
