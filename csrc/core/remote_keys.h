@@ -36,6 +36,9 @@ struct LaunchWords {
 constexpr uint32_t kBeingStaged = 1;
 constexpr uint32_t staged_heads(uint32_t heads) { return kBeingStaged + heads; }
 
+/// Said, for the kind of its call, by who has seen somebody in another one.
+constexpr uint32_t kNoCall = 0xffffffff;
+
 /// What the word `failed` of a rank is where calls come to nothing: the host has given up, or a
 /// rank has been seen in another call. Staging goes on then, lest others do not see it.
 constexpr uint32_t kGivenUp = 1;

@@ -4,12 +4,17 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <algorithm>
+#include <new>
 #include <string>
 #include <utility>
 
 #include "core/remote_keys.h"
 #include "transport/cuda/stream_words.h"
+#include "transport/cuda_transfer.h"
+#include "transport/host_words.h"
 #include "transport/ring_group.h"
+#include "transport/shared_host_memory.h"
 #include "transport/shared_memory.h"
 #include "transport/signal_watch.h"
 #include "transport/watchdog.h"
@@ -17,7 +22,7 @@
 namespace ringattn {
 namespace {
 
-// What a rank has in shared memory, in words.
+// What a rank has in shared device memory, in words.
 struct Layout {
   static constexpr int64_t kRanks = cuda::kMaxSignals;
   static constexpr int64_t kStaged = 0;
@@ -26,8 +31,8 @@ struct Layout {
   static constexpr int64_t kBlocksDone = kTag + kRanks;
   static constexpr int64_t kCalls = kBlocksDone + cuda::kStageCounters;
   static constexpr int64_t kFailed = kCalls + 1;
-  static constexpr int64_t kOne = kFailed + 1;  // a 1 to copy from
-  static constexpr int64_t kLaunch = kOne + 1;
+  static constexpr int64_t kSeen = kFailed + 1;  // of HostWords::given_up, by streams
+  static constexpr int64_t kLaunch = kSeen + 1;
   static constexpr int64_t kArrivals = 4096;
   static constexpr int64_t kWords = kLaunch + LaunchWords::kFirstArrival + kArrivals;
 };
@@ -35,22 +40,15 @@ struct Layout {
 constexpr uint32_t kNotWaiting = Phase{}.word();
 constexpr uint32_t kUntilRead = Phase{Phase::kUntilRead, 1}.word();
 constexpr uint32_t until_staged(uint32_t least) { return Phase{Phase::kUntilStaged, least}.word(); }
+constexpr uint32_t kStreamUntilRead = Phase{Phase::kStreamUntilRead, 1}.word();
+constexpr uint32_t kStreamUntilStaged = Phase{Phase::kStreamUntilStaged, 1}.word();
 
-uint32_t all_staged(int64_t num_kv_heads) {
-  return staged_heads(static_cast<uint32_t>(num_kv_heads));
-}
-
-struct HostWords {
-  volatile uint32_t phase;     // Phase::word
-  volatile uint32_t calls;     // that have been staged
-  volatile uint32_t given_up;  // for kernels that wait
-  volatile uint32_t unlike;    // CallTags::unlike
-};
+// What streams wait for is 0 before.
+uint32_t as_word(int32_t kind) { return std::max<uint32_t>(static_cast<uint32_t>(kind), 1); }
 
 // What a rank needs beside shared memory.
 struct OwnParts {
   c10::Device device;
-  HostWords* host = nullptr;
   cudaStream_t releasing = nullptr;  // past everything that waits
   std::string refusal;               // why it cannot have that, or nothing
 
@@ -60,14 +58,7 @@ struct OwnParts {
       return;
     }
     const c10::cuda::CUDAGuard guard(device);
-    cudaError_t error = cudaHostAlloc(&host, sizeof(HostWords), cudaHostAllocMapped);
-    if (error == cudaSuccess) {
-      host->phase = kNotWaiting;
-      host->calls = 0;
-      host->given_up = 0;
-      host->unlike = 0;
-      error = cudaStreamCreateWithFlags(&releasing, cudaStreamNonBlocking);
-    }
+    const cudaError_t error = cudaStreamCreateWithFlags(&releasing, cudaStreamNonBlocking);
     if (error == cudaSuccess) return;
     cudaGetLastError();  // it is not the next caller's
     refusal = cudaGetErrorString(error);
@@ -75,16 +66,25 @@ struct OwnParts {
   ~OwnParts() {
     on_device(device, [&] {
       if (releasing != nullptr) cudaStreamDestroy(releasing);
-      if (host != nullptr) cudaFreeHost(host);
     });
   }
   OwnParts(const OwnParts&) = delete;
   OwnParts& operator=(const OwnParts&) = delete;
 };
 
+// The words of each rank, this rank's own made anew.
+std::vector<HostWords*> host_words(void* memory, int64_t rank, int64_t num_ranks) {
+  auto* const words = static_cast<HostWords*>(memory);
+  new (words + rank) HostWords;
+  for (int64_t other = 0; other < num_ranks; ++other) words[rank].read[other] = 1;
+  std::vector<HostWords*> of_ranks;
+  for (int64_t other = 0; other < num_ranks; ++other) of_ranks.push_back(words + other);
+  return of_ranks;
+}
+
 }  // namespace
 
-/// The words in device memory, and those beside them in host memory.
+/// The words in device memory, and those in host memory.
 class Handshake::Words : public WatchedWords {
  public:
   /// Collective.
@@ -93,11 +93,12 @@ class Handshake::Words : public WatchedWords {
         others_(group.others()),
         device_(device),
         own_(device),
-        shared_(group, device, Layout::kWords * sizeof(uint32_t), own_.refusal) {
+        shared_(group, device, Layout::kWords * sizeof(uint32_t), own_.refusal),
+        host_memory_(group, device, group.size() * sizeof(HostWords)),
+        host_(host_words(host_memory_.data(), rank_, group.size()), rank_) {
     const c10::cuda::CUDAGuard guard(device);
     std::vector<uint32_t> initial(Layout::kWords, 0);
     for (int64_t rank = 0; rank < group.size(); ++rank) initial[Layout::kRead + rank] = 1;
-    initial[Layout::kOne] = 1;
     C10_CUDA_CHECK(cudaMemcpy(at(0), initial.data(), initial.size() * sizeof(uint32_t),
                               cudaMemcpyHostToDevice));
     group.exchange("");  // nobody signals before all words are in place
@@ -109,23 +110,21 @@ class Handshake::Words : public WatchedWords {
   uint32_t* at(int64_t rank, int64_t index) const {
     return static_cast<uint32_t*>(shared_.of(rank)) + index;
   }
-
-  // As the device sees them: it reads and writes host memory, too.
-  uint32_t* phase_shown() const { return const_cast<uint32_t*>(&own_.host->phase); }
-  uint32_t* calls_shown() const { return const_cast<uint32_t*>(&own_.host->calls); }
-  const uint32_t* given_up() const { return const_cast<const uint32_t*>(&own_.host->given_up); }
-  uint32_t* unlike() const { return const_cast<uint32_t*>(&own_.host->unlike); }
-
-  uint32_t phase() const override { return own_.host->phase; }
-  uint32_t calls() const override { return own_.host->calls; }
-  std::optional<Unlike> unlike_seen() const override {
-    const uint32_t seen = own_.host->unlike;
-    if (seen == 0) return {};
-    return Unlike{others_[(seen - 1) % cuda::kMaxSignals], seen > cuda::kMaxSignals};
+  HostWords& host() const { return host_.own(); }
+  HostWords& host(int64_t rank) const { return host_.of(rank); }
+  /// As the device sees it.
+  uint32_t* shown(const HostWords::Word& word) const {
+    return static_cast<uint32_t*>(host_memory_.on_device(&word));
   }
-  void give_up() override { own_.host->given_up = 1; }
+
+  uint32_t phase() const override { return host().phase; }
+  uint32_t calls() const override { return host().calls; }
+  std::optional<Unlike> unlike_seen() const override { return host_.unlike_seen(); }
+  void warn_others() override { host_.warn_others(); }
+  void give_up() override { host_.give_up(); }
 
   std::vector<uint32_t> come(Phase::Kind kind) override {
+    if (Phase{kind}.of_stream()) return host_.come(kind);
     std::vector<uint32_t> words(others_.size() + 1, 0);
     const int64_t first = kind == Phase::kUntilRead ? Layout::kRead : Layout::kStaged;
     copy(words.data(), at(first), words.size());
@@ -158,6 +157,8 @@ class Handshake::Words : public WatchedWords {
   c10::Device device_;
   OwnParts own_;
   SharedMemory shared_;
+  SharedHostMemory host_memory_;
+  HostSignals host_;
 };
 
 namespace {
@@ -191,75 +192,86 @@ bool Handshake::all_read() { return watch_->all_read(); }
 void Handshake::notice() { watch_->notice(); }
 
 void Handshake::give_signals(cuda::StageParams& params, int32_t kind) const {
-  params.tags.own = static_cast<uint32_t>(kind);
-  params.tags.unlike = words_->unlike();
+  HostWords& host = words_->host();
+  params.tags.own = as_word(kind);
+  params.tags.unlike = words_->shown(host.unlike);
   for (const int64_t rank : words_->others()) {
-    params.tags.told[params.num_signals] = words_->at(rank, Layout::kTag + words_->rank());
-    params.tags.theirs[params.num_signals] = words_->at(Layout::kTag + rank);
-    params.taken_back[params.num_signals] = words_->at(Layout::kRead + rank);
-    params.signals[params.num_signals++] = words_->at(rank, Layout::kStaged + words_->rank());
-    if (!params.kernel_fetches) continue;
+    const int place = params.num_signals++;
+    if (!params.kernel_fetches) {
+      params.taken_back[place] = words_->shown(host.read[rank]);
+      params.signals[place] = words_->shown(words_->host(rank).staged[words_->rank()]);
+      continue;
+    }
+    params.tags.told[place] = words_->at(rank, Layout::kTag + words_->rank());
+    params.tags.theirs[place] = words_->at(Layout::kTag + rank);
+    params.taken_back[place] = words_->at(Layout::kRead + rank);
+    params.signals[place] = words_->at(rank, Layout::kStaged + words_->rank());
     params.awaited[params.num_awaited++] = words_->at(Layout::kStaged + rank);
   }
   params.blocks_done = words_->at(Layout::kBlocksDone);
   params.failed = words_->at(Layout::kFailed);
-  params.given_up = words_->given_up();
+  params.seen = words_->at(Layout::kSeen);
+  params.given_up = words_->shown(host.given_up);
   params.calls = words_->at(Layout::kCalls);
-  params.calls_shown = words_->calls_shown();
-  params.phase_shown = words_->phase_shown();
-  params.phase =
-      until_staged(params.kernel_fetches ? kBeingStaged : all_staged(params.num_kv_heads));
+  params.calls_shown = words_->shown(host.calls);
+  params.phase_shown = words_->shown(host.phase);
+  params.phase = params.kernel_fetches ? until_staged(kBeingStaged) : kNotWaiting;
 }
 
-void Handshake::take_staged(int64_t num_kv_heads, cudaStream_t stream) {
+void Handshake::wait_until_staged(int32_t kind, cudaStream_t stream) {
+  HostWords& host = words_->host();
   cuda::StreamWords words;
+  words.write(words_->shown(host.kind), as_word(kind));
+  words.write(words_->shown(host.phase), kStreamUntilStaged);
   for (const int64_t rank : words_->others()) {
-    words.wait_until(words_->at(Layout::kStaged + rank), all_staged(num_kv_heads));
+    words.wait_until(words_->shown(host.staged[rank]), as_word(kind));
   }
-  for (const int64_t rank : words_->others()) words.write(words_->at(Layout::kStaged + rank), 0);
-  words.write(words_->phase_shown(), kNotWaiting);
+  for (const int64_t rank : words_->others()) words.write(words_->shown(host.staged[rank]), 0);
+  words.write(words_->shown(host.phase), kNotWaiting);
   C10_CUDA_CHECK(words.enqueue(stream));
 }
 
 void Handshake::tell_read(int64_t other, cudaStream_t stream) {
-  // Note: a copy, since it goes to another device: the engine that copied the block does this after
-  // it.
-  C10_CUDA_CHECK(cudaMemcpyAsync(words_->at(other, Layout::kRead + words_->rank()),
-                                 words_->at(Layout::kOne), sizeof(uint32_t), cudaMemcpyDefault,
-                                 stream));
+  cuda::StreamWords words;
+  words.write(words_->shown(words_->host(other).read[words_->rank()]), 1);
+  C10_CUDA_CHECK(words.enqueue(stream));
 }
 
-void Handshake::show_and_wait_until_read(cudaStream_t stream) {
-  uint32_t* const phase = words_->phase_shown();
+void Handshake::wait_until_read(cudaStream_t stream) {
+  HostWords& host = words_->host();
   cuda::StreamWords words;
-  words.write(phase, kUntilRead);
-  for (const int64_t rank : words_->others()) {
-    words.wait_until(words_->at(Layout::kRead + rank), 1);
-  }
-  words.write(phase, kNotWaiting);
+  words.write(words_->shown(host.phase), kStreamUntilRead);
+  for (const int64_t rank : words_->others()) words.wait_until(words_->shown(host.read[rank]), 1);
+  words.write(words_->shown(host.phase), kNotWaiting);
   C10_CUDA_CHECK(words.enqueue(stream));
+  // Who has been let pass must know before anything is staged or handed out.
+  C10_CUDA_CHECK(cudaMemcpyAsync(words_->at(Layout::kSeen), words_->shown(host.given_up),
+                                 sizeof(uint32_t), cudaMemcpyDefault, stream));
 }
 
 Bringing Handshake::bringing(int64_t num_kv_heads) const {
   Bringing bringing;
   bringing.words = {words_->at(Layout::kLaunch), static_cast<int32_t>(Layout::kArrivals)};
   bringing.failed = words_->at(Layout::kFailed);
-  bringing.given_up = words_->given_up();
+  bringing.given_up = words_->shown(words_->host().given_up);
   Notices& notices = bringing.notices;
   for (const int64_t rank : words_->others()) {
     notices.staged[notices.num_peers] = words_->at(Layout::kStaged + rank);
     notices.read_here[notices.num_peers] = words_->at(Layout::kRead + rank);
     notices.read[notices.num_peers++] = words_->at(rank, Layout::kRead + words_->rank());
   }
-  notices.phase = words_->phase_shown();
+  notices.phase = words_->shown(words_->host().phase);
   notices.phase_working = kNotWaiting;
-  notices.phase_bringing = until_staged(all_staged(num_kv_heads));
+  notices.phase_bringing = until_staged(staged_heads(static_cast<uint32_t>(num_kv_heads)));
   notices.phase_waiting = kUntilRead;
   bringing.follows_staging = true;
   return bringing;
 }
 
-const uint32_t* Handshake::failed() const { return words_->at(Layout::kFailed); }
+void Handshake::poison_if_failed(const std::vector<at::Tensor>& results) const {
+  static_assert(Layout::kSeen == Layout::kFailed + 1);
+  ringattn::poison_if_failed(results, words_->at(Layout::kFailed), 2);
+}
 
 void Handshake::describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank) {
   watch_->describe(call, std::move(step_of_rank));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <cuda_runtime_api.h>
 
@@ -24,6 +25,9 @@ class SignalWatch;
 ///   read[p] of rank r:     1: p has read what r staged last       p sets it, r takes it back
 ///   tag[p] of rank r:      what kind of call p stages for         p sets it, before staged[p]
 ///
+/// Kernels find them in device memory. Where copy engines fetch, streams wait, for words of their
+/// own in host memory (host_words.h), where staged[p] is the tag itself.
+///
 /// r takes staged[p] back when p has staged everything, before it tells p to go on: p cannot have
 /// set it for the next call yet.
 ///
@@ -42,31 +46,30 @@ class Handshake {
   Handshake& operator=(const Handshake&) = delete;
 
   // One call begins with the staging kernel.
-  /// Completes what that kernel is told, `kernel_fetches` and `num_kv_heads` being set: it gives
-  /// the signals. Where a kernel fetches, that one begins when all others are staging. There
-  /// ranks in calls of other kinds fail (Agreement::kind).
+  /// Completes what that kernel is told, `kernel_fetches` being set: it gives the signals. Where a
+  /// kernel fetches, that one begins when all others are staging. Ranks in calls of other kinds
+  /// fail (Agreement::kind).
   void give_signals(cuda::StageParams& params, int32_t kind) const;
 
   // Then, where copy engines fetch, on a stream that follows it, in this order:
   /// Everything that the other ranks have for this call is in place.
-  void take_staged(int64_t num_kv_heads, cudaStream_t stream);
+  void wait_until_staged(int32_t kind, cudaStream_t stream);
   /// This rank needs nothing more of what `other` has staged. Once for every other rank, behind
   /// what was copied from there.
   void tell_read(int64_t other, cudaStream_t stream);
   /// Nobody reads any more what this rank has staged.
-  void show_and_wait_until_read(cudaStream_t stream);
+  void wait_until_read(cudaStream_t stream);
+  /// Behind that: NaN where this group's calls come to nothing.
+  void poison_if_failed(const std::vector<at::Tensor>& results) const;
 
   // And where a kernel fetches:
   /// What it needs; it takes back, tells, waits and shows by itself.
   Bringing bringing(int64_t num_kv_heads) const;
 
-  /// Device memory, not 0 once this group's calls come to nothing (remote_keys.h).
-  const uint32_t* failed() const;
-
   /// Whether the other ranks have read everything that this one has staged, or will not any more.
   bool all_read();
 
-  /// What the device has said of ranks in other calls has the group fail now, not a little later.
+  /// What is known of ranks in other calls has the group fail now, not a little later.
   void notice();
 
   /// For errors: the number of the latest call, and the step at which the block of each rank visits

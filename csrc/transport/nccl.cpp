@@ -334,7 +334,7 @@ class NcclTransport : public CollectiveTransport {
   }
 
   void guard(const std::vector<at::Tensor>& results) override {
-    poison_if_failed(results, communicator_->failed());
+    poison_if_failed(results, communicator_->failed(), /*num_words=*/1);
   }
 
   bool idle() override { return last_->query(); }

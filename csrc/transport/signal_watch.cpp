@@ -29,6 +29,7 @@ bool SignalWatch::look() {
   if (moved || !waits) watch_anew();
   if (given_up_) {
     constexpr auto kAgain = std::chrono::milliseconds(500);
+    words_->give_up();
     if (moved || now_() - released_ >= kAgain) release();
   } else if (const auto unlike = words_->unlike_seen()) {
     end_for(*unlike);
@@ -45,6 +46,7 @@ void SignalWatch::notice() {
 }
 
 void SignalWatch::end_for(const WatchedWords::Unlike& unlike) {
+  words_->warn_others();
   end([&](RingGroup& group) {
     const std::string other = "rank " + std::to_string(unlike.rank);
     const std::string what = unlike.heard ? "and " + other + " has seen one in another call"
@@ -69,8 +71,10 @@ void SignalWatch::describe(int64_t call, std::shared_ptr<const std::vector<int64
 bool SignalWatch::all_read() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (given_up_) return true;
-  const auto read = look_at(Phase::kUntilRead);
-  const auto has_read = [&](int64_t rank) { return read && (*read)[rank] != 0; };
+  const auto read = look_at({Phase::kUntilRead, 1}), copied = look_at({Phase::kStreamUntilRead, 1});
+  const auto has_read = [&](int64_t rank) {
+    return read && copied && (*read)[rank] != 0 && (*copied)[rank] != 0;
+  };
   if (std::all_of(others_.begin(), others_.end(), has_read)) return true;
   if (!leaving_since_) leaving_since_ = now_();
   return now_() - *leaving_since_ >= patience_;
@@ -85,7 +89,7 @@ void SignalWatch::watch_anew() {
 void SignalWatch::give_up(Phase phase) {
   std::vector<int64_t> suspects = others_;
   const auto asked = now_();
-  if (const auto come = look_at(phase.kind)) {
+  if (const auto come = look_at(phase)) {
     silent_since_.reset();
     const auto is_here = [&](int64_t rank) { return (*come)[rank] >= phase.least; };
     suspects.erase(std::remove_if(suspects.begin(), suspects.end(), is_here), suspects.end());
@@ -115,7 +119,9 @@ void SignalWatch::end(const std::function<std::string(RingGroup&)>& why) {
 }
 
 // Nothing where the device does not answer.
-std::optional<std::vector<uint32_t>> SignalWatch::look_at(Phase::Kind kind) {
+std::optional<std::vector<uint32_t>> SignalWatch::look_at(Phase phase) {
+  const Phase::Kind kind = phase.kind;
+  if (phase.of_stream()) return words_->come(kind);
   const auto come = std::make_shared<std::vector<uint32_t>>();
   if (!asking_.run(soon(), [words = words_, kind, come] { *come = words->come(kind); })) return {};
   return std::move(*come);

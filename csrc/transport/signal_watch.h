@@ -17,21 +17,31 @@ namespace ringattn {
 
 class RingGroup;
 
-/// What a stream is waiting for: words of one kind that are not as large yet.
+/// What a kernel or a stream is waiting for: words of one kind that are not as large yet.
 struct Phase {
-  enum Kind : uint32_t { kNotWaiting = 0, kUntilRead = 1, kUntilStaged = 2 };
+  enum Kind : uint32_t {
+    kNotWaiting = 0,
+    kUntilRead = 1,  // a kernel: words of device memory
+    kUntilStaged = 2,
+    kStreamUntilRead = 3,  // words of host memory
+    kStreamUntilStaged = 4,
+  };
   Kind kind = kNotWaiting;
   uint32_t least = 0;
 
-  // In one word, which streams write and the watchdog reads.
-  static constexpr uint32_t kKinds = 4;
+  constexpr bool of_stream() const {
+    return kind == kStreamUntilRead || kind == kStreamUntilStaged;
+  }
+
+  // In one word, which the device writes and the watchdog reads.
+  static constexpr uint32_t kKinds = 8;
   constexpr uint32_t word() const { return kKinds * least + kind; }
   static constexpr Phase from(uint32_t word) {
     return {static_cast<Kind>(word % kKinds), word / kKinds};
   }
 };
 
-/// The words by which a rank's streams wait for other ranks, for who watches over that.
+/// The words by which a rank's kernels and streams wait for other ranks, for who watches over that.
 /// Thread-safe.
 class WatchedWords {
  public:
@@ -40,19 +50,22 @@ class WatchedWords {
   /// What is waited for (Phase::word), and how many calls have begun. At once.
   virtual uint32_t phase() const = 0;
   virtual uint32_t calls() const = 0;
-  /// How far each rank has come with what is waited for, [W]. Asks the device: it may not answer.
+  /// How far each rank has come with what is waited for, [W]. Where a kernel waits it asks the
+  /// device, which may not answer; where a stream does, at once.
   virtual std::vector<uint32_t> come(Phase::Kind kind) = 0;
   /// A rank in a call of another kind than this rank's.
   struct Unlike {
     int64_t rank = 0;
     bool heard = false;  // it is not in one, but has seen another rank that is
   };
-  /// One that a kernel has seen. At once.
+  /// One that a kernel has seen, or that can be seen here. At once.
   virtual std::optional<Unlike> unlike_seen() const = 0;
-  /// Tells kernels that their waits are in vain. At once.
+  /// Has the streams and kernels of others see this rank as one that has seen one. At once.
+  virtual void warn_others() = 0;
+  /// Tells kernels that their waits are in vain, and lets streams pass: calls that the host made
+  /// before it knew are still to come, and it is done again and again. At once.
   virtual void give_up() = 0;
-  /// Lets everything pass that waits: calls that the host made before it knew are still to come,
-  /// and it is done again and again. What they compute is NaN. Asks the device.
+  /// The same for all that waits for device memory. What it computes is NaN. Asks the device.
   virtual void release() = 0;
 };
 
@@ -69,8 +82,8 @@ class RINGATTN_API SignalWatch {
   /// Called many times a second, from the watchdog's thread. Whether there is nothing to look at
   /// any more.
   bool look();
-  /// The part of it that needs no answer to judge, from any thread: ends the group where a kernel
-  /// has seen a rank in another call.
+  /// The part of it that needs no answer to judge, from any thread: ends the group where a rank has
+  /// been seen in another call.
   void notice();
   /// There is not.
   void close();
@@ -87,7 +100,7 @@ class RINGATTN_API SignalWatch {
   void give_up(Phase phase);
   void end_for(const WatchedWords::Unlike& unlike);
   void end(const std::function<std::string(RingGroup&)>& why);
-  std::optional<std::vector<uint32_t>> look_at(Phase::Kind kind);
+  std::optional<std::vector<uint32_t>> look_at(Phase phase);
   void release();
   std::chrono::milliseconds soon() const;
 

@@ -44,7 +44,7 @@ class SymmetricTransport : public MessageTransport {
   bool needs_every_rank() const override { return true; }
 
   void guard(const std::vector<at::Tensor>& results) override {
-    poison_if_failed(results, handshake_.failed());
+    handshake_.poison_if_failed(results);
   }
 
   void synchronize() override {
@@ -201,7 +201,7 @@ class SymmetricStream : public BlockStream {
       return;
     }
     transport_.after(stream_);
-    transport_.handshake_.take_staged(params.num_kv_heads, transport_.lane_);
+    transport_.handshake_.wait_until_staged(transport_.group_.kind(), transport_.lane_);
     arrived_.resize(num_hops_);
     for (int64_t step = 1; step <= exchange_.depth; ++step) fetch(step);
   }
@@ -236,9 +236,9 @@ class SymmetricStream : public BlockStream {
 
   void finish(const std::vector<at::Tensor>& results) override {
     if (!exchange_.by_kernel) {
-      transport_.guard(results);
-      transport_.handshake_.show_and_wait_until_read(transport_.lane_);
+      transport_.handshake_.wait_until_read(transport_.lane_);
       transport_.join(stream_);
+      transport_.guard(results);
     }
     transport_.calls_.end_on(stream_);
     // Kept until here, lest what is launched beside the staging kernel gets the memory of a copy.
@@ -333,14 +333,14 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
   }
   stage(params, message.call, std::make_shared<std::vector<int64_t>>(group_.size(), message.step),
         lane_);
-  handshake_.take_staged(params.num_kv_heads, lane_);
+  handshake_.wait_until_staged(group_.kind(), lane_);
   if (message.receive.defined()) {
     C10_CUDA_CHECK(cudaMemcpyAsync(message.receive.mutable_data_ptr(), staged_by(message.source),
                                    message.receive.nbytes(), cudaMemcpyDefault, lane_));
     message.receive.record_stream(lane_);
   }
   for (const int64_t rank : group_.others()) handshake_.tell_read(rank, lane_);
-  handshake_.show_and_wait_until_read(lane_);
+  handshake_.wait_until_read(lane_);
   done->record(lane_);
   calls_.end_on(lane_);
   return std::make_unique<CudaTransfer>(started, done, message.timed);

@@ -353,9 +353,9 @@ def rotate_kv(
 def synchronize(group: Group = None) -> None:
     """Waits until the calls of this rank are done, and raises what went wrong in them.
 
-    On CUDA a call returns before its work is done; when a peer dies, or a ring of one launch finds
-    one in another call, the results are filled with NaN and the error is raised by the next call or
-    by this one.
+    On CUDA a call returns before its work is done; when a peer dies, or is found in another call
+    over ``"symmetric"``, the results are filled with NaN and the error is raised by the next call
+    or by this one.
 
     Args:
         group: as in :func:`ring_attention`.

@@ -34,11 +34,17 @@ class FakeWords : public ringattn::WatchedWords {
   uint32_t phase() const override { return shown_phase; }
   uint32_t calls() const override { return shown_calls; }
   std::vector<uint32_t> come(Phase::Kind kind) override {
+    if (kind == Phase::kStreamUntilRead) return copied;
+    if (kind == Phase::kStreamUntilStaged) return staged_for_streams;
     answer();
     return kind == Phase::kUntilRead ? read : staged;
   }
   std::optional<Unlike> unlike_seen() const override { return seen; }
-  void give_up() override { given_up = true; }
+  void warn_others() override { warned = true; }
+  void give_up() override {
+    given_up = true;
+    ++let_pass;
+  }
   void release() override {
     answer();
     ++releases;
@@ -46,9 +52,10 @@ class FakeWords : public ringattn::WatchedWords {
 
   std::atomic<uint32_t> shown_phase{Phase{}.word()}, shown_calls{0};
   std::vector<uint32_t> staged = {0, 0, 0}, read = {0, 0, 0};
+  std::vector<uint32_t> staged_for_streams = {0, 0, 0}, copied = {0, 1, 1};
   std::optional<Unlike> seen;
-  std::atomic<bool> answers{true}, given_up{false};
-  std::atomic<int> asked{0}, releases{0};
+  std::atomic<bool> answers{true}, given_up{false}, warned{false};
+  std::atomic<int> asked{0}, releases{0}, let_pass{0};
 
  private:
   void answer() {
@@ -110,6 +117,28 @@ TEST_CASE("a rank that does not come is given up on after the patience, at the s
         "signal came through shared memory); the group cannot be used any more");
   CHECK(watched.words->given_up);
   CHECK(watched.words->releases == 1);
+  CHECK_FALSE(watched.words->warned);  // nobody is in another call
+}
+
+TEST_CASE("a stream's wait needs no answer of the device, which may be behind it in line") {
+  for (const bool for_staging : {true, false}) {
+    Watched watched;
+    auto& words = for_staging ? watched.words->staged_for_streams : watched.words->copied;
+    words = {0, 1, 0};
+    watched.words->answers = false;
+    const auto kind = for_staging ? Phase::kStreamUntilStaged : Phase::kStreamUntilRead;
+    watched.words->shown_phase = Phase{kind, 1}.word();
+    CHECK_FALSE(watched.watch.look());
+    watched.look_after(kPatience + milliseconds(1));
+    CHECK(watched.words->asked == 0);
+    CHECK(watched.failure().empty());
+    watched.look_after(milliseconds(1));
+    CHECK(watched.failure().rfind("rank 2 did not take part in step 1 of the ring", 0) == 0);
+    // And what comes to wait later is let pass at every look.
+    CHECK(watched.words->let_pass == 1);
+    watched.look_after(milliseconds(1));
+    CHECK(watched.words->let_pass == 2);
+  }
 }
 
 TEST_CASE("what all have come to is no loss: a kernel may have yet to begin") {
@@ -138,6 +167,7 @@ TEST_CASE("a rank that a kernel has seen in another call ends the group at once"
       CHECK(watched.failure() ==
             "ranks must make the same calls in the same order, got another one on rank 2 than on "
             "rank 0; the group cannot be used any more");
+      CHECK(watched.words->warned);
       CHECK(watched.words->given_up);
       CHECK(watched.words->releases == 1);
       CHECK(watched.watch.all_read());
@@ -313,6 +343,9 @@ TEST_CASE("a group that has gone is waited for until all have read, or will not 
   CHECK_FALSE(watched.watch.all_read());
   watched.words->read = {0, 1, 1};
   CHECK(watched.watch.all_read());
+  watched.words->copied = {0, 1, 0};
+  CHECK_FALSE(watched.watch.all_read());
+  watched.words->copied = {0, 1, 1};
   watched.words->read = {0, 0, 1};
   CHECK_FALSE(watched.watch.all_read());
   watched.now += kPatience;

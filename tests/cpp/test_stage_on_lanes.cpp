@@ -35,7 +35,7 @@ struct Words {
   uint32_t signals[kPeers] = {}, taken_back[kPeers] = {1, 1, 1}, awaited[kPeers] = {1, 1, 1};
   uint32_t told[kPeers] = {}, theirs[kPeers] = {kTag, kTag, kTag}, unlike = 0;
   uint32_t counters[kStageCounters] = {};
-  uint32_t failed = 0, given_up = 0, calls = 6, calls_shown = 0, phase_shown = 0;
+  uint32_t failed = 0, given_up = 0, seen = 0, calls = 6, calls_shown = 0, phase_shown = 0;
 };
 
 // k and v [B, rows, 3 * H + 1, D], of which H heads each are given, and where they are staged.
@@ -72,6 +72,7 @@ class Call {
     params.num_awaited = kernel_fetches ? kPeers : 0;
     params.failed = &words.failed;
     params.given_up = &words.given_up;
+    params.seen = &words.seen;
     params.blocks_done = words.counters;
     params.calls = &words.calls;
     params.calls_shown = &words.calls_shown;
@@ -132,7 +133,11 @@ struct Faults {
     on_store_release = [this, &call](const uint32_t* word, uint32_t value) {
       const int64_t peer = word - call.words.signals;
       if (value <= __atomic_load_n(word, __ATOMIC_RELAXED)) ++falls_back;
-      if (value == kBeingStaged && call.words.taken_back[peer] != 0) ++early_word;
+      if (call.words.taken_back[peer] != 0) ++early_word;
+      if (!call.params.kernel_fetches) {
+        if (value != kTag || !call.has_staged(0, call.params.num_kv_heads)) ++early_heads;
+        return;
+      }
       if (value == kBeingStaged && call.words.told[peer] != kTag) ++early_tag;
       if (value > kBeingStaged) {
         const int heads = static_cast<int>(value - kBeingStaged);
@@ -197,7 +202,8 @@ TEST_CASE("on lanes: heads are told of when they are staged, and counters are 0 
       const Faults faults(call, blocks);
       REQUIRE(stage(call.params, nullptr) == cudaSuccess);
       CHECK(call.has_staged(0, shape.heads));
-      CHECK(all_are(call.words.signals, kPeers, staged_heads(shape.heads)));
+      CHECK(all_are(call.words.signals, kPeers, kernel_fetches ? staged_heads(shape.heads) : kTag));
+      CHECK(all_are(call.words.told, kPeers, kernel_fetches ? kTag : 0));
       CHECK(all_are(call.words.taken_back, kPeers, 0));
       CHECK(all_are(call.words.counters, kStageCounters, 0));
       CHECK(call.words.calls_shown == 7);
@@ -230,12 +236,16 @@ TEST_CASE("on lanes: many heads are told of part by part") {
 
 TEST_CASE("on lanes: who has given up stages nothing and tells nobody") {
   lanes::multiprocessors = 8;
-  Call call({1, 300, 3, 64, 300}, /*kernel_fetches=*/true);
-  call.words.failed = kGivenUp;
-  REQUIRE(stage(call.params, nullptr) == cudaSuccess);
-  CHECK(call.has_staged_nothing());
-  CHECK(all_are(call.words.signals, kPeers, 0));
-  CHECK(all_are(call.words.taken_back, kPeers, 1));
+  for (const bool kernel_fetches : {true, false}) {
+    for (const bool known_to_streams : {true, false}) {
+      Call call({1, 300, 3, 64, 300}, kernel_fetches);
+      (known_to_streams ? call.words.seen : call.words.failed) = kGivenUp;
+      REQUIRE(stage(call.params, nullptr) == cudaSuccess);
+      CHECK(call.has_staged_nothing());
+      CHECK(all_are(call.words.signals, kPeers, 0));
+      CHECK(all_are(call.words.taken_back, kPeers, 1));
+    }
+  }
 }
 
 TEST_CASE("on lanes: a rank in another call is seen before the kernel behind begins") {
@@ -264,6 +274,11 @@ TEST_CASE("on lanes: a rank in another call is seen before the kernel behind beg
 
 TEST_CASE("on lanes: who has seen a rank in another call says so in the next one") {
   lanes::multiprocessors = 8;
+  Call streams_wait({1, 64, 2, 64, 64}, /*kernel_fetches=*/false);
+  streams_wait.words.failed = kInAnotherCall;
+  REQUIRE(stage(streams_wait.params, nullptr) == cudaSuccess);
+  CHECK(all_are(streams_wait.words.signals, kPeers, kNoCall));
+
   Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
   call.words.failed = kInAnotherCall;
   call.words.awaited[1] = 0;  // nobody is waited for
@@ -273,15 +288,6 @@ TEST_CASE("on lanes: who has seen a rank in another call says so in the next one
   CHECK(all_are(call.words.signals, kPeers, staged_heads(2)));
   CHECK(call.words.failed == kInAnotherCall);
   CHECK(call.words.unlike == 0);
-}
-
-TEST_CASE("on lanes: where no kernel fetches nobody looks at tags, but they are told") {
-  lanes::multiprocessors = 2;
-  Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/false);
-  call.words.theirs[1] = kTag + 1;
-  REQUIRE(stage(call.params, nullptr) == cudaSuccess);
-  CHECK(call.words.failed == 0);
-  CHECK(all_are(call.words.told, kPeers, kTag));
 }
 
 TEST_CASE("on lanes: the kernel behind begins when all others are staging, or the host gives up") {

@@ -5,6 +5,8 @@ has come. The waits are released, the results are NaN, and the next call or sync
 import os
 import re
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import ringattn
@@ -31,10 +33,31 @@ def assert_names(message: str, rank: int) -> None:
     assert re.search(r"\bstep \d", message), message
 
 
-def lose_a_rank(absent: int, die: bool, transport: str) -> dict[str, object]:
+#: What all ranks do together, and what each gets of it.
+Call = Callable[[Case], tuple[torch.Tensor, ...]]
+
+
+def attend(case: Case) -> tuple[torch.Tensor, ...]:
+    """A kernel of this rank's fetches, on Hopper."""
+    return ring_call(case)
+
+
+def attend_portably(case: Case) -> tuple[torch.Tensor, ...]:
+    """Copy engines fetch, on every GPU: no kernel of its own is for float32."""
+    return ring_call(replace(case, dtype=torch.float32))
+
+
+def rotate(case: Case) -> tuple[torch.Tensor, ...]:
+    """Copy engines fetch."""
+    _, k, v = case.local_inputs()
+    kv = torch.stack([k, v])
+    return (ringattn.rotate_kv(kv, case.partition, transport=case.transport).wait(),)
+
+
+def lose_a_rank(absent: int, die: bool, transport: str, call: Call) -> dict[str, object]:
     """A warm ring in which one rank does not come to the second call."""
     case = even(transport)
-    ring_call(case)
+    call(case)
     torch.cuda.synchronize()
     if this().rank == absent:
         if die:
@@ -42,32 +65,30 @@ def lose_a_rank(absent: int, die: bool, transport: str) -> dict[str, object]:
         time.sleep(2 * TIMEOUT_S)
         return {}
     start = time.monotonic()
-    q, k, v = (x.to(this().device) for x in case.local_inputs())
-    out, lse = ringattn.ring_attention(
-        q, k, v, case.partition, return_lse=True, transport=transport
-    )
+    results = call(case)
     returned_s = time.monotonic() - start
     with pytest.raises(dist.DistBackendError) as at_synchronize:
         ringattn.synchronize()
     named_s = time.monotonic() - start
     torch.cuda.synchronize()  # the streams run on, and the context has survived
     with pytest.raises(dist.DistBackendError) as at_next_call:
-        ring_call(case)
+        call(case)
     return {
         "returned_s": returned_s,
         "named_s": named_s,
         "messages": [str(at_synchronize.value), str(at_next_call.value)],
-        "nan": bool(out.isnan().all()) and bool(lse.isnan().all()),
+        "nan": all(bool(x.isnan().all()) for x in results),
         "context": float(torch.ones(8, device=this().device).sum()),
     }
 
 
 @pytest.mark.parametrize("die", [True, False], ids=["dead", "late"])
+@pytest.mark.parametrize("call", [attend, attend_portably, rotate], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_lost_rank_is_named_and_its_results_are_nan(die, transport):
+def test_a_lost_rank_is_named_and_its_results_are_nan(die, call, transport):
     absent = 1
     with RankPool(2, "cuda", timeout_s=TIMEOUT_S) as ring:
-        outcomes = ring.outcomes(lose_a_rank, absent, die, transport)
+        outcomes = ring.outcomes(lose_a_rank, absent, die, transport, call)
         for outcome in outcomes:
             if outcome.rank == absent:
                 continue
@@ -120,7 +141,7 @@ def test_a_lost_rank_is_named_while_new_kernels_are_launched():
         assert outcomes[0].value["nan"]
 
 
-def make_another_call(lonely: int) -> dict[str, object]:
+def make_another_call(lonely: int, usual_call: Call, lonely_call: Call) -> dict[str, object]:
     """Calls that all ranks know are not compared any more, and one rank makes another one of them
     than the others do."""
     usual, longer = (
@@ -131,32 +152,42 @@ def make_another_call(lonely: int) -> dict[str, object]:
         )
         for rows in (64, 96)
     )
-    for case in (usual, longer):
-        ring_call(case)
+    usual_call(usual)
+    lonely_call(longer)
     ringattn.synchronize()
     start = time.monotonic()
-    mine = longer if this().rank == lonely else usual
-    out, lse = ring_call(mine)
+    results = lonely_call(longer) if this().rank == lonely else usual_call(usual)
     with pytest.raises(dist.DistBackendError) as at_synchronize:
         ringattn.synchronize()
     named_s = time.monotonic() - start
     with pytest.raises(dist.DistBackendError) as at_next_call:
-        ring_call(usual)
+        usual_call(usual)
     return {
         "named_s": named_s,
         "messages": [str(at_synchronize.value), str(at_next_call.value)],
-        "nan": bool(out.isnan().all()) and bool(lse.isnan().all()),
+        "nan": all(bool(x.isnan().all()) for x in results),
     }
 
 
-@pytest.mark.hopper
+@pytest.mark.parametrize(
+    "calls",
+    [
+        pytest.param((attend, attend), marks=pytest.mark.hopper),
+        (attend_portably, attend_portably),
+        (rotate, rotate),
+        (rotate, attend_portably),
+        (attend, rotate),
+        (rotate, attend),
+    ],
+    ids=lambda calls: "-".join(call.__name__ for call in calls),
+)
 @pytest.mark.parametrize(
     "world_size", [2, pytest.param(3, marks=pytest.mark.multi_gpu(3))], ids=lambda size: f"{size}"
 )
-def test_ranks_in_different_calls_are_told_so(world_size):
+def test_ranks_in_different_calls_are_told_so(world_size, calls):
     lonely = world_size - 1
     with RankPool(world_size, "cuda", timeout_s=TIMEOUT_S) as pool:
-        for outcome in pool.outcomes(make_another_call, lonely):
+        for outcome in pool.outcomes(make_another_call, lonely, *calls):
             assert outcome.ok, outcome.traceback
             value = outcome.value
             assert value["named_s"] < TIMEOUT_S / 2  # nobody waits in vain first

@@ -7,10 +7,10 @@
 
 namespace ringattn::cuda {
 
-/// Fills data [bytes] with NaN, of any floating point type, if *failed is not 0 by the time the
-/// stream comes to it. `failed` is device memory: reading the host's here would cost a quarter of a
-/// millisecond in every call.
-cudaError_t poison_if_failed(void* data, int64_t bytes, const uint32_t* failed,
+/// Fills data [bytes] with NaN, of any floating point type, if one of the words `failed` is not 0
+/// by the time the stream comes to it. They are device memory: reading the host's here would cost a
+/// quarter of a millisecond in every call.
+cudaError_t poison_if_failed(void* data, int64_t bytes, const uint32_t* failed, int num_words,
                              cudaStream_t stream);
 
 }  // namespace ringattn::cuda

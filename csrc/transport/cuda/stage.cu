@@ -119,7 +119,10 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   // Who has given up must not write over what a peer that is only late will read yet. Asked for
   // now, it is known when the first keys have come.
   const uint32_t failure = load_relaxed_system(to.failed);
-  const bool failed = failure == kGivenUp;
+  const uint32_t seen = to.seen != nullptr ? load_relaxed_system(to.seen) : 0;
+  const bool failed = failure == kGivenUp || seen != 0;
+  // Who has seen one in another call does not wait any more, and may be in the next by now.
+  const uint32_t tag = failure == 0 ? to.tags.own : kNoCall;
 
   // All thread blocks that copy run: nothing else is needed any more.
   if (threadIdx.x < kWarpSize) {
@@ -129,9 +132,10 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
       if (threadIdx.x == 0) *to.blocks_done = 0;
       if (threadIdx.x < to.num_signals && !failed) {
         store_relaxed_system(to.taken_back[threadIdx.x], 0);
-        // Who has seen one in another call does not wait any more, and may be in the next by now.
-        store_relaxed_system(to.tags.told[threadIdx.x], failure == 0 ? to.tags.own : kNoCall);
-        store_release_system(to.signals[threadIdx.x], kBeingStaged);
+        if (to.kernel_fetches) {
+          store_relaxed_system(to.tags.told[threadIdx.x], tag);
+          store_release_system(to.signals[threadIdx.x], kBeingStaged);
+        }
       }
     }
   }
@@ -153,7 +157,7 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
     // who ends one tells of it before the next one can end.
     if (__syncthreads_or(failed)) return;
     if (is_last_block(copying, to.blocks_done + part) && threadIdx.x < to.num_signals) {
-      store_release_system(to.signals[threadIdx.x], staged_heads(head));
+      store_release_system(to.signals[threadIdx.x], to.kernel_fetches ? staged_heads(head) : tag);
     }
   }
 }
@@ -200,7 +204,8 @@ cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   // What all warps copy in one round is there at the same time: to tell of less would not be to
   // tell sooner.
   const int64_t rounds = ceil_div(runs, copying * kWarps);
-  const int64_t parts = std::clamp<int64_t>(rounds, 1, kMostStagedParts);
+  const int64_t most_parts = params.kernel_fetches ? kMostStagedParts : 1;
+  const int64_t parts = std::clamp<int64_t>(rounds, 1, most_parts);
   launch.row_pieces = static_cast<uint32_t>(row_pieces);
   launch.rows_per_step = kWarpSize / std::max(launch.row_pieces, 1u);
   launch.pieces_per_step = kWarpSize % std::max(launch.row_pieces, 1u);

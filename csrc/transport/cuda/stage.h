@@ -24,19 +24,17 @@ struct StageSource {
   int64_t head_stride = 0;
 };
 
-/// What kind of call each rank is in: it says so before it says that it stages, and no kernel
-/// fetches anything from who is in another one.
+/// What kind of call each rank is in: it says so before it says that it stages, and nothing is
+/// fetched from who is in another one.
 struct CallTags {
-  uint32_t own = 0;                          // the same on all ranks; another one in other kinds
+  uint32_t own = 0;  // the same on all ranks, not 0; another one in other kinds
+  // Where a kernel fetches:
   uint32_t* told[kMaxSignals] = {};          // of other ranks: where this one says it
   const uint32_t* theirs[kMaxSignals] = {};  // of this rank: what they have said
   /// Host memory: the place in `theirs`, from 1 on, of one in another call; kMaxSignals more where
   /// it says kNoCall.
   uint32_t* unlike = nullptr;
 };
-/// Said by who has seen somebody in another call.
-constexpr uint32_t kNoCall = 0xffffffff;
-
 /// A block on its way to memory that other ranks read, and whom to tell.
 ///
 /// There it lies as [H_kv, 2, B, rows, D]: any range of key heads, keys and values, is contiguous.
@@ -51,15 +49,16 @@ struct StageParams {
   bool keys_only = false;  // there are no values: [H_kv, B, rows, D]
 
   uint32_t* taken_back[kMaxSignals] = {};  // of this rank; set to 0 before
-  /// These, of other ranks, say how much is staged (remote_keys.h), first when all thread blocks
-  /// that copy run: from then on it needs nothing more.
+  /// These are of other ranks. Where a kernel fetches they say how much is staged (remote_keys.h),
+  /// first when all thread blocks that copy run: from then on it needs nothing more. Where copy
+  /// engines do they are set once, to tags.own, when everything is staged.
   uint32_t* signals[kMaxSignals] = {};
   int num_signals = 0;
 
   /// A kernel fetches what others stage, the next one on the stream. This one is set up while the
   /// one before it ends, and leaves most of the device to the next one, which begins when none of
-  /// `awaited`, of this rank, is 0 any more. One thread block waits for that.
-  /// Then it looks at their tags. Nobody does where copy engines fetch.
+  /// `awaited`, of this rank, is 0 any more. One thread block waits for that, and then looks at
+  /// their tags. Where copy engines fetch, streams wait for the tag itself.
   bool kernel_fetches = false;
   const uint32_t* awaited[kMaxSignals] = {};
   int num_awaited = 0;
@@ -68,10 +67,12 @@ struct StageParams {
   /// kGivenUp: nothing is written and nobody told. kInAnotherCall is written here by who sees it.
   uint32_t* failed = nullptr;
   const uint32_t* given_up = nullptr;  // of the host's (remote_keys.h)
-  uint32_t* blocks_done = nullptr;     // [kStageCounters], 0 before and after
-  uint32_t* calls = nullptr;           // goes up by one for each call,
-  uint32_t* calls_shown = nullptr;     // and is written here, to host memory,
-  uint32_t* phase_shown = nullptr;     // as `phase` is here
+  /// What streams have last seen there: not 0, as kGivenUp. Null: none do.
+  const uint32_t* seen = nullptr;
+  uint32_t* blocks_done = nullptr;  // [kStageCounters], 0 before and after
+  uint32_t* calls = nullptr;        // goes up by one for each call,
+  uint32_t* calls_shown = nullptr;  // and is written here, to host memory,
+  uint32_t* phase_shown = nullptr;  // as `phase` is here
   uint32_t phase = 0;
   /// For tests: not 0, heads are late by random times drawn from it.
   uint32_t lateness = 0;

@@ -27,12 +27,12 @@ CUdeviceptr address(const uint32_t* word) { return reinterpret_cast<CUdeviceptr>
 
 bool StreamWords::available() { return batch_mem_op() != nullptr; }
 
-void StreamWords::wait_until(const uint32_t* word, uint32_t least) {
+void StreamWords::wait_until(const uint32_t* word, uint32_t value) {
   CUstreamBatchMemOpParams operation = {};
   operation.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
   operation.waitValue.address = address(word);
-  operation.waitValue.value = least;
-  operation.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
+  operation.waitValue.value = value;
+  operation.waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
   operations_.push_back(operation);
 }
 

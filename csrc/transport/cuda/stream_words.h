@@ -19,7 +19,7 @@ class StreamWords {
   /// Whether the driver has such operations.
   static bool available();
 
-  void wait_until(const uint32_t* word, uint32_t least);  // until *word is that or (cyclic) more
+  void wait_until(const uint32_t* word, uint32_t value);  // until *word is that
   void write(uint32_t* word, uint32_t value);
   /// Appends everything collected to the stream, in order. May be called again.
   cudaError_t enqueue(cudaStream_t stream);
