@@ -79,7 +79,7 @@ EXPORTED int attend(void* q, void* k, void* v, void* out, void* state, float* ls
 
 namespace {
 
-/// Of device memory, 0 before the first call.
+/// Of device memory; before the first call as prepare_words leaves them.
 struct RankWords {
   uint32_t failed;  // not 0: nobody waits any more
   uint32_t calls;
@@ -171,6 +171,14 @@ Bringing bringing(const RankCall& call) {
 EXPORTED int rank_call_bytes() { return sizeof(RankCall); }
 EXPORTED int rank_words_bytes() { return sizeof(RankWords); }
 EXPORTED int shown_words_bytes() { return sizeof(ShownWords); }
+
+/// Returns a cudaError_t.
+EXPORTED int prepare_words(RankWords* words) {
+  const cudaError_t error = cudaMemset(words, 0, sizeof(RankWords));
+  if (error != cudaSuccess) return error;
+  const std::vector<uint32_t> read(Notices::kMaxPeers, 1);  // whatever was staged before
+  return cudaMemcpy(words->read, read.data(), sizeof(words->read), cudaMemcpyHostToDevice);
+}
 
 /// Has the current device read memory of another one. Returns a cudaError_t.
 EXPORTED int reach(int other) {

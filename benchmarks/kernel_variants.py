@@ -58,7 +58,7 @@ _MOST_IN_A_ROW = 50  # which the host enqueues while the device is kept busy
 _PATIENCE = 60.0  # seconds, with one rank of a ring
 _FLAGS = ["-O3", "-DNDEBUG", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a"]
 _FLAGS += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
-_EXPORTS = ["attend", "attend_as_rank", "reach", "*_bytes"]
+_EXPORTS = ["attend", "attend_as_rank", "prepare_words", "reach", "*_bytes"]
 
 
 def library(name: str, head_dim: int) -> Path:

@@ -70,7 +70,10 @@ class _OnDevice:
         brought = torch.zeros(
             2 * batch * k.size(2) * largest * head_dim, dtype=k.dtype, device=device
         )
-        self._words = torch.zeros(kernel.rank_words_bytes() // 4, dtype=torch.int32, device=device)
+        self._words = torch.empty(kernel.rank_words_bytes() // 4, dtype=torch.int32, device=device)
+        with torch.cuda.device(device):
+            words = ctypes.c_void_p(self._words.data_ptr())
+            _check(kernel.prepare_words(words), "preparing a rank's words")
         shown = torch.zeros(kernel.shown_words_bytes() // 4, dtype=torch.int32).pin_memory()
         # Alive as long as the call is.
         self._memory = (q, k, v, lse, staged, brought, shown, *blocks.values())

@@ -52,6 +52,10 @@ struct Notices {
   uint32_t* staged[kMaxPeers] = {};
   // When all has been read, first `staged` is set to 0, then these, of others, to 1.
   uint32_t* read[kMaxPeers] = {};
+  // The same for who waits in streams, in host memory: what each peer has said to them here is set
+  // to 0, too, and `read` told first there. Null: nobody does.
+  uint32_t* staged_for_streams[kMaxPeers] = {};
+  uint32_t* read_for_streams[kMaxPeers] = {};
   // It ends when these, of this device, are not 0 any more: the others have read what is here.
   const uint32_t* read_here[kMaxPeers] = {};
   int32_t num_peers = 0;

@@ -32,7 +32,8 @@ struct Layout {
   static constexpr int64_t kCalls = kBlocksDone + cuda::kStageCounters;
   static constexpr int64_t kFailed = kCalls + 1;
   static constexpr int64_t kSeen = kFailed + 1;  // of HostWords::given_up, by streams
-  static constexpr int64_t kLaunch = kSeen + 1;
+  static constexpr int64_t kOne = kSeen + 1;     // a 1 to copy from
+  static constexpr int64_t kLaunch = kOne + 1;
   static constexpr int64_t kArrivals = 4096;
   static constexpr int64_t kWords = kLaunch + LaunchWords::kFirstArrival + kArrivals;
 };
@@ -99,6 +100,7 @@ class Handshake::Words : public WatchedWords {
     const c10::cuda::CUDAGuard guard(device);
     std::vector<uint32_t> initial(Layout::kWords, 0);
     for (int64_t rank = 0; rank < group.size(); ++rank) initial[Layout::kRead + rank] = 1;
+    initial[Layout::kOne] = 1;
     C10_CUDA_CHECK(cudaMemcpy(at(0), initial.data(), initial.size() * sizeof(uint32_t),
                               cudaMemcpyHostToDevice));
     group.exchange("");  // nobody signals before all words are in place
@@ -120,7 +122,6 @@ class Handshake::Words : public WatchedWords {
   uint32_t phase() const override { return host().phase; }
   uint32_t calls() const override { return host().calls; }
   std::optional<Unlike> unlike_seen() const override { return host_.unlike_seen(); }
-  void warn_others() override { host_.warn_others(); }
   void give_up() override { host_.give_up(); }
 
   std::vector<uint32_t> come(Phase::Kind kind) override {
@@ -197,15 +198,13 @@ void Handshake::give_signals(cuda::StageParams& params, int32_t kind) const {
   params.tags.unlike = words_->shown(host.unlike);
   for (const int64_t rank : words_->others()) {
     const int place = params.num_signals++;
-    if (!params.kernel_fetches) {
-      params.taken_back[place] = words_->shown(host.read[rank]);
-      params.signals[place] = words_->shown(words_->host(rank).staged[words_->rank()]);
-      continue;
-    }
+    params.taken_back_for_streams[place] = words_->shown(host.read[rank]);
+    params.signals_for_streams[place] = words_->shown(words_->host(rank).staged[words_->rank()]);
     params.tags.told[place] = words_->at(rank, Layout::kTag + words_->rank());
     params.tags.theirs[place] = words_->at(Layout::kTag + rank);
     params.taken_back[place] = words_->at(Layout::kRead + rank);
     params.signals[place] = words_->at(rank, Layout::kStaged + words_->rank());
+    if (!params.kernel_fetches) continue;
     params.awaited[params.num_awaited++] = words_->at(Layout::kStaged + rank);
   }
   params.blocks_done = words_->at(Layout::kBlocksDone);
@@ -226,7 +225,11 @@ void Handshake::wait_until_staged(int32_t kind, cudaStream_t stream) {
   for (const int64_t rank : words_->others()) {
     words.wait_until(words_->shown(host.staged[rank]), as_word(kind));
   }
-  for (const int64_t rank : words_->others()) words.write(words_->shown(host.staged[rank]), 0);
+  // What kernels wait for was told before that.
+  for (const int64_t rank : words_->others()) {
+    words.write(words_->shown(host.staged[rank]), 0);
+    words.write(words_->at(Layout::kStaged + rank), 0);
+  }
   words.write(words_->shown(host.phase), kNotWaiting);
   C10_CUDA_CHECK(words.enqueue(stream));
 }
@@ -235,6 +238,10 @@ void Handshake::tell_read(int64_t other, cudaStream_t stream) {
   cuda::StreamWords words;
   words.write(words_->shown(words_->host(other).read[words_->rank()]), 1);
   C10_CUDA_CHECK(words.enqueue(stream));
+  // Note: a copy, since it goes to another device: a front end writes to its own.
+  C10_CUDA_CHECK(cudaMemcpyAsync(words_->at(other, Layout::kRead + words_->rank()),
+                                 words_->at(Layout::kOne), sizeof(uint32_t), cudaMemcpyDefault,
+                                 stream));
 }
 
 void Handshake::wait_until_read(cudaStream_t stream) {
@@ -258,6 +265,9 @@ Bringing Handshake::bringing(int64_t num_kv_heads) const {
   for (const int64_t rank : words_->others()) {
     notices.staged[notices.num_peers] = words_->at(Layout::kStaged + rank);
     notices.read_here[notices.num_peers] = words_->at(Layout::kRead + rank);
+    notices.staged_for_streams[notices.num_peers] = words_->shown(words_->host().staged[rank]);
+    notices.read_for_streams[notices.num_peers] =
+        words_->shown(words_->host(rank).read[words_->rank()]);
     notices.read[notices.num_peers++] = words_->at(rank, Layout::kRead + words_->rank());
   }
   notices.phase = words_->shown(words_->host().phase);

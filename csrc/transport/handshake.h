@@ -25,8 +25,11 @@ class SignalWatch;
 ///   read[p] of rank r:     1: p has read what r staged last       p sets it, r takes it back
 ///   tag[p] of rank r:      what kind of call p stages for         p sets it, before staged[p]
 ///
-/// Kernels find them in device memory. Where copy engines fetch, streams wait, for words of their
-/// own in host memory (host_words.h), where staged[p] is the tag itself.
+/// Each is there twice: in device memory for kernels, and in host memory for streams, which wait
+/// where copy engines fetch (host_words.h; there staged[p] is the tag, set when all is staged).
+/// Nobody knows which of these another rank waits for, so all are set and taken back in each call,
+/// in an order in which who sees the one that it waits for knows the other to be there, or waits
+/// for that, too, before it takes it back: `staged` in device memory first, `read` in host memory.
 ///
 /// r takes staged[p] back when p has staged everything, before it tells p to go on: p cannot have
 /// set it for the next call yet.

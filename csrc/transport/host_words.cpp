@@ -25,17 +25,13 @@ std::optional<WatchedWords::Unlike> HostSignals::unlike_seen() const {
     const int64_t place = (seen - 1) % HostWords::kRanks;
     return WatchedWords::Unlike{place + (place >= rank_ ? 1 : 0), seen > HostWords::kRanks};
   }
-  const uint32_t phase = words.phase;
-  const Phase::Kind waits = Phase::from(phase).kind;
-  if (waits != Phase::kStreamUntilStaged && waits != Phase::kUntilStaged) return {};
-  // What others stage for streams is of no use to a kernel.
-  const uint32_t wanted = waits == Phase::kStreamUntilStaged ? words.kind.load() : 0;
+  const uint32_t phase = words.phase, kind = words.kind;
+  if (Phase::from(phase).kind != Phase::kStreamUntilStaged) return {};
   for (size_t rank = 0; rank < of_ranks_.size(); ++rank) {
     const uint32_t staged = words.staged[rank];
-    if (staged == 0 || staged == wanted) continue;
+    if (staged == 0 || staged == kind) continue;
     // Nobody stages for the next call before this one is over, but it may be by now.
-    if (words.phase != phase || words.staged[rank] != staged) return {};
-    if (waits == Phase::kStreamUntilStaged && words.kind != wanted) return {};
+    if (words.phase != phase || words.staged[rank] != staged || words.kind != kind) return {};
     return WatchedWords::Unlike{static_cast<int64_t>(rank), staged == kNoCall};
   }
   return {};
@@ -47,12 +43,6 @@ void HostSignals::give_up() {
   for (size_t rank = 0; rank < of_ranks_.size(); ++rank) {
     words.staged[rank] = words.kind.load();
     words.read[rank] = 1;
-  }
-}
-
-void HostSignals::warn_others() {
-  for (size_t rank = 0; rank < of_ranks_.size(); ++rank) {
-    if (static_cast<int64_t>(rank) != rank_) of_ranks_[rank]->staged[rank_] = kNoCall;
   }
 }
 

@@ -45,7 +45,6 @@ class RINGATTN_API HostSignals {
   std::vector<uint32_t> come(Phase::Kind kind) const;
   std::optional<WatchedWords::Unlike> unlike_seen() const;
   void give_up();
-  void warn_others();
 
  private:
   std::vector<HostWords*> of_ranks_;

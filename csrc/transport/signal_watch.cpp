@@ -46,7 +46,6 @@ void SignalWatch::notice() {
 }
 
 void SignalWatch::end_for(const WatchedWords::Unlike& unlike) {
-  words_->warn_others();
   end([&](RingGroup& group) {
     const std::string other = "rank " + std::to_string(unlike.rank);
     const std::string what = unlike.heard ? "and " + other + " has seen one in another call"

@@ -58,10 +58,8 @@ class WatchedWords {
     int64_t rank = 0;
     bool heard = false;  // it is not in one, but has seen another rank that is
   };
-  /// One that a kernel has seen, or that can be seen here. At once.
+  /// One that a kernel has seen, or that a stream waits for. At once.
   virtual std::optional<Unlike> unlike_seen() const = 0;
-  /// Has the streams and kernels of others see this rank as one that has seen one. At once.
-  virtual void warn_others() = 0;
   /// Tells kernels that their waits are in vain, and lets streams pass: calls that the host made
   /// before it knew are still to come, and it is done again and again. At once.
   virtual void give_up() = 0;

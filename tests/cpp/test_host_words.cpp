@@ -55,21 +55,12 @@ TEST_CASE("a rank that has staged for another call is seen, and one that is in n
   CHECK(is(ranks.signals.unlike_seen(), 2, true));
 }
 
-TEST_CASE("who stages for streams is in another call than a kernel that waits") {
-  Ranks ranks;
-  ranks.own.kind = kKind;  // of an earlier call
-  ranks.own.staged[2] = kKind;
-  ranks.wait(Phase::kUntilStaged);
-  CHECK(is(ranks.signals.unlike_seen(), 2, false));
-  ranks.own.staged[2] = kNoCall;
-  CHECK(is(ranks.signals.unlike_seen(), 2, true));
-}
-
 TEST_CASE("who is not waited for may be in the next call") {
   Ranks ranks;
   ranks.own.kind = kKind;
   ranks.own.staged[0] = kOtherKind;
-  for (const auto kind : {Phase::kNotWaiting, Phase::kUntilRead, Phase::kStreamUntilRead}) {
+  for (const auto kind :
+       {Phase::kNotWaiting, Phase::kUntilRead, Phase::kUntilStaged, Phase::kStreamUntilRead}) {
     ranks.wait(kind);
     CHECK_FALSE(ranks.signals.unlike_seen());
   }
@@ -97,13 +88,4 @@ TEST_CASE("giving up lets this rank's streams pass, whatever they wait for, and 
     CHECK(ranks.words[2].read[rank] == 0);
   }
   CHECK(ranks.words[0].given_up == 0);
-}
-
-TEST_CASE("others are warned in their words, and only there") {
-  Ranks ranks;
-  ranks.signals.warn_others();
-  CHECK(ranks.words[0].staged[1] == kNoCall);
-  CHECK(ranks.words[2].staged[1] == kNoCall);
-  CHECK(ranks.own.staged[1] == 0);
-  CHECK(ranks.words[0].staged[2] == 0);
 }

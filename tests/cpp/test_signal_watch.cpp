@@ -40,7 +40,6 @@ class FakeWords : public ringattn::WatchedWords {
     return kind == Phase::kUntilRead ? read : staged;
   }
   std::optional<Unlike> unlike_seen() const override { return seen; }
-  void warn_others() override { warned = true; }
   void give_up() override {
     given_up = true;
     ++let_pass;
@@ -54,7 +53,7 @@ class FakeWords : public ringattn::WatchedWords {
   std::vector<uint32_t> staged = {0, 0, 0}, read = {0, 0, 0};
   std::vector<uint32_t> staged_for_streams = {0, 0, 0}, copied = {0, 1, 1};
   std::optional<Unlike> seen;
-  std::atomic<bool> answers{true}, given_up{false}, warned{false};
+  std::atomic<bool> answers{true}, given_up{false};
   std::atomic<int> asked{0}, releases{0}, let_pass{0};
 
  private:
@@ -117,7 +116,6 @@ TEST_CASE("a rank that does not come is given up on after the patience, at the s
         "signal came through shared memory); the group cannot be used any more");
   CHECK(watched.words->given_up);
   CHECK(watched.words->releases == 1);
-  CHECK_FALSE(watched.words->warned);  // nobody is in another call
 }
 
 TEST_CASE("a stream's wait needs no answer of the device, which may be behind it in line") {
@@ -167,7 +165,6 @@ TEST_CASE("a rank that a kernel has seen in another call ends the group at once"
       CHECK(watched.failure() ==
             "ranks must make the same calls in the same order, got another one on rank 2 than on "
             "rank 0; the group cannot be used any more");
-      CHECK(watched.words->warned);
       CHECK(watched.words->given_up);
       CHECK(watched.words->releases == 1);
       CHECK(watched.watch.all_read());

@@ -42,15 +42,17 @@ StageSource source_of(const at::Tensor& x) {  // [B, S, H, D]
 /// The words of a call, and what they are when it is over.
 struct Words {
   at::Tensor all =
-      at::zeros({5 * kPeers + kStageCounters + 5}, at::TensorOptions(at::kCUDA).dtype(at::kInt));
+      at::zeros({7 * kPeers + kStageCounters + 5}, at::TensorOptions(at::kCUDA).dtype(at::kInt));
   at::Tensor signals = all.narrow(0, 0, kPeers);
   at::Tensor taken_back = all.narrow(0, kPeers, kPeers).fill_(1);
   at::Tensor awaited = all.narrow(0, 2 * kPeers, kPeers);
   at::Tensor told = all.narrow(0, 3 * kPeers, kPeers);
   at::Tensor theirs = all.narrow(0, 4 * kPeers, kPeers).fill_(kTag);
-  at::Tensor counters = all.narrow(0, 5 * kPeers, kStageCounters);
+  at::Tensor for_streams = all.narrow(0, 5 * kPeers, kPeers);
+  at::Tensor back_for_streams = all.narrow(0, 6 * kPeers, kPeers).fill_(1);
+  at::Tensor counters = all.narrow(0, 7 * kPeers, kStageCounters);
   // failed, calls, both shown, unlike
-  at::Tensor others = all.narrow(0, 5 * kPeers + kStageCounters, 5);
+  at::Tensor others = all.narrow(0, 7 * kPeers + kStageCounters, 5);
 
   static uint32_t* word(const at::Tensor& x, int64_t i) {
     return reinterpret_cast<uint32_t*>(x.data_ptr<int>()) + i;
@@ -59,6 +61,8 @@ struct Words {
     for (int i = 0; i < kPeers; ++i) {
       params.signals[i] = word(signals, i);
       params.taken_back[i] = word(taken_back, i);
+      params.signals_for_streams[i] = word(for_streams, i);
+      params.taken_back_for_streams[i] = word(back_for_streams, i);
       params.awaited[i] = word(awaited, i);
       params.tags.told[i] = word(told, i);
       params.tags.theirs[i] = word(theirs, i);
@@ -135,6 +139,8 @@ TEST_CASE("a block is staged whole, its heads are told of, and counters are 0 ag
         block.staged.fill_(kNaN);
         words.signals.zero_();
         words.taken_back.fill_(1);
+        words.for_streams.zero_();
+        words.back_for_streams.fill_(1);
         words.awaited.fill_(1);
         StageParams params = block.params(kernel_fetches);
         words.give(params);
@@ -142,7 +148,9 @@ TEST_CASE("a block is staged whole, its heads are told of, and counters are 0 ag
         REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
         REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
         CHECK(block.is_staged());
-        CHECK(all_are(words.signals, kernel_fetches ? staged_heads(shape.heads) : kTag));
+        CHECK(all_are(words.signals, staged_heads(shape.heads)));
+        CHECK(all_are(words.for_streams, kTag));
+        CHECK(all_are(words.back_for_streams, 0));
         CHECK(all_are(words.taken_back, 0));
         CHECK(all_are(words.counters, 0));
         CHECK(words.others[2].item<int>() == call);
@@ -169,7 +177,8 @@ TEST_CASE("a message is staged as one row of bytes") {
     REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(at::equal(to.narrow(0, 0, bytes), message.narrow(0, 0, bytes)));
-    CHECK(all_are(words.signals, kTag));
+    CHECK(all_are(words.signals, staged_heads(1)));
+    CHECK(all_are(words.for_streams, kTag));
   }
 }
 

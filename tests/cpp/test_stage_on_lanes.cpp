@@ -33,6 +33,7 @@ struct Shape {
 // The words of a call.
 struct Words {
   uint32_t signals[kPeers] = {}, taken_back[kPeers] = {1, 1, 1}, awaited[kPeers] = {1, 1, 1};
+  uint32_t for_streams[kPeers] = {}, back_for_streams[kPeers] = {1, 1, 1};
   uint32_t told[kPeers] = {}, theirs[kPeers] = {kTag, kTag, kTag}, unlike = 0;
   uint32_t counters[kStageCounters] = {};
   uint32_t failed = 0, given_up = 0, seen = 0, calls = 6, calls_shown = 0, phase_shown = 0;
@@ -61,6 +62,8 @@ class Call {
     for (int i = 0; i < kPeers; ++i) {
       params.signals[i] = &words.signals[i];
       params.taken_back[i] = &words.taken_back[i];
+      params.signals_for_streams[i] = &words.for_streams[i];
+      params.taken_back_for_streams[i] = &words.back_for_streams[i];
       params.awaited[i] = &words.awaited[i];
       params.tags.told[i] = &words.told[i];
       params.tags.theirs[i] = &words.theirs[i];
@@ -126,18 +129,22 @@ class Call {
 
 // What goes wrong while a launch runs, where no test may say so.
 struct Faults {
-  std::atomic<int> early_heads{0}, early_word{0}, early_tag{0}, begins_early{0}, falls_back{0};
+  std::atomic<int> early_heads{0}, early_word{0}, early_tag{0}, early_for_streams{0};
+  std::atomic<int> begins_early{0}, falls_back{0};
 
   // Watches a call's launch until it is destroyed.
   Faults(const Call& call, unsigned blocks) {
     on_store_release = [this, &call](const uint32_t* word, uint32_t value) {
-      const int64_t peer = word - call.words.signals;
       if (value <= __atomic_load_n(word, __ATOMIC_RELAXED)) ++falls_back;
-      if (call.words.taken_back[peer] != 0) ++early_word;
-      if (!call.params.kernel_fetches) {
-        if (value != kTag || !call.has_staged(0, call.params.num_kv_heads)) ++early_heads;
+      const int64_t of_stream = word - call.words.for_streams;
+      if (0 <= of_stream && of_stream < kPeers) {
+        const uint32_t all = staged_heads(call.params.num_kv_heads);
+        const uint32_t told = __atomic_load_n(&call.words.signals[of_stream], __ATOMIC_RELAXED);
+        if (told != all || call.words.back_for_streams[of_stream] != 0) ++early_for_streams;
         return;
       }
+      const int64_t peer = word - call.words.signals;
+      if (value == kBeingStaged && call.words.taken_back[peer] != 0) ++early_word;
       if (value == kBeingStaged && call.words.told[peer] != kTag) ++early_tag;
       if (value > kBeingStaged) {
         const int heads = static_cast<int>(value - kBeingStaged);
@@ -202,8 +209,10 @@ TEST_CASE("on lanes: heads are told of when they are staged, and counters are 0 
       const Faults faults(call, blocks);
       REQUIRE(stage(call.params, nullptr) == cudaSuccess);
       CHECK(call.has_staged(0, shape.heads));
-      CHECK(all_are(call.words.signals, kPeers, kernel_fetches ? staged_heads(shape.heads) : kTag));
-      CHECK(all_are(call.words.told, kPeers, kernel_fetches ? kTag : 0));
+      CHECK(all_are(call.words.signals, kPeers, staged_heads(shape.heads)));
+      CHECK(all_are(call.words.told, kPeers, kTag));
+      CHECK(all_are(call.words.for_streams, kPeers, kTag));
+      CHECK(all_are(call.words.back_for_streams, kPeers, 0));
       CHECK(all_are(call.words.taken_back, kPeers, 0));
       CHECK(all_are(call.words.counters, kStageCounters, 0));
       CHECK(call.words.calls_shown == 7);
@@ -211,6 +220,7 @@ TEST_CASE("on lanes: heads are told of when they are staged, and counters are 0 
       CHECK(faults.early_heads == 0);
       CHECK(faults.early_word == 0);
       CHECK(faults.early_tag == 0);
+      CHECK(faults.early_for_streams == 0);
       CHECK(call.words.unlike == 0);
       CHECK(call.words.failed == 0);
       CHECK(faults.falls_back == 0);
@@ -244,7 +254,34 @@ TEST_CASE("on lanes: who has given up stages nothing and tells nobody") {
       CHECK(call.has_staged_nothing());
       CHECK(all_are(call.words.signals, kPeers, 0));
       CHECK(all_are(call.words.taken_back, kPeers, 1));
+      CHECK(all_are(call.words.for_streams, kPeers, 0));
+      CHECK(all_are(call.words.back_for_streams, kPeers, 1));
     }
+  }
+}
+
+TEST_CASE("on lanes: nobody is told anything before the last call's words are all there") {
+  lanes::multiprocessors = 4;
+  for (const bool kernel_fetches : {true, false}) {
+    Call call({1, 64, 2, 64, 64}, kernel_fetches);
+    call.words.taken_back[1] = 0;  // under way
+    std::atomic<bool> comes{false}, too_early{false};
+    const Callbacks callbacks;
+    on_store_release = [&](const uint32_t* word, uint32_t) {
+      const bool is_of_it = word == call.words.signals + 1 || word == call.words.for_streams + 1;
+      if (is_of_it && !comes) too_early = true;
+    };
+    std::thread peer([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      comes = true;
+      __atomic_store_n(&call.words.taken_back[1], 1, __ATOMIC_RELEASE);
+    });
+    const cudaError_t error = stage(call.params, nullptr);
+    peer.join();
+    CHECK(error == cudaSuccess);
+    CHECK_FALSE(too_early);
+    CHECK(all_are(call.words.taken_back, kPeers, 0));
+    CHECK(all_are(call.words.for_streams, kPeers, kTag));
   }
 }
 
@@ -274,17 +311,13 @@ TEST_CASE("on lanes: a rank in another call is seen before the kernel behind beg
 
 TEST_CASE("on lanes: who has seen a rank in another call says so in the next one") {
   lanes::multiprocessors = 8;
-  Call streams_wait({1, 64, 2, 64, 64}, /*kernel_fetches=*/false);
-  streams_wait.words.failed = kInAnotherCall;
-  REQUIRE(stage(streams_wait.params, nullptr) == cudaSuccess);
-  CHECK(all_are(streams_wait.words.signals, kPeers, kNoCall));
-
   Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
   call.words.failed = kInAnotherCall;
   call.words.awaited[1] = 0;  // nobody is waited for
   call.words.theirs[0] = kTag + 1;
   REQUIRE(stage(call.params, nullptr) == cudaSuccess);
   CHECK(all_are(call.words.told, kPeers, kNoCall));
+  CHECK(all_are(call.words.for_streams, kPeers, kNoCall));
   CHECK(all_are(call.words.signals, kPeers, staged_heads(2)));
   CHECK(call.words.failed == kInAnotherCall);
   CHECK(call.words.unlike == 0);

@@ -166,6 +166,48 @@ def test_late_copies_are_waited_for(rank_pool, world_size):
     )
 
 
+def fetch_in_different_ways(cases: list[Case], rounds: int) -> None:
+    """Each rank records a call block by block when it likes: there copy engines fetch, and streams
+    wait, while a kernel does for others. In between all of them rotate."""
+    inputs = [replace(case, seed=seed).local_inputs() for case in cases for seed in (11, 12)]
+    calls = [case for case in cases for _ in range(2)]
+
+    def attend(index: int, by_block: bool) -> torch.Tensor:
+        with ringattn.record_timings() if by_block else nullcontext():
+            case = calls[index]
+            return ringattn.ring_attention(
+                *inputs[index], case.partition, causal=case.causal, transport="symmetric"
+            )
+
+    def rotate(index: int) -> torch.Tensor:
+        kv = torch.stack(inputs[index][1:])
+        return ringattn.rotate_kv(kv, calls[index].partition, transport="symmetric").wait()
+
+    attended = {
+        (index, by_block): attend(index, by_block)
+        for index in range(len(calls))
+        for by_block in (False, True)
+    }
+    rotated = [rotate(index) for index in range(len(calls))]
+    together, alone = random.Random(0), random.Random(this().rank)
+    for _ in range(rounds):
+        index = together.randrange(len(calls))
+        by_block = alone.random() < 0.5
+        assert torch.equal(attend(index, by_block), attended[index, by_block]), (index, by_block)
+        if together.random() < 0.3:
+            assert torch.equal(rotate(index), rotated[index]), index
+    ringattn.synchronize()
+
+
+@pytest.mark.parametrize(
+    "world_size",
+    [2, *(pytest.param(size, marks=pytest.mark.multi_gpu(size)) for size in (3, 4))],
+)
+def test_ranks_may_fetch_in_different_ways(rank_pool, world_size):
+    chosen = cases(world_size)[::3]
+    rank_pool(world_size, "cuda").run(fetch_in_different_ways, chosen, 300, call_timeout_s=120.0)
+
+
 def replayed(case: Case, replays: int) -> None:
     """A captured ring gives what an eager one gives, with other inputs each time, in between eager
     calls of its own and of another kind."""

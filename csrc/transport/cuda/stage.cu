@@ -131,10 +131,14 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
     if (__shfl_sync(0xffffffff, before, 0) == copying - 1) {
       if (threadIdx.x == 0) *to.blocks_done = 0;
       if (threadIdx.x < to.num_signals && !failed) {
+        // Who waited in a stream, last time, was told a little before this word was set.
+        wait_for_word(to.taken_back[threadIdx.x], to.failed, to.given_up);
         store_relaxed_system(to.taken_back[threadIdx.x], 0);
-        if (to.kernel_fetches) {
-          store_relaxed_system(to.tags.told[threadIdx.x], tag);
-          store_release_system(to.signals[threadIdx.x], kBeingStaged);
+        store_relaxed_system(to.tags.told[threadIdx.x], tag);
+        store_release_system(to.signals[threadIdx.x], kBeingStaged);
+        // Nobody sets it before everything is staged.
+        if (to.taken_back_for_streams[threadIdx.x] != nullptr) {
+          store_relaxed_system(to.taken_back_for_streams[threadIdx.x], 0);
         }
       }
     }
@@ -157,7 +161,10 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
     // who ends one tells of it before the next one can end.
     if (__syncthreads_or(failed)) return;
     if (is_last_block(copying, to.blocks_done + part) && threadIdx.x < to.num_signals) {
-      store_release_system(to.signals[threadIdx.x], to.kernel_fetches ? staged_heads(head) : tag);
+      store_release_system(to.signals[threadIdx.x], staged_heads(head));
+      if (head == num_heads && to.signals_for_streams[threadIdx.x] != nullptr) {
+        store_release_system(to.signals_for_streams[threadIdx.x], tag);
+      }
     }
   }
 }
@@ -204,8 +211,7 @@ cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   // What all warps copy in one round is there at the same time: to tell of less would not be to
   // tell sooner.
   const int64_t rounds = ceil_div(runs, copying * kWarps);
-  const int64_t most_parts = params.kernel_fetches ? kMostStagedParts : 1;
-  const int64_t parts = std::clamp<int64_t>(rounds, 1, most_parts);
+  const int64_t parts = std::clamp<int64_t>(rounds, 1, kMostStagedParts);
   launch.row_pieces = static_cast<uint32_t>(row_pieces);
   launch.rows_per_step = kWarpSize / std::max(launch.row_pieces, 1u);
   launch.pieces_per_step = kWarpSize % std::max(launch.row_pieces, 1u);

@@ -27,9 +27,8 @@ struct StageSource {
 /// What kind of call each rank is in: it says so before it says that it stages, and nothing is
 /// fetched from who is in another one.
 struct CallTags {
-  uint32_t own = 0;  // the same on all ranks, not 0; another one in other kinds
-  // Where a kernel fetches:
-  uint32_t* told[kMaxSignals] = {};          // of other ranks: where this one says it
+  uint32_t own = 0;                  // the same on all ranks, not 0; another one in other kinds
+  uint32_t* told[kMaxSignals] = {};  // of other ranks: where this one says it
   const uint32_t* theirs[kMaxSignals] = {};  // of this rank: what they have said
   /// Host memory: the place in `theirs`, from 1 on, of one in another call; kMaxSignals more where
   /// it says kNoCall.
@@ -48,17 +47,21 @@ struct StageParams {
   int64_t row_bytes = 0;   // of D elements; a last piece may be cut short, and is copied whole
   bool keys_only = false;  // there are no values: [H_kv, B, rows, D]
 
-  uint32_t* taken_back[kMaxSignals] = {};  // of this rank; set to 0 before
-  /// These are of other ranks. Where a kernel fetches they say how much is staged (remote_keys.h),
-  /// first when all thread blocks that copy run: from then on it needs nothing more. Where copy
-  /// engines do they are set once, to tags.own, when everything is staged.
+  /// Of this rank; 1, or about to be, and set to 0 before.
+  uint32_t* taken_back[kMaxSignals] = {};
+  /// These, of other ranks, say how much is staged (remote_keys.h), first when all thread blocks
+  /// that copy run: from then on it needs nothing more.
   uint32_t* signals[kMaxSignals] = {};
+  /// The same for who waits in streams: of this rank, set to 0; of other ranks, set to tags.own
+  /// behind everything else. Null: nobody does.
+  uint32_t* taken_back_for_streams[kMaxSignals] = {};
+  uint32_t* signals_for_streams[kMaxSignals] = {};
   int num_signals = 0;
 
   /// A kernel fetches what others stage, the next one on the stream. This one is set up while the
   /// one before it ends, and leaves most of the device to the next one, which begins when none of
   /// `awaited`, of this rank, is 0 any more. One thread block waits for that, and then looks at
-  /// their tags. Where copy engines fetch, streams wait for the tag itself.
+  /// their tags. Where copy engines fetch, streams wait.
   bool kernel_fetches = false;
   const uint32_t* awaited[kMaxSignals] = {};
   int num_awaited = 0;

@@ -114,7 +114,16 @@ __device__ __forceinline__ void give_notice(const Bringing& bringing, uint32_t n
   const Notices& notices = bringing.notices;
   wait_until_staged(bringing, num_kv_heads, between);
   if (notices.phase != nullptr) store_relaxed_system(notices.phase, notices.phase_working);
-  for (int i = 0; i < notices.num_peers; ++i) store_relaxed_system(notices.staged[i], 0);
+#pragma unroll 1
+  for (int i = 0; i < notices.num_peers; ++i) {
+    store_relaxed_system(notices.staged[i], 0);
+    if (notices.staged_for_streams[i] == nullptr) continue;
+    // Told of last: it may be under way still.
+    wait_for_word(notices.staged_for_streams[i], bringing.failed, bringing.given_up);
+    store_relaxed_system(notices.staged_for_streams[i], 0);
+    store_relaxed_system(notices.read_for_streams[i], 1);
+    between();
+  }
   for (int i = 0; i < notices.num_peers; ++i) store_release_system(notices.read[i], 1);
 }
 
