@@ -64,6 +64,7 @@ struct Notices {
   uint32_t phase_working = 0;   // written there when the launch begins, when all has been read, and
                                 // when it has waited at its end,
   uint32_t phase_bringing = 0;  // when it waits for long for what a peer stages,
+  uint32_t phase_told = 0;      // or for that to be told to streams, too,
   uint32_t phase_waiting = 0;   // and when nothing is left but to wait until the others have read
 };
 

@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <algorithm>
+#include <memory>
 #include <new>
 #include <string>
 #include <utility>
@@ -73,6 +74,20 @@ struct OwnParts {
   OwnParts& operator=(const OwnParts&) = delete;
 };
 
+// Collective. Where ranks are refused it, nobody sees the others' device memory any more either.
+std::unique_ptr<SharedHostMemory> share_host_memory(RingGroup& group, c10::Device device,
+                                                    SharedMemory& device_memory) {
+  try {
+    return std::make_unique<SharedHostMemory>(group, device, group.size() * sizeof(HostWords));
+  } catch (const c10::DistBackendError&) {
+    throw;  // a rank is gone
+  } catch (const c10::Error&) {
+    device_memory.close_others();
+    group.exchange("");
+    throw;
+  }
+}
+
 // The words of each rank, this rank's own made anew.
 std::vector<HostWords*> host_words(void* memory, int64_t rank, int64_t num_ranks) {
   auto* const words = static_cast<HostWords*>(memory);
@@ -95,8 +110,8 @@ class Handshake::Words : public WatchedWords {
         device_(device),
         own_(device),
         shared_(group, device, Layout::kWords * sizeof(uint32_t), own_.refusal),
-        host_memory_(group, device, group.size() * sizeof(HostWords)),
-        host_(host_words(host_memory_.data(), rank_, group.size()), rank_) {
+        host_memory_(share_host_memory(group, device, shared_)),
+        host_(host_words(host_memory_->data(), rank_, group.size()), rank_) {
     const c10::cuda::CUDAGuard guard(device);
     std::vector<uint32_t> initial(Layout::kWords, 0);
     for (int64_t rank = 0; rank < group.size(); ++rank) initial[Layout::kRead + rank] = 1;
@@ -116,7 +131,7 @@ class Handshake::Words : public WatchedWords {
   HostWords& host(int64_t rank) const { return host_.of(rank); }
   /// As the device sees it.
   uint32_t* shown(const HostWords::Word& word) const {
-    return static_cast<uint32_t*>(host_memory_.on_device(&word));
+    return static_cast<uint32_t*>(host_memory_->on_device(&word));
   }
 
   uint32_t phase() const override { return host().phase; }
@@ -125,7 +140,7 @@ class Handshake::Words : public WatchedWords {
   void give_up() override { host_.give_up(); }
 
   std::vector<uint32_t> come(Phase::Kind kind) override {
-    if (Phase{kind}.of_stream()) return host_.come(kind);
+    if (Phase{kind}.in_host_memory()) return host_.come(kind);
     std::vector<uint32_t> words(others_.size() + 1, 0);
     const int64_t first = kind == Phase::kUntilRead ? Layout::kRead : Layout::kStaged;
     copy(words.data(), at(first), words.size());
@@ -158,7 +173,7 @@ class Handshake::Words : public WatchedWords {
   c10::Device device_;
   OwnParts own_;
   SharedMemory shared_;
-  SharedHostMemory host_memory_;
+  std::unique_ptr<SharedHostMemory> host_memory_;
   HostSignals host_;
 };
 
@@ -214,7 +229,7 @@ void Handshake::give_signals(cuda::StageParams& params, int32_t kind) const {
   params.calls = words_->at(Layout::kCalls);
   params.calls_shown = words_->shown(host.calls);
   params.phase_shown = words_->shown(host.phase);
-  params.phase = params.kernel_fetches ? until_staged(kBeingStaged) : kNotWaiting;
+  params.phase = until_staged(kBeingStaged);  // streams say what they wait for by themselves
 }
 
 void Handshake::wait_until_staged(int32_t kind, cudaStream_t stream) {
@@ -236,7 +251,9 @@ void Handshake::wait_until_staged(int32_t kind, cudaStream_t stream) {
 
 void Handshake::tell_read(int64_t other, cudaStream_t stream) {
   cuda::StreamWords words;
-  words.write(words_->shown(words_->host(other).read[words_->rank()]), 1);
+  uint32_t* const read = words_->shown(words_->host(other).read[words_->rank()]);
+  words.write(read, 1);
+  words.wait_until(read, 1);  // it is there, not only under way: nobody takes it back before
   C10_CUDA_CHECK(words.enqueue(stream));
   // Note: a copy, since it goes to another device: a front end writes to its own.
   C10_CUDA_CHECK(cudaMemcpyAsync(words_->at(other, Layout::kRead + words_->rank()),
@@ -273,6 +290,7 @@ Bringing Handshake::bringing(int64_t num_kv_heads) const {
   notices.phase = words_->shown(words_->host().phase);
   notices.phase_working = kNotWaiting;
   notices.phase_bringing = until_staged(staged_heads(static_cast<uint32_t>(num_kv_heads)));
+  notices.phase_told = Phase{Phase::kUntilTold, 1}.word();
   notices.phase_waiting = kUntilRead;
   bringing.follows_staging = true;
   return bringing;

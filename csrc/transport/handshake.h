@@ -25,11 +25,12 @@ class SignalWatch;
 ///   read[p] of rank r:     1: p has read what r staged last       p sets it, r takes it back
 ///   tag[p] of rank r:      what kind of call p stages for         p sets it, before staged[p]
 ///
-/// Each is there twice: in device memory for kernels, and in host memory for streams, which wait
-/// where copy engines fetch (host_words.h; there staged[p] is the tag, set when all is staged).
-/// Nobody knows which of these another rank waits for, so all are set and taken back in each call,
-/// in an order in which who sees the one that it waits for knows the other to be there, or waits
-/// for that, too, before it takes it back: `staged` in device memory first, `read` in host memory.
+/// The first two are there twice: in device memory for kernels, and in host memory for streams,
+/// which wait where copy engines fetch (host_words.h; there staged[p] is the tag, set when all is
+/// staged). Nobody knows which of them another rank waits for, so both are set and taken back in
+/// each call, `staged` in device memory first, `read` in host memory. Who waits for the one that is
+/// set later knows both to be there; who waits for the other one waits for both before it takes any
+/// back: the kernel that has read all, and the next staging kernel.
 ///
 /// r takes staged[p] back when p has staged everything, before it tells p to go on: p cannot have
 /// set it for the next call yet.

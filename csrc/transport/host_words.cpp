@@ -12,8 +12,10 @@ std::vector<uint32_t> HostSignals::come(Phase::Kind kind) const {
   const HostWords& words = own();
   std::vector<uint32_t> come;
   for (size_t rank = 0; rank < of_ranks_.size(); ++rank) {
+    const uint32_t staged = words.staged[rank];
     come.push_back(kind == Phase::kStreamUntilRead ? words.read[rank].load()
-                                                   : words.staged[rank] == words.kind);
+                   : kind == Phase::kUntilTold     ? staged != 0
+                                                   : staged == words.kind);
   }
   return come;
 }
@@ -25,13 +27,14 @@ std::optional<WatchedWords::Unlike> HostSignals::unlike_seen() const {
     const int64_t place = (seen - 1) % HostWords::kRanks;
     return WatchedWords::Unlike{place + (place >= rank_ ? 1 : 0), seen > HostWords::kRanks};
   }
-  const uint32_t phase = words.phase, kind = words.kind;
+  const uint32_t calls = words.calls, phase = words.phase, kind = words.kind;
   if (Phase::from(phase).kind != Phase::kStreamUntilStaged) return {};
   for (size_t rank = 0; rank < of_ranks_.size(); ++rank) {
     const uint32_t staged = words.staged[rank];
     if (staged == 0 || staged == kind) continue;
     // Nobody stages for the next call before this one is over, but it may be by now.
-    if (words.phase != phase || words.staged[rank] != staged || words.kind != kind) return {};
+    if (words.phase != phase || words.staged[rank] != staged) return {};
+    if (words.kind != kind || words.calls != calls) return {};
     return WatchedWords::Unlike{static_cast<int64_t>(rank), staged == kNoCall};
   }
   return {};

@@ -41,7 +41,7 @@ class RINGATTN_API HostSignals {
   HostWords& of(int64_t rank) const { return *of_ranks_[rank]; }
   HostWords& own() const { return of(rank_); }
 
-  // As WatchedWords has them, for waits of streams.
+  // As WatchedWords has them, for words of host memory.
   std::vector<uint32_t> come(Phase::Kind kind) const;
   std::optional<WatchedWords::Unlike> unlike_seen() const;
   void give_up();

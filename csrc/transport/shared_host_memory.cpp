@@ -69,7 +69,10 @@ std::string SharedHostMemory::map(const std::string& name, bool is_new) {
   const int file = shm_open(name.c_str(), is_new ? O_CREAT | O_EXCL | O_RDWR : O_RDWR, 0600);
   if (file < 0) return because("it cannot open /dev/shm" + name, std::strerror(errno));
   // Note: not ftruncate, after which a full file system is found out by a signal.
-  const int error = is_new ? posix_fallocate(file, 0, static_cast<off_t>(bytes_)) : 0;
+  int error = 0;
+  do {
+    error = is_new ? posix_fallocate(file, 0, static_cast<off_t>(bytes_)) : 0;
+  } while (error == EINTR);
   void* mapped = MAP_FAILED;
   if (error == 0) mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   const int why = error != 0 ? error : errno;

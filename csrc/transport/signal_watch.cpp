@@ -120,7 +120,7 @@ void SignalWatch::end(const std::function<std::string(RingGroup&)>& why) {
 // Nothing where the device does not answer.
 std::optional<std::vector<uint32_t>> SignalWatch::look_at(Phase phase) {
   const Phase::Kind kind = phase.kind;
-  if (phase.of_stream()) return words_->come(kind);
+  if (phase.in_host_memory()) return words_->come(kind);
   const auto come = std::make_shared<std::vector<uint32_t>>();
   if (!asking_.run(soon(), [words = words_, kind, come] { *come = words->come(kind); })) return {};
   return std::move(*come);

@@ -23,15 +23,14 @@ struct Phase {
     kNotWaiting = 0,
     kUntilRead = 1,  // a kernel: words of device memory
     kUntilStaged = 2,
-    kStreamUntilRead = 3,  // words of host memory
-    kStreamUntilStaged = 4,
+    kUntilTold = 3,        // a kernel: those of host memory that say the same to streams
+    kStreamUntilRead = 4,  // words of host memory
+    kStreamUntilStaged = 5,
   };
   Kind kind = kNotWaiting;
   uint32_t least = 0;
 
-  constexpr bool of_stream() const {
-    return kind == kStreamUntilRead || kind == kStreamUntilStaged;
-  }
+  constexpr bool in_host_memory() const { return kind >= kUntilTold; }
 
   // In one word, which the device writes and the watchdog reads.
   static constexpr uint32_t kKinds = 8;
@@ -50,8 +49,8 @@ class WatchedWords {
   /// What is waited for (Phase::word), and how many calls have begun. At once.
   virtual uint32_t phase() const = 0;
   virtual uint32_t calls() const = 0;
-  /// How far each rank has come with what is waited for, [W]. Where a kernel waits it asks the
-  /// device, which may not answer; where a stream does, at once.
+  /// How far each rank has come with what is waited for, [W]. For words of device memory it asks
+  /// the device, which may not answer; for others, at once.
   virtual std::vector<uint32_t> come(Phase::Kind kind) = 0;
   /// A rank in a call of another kind than this rank's.
   struct Unlike {

@@ -106,7 +106,8 @@ struct Launch {
   at::Tensor words;        // int32 [kFirstArrival + num_arrivals]
   at::Tensor failed;       // int32 [1]
   at::Tensor given_up;     // int32 [1], of the host's
-  at::Tensor notices;      // int32 [4, peers]: staged, read, read here; the phase
+  at::Tensor notices;      // int32 [6, peers]: staged, read, read here; the phase; the first two
+                           // for streams
   uint32_t lateness = 0;
   int32_t max_blocks = std::numeric_limits<int32_t>::max();
 };
@@ -175,12 +176,15 @@ inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Res
       notices.staged[peer] = words_of(launch.notices[0][peer]);
       notices.read[peer] = words_of(launch.notices[1][peer]);
       notices.read_here[peer] = words_of(launch.notices[2][peer]);
+      notices.staged_for_streams[peer] = words_of(launch.notices[4][peer]);
+      notices.read_for_streams[peer] = words_of(launch.notices[5][peer]);
     }
     notices.num_peers = launch.notices.size(1);
     notices.phase = words_of(launch.notices[3]);
     notices.phase_working = 5;
     notices.phase_bringing = 6;
     notices.phase_waiting = 7;
+    notices.phase_told = 8;
   }
   bringing.lateness = launch.lateness;
   const std::vector<KeySegment> segments = segments_of(problem);

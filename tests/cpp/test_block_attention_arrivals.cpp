@@ -99,7 +99,8 @@ Launch alone() {
 /// been read.
 void stage_again(const Problem& problem, const Launch& launch) {
   launch.notices[0].fill_(static_cast<int>(ringattn::staged_heads(problem.heads().kv)));
-  launch.notices[1].fill_(0);
+  launch.notices[4].fill_(77);  // a kind of call
+  for (const int told : {1, 5}) launch.notices[told].fill_(0);
 }
 
 /// A launch that brings keys, of as many peers.
@@ -108,7 +109,7 @@ Launch bringing(const Problem& problem, int64_t num_peers, int64_t room) {
   launch.words = no_words(room);
   launch.failed = at::zeros({1}, launch.words.options());
   launch.given_up = at::zeros({1}, at::TensorOptions(at::kInt).pinned_memory(true));
-  launch.notices = at::zeros({4, num_peers}, launch.words.options());
+  launch.notices = at::zeros({6, num_peers}, launch.words.options());
   launch.notices[2].fill_(1);
   stage_again(problem, launch);
   return launch;
@@ -121,8 +122,11 @@ void give_up(const Launch& launch, Ends ends, const Meanwhile& meanwhile) {
 
 /// What is left when it is over: words as they were, the others told.
 bool has_told(const Launch& launch) {
-  return launch.words.eq(0).all().item<bool>() && launch.notices[0].eq(0).all().item<bool>() &&
-         launch.notices[1].eq(1).all().item<bool>() && launch.notices[3][0].item<int>() == 5;
+  const auto all_are = [&](int notice, int value) {
+    return launch.notices[notice].eq(value).all().item<bool>();
+  };
+  return launch.words.eq(0).all().item<bool>() && all_are(0, 0) && all_are(1, 1) && all_are(4, 0) &&
+         all_are(5, 1) && launch.notices[3][0].item<int>() == 5;
 }
 
 }  // namespace
@@ -337,6 +341,27 @@ TEST_CASE("words are taken back only when every peer has staged everything, read
   meanwhile.write(launch.notices[0][2], all);
   REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
   CHECK(has_told(launch));
+}
+
+TEST_CASE("what streams are told is waited for before it is taken back, or the host gives up") {
+  if (!can_run()) return;
+  const Problem problem(300, {{300, 0, 0}}, 128, at::kBFloat16);
+  for (const Ends ends : {Ends::kByItself, Ends::kFailed, Ends::kGivenUp}) {
+    Results results(problem);
+    const Meanwhile meanwhile;
+    const Launch launch = bringing(problem, 3, 16);
+    launch.notices[4][1].fill_(0);
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+    REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
+    CHECK_FALSE(meanwhile.ends_soon());
+    CHECK(meanwhile.read(launch.notices[3]) == 8);
+    CHECK(meanwhile.read(launch.notices[4][0]) == 77);
+    for (const int told : {1, 5}) CHECK(meanwhile.read(launch.notices[told][2]) == 0);
+    if (ends == Ends::kByItself) meanwhile.write(launch.notices[4][1], 77);
+    give_up(launch, ends, meanwhile);
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+    CHECK(has_told(launch));
+  }
 }
 
 TEST_CASE("a launch that has been given up reads nothing and leaves NaN") {

@@ -41,6 +41,7 @@ TEST_CASE("who has staged for a call of this kind has come, and who has read") {
   ranks.own.read[2] = 1;
   CHECK(ranks.signals.come(Phase::kStreamUntilStaged) == std::vector<uint32_t>{1, 0, 0});
   CHECK(ranks.signals.come(Phase::kStreamUntilRead) == std::vector<uint32_t>{0, 0, 1});
+  CHECK(ranks.signals.come(Phase::kUntilTold) == std::vector<uint32_t>{1, 0, 1});
 }
 
 TEST_CASE("a rank that has staged for another call is seen, and one that is in none") {

@@ -35,7 +35,7 @@ class FakeWords : public ringattn::WatchedWords {
   uint32_t calls() const override { return shown_calls; }
   std::vector<uint32_t> come(Phase::Kind kind) override {
     if (kind == Phase::kStreamUntilRead) return copied;
-    if (kind == Phase::kStreamUntilStaged) return staged_for_streams;
+    if (kind != Phase::kUntilRead && kind != Phase::kUntilStaged) return staged_for_streams;
     answer();
     return kind == Phase::kUntilRead ? read : staged;
   }
@@ -118,13 +118,12 @@ TEST_CASE("a rank that does not come is given up on after the patience, at the s
   CHECK(watched.words->releases == 1);
 }
 
-TEST_CASE("a stream's wait needs no answer of the device, which may be behind it in line") {
-  for (const bool for_staging : {true, false}) {
+TEST_CASE("waits for host memory need no answer of the device, which may be behind them in line") {
+  for (const auto kind : {Phase::kStreamUntilStaged, Phase::kStreamUntilRead, Phase::kUntilTold}) {
     Watched watched;
-    auto& words = for_staging ? watched.words->staged_for_streams : watched.words->copied;
-    words = {0, 1, 0};
+    const bool read = kind == Phase::kStreamUntilRead;
+    (read ? watched.words->copied : watched.words->staged_for_streams) = {0, 1, 0};
     watched.words->answers = false;
-    const auto kind = for_staging ? Phase::kStreamUntilStaged : Phase::kStreamUntilRead;
     watched.words->shown_phase = Phase{kind, 1}.word();
     CHECK_FALSE(watched.watch.look());
     watched.look_after(kPatience + milliseconds(1));

@@ -267,9 +267,8 @@ TEST_CASE("on lanes: nobody is told anything before the last call's words are al
     call.words.taken_back[1] = 0;  // under way
     std::atomic<bool> comes{false}, too_early{false};
     const Callbacks callbacks;
-    on_store_release = [&](const uint32_t* word, uint32_t) {
-      const bool is_of_it = word == call.words.signals + 1 || word == call.words.for_streams + 1;
-      if (is_of_it && !comes) too_early = true;
+    on_store_release = [&](const uint32_t*, uint32_t) {
+      if (!comes) too_early = true;
     };
     std::thread peer([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(200));
@@ -283,6 +282,21 @@ TEST_CASE("on lanes: nobody is told anything before the last call's words are al
     CHECK(all_are(call.words.taken_back, kPeers, 0));
     CHECK(all_are(call.words.for_streams, kPeers, kTag));
   }
+}
+
+TEST_CASE("on lanes: what streams know to be given up the kernel behind knows before it begins") {
+  lanes::multiprocessors = 8;
+  Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
+  call.words.seen = kGivenUp;
+  std::atomic<bool> too_early{false};
+  const Callbacks callbacks;
+  on_let_next_begin = [&] {
+    const bool waits = blockIdx.x == gridDim.x - 1;
+    if (waits && threadIdx.x == 0 && call.words.failed == 0) too_early = true;
+  };
+  REQUIRE(stage(call.params, nullptr) == cudaSuccess);
+  CHECK_FALSE(too_early);
+  CHECK(call.words.failed == kGivenUp);
 }
 
 TEST_CASE("on lanes: a rank in another call is seen before the kernel behind begins") {

@@ -199,6 +199,7 @@ def fetch_in_different_ways(cases: list[Case], rounds: int) -> None:
     ringattn.synchronize()
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize(
     "world_size",
     [2, *(pytest.param(size, marks=pytest.mark.multi_gpu(size)) for size in (3, 4))],

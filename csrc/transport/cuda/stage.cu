@@ -15,7 +15,7 @@ namespace {
 constexpr int kWarpSize = 32;
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarpSize;
-static_assert(kMaxSignals <= kWarpSize);
+static_assert(kMaxSignals < kWarpSize);
 constexpr int kInFlight = 8;
 constexpr uint32_t kRunPieces = kInFlight * kWarpSize;  // of a plane, by a warp at a time
 constexpr int64_t kMostPieces = int64_t{1} << 30;       // of a plane: counted in 32 bits
@@ -92,12 +92,22 @@ __device__ __forceinline__ void look_at_tag(const StageParams& to) {
   __threadfence_system();  // the kernel that may begin now must see it
 }
 
+// As far as streams have seen.
+__device__ __forceinline__ bool has_been_given_up(const StageParams& to) {
+  return to.seen != nullptr && load_relaxed_system(to.seen) != 0;
+}
+
 // By a thread block of its own: until the others have come as far.
 __device__ __forceinline__ void wait_for_others(const StageParams& to) {
   if (threadIdx.x >= kWarpSize) return;
   if (threadIdx.x == 0) {
     store_relaxed_system(to.phase_shown, to.phase);
     store_relaxed_system(to.calls_shown, ++*to.calls);
+  }
+  // The kernel behind asks for `failed` alone.
+  if (threadIdx.x == kWarpSize - 1 && has_been_given_up(to)) {
+    store_relaxed_system(to.failed, kGivenUp);
+    __threadfence_system();
   }
   if (threadIdx.x < to.num_awaited) {
     wait_for_word(to.awaited[threadIdx.x], to.failed, to.given_up);
@@ -119,8 +129,7 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   // Who has given up must not write over what a peer that is only late will read yet. Asked for
   // now, it is known when the first keys have come.
   const uint32_t failure = load_relaxed_system(to.failed);
-  const uint32_t seen = to.seen != nullptr ? load_relaxed_system(to.seen) : 0;
-  const bool failed = failure == kGivenUp || seen != 0;
+  const bool failed = has_been_given_up(to) || failure == kGivenUp;
   // Who has seen one in another call does not wait any more, and may be in the next by now.
   const uint32_t tag = failure == 0 ? to.tags.own : kNoCall;
 
@@ -130,13 +139,16 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
     if (threadIdx.x == 0) before = add_acquire_release(to.blocks_done, 1);
     if (__shfl_sync(0xffffffff, before, 0) == copying - 1) {
       if (threadIdx.x == 0) *to.blocks_done = 0;
-      if (threadIdx.x < to.num_signals && !failed) {
-        // Who waited in a stream, last time, was told a little before this word was set.
-        wait_for_word(to.taken_back[threadIdx.x], to.failed, to.given_up);
+      const bool tells = threadIdx.x < to.num_signals && !failed;
+      // A stream that waited, last time, was told a little before this word is set. Nobody is told
+      // anything before all are there: from then on nothing may be waited for.
+      if (tells) wait_for_word(to.taken_back[threadIdx.x], to.failed, to.given_up);
+      __syncwarp();
+      if (tells) {
         store_relaxed_system(to.taken_back[threadIdx.x], 0);
         store_relaxed_system(to.tags.told[threadIdx.x], tag);
         store_release_system(to.signals[threadIdx.x], kBeingStaged);
-        // Nobody sets it before everything is staged.
+        // In a call that comes to something nobody sets it before everything is staged.
         if (to.taken_back_for_streams[threadIdx.x] != nullptr) {
           store_relaxed_system(to.taken_back_for_streams[threadIdx.x], 0);
         }

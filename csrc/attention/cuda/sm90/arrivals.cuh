@@ -78,12 +78,13 @@ __device__ __forceinline__ Piece piece(const SegmentedParams<kSegments>& p, uint
           keys.arrivals + plane / bring.planes_per_head / bring.heads_per_arrival};
 }
 
+constexpr uint32_t kLong = 1024;  // looks: a millisecond, about
+
 /// Until every peer has staged so many heads, or the host gives up; how many all of them have.
 /// `between` is called again and again.
 template <typename Between>
 __device__ __forceinline__ uint32_t wait_until_staged(const Bringing& bringing, uint32_t heads,
                                                       const Between& between) {
-  constexpr uint32_t kLong = 1024;  // a millisecond, about
   const Notices& notices = bringing.notices;
   uint32_t least = UINT32_MAX;
 #pragma unroll 1
@@ -113,16 +114,27 @@ __device__ __forceinline__ void give_notice(const Bringing& bringing, uint32_t n
                                             const Between& between) {
   const Notices& notices = bringing.notices;
   wait_until_staged(bringing, num_kv_heads, between);
-  if (notices.phase != nullptr) store_relaxed_system(notices.phase, notices.phase_working);
+  // Streams are told last: that may be under way still, and is waited for before it is taken back.
 #pragma unroll 1
+  for (int i = 0; i < notices.num_peers; ++i) {
+    if (notices.staged_for_streams[i] == nullptr) continue;
+#pragma unroll 1
+    for (uint32_t times = 1; load_acquire_system(notices.staged_for_streams[i]) == 0; ++times) {
+      if (has_failed(bringing.failed, bringing.given_up, times)) break;
+      if (times % kLong == 0 && notices.phase != nullptr) {
+        store_relaxed_system(notices.phase, notices.phase_told);
+      }
+      between();
+      __nanosleep(64);
+    }
+  }
+  if (notices.phase != nullptr) store_relaxed_system(notices.phase, notices.phase_working);
+  __threadfence_system();  // what all thread blocks have read was read before anybody is told
   for (int i = 0; i < notices.num_peers; ++i) {
     store_relaxed_system(notices.staged[i], 0);
     if (notices.staged_for_streams[i] == nullptr) continue;
-    // Told of last: it may be under way still.
-    wait_for_word(notices.staged_for_streams[i], bringing.failed, bringing.given_up);
     store_relaxed_system(notices.staged_for_streams[i], 0);
     store_relaxed_system(notices.read_for_streams[i], 1);
-    between();
   }
   for (int i = 0; i < notices.num_peers; ++i) store_release_system(notices.read[i], 1);
 }
