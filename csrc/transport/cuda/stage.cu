@@ -15,7 +15,7 @@ namespace {
 constexpr int kWarpSize = 32;
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarpSize;
-static_assert(kMaxSignals < kWarpSize);
+static_assert(kMaxSignals <= kWarpSize);
 constexpr int kInFlight = 8;
 constexpr uint32_t kRunPieces = kInFlight * kWarpSize;  // of a plane, by a warp at a time
 constexpr int64_t kMostPieces = int64_t{1} << 30;       // of a plane: counted in 32 bits
@@ -100,18 +100,19 @@ __device__ __forceinline__ bool has_been_given_up(const StageParams& to) {
 // By a thread block of its own: until the others have come as far.
 __device__ __forceinline__ void wait_for_others(const StageParams& to) {
   if (threadIdx.x >= kWarpSize) return;
+  const bool given_up = has_been_given_up(to);
   if (threadIdx.x == 0) {
     store_relaxed_system(to.phase_shown, to.phase);
     store_relaxed_system(to.calls_shown, ++*to.calls);
   }
-  // The kernel behind asks for `failed` alone.
-  if (threadIdx.x == kWarpSize - 1 && has_been_given_up(to)) {
-    store_relaxed_system(to.failed, kGivenUp);
-    __threadfence_system();
-  }
   if (threadIdx.x < to.num_awaited) {
     wait_for_word(to.awaited[threadIdx.x], to.failed, to.given_up);
     look_at_tag(to);
+  }
+  __syncwarp();
+  if (threadIdx.x == 0 && given_up) {  // the kernel behind asks for `failed` alone
+    store_relaxed_system(to.failed, kGivenUp);
+    __threadfence_system();
   }
   __syncwarp();
   let_next_kernel_begin();
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   // Who has given up must not write over what a peer that is only late will read yet. Asked for
   // now, it is known when the first keys have come.
   const uint32_t failure = load_relaxed_system(to.failed);
-  const bool failed = has_been_given_up(to) || failure == kGivenUp;
+  const bool given_up = has_been_given_up(to), failed = given_up || failure == kGivenUp;
   // Who has seen one in another call does not wait any more, and may be in the next by now.
   const uint32_t tag = failure == 0 ? to.tags.own : kNoCall;
 
