@@ -27,14 +27,15 @@ __device__ __forceinline__ bool has_failed(uint32_t* failed, const uint32_t* giv
   return true;
 }
 
-/// Until it is not 0, or the host has given up.
-__device__ __forceinline__ void wait_for_word(const uint32_t* word, uint32_t* failed,
+/// Until it is not 0, or the host has given up: false.
+__device__ __forceinline__ bool wait_for_word(const uint32_t* word, uint32_t* failed,
                                               const uint32_t* given_up) {
 #pragma unroll 1
-  for (uint32_t looks = 1; load_acquire_system(word) == 0 && !has_failed(failed, given_up, looks);
-       ++looks) {
+  for (uint32_t looks = 1; load_acquire_system(word) == 0; ++looks) {
+    if (has_failed(failed, given_up, looks)) return false;
     __nanosleep(64);
   }
+  return true;
 }
 
 }  // namespace ringattn::cuda

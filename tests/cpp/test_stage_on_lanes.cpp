@@ -323,6 +323,24 @@ TEST_CASE("on lanes: a rank in another call is seen before the kernel behind beg
   }
 }
 
+TEST_CASE("on lanes: a word that does not come is not taken back, and who would set it not told") {
+  lanes::multiprocessors = 4;
+  Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/false);
+  Words& words = call.words;
+  words.taken_back[1] = 0;
+  std::thread host([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    __atomic_store_n(&words.given_up, kGivenUp, __ATOMIC_RELEASE);
+  });
+  const cudaError_t error = stage(call.params, nullptr);
+  host.join();
+  CHECK(error == cudaSuccess);
+  CHECK(words.failed == kGivenUp);
+  CHECK(words.told[1] == 0);
+  CHECK(words.back_for_streams[1] == 1);
+  CHECK(words.back_for_streams[2] == 0);
+}
+
 TEST_CASE("on lanes: who has seen a rank in another call says so in the next one") {
   lanes::multiprocessors = 8;
   Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);

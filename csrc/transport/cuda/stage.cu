@@ -140,10 +140,10 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
     if (threadIdx.x == 0) before = add_acquire_release(to.blocks_done, 1);
     if (__shfl_sync(0xffffffff, before, 0) == copying - 1) {
       if (threadIdx.x == 0) *to.blocks_done = 0;
-      const bool tells = threadIdx.x < to.num_signals && !failed;
       // A stream that waited, last time, was told a little before this word is set. Nobody is told
       // anything before all are there: from then on nothing may be waited for.
-      if (tells) wait_for_word(to.taken_back[threadIdx.x], to.failed, to.given_up);
+      const bool tells = threadIdx.x < to.num_signals && !failed &&
+                         wait_for_word(to.taken_back[threadIdx.x], to.failed, to.given_up);
       __syncwarp();
       if (tells) {
         store_relaxed_system(to.taken_back[threadIdx.x], 0);
