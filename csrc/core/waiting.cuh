@@ -15,12 +15,14 @@ __device__ __forceinline__ void wait_for_count(const uint32_t* word, uint32_t co
   while (load_acquire(word) < count) __nanosleep(64);
 }
 
+constexpr uint32_t kLong = 1024;  // looks: a millisecond, about
+
 /// For who has waited for so many looks: whether to go on in vain (Bringing::failed, given_up).
 __device__ __forceinline__ bool has_failed(uint32_t* failed, const uint32_t* given_up,
                                            uint32_t looks) {
-  constexpr uint32_t kLooksHere = 1024;  // a millisecond, about: the host's word is far
   if (load_relaxed_system(failed) != 0) return true;
-  if (looks % kLooksHere != 0 || given_up == nullptr || load_relaxed_system(given_up) == 0) {
+  // The host's word is far.
+  if (looks % kLong != 0 || given_up == nullptr || load_relaxed_system(given_up) == 0) {
     return false;
   }
   store_relaxed_system(failed, kGivenUp);

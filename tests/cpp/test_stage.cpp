@@ -210,17 +210,20 @@ TEST_CASE("everything is staged and told of while others have yet to begin; the 
 
 TEST_CASE("a rank in another call is seen by the kernel that waits for it") {
   if (!has_device()) return;
-  const Words words;
-  words.awaited.fill_(static_cast<int>(kBeingStaged));
-  words.theirs[1].fill_(kTag + 1);
-  const Block block({1, 300, 3, 64, 300});
-  StageParams params = block.params(/*kernel_fetches=*/true);
-  words.give(params);
-  REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
-  REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-  CHECK(all_are(words.signals, staged_heads(3)));
-  CHECK(words.others[0].item<int>() == static_cast<int>(kInAnotherCall));
-  CHECK(words.others[4].item<int>() == 2);
+  for (const bool kernel_fetches : {true, false}) {
+    const Words words;
+    words.awaited.fill_(static_cast<int>(kBeingStaged));
+    words.theirs[1].fill_(kTag + 1);
+    const Block block({1, 300, 3, 64, 300});
+    StageParams params = block.params(kernel_fetches);
+    words.give(params);
+    REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+    CHECK(all_are(words.signals, staged_heads(3)));
+    CHECK(words.others[0].item<int>() == (kernel_fetches ? static_cast<int>(kInAnotherCall) : 0));
+    CHECK(words.others[4].item<int>() == (kernel_fetches ? 2 : 0));
+    if (!kernel_fetches) CHECK(all_are(words.told, kTag));
+  }
 }
 
 TEST_CASE("who has given up stages nothing and tells nobody") {

@@ -355,6 +355,15 @@ TEST_CASE("on lanes: who has seen a rank in another call says so in the next one
   CHECK(call.words.unlike == 0);
 }
 
+TEST_CASE("on lanes: where no kernel fetches nobody looks at tags, but they are told") {
+  lanes::multiprocessors = 2;
+  Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/false);
+  call.words.theirs[1] = kTag + 1;
+  REQUIRE(stage(call.params, nullptr) == cudaSuccess);
+  CHECK(call.words.failed == 0);
+  CHECK(all_are(call.words.told, kPeers, kTag));
+}
+
 TEST_CASE("on lanes: the kernel behind begins when all others are staging, or the host gives up") {
   lanes::multiprocessors = 4;
   enum class Ends { kByItself, kFailed, kGivenUp };

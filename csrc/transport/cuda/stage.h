@@ -34,6 +34,7 @@ struct CallTags {
   /// it says kNoCall.
   uint32_t* unlike = nullptr;
 };
+
 /// A block on its way to memory that other ranks read, and whom to tell.
 ///
 /// There it lies as [H_kv, 2, B, rows, D]: any range of key heads, keys and values, is contiguous.

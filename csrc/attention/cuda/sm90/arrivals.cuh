@@ -78,8 +78,6 @@ __device__ __forceinline__ Piece piece(const SegmentedParams<kSegments>& p, uint
           keys.arrivals + plane / bring.planes_per_head / bring.heads_per_arrival};
 }
 
-constexpr uint32_t kLong = 1024;  // looks: a millisecond, about
-
 /// Until every peer has staged so many heads, or the host gives up; how many all of them have.
 /// `between` is called again and again.
 template <typename Between>
