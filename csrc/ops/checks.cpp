@@ -56,6 +56,11 @@ void check_switch(const char* variable, const char* one, const char* other) {
 
 }  // namespace
 
+void check_switches() {
+  check_switch("RINGATTN_KERNEL_FAMILY", "sm80", "sm90");
+  check_switch("RINGATTN_KERNEL_WAITS", "0", "1");
+}
+
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
   RINGATTN_CHECK(q.dim() == 4, "q must have 4 dimensions [B, S, H, D], got ", q.dim());
   RINGATTN_CHECK(q.is_cpu() || q.is_cuda(), "q must be on a CPU or CUDA device, got ", q.device());
@@ -78,8 +83,7 @@ void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                  "the number of query heads must be a multiple of the number of key heads, ",
                  k.size(2), ", got ", q.size(2));
   RINGATTN_CHECK(std::isfinite(scale), "scale must be finite, got ", scale);
-  check_switch("RINGATTN_KERNEL_FAMILY", "sm80", "sm90");
-  check_switch("RINGATTN_KERNEL_WAITS", "0", "1");
+  check_switches();
 }
 
 void check_state(const at::Tensor& out, const at::Tensor& lse) {

@@ -19,6 +19,9 @@
 
 namespace ringattn {
 
+/// Environment variables that choose between two ways name one of them.
+void check_switches();
+
 /// q [B, S_q, H, D] and k, v [B, S_k, H_kv, D] fit each other and a kernel.
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale);
 

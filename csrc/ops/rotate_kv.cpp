@@ -94,6 +94,7 @@ Partition check(const at::Tensor& kv, const std::vector<int64_t>& lengths,
   RINGATTN_CHECK(kv.size(2) == partition.length(rank), "kv must have the ", partition.length(rank),
                  " rows that the partition gives rank ", rank, ", got ", kv.size(2));
   check_transport(transport, kv.device().type());
+  check_switches();
   return partition;
 }
 

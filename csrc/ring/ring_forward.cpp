@@ -7,11 +7,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -19,6 +17,7 @@
 #include "attention/params.h"
 #include "core/unequal.h"
 #include "ring/timings.h"
+#include "transport/kernel_waits.h"
 
 namespace ringattn {
 namespace {
@@ -36,16 +35,6 @@ std::vector<Hop> hops(const RingCall& call, const std::vector<Visit>& visits) {
     hops.push_back(hop);
   }
   return hops;
-}
-
-// Whether a kernel may bring blocks by itself, and wait for them on the device. Off, nothing but
-// streams waits: for debuggers, and for processes that take turns on one device.
-bool kernels_may_wait() {
-  static const bool may = [] {
-    const char* text = std::getenv("RINGATTN_KERNEL_WAITS");
-    return text == nullptr || std::string(text) != "0";
-  }();
-  return may;
 }
 
 // Attends to visiting blocks, one launch for some of them at a time, and keeps the state between

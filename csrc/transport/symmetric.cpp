@@ -15,10 +15,12 @@
 #include <utility>
 
 #include "transport/call_order.h"
+#include "transport/cuda/fetch.h"
 #include "transport/cuda/stage.h"
 #include "transport/cuda_transfer.h"
 #include "transport/handshake.h"
 #include "transport/hostility.h"
+#include "transport/kernel_waits.h"
 #include "transport/lanes.h"
 #include "transport/ring_group.h"
 #include "transport/shared_memory.h"
@@ -30,6 +32,9 @@ namespace {
 using at::cuda::CUDAEvent;
 using c10::cuda::CUDAStream;
 using c10::cuda::getCurrentCUDAStream;
+
+// Of a single message, in bytes: up to here a kernel is done before a copy engine has been told.
+constexpr int64_t kMostFetchedByKernel = int64_t{16} << 20;
 
 class SymmetricTransport : public MessageTransport {
  public:
@@ -133,6 +138,9 @@ class SymmetricTransport : public MessageTransport {
     if (!delays_) delays_.emplace(*hostile_transfers());
     return static_cast<uint32_t>((*delays_)());  // never 0
   }
+
+  void fetch_by_kernel(const Message& message);
+  void fetch_by_copy_engine(const Message& message);
 
   MemoryPlan& plan(const Exchange& exchange);
   void stage(cuda::StageParams params, int64_t call,
@@ -331,19 +339,40 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
     params.row_bytes = static_cast<int64_t>(message.send.nbytes());
     message.send.record_stream(lane_);
   }
+  if (message.receive.defined()) message.receive.record_stream(lane_);
+  params.kernel_fetches = kernels_may_wait() && message.largest <= kMostFetchedByKernel;
   stage(params, message.call, std::make_shared<std::vector<int64_t>>(group_.size(), message.step),
         lane_);
+  if (params.kernel_fetches) {
+    fetch_by_kernel(message);
+  } else {
+    fetch_by_copy_engine(message);
+  }
+  done->record(lane_);
+  calls_.end_on(lane_);
+  return std::make_unique<CudaTransfer>(started, done, message.timed);
+}
+
+void SymmetricTransport::fetch_by_kernel(const Message& message) {
+  cuda::FetchParams params;
+  if (message.receive.defined()) {
+    params.from = staged_by(message.source);
+    params.to = message.receive.mutable_data_ptr();
+    params.bytes = static_cast<int64_t>(message.receive.nbytes());
+  }
+  params.bringing = handshake_.bringing(/*num_kv_heads=*/1);
+  if (hostile_transfers()) params.bringing.lateness = next_delay();
+  C10_CUDA_CHECK(cuda::fetch(params, lane_));
+}
+
+void SymmetricTransport::fetch_by_copy_engine(const Message& message) {
   handshake_.wait_until_staged(group_.kind(), lane_);
   if (message.receive.defined()) {
     C10_CUDA_CHECK(cudaMemcpyAsync(message.receive.mutable_data_ptr(), staged_by(message.source),
                                    message.receive.nbytes(), cudaMemcpyDefault, lane_));
-    message.receive.record_stream(lane_);
   }
   for (const int64_t rank : group_.others()) handshake_.tell_read(rank, lane_);
   handshake_.wait_until_read(lane_);
-  done->record(lane_);
-  calls_.end_on(lane_);
-  return std::make_unique<CudaTransfer>(started, done, message.timed);
 }
 
 }  // namespace

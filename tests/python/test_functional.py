@@ -221,6 +221,8 @@ def test_switches_that_mean_nothing_are_refused(monkeypatch, variable, value, me
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=f"^environment variable {message}$"):
         ringattn.ring_attention(x, x, x)
+    with pytest.raises(ValueError, match=f"^environment variable {message}$"):
+        ringattn.rotate_kv(x.unsqueeze(0).expand(2, -1, -1, -1, -1), Partition.even(2, 1))
 
 
 def test_scales_of_numpy_are_numbers() -> None:

@@ -7,6 +7,7 @@
 #include "core/kernel_order.cuh"
 #include "core/remote_keys.h"
 #include "core/waiting.cuh"
+#include "transport/cuda/launch.cuh"
 #include "transport/cuda/stage.h"
 
 namespace ringattn::cuda {
@@ -182,17 +183,6 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   }
 }
 
-// Whether the code that the device has been given waits for the kernel before it. What was compiled
-// for an older one runs on a newer one too, but does not.
-bool can_be_early() {
-  static const bool can = [] {
-    cudaFuncAttributes attributes = {};
-    return cudaFuncGetAttributes(&attributes, stage_kernel) == cudaSuccess &&
-           attributes.ptxVersion >= 90;
-  }();
-  return can;
-}
-
 Source in_pieces(const StageSource& x) {
   return {static_cast<const uint4*>(x.data), x.batch_stride / kStagePiece,
           x.row_stride / kStagePiece, x.head_stride / kStagePiece};
@@ -201,10 +191,8 @@ Source in_pieces(const StageSource& x) {
 }  // namespace
 
 cudaError_t stage(const StageParams& params, cudaStream_t stream) {
-  int device = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  int multiprocessors = 0;
+  const cudaError_t error = count_multiprocessors(multiprocessors);
   if (error != cudaSuccess) return error;
 
   Launch launch;
@@ -218,8 +206,7 @@ cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   const int64_t plane_runs = ceil_div(plane_pieces, kRunPieces);
   const int64_t runs = params.num_kv_heads * planes_per_head * plane_runs;
   if (plane_pieces > kMostPieces || runs > INT32_MAX) return cudaErrorInvalidConfiguration;
-  // A quarter of the device copies nearly as fast as all of it: memory is what limits it.
-  const int64_t most = params.kernel_fetches ? std::max(multiprocessors / 4, 1) : multiprocessors;
+  const int64_t most = params.kernel_fetches ? beside_others(multiprocessors) : multiprocessors;
   const int64_t copying = std::clamp<int64_t>(ceil_div(runs, kWarps), 1, most);
   // What all warps copy in one round is there at the same time: to tell of less would not be to
   // tell sooner.
@@ -233,16 +220,7 @@ cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   launch.planes_per_head = static_cast<uint32_t>(planes_per_head);
   launch.heads_per_part = static_cast<uint32_t>(ceil_div(params.num_kv_heads, parts));
 
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(copying + 1));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = params.kernel_fetches && can_be_early() ? 1 : 0;
-  return cudaLaunchKernelEx(&config, stage_kernel, launch);
+  return cuda::launch<stage_kernel>(launch, copying + 1, kThreads, params.kernel_fetches, stream);
 }
 
 }  // namespace ringattn::cuda

@@ -140,6 +140,7 @@ inline uint32_t __ballot_sync(uint32_t, bool vote) {
   return all;
 }
 
+inline bool __any_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 inline bool __all_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vote) == mask; }
 
 inline void __syncwarp() { lanes::warp->barrier.wait(); }

@@ -9,6 +9,7 @@
 #include "attention/cuda/sm90/tile.cuh"
 #include "core/global_words.cuh"
 #include "core/kernel_order.cuh"
+#include "core/notices.cuh"
 #include "core/waiting.cuh"
 
 // Keys that a launch brings from other devices while it attends to others: a thread of every block
@@ -76,65 +77,6 @@ __device__ __forceinline__ Piece piece(const SegmentedParams<kSegments>& p, uint
           keys.to + int64_t{plane} * keys.plane_units + unit,
           min(keys.plane_units - unit, kUnitsPerPiece<Tile>) * kUnitBytes,
           keys.arrivals + plane / bring.planes_per_head / bring.heads_per_arrival};
-}
-
-/// Until every peer has staged so many heads, or the host gives up; how many all of them have.
-/// `between` is called again and again.
-template <typename Between>
-__device__ __forceinline__ uint32_t wait_until_staged(const Bringing& bringing, uint32_t heads,
-                                                      const Between& between) {
-  const Notices& notices = bringing.notices;
-  uint32_t least = UINT32_MAX;
-#pragma unroll 1
-  for (int i = 0; i < notices.num_peers; ++i) {
-    uint32_t staged;
-#pragma unroll 1
-    for (uint32_t times = 1;
-         (staged = load_acquire_system(notices.staged[i])) < staged_heads(heads); ++times) {
-      if (has_failed(bringing.failed, bringing.given_up, times)) return heads;
-      // Again and again: a thread block that comes late may say meanwhile that the launch begins.
-      if (times % kLong == 0 && notices.phase != nullptr) {
-        store_relaxed_system(notices.phase, notices.phase_bringing);
-      }
-      between();
-      __nanosleep(64);
-    }
-    least = min(least, staged);
-  }
-  fence_async_global();
-  return least - kBeingStaged;
-}
-
-/// All has been read: this device takes back the words that said that it may be, when nobody will
-/// write them any more, and tells the others.
-template <typename Between>
-__device__ __forceinline__ void give_notice(const Bringing& bringing, uint32_t num_kv_heads,
-                                            const Between& between) {
-  const Notices& notices = bringing.notices;
-  wait_until_staged(bringing, num_kv_heads, between);
-  // Streams are told last: that may be under way still, and is waited for before it is taken back.
-#pragma unroll 1
-  for (int i = 0; i < notices.num_peers; ++i) {
-    if (notices.staged_for_streams[i] == nullptr) continue;
-#pragma unroll 1
-    for (uint32_t times = 1; load_acquire_system(notices.staged_for_streams[i]) == 0; ++times) {
-      if (has_failed(bringing.failed, bringing.given_up, times)) break;
-      if (times % kLong == 0 && notices.phase != nullptr) {
-        store_relaxed_system(notices.phase, notices.phase_told);
-      }
-      between();
-      __nanosleep(64);
-    }
-  }
-  if (notices.phase != nullptr) store_relaxed_system(notices.phase, notices.phase_working);
-  __threadfence_system();  // what all thread blocks have read was read before anybody is told
-  for (int i = 0; i < notices.num_peers; ++i) {
-    store_relaxed_system(notices.staged[i], 0);
-    if (notices.staged_for_streams[i] == nullptr) continue;
-    store_relaxed_system(notices.staged_for_streams[i], 0);
-    store_relaxed_system(notices.read_for_streams[i], 1);
-  }
-  for (int i = 0; i < notices.num_peers; ++i) store_release_system(notices.read[i], 1);
 }
 
 /// Pieces that one thread brings, parcel by parcel through shared memory, as many under way as
@@ -290,6 +232,7 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
       const uint32_t slice = number / bring.pieces_per_slice;
       const uint32_t wanted = min((slice + 1) * bring.heads_per_slice, bring.num_kv_heads);
       const uint32_t heads = wait_until_staged(bringing, wanted, between);
+      fence_async_global();
       parcels.set_staged(heads >= bring.num_kv_heads
                              ? bring.pieces
                              : heads / bring.heads_per_slice * bring.pieces_per_slice);
@@ -322,25 +265,6 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
   if (is_last) give_notice(bringing, p.bring.num_kv_heads, between);
 }
 
-/// By a warp: until the others have read what is here. Its cluster stays for it, on one SM or two;
-/// whatever else is launched has the rest.
-__device__ __forceinline__ void wait_until_read(const Bringing& bringing) {
-  const Notices& notices = bringing.notices;
-  const int lane = threadIdx.x % 32;
-  const bool unread = lane < notices.num_peers && load_acquire_system(notices.read_here[lane]) == 0;
-  if (!__any_sync(0xffffffff, unread)) return;
-  if (lane == 0 && notices.phase != nullptr) {
-    store_relaxed_system(notices.phase, notices.phase_waiting);
-  }
-  if (lane < notices.num_peers) {
-    wait_for_word(notices.read_here[lane], bringing.failed, bringing.given_up);
-  }
-  __syncwarp();
-  if (lane == 0 && notices.phase != nullptr) {
-    store_relaxed_system(notices.phase, notices.phase_working);
-  }
-}
-
 /// Called by each copying warp that takes part in it when it has done everything. The last one of
 /// `warps` in each thread block sets the words back.
 template <int kSegments>
@@ -354,6 +278,8 @@ __device__ __forceinline__ void finish(const SegmentedParams<kSegments>& p, uint
   if (lane < LaunchWords::kFirstArrival) words.data[lane] = 0;
   if constexpr (p.kBringing) {
     for (int i = lane; i < words.num_arrivals; i += 32) words.arrivals()[i] = 0;
+    // This thread block's cluster stays for it, on one SM or two; whatever else is launched has the
+    // rest.
     wait_until_read(p.bringing);
     wait_for_kernel_before();  // what follows this launch follows that kernel, too
   }
