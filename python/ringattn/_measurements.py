@@ -40,6 +40,7 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
     under load, speeds of equal GPUs drift apart and back by that much, and a plan that follows them
     is slower than an even one. That does not hold for ranks whose matrix products differ by more
     than ``noise``, which hardly drift: a device that gave one of them less than was asked for.
+    Ranks on other hardware have no reason to be equal: ``noise / 2`` tells them apart.
 
     Raises:
         ValueError: noise outside [0, 1).
@@ -73,7 +74,7 @@ def _classes(
         first = left[0]
         ranks = []
         for rank in left:
-            tolerance = 2 * noise if _alike(measured[rank], measured[first], noise) else noise
+            tolerance = _tolerance(measured[rank], measured[first], noise)
             close = spreads[rank].median >= (1 - tolerance) * spreads[first].median
             explained = spreads[rank].explains(spreads[first])
             if close or explained or spreads[first].explains(spreads[rank]):
@@ -82,7 +83,9 @@ def _classes(
         left = [rank for rank in left if rank not in ranks]
 
 
-def _alike(one: RankMeasurement, other: RankMeasurement, noise: float) -> bool:
-    """Whether two ranks have equal hardware, as far as can be seen."""
+def _tolerance(one: RankMeasurement, other: RankMeasurement, noise: float) -> float:
+    """How far apart speeds of two ranks may be that are equal."""
+    if one.device != other.device:
+        return noise / 2
     slower, faster = sorted((one.linear_tflops.median, other.linear_tflops.median))
-    return one.device == other.device and slower >= (1 - noise) * faster
+    return 2 * noise if slower >= (1 - noise) * faster else noise
