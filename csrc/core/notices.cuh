@@ -44,28 +44,32 @@ __device__ __forceinline__ uint32_t wait_until_staged(const Bringing& bringing, 
   return least - kBeingStaged;
 }
 
-/// All has been read: this device takes back the words that said that it may be, when nobody will
-/// write them any more, and tells the others.
+/// All that peers have staged has been read: this device takes back the words that said that it may
+/// be, which nobody will write any more, and tells them. By a thread for all peers, or by several
+/// that know it and take turns, from `first` on.
 template <typename Between>
-__device__ __forceinline__ void give_notice(const Bringing& bringing, uint32_t num_kv_heads,
+__device__ __forceinline__ void give_notice(const Bringing& bringing, int first, int threads,
                                             const Between& between) {
   const Notices& notices = bringing.notices;
-  wait_until_staged(bringing, num_kv_heads, between);
   // Streams are told last: that may be under way still, and is waited for before it is taken back.
 #pragma unroll 1
-  for (int i = 0; i < notices.num_peers; ++i) {
+  for (int i = first; i < notices.num_peers; i += threads) {
     if (notices.staged_for_streams[i] == nullptr) continue;
     wait_for_least(notices.staged_for_streams[i], 1, bringing, notices.phase_told, between);
   }
-  if (notices.phase != nullptr) store_relaxed_system(notices.phase, notices.phase_working);
+  if (first == 0 && notices.phase != nullptr) {
+    store_relaxed_system(notices.phase, notices.phase_working);
+  }
   __threadfence_system();  // what all thread blocks have read was read before anybody is told
-  for (int i = 0; i < notices.num_peers; ++i) {
+  for (int i = first; i < notices.num_peers; i += threads) {
     store_relaxed_system(notices.staged[i], 0);
     if (notices.staged_for_streams[i] == nullptr) continue;
     store_relaxed_system(notices.staged_for_streams[i], 0);
     store_relaxed_system(notices.read_for_streams[i], 1);
   }
-  for (int i = 0; i < notices.num_peers; ++i) store_release_system(notices.read[i], 1);
+  for (int i = first; i < notices.num_peers; i += threads) {
+    store_release_system(notices.read[i], 1);
+  }
 }
 
 /// By a warp: until the others have read what is here.

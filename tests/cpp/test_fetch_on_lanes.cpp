@@ -106,8 +106,9 @@ TEST_CASE("on lanes: what a peer has staged is fetched, and all are told when it
     Call call(bytes);
     std::atomic<bool> too_early{false};
     on_store_release = [&](const uint32_t* word, uint32_t) {
-      const bool is_read = call.read <= word && word < call.read + kPeers;
-      if (!is_read || !call.has_come() || !all_are(call.staged, 0)) too_early = true;
+      const int64_t peer = word - call.read;
+      const bool is_read = 0 <= peer && peer < kPeers;
+      if (!is_read || !call.has_come() || call.staged[peer] != 0) too_early = true;
     };
     REQUIRE(fetch(call.params, nullptr) == cudaSuccess);
     CHECK(call.has_come());
@@ -143,8 +144,8 @@ TEST_CASE("on lanes: what streams are told of a fetched block is taken back when
   Call call(5000);
   call.staged_for_streams[1] = 0;
   std::atomic<bool> too_early{false};
-  on_store_release = [&](const uint32_t*, uint32_t) {
-    if (!call.comes) too_early = true;
+  on_store_release = [&](const uint32_t* word, uint32_t) {
+    if (word == &call.read[1] && !call.comes) too_early = true;
   };
   uint32_t shown = 0;
   std::thread peer([&] { shown = call.hears(call.staged_for_streams[1], 7); });

@@ -65,10 +65,9 @@ __global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__
   uint32_t before = 0;
   if (threadIdx.x == 0) before = add_acquire_release(done, 1);
   if (__shfl_sync(0xffffffff, before, 0) != gridDim.x - 1) return;
-  if (threadIdx.x == 0) {
-    *done = 0;
-    give_notice(bringing, kHeads, nothing);
-  }
+  if (threadIdx.x == 0) *done = 0;
+  __syncwarp();
+  give_notice(bringing, static_cast<int>(threadIdx.x), kWarpSize, nothing);
   __syncwarp();
   wait_until_read(bringing);
   wait_for_kernel_before();  // what follows this launch follows that kernel, too

@@ -262,7 +262,10 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
     uint32_t* const brought = bringing.words.data + LaunchWords::kPiecesBrought;
     is_last = add_acquire_release(brought, mine) + mine == p.bring.pieces;
   }
-  if (is_last) give_notice(bringing, p.bring.num_kv_heads, between);
+  if (is_last) {
+    wait_until_staged(bringing, p.bring.num_kv_heads, between);
+    give_notice(bringing, /*first=*/0, /*threads=*/1, between);
+  }
 }
 
 /// Called by each copying warp that takes part in it when it has done everything. The last one of
