@@ -35,12 +35,14 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
 
     For each quantity, from the largest median down: ranks whose medians are less than ``noise``
     below it, and ranks whose median lies between its quartiles, or its median between theirs, are
-    one class; all of them get the mean of their medians. The rest is divided in the same way. Ranks
-    on the same model of device with as many multiprocessors are one class up to ``2 * noise``:
+    one class; all of them get the mean of their medians. The rest is divided in the same way.
+
+    Ranks on the same model of device with as many multiprocessors are one class up to ``2 * noise``:
     under load, speeds of equal GPUs drift apart and back by that much, and a plan that follows them
     is slower than an even one. That does not hold for ranks whose matrix products differ by more
     than ``noise``, which hardly drift: a device that gave one of them less than was asked for.
-    Ranks on other hardware have no reason to be equal: ``noise / 2`` tells them apart.
+    Ranks on other hardware have no reason to be equal. Medians that are ``noise / 2`` apart tell
+    them apart, whatever their quartiles: single calls swing with the clocks by more than that.
 
     Raises:
         ValueError: noise outside [0, 1).
@@ -74,18 +76,23 @@ def _classes(
         first = left[0]
         ranks = []
         for rank in left:
-            tolerance = _tolerance(measured[rank], measured[first], noise)
-            close = spreads[rank].median >= (1 - tolerance) * spreads[first].median
-            explained = spreads[rank].explains(spreads[first])
-            if close or explained or spreads[first].explains(spreads[rank]):
+            closeness = _closeness(measured[rank], measured[first], noise)
+            if spreads[rank].median >= (1 - closeness) * spreads[first].median or (
+                _explained(spreads[rank], spreads[first])
+                and measured[rank].device == measured[first].device
+            ):
                 ranks.append(rank)
         yield ranks
         left = [rank for rank in left if rank not in ranks]
 
 
-def _tolerance(one: RankMeasurement, other: RankMeasurement, noise: float) -> float:
-    """How far apart speeds of two ranks may be that are equal."""
+def _closeness(one: RankMeasurement, other: RankMeasurement, noise: float) -> float:
+    """Up to which relative difference medians are close."""
     if one.device != other.device:
         return noise / 2
     slower, faster = sorted((one.linear_tflops.median, other.linear_tflops.median))
     return 2 * noise if slower >= (1 - noise) * faster else noise
+
+
+def _explained(one: Spread, other: Spread) -> bool:
+    return one.explains(other) or other.explains(one)
