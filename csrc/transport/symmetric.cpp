@@ -202,7 +202,7 @@ class SymmetricStream : public BlockStream {
       C10_CUDA_CHECK(cudaMemsetAsync(transport_.gathered_.mutable_data_ptr(), kNaN,
                                      transport_.gathered_.nbytes(), stream_));
     }
-    params.kernel_fetches = exchange_.by_kernel;
+    params.kernel_fetches = params.follows_closely = exchange_.by_kernel;
     transport_.stage(params, exchange_.call, plan_->step_of_rank, stream_);
     if (exchange_.by_kernel) {
       plan_->gathering.bringing.lateness = hostile_transfers() ? transport_.next_delay() : 0;

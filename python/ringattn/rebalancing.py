@@ -88,7 +88,8 @@ class Rebalancer:
     rise after three in a row, because a rank that has too many tokens holds all others up, one that
     has too few only idles. A rank that falls soon after it rose has to be fast for twice as long
     before it is believed again. Ranks that began with equal profiles count as equal while they
-    differ by less than 5 %: so much equal devices drift apart and back. Plans change when that
+    differ by less than 5 %, and again once they differ by less than 2.5: so much equal devices
+    drift apart and back. Plans change when that
     gains more than 2 %, at once after such a jump, else at most every fourth request. Between
     changes, :meth:`plan` gives equal plans for equal lengths.
 
@@ -250,18 +251,23 @@ class Rebalancer:
         return True
 
     def _levelled(self) -> list[float]:
-        """What is believed, without differences of ranks with equal profiles that are noise."""
+        """What is believed, without differences of ranks with equal profiles that are noise. Ranks
+        that have been parted come closer, because who owned too much no longer rests while it
+        waits: to be equal again takes half as much."""
         believed = self.speeds
+        in_use = [profile.attention_tflops for profile in self._in_use]
         speeds = list(believed)
         left = sorted(range(len(speeds)), key=lambda rank: -believed[rank])
         while left:
             first = left[0]
-            equal = [
-                rank
-                for rank in left
-                if self._measured[rank].attention_tflops == self._measured[first].attention_tflops
-                and believed[rank] >= (1 - NOISE) * believed[first]
-            ]
+            equal = []
+            for rank in left:
+                closeness = NOISE if in_use[rank] == in_use[first] else NOISE / 2
+                if (
+                    self._measured[rank].attention_tflops == self._measured[first].attention_tflops
+                    and believed[rank] >= (1 - closeness) * believed[first]
+                ):
+                    equal.append(rank)
             mean = statistics.fmean(believed[rank] for rank in equal)
             for rank in equal:
                 speeds[rank] = mean

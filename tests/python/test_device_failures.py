@@ -47,11 +47,16 @@ def attend_portably(case: Case) -> tuple[torch.Tensor, ...]:
     return ring_call(replace(case, dtype=torch.float32))
 
 
-def rotate(case: Case) -> tuple[torch.Tensor, ...]:
-    """Copy engines fetch."""
+def rotate(case: Case, times: int = 1) -> tuple[torch.Tensor, ...]:
+    """A kernel of this rank's fetches, on every GPU."""
     _, k, v = case.local_inputs()
-    kv = torch.stack([k, v])
+    kv = torch.stack([k, v]).repeat(1, 1, 1, 1, times)
     return (ringattn.rotate_kv(kv, case.partition, transport=case.transport).wait(),)
+
+
+def rotate_much(case: Case) -> tuple[torch.Tensor, ...]:
+    """Copy engines fetch: that is more than 16 MB."""
+    return rotate(case, 300)
 
 
 def lose_a_rank(absent: int, die: bool, transport: str, call: Call) -> dict[str, object]:
@@ -83,7 +88,9 @@ def lose_a_rank(absent: int, die: bool, transport: str, call: Call) -> dict[str,
 
 
 @pytest.mark.parametrize("die", [True, False], ids=["dead", "late"])
-@pytest.mark.parametrize("call", [attend, attend_portably, rotate], ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    "call", [attend, attend_portably, rotate, rotate_much], ids=lambda call: call.__name__
+)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_lost_rank_is_named_and_its_results_are_nan(die, call, transport):
     absent = 1
@@ -178,6 +185,10 @@ def make_another_call(lonely: int, usual_call: Call, lonely_call: Call) -> dict[
         (rotate, attend_portably),
         (attend, rotate),
         (rotate, attend),
+        (rotate_much, rotate_much),
+        (rotate_much, attend_portably),
+        (rotate, rotate_much),
+        (rotate_much, rotate),
     ],
     ids=lambda calls: "-".join(call.__name__ for call in calls),
 )

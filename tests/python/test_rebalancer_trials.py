@@ -164,6 +164,34 @@ def test_unequal_ranks_that_drift_apart_are_followed(rank_pool):
         assert lengths[1] < 0.98 * planned.partition.lengths[1]
 
 
+def rests_while_it_waits(parted: float, later: float) -> tuple[tuple[int, ...], int]:
+    """The second of two ranks is 14 % slower while the first one waits for it, and less once it
+    does not, from request 30 on less again. The lengths in the end, and how often they have changed
+    until request 30."""
+    rebalancer = Rebalancer([RankProfile(500, 700)] * 2, COST)
+    changes = 0
+    for request in range(80):
+        p = rebalancer.plan(65536).partition
+        even = p.lengths[0] == p.lengths[1]
+        slower = later if request >= 30 else 0.86 if even else parted
+        speed = slower if this().rank == 1 else 1.0
+        flops = own_flops(p)
+        changed = rebalancer.observe(one_call(flops / (speed * 500e9), flops))
+        changes += changed and request < 30
+    return rebalancer.plan(65536).partition.lengths, changes
+
+
+@pytest.mark.parametrize(
+    ("parted", "later", "is_even"), [(0.96, 0.96, False), (0.9, 0.98, True), (0.9, 0.97, False)]
+)
+def test_ranks_that_have_been_parted_stay_so_until_they_are_closer(
+    rank_pool, parted, later, is_even
+):
+    for lengths, changes in rank_pool(2).run(rests_while_it_waits, parted, later):
+        assert 1 <= changes <= 2
+        assert (lengths[0] == lengths[1]) == is_even
+
+
 def unfilled_tiles(causal: bool) -> list[float]:
     """A ring whose attention takes what its tiles take."""
     profiles = [RankProfile(500, 700, tiles=(AttentionTile(128, 128),))] * 2

@@ -46,6 +46,11 @@ def test_every_rank_receives_the_block_before_it(ring, dtype):
         ring.run(rotate_once, partition, dtype)
 
 
+def test_a_block_of_many_megabytes(ring):
+    lengths = [1, *[3] * (ring.world_size - 2), 50_000][: ring.world_size]
+    ring.run(rotate_once, Partition.zigzag(lengths), torch.float32)
+
+
 def overwrite_what_is_sent(partition: Partition, late: int) -> None:
     """Rank ``late`` receives when the others have long gone on."""
     rank = this().rank

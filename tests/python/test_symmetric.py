@@ -2,6 +2,7 @@
 """The one-sided transport: blocks in memory that all ranks of a host share, fetched by the kernel
 that attends to them. What can go wrong there goes wrong rarely, so it is provoked."""
 
+import math
 import random
 import re
 from contextlib import nullcontext
@@ -168,7 +169,8 @@ def test_late_copies_are_waited_for(rank_pool, world_size):
 
 def fetch_in_different_ways(cases: list[Case], rounds: int) -> None:
     """Each rank records a call block by block when it likes: there copy engines fetch, and streams
-    wait, while a kernel does for others. In between all of them rotate."""
+    wait, while a kernel does for others. In between all of them rotate, little or so much that copy
+    engines fetch it."""
     inputs = [replace(case, seed=seed).local_inputs() for case in cases for seed in (11, 12)]
     calls = [case for case in cases for _ in range(2)]
 
@@ -181,6 +183,10 @@ def fetch_in_different_ways(cases: list[Case], rounds: int) -> None:
 
     def rotate(index: int) -> torch.Tensor:
         kv = torch.stack(inputs[index][1:])
+        if index % 4 == 0:
+            row_bytes = math.prod((2, *kv.shape[1:2], *kv.shape[3:])) * kv.element_size()
+            largest = max(calls[index].partition.lengths) * row_bytes
+            kv = kv.repeat(1, 1, 1, 1, 17_000_000 // largest + 1)
         return ringattn.rotate_kv(kv, calls[index].partition, transport="symmetric").wait()
 
     attended = {
@@ -239,6 +245,38 @@ def replayed(case: Case, replays: int) -> None:
 def test_a_captured_ring_can_be_replayed(rank_pool):
     for case in (cases(2)[0], cases(2)[4], long_case(2)):
         rank_pool(2, "cuda").run(replayed, case, 500, call_timeout_s=300.0)
+
+
+def replayed_rotation(case: Case, replays: int) -> None:
+    """A captured rotation brings what the previous rank has then."""
+    size, rank = this().world_size, this().rank
+    shape = (2, case.batch, case.partition.lengths[rank], case.num_kv_heads, case.head_dim)
+    kv = torch.zeros(shape, dtype=case.dtype, device=this().device)
+
+    def call() -> torch.Tensor:
+        return ringattn.rotate_kv(kv, case.partition, transport="symmetric").wait()
+
+    call()
+    ring(case)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        received = call()
+    for replay in range(replays):
+        kv.fill_(size * replay + rank)
+        if replay % 3 == 0:
+            ring(case)
+        graph.replay()
+        expected = size * replay + (rank - 1) % size
+        assert torch.equal(received, torch.full_like(received, expected)), f"replay {replay}"
+        if replay % 3 == 1:
+            assert torch.equal(call(), received), f"replay {replay}"
+
+
+@pytest.mark.parametrize("rows", [64, 40_000], ids=["by a kernel", "by copy engines"])
+def test_a_captured_rotation_can_be_replayed(rank_pool, rows):
+    case = Case(Partition.even(2 * rows, 2), torch.float32, batch=1, transport="symmetric")
+    rank_pool(2, "cuda").run(replayed_rotation, case, 30, call_timeout_s=60.0)
 
 
 def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:

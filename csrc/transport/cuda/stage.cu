@@ -220,7 +220,7 @@ cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   launch.planes_per_head = static_cast<uint32_t>(planes_per_head);
   launch.heads_per_part = static_cast<uint32_t>(ceil_div(params.num_kv_heads, parts));
 
-  return cuda::launch<stage_kernel>(launch, copying + 1, kThreads, params.kernel_fetches, stream);
+  return cuda::launch<stage_kernel>(launch, copying + 1, kThreads, params.follows_closely, stream);
 }
 
 }  // namespace ringattn::cuda

@@ -59,11 +59,12 @@ struct StageParams {
   uint32_t* signals_for_streams[kMaxSignals] = {};
   int num_signals = 0;
 
-  /// A kernel fetches what others stage, the next one on the stream. This one is set up while the
-  /// one before it ends, and leaves most of the device to the next one, which begins when none of
-  /// `awaited`, of this rank, is 0 any more. One thread block waits for that, and then looks at
-  /// their tags. Where copy engines fetch, streams wait.
+  /// A kernel fetches what others stage, the next one on the stream. This one leaves most of the
+  /// device to it, which begins when none of `awaited`, of this rank, is 0 any more. One thread
+  /// block waits for that, and then looks at their tags. Where copy engines fetch, streams wait.
   bool kernel_fetches = false;
+  /// What comes before this kernel on its stream is a kernel: it is set up while that one ends.
+  bool follows_closely = false;
   const uint32_t* awaited[kMaxSignals] = {};
   int num_awaited = 0;
 
