@@ -37,7 +37,7 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
     below it, and ranks whose median lies between its quartiles, or its median between theirs, are
     one class; all of them get the mean of their medians. The rest is divided in the same way.
 
-    Ranks on the same model of device with as many multiprocessors are one class up to ``2 * noise``:
+    Ranks on the same model of device with as many multiprocessors are one class up to twice that:
     under load, speeds of equal GPUs drift apart and back by that much, and a plan that follows them
     is slower than an even one. That does not hold for ranks whose matrix products differ by more
     than ``noise``, which hardly drift: a device that gave one of them less than was asked for.

@@ -61,7 +61,8 @@ struct Call {
   Call& operator=(const Call&) = delete;
 
   void fill() {
-    for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<uint8_t>((i * 40503u >> 3) % 251);
+    for (size_t i = 0; i < from.size(); ++i)
+      from[i] = static_cast<uint8_t>((i * 40503u >> 3) % 251);
   }
   // Whole pieces, and nothing behind them.
   bool has_come() const {

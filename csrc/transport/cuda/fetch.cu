@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/cuda/fetch.h"
-
 #include <algorithm>
 #include <cstdint>
 
@@ -9,6 +7,7 @@
 #include "core/kernel_order.cuh"
 #include "core/notices.cuh"
 #include "core/remote_keys.h"
+#include "transport/cuda/fetch.h"
 #include "transport/cuda/launch.cuh"
 #include "transport/cuda/stage.h"
 
@@ -42,7 +41,8 @@ __device__ __forceinline__ void copy_pieces(const FetchParams& params) {
 
 // Each thread block waits for what other devices are staging as this launch begins; for what takes
 // longer, that they have read, only the first warp of the one that is done last.
-__global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__ FetchParams params) {
+__global__ void __launch_bounds__(kThreads)
+    fetch_kernel(const __grid_constant__ FetchParams params) {
   const Bringing& bringing = params.bringing;
   const auto nothing = [] {};
   bool failed = false;
@@ -80,7 +80,8 @@ cudaError_t fetch(const FetchParams& params, cudaStream_t stream) {
   const cudaError_t error = count_multiprocessors(multiprocessors);
   if (error != cudaSuccess) return error;
   const int64_t blocks = ceil_div(params.bytes, int64_t{kStagePiece} * kThreads);
-  return launch<fetch_kernel>(params, std::clamp<int64_t>(blocks, 1, beside_others(multiprocessors)),
+  return launch<fetch_kernel>(params,
+                              std::clamp<int64_t>(blocks, 1, beside_others(multiprocessors)),
                               kThreads, params.bringing.follows_staging, stream);
 }
 
