@@ -12,7 +12,7 @@
 
 namespace ringattn::cuda {
 
-/// Until a word is at least so much; what it is. `least`, too, where the host gives up.
+/// Until a word is at least so much; what it is. `least`, too, where calls come to nothing.
 template <typename Between>
 __device__ __forceinline__ uint32_t wait_for_least(const uint32_t* word, uint32_t least,
                                                    const Bringing& bringing, uint32_t phase,
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t wait_for_least(const uint32_t* word, uint32_
   return value;
 }
 
-/// Until every peer has staged so many heads, or the host gives up; how many all of them have.
+/// Until every peer has staged so many heads, or calls come to nothing; how many all of them have.
 template <typename Between>
 __device__ __forceinline__ uint32_t wait_until_staged(const Bringing& bringing, uint32_t heads,
                                                       const Between& between) {
@@ -44,19 +44,26 @@ __device__ __forceinline__ uint32_t wait_until_staged(const Bringing& bringing, 
   return least - kBeingStaged;
 }
 
-/// All that peers have staged has been read: this device takes back the words that said that it may
-/// be, which nobody will write any more, and tells them. By a thread for all peers, or by several
-/// that know it and take turns, from `first` on.
+// What follows is done by a thread for all peers (first 0, threads 1), or by the lanes of a warp
+// for one peer after the other each, from their own number on.
+
+/// All has been staged, and streams have been told so, too: that comes last, and may be under way
+/// still. Nobody will write these words any more.
 template <typename Between>
-__device__ __forceinline__ void give_notice(const Bringing& bringing, int first, int threads,
-                                            const Between& between) {
+__device__ __forceinline__ void wait_until_told(const Bringing& bringing, int first, int threads,
+                                                const Between& between) {
   const Notices& notices = bringing.notices;
-  // Streams are told last: that may be under way still, and is waited for before it is taken back.
 #pragma unroll 1
   for (int i = first; i < notices.num_peers; i += threads) {
     if (notices.staged_for_streams[i] == nullptr) continue;
     wait_for_least(notices.staged_for_streams[i], 1, bringing, notices.phase_told, between);
   }
+}
+
+/// Then, all having been read: this device takes back the words that said that it may be, and tells
+/// the peers.
+__device__ __forceinline__ void give_notice(const Bringing& bringing, int first, int threads) {
+  const Notices& notices = bringing.notices;
   if (first == 0 && notices.phase != nullptr) {
     store_relaxed_system(notices.phase, notices.phase_working);
   }

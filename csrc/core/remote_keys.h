@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-// What a kernel needs to bring keys and values from other devices by itself: transports provide it,
-// kernels use it. Plain data.
+// What a kernel needs to bring keys and values, or whatever else is staged, from other devices by
+// itself: transports provide it, kernels use it. Plain data.
 
 namespace ringattn {
 
@@ -44,7 +44,7 @@ constexpr uint32_t kNoCall = 0xffffffff;
 constexpr uint32_t kGivenUp = 1;
 constexpr uint32_t kInAnotherCall = 2;
 
-/// What a launch that brings keys and its peers tell each other.
+/// What a launch that brings what is staged and its peers tell each other.
 struct Notices {
   static constexpr int kMaxPeers = 16;
 

@@ -6,7 +6,7 @@
 
 namespace ringattn {
 
-/// A stream of high priority for copies, that nobody else has until it is given back.
+/// A stream of high priority for copies and rotations, that nobody else has until it is given back.
 ///
 /// Note: none of PyTorch's pool. Two groups that came by the same one would wait for each other's
 /// copies, and their kernels for them. Never destroyed: PyTorch's allocator may come back to a

@@ -29,9 +29,7 @@ bool all_are(const uint32_t* words, uint32_t value) {
 // A block of so many bytes on its way, which all have staged and read.
 struct Call {
   explicit Call(int64_t bytes)
-      : whole((bytes + kStagePiece - 1) / kStagePiece * kStagePiece),
-        from(whole + kStagePiece),
-        to(whole + kStagePiece, kNothing) {
+      : bytes(bytes), from(bytes + 2 * kStagePiece), to(bytes + 2 * kStagePiece, kNothing) {
     fill();
     params.from = from.data();
     params.to = to.data();
@@ -64,10 +62,10 @@ struct Call {
     for (size_t i = 0; i < from.size(); ++i)
       from[i] = static_cast<uint8_t>((i * 40503u >> 3) % 251);
   }
-  // Whole pieces, and nothing behind them.
+  // And nothing behind it.
   bool has_come() const {
-    return std::equal(to.begin(), to.begin() + whole, from.begin()) &&
-           std::all_of(to.begin() + whole, to.end(), [](uint8_t byte) { return byte == kNothing; });
+    return std::equal(to.begin(), to.begin() + bytes, from.begin()) &&
+           std::all_of(to.begin() + bytes, to.end(), [](uint8_t byte) { return byte == kNothing; });
   }
   bool nothing_has_come() const {
     return std::all_of(to.begin(), to.end(), [](uint8_t byte) { return byte == kNothing; });
@@ -88,7 +86,7 @@ struct Call {
   }
 
   std::atomic<bool> comes{false};  // what hears() waits with
-  int64_t whole;
+  int64_t bytes;
   std::vector<uint8_t> from, to;
   uint32_t words[LaunchWords::kFirstArrival] = {};
   uint32_t staged[kPeers] = {staged_heads(1), staged_heads(1), staged_heads(1)};
@@ -154,6 +152,7 @@ TEST_CASE("on lanes: what streams are told of a fetched block is taken back when
   peer.join();
   CHECK(error == cudaSuccess);
   CHECK(shown == kTold);
+  CHECK(call.phase == kWorking);
   CHECK_FALSE(too_early);
   CHECK(call.is_over());
 }

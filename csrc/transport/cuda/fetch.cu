@@ -22,7 +22,7 @@ constexpr uint32_t kHeads = 1;  // that peers stage
 __device__ __forceinline__ void copy_pieces(const FetchParams& params) {
   const auto* const from = static_cast<const uint4*>(params.from);
   auto* const to = static_cast<uint4*>(params.to);
-  const int64_t pieces = (params.bytes + kStagePiece - 1) / kStagePiece;
+  const int64_t pieces = params.bytes / kStagePiece, rest = params.bytes % kStagePiece;
   const int64_t stride = int64_t{gridDim.x} * kThreads;
 #pragma unroll 1
   for (int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x; first < pieces;
@@ -36,6 +36,10 @@ __device__ __forceinline__ void copy_pieces(const FetchParams& params) {
     for (int j = 0; j < kInFlight; ++j) {
       if (first + j * stride < pieces) to[first + j * stride] = read[j];
     }
+  }
+  if (blockIdx.x == 0 && threadIdx.x < rest) {
+    reinterpret_cast<unsigned char*>(to + pieces)[threadIdx.x] =
+        reinterpret_cast<const unsigned char*>(from + pieces)[threadIdx.x];
   }
 }
 
@@ -66,14 +70,19 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) before = add_acquire_release(done, 1);
   if (__shfl_sync(0xffffffff, before, 0) != gridDim.x - 1) return;
   if (threadIdx.x == 0) *done = 0;
+  const int lane = static_cast<int>(threadIdx.x);
   __syncwarp();
-  give_notice(bringing, static_cast<int>(threadIdx.x), kWarpSize, nothing);
+  wait_until_told(bringing, lane, kWarpSize, nothing);
+  __syncwarp();  // nobody shows any more that it waits for that
+  give_notice(bringing, lane, kWarpSize);
   __syncwarp();
   wait_until_read(bringing);
   wait_for_kernel_before();  // what follows this launch follows that kernel, too
 }
 
 }  // namespace
+
+void load_fetch() { can_be_early<fetch_kernel>(); }
 
 cudaError_t fetch(const FetchParams& params, cudaStream_t stream) {
   int multiprocessors = 0;

@@ -15,13 +15,15 @@ namespace ringattn::cuda {
 struct FetchParams {
   const void* from = nullptr;  // of the peer; both at whole pieces of kStagePiece bytes
   void* to = nullptr;
-  int64_t bytes = 0;  // a last piece may be cut short, and is copied whole; 0: nothing is read, and
-                      // the peers are told all the same
+  int64_t bytes = 0;  // 0: nothing is read, and the peers are told all the same
   /// Every peer stages one head, as it were. When all have, and it is read, they are told; the
   /// kernel ends when they have read what is here.
   Bringing bringing;
 };
 
+/// Before the kernel that stages is launched: the driver may let nobody load another one until that
+/// one has ended, which waits for other ranks.
+RINGATTN_API void load_fetch();
 RINGATTN_API cudaError_t fetch(const FetchParams& params, cudaStream_t stream);
 
 }  // namespace ringattn::cuda

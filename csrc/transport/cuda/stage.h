@@ -63,7 +63,7 @@ struct StageParams {
   /// device to it, which begins when none of `awaited`, of this rank, is 0 any more. One thread
   /// block waits for that, and then looks at their tags. Where copy engines fetch, streams wait.
   bool kernel_fetches = false;
-  /// What comes before this kernel on its stream is a kernel: it is set up while that one ends.
+  /// It may be set up while what comes before it on its stream ends: worth it behind kernels.
   bool follows_closely = false;
   const uint32_t* awaited[kMaxSignals] = {};
   int num_awaited = 0;

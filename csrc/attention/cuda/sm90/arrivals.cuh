@@ -264,7 +264,8 @@ __device__ __forceinline__ void bring_pieces(const SegmentedParams<kSegments>& p
   }
   if (is_last) {
     wait_until_staged(bringing, p.bring.num_kv_heads, between);
-    give_notice(bringing, /*first=*/0, /*threads=*/1, between);
+    wait_until_told(bringing, /*first=*/0, /*threads=*/1, between);
+    give_notice(bringing, /*first=*/0, /*threads=*/1);
   }
 }
 
