@@ -23,10 +23,12 @@ def measure_link(ring: Ring, shard: Shard, transport: str) -> tuple[Spread, Spre
         group = ring.process_group
         return lambda: rotate_kv(kv, partition, group=group, transport=transport).wait()
 
-    # The second is one token longer: the difference is what the bytes cost.
-    small, large = hop(1), hop(shard.num_tokens + 1)
-    small()
-    large()
+    # Large blocks may travel in another way than small ones: what bytes cost is the difference of
+    # two that are large.
+    half = shard.num_tokens // 2
+    small, medium, large = hop(1), hop(half), hop(shard.num_tokens)
+    for first_call in (large, medium, small):
+        first_call()
 
     def together() -> None:
         for _ in range(ring.world_size):  # after so many hops, every rank has waited for all others
@@ -34,8 +36,9 @@ def measure_link(ring: Ring, shard: Shard, transport: str) -> tuple[Spread, Spre
 
     meet(ring, "measure_profiles")
     latency = Spread.of([1e3 * ms for ms in bursts(small, shard.device, together)])
-    times = bursts(large, shard.device, together)
+    medium_ms = Spread.of(bursts(medium, shard.device, together)).median
+    large_ms = bursts(large, shard.device, together)
     # Noise may make the longer hop the faster one: a tenth of its time is the least that counts.
-    transfer = [max(1e-3 * ms - 1e-6 * latency.median, 1e-4 * ms) for ms in times]
-    num_bytes = shard.num_tokens * shard.token_bytes
+    transfer = [1e-3 * max(ms - medium_ms, 0.1 * ms) for ms in large_ms]
+    num_bytes = (shard.num_tokens - half) * shard.token_bytes
     return Spread.of([1e-9 * num_bytes / seconds for seconds in transfer]), latency

@@ -111,9 +111,9 @@ def test_a_sweep_writes_medians(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 # ---- links -------------------------------------------------------------------------------------
 
 
-def link_of_times(small: list[float], large: list[float]) -> tuple[Spread, Spread, list[int]]:
+def link_of_times(*milliseconds: list[float]) -> tuple[Spread, Spread, list[int]]:
     """Bandwidth and latency where hops take these milliseconds, and their tokens."""
-    times, tokens = iter((small, large)), []
+    times, tokens = iter(milliseconds), []
 
     def bursts(hop: Callable[[], Any], device: torch.device, meet: Callable[[], None]) -> Any:
         meet()
@@ -126,11 +126,11 @@ def link_of_times(small: list[float], large: list[float]) -> tuple[Spread, Sprea
 
 
 def test_a_link_is_what_more_bytes_take_longer(rank_pool: Callable[..., RankPool]) -> None:
-    samples = [0.02, 0.03, 0.01], [1.02, 2.02, 4.02]
+    samples = [0.02, 0.03, 0.01], [9.0, 0.5, 0.25], [1.5, 2.5, 4.5]
     for bandwidth, latency, tokens in rank_pool(2).run(link_of_times, *samples):
-        assert tokens == [1, 257]  # so that 256 make the difference
+        assert tokens == [1, 128, 256]  # so that 128 make the difference
         assert latency == Spread(20.0, 15.0, 25.0)
-        gigabytes = 1e-9 * 256 * KV_BYTES
+        gigabytes = 1e-9 * 128 * KV_BYTES
         expected = sorted(1e3 * gigabytes / ms for ms in (1.0, 2.0, 4.0))
         assert bandwidth.median == pytest.approx(expected[1], rel=1e-12)
         assert bandwidth.low == pytest.approx((expected[0] + expected[1]) / 2, rel=1e-12)
@@ -140,8 +140,8 @@ def test_a_link_is_what_more_bytes_take_longer(rank_pool: Callable[..., RankPool
 def test_a_long_hop_that_is_no_slower_takes_a_tenth_of_its_time_for_its_bytes(
     rank_pool: Callable[..., RankPool],
 ) -> None:
-    for bandwidth, _, _ in rank_pool(2).run(link_of_times, [2.0], [1.0]):
-        assert bandwidth.median == pytest.approx(1e-9 * 256 * KV_BYTES / 1e-4, rel=1e-12)
+    for bandwidth, _, _ in rank_pool(2).run(link_of_times, [0.5], [2.0], [1.0]):
+        assert bandwidth.median == pytest.approx(1e-9 * 128 * KV_BYTES / 1e-4, rel=1e-12)
 
 
 # ---- room --------------------------------------------------------------------------------------
