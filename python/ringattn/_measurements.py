@@ -14,6 +14,8 @@ from ringattn.profiles import AttentionTile, RankProfile
 #: Relative difference of two speeds that is none, see :func:`equalize`.
 NOISE = 0.05
 
+_COMPUTE = ("attention_tflops", "linear_tflops")
+
 
 @dataclass(frozen=True)
 class RankMeasurement:
@@ -33,16 +35,17 @@ class RankMeasurement:
 def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[RankProfile]:
     """Profiles out of measurements, the noise taken out.
 
-    For each quantity, from the largest median down: ranks whose medians are less than ``noise``
-    below it, and ranks whose median lies between its quartiles, or its median between theirs, are
-    one class; all of them get the mean of their medians. The rest is divided in the same way.
+    For each quantity, from the largest median down: ranks whose medians are close to it, and ranks
+    whose median lies between its quartiles, or its median between theirs, are one class; all of
+    them get the mean of their medians. The rest is divided in the same way. Medians are close that
+    are less than ``noise`` below the other, with two exceptions:
 
-    Ranks on the same model of device with as many multiprocessors are one class up to twice that:
-    under load, speeds of equal GPUs drift apart and back by that much, and a plan that follows them
-    is slower than an even one. That does not hold for ranks whose matrix products differ by more
-    than ``noise``, which hardly drift: a device that gave one of them less than was asked for.
-    Ranks on other hardware have no reason to be equal. Medians that are ``noise / 2`` apart tell
-    them apart, whatever their quartiles: single calls swing with the clocks by more than that.
+    * ``2 * noise`` for ranks on the same model of device with as many multiprocessors: under load,
+      speeds of equal GPUs drift apart and back by that much, and a plan that follows them is slower
+      than an even one. Not so where their matrix products, which hardly drift, differ by more than
+      ``noise``: a device that gave one of them less than was asked for.
+    * ``noise / 2`` for how fast ranks on other hardware compute: they have no reason to be equal.
+      Nor do quartiles say that they are: single calls swing with the clocks by more than that.
 
     Raises:
         ValueError: noise outside [0, 1).
@@ -53,7 +56,7 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
         spreads = [getattr(of_rank, field.name) for of_rank in measured]
         if not all(isinstance(spread, Spread) for spread in spreads):
             continue
-        for ranks in _classes(spreads, measured, noise):
+        for ranks in _classes(field.name, measured, noise):
             mean = statistics.fmean(spreads[rank].median for rank in ranks)
             for rank in ranks:
                 values[rank][field.name] = mean
@@ -68,31 +71,25 @@ def check_noise(noise: float) -> None:
         raise ValueError(f"noise must lie in [0, 1), got {noise!r}")
 
 
-def _classes(
-    spreads: Sequence[Spread], measured: Sequence[RankMeasurement], noise: float
-) -> Iterator[list[int]]:
-    left = sorted(range(len(spreads)), key=lambda rank: -spreads[rank].median)
+def _classes(name: str, measured: Sequence[RankMeasurement], noise: float) -> Iterator[list[int]]:
+    left = sorted(range(len(measured)), key=lambda rank: -getattr(measured[rank], name).median)
     while left:
-        first = left[0]
-        ranks = []
-        for rank in left:
-            closeness = _closeness(measured[rank], measured[first], noise)
-            if spreads[rank].median >= (1 - closeness) * spreads[first].median or (
-                _explained(spreads[rank], spreads[first])
-                and measured[rank].device == measured[first].device
-            ):
-                ranks.append(rank)
+        first = measured[left[0]]
+        ranks = [rank for rank in left if _equal(name, first, measured[rank], noise)]
         yield ranks
         left = [rank for rank in left if rank not in ranks]
 
 
-def _closeness(one: RankMeasurement, other: RankMeasurement, noise: float) -> float:
-    """Up to which relative difference medians are close."""
-    if one.device != other.device:
-        return noise / 2
-    slower, faster = sorted((one.linear_tflops.median, other.linear_tflops.median))
-    return 2 * noise if slower >= (1 - noise) * faster else noise
-
-
-def _explained(one: Spread, other: Spread) -> bool:
-    return one.explains(other) or other.explains(one)
+def _equal(name: str, faster: RankMeasurement, slower: RankMeasurement, noise: float) -> bool:
+    """Whether two ranks show the same of a quantity, of which the first has no less."""
+    upper, lower = getattr(faster, name), getattr(slower, name)
+    alike = faster.device == slower.device
+    if not alike and name in _COMPUTE:
+        return lower.median >= (1 - noise / 2) * upper.median
+    products = sorted((faster.linear_tflops.median, slower.linear_tflops.median))
+    closeness = 2 * noise if alike and products[0] >= (1 - noise) * products[1] else noise
+    return (
+        lower.median >= (1 - closeness) * upper.median
+        or lower.explains(upper)
+        or upper.explains(lower)
+    )

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -268,6 +269,19 @@ def test_differences_below_the_noise_are_none() -> None:
     assert speeds(measured(100, 0.2), measured(70, 0.2)) == [100, 70]
     # But not on other hardware, where it is what is expected.
     assert speeds(measured(100, 0.2), measured(97, 0.2, device="b")) == [100, 97]
+
+
+def test_what_does_not_compute_is_as_noisy_on_other_hardware() -> None:
+    def overheads(first: Spread, second: Spread) -> list[float]:
+        ranks = [
+            replace(measured(100), overhead_ms=first),
+            replace(measured(100, device="b"), overhead_ms=second),
+        ]
+        return [profile.overhead_ms for profile in equalize(ranks)]
+
+    assert overheads(Spread(1.0, 1.0, 1.0), Spread(0.96, 0.96, 0.96)) == [0.98, 0.98]
+    assert overheads(Spread(1.0, 1.0, 1.0), Spread(0.94, 0.94, 0.94)) == [1.0, 0.94]
+    assert overheads(Spread(1.0, 0.8, 1.2), Spread(0.9, 0.9, 0.9)) == [0.95, 0.95]
 
 
 def test_classes_do_not_creep() -> None:
