@@ -247,38 +247,6 @@ def test_a_captured_ring_can_be_replayed(rank_pool):
         rank_pool(2, "cuda").run(replayed, case, 500, call_timeout_s=300.0)
 
 
-def replayed_rotation(case: Case, replays: int) -> None:
-    """A captured rotation brings what the previous rank has then."""
-    size, rank = this().world_size, this().rank
-    shape = (2, case.batch, case.partition.lengths[rank], case.num_kv_heads, case.head_dim)
-    kv = torch.zeros(shape, dtype=case.dtype, device=this().device)
-
-    def call() -> torch.Tensor:
-        return ringattn.rotate_kv(kv, case.partition, transport="symmetric").wait()
-
-    call()
-    ring(case)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        received = call()
-    for replay in range(replays):
-        kv.fill_(size * replay + rank)
-        if replay % 3 == 0:
-            ring(case)
-        graph.replay()
-        expected = size * replay + (rank - 1) % size
-        assert torch.equal(received, torch.full_like(received, expected)), f"replay {replay}"
-        if replay % 3 == 1:
-            assert torch.equal(call(), received), f"replay {replay}"
-
-
-@pytest.mark.parametrize("rows", [64, 40_000], ids=["by a kernel", "by copy engines"])
-def test_a_captured_rotation_can_be_replayed(rank_pool, rows):
-    case = Case(Partition.even(2 * rows, 2), torch.float32, batch=1, transport="symmetric")
-    rank_pool(2, "cuda").run(replayed_rotation, case, 30, call_timeout_s=60.0)
-
-
 def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
     """The same values, in most layouts where kernels, or staging, must copy them first."""
     if how == "features apart":
