@@ -85,8 +85,8 @@ def measure_profiles(
         seconds: how long all ranks compute before their speeds count, so that clocks settle; None
             means 1 on CUDA and 0.2 on CPU.
         transport: as in :func:`ringattn.ring_attention`.
-        noise: smallest relative difference of two speeds that counts; half as much where hardware
-            differs, twice as much where it is equal.
+        noise: smallest relative difference of two values that counts; for attention and matrix
+            products half of it where hardware differs, for all twice that where it is equal.
 
     Returns:
         One :class:`ringattn.RankProfile` per rank, the same list on every rank.

@@ -99,8 +99,8 @@ def add_parser(commands: Any) -> None:
         type=float,
         default=profiling.NOISE,
         metavar="X",
-        help=f"smallest relative difference that counts; half of it where hardware differs, "
-        f"twice where it is equal (default: {profiling.NOISE})",
+        help=f"smallest relative difference that counts; for speeds half of it where hardware "
+        f"differs, for all twice where it is equal (default: {profiling.NOISE})",
     )
     sweep = parser.add_mutually_exclusive_group()
     sweep.add_argument(
