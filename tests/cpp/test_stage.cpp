@@ -109,7 +109,7 @@ struct Block {
     params.staged_rows = static_cast<int>(shape.staged_rows);
     params.num_kv_heads = static_cast<int>(shape.heads);
     params.row_bytes = shape.head_dim * 2;
-    params.kernel_fetches = kernel_fetches;
+    params.kernel_fetches = params.follows_closely = kernel_fetches;
     return params;
   }
 

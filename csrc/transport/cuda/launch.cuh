@@ -44,8 +44,8 @@ inline cudaError_t count_multiprocessors(int& count) {
   return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
 }
 
-/// Of so many multiprocessors, what copies leave to whatever runs beside them is all but these: a
-/// quarter of the device copies nearly as fast as all of it, since memory or links limit it.
+/// How many of so many multiprocessors copy where something is to run beside them: a quarter copies
+/// nearly as fast as all of them, since memory or links are the limit.
 inline int64_t beside_others(int multiprocessors) {
   return multiprocessors < 4 ? 1 : multiprocessors / 4;
 }
