@@ -140,6 +140,8 @@ class SymmetricTransport : public MessageTransport {
     if (!delays_) delays_.emplace(*hostile_transfers());
     return static_cast<uint32_t>((*delays_)());  // never 0
   }
+  // Of a kernel; 0: none.
+  uint32_t lateness() { return hostile_transfers() ? next_delay() : 0; }
 
   void fetch_by_kernel(const Message& message);
   void fetch_by_copy_engine(const Message& message);
@@ -149,7 +151,7 @@ class SymmetricTransport : public MessageTransport {
              std::shared_ptr<const std::vector<int64_t>> step_of_rank, cudaStream_t stream) {
     handshake_.describe(call, std::move(step_of_rank));
     handshake_.give_signals(params, group_.kind());
-    if (hostile_transfers()) params.lateness = next_delay();
+    params.lateness = lateness();
     C10_CUDA_CHECK(cuda::stage(params, stream));
   }
 
@@ -207,7 +209,7 @@ class SymmetricStream : public BlockStream {
     params.kernel_fetches = params.follows_closely = exchange_.by_kernel;
     transport_.stage(params, exchange_.call, plan_->step_of_rank, stream_);
     if (exchange_.by_kernel) {
-      plan_->gathering.bringing.lateness = hostile_transfers() ? transport_.next_delay() : 0;
+      plan_->gathering.bringing.lateness = transport_.lateness();
       return;
     }
     transport_.after(stream_);
@@ -364,7 +366,7 @@ void SymmetricTransport::fetch_by_kernel(const Message& message) {
     params.bytes = static_cast<int64_t>(message.receive.nbytes());
   }
   params.bringing = handshake_.bringing(/*num_kv_heads=*/1);
-  if (hostile_transfers()) params.bringing.lateness = next_delay();
+  params.bringing.lateness = lateness();
   C10_CUDA_CHECK(cuda::fetch(params, lane_));
 }
 

@@ -5,6 +5,7 @@
 #include "core/ceil_div.h"
 #include "core/global_words.cuh"
 #include "core/kernel_order.cuh"
+#include "core/last_block.cuh"
 #include "core/notices.cuh"
 #include "core/remote_keys.h"
 #include "transport/cuda/fetch.h"
@@ -63,15 +64,9 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (!__syncthreads_or(failed)) copy_pieces(params);
 
-  __syncthreads();
-  if (threadIdx.x >= kWarpSize) return;
-  uint32_t* const done = bringing.words.data + LaunchWords::kWarpsDone;
-  uint32_t before = 0;
-  if (threadIdx.x == 0) before = add_acquire_release(done, 1);
-  if (__shfl_sync(0xffffffff, before, 0) != gridDim.x - 1) return;
-  if (threadIdx.x == 0) *done = 0;
+  const bool is_last = is_last_block(gridDim.x, bringing.words.data + LaunchWords::kWarpsDone);
+  if (!is_last || threadIdx.x >= kWarpSize) return;
   const int lane = static_cast<int>(threadIdx.x);
-  __syncwarp();
   wait_until_told(bringing, lane, kWarpSize, nothing);
   __syncwarp();  // nobody shows any more that it waits for that
   give_notice(bringing, lane, kWarpSize);

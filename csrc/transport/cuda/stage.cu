@@ -5,6 +5,7 @@
 #include "core/ceil_div.h"
 #include "core/global_words.cuh"
 #include "core/kernel_order.cuh"
+#include "core/last_block.cuh"
 #include "core/remote_keys.h"
 #include "core/waiting.cuh"
 #include "transport/cuda/launch.cuh"
@@ -37,19 +38,6 @@ struct Launch {
   uint32_t planes_per_head;
   uint32_t heads_per_part;
 };
-
-// Whether this is the last one of so many thread blocks to come here: what they wrote before is
-// visible to it.
-__device__ __forceinline__ bool is_last_block(uint32_t blocks, uint32_t* counter) {
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    is_last = add_acquire_release(counter, 1) == blocks - 1;
-    if (is_last) *counter = 0;
-  }
-  __syncthreads();
-  return is_last;
-}
 
 // A run of pieces, as many under way at a time as there are.
 __device__ __forceinline__ void copy_run(const Launch& launch, uint32_t run, bool writes) {
