@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 from ringattn._checks import is_number
 from ringattn._clock import Spread
@@ -56,8 +57,9 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
         spreads = [getattr(of_rank, field.name) for of_rank in measured]
         if not all(isinstance(spread, Spread) for spread in spreads):
             continue
-        for ranks in _classes(field.name, measured, noise):
-            mean = statistics.fmean(spreads[rank].median for rank in ranks)
+        medians = [spread.median for spread in spreads]
+        for ranks in classes(medians, partial(_equal, field.name, measured, noise)):
+            mean = statistics.fmean(medians[rank] for rank in ranks)
             for rank in ranks:
                 values[rank][field.name] = mean
     return [
@@ -71,17 +73,20 @@ def check_noise(noise: float) -> None:
         raise ValueError(f"noise must lie in [0, 1), got {noise!r}")
 
 
-def _classes(name: str, measured: Sequence[RankMeasurement], noise: float) -> Iterator[list[int]]:
-    left = sorted(range(len(measured)), key=lambda rank: -getattr(measured[rank], name).median)
+def classes(values: Sequence[float], equal: Callable[[int, int], bool]) -> Iterator[list[int]]:
+    """Ranks, from the largest value down: those that are equal to the first of what is left."""
+    left = sorted(range(len(values)), key=lambda rank: -values[rank])
     while left:
-        first = measured[left[0]]
-        ranks = [rank for rank in left if _equal(name, first, measured[rank], noise)]
+        ranks = [rank for rank in left if equal(left[0], rank)]
         yield ranks
         left = [rank for rank in left if rank not in ranks]
 
 
-def _equal(name: str, faster: RankMeasurement, slower: RankMeasurement, noise: float) -> bool:
-    """Whether two ranks show the same of a quantity, of which the first has no less."""
+def _equal(
+    name: str, measured: Sequence[RankMeasurement], noise: float, first: int, rank: int
+) -> bool:
+    """Whether a rank shows the same of a quantity as the first one, which has no less."""
+    faster, slower = measured[first], measured[rank]
     upper, lower = getattr(faster, name), getattr(slower, name)
     alike = faster.device == slower.device
     if not alike and name in _COMPUTE:

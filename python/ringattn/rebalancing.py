@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from ringattn import _C
 from ringattn._calls import agree
 from ringattn._group import Group, resolve_group
-from ringattn._measurements import NOISE
+from ringattn._measurements import NOISE, classes
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, Plan, plan, predict, work_in_tiles
 from ringattn.profiles import RankProfile
@@ -255,23 +255,23 @@ class Rebalancer:
         that have been parted come closer, because who owned too much no longer rests while it
         waits: to be equal again takes half as much."""
         believed = self.speeds
-        in_use = [profile.attention_tflops for profile in self._in_use]
+        profiles, in_use = (
+            [profile.attention_tflops for profile in of_ranks]
+            for of_ranks in (self._measured, self._in_use)
+        )
+
+        def equal(first: int, rank: int) -> bool:
+            closeness = NOISE if in_use[rank] == in_use[first] else NOISE / 2
+            return (
+                profiles[rank] == profiles[first]
+                and believed[rank] >= (1 - closeness) * believed[first]
+            )
+
         speeds = list(believed)
-        left = sorted(range(len(speeds)), key=lambda rank: -believed[rank])
-        while left:
-            first = left[0]
-            equal = []
-            for rank in left:
-                closeness = NOISE if in_use[rank] == in_use[first] else NOISE / 2
-                if (
-                    self._measured[rank].attention_tflops == self._measured[first].attention_tflops
-                    and believed[rank] >= (1 - closeness) * believed[first]
-                ):
-                    equal.append(rank)
-            mean = statistics.fmean(believed[rank] for rank in equal)
-            for rank in equal:
+        for ranks in classes(believed, equal):
+            mean = statistics.fmean(believed[rank] for rank in ranks)
+            for rank in ranks:
                 speeds[rank] = mean
-            left = [rank for rank in left if rank not in equal]
         return speeds
 
     def _plan(self, seq_len: int, profiles: Sequence[RankProfile]) -> Plan:
