@@ -6,6 +6,7 @@
 #include "core/remote_keys.h"
 #include "device.h"
 #include "meanwhile.h"
+#include "stage_words.h"
 #include "transport/cuda/fetch.h"
 #include "transport/cuda/stage.h"
 
@@ -16,25 +17,17 @@ using ringattn::kGivenUp;
 using ringattn::LaunchWords;
 using ringattn::Notices;
 using ringattn::cuda::FetchParams;
-using ringattn::cuda::kStageCounters;
 using ringattn::cuda::kStagePiece;
 using ringattn::cuda::StageParams;
+using ringattn::testing::all_are;
 using ringattn::testing::Ends;
+using ringattn::testing::kPeers;
 using ringattn::testing::Meanwhile;
+using ringattn::testing::Words;
 
 namespace {
 
-constexpr int kPeers = 3;
-constexpr int kTag = 77;
 constexpr int kNothing = 255;
-
-at::Tensor words_of(int64_t count, int value = 0) {
-  return at::full({count}, value, at::TensorOptions(at::kCUDA).dtype(at::kInt));
-}
-uint32_t* word(const at::Tensor& words, int64_t i) {
-  return reinterpret_cast<uint32_t*>(words.data_ptr<int>()) + i;
-}
-bool all_are(const at::Tensor& words, int value) { return words.eq(value).all().item<bool>(); }
 
 // A message of so many bytes, staged and fetched, and the words of both kernels.
 struct Rotation {
@@ -56,23 +49,7 @@ struct Rotation {
     params.row_bytes = bytes;
     params.staged = staged.data_ptr();
     params.kernel_fetches = true;
-    params.num_signals = params.num_awaited = kPeers;
-    for (int i = 0; i < kPeers; ++i) {
-      params.signals[i] = word(told, i);
-      params.awaited[i] = word(told, i);
-      params.signals_for_streams[i] = word(told_for_streams, i);
-      params.taken_back[i] = word(read, i);
-      params.taken_back_for_streams[i] = word(read_for_streams, i);
-      params.tags.told[i] = word(tags, i);
-      params.tags.theirs[i] = word(tags, i);
-    }
-    params.tags.own = kTag;
-    params.tags.unlike = word(others, 0);
-    params.blocks_done = word(counters, 0);
-    params.failed = word(others, 1);
-    params.calls = word(others, 2);
-    params.calls_shown = word(others, 3);
-    params.phase_shown = word(others, 4);
+    words.give(params);
     return params;
   }
   FetchParams fetching(bool closely) const {
@@ -80,21 +57,22 @@ struct Rotation {
     params.from = staged.data_ptr();
     params.to = received.data_ptr();
     params.bytes = bytes;
-    params.bringing.words.data = word(launch_words, 0);
-    params.bringing.failed = word(others, 1);
+    params.bringing.words.data = Words::word(launch_words, 0);
+    params.bringing.failed = Words::word(words.others, 0);
     params.bringing.follows_staging = closely;
     Notices& notices = params.bringing.notices;
     notices.num_peers = kPeers;
     for (int i = 0; i < kPeers; ++i) {
-      notices.staged[i] = word(told, i);
-      notices.staged_for_streams[i] = word(told_for_streams, i);
-      notices.read[i] = word(read, i);
-      notices.read_for_streams[i] = word(read_for_streams, i);
-      notices.read_here[i] = word(read_here, i);
+      notices.staged[i] = Words::word(words.signals, i);
+      notices.staged_for_streams[i] = Words::word(words.for_streams, i);
+      notices.read[i] = Words::word(words.taken_back, i);
+      notices.read_for_streams[i] = Words::word(words.back_for_streams, i);
+      notices.read_here[i] = Words::word(read_here, i);
     }
     return params;
   }
   void launch(bool closely) const {
+    words.awaited.fill_(1);  // the others are staging
     ringattn::cuda::load_fetch();
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     REQUIRE(ringattn::cuda::stage(staging(), nullptr) == cudaSuccess);
@@ -107,17 +85,16 @@ struct Rotation {
   }
   // As the next one needs them.
   bool words_are_back() const {
-    return all_are(told, 0) && all_are(told_for_streams, 0) && all_are(read, 1) &&
-           all_are(read_for_streams, 1) && all_are(launch_words, 0) && all_are(counters, 0);
+    return all_are(words.signals, 0) && all_are(words.for_streams, 0) &&
+           all_are(words.taken_back, 1) && all_are(words.back_for_streams, 1) &&
+           all_are(launch_words, 0) && all_are(words.counters, 0);
   }
 
   int64_t bytes;
   at::Tensor sent, staged, received;
-  at::Tensor told = words_of(kPeers), told_for_streams = words_of(kPeers);
-  at::Tensor read = words_of(kPeers, 1), read_for_streams = words_of(kPeers, 1);
-  at::Tensor read_here = words_of(kPeers, 1), tags = words_of(kPeers);
-  at::Tensor launch_words = words_of(LaunchWords::kFirstArrival);
-  at::Tensor counters = words_of(kStageCounters), others = words_of(5);
+  Words words;
+  at::Tensor read_here = at::ones({kPeers}, at::TensorOptions(at::kCUDA).dtype(at::kInt));
+  at::Tensor launch_words = at::zeros({LaunchWords::kFirstArrival}, read_here.options());
 };
 
 }  // namespace
@@ -148,11 +125,11 @@ TEST_CASE("who has fetched waits until others have, or calls come to nothing") {
     rotation.read_here[1].zero_();
     rotation.launch(/*closely=*/true);
     CHECK_FALSE(meanwhile.ends_soon());
-    CHECK(meanwhile.read(rotation.read) == 1);
+    CHECK(meanwhile.read(rotation.words.taken_back) == 1);
     if (ends == Ends::kByItself) {
       meanwhile.write(rotation.read_here[1], 1);
     } else {
-      meanwhile.write(rotation.others[1], static_cast<int>(kGivenUp));
+      meanwhile.write(rotation.words.others[0], static_cast<int>(kGivenUp));
     }
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(rotation.has_come());

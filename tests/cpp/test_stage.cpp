@@ -9,6 +9,7 @@
 #include "core/remote_keys.h"
 #include "device.h"
 #include "meanwhile.h"
+#include "stage_words.h"
 #include "transport/cuda/stage.h"
 
 // One device, whose own words stand for those of other ranks.
@@ -16,17 +17,17 @@
 using ringattn::kBeingStaged;
 using ringattn::kInAnotherCall;
 using ringattn::staged_heads;
-using ringattn::cuda::kStageCounters;
 using ringattn::cuda::kStagePiece;
 using ringattn::cuda::StageParams;
 using ringattn::cuda::StageSource;
+using ringattn::testing::all_are;
 using ringattn::testing::Ends;
+using ringattn::testing::kTag;
 using ringattn::testing::Meanwhile;
+using ringattn::testing::Words;
 
 namespace {
 
-constexpr int kPeers = 3;
-constexpr int kTag = 77;
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 struct Shape {
@@ -37,51 +38,6 @@ struct Shape {
 StageSource source_of(const at::Tensor& x) {  // [B, S, H, D]
   const auto bytes = [&](int64_t dim) { return x.stride(dim) * x.element_size(); };
   return {x.const_data_ptr(), bytes(0), bytes(1), bytes(2)};
-}
-
-/// The words of a call, and what they are when it is over.
-struct Words {
-  at::Tensor all =
-      at::zeros({7 * kPeers + kStageCounters + 5}, at::TensorOptions(at::kCUDA).dtype(at::kInt));
-  at::Tensor signals = all.narrow(0, 0, kPeers);
-  at::Tensor taken_back = all.narrow(0, kPeers, kPeers).fill_(1);
-  at::Tensor awaited = all.narrow(0, 2 * kPeers, kPeers);
-  at::Tensor told = all.narrow(0, 3 * kPeers, kPeers);
-  at::Tensor theirs = all.narrow(0, 4 * kPeers, kPeers).fill_(kTag);
-  at::Tensor for_streams = all.narrow(0, 5 * kPeers, kPeers);
-  at::Tensor back_for_streams = all.narrow(0, 6 * kPeers, kPeers).fill_(1);
-  at::Tensor counters = all.narrow(0, 7 * kPeers, kStageCounters);
-  // failed, calls, both shown, unlike
-  at::Tensor others = all.narrow(0, 7 * kPeers + kStageCounters, 5);
-
-  static uint32_t* word(const at::Tensor& x, int64_t i) {
-    return reinterpret_cast<uint32_t*>(x.data_ptr<int>()) + i;
-  }
-  void give(StageParams& params) const {
-    for (int i = 0; i < kPeers; ++i) {
-      params.signals[i] = word(signals, i);
-      params.taken_back[i] = word(taken_back, i);
-      params.signals_for_streams[i] = word(for_streams, i);
-      params.taken_back_for_streams[i] = word(back_for_streams, i);
-      params.awaited[i] = word(awaited, i);
-      params.tags.told[i] = word(told, i);
-      params.tags.theirs[i] = word(theirs, i);
-    }
-    params.tags.own = kTag;
-    params.tags.unlike = word(others, 4);
-    params.num_signals = kPeers;
-    params.num_awaited = params.kernel_fetches ? kPeers : 0;
-    params.blocks_done = word(counters, 0);
-    params.failed = word(others, 0);
-    params.calls = word(others, 1);
-    params.calls_shown = word(others, 2);
-    params.phase_shown = word(others, 3);
-    params.phase = 9;
-  }
-};
-
-bool all_are(const at::Tensor& words, uint32_t value) {
-  return words.eq(static_cast<int>(value)).all().item<bool>();
 }
 
 /// k and v of a call, a part of larger tensors, and where they are staged, NaN as yet.

@@ -55,7 +55,7 @@ def rotate(case: Case, times: int = 1) -> tuple[torch.Tensor, ...]:
 
 
 def rotate_much(case: Case) -> tuple[torch.Tensor, ...]:
-    """Copy engines fetch: that is more than 16 MB."""
+    """Copy engines fetch 20 MB."""
     return rotate(case, 300)
 
 

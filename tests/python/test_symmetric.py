@@ -184,7 +184,7 @@ def fetch_in_different_ways(cases: list[Case], rounds: int) -> None:
     def rotate(index: int) -> torch.Tensor:
         kv = torch.stack(inputs[index][1:])
         if index % 4 == 0:
-            row_bytes = math.prod((2, *kv.shape[1:2], *kv.shape[3:])) * kv.element_size()
+            row_bytes = math.prod(kv.shape[:2] + kv.shape[3:]) * kv.element_size()
             largest = max(calls[index].partition.lengths) * row_bytes
             kv = kv.repeat(1, 1, 1, 1, 17_000_000 // largest + 1)
         return ringattn.rotate_kv(kv, calls[index].partition, transport="symmetric").wait()
