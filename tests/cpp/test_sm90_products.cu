@@ -10,6 +10,7 @@
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/ptx/wgmma.cuh"
+#include "attention/cuda/sm90/recompute_scores.cuh"
 #include "catch.h"
 #include "device.h"
 #include "swizzle.h"
@@ -167,6 +168,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   write_accumulators<kN>(out, e);
 }
 
+/// d = a @ b.T by single warps, in the first or the last 8 rows of each warp's 16, or in both.
+template <typename Element, int kN, int kDepth>
+__global__ void __launch_bounds__(kThreads, 1)
+    multiply_by_warps(const uint4* a, const uint4* b, RowFlags rows, float* d) {
+  extern __shared__ unsigned char dynamic[];
+  const uint32_t shared_a = aligned(dynamic, 0);
+  const uint32_t shared_b = shared_a + kRows * kDepth * 2;
+  copy_to_shared(shared_a, a, kRows * kDepth * 2);
+  copy_to_shared(shared_b, b, kN * kDepth * 2);
+  __syncthreads();
+  float scores[kN / 2];
+  read_accumulators<kN>(scores, d);
+  recompute_scores<Element, kDepth>(scores, rows, shared_a + threadIdx.x / 128 * 64 * kRowBytes,
+                                    kRows * kRowBytes, shared_b, kN * kRowBytes);
+  write_accumulators<kN>(scores, d);
+}
+
 __global__ void describe(uint32_t address, uint32_t block_bytes, uint32_t offset, uint64_t* bits) {
   bits[0] = OperandDescriptor::k_major(address).at(offset);
   bits[1] = OperandDescriptor::n_major(address, block_bytes).at(offset);
@@ -261,7 +279,40 @@ void check_of_registers() {
   }
 }
 
+template <typename Element, int kN, int kDepth>
+void check_by_warps() {
+  CAPTURE(kN, kDepth);
+  const auto a = eighths(kRows, kDepth, 12), b = eighths(kN, kDepth, 13),
+             before = eighths(kRows, kN, 14);
+  const auto all = product(a, b, kN, kDepth, true, std::vector<float>(kRows * kN, 0.0f));
+  const DeviceArray<Element> device_a(image<Element>(a, kRows, kDepth)),
+      device_b(image<Element>(b, kN, kDepth));
+  const auto kernel = multiply_by_warps<Element, kN, kDepth>;
+  allow_all_shared_memory(kernel);
+  for (const RowFlags rows :
+       {RowFlags{{true, true}}, RowFlags{{false, true}}, RowFlags{{true, false}}}) {
+    std::vector<float> expected = before;
+    for (int i = 0; i < kRows * kN; ++i) {
+      if (rows.of[i / kN % 16 / 8]) expected[i] = all[i];
+    }
+    const DeviceArray<float> d(before);
+    kernel<<<1, kThreads, kMaxSharedBytes>>>(as<uint4>(device_a), as<uint4>(device_b), rows,
+                                             d.data());
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+    CHECK((d.values() == expected));
+  }
+}
+
 }  // namespace
+
+TEMPLATE_TEST_CASE("sm90: a warp by itself computes the scores of some of its rows", "", __half,
+                   __nv_bfloat16) {
+  if (!has_hopper()) return;
+  check_by_warps<TestType, 64, 64>();
+  check_by_warps<TestType, 80, 128>();
+  check_by_warps<TestType, 128, 128>();
+  check_by_warps<TestType, 80, 256>();
+}
 
 TEMPLATE_TEST_CASE("sm90: products of two operands in shared memory", "", __half, __nv_bfloat16) {
   if (!has_hopper()) return;

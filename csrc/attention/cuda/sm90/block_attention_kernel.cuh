@@ -15,6 +15,7 @@
 #include "attention/cuda/sm90/ptx/registers.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/ptx/wgmma.cuh"
+#include "attention/cuda/sm90/recompute_scores.cuh"
 #include "attention/cuda/sm90/softmax.cuh"
 #include "attention/cuda/sm90/tile.cuh"
 
@@ -104,8 +105,10 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
   RingPosition<Tile::kKeyStages> keys_at;
   RingPosition<Tile::kValueStages> values_at;
   uint32_t queries_parity = 0;
+  // Each warp by itself: it may have read keys outside the products of its warpgroup.
   const auto free_keys = [&] {
-    if (is_first_thread) arrive(shared.free(kKeys, keys_at.stage));
+    __syncwarp();
+    if (is_first_lane) arrive(shared.free(kKeys, keys_at.stage));
     keys_at.advance();
   };
   const auto free_values = [&] {
@@ -203,25 +206,21 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
           round_probabilities<Element>(scores, probabilities);
           scale_accumulators(out, softmax.decay);
         } else {
-          // Maxima hardly rise after the first tiles, and looking for them is a sixth of all
-          // instructions, on which the exponentials wait. Where scores have risen after all, they
-          // are computed again.
-          const RowPair sums = softmax.exponentiate_untested(scores, p.scale_log2);
+          RowPair sums = softmax.exponentiate_untested(scores, p.scale_log2);
           wait_for_products<0>();
           free_values();
-          round_probabilities<Element>(scores, probabilities);
-          // All warps do the same; a vote, so that the compiler knows all lanes to.
-          const bool risen =
-              named_barrier_any(!OnlineSoftmax::hold(sums), own_barrier, kWarpgroupSize);
-          if (__any_sync(0xffffffff, risen)) {
-            issue_scores<Element, Tile>(scores, queries, keys);
-            wait_for_products<0>();
-            softmax.exponentiate(scores, p.scale_log2, OnlineSoftmax::slack_of(sums));
-            round_probabilities<Element>(scores, probabilities);
-            scale_accumulators(out, softmax.decay);
-          } else {
-            softmax.add(sums);
+          if (__any_sync(0xffffffff, softmax.has_risen(sums))) {
+            const RowFlags overflowed = OnlineSoftmax::overflowed(sums);
+            if (__any_sync(0xffffffff, overflowed[0] || overflowed[1])) {
+              recompute_scores<Element, Tile::kHeadDim>(
+                  scores, overflowed, queries, Tile::kQueryBlockBytes, keys, Tile::kKeyBlockBytes);
+              softmax.restart(scores, sums, overflowed, p.scale_log2);
+              scale_accumulators(out, softmax.decay);
+            }
+            softmax.recentre(scores, sums, out, p.scale_log2);
           }
+          softmax.add(sums);
+          round_probabilities<Element>(scores, probabilities);
         }
         free_keys();
       };

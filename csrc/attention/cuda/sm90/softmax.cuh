@@ -31,39 +31,70 @@ __device__ __forceinline__ void mask_scores(float (&s)[kScores], int last_key, i
   }
 }
 
-/// Of the two rows of which a lane holds parts.
+/// A number for each of the two rows of which a lane holds parts.
 struct RowPair {
   float of[2];
 
   __device__ __forceinline__ float operator[](int half) const { return of[half]; }
 };
+struct RowFlags {
+  bool of[2];
 
-/// Accumulators and sums are relative to `max`, which follows the scores at a distance: where it is
-/// looked for, once they are kSlack powers of two above it (after FlashAttention-4). Where it is
-/// not looked for, scores are taken to stay close to it, and the sums of their probabilities tell
-/// whether they do. Probabilities are larger for it, which no 16-bit type minds. But the largest is
-/// no longer 1, of which nothing is rounded away: errors grow with the distance, if slowly.
+  __device__ __forceinline__ bool operator[](int half) const { return of[half]; }
+};
+
+/// Whether a lane of this one's quad says so.
+__device__ __forceinline__ bool any_in_quad(bool mine) {
+  const uint32_t quad = 0xfu << (threadIdx.x % 32 & 28);
+  return (__ballot_sync(0xffffffff, mine) & quad) != 0;
+}
+
+/// The largest in each row. Two chains for each: a maximum waits for the one before it.
+template <int kScores>
+__device__ __forceinline__ RowPair row_max(const float (&s)[kScores]) {
+  RowPair even = {{-INFINITY, -INFINITY}}, odd = even;
+#pragma unroll
+  for (int i = 0; i < kScores; i += 2) {
+    even.of[i / 2 % 2] = fmaxf(even[i / 2 % 2], s[i]);
+    odd.of[i / 2 % 2] = fmaxf(odd[i / 2 % 2], s[i + 1]);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float& top = even.of[half];
+    top = fmaxf(top, odd[half]);
+    top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+  }
+  return even;
+}
+
+template <int kAccumulators>
+__device__ __forceinline__ void scale_accumulators(float (&out)[kAccumulators],
+                                                   const float (&decay)[2]) {
+  if (__all_sync(0xffffffff, decay[0] == 1.0f && decay[1] == 1.0f)) return;
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) out[i] *= decay[i / 2 % 2];
+}
+
+/// Accumulators and sums are relative to `max`. Under the mask and in the first tile it is the
+/// largest score so far. In the other tiles it is not looked for, which saves a sixth of all
+/// instructions: probabilities are computed relative to the maximum so far, and their sums tell
+/// whether a row's scores have risen above it (after FlashAttention-4, which looks for the maximum,
+/// but rarely moves it). Such a row is re-centred on its largest probability.
+///
+/// Note: that is a matter of accuracy first. In a row where one key has most of the weight, the
+/// result's error is the rounding error of that key's probability: none where it is 1, up to half a
+/// unit in the last place of the 16-bit type where it is not.
 struct OnlineSoftmax {
-  static constexpr float kSlack = 8.0f;
-  static constexpr float kMostOfLane = 512.0f;  // a row's sum, of a tile
+  /// A row is re-centred on a probability that exceeds this share of the row's sum before. A
+  /// smaller one's rounding error is at most a quarter of that of the result.
+  static constexpr float kDominance = 0.25f;
+  static constexpr float kMaxTileSum = 512.0f;        // what float16 holds, with room
+  static constexpr float kMaxRecoverable = 0x1p100f;  // a larger sum may have overflowed
 
-  float max[2] = {-INFINITY, -INFINITY};  // of the raw scores or a little less, the same in a quad
+  float max[2] = {-INFINITY, -INFINITY};  // of the raw scores or less, the same in a quad
   float sum[2] = {0.0f, 0.0f};            // of this lane's probabilities, relative to max
   float decay[2] = {1.0f, 1.0f};          // what earlier accumulators have to be multiplied by
-
-  /// The maxima with these scores. Those before.
-  template <int kScores>
-  __device__ __forceinline__ RowPair raise_max(const float (&s)[kScores]) {
-    const RowPair before = {{max[0], max[1]}};
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) max[i / 2 % 2] = fmaxf(max[i / 2 % 2], s[i]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      max[half] = fmaxf(max[half], __shfl_xor_sync(0xffffffff, max[half], 1));
-      max[half] = fmaxf(max[half], __shfl_xor_sync(0xffffffff, max[half], 2));
-    }
-    return before;
-  }
 
   /// Scores become probabilities relative to `offset`. Their sums.
   ///
@@ -91,57 +122,98 @@ struct OnlineSoftmax {
   }
 
   /// Scores raise the maxima, become probabilities, and are added to the sums.
-  ///   slack: how far maxima may have risen to be left where they were, in powers of two
   template <int kScores>
-  __device__ __forceinline__ void exponentiate(float (&s)[kScores], float scale_log2,
-                                               RowPair slack = {{kSlack, kSlack}}) {
-    const RowPair before = raise_max(s);
+  __device__ __forceinline__ void exponentiate(float (&s)[kScores], float scale_log2) {
+    const RowPair top = row_max(s);
     RowPair offset;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // Negated, for rows that have seen nothing: -inf - -inf.
-      if (!((max[half] - before[half]) * scale_log2 > slack[half])) max[half] = before[half];
-      offset.of[half] = scaled_max(max[half], scale_log2);
-      // exp2(-inf) before the first keys; exactly 1 where nothing changes, so no contraction here.
-      decay[half] = exp2_approx(__fmul_rn(before[half], scale_log2) - offset[half]);
+      offset.of[half] = move_max(half, fmaxf(max[half], top[half]), scale_log2);
     }
-    const RowPair sums = exponentiate_relative(s, offset, scale_log2);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) sum[half] = fmaf(sum[half], decay[half], sums[half]);
+    add(exponentiate_relative(s, offset, scale_log2));
   }
 
-  /// Scores become probabilities relative to the maxima as they are. Their sums: if they hold(), to
-  /// be added; if not, nothing has happened but that the scores are lost.
+  /// Scores become probabilities relative to the maxima as they are. Their sums, to be added unless
+  /// a row has_risen().
   template <int kScores>
   __device__ __forceinline__ RowPair exponentiate_untested(float (&s)[kScores],
                                                            float scale_log2) const {
-    // Under maxima that were raised without slack sums hold: no tile fails for what another one
-    // has brought.
-    static_assert(kScores / 2 <= kMostOfLane);
     RowPair offset;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // Without a maximum that is finite, as of a row that has seen nothing, its sum does not hold.
+      // A row without a finite maximum, such as one that has seen nothing, has risen.
       const float scaled = __fmul_rn(max[half], scale_log2);
       offset.of[half] = isinf(scaled) ? NAN : scaled;
     }
     return exponentiate_relative(s, offset, scale_log2);
   }
-  static __device__ __forceinline__ bool hold(const RowPair& sums) {
-    return sums[0] <= kMostOfLane && sums[1] <= kMostOfLane;  // a NaN does not
+
+  /// Whether a probability in this lane's part of a row may be one to re-centre on. A NaN is. Rows
+  /// without one that dominates pass in nearly all tiles but the second and the third.
+  __device__ __forceinline__ bool has_risen(const RowPair& sums, int half) const {
+    // Of a row whose weight is spread, a lane has a quarter.
+    constexpr float kLaneDominance = 4.0f * kDominance;
+    return !(sums[half] <= fminf(kMaxTileSum, fmaf(kLaneDominance, sum[half], 1.0f)));
   }
-  /// With which maxima are raised where some sums do not hold: rows whose own do keep theirs, so
-  /// that no row's bits depend on others.
-  static __device__ __forceinline__ RowPair slack_of(const RowPair& sums) {
-    RowPair slack;
+  /// Whether either of the lane's rows has.
+  __device__ __forceinline__ bool has_risen(const RowPair& sums) const {
+    return has_risen(sums, 0) || has_risen(sums, 1);
+  }
+  /// Rows whose scores cannot be told from their probabilities: the same in a quad.
+  static __device__ __forceinline__ RowFlags overflowed(const RowPair& sums) {
+    return {
+        {any_in_quad(!(sums[0] <= kMaxRecoverable)), any_in_quad(!(sums[1] <= kMaxRecoverable))}};
+  }
+
+  /// Rows that have overflowed, whose scores `s` holds again, become probabilities under their new
+  /// maxima.
+  template <int kScores>
+  __device__ __forceinline__ void restart(float (&s)[kScores], RowPair& sums, const RowFlags& rows,
+                                          float scale_log2) {
+    const RowPair top = row_max(s);
+    RowPair offset, total = {{0.0f, 0.0f}};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t hold = __ballot_sync(0xffffffff, sums[half] <= kMostOfLane);
-      const uint32_t quad = 0xfu << (threadIdx.x % 32 & 28);
-      slack.of[half] = (hold & quad) == quad ? INFINITY : 0.0f;
+      const float after = rows[half] ? fmaxf(max[half], top[half]) : max[half];
+      offset.of[half] = move_max(half, after, scale_log2);
     }
-    return slack;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const int half = i / 2 % 2;
+      if (rows[half]) s[i] = exp2_approx(fmaf(s[i], scale_log2, -offset[half]));
+      total.of[half] += s[i];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (rows[half]) sums.of[half] = total[half];
+    }
   }
+
+  /// Rows with a dominating probability become relative to it: it becomes 1. Each row is judged by
+  /// its own lanes: no row's bits depend on others.
+  template <int kScores, int kAccumulators>
+  __device__ __forceinline__ void recentre(float (&s)[kScores], RowPair& sums,
+                                           float (&out)[kAccumulators], float scale_log2) {
+    const RowPair top = row_max(s);
+    RowFlags moves;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool risen = any_in_quad(has_risen(sums, half));
+      const float dominant = fminf(kMaxTileSum, fmaxf(kDominance * row_sum(half), 1.0f));
+      moves.of[half] = risen && top[half] > dominant;
+    }
+    if (!__any_sync(0xffffffff, moves[0] || moves[1])) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float raised = max[half] + log2_approx(top[half]) * reciprocal(scale_log2);
+      move_max(half, moves[half] && !isinf(raised) ? raised : max[half], scale_log2);
+      sums.of[half] *= decay[half];
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] *= decay[i / 2 % 2];
+    scale_accumulators(out, decay);
+  }
+
   __device__ __forceinline__ void add(const RowPair& sums) {
     sum[0] += sums[0];
     sum[1] += sums[1];
@@ -151,6 +223,17 @@ struct OnlineSoftmax {
   /// -inf.
   static __device__ __forceinline__ float scaled_max(float max, float scale_log2) {
     return max == -INFINITY ? 0.0f : __fmul_rn(max, scale_log2);
+  }
+
+  /// A row's accumulators and sum become relative to `after`; what probabilities are then relative
+  /// to, in powers of two.
+  __device__ __forceinline__ float move_max(int half, float after, float scale_log2) {
+    const float offset = scaled_max(after, scale_log2);
+    // exp2(-inf) before the first keys; exactly 1 where nothing changes, so no contraction here.
+    decay[half] = exp2_approx(__fmul_rn(max[half], scale_log2) - offset);
+    sum[half] *= decay[half];
+    max[half] = after;
+    return offset;
   }
 
   /// The sum over a row's lanes.
@@ -173,14 +256,6 @@ __device__ __forceinline__ void round_probabilities(const float (&s)[kScores],
                                                     uint32_t (&p)[kScores / 2]) {
 #pragma unroll
   for (int i = 0; i < kScores / 2; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
-}
-
-template <int kAccumulators>
-__device__ __forceinline__ void scale_accumulators(float (&out)[kAccumulators],
-                                                   const float (&decay)[2]) {
-  if (__all_sync(0xffffffff, decay[0] == 1.0f && decay[1] == 1.0f)) return;
-#pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) out[i] *= decay[i / 2 % 2];
 }
 
 }  // namespace ringattn::cuda::sm90

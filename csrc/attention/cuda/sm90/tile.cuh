@@ -288,7 +288,9 @@ struct SharedMemory {
       const int stages = operand == kKeys ? Tile::kKeyStages : Tile::kValueStages;
       for (int stage = 0; stage < stages; ++stage) {
         init_barrier(full(operand, stage), 1);
-        init_barrier(free(operand, stage), Tile::kConsumers);
+        // Keys are freed by each warp, values by a thread of each warpgroup.
+        const int warps = operand == kKeys ? kWarpgroupSize / 32 : 1;
+        init_barrier(free(operand, stage), warps * Tile::kConsumers);
         if (cluster_size() > 1) init_barrier(free_elsewhere(operand, stage), cluster_size() - 1);
       }
     }

@@ -15,6 +15,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
 
 template <typename Element>
 uint32_t pack(float first, float second);  // not called
