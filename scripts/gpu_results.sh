@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# What benchmarks/results holds of a machine with GPUs: `scripts/gpu_results.sh OUT [stage...]`, in an
-# environment that has ringattn with its kernels. Stages, all of them unless some are named:
+# Measures a machine with GPUs: `scripts/gpu_results.sh OUT [stage...]`, in an environment that has
+# ringattn with its kernels. OUT/*.md and OUT/*.csv go to benchmarks/results. Stages (default: all):
 #
 #   tests      every test that needs a GPU, on 1, 2, 3 and all GPUs, or with ranks that share one
 #              (OUT/tests_*.xml, JUnit)

@@ -142,8 +142,8 @@ def test_a_command_names_what_changes_a_run_and_nothing_else(
         ("findings.py nowhere", "STEM.json must be a file that can be read, got nowhere: No such"),
         ("findings.py README.md", "STEM.json must be a sweep of benchmarks/heterogeneous.py, got"),
         (
-            "findings.py benchmarks/results/heterogeneous_2xh200_202611_findings.json",
-            "STEM.json must be a sweep of benchmarks/heterogeneous.py, got benchmarks/results/",
+            "findings.py python/ringattn/models/pydoc_llama/config.json",
+            "STEM.json must be a sweep of benchmarks/heterogeneous.py, got python/ringattn/",
         ),
         ("ring.py --layouts foo", "--layouts: must be of zigzag, contiguous, got 'foo'"),
         ("ring.py", "ranks must be started by torchrun, got a process without it"),
