@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Milliseconds over sequence length, from tables that benchmarks/ring.py wrote, as an SVG.
 
-    python benchmarks/plot_ring.py TABLE.csv... --out docs/ring-times.svg
+python benchmarks/plot_ring.py TABLE.csv... --out docs/ring-times.svg
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from study.style import log_scale, plt, short
 
-#: Line: colour, marker, label, and the rows of a table it takes, the fastest of them at each length.
+#: Colour, marker, label of a line, and the rows it takes: the fastest of them at each length.
 LINES = (
     ("#999999", "s", "one GPU, ringattn", ("one device: ringattn",)),
     ("#D55E00", "v", "zigzag ring on FlashAttention-2", ("zigzag on FlashAttention-2",)),

@@ -62,9 +62,9 @@ def generate(
             to the rank that holds the fewest.
         do_sample: draw tokens, or take the likeliest; None draws if ``temperature``, ``top_k`` or
             ``top_p`` is given.
-        temperature: see :class:`Sampling`; None is 1.
-        top_k: see :class:`Sampling`.
-        top_p: see :class:`Sampling`.
+        temperature: see :class:`ringattn.sampling.Sampling`; None is 1.
+        top_k: see :class:`ringattn.sampling.Sampling`.
+        top_p: see :class:`ringattn.sampling.Sampling`.
         eos_token_id: tokens that end a row, None for none; "config" means the model's.
         pad_token_id: what follows the end of a row while others go on; None means the model's, and
             where it has none the first end token.

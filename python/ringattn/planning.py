@@ -192,7 +192,7 @@ def plan(
     it, and what it waits for blocks that its computation does not hide. Where nobody waits, no
     partition into whole tokens is more than 0.5 % faster than the planned one, and none at all for
     sequences below 512 tokens a rank: longer ones are dealt out in units of 16, 64 or 256 tokens
-    where that costs no more. Where kernels compute whole tiles (:attr:`RankProfile.tiles`), what
+    where that costs no more. Where kernels compute whole tiles (``RankProfile.tiles``), what
     they compute for nothing counts too, lengths that fill them are searched for, and taken where
     they are predicted to gain a hundredth over even ones. Where the bandwidth of links (their
     latency is predicted, but moves no tokens) or a small ``depth`` has ranks wait, lengths that
@@ -213,7 +213,7 @@ def plan(
         causal: a query sees the keys at its own and at earlier positions.
         layout: "zigzag" or "contiguous".
         depth: how many blocks may be under way; None: all, W - 1, so that no rank waits for one
-            that computes. Fewer take less memory, see :attr:`Plan.least_depth`.
+            that computes. Fewer take less memory, see ``Plan.least_depth``.
         training: forward and backward, 3.5 times the attention and 3 times the matrix products of
             forward alone (https://arxiv.org/abs/2307.08691, section 4.1).
 

@@ -68,8 +68,8 @@ def measure_profiles(
       memory; ranks on one device share it, as do CPU ranks on one host.
 
     Values are medians; values of ranks that differ by less than their noise are reported as equal,
-    see :func:`equalize`. Inside :func:`ringattn.testing.slowdown`, attention and linear layers
-    measure slower.
+    see :func:`ringattn.profiling.equalize`. Inside :func:`ringattn.testing.slowdown`, attention and
+    linear layers measure slower.
 
     Args:
         group: as in :func:`ringattn.ring_attention`.

@@ -16,13 +16,13 @@ class StepTiming:
     it has been waited for, so that ``transfer_ms`` is an upper bound (the process group does not
     say when it was done)."""
 
-    call: int  # which ring call inside the context, counted from 0: a model's layers
-    source: int  # the rank that owns the block
-    kind: str  # "own" or "remote"
-    attention_ms: float  # computing; 0 where nothing is visible
-    transfer_ms: float  # bringing the block here; 0 for the own one
-    wait_ms: float  # attention stood still because the block was not here yet
-    flops: float = 0.0  # operations of the attention; repetitions do not count
+    call: int  #: number of the ring call inside the context, from 0 (a model's layers)
+    source: int  #: the rank that owns the block
+    kind: str  #: "own" or "remote"
+    attention_ms: float  #: computing; 0 where nothing is visible
+    transfer_ms: float  #: bringing the block here; 0 for the own one
+    wait_ms: float  #: attention stood still because the block was not here yet
+    flops: float = 0.0  #: operations of the attention; repetitions do not count
 
 
 @dataclass

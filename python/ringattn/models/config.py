@@ -39,17 +39,17 @@ class LLaMAConfig:
     emb_dim: int = 4096
     nlayers: int = 32
     nheads: int = 32
-    kvheads: int = 0  # 0: as many as nheads
-    head_dim: int = 0  # 0: emb_dim / nheads
-    hidden_dim: int = 11008  # of the feed-forward layers
+    kvheads: int = 0  #: 0 means as many as nheads
+    head_dim: int = 0  #: 0 means emb_dim / nheads
+    hidden_dim: int = 11008  #: of the feed-forward layers
     norm_eps: float = 1e-5
-    max_expected_seq_len: int = 4096  # positions the model was trained for; more are refused
+    max_expected_seq_len: int = 4096  #: positions the model was trained for; more are refused
     rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, float | str] = field(default_factory=dict)  # as in Hugging Face
+    rope_scaling: Mapping[str, float | str] = field(default_factory=dict)  #: as in Hugging Face
     attn_bias: bool = False
     mlp_bias: bool = False
-    tie_heads: bool = False  # the head's weight is the embedding's
-    eos_ids: tuple[int, ...] = ()  # any of them ends a sequence
+    tie_heads: bool = False  #: the head's weight is the embedding's
+    eos_ids: tuple[int, ...] = ()  #: any of them ends a sequence
     pad_id: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README and docs/ state what holds: figures are those of the results, links lead somewhere,
+tables are complete, and history stays in docs/log and the results index."""
+
+import csv
+import re
+import subprocess
+from pathlib import Path
+
+import plot_ring
+import pytest
+import ringattn
+import torch
+from _documents import HISTORY, PAGES, ROOT, anchors, blocks, links, text_of
+
+RESULTS = ROOT / "benchmarks/results"
+LENGTHS = {"8K": 8192, "16K": 16384, "32K": 32768, "64K": 65536, "128K": 131072}
+
+
+def table(page: str, first: str) -> list[dict[str, str]]:
+    """The table of a page whose header begins with `first`; columns of one name keep the last."""
+    lines = iter(text_of(page).splitlines())
+    header = next(line for line in lines if line.startswith(f"| {first} |"))
+    next(lines)  # the rule
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            return rows
+        rows.append(dict(zip(cells(header), cells(line), strict=True)))
+    return rows
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip().strip("*`") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_tell_no_history(page: str) -> None:
+    text = text_of(page)
+    hashes = [
+        word
+        for word in re.findall(r"\b[0-9a-f]{7,40}\b", text)
+        if re.search(r"\d", word) and re.search("[a-f]", word)
+    ]
+    told = re.findall(r"aimed at|earlier (?:commit|version)|by commit|of commit", text, re.I)
+    assert (hashes, told) == ([], [])
+
+
+def test_the_readme_is_read_in_minutes() -> None:
+    text = text_of("README.md")
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 1250  # tables and code included
+
+
+def test_the_times_of_the_readme_are_those_of_the_results() -> None:
+    tables = [RESULTS / f"{name}_4xh200_202611.csv" for name in ("ring", "ring_long")]
+    shown = {
+        "one GPU, ringattn": "one GPU, ringattn",
+        "zigzag ring on FlashAttention-2": "zigzag on FlashAttention-2",
+        "context_parallel on cuDNN": "context_parallel`, cuDNN",
+        "ringattn": "ringattn",
+    }
+    (header, _, *lines) = [x for x in text_of("README.md").splitlines() if x.startswith("|")][:6]
+    columns = cells(header)[1:6]
+    rows = {cells(line)[0]: dict(zip(columns, cells(line)[1:6], strict=True)) for line in lines}
+    for _, _, label, names in plot_ring.LINES:
+        measured = plot_ring.fastest(tables, names)
+        assert rows[shown[label]] == {
+            column: f"{measured[LENGTHS[column]]:.3g}" for column in columns
+        }
+
+
+def test_the_ratios_of_the_readme_are_those_of_its_tables() -> None:
+    tables = [RESULTS / f"{name}_4xh200_202611.csv" for name in ("ring", "ring_long")]
+    ours = plot_ring.fastest(tables, plot_ring.LINES[3][3])
+    claim = " ".join(text_of("README.md").split())
+    for names in (plot_ring.LINES[2][3], plot_ring.LINES[1][3]):
+        ratios = [ms / ours[length] for length, ms in plot_ring.fastest(tables, names).items()]
+        assert f"{min(ratios):.1f} to {max(ratios):.1f} times" in claim
+    with (RESULTS / "attention_peers_1xh100_202611.csv").open() as file:
+        rows = [x for x in csv.DictReader(file) if (x["D"], x["mask"]) == ("128", "causal")]
+    ratios = [float(row["x flash-attn-4"]) for row in rows if int(row["S"]) >= 8192]
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times as fast as flash-attn-4" in claim
+    for row in rows[1:]:
+        assert {row[f"{name} TFLOPS"] for name in ("ringattn", "flash-attn-4", "cuDNN")} <= set(
+            re.findall(r"\b\d{3}\b", claim)
+        )
+
+
+def test_the_plot_of_the_readme_can_be_drawn_again(tmp_path: Path) -> None:
+    tables = [RESULTS / f"{name}_4xh200_202611.csv" for name in ("ring", "ring_long")]
+    plot_ring.draw(tables, "times", tmp_path / "times.svg")
+    drawn = (tmp_path / "times.svg").read_text()
+    assert all(label in drawn for _, _, label, _ in plot_ring.LINES)
+    with pytest.raises(ValueError, match="tables must have a row 'nothing', got none"):
+        plot_ring.fastest(tables, ["nothing"])
+
+
+@pytest.mark.parametrize("page", [*PAGES, *HISTORY])
+def test_links_lead_somewhere(page: str) -> None:
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        there = (ROOT / page).parent.joinpath(path).resolve() if path else ROOT / page
+        assert there.exists(), f"{page} links to {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(str(there.relative_to(ROOT))), f"{page} links to {target}"
+
+
+def test_the_index_of_the_docs_names_every_page() -> None:
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert pages - {"README.md"} <= set(links("docs/README.md"))
+
+
+def test_the_index_of_results_names_every_table() -> None:
+    tables = {path.name for path in RESULTS.glob("*.md")} - {"README.md"}
+    assert tables == {x for x in links("benchmarks/results/README.md") if "/" not in x}
+    assert {path.stem for path in RESULTS.glob("*.csv")} == {name[:-3] for name in tables}
+
+
+def test_results_are_markdown_and_csv() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "benchmarks/results"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode != 0:
+        pytest.skip("needs the history of the repository")
+    assert {Path(name).suffix for name in listed.stdout.split()} == {".md", ".csv"}
+
+
+#: Where variables of the environment are read: in code as text, in scripts as they are.
+_IN_CODE = re.compile(r"""["'](RINGATTN_[A-Z_]+)["']""")
+_IN_SCRIPTS = re.compile(r"\$\{(RINGATTN_[A-Z_]+)")
+_READERS = ("csrc", "python", "benchmarks", "tests/python", "scripts", "pyproject.toml")
+
+
+def variables() -> set[str]:
+    names: set[str] = set()
+    for reader in _READERS:
+        path = ROOT / reader
+        for file in [path] if path.is_file() else path.rglob("*"):
+            if file.suffix in (".py", ".cpp", ".cu", ".h", ".cuh", ".toml"):
+                names |= set(_IN_CODE.findall(file.read_text()))
+            elif file.suffix == ".sh":
+                names |= set(_IN_SCRIPTS.findall(file.read_text()))
+    return names
+
+
+def test_every_environment_variable_is_in_the_table() -> None:
+    shown = {row["variable"] for row in table("docs/environment.md", "variable")}
+    assert variables() <= shown
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    text = text_of("docs/api.md")
+    public = {f"ringattn.{name}" for name in ringattn.__all__}
+    public |= {f"ringattn.models.{name}" for name in ringattn.models.__all__} - {"ringattn.models"}
+    listed = set(re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.M))
+    assert public - {"ringattn.models"} <= listed
+
+
+def test_the_api_reference_shows_the_schemas_of_the_operators() -> None:
+    (shown,) = (x.text for x in blocks("docs/api.md") if x.section == "Operators")
+    schemas = {
+        str(getattr(torch.ops.ringattn, line.split("(")[0]).default._schema)
+        for line in shown.splitlines()
+    }
+    assert {f"ringattn::{line}" for line in shown.splitlines()} == schemas
+    operators = {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("ringattn::")
+    }
+    assert operators == {line.split("(")[0] for line in shown.splitlines()}
+
+
+def test_building_the_docs_says_how_it_is_used() -> None:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        command = ["bash", str(ROOT / "scripts/build_docs.sh"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    status, out, error = run("--help")
+    assert (status, error) == (0, "") and out.startswith("scripts/build_docs.sh [--out DIR]")
+    status, out, error = run("--fast")
+    assert (status, out) == (2, "") and error.count("\n") == 1
+    assert error.startswith("build_docs: options must be of these, got --fast; usage: ")
