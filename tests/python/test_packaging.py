@@ -135,22 +135,3 @@ def test_info_says_why_kernels_are_not_built(capsys, monkeypatch):
     monkeypatch.setattr(_build_info, "NO_CUDA_BECAUSE", "no nvcc was found")
     assert main(["info"]) == 0
     assert "\nCUDA          not built: no nvcc was found\n" in capsys.readouterr().out
-
-
-def readme_snippets() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-
-
-def test_the_readme_shows_the_example_that_is_there():
-    example = (ROOT / "examples/quickstart.py").read_text()
-    assert readme_snippets()[0] == example.split("\n", 2)[2]  # without license and command
-
-
-def test_the_plan_of_the_readme_runs_as_it_stands():
-    (snippet,) = (text for text in readme_snippets() if "ringattn.plan(" in text)
-    shorter = snippet.replace("seq_len = 4096", "seq_len = 300")
-    assert shorter != snippet
-    names = {"ringattn": ringattn, "torch": torch}
-    exec(shorter, names)
-    assert names["logits"].shape == (1, 300, 256)
-    assert len(names["rebalancer"].speeds) == len(names["profiles"]) == 1
