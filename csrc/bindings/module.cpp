@@ -32,9 +32,8 @@ Partition partition(const std::string& layout, const Lengths& lengths, const Len
 
 void check_rank(const Partition& partition, int64_t rank) {
   if (rank < 0 || rank >= partition.world_size()) {
-    throw std::invalid_argument("rank must be from 0 to " +
-                                std::to_string(partition.world_size() - 1) + ", got " +
-                                std::to_string(rank));
+    throw std::invalid_argument("rank must lie in [0, " + std::to_string(partition.world_size()) +
+                                "), got " + std::to_string(rank));
   }
 }
 
@@ -226,9 +225,9 @@ PYBIND11_MODULE(_C, m) {
             ->begin_carried_call(
                 c10::Device(device),
                 Signature("gather")
-                    .add("lengths", lengths)
-                    .add("order", order)
-                    .add("layout", layout)
+                    .add("partition.lengths", lengths)
+                    .add("partition.order", order)
+                    .add("partition.layout", layout)
                     .add("dtype", dtype)
                     .add("device type", c10::DeviceTypeName(c10::Device(device).type()))
                     .add("sizes", sizes)

@@ -2,6 +2,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
@@ -70,15 +71,15 @@ void telling_peers(const c10::OperatorHandle& op, Stack& stack, const Body& body
 // there a derivative in forward mode.
 void check_without_gradients(const c10::OperatorHandle& op, Stack* stack) {
   for_each_tensor(op, *stack, [&](const std::string& name, const c10::IValue& value) {
-    RINGATTN_CHECK(!value.toTensor()._fw_grad(/*level=*/0).defined(), name,
-                   " must have no tangent: ", op.schema().name(),
-                   " has no forward-mode derivative, got a dual tensor");
+    RINGATTN_CHECK(
+        !value.toTensor()._fw_grad(/*level=*/0).defined(), name,
+        " must have no tangent because there is no forward-mode derivative, got a dual tensor");
   });
   if (c10::GradMode::is_enabled()) {
     for_each_tensor(op, *stack, [&](const std::string& name, const c10::IValue& value) {
-      RINGATTN_CHECK(
-          !value.toTensor().requires_grad(), name, " must not require grad: ", op.schema().name(),
-          " has no backward yet (use torch.no_grad() or detach()), got ", "requires_grad=True");
+      RINGATTN_CHECK(!value.toTensor().requires_grad(), name,
+                     " must not require grad because there is no backward yet (detach it, or call ",
+                     "under torch.no_grad()), got requires_grad=True");
     });
   }
 }
@@ -115,9 +116,11 @@ void autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
 
 void refuse_vmap(const c10::OperatorHandle& op, Stack* stack) {
   telling_peers(op, *stack, [&] {
-    RINGATTN_CHECK(false, op.schema().name(),
-                   " must be called outside of torch.vmap, got a batched tensor: ",
-                   "use the batch dimension of q, k and v instead");
+    for_each_tensor(op, *stack, [&](const std::string& name, const c10::IValue& value) {
+      RINGATTN_CHECK(!at::functorch::isBatchedTensor(value.toTensor()), name,
+                     " must not be batched by torch.vmap, got a batched tensor (B is the batch)");
+    });
+    TORCH_INTERNAL_ASSERT(false, op.schema().name(), " was called for a batched tensor");
   });
 }
 

@@ -2,6 +2,7 @@
 #include "ops/checks.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <c10/core/ScalarType.h>
 
 #include <cmath>
 #include <cstdlib>
@@ -28,9 +29,9 @@ bool has_kernel(const at::Tensor& x) {
 }
 
 void check_like(const at::Tensor& x, const char* name, const at::Tensor& q) {
-  RINGATTN_CHECK(x.dim() == 4, name, " must have 4 dimensions [B, S, H_kv, D], got ", x.dim());
+  RINGATTN_CHECK(x.dim() == 4, name, " must be [B, S, H_kv, D], got shape ", x.sizes());
   RINGATTN_CHECK(x.scalar_type() == q.scalar_type(), name, " must have the dtype of q, ",
-                 q.scalar_type(), ", got ", x.scalar_type());
+                 dtype_name(q.scalar_type()), ", got ", dtype_name(x.scalar_type()));
   RINGATTN_CHECK(x.device() == q.device(), name, " must be on the device of q, ", q.device(),
                  ", got ", x.device());
   RINGATTN_CHECK(x.size(0) == q.size(0), name, " must have the batch size of q, ", q.size(0),
@@ -54,7 +55,39 @@ void check_switch(const char* variable, const char* one, const char* other) {
                  value);
 }
 
+// What follows "got ..." where the heads do not divide: a cache has more rows than heads.
+const char* heads_hint(const at::Tensor& q, const at::Tensor& k) {
+  const bool swapped_fit = 0 < k.size(1) && k.size(1) < k.size(2) && q.size(1) % k.size(1) == 0;
+  return swapped_fit || has_heads_first(q) || has_heads_first(k)
+             ? "; these look like [B, H, S, D]: pass transpose(1, 2) of q, k and v"
+             : "";
+}
+
+// What follows "got ..." where the rows are not those of the rank: what the caller gave instead.
+std::string rows_hint(const at::Tensor& x, const std::string& name, const Partition& partition,
+                      int64_t rank) {
+  const std::string transposed = name + ".transpose(1, 2)";
+  const auto shard = [&](const std::string& whole) {
+    return "partition.shard(" + whole + ", " + std::to_string(rank) + ")";
+  };
+  const std::string heads_first = "; this looks like [B, H, S, D]: pass " + transposed;
+  if (x.size(2) == partition.length(rank)) return heads_first;
+  if (x.size(1) == partition.seq_len()) return "; this is the whole sequence: pass " + shard(name);
+  if (x.size(2) == partition.seq_len()) {
+    return "; this looks like [B, H, S, D] of the whole sequence: pass " + shard(transposed);
+  }
+  return has_heads_first(x) ? heads_first : "";
+}
+
 }  // namespace
+
+std::string dtype_name(at::ScalarType dtype) {
+  return std::string("torch.").append(c10::getDtypeNames(dtype).first);
+}
+
+bool has_heads_first(const at::Tensor& x) {
+  return !x.is_contiguous() && x.transpose(1, 2).is_contiguous();
+}
 
 void check_switches() {
   check_switch("RINGATTN_KERNEL_FAMILY", "sm80", "sm90");
@@ -62,11 +95,11 @@ void check_switches() {
 }
 
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
-  RINGATTN_CHECK(q.dim() == 4, "q must have 4 dimensions [B, S, H, D], got ", q.dim());
+  RINGATTN_CHECK(q.dim() == 4, "q must be [B, S, H, D], got shape ", q.sizes());
   RINGATTN_CHECK(q.is_cpu() || q.is_cuda(), "q must be on a CPU or CUDA device, got ", q.device());
   RINGATTN_CHECK(has_kernel(q), "q must be float16, bfloat16",
                  q.is_cpu() ? ", float32 or float64" : " or float32 on CUDA", ", got ",
-                 q.scalar_type());
+                 dtype_name(q.scalar_type()));
   const int64_t head_dim = q.size(3);
   RINGATTN_CHECK(head_dim > 0 && head_dim <= kMaxHeadDim && head_dim % kHeadDimStep == 0,
                  "the head dimension must be a multiple of ", kHeadDimStep, " from ", kHeadDimStep,
@@ -81,23 +114,23 @@ void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                  q.size(2), " and ", k.size(2));
   RINGATTN_CHECK(q.size(2) % k.size(2) == 0,
                  "the number of query heads must be a multiple of the number of key heads, ",
-                 k.size(2), ", got ", q.size(2));
+                 k.size(2), ", got ", q.size(2), heads_hint(q, k));
   RINGATTN_CHECK(std::isfinite(scale), "scale must be finite, got ", scale);
   check_switches();
 }
 
 void check_state(const at::Tensor& out, const at::Tensor& lse) {
-  RINGATTN_CHECK(out.dim() == 4, "out must have 4 dimensions [B, S, H, D], got ", out.dim());
+  RINGATTN_CHECK(out.dim() == 4, "out must be [B, S, H, D], got shape ", out.sizes());
   const auto dtype = out.scalar_type();
   RINGATTN_CHECK(dtype == at::kFloat || (out.is_cpu() && dtype == at::kDouble),
                  "out must be a float32 state", out.is_cpu() ? ", or float64" : "", ", got ",
-                 dtype);
+                 dtype_name(dtype));
   const std::vector<int64_t> rows = {out.size(0), out.size(2), out.size(1)};
   RINGATTN_CHECK(lse.sizes() == at::IntArrayRef(rows), "lse must have shape [B, H, S], ",
                  at::IntArrayRef(rows), ", got ", lse.sizes());
   RINGATTN_CHECK(lse.scalar_type() == dtype && lse.device() == out.device(),
-                 "lse must have the dtype and the device of out, ", dtype, " on ", out.device(),
-                 ", got ", lse.scalar_type(), " on ", lse.device());
+                 "lse must have the dtype and the device of out, ", dtype_name(dtype), " on ",
+                 out.device(), ", got ", dtype_name(lse.scalar_type()), " on ", lse.device());
   check_written(out, "out");
   check_written(lse, "lse");
 }
@@ -107,22 +140,28 @@ void check_state(const at::Tensor& out, const at::Tensor& lse, const at::Tensor&
   const auto wide = state_dtype(q.scalar_type());
   RINGATTN_CHECK(out.sizes() == q.sizes(), "out must have the shape of q, ", q.sizes(), ", got ",
                  out.sizes());
-  RINGATTN_CHECK(out.scalar_type() == wide, "out must be a ", wide, " state, got ",
-                 out.scalar_type());
+  RINGATTN_CHECK(out.scalar_type() == wide, "out must be a ", dtype_name(wide), " state, got ",
+                 dtype_name(out.scalar_type()));
   RINGATTN_CHECK(out.device() == q.device(), "out must be on the device of q, ", q.device(),
                  ", got ", out.device());
 }
 
 Partition check_partition(const std::vector<int64_t>& lengths, const std::vector<int64_t>& order,
                           const std::string& layout, int64_t world_size) {
-  RINGATTN_CHECK(static_cast<int64_t>(lengths.size()) == world_size,
-                 "lengths must have one entry for each of the ", world_size,
-                 " ranks of the group, got ", lengths.size());
+  RINGATTN_CHECK(static_cast<int64_t>(lengths.size()) == world_size, "partition must have the ",
+                 world_size, " ranks of the group, got ", lengths.size());
   try {
     return Partition(parse_layout(layout), lengths, order);
   } catch (const std::invalid_argument& error) {
     RINGATTN_CHECK(false, error.what());
   }
+}
+
+void check_rows(const at::Tensor& x, const char* name, const Partition& partition, int64_t rank) {
+  const int64_t rows = partition.length(rank);
+  RINGATTN_CHECK(x.size(1) == rows, name, " must have the ", rows,
+                 " rows that the partition gives rank ", rank, ", got ", x.size(1),
+                 rows_hint(x, name, partition, rank));
 }
 
 void check_capture(const RingGroup& group, const Signature& signature, c10::Device device,

@@ -6,6 +6,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "core/shape.h"
@@ -19,6 +20,9 @@
 
 namespace ringattn {
 
+/// As Python writes it: torch.float32.
+std::string dtype_name(at::ScalarType dtype);
+
 /// Environment variables that choose between two ways name one of them.
 void check_switches();
 
@@ -30,9 +34,16 @@ void check_state(const at::Tensor& out, const at::Tensor& lse);
 /// The same, over the rows of q.
 void check_state(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& q);
 
+/// Whether x, meant to be [B, S, H, D], has the strides of a transposed [B, H, S, D].
+bool has_heads_first(const at::Tensor& x);
+
 /// The partition that these arguments describe, over `world_size` ranks.
 Partition check_partition(const std::vector<int64_t>& lengths, const std::vector<int64_t>& order,
                           const std::string& layout, int64_t world_size);
+
+/// x [B, S_r, H, D] has the rows of `rank`. The refusal of whole tensors, and of [B, H, S_r, D],
+/// says what to pass.
+void check_rows(const at::Tensor& x, const char* name, const Partition& partition, int64_t rank);
 
 /// What is captured in a CUDA graph has been agreed on before: ranks cannot talk then. And its
 /// transport, asked for where there is a capture, can be part of one.

@@ -15,7 +15,7 @@ Signature signature(const at::Tensor& q, const at::Tensor& k, double scale) {
   return Signature("decode_attention")
       .add("shape of q", q.sizes())
       .add("key heads", k.size(2))
-      .add("dtype", c10::toString(q.scalar_type()))
+      .add("dtype", dtype_name(q.scalar_type()))
       .add("device type", c10::DeviceTypeName(q.device().type()))
       .add("scale", scale);
 }

@@ -14,7 +14,7 @@ void check_same(const at::Tensor& other, const at::Tensor& mine, const char* nam
   RINGATTN_CHECK(other.sizes() == mine.sizes(), name, " must have the shape of ", like, ", ",
                  mine.sizes(), ", got ", other.sizes());
   RINGATTN_CHECK(other.scalar_type() == mine.scalar_type(), name, " must have the dtype of ", like,
-                 ", ", mine.scalar_type(), ", got ", other.scalar_type());
+                 ", ", dtype_name(mine.scalar_type()), ", got ", dtype_name(other.scalar_type()));
   RINGATTN_CHECK(other.device() == mine.device(), name, " must be on the device of ", like, ", ",
                  mine.device(), ", got ", other.device());
 }

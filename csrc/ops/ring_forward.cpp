@@ -25,12 +25,9 @@ struct Arguments {
 Partition check(const Arguments& args, int64_t rank, int64_t world_size) {
   check_attention(args.q, args.k, args.v, args.scale);
   Partition partition = check_partition(args.lengths, args.order, args.layout, world_size);
-  const int64_t rows = partition.length(rank);
-  RINGATTN_CHECK(args.q.size(1) == rows, "q must have the ", rows,
-                 " rows that the partition gives rank ", rank, ", got ", args.q.size(1));
-  RINGATTN_CHECK(args.k.size(1) == rows, "k must have the ", rows,
-                 " rows that the partition gives rank ", rank, ", got ", args.k.size(1));
-  RINGATTN_CHECK(args.depth.value_or(1) >= 1, "depth must be at least 1, got ", *args.depth);
+  check_rows(args.q, "q", partition, rank);
+  check_rows(args.k, "k", partition, rank);
+  RINGATTN_CHECK(args.depth.value_or(1) >= 1, "depth must be positive, got ", *args.depth);
   check_transport(args.transport, args.q.device().type());
   return partition;
 }
@@ -38,10 +35,10 @@ Partition check(const Arguments& args, int64_t rank, int64_t world_size) {
 // Not the depth: how far ahead a rank receives is its own affair.
 Signature signature(const Arguments& args, const Partition& partition) {
   return Signature("ring_forward")
-      .add("lengths", partition.lengths())
-      .add("order", partition.order())
-      .add("layout", args.layout)
-      .add("dtype", c10::toString(args.q.scalar_type()))
+      .add("partition.lengths", partition.lengths())
+      .add("partition.order", partition.order())
+      .add("partition.layout", args.layout)
+      .add("dtype", dtype_name(args.q.scalar_type()))
       .add("device type", c10::DeviceTypeName(args.q.device().type()))
       .add("batch size", args.q.size(0))
       .add("query heads", args.q.size(2))

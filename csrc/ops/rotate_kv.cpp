@@ -83,16 +83,19 @@ class Pending {
 Partition check(const at::Tensor& kv, const std::vector<int64_t>& lengths,
                 const std::vector<int64_t>& order, const std::string& transport, int64_t rank,
                 int64_t world_size) {
-  RINGATTN_CHECK(kv.dim() == 5 && kv.size(0) == 2, "kv must have shape [2, B, S_r, H_kv, D], got ",
+  RINGATTN_CHECK(kv.dim() == 5 && kv.size(0) == 2, "kv must be [2, B, S_r, H_kv, D], got shape ",
                  kv.sizes());
   RINGATTN_CHECK(kv.is_cpu() || kv.is_cuda(), "kv must be on a CPU or CUDA device, got ",
                  kv.device());
   RINGATTN_CHECK(kv.is_floating_point(), "kv must be of a floating point dtype, got ",
-                 kv.scalar_type());
+                 dtype_name(kv.scalar_type()));
   // Who sends to whom is a matter of the order alone; both layouts have the same.
   Partition partition = check_partition(lengths, order, "contiguous", world_size);
   RINGATTN_CHECK(kv.size(2) == partition.length(rank), "kv must have the ", partition.length(rank),
-                 " rows that the partition gives rank ", rank, ", got ", kv.size(2));
+                 " rows that the partition gives rank ", rank, ", got ", kv.size(2),
+                 kv.size(3) == partition.length(rank)
+                     ? "; this looks like [2, B, H_kv, S_r, D]: pass kv.transpose(2, 3)"
+                     : "");
   check_transport(transport, kv.device().type());
   check_switches();
   return partition;
@@ -101,9 +104,9 @@ Partition check(const at::Tensor& kv, const std::vector<int64_t>& lengths,
 Signature signature(const at::Tensor& kv, const Partition& partition,
                     const std::string& transport) {
   return Signature("rotate_kv")
-      .add("lengths", partition.lengths())
-      .add("order", partition.order())
-      .add("dtype", c10::toString(kv.scalar_type()))
+      .add("partition.lengths", partition.lengths())
+      .add("partition.order", partition.order())
+      .add("dtype", dtype_name(kv.scalar_type()))
       .add("device type", c10::DeviceTypeName(kv.device().type()))
       .add("batch size", kv.size(1))
       .add("key heads", kv.size(3))

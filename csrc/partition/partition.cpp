@@ -8,6 +8,23 @@
 #include <utility>
 
 namespace ringattn {
+namespace {
+
+bool is_permutation(std::vector<int64_t> ranks, int64_t world_size) {
+  std::sort(ranks.begin(), ranks.end());
+  std::vector<int64_t> all(world_size);
+  std::iota(all.begin(), all.end(), 0);
+  return ranks == all;
+}
+
+// As Python writes it: [0, 1].
+std::string as_list(const std::vector<int64_t>& values) {
+  std::string text;
+  for (const int64_t value : values) text += (text.empty() ? "" : ", ") + std::to_string(value);
+  return "[" + text + "]";
+}
+
+}  // namespace
 
 Layout parse_layout(const std::string& name) {
   if (name == "zigzag") return Layout::kZigzag;
@@ -33,20 +50,12 @@ Partition::Partition(Layout layout, std::vector<int64_t> lengths, std::vector<in
     order_.resize(world_size);
     std::iota(order_.begin(), order_.end(), 0);
   }
-  if (static_cast<int64_t>(order_.size()) != world_size) {
+  if (!is_permutation(order_, world_size)) {
     throw std::invalid_argument("order must name each of the " + std::to_string(world_size) +
-                                " ranks once, got " + std::to_string(order_.size()) + " entries");
+                                " ranks once, got " + as_list(order_));
   }
-  place_.assign(world_size, -1);
-  for (int64_t place = 0; place < world_size; ++place) {
-    const int64_t rank = order_[place];
-    if (rank < 0 || rank >= world_size || place_[rank] != -1) {
-      throw std::invalid_argument("order must name each of the " + std::to_string(world_size) +
-                                  " ranks once, got rank " + std::to_string(rank) +
-                                  " out of range or twice");
-    }
-    place_[rank] = place;
-  }
+  place_.resize(world_size);
+  for (int64_t place = 0; place < world_size; ++place) place_[order_[place]] = place;
   round_ = order_;
   const auto owns = [&](int64_t rank) { return lengths_[rank] > 0; };
   num_owners_ = std::stable_partition(round_.begin(), round_.end(), owns) - round_.begin();

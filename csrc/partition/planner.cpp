@@ -59,7 +59,7 @@ void check(int64_t num_tokens, const std::vector<RankProfile>& profiles, const c
 
 void check_depth(std::optional<int64_t> depth) {
   if (depth && *depth < 1) {
-    throw std::invalid_argument("depth must be at least 1, got " + std::to_string(*depth));
+    throw std::invalid_argument("depth must be positive, got " + std::to_string(*depth));
   }
 }
 

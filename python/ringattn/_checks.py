@@ -17,23 +17,63 @@ from ringattn import _library
 from ringattn._calls import tell_peers
 from ringattn._group import Ring
 
-# Keywords of torch's scaled_dot_product_attention and of other packages, and what to write instead.
-_REFUSED_KEYWORDS = {
-    "attn_mask": "attention is causal, or over all keys",
-    "dropout_p": "attention has no dropout here",
-    "is_causal": "causality is causal= (ring_attention) or diagonal=0 (block_attention)",
-    "enable_gqa": "fewer key/value heads than query heads are always allowed",
-    "softmax_scale": "the factor of the scores is scale=",
-    "process_group": "the ranks are group= (ring_attention, decode_attention)",
+# Keywords of torch's scaled_dot_product_attention, of flash-attention and of packages built on
+# them: what to write instead, and the values that change nothing, which are accepted.
+_CAUSALITY = "causality is causal= (ring_attention, RingAttention) or diagonal=0 (block_attention)"
+_MASKS = "the masks are causal= (ring_attention) and diagonal= (block_attention)"
+_PACKED = "a packed sequence takes one call for each of its documents"
+_PAGED = "a cache is given as tensors of its filled rows, k_shard[:, :n]"
+_LSE = "the log-sum-exp comes with return_lse=True (ring_attention), and always (block_attention)"
+_SINKS = "a sink multiplies out by (lse - sink).sigmoid()"
+_REFUSED_KEYWORDS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "attn_mask": (_MASKS, (None,)),
+    "attention_mask": (_MASKS, (None,)),
+    "attn_bias": ("scores have no bias here", (None,)),
+    "alibi_slopes": ("scores have no bias here", (None,)),
+    "block_mask": (_MASKS, (None,)),
+    "mask_mod": (_MASKS, (None,)),
+    "score_mod": ("scores are multiplied by scale= alone", (None,)),
+    "softcap": ("scores are multiplied by scale= alone", (None, 0)),
+    "dropout_p": ("attention has no dropout here", (None, 0)),
+    "is_causal": (_CAUSALITY, ()),
+    "causal": (_CAUSALITY, ()),
+    "enable_gqa": ("fewer key/value heads than query heads are always allowed", (False,)),
+    "softmax_scale": ("the factor of the scores is scale=", (None,)),
+    "process_group": ("the ranks are group= (ring_attention, decode_attention)", ()),
+    "window_size": (_MASKS, (None, (-1, -1), (None, None))),
+    "sliding_window": (_MASKS, (None,)),
+    "sinks": (_SINKS, (None,)),
+    "s_aux": (_SINKS, (None,)),
+    "learnable_sink": (_SINKS, (None,)),
+    "cu_seqlens": (_PACKED, (None,)),
+    "cu_seqlens_q": (_PACKED, (None,)),
+    "cu_seqlens_k": (_PACKED, (None,)),
+    "max_seqlen": (_PACKED, (None,)),
+    "max_seqlen_q": (_PACKED, (None,)),
+    "max_seqlen_k": (_PACKED, (None,)),
+    "seqused_q": (_PACKED, (None,)),
+    "seqused_k": (_PACKED, (None,)),
+    "cache_seqlens": (_PAGED, (None,)),
+    "block_table": (_PAGED, (None,)),
+    "page_table": (_PAGED, (None,)),
+    "deterministic": ("the same inputs always give the same bits", (None, False)),
+    "return_attn_probs": (_LSE, (None, False)),
+    "return_softmax_lse": (_LSE, (None, False)),
 }
 
 
 def check_keywords(function: str, refused: dict[str, Any]) -> None:
+    """Refuses keywords of other packages by name, but for the values that change nothing."""
     for name, value in refused.items():
         if name not in _REFUSED_KEYWORDS:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        instead, neutral = _REFUSED_KEYWORDS[name]
+        plain = tuple(value) if isinstance(value, list) else value
+        comparable = plain is None or isinstance(plain, (bool, int, float, tuple))
+        if comparable and plain in neutral:
+            continue
         got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
-        raise ValueError(f"{name} must be left out ({_REFUSED_KEYWORDS[name]}), got {got}")
+        raise ValueError(f"{name} must be left out ({instead}), got {got}")
 
 
 def refuse_keywords(function: str, ring: Ring, refused: dict[str, Any]) -> None:
@@ -226,6 +266,12 @@ def check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
         raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
 
 
+def has_heads_first(x: torch.Tensor) -> bool:
+    """Whether ``x``, meant to be ``[B, S, H, D]``, has the strides of a transposed
+    ``[B, H, S, D]``."""
+    return x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
+
+
 def has_tangent(tensor: torch.Tensor) -> bool:
     level = forward_ad._current_level  # -1: nothing is differentiated forwards
     return level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
@@ -248,8 +294,8 @@ def check_collective(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if with_grad and tensor.requires_grad:
             raise ValueError(
-                f"{name} must not require grad because there is no backward yet, got a tensor that "
-                "does (detach it, or call under torch.no_grad())"
+                f"{name} must not require grad because there is no backward yet (detach it, or "
+                "call under torch.no_grad()), got requires_grad=True"
             )
         if not compiling and has_tangent(tensor):
             raise ValueError(
@@ -258,7 +304,7 @@ def check_collective(**tensors: torch.Tensor) -> None:
             )
         if not compiling and torch._C._functorch.is_batchedtensor(tensor):
             raise ValueError(
-                f"{name} must not be batched by torch.vmap, got a tensor that is (B is the batch)"
+                f"{name} must not be batched by torch.vmap, got a batched tensor (B is the batch)"
             )
 
 

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
 from ringattn import _library  # noqa: F401  defines the operators
+from ringattn._checks import has_heads_first
 from ringattn.partition import Partition
 
 _ops = torch.ops.ringattn
@@ -29,13 +30,8 @@ def _check(condition: Any, sentence: Callable[[], str]) -> None:
     torch._check(condition, lambda: f"ringattn: {sentence()}")  # what is symbolic becomes a guard
 
 
-def _dtype_name(x: torch.Tensor) -> str:
-    """As C++ writes it: Float."""
-    return x.type().rpartition(".")[2].removesuffix("Tensor")
-
-
 def _check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    _check(q.dim() == 4, lambda: f"q must have 4 dimensions [B, S, H, D], got {q.dim()}")
+    _check(q.dim() == 4, lambda: f"q must be [B, S, H, D], got shape {list(q.shape)}")
     head_dim = q.size(3)
     _check(
         head_dim % 8 == 0 and 0 < head_dim <= 256,
@@ -60,16 +56,23 @@ def _check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         num_heads % num_kv_heads == 0,
         lambda: (
             "the number of query heads must be a multiple of the number of key heads, "
-            f"{num_kv_heads}, got {num_heads}"
+            f"{num_kv_heads}, got {num_heads}{_heads_hint(q, k)}"
         ),
     )
 
 
+def _heads_hint(q: torch.Tensor, k: torch.Tensor) -> str:
+    swapped_fit = 0 < k.size(1) < k.size(2) and q.size(1) % k.size(1) == 0
+    if swapped_fit or has_heads_first(q) or has_heads_first(k):
+        return "; these look like [B, H, S, D]: pass transpose(1, 2) of q, k and v"
+    return ""
+
+
 def _check_like(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
-    _check(x.dim() == 4, lambda: f"{name} must have 4 dimensions [B, S, H_kv, D], got {x.dim()}")
+    _check(x.dim() == 4, lambda: f"{name} must be [B, S, H_kv, D], got shape {list(x.shape)}")
     _check(
         x.dtype == q.dtype,
-        lambda: f"{name} must have the dtype of q, {_dtype_name(q)}, got {_dtype_name(x)}",
+        lambda: f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}",
     )
     _check(
         x.size(0) == q.size(0),

@@ -277,12 +277,18 @@ class Partition:
     def _check_gather(self, x: torch.Tensor, ring: Ring, dim: int) -> int:
         """``dim`` counted from the front."""
         if ring.world_size != self.world_size:
-            raise ValueError(f"group must have {self.world_size} ranks, got {ring.world_size}")
+            raise ValueError(
+                f"partition must have the {ring.world_size} ranks of the group, "
+                f"got {self.world_size}"
+            )
         check_tensors(x=x)
         dim = _check_dim("x", x, dim)
         rows = self.lengths[ring.rank]
         if x.size(dim) != rows:
-            raise ValueError(f"x must have {rows} rows in dim {dim}, got {x.size(dim)}")
+            raise ValueError(
+                f"x must have the {rows} rows that the partition gives rank {ring.rank}, "
+                f"got {x.size(dim)}"
+            )
         check_collective(x=x)
         return dim
 

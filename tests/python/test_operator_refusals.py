@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators refuse by themselves, called without the functions around them, on one rank."""
+"""What operators refuse by themselves, called without the functions around them, on one rank, and
+what is refused while a call is compiled."""
 
 import pytest
 import ringattn
@@ -25,7 +26,7 @@ def operator_with_grad(culprit: int) -> None:
     rows = 23  # of which nobody knows yet that all ranks agree on it
     q, k, v = even(this().world_size, rows=rows).local_inputs()
     if this().rank != culprit:
-        ringattn.ring_attention(q, k, v)
+        ringattn.ring_attention(q, k, v, even(this().world_size, rows=rows).partition)
         return
     scale = q.size(-1) ** -0.5
     name = dist.group.WORLD.group_name
@@ -43,7 +44,7 @@ def traced_on_one_rank(culprit: int) -> None:
     with FakeTensorMode():
         x, batched = torch.empty(1, 4, 2, 8), torch.empty(3, 1, 4, 2, 8)
         forward = torch.ops.ringattn.ring_forward
-        with pytest.raises(RuntimeError, match=r"must be called outside of torch\.vmap"):
+        with pytest.raises(RuntimeError, match=r"q must not be batched by torch\.vmap"):
             torch.vmap(lambda q: forward(q, q, q, *arguments)[0])(batched)
         with pytest.raises(RuntimeError, match="must not require grad"):
             forward(x.requires_grad_(), x, x, *arguments)
@@ -83,3 +84,31 @@ def test_ranks_that_are_not_in_the_same_call_any_more_all_get_an_error() -> None
     with RankPool(2) as ring:
         for said in ring.run(refused_where_nobody_waits):
             assert "ranks must have made the same calls, got 2 on rank 0 and 1 on rank 1" in said
+
+
+def refused_while_compiling() -> list[str]:
+    x = Case(Partition.even(8 * this().world_size, this().world_size)).local_inputs()[1]
+    partition = Partition.even(8 * this().world_size, this().world_size)
+    calls = [
+        lambda x: ringattn.ring_attention(x[0], x, x, partition),
+        lambda x: ringattn.ring_attention(x, x, x, partition, depth=0),
+        lambda x: ringattn.ring_attention(x, x, x),
+        lambda x: ringattn.ring_attention(x, x, x, Partition.even(5, this().world_size)),
+        lambda x: ringattn.rotate_kv(x, partition).wait(),
+    ]
+    messages = []
+    for call in calls:
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"must .*, got ") as caught:
+            torch.compile(call, fullgraph=True, backend="aot_eager")(x)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_is_refused_while_compiling_is_told_in_the_same_sentence(rank_pool):
+    for messages in rank_pool(2).run(refused_while_compiling):
+        assert "q must be [B, S_r, H, D], got shape [8, 2, 64]" in messages[0]
+        assert "depth must be positive, got 0" in messages[1]
+        assert "partition must say which tokens each of the 2 ranks owns, got None" in messages[2]
+        assert "q must have the " in messages[3]
+        assert "kv must be [2, B, S_r, H_kv, D], got shape " in messages[4]

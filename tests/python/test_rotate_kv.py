@@ -147,7 +147,7 @@ def test_waiting_for_a_tensor_that_nothing_fills_is_an_error(ring):
         (torch.zeros(1, 4, 2, 8), Partition.even(4, 1), "kv must be"),
         (torch.zeros(2, 1, 4, 2, 8, device="meta"), Partition.even(4, 1), "kv must be on a device"),
         (torch.zeros(2, 1, 4, 2, 8).requires_grad_(), Partition.even(4, 1), "grad"),
-        (torch.zeros(2, 1, 4, 2, 8), Partition.even(8, 2), "lengths must"),
+        (torch.zeros(2, 1, 4, 2, 8), Partition.even(8, 2), "partition must have the 1 ranks"),
     ],
 )
 def test_wrong_arguments_are_refused(kv, partition, message):
