@@ -66,7 +66,7 @@ COLUMNS = [
 def partitions(problem: Problem, arguments) -> dict[str, ringattn.Partition]:
     """By name: the even ones, and that with the shares asked for."""
     found = {
-        layout: ringattn.Partition.even(problem.seq_len, world_size(), layout)
+        layout: ringattn.Partition.even(problem.seq_len, world_size(), layout=layout)
         for layout in arguments.layouts
     }
     if arguments.shares:

@@ -30,6 +30,8 @@ LAYOUTS = ("zigzag", "contiguous")
 def check_layout(layout: object) -> None:
     if layout not in LAYOUTS:
         got = f'"{layout}"' if isinstance(layout, str) else repr(layout)
+        if isinstance(layout, (list, tuple)):
+            got += f": pass ringattn.Partition.zigzag({list(layout)}) or .contiguous"
         raise ValueError(f'layout must be "zigzag" or "contiguous", got {got}')
 
 
@@ -65,13 +67,13 @@ class Partition:
     """
 
     layout: str
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_layout(self.layout)
         lengths = check_integers("lengths", self.lengths, least=0)
         order = check_integers("order", self.order) or tuple(range(len(lengths)))
-        check_layout(self.layout)
         if not lengths:
             raise ValueError("lengths must name at least one rank, got none")
         # Sizes of tensors, which is what traced lengths are made of, are in range.
@@ -88,15 +90,25 @@ class Partition:
     def zigzag(cls, lengths: Sequence[int], order: Sequence[int] | None = None) -> Partition:
         """Nested head and tail pieces: rank r owns ``lengths[r]`` tokens. See
         :class:`Partition`."""
-        return cls("zigzag", lengths, () if order is None else order)  # type: ignore[arg-type]
+        return cls._of("zigzag", lengths, order)
 
     @classmethod
     def contiguous(cls, lengths: Sequence[int], order: Sequence[int] | None = None) -> Partition:
         """One piece per rank: rank r owns ``lengths[r]`` tokens. See :class:`Partition`."""
-        return cls("contiguous", lengths, () if order is None else order)  # type: ignore[arg-type]
+        return cls._of("contiguous", lengths, order)
 
     @classmethod
-    def even(cls, seq_len: int, world_size: int, layout: str = "zigzag") -> Partition:
+    def _of(cls, layout: str, lengths: Sequence[int], order: Sequence[int] | None) -> Partition:
+        if isinstance(lengths, int):
+            given = [length for length in (lengths, order) if isinstance(length, int)]
+            raise ValueError(
+                f"lengths must be a list, one length for each rank, got {lengths}: pass "
+                f"ringattn.Partition.{layout}({given})"
+            )
+        return cls(layout, lengths, () if order is None else order)  # type: ignore[arg-type]
+
+    @classmethod
+    def even(cls, seq_len: int, world_size: int, *, layout: str = "zigzag") -> Partition:
         """``seq_len`` tokens over ``world_size`` ranks; lengths differ by at most one, the lower
         ranks have the longer ones.
 
@@ -173,7 +185,11 @@ class Partition:
         _check_tensor("x", x)
         dim = _check_dim("x", x, dim)
         if x.size(dim) != self.seq_len:
-            raise ValueError(f"x must have {self.seq_len} rows in dim {dim}, got {x.size(dim)}")
+            swapped = x.dim() == 4 and dim == 1 and x.size(2) == self.seq_len
+            raise ValueError(
+                f"x must have {self.seq_len} rows in dim {dim}, got {x.size(dim)}"
+                + ("; this looks like [B, H, S, D]: pass x.transpose(1, 2)" if swapped else "")
+            )
         pieces = [x.narrow(dim, start, stop - start) for start, stop in self.segments(rank)]
         if not pieces:
             return x.narrow(dim, 0, 0)

@@ -254,7 +254,14 @@ def test_a_prompt_file_of_any_bytes_is_read_as_it_is(tmp_path: Path) -> None:
         (["--warmup", "-1"], "--warmup must not be negative, got -1"),
         (["--json", "nowhere/run.json"], "--json must name a file in a folder that can be written"),
         (["--json", "."], "--json must name a file in a folder that can be written to, got ."),
-        (["--model", "nowhere"], "No such file or directory: 'nowhere/config.json'"),
+        (
+            ["--model", "nowhere"],
+            "path must be a folder with config.json and *.safetensors, got 'nowhere'",
+        ),
+        (
+            ["--model", "meta-llama/none"],
+            ": pass huggingface_hub.snapshot_download('meta-llama/none')",
+        ),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(

@@ -266,6 +266,17 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_a_name_of_the_hub_says_how_to_get_a_folder(tmp_path: Path) -> None:
+    wanted = r"^path must be a folder with config\.json and \*\.safetensors, got '"
+    fetch = r"': pass huggingface_hub\.snapshot_download\('meta-llama/Llama-3\.2-1B'\)$"
+    with pytest.raises(FileNotFoundError, match=f"{wanted}meta-llama/Llama-3\\.2-1B{fetch}"):
+        load_model("meta-llama/Llama-3.2-1B")
+    (tmp_path / "model.safetensors").touch()
+    for path in (tmp_path / "nowhere", "./no/where", "nowhere", tmp_path / "model.safetensors"):
+        with pytest.raises(FileNotFoundError, match=f"{wanted}{path}'$"):
+            load_model(path)
+
+
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load_model(tmp_path)

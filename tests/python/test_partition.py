@@ -139,7 +139,7 @@ def test_causal_work_under_zigzag_is_half_of_all_for_every_pair_of_ranks(lengths
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("seq_len", [0, 1, 6, 100])
 def test_even_lengths_differ_by_at_most_one(seq_len, world_size, layout):
-    partition = Partition.even(seq_len, world_size, layout)
+    partition = Partition.even(seq_len, world_size, layout=layout)
     assert partition.layout == layout and partition.seq_len == seq_len
     assert len(partition.lengths) == world_size
     assert max(partition.lengths) - min(partition.lengths) <= 1
@@ -184,13 +184,23 @@ def test_integers_of_other_kinds_are_integers(kind):
     ("make", "message"),
     [
         (lambda: Partition("diagonal", (1, 2)), 'layout must be "zigzag" or "contiguous", got'),
-        (lambda: Partition.even(4, 2, "spiral"), 'layout must be "zigzag" or "contiguous", got'),
+        (lambda: Partition.even(4, 2, layout="spiral"), 'layout must be .*, got "spiral"'),
         (lambda: Partition.zigzag([]), "lengths must name at least one rank, got none"),
         (lambda: Partition.zigzag([3, -1]), "lengths must not be negative, got -1"),
         (lambda: Partition.zigzag([3, 1.5]), "lengths must be integers, got"),
         (lambda: Partition.zigzag([3, True]), r"lengths must be integers, got \[3, True\]"),
         (lambda: Partition.zigzag([3, 1], [1, False]), r"order must be integers, got \[1, False\]"),
-        (lambda: Partition.zigzag(4), "lengths must be integers, got 4"),
+        (
+            lambda: Partition.zigzag(500, 300),
+            r"lengths must be a list, .* 500: pass ringattn\.Partition\.zigzag\(\[500, 300\]\)$",
+        ),
+        (lambda: Partition.contiguous(4), r"got 4: pass ringattn\.Partition\.contiguous\(\[4\]\)$"),
+        (lambda: Partition.zigzag("4"), "lengths must be integers, got '4'"),
+        (
+            lambda: Partition([1, 2]),
+            r"layout must be .*, got \[1, 2\]: pass ringattn\.Partition\.zigzag\(\[1, 2\]\) or "
+            r"\.contiguous$",
+        ),
         (lambda: Partition.zigzag([2**63]), r"lengths must add up to less than 2\*\*63 tokens"),
         (lambda: Partition.contiguous([2**62] * 2), r"lengths must add up to less than 2\*\*63"),
         (lambda: Partition.even(4.0, 2), "seq_len must be an integer, got 4.0"),
@@ -234,8 +244,19 @@ def test_integers_of_other_kinds_are_integers(kind):
             lambda: Partition.even(4, 2).unshard([torch.ones(1, 2), torch.ones(1, 3)]),
             "shard 1 must have 2 rows in dim 1, got 3",
         ),
-        (lambda: Partition.even(4, 2).gather(torch.ones(1, 2)), "group must have 2 ranks, got 1"),
-        (lambda: Partition.even(4, 1).gather(torch.ones(1, 3)), "x must have 4 rows in dim 1"),
+        (
+            lambda: Partition.even(4, 2).shard(torch.ones(1, 3, 4, 8), 0),
+            r"x must have 4 rows in dim 1, got 3; this looks like \[B, H, S, D\]: "
+            r"pass x\.transpose\(1, 2\)$",
+        ),
+        (
+            lambda: Partition.even(4, 2).gather(torch.ones(1, 2)),
+            "partition must have the 1 ranks of the group, got 2",
+        ),
+        (
+            lambda: Partition.even(4, 1).gather(torch.ones(1, 3)),
+            "x must have the 4 rows that the partition gives rank 0, got 3",
+        ),
         (
             lambda: Partition.even(4, 1).gather(torch.ones(1, 4, requires_grad=True)),
             "x must not require grad",
@@ -272,7 +293,7 @@ def gather_every_kind(partition: Partition) -> None:
         assert torch.equal(gathered, whole)
     flat = torch.arange(partition.seq_len, device=this().device)
     assert torch.equal(partition.gather(partition.shard(flat, rank, 0), dim=0), flat)
-    with pytest.raises(ValueError, match="group must have"):
+    with pytest.raises(ValueError, match="partition must have the"):
         Partition.even(8, this().world_size + 1).gather(flat, dim=0)
     with pytest.raises(ValueError, match="x must have"):
         partition.gather(torch.zeros(1, partition.lengths[rank] + 1, device=this().device))
@@ -295,7 +316,7 @@ def gather_unlike_the_others(what: str) -> str:
             x = x.half()
         elif what == "sizes":
             x = x[..., :2]
-        elif what == "order":
+        elif what == "partition.order":
             reverse = list(range(world_size))[::-1]
             partition = Partition.contiguous(partition.lengths, reverse)
         else:
@@ -311,7 +332,7 @@ def gather_unlike_the_others(what: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("what", ["dtype", "sizes", "order", "rows"])
+@pytest.mark.parametrize("what", ["dtype", "sizes", "partition.order", "rows"])
 def test_ranks_that_gather_different_things_all_get_an_error(rank_pool, what):
     for message in rank_pool(2, "cpu").run(gather_unlike_the_others, what):
         assert "x must have" in message if what == "rows" else f"agree on {what}" in message

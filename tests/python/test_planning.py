@@ -152,7 +152,7 @@ def test_equal_ranks_get_the_even_partition(seq_len, world_size):
     full = ringattn.plan(
         seq_len, ranks(*[1] * world_size), LAYER, layout="contiguous", causal=False
     )
-    assert full.partition == Partition.even(seq_len, world_size, "contiguous")
+    assert full.partition == Partition.even(seq_len, world_size, layout="contiguous")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -160,7 +160,7 @@ def test_equal_ranks_get_the_even_partition(seq_len, world_size):
 def test_no_plan_is_slower_than_even(seq_len, layout):
     for speeds in itertools.product((1, 0.99, 0.5), repeat=3):
         plan = ringattn.plan(seq_len, ranks(*speeds), LAYER, layout=layout)
-        even = predict(Partition.even(seq_len, 3, layout), ranks(*speeds), LAYER)
+        even = predict(Partition.even(seq_len, 3, layout=layout), ranks(*speeds), LAYER)
         assert plan.predicted_ms <= max(even)
 
 

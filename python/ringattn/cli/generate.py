@@ -32,6 +32,7 @@ from ringattn.cli.common import (
 from ringattn.cli.text import Tokenizer, read_tokenizer
 from ringattn.generation import generate
 from ringattn.models import LLaMA, demo_model_path, load_model
+from ringattn.models.loading import model_folder
 from ringattn.partition import LAYOUTS, Partition
 from ringattn.timings import Timings, record_timings
 
@@ -121,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
     if options.warmup < 0:
         raise ValueError(f"--warmup must not be negative, got {options.warmup}")
     check_json(options.json)
-    folder = demo_model_path() if options.model is None else options.model
+    folder = demo_model_path() if options.model is None else model_folder(options.model)
     tokenizer = read_tokenizer(folder)
     text = options.prompt
     if text is None:
@@ -170,7 +171,7 @@ def _run(
 def parse_partition(text: str, num_tokens: int, world_size: int, layout: str) -> Partition:
     """``even``, or the tokens of each rank: ``3000,1096``."""
     if text == "even":
-        return Partition.even(num_tokens, world_size, layout)
+        return Partition.even(num_tokens, world_size, layout=layout)
     try:
         lengths = [int(length) for length in text.split(",")]
     except ValueError:

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ringattn.models.llama import LLaMA, LLaMABlock, ModelGroup
 _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
 
 def load_model(
     path: str | Path,
@@ -48,9 +50,7 @@ def load_model(
         ValueError: another kind of model, weights that are missing, unknown, broken or of another
             shape, a device without a kernel, a dtype that is not floating.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise ValueError(f"path must be that of a folder, got {path!r}")
-    folder = Path(path)
+    folder = model_folder(path)
     place, dtype = check_device(device), check_floating(dtype)
     model = LLaMA(
         config_from_hf(read_json(folder / "config.json")),
@@ -67,6 +67,25 @@ def load_model(
 
 
 def read_json(path: Path) -> dict[str, Any]:
+def model_folder(path: str | Path) -> Path:
+    """The folder at ``path``.
+
+    Raises:
+        FileNotFoundError: there is none; for a name of the Hugging Face hub, the error says how to
+            get one.
+        ValueError: ``path`` is no path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"path must be that of a folder, got {path!r}")
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    sentence = f"path must be a folder with config.json and *.safetensors, got {str(path)!r}"
+    if not folder.exists() and _HUB_NAME.fullmatch(str(path)):
+        sentence += f": pass huggingface_hub.snapshot_download({str(path)!r})"
+    raise FileNotFoundError(sentence)
+
+
     """The object in a JSON file; ValueError where there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
