@@ -70,7 +70,7 @@ COLUMNS = ("what", "context", "batch", "ms", "p10", "p90", "us a layer", "floor 
 
 def random_model(config: LLaMAConfig, device: torch.device, dtype: torch.dtype) -> LLaMA:
     """The same weights on every rank, drawn on the device."""
-    model = LLaMA(config, group=None, device="meta", dtype=dtype).to_empty(device=device)
+    model = LLaMA(config, device="meta", dtype=dtype).to_empty(device=device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         model.reset_parameters()
@@ -196,7 +196,7 @@ def main() -> None:
         for shape in options.shapes:
             dtype = harness.DTYPES[options.dtype]
             if shape == "demo":
-                model = load_model(demo_model_path(), group=None, device=device, dtype=dtype)
+                model = load_model(demo_model_path(), device=device, dtype=dtype)
             else:
                 model = random_model(SHAPES[shape], device, dtype)
             for context in options.contexts:

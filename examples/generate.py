@@ -9,7 +9,7 @@ from ringattn.models import demo_model_path, load_model
 dist.init_process_group("gloo")
 prompt = b'def main() -> None:\n    """Runs the program."""\n    parser = argparse.'
 prompt_ids = torch.tensor([list(prompt)])  # [B, T]: this model's tokens are bytes
-model = load_model(demo_model_path(), group=None)  # a Hugging Face directory; None: all ranks
+model = load_model(demo_model_path())  # a Hugging Face directory, on all ranks
 
 p = Partition.zigzag([len(prompt) - 20, 20])  # who owns how many tokens of the prompt
 ids = generate(model, prompt_ids, max_new_tokens=40, partition=p)  # [B, T + N], on every rank

@@ -86,7 +86,7 @@ class Layer:
             hidden_dim=settings.hidden_dim,
             max_expected_seq_len=seq_len,
         )
-        self._model = LLaMA(config, group=None, device=device, dtype=DTYPES[settings.dtype])
+        self._model = LLaMA(config, device=device, dtype=DTYPES[settings.dtype])
         for parameter in self._model.requires_grad_(False).parameters():
             dist.broadcast(parameter, 0)
         self._attention = self._model.base_model.layers[0].attn.ring_attention

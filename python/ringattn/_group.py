@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a call: what ``group=`` may be, resolved to a name, a rank and a number of ranks."""
 
+import os
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
-Group = dist.ProcessGroup | DeviceMesh | None
+#: "single": this process alone, whatever groups there are. None: the default group.
+Group = dist.ProcessGroup | DeviceMesh | Literal["single"] | None
 
 
 class Ring(NamedTuple):
@@ -20,21 +23,28 @@ class Ring(NamedTuple):
     world_size: int
     process_group: dist.ProcessGroup | None
 
+    @property
+    def group(self) -> dist.ProcessGroup | Literal["single"]:
+        """The ``group=`` that means these ranks, whatever default group there is."""
+        return "single" if self.process_group is None else self.process_group
 
-#: This process by itself, whatever groups there are.
-ALONE = Ring("", 0, 1, None)
+
+_SINGLE = Ring("", 0, 1, None)
 
 
 def resolve_group(group: Group) -> Ring:
-    """The ring that ``group`` means: a process group, a one-dimensional DeviceMesh, or None for the
-    default group (a single rank where there is none).
+    """The ring that ``group`` means: a process group, a one-dimensional DeviceMesh, None for the
+    default group (this process alone where there never was one), or "single".
 
-    Raises ValueError for a group this process is not in, for one that has been destroyed, and for a
-    mesh with more dimensions.
+    Raises ValueError for a group this process is not in, for one that has been destroyed, for a
+    mesh with more dimensions, and for None where a default group is missing.
     """
+    if isinstance(group, str) and group == "single":
+        return _SINGLE
     if group is None:
         if not dist.is_initialized():
-            return ALONE
+            _check_never_distributed()
+            return _SINGLE
         process_group = dist.group.WORLD
     elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -50,9 +60,10 @@ def resolve_group(group: Group) -> Ring:
         # new_group() hands processes outside the group a plain number, this very object.
         if process_group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("group must contain this process, got GroupMember.NON_GROUP_MEMBER")
+        got = repr(group) if isinstance(group, str) else type(process_group).__name__
         raise ValueError(
-            "group must be a ProcessGroup, a one-dimensional DeviceMesh or None, "
-            f"got {type(process_group).__name__}"
+            'group must be a ProcessGroup, a one-dimensional DeviceMesh, None or "single", '
+            f"got {got}"
         )
     rank = process_group.rank()
     if rank < 0:
@@ -63,6 +74,27 @@ def resolve_group(group: Group) -> Ring:
     if not torch.compiler.is_compiling() and _registered(name) is not process_group:
         raise ValueError(f"group must not have been destroyed, got {name!r}, which has")
     return Ring(name, rank, process_group.size(), process_group)
+
+
+def _check_never_distributed() -> None:
+    """ValueError where this process, which has no default group, is meant to have one.
+
+    A default group that is gone shows in what ``init_process_group`` leaves behind: c10d's default
+    backend, which ``destroy_process_group`` does not reset. A default group that was installed in
+    another way leaves nothing and is not noticed.
+    """
+    if distributed_c10d._backend is not None:
+        raise ValueError(
+            "group must be a process group that exists, got None after the default group was "
+            "destroyed: call init_process_group() again; group='single' is for one process alone"
+        )
+    # Note: torch.compile reads the environment when it traces, and does not guard it.
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size.isdecimal() and int(world_size) > 1:
+        raise ValueError(
+            f"a process group must be initialised under torchrun, WORLD_SIZE is {world_size}, got "
+            "none; group='single' is for one process alone"
+        )
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:

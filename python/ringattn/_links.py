@@ -20,8 +20,7 @@ def measure_link(ring: Ring, shard: Shard, transport: str) -> tuple[Spread, Spre
     def hop(num_tokens: int) -> Callable[[], Any]:
         kv = shard.random(2, 1, num_tokens, shard.num_kv_heads, shard.head_dim)
         partition = Partition.contiguous([num_tokens] * ring.world_size)
-        group = ring.process_group
-        return lambda: rotate_kv(kv, partition, group=group, transport=transport).wait()
+        return lambda: rotate_kv(kv, partition, group=ring.group, transport=transport).wait()
 
     # Large blocks may travel in another way than small ones: what bytes cost is the difference of
     # two that are large.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ringattn._calls import call
 from ringattn._checks import check_int64
 from ringattn._devices import usual_tokens
-from ringattn._group import ALONE
+from ringattn._group import resolve_group
 from ringattn.functional import attend
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -75,7 +75,8 @@ class Shard:
         q = self.random(1, num_tokens, self.num_heads, self.head_dim)
         k, v = (self.random(1, num_tokens, self.num_kv_heads, self.head_dim) for _ in range(2))
         flops = 4.0 * self.width * num_tokens * (num_tokens + 1) / 2
-        return lambda: attend(ALONE, q, k, v, transport=transport), flops
+        ring = resolve_group("single")
+        return lambda: attend(ring, q, k, v, transport=transport), flops
 
     def linear(self) -> tuple[Callable[[], Any], float]:
         """A square projection, and its operations."""

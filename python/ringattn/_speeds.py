@@ -80,10 +80,9 @@ def measure_in_ring(
     num_tokens = planned.partition.lengths[ring.rank]
     q = shard.random(1, num_tokens, shard.num_heads, shard.head_dim)
     k, v = (shard.random(1, num_tokens, shard.num_kv_heads, shard.head_dim) for _ in range(2))
-    group = ring.process_group
 
     def call() -> Any:
-        return ring_attention(q, k, v, planned.partition, group=group, transport=transport)
+        return ring_attention(q, k, v, planned.partition, group=ring.group, transport=transport)
 
     # By number and not by the clock: all ranks make the same calls.
     call_ms = max(predict(planned.partition, profiles, cost))

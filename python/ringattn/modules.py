@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ringattn._checks import refuse_keywords
-from ringattn._group import ALONE, Group, Ring, keep, kept, resolve_group
+from ringattn._group import Group, Ring, keep, kept, resolve_group
 from ringattn.functional import attend
 from ringattn.partition import Partition
 
@@ -81,11 +81,3 @@ class RingAttention(nn.Module):
             f"causal={self.causal}, scale={self.scale}, "
             f"transport={self.transport!r}, depth={self.depth}"
         )
-
-
-class LoneAttention(RingAttention):
-    """A ring of one rank, whatever default group there is now or later."""
-
-    @property
-    def ring(self) -> Ring:
-        return ALONE

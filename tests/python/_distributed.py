@@ -12,8 +12,8 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ringattn.testing import MPS
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 GROUP_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 60.0
@@ -257,6 +258,17 @@ class RankPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def fake_default_group(world_size: int = 2) -> Iterator[None]:
+    """A default group without peers; afterwards it is as if this process never had one."""
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        dist.distributed_c10d._backend = None  # what init_process_group leaves behind
 
 
 class RankPools:

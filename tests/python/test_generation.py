@@ -79,7 +79,7 @@ def test_the_end_token_of_the_config_holds_unless_told_otherwise(tmp_path: Path)
 def generate_on_ring(
     folder: Path, options: dict[str, Any], new_tokens: int = NEW_TOKENS
 ) -> torch.Tensor:
-    model = load_model(folder, group=None, device=this().device)
+    model = load_model(folder, device=this().device)
     return generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=new_tokens, **options)
 
 
@@ -268,7 +268,10 @@ def test_tokens_are_handed_out_as_they_come(model: LLaMA) -> None:
         ({"max_new_tokens": None}, "max_new_tokens must be an integer, got None"),
         ({"cuda_graphs": True}, "cuda_graphs must have a model on CUDA, got cpu"),
         ({"partition": Partition.even(4, 1)}, "the 4 tokens of the partition, got 5"),
-        ({"partition": Partition.even(5, 2)}, "partition must have 1 ranks, got 2"),
+        (
+            {"partition": Partition.even(5, 2)},
+            "partition must have the 1 ranks of the group, got 2",
+        ),
         ({"cache_lengths": [3, 4]}, "cache_lengths must be 1 lengths, got 2"),
         ({"cache_lengths": [3]}, "cache_lengths must add up to 6 tokens, got 3"),
         ({"cache_lengths": [-6]}, r"cache_lengths must not be negative, got -6"),
@@ -317,7 +320,7 @@ def test_lengths_may_be_numpys(model: LLaMA) -> None:
 
 def generate_differently(folder: Path, options: dict[str, Any]) -> str:
     """The error of a call that has other arguments on the last rank."""
-    model = load_model(folder, group=None)
+    model = load_model(folder)
     arguments = {"prompt_ids": random_ids(1, 9), "max_new_tokens": 2}
     if this().rank == this().world_size - 1:
         arguments |= options
@@ -357,7 +360,7 @@ def test_ranks_that_disagree_all_fail(
 
 def draw_from_nan(folder: Path, partition: Partition) -> tuple[str, str]:
     """The errors of generations in which a weight that only the sampler uses is NaN."""
-    model = load_model(folder, group=None)
+    model = load_model(folder)
     prompt = random_ids(1, 9)
     errors = []
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:

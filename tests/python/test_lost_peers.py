@@ -84,7 +84,7 @@ def lose_a_rank_beside_the_ring(
     x = torch.zeros(1, 3, 2, 8)
     cost = ringattn.ModelCost.attention_only(num_heads=2, head_dim=8)
     rebalancer = ringattn.Rebalancer([ringattn.RankProfile(1.0, 1.0)] * size, cost)
-    model = load_model(folder, group=None)
+    model = load_model(folder)
     cache = ShardedKVCache(
         *(1, [0, 3, 0], rank),  # all come from the victim
         targets=[1, 1, 1],

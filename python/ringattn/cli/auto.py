@@ -50,7 +50,7 @@ class AutoPartition:
                 )
         else:
             profiles = measure_profiles(
-                ring.process_group,
+                ring.group,
                 num_heads=config.nheads,
                 num_kv_heads=config.kvheads,
                 head_dim=config.head_dim,
@@ -77,7 +77,7 @@ class AutoPartition:
 
     def learn(self, timings: Timings) -> None:
         """From the run that ended."""
-        self.rebalancer.observe(timings, self.model.ring.process_group)
+        self.rebalancer.observe(timings, self.model.ring.group)
 
     def result(self) -> dict[str, Any]:
         """What was planned for the last run, as the JSON has it."""

@@ -150,7 +150,7 @@ def _run(
     partition = None
     if options.partition != "auto":
         partition = parse_partition(options.partition, len(prompt_ids), world_size, options.layout)
-    model = load_model(folder, group=None, device=device, dtype=DTYPES[options.dtype])
+    model = load_model(folder, device=device, dtype=DTYPES[options.dtype])
     auto = None
     if partition is None:
         auto = AutoPartition.measured(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn._calls import collective
-from ringattn._group import resolve_group
+from ringattn._group import Group, resolve_group
 
 _GROWTH = 1.5  # how much larger a rank's storage becomes when it is full
 
@@ -114,9 +114,12 @@ class ShardedKVCache:
             self._grow(max(self.lengths[self.rank], int(self.capacity * _GROWTH)))
         return self.owner
 
-    def settle(self, group: dist.ProcessGroup | None) -> None:
+    def settle(self, group: Group = None) -> None:
         """Moves tokens of ranks that hold more than their targets to those that hold less, in every
-        layer. Collective; once, after the prompt has been stored, for caches with targets."""
+        layer. Collective; once, after the prompt has been stored, for caches with targets.
+        ``group`` as in :func:`ringattn.ring_attention`."""
+        ring = resolve_group(group)
+        group = ring.process_group
         planned = plan_moves(self.lengths, self.targets)
         for storage in self._layers:
             lengths = list(self.lengths)
@@ -138,7 +141,7 @@ class ShardedKVCache:
                     )
                 lengths[destination] += tokens
             if operations:
-                with collective(resolve_group(group), "settle") as patience:
+                with collective(ring, "settle") as patience:
                     for work in dist.batch_isend_irecv(operations):
                         work.wait() if patience is None else work.wait(patience)
             for place, arriving in arrived:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +20,12 @@ from torch import nn
 
 from ringattn._calls import call, tell_peers
 from ringattn._checks import check_device, check_floating, is_concrete
-from ringattn._group import ALONE, Group, Ring, keep, kept, resolve_group
+from ringattn._group import Group, Ring, keep, kept, resolve_group
 from ringattn.models.cache import ShardedKVCache
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.rope import RotaryEmbedding, Rotation, rotate
-from ringattn.modules import LoneAttention, RingAttention
+from ringattn.modules import RingAttention
 from ringattn.partition import Partition
-
-#: A group as everywhere in ringattn, or "single": this process alone, whatever groups there are.
-ModelGroup = Group | Literal["single"]
 
 
 class LLaMAAttention(nn.Module):
@@ -46,8 +43,7 @@ class LLaMAAttention(nn.Module):
         kv_width = config.kvheads * config.head_dim
         self.qkv = nn.Linear(config.emb_dim, width + 2 * kv_width, config.attn_bias, **factory)
         self.dense = nn.Linear(width, config.emb_dim, config.attn_bias, **factory)
-        attention = LoneAttention if ring.process_group is None else RingAttention
-        self.ring_attention = attention(ring.process_group, transport=transport, depth=depth)
+        self.ring_attention = RingAttention(ring.group, transport=transport, depth=depth)
 
     def project(
         self, x: torch.Tensor, rotation: Rotation
@@ -186,8 +182,8 @@ class LLaMA(nn.Module):
 
     Args:
         config: its shape.
-        group: ProcessGroup, one-dimensional DeviceMesh, None for the default group, or "single"
-            for this process alone.
+        group: as in :func:`ringattn.ring_attention`, looked up once: a model that was made without
+            a default group stays one of this process alone.
         device: where the weights lie.
         dtype: of the weights.
         transport: how blocks travel, in every layer, see :func:`ringattn.ring_attention`.
@@ -205,7 +201,7 @@ class LLaMA(nn.Module):
         self,
         config: LLaMAConfig,
         *,
-        group: ModelGroup = "single",
+        group: Group = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         transport: str = "auto",
@@ -213,11 +209,8 @@ class LLaMA(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        if isinstance(group, str) and group != "single":
-            raise ValueError(f'group must be a group, None or "single", got {group!r}')
-        ring = ALONE if isinstance(group, str) else resolve_group(group)
-        # None: this process alone, whatever default group there is now or later.
-        self._group = None if ring.process_group is None else keep(ring.process_group)
+        ring = resolve_group(group)
+        self._group = keep(ring.group)
         factory: dict[str, Any] = {
             "device": None if device is None else check_device(device, or_meta=True),
             "dtype": None if dtype is None else check_floating(dtype),
@@ -235,7 +228,7 @@ class LLaMA(nn.Module):
     @property
     def ring(self) -> Ring:
         """This process among the ranks of the group, as it is now."""
-        return ALONE if self._group is None else resolve_group(kept(self._group))
+        return resolve_group(kept(self._group))
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -336,7 +329,7 @@ class LLaMA(nn.Module):
 
     def alone(self) -> LLaMA:
         """The same weights, shared and not copied, for this process alone."""
-        twin = LLaMA(self.config, device="meta", dtype=self.dtype, **self._travel)
+        twin = LLaMA(self.config, group="single", device="meta", dtype=self.dtype, **self._travel)
         twin.train(self.training)
         twin.load_state_dict(self.state_dict(), assign=True)
         for ours, theirs in zip(self.parameters(), twin.parameters(), strict=True):

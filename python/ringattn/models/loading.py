@@ -13,18 +13,19 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ringattn._checks import check_device, check_floating
+from ringattn._group import Group
 from ringattn.models.config import LLaMAConfig
-from ringattn.models.llama import LLaMA, LLaMABlock, ModelGroup
+from ringattn.models.llama import LLaMA, LLaMABlock
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
-
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
+
 
 def load_model(
     path: str | Path,
     *,
-    group: ModelGroup = "single",
+    group: Group = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     transport: str = "auto",
@@ -38,8 +39,8 @@ def load_model(
         path: folder with ``config.json`` (of transformers 4 or 5) and ``model.safetensors``, or the
             shards that ``model.safetensors.index.json`` names, or other ``*.safetensors``. End and
             padding tokens are those of ``config.json``, whatever ``generation_config.json`` has.
-        group: over whose ranks sequences will be spread, see :class:`LLaMA`; "single" is this
-            process alone, None the default group. Every rank loads all weights.
+        group: over whose ranks sequences will be spread, see :class:`LLaMA`. Every rank loads all
+            weights.
         device: where the weights shall lie.
         dtype: floating type of the weights, whatever the files have.
         transport: how blocks travel, see :class:`LLaMA`.
@@ -66,7 +67,6 @@ def load_model(
     return model.eval()
 
 
-def read_json(path: Path) -> dict[str, Any]:
 def model_folder(path: str | Path) -> Path:
     """The folder at ``path``.
 
@@ -86,6 +86,7 @@ def model_folder(path: str | Path) -> Path:
     raise FileNotFoundError(sentence)
 
 
+def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError where there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
