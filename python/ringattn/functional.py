@@ -19,7 +19,7 @@ from ringattn._checks import (
     refuse_keywords,
 )
 from ringattn._group import Group, Ring, resolve_group
-from ringattn.partition import Partition, partition_arguments
+from ringattn.partition import Partition, check_partition, partition_arguments
 
 _ops = torch.ops.ringattn
 
@@ -99,13 +99,18 @@ def ring_attention(
 
     Args:
         q: queries of this rank, ``[B, S_r, H, D]``, in position order, float16, bfloat16 or float32
-            on CPU or CUDA, float64 on CPU. D is a multiple of 8, at most 256. S_r may be 0.
+            on CPU or CUDA, float64 on CPU. D is a multiple of 8, at most 256. S_r may be 0. The
+            rows of a whole tensor x that this rank owns are ``partition.shard(x, rank)``;
+            ``x.chunk(W, 1)[rank]`` has other rows, of the same shape, unless the layout is
+            "contiguous". Tensors ``[B, H, S_r, D]`` need their ``transpose(1, 2)``.
         k: keys of this rank, ``[B, S_r, H_kv, D]``, ``H % H_kv == 0``, dtype and device of ``q``.
         v: values of this rank, like ``k``.
-        partition: who owns which tokens; None means the even zigzag partition of ``W * S_r``
-            tokens. All ranks give the same one.
-        group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group. Without any
-            process group there is a single rank.
+        partition: who owns which tokens, the same on all ranks, such as ``Partition.even(S, W)``.
+            None, all tokens on this rank, is for a single rank alone: the length of a shard does
+            not tell whose tokens it holds.
+        group: ProcessGroup, one-dimensional DeviceMesh, None for the default group, or "single" for
+            this process alone, whatever groups there are. None means this process alone too where
+            there never was a default group and ``WORLD_SIZE`` is not above 1.
         causal: a query sees the keys at its own and at earlier positions; otherwise all keys.
         scale: of the scores, any finite number; None means ``1 / sqrt(D)``.
         transport: how blocks travel. "symmetric": through memory that all ranks of one host share,
@@ -123,11 +128,16 @@ def ring_attention(
 
     Raises:
         ValueError: an argument that breaks a rule above, ranks that disagree about them (on all
-            ranks, when a combination is first used), inputs that require grad under grad mode,
-            DTensors, ``torch.vmap``, and ``attn_mask``, ``dropout_p``, ``is_causal`` or
-            ``enable_gqa``.
+            ranks, when a combination is first used), no process group under torchrun or after
+            ``destroy_process_group()``, inputs that require grad under grad mode, DTensors,
+            ``torch.vmap``, and keywords of other packages (``attn_mask``, ``dropout_p``,
+            ``window_size``, ...) but with the values that change nothing (None, 0.0, (-1, -1)).
         torch.distributed.DistBackendError: a peer died or never arrived; it names the rank and the
             step. On CUDA it may come from the next call, see :func:`synchronize`.
+
+    Rotary embeddings come before this call, and need the positions of this rank's rows in the whole
+    sequence: ``partition.position_ids(rank)``, not ``torch.arange(S_r)``. Wrong positions cannot be
+    seen here: the results are finite, of the right shape, and wrong on every rank.
 
     Ring attention: Liu et al., https://arxiv.org/abs/2310.01889. Merging partial results by their
     log-sum-exp: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
@@ -154,11 +164,10 @@ def attend(
         check_tensors(q=q, k=k, v=v)
         check_dims("q", q, "[B, S_r, H, D]")
         check_collective(q=q, k=k, v=v)
-        if partition is None:
-            lengths = [q.size(1)] * ring.world_size
-            order, layout = list(range(ring.world_size)), "zigzag"
+        if partition is None and ring.world_size == 1:
+            lengths, order, layout = [q.size(1)], [0], "zigzag"
         else:
-            lengths, order, layout = partition_arguments(partition)
+            lengths, order, layout = partition_arguments(check_partition(partition, ring))
         scale = finite_scale(scale, q)
         depth = check_int64_or_none("depth", depth, least=1)
         causal = check_flag("causal", causal)
@@ -200,7 +209,7 @@ def block_attention(
 
     Raises:
         ValueError: an argument that breaks a rule above, inputs that require grad under grad mode,
-            DTensors, ``torch.vmap``, keywords of ``scaled_dot_product_attention``.
+            DTensors, ``torch.vmap``, keywords of other packages, as in :func:`ring_attention`.
 
     The tiled computation with running maximum and sum is FlashAttention (Dao et al.,
     https://arxiv.org/abs/2205.14135).
@@ -341,7 +350,7 @@ def rotate_kv(
         check_tensors(kv=kv)
         check_dims("kv", kv, "[2, B, S_r, H_kv, D]")
         check_collective(kv=kv)
-        lengths, order, _ = partition_arguments(partition)
+        lengths, order, _ = partition_arguments(check_partition(partition, ring))
         check_transport(transport)
     except Exception as error:
         tell_peers(ring, error)

@@ -15,7 +15,8 @@ class RingAttention(nn.Module):
     model, without parameters.
 
     Args:
-        group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group.
+        group: as in :func:`ringattn.ring_attention`; None is looked up in each call.
+        partition: who owns which tokens, for calls without a partition of their own.
         causal: a query sees the keys at its own and at earlier positions.
         scale: of the scores; None means ``1 / sqrt(D)``.
         transport: how blocks travel, see :func:`ringattn.ring_attention`.
@@ -25,8 +26,8 @@ class RingAttention(nn.Module):
     alive that is destroyed.
 
     Raises:
-        ValueError: ``attn_mask``, ``dropout_p``, ``is_causal`` or ``enable_gqa``, here or in the
-            call; the other ranks of the group get an error from their next call.
+        ValueError: keywords of other packages, as in :func:`ringattn.ring_attention`, here or in
+            the call; the other ranks of the group get an error from their next call.
 
     The method is ring attention (Liu et al., https://arxiv.org/abs/2310.01889).
     """
@@ -35,6 +36,7 @@ class RingAttention(nn.Module):
         self,
         group: Group = None,
         *,
+        partition: Partition | None = None,
         causal: bool = True,
         scale: float | None = None,
         transport: str = "auto",
@@ -45,6 +47,7 @@ class RingAttention(nn.Module):
         if refused:
             refuse_keywords("RingAttention", resolve_group(group), refused)
         self._group = keep(group)
+        self.partition = partition
         self.causal = causal
         self.scale = scale
         self.transport = transport
@@ -69,15 +72,17 @@ class RingAttention(nn.Module):
         **refused: object,
     ) -> torch.Tensor:
         """out ``[B, S_r, H, D]`` of this rank's queries, in the dtype of ``q``. Collective; shapes
-        and errors as in :func:`ringattn.ring_attention`."""
+        and errors as in :func:`ringattn.ring_attention`. ``partition``, where it is given, comes
+        before the module's own."""
         ring = self.ring
         refuse_keywords("RingAttention.forward", ring, refused)
         options = (self.causal, self.scale, self.transport, self.depth)
+        partition = self.partition if partition is None else partition
         out, _ = attend(ring, q, k, v, partition, *options)
         return out
 
     def extra_repr(self) -> str:
         return (
-            f"causal={self.causal}, scale={self.scale}, "
+            f"partition={self.partition}, causal={self.causal}, scale={self.scale}, "
             f"transport={self.transport!r}, depth={self.depth}"
         )

@@ -352,8 +352,24 @@ def _check_dim(name: str, x: torch.Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
+def check_partition(partition: Partition | None, ring: Ring) -> Partition:
+    """The partition of a call on ``ring``, or a ValueError that says what to write."""
+    if isinstance(partition, Partition):
+        return partition
+    rank, world_size = ring.rank, ring.world_size
+    if partition is None:
+        raise ValueError(
+            f"partition must say which tokens each of the {world_size} ranks owns, got None: pass "
+            f"ringattn.Partition.even(S, {world_size}), S the tokens of the whole sequence; its "
+            f"shard(x, {rank}) gives the rows of rank {rank}, x.chunk({world_size}, 1)[{rank}] "
+            "does not"
+        )
+    got = f"got {type(partition).__name__}"
+    if isinstance(partition, (list, tuple)):
+        got += f": pass ringattn.Partition.zigzag({list(partition)})"
+    raise ValueError(f"partition must be a Partition, {got}")
+
+
 def partition_arguments(partition: Partition) -> tuple[list[int], list[int], str]:
     """What the operators take of a partition: lengths, order, layout."""
-    if not isinstance(partition, Partition):
-        raise ValueError(f"partition must be a Partition, got {type(partition).__name__}")
     return list(partition.lengths), list(partition.order), partition.layout

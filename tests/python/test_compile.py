@@ -48,10 +48,15 @@ def test_a_compiled_ring_has_the_same_bits_and_new_lengths_do_not_recompile(ring
         assert num_compiled <= 3
 
 
-def compiled_defaults(rows: list[int]) -> int:
+def compiled_even_shares(rows: list[int]) -> int:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(ringattn.RingAttention(), fullgraph=True, backend=counter)
+    attention, size = ringattn.RingAttention(), this().world_size
+
+    def attend(q, k, v):
+        return attention(q, k, v, Partition.even(q.size(1) * size, size))
+
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
     for number in rows:
         partition = Partition.even(number * this().world_size, this().world_size)
         q, k, v = Case(partition).local_inputs()
@@ -59,19 +64,20 @@ def compiled_defaults(rows: list[int]) -> int:
     return counter.frame_count
 
 
-def test_the_default_partition_is_compiled_for_any_length(ring):
-    assert max(ring.run(compiled_defaults, [5, 6, 9, 20, 31])) <= 2
+def test_an_even_partition_made_inside_is_compiled_for_any_length(ring):
+    assert max(ring.run(compiled_even_shares, [5, 6, 9, 20, 31])) <= 2
 
 
 def compiled_on_a_mesh() -> None:
     torch._dynamo.reset()
     mesh = dist.device_mesh.init_device_mesh(this().device.type, (this().world_size,))
     group = dist.new_group(list(range(this().world_size)))
-    q, k, v = Case(Partition.even(8 * this().world_size, this().world_size)).local_inputs()
-    expected = ringattn.ring_attention(q, k, v)
+    partition = Partition.even(8 * this().world_size, this().world_size)
+    q, k, v = Case(partition).local_inputs()
+    expected = ringattn.ring_attention(q, k, v, partition)
     for given in (mesh, group):
         compiled = torch.compile(
-            lambda q, k, v, given=given: ringattn.ring_attention(q, k, v, group=given),
+            lambda q, k, v, given=given: ringattn.ring_attention(q, k, v, partition, group=given),
             fullgraph=True,
             backend="aot_eager",
         )
@@ -238,16 +244,16 @@ WRONG_SHAPES = [
     ({"v": (2, 6, 4, 16)}, "v must have as many heads as k, 2, got 4"),
     ({"k": (1, 6, 2, 16)}, "k must have the batch size of q, 2, got 1"),
     (dict.fromkeys("qkv", (2, 6, 2, 12)), "the head dimension must be a multiple of 8 from 8 to"),
+    (
+        {"q": (2, 4, 1, 16), "k": (2, 2, 6, 16), "v": (2, 2, 6, 16)},
+        "key heads, 6, got 1; these look like [B, H, S, D]: pass transpose(1, 2) of q, k and v",
+    ),
     (dict.fromkeys("qkv", (2, 6, 2, 264)), "from 8 to 256, got 264"),
     ({"v": torch.half}, "v must have the dtype of q, torch.float32, got torch.float16"),
     ({"k": torch.bfloat16}, "k must have the dtype of q, torch.float32, got torch.bfloat16"),
     ({"q": torch.float64}, "k must have the dtype of q, torch.float64, got torch.float32"),
 ]
 
-    (
-        {"q": (2, 4, 1, 16), "k": (2, 2, 6, 16), "v": (2, 2, 6, 16)},
-        "key heads, 6, got 1; these look like [B, H, S, D]: pass transpose(1, 2) of q, k and v",
-    ),
 
 def of_shapes(changes: dict[str, Any]) -> list[torch.Tensor]:
     shapes = {"q": (2, 6, 4, 16), "k": (2, 6, 2, 16), "v": (2, 6, 2, 16)}

@@ -62,6 +62,8 @@ def wrong_on_one_rank(kind: str, culprit: int, seed: int) -> None:
             options["transport"] = "pigeon"
         elif kind == "partition":
             partition = list(case.partition.lengths)
+        elif kind == "no partition":
+            partition = None
         elif kind == "world size":
             partition = Partition.even(case.partition.seq_len, size + 1)
         else:
@@ -79,8 +81,9 @@ MISTAKES = {
     "depth": "depth must be",
     "scale": "scale must be finite",
     "transport": "transport must be",
-    "partition": "partition must be a Partition",
-    "world size": "lengths must have one entry",
+    "partition": "partition must be a Partition, got list: pass ringattn.Partition.zigzag([",
+    "no partition": "partition must say which tokens each of the ",
+    "world size": "partition must have the ",
 }
 
 
@@ -125,8 +128,9 @@ def test_the_same_mistake_on_all_ranks_fails_all_of_them(shared_ring):
 
 
 def wrong_on_all_ranks() -> None:
+    partition = even(this().world_size).partition
     q, k, v = even(this().world_size).local_inputs()
-    ringattn.ring_attention(q, k, v, scale=float("inf"))
+    ringattn.ring_attention(q, k, v, partition, scale=float("inf"))
 
 
 # ---- the ranks disagree: all of them get an error, and the group works on ---------------------
@@ -136,10 +140,11 @@ def disagree(about: str, rows: int = 8) -> None:
     size, rank = this().world_size, this().rank
     case = even(size, rows)
     if rank == 1:
+        longer, order = [rows] * (size - 1) + [rows + 1], [1, 0, 2, 3][:size]
         case = {
-            "lengths": replace(case, partition=Partition.zigzag([rows] * (size - 1) + [rows + 1])),
-            "order": replace(case, partition=Partition.zigzag([rows] * size, [1, 0, 2, 3][:size])),
-            "layout": replace(case, partition=Partition.contiguous([rows] * size)),
+            "partition.lengths": replace(case, partition=Partition.zigzag(longer)),
+            "partition.order": replace(case, partition=Partition.zigzag([rows] * size, order)),
+            "partition.layout": replace(case, partition=Partition.contiguous([rows] * size)),
             "dtype": replace(case, dtype=torch.bfloat16),
             "query heads": replace(case, num_heads=8),
             "key heads": replace(case, num_kv_heads=4),
@@ -158,8 +163,8 @@ def disagree(about: str, rows: int = 8) -> None:
 
 
 SUBJECTS = [
-    *("lengths", "order", "layout", "dtype", "batch size", "query heads", "key heads"),
-    *("head dimension", "causal", "scale", "operator"),
+    *("partition.lengths", "partition.order", "partition.layout", "dtype", "batch size"),
+    *("query heads", "key heads", "head dimension", "causal", "scale", "operator"),
 ]
 
 

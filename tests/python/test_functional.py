@@ -62,7 +62,8 @@ def test_everything_public_is_documented(thing):
         (ringattn.synchronize, "(group=None)"),
         (
             ringattn.RingAttention.__init__,
-            "(self, group=None, *, causal=True, scale=None, transport='auto', depth=None)",
+            "(self, group=None, *, partition=None, causal=True, scale=None, transport='auto', "
+            "depth=None)",
         ),
         (ringattn.RingAttention.forward, "(self, q, k, v, partition=None)"),
     ],
@@ -78,7 +79,9 @@ def test_signatures_are_fixed(function, expected):
 
 
 def test_the_module_holds_its_options():
-    attention = ringattn.RingAttention(causal=False, scale=0.5, depth=2)
+    partition = Partition.even(6, 1)
+    attention = ringattn.RingAttention(partition=partition, causal=False, scale=0.5, depth=2)
+    assert f"partition={partition}" in repr(attention)
     assert "causal=False" in repr(attention) and "scale=0.5" in repr(attention)
     assert list(attention.parameters()) == [] and attention.state_dict() == {}
     q, k, v = operands()
@@ -105,7 +108,7 @@ ATTENTION_RULES = [
     ({"q": torch.randn(6, 4, 16)}, "q must be .*, got shape"),
     ({"q": [1.0]}, "q must be a tensor, got list"),
     ({"k": None}, "k must be a tensor, got NoneType"),
-    ({"k": torch.randn(2, 6, 16)}, "k must have 4 dimensions"),
+    ({"k": torch.randn(2, 6, 16)}, r"k must be \[B, S, H_kv, D\], got shape \[2, 6, 16\]"),
     ({"q": torch.randn(2, 6, 5, 16)}, "query heads must be a multiple .* 2, got 5"),
     ({"q": torch.randn(2, 6, 0, 16)}, "at least one head"),
     ({"k": torch.randn(2, 6, 2, 24)}, "k must have the head dimension of q, 16, got 24"),
@@ -252,10 +255,13 @@ def test_scales_of_numpy_are_numbers() -> None:
         ({"depth": True}, "depth must be an integer or None, got True"),
         ({"depth": 2**63}, "depth must fit into 64 bits, got 9223372036854775808"),
         ({"scale": True}, "scale must be a number, got True"),
-        ({"partition": (6,)}, "partition must be a Partition, got tuple"),
+        (
+            {"partition": (6,)},
+            r"partition must be a Partition, got tuple: pass ringattn\.Partition\.zigzag\(\[6\]\)$",
+        ),
         ({"partition": Partition.even(5, 1)}, "q must have the 5 rows .* got 6"),
-        ({"partition": Partition.even(12, 2)}, "lengths must have one entry .* got 2"),
-        ({"group": "world"}, "group must be a ProcessGroup, .* got str"),
+        ({"partition": Partition.even(12, 2)}, "partition must have the 1 ranks .* got 2"),
+        ({"group": "world"}, "group must be a ProcessGroup, .* or \"single\", got 'world'"),
         (
             {"group": torch.distributed.GroupMember.NON_GROUP_MEMBER},
             "group must contain this process",
@@ -299,11 +305,12 @@ def test_the_module_refuses_by_name(name, value):
 def refuse_in_the_module(where: str) -> str:
     rows = {"constructor": 31, "call": 32}[where]  # what is known already is not compared again
     q, k, v = (torch.zeros(1, rows, heads, 16) for heads in (4, 2, 2))
+    partition = Partition.even(rows * this().world_size, this().world_size)
     wrong = {"dropout_p": 0.1} if this().rank == 1 else {}
     with pytest.raises(ValueError) as error:
         attention = ringattn.RingAttention(**(wrong if where == "constructor" else {}))
-        attention(q, k, v, **wrong)
-    assert ringattn.RingAttention()(q, k, v).shape == q.shape
+        attention(q, k, v, partition, **wrong)
+    assert ringattn.RingAttention()(q, k, v, partition).shape == q.shape
     return str(error.value)
 
 

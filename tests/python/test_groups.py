@@ -16,12 +16,11 @@ import pytest
 import ringattn
 import torch
 import torch.distributed as dist
-from _distributed import RankPool, this
+from _distributed import RankPool, fake_default_group, this
 from _rings import Case
 from ringattn import _C, Partition
 from ringattn.models import LLaMA, LLaMAConfig
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def even(world_size: int, rows: int = 6, **options) -> Case:
@@ -124,8 +123,8 @@ def names_are_reused(num_times: int) -> None:
         assert dist.group.WORLD.group_name == name
         case = even(world, rows=5 + number)
         q, k, v = (case.partition.shard(x, rank) for x in case.inputs("cpu"))
-        out = ringattn.ring_attention(q, k, v)
-        assert torch.equal(module(q, k, v), out)
+        out = ringattn.ring_attention(q, k, v, case.partition)
+        assert torch.equal(module(q, k, v, case.partition), out)
         q, k, v = case.inputs("cpu")
         expected, _ = ringattn.block_attention(q, k, v, diagonal=0)
         torch.testing.assert_close(out, case.partition.shard(expected, rank), rtol=0, atol=4e-6)
@@ -140,9 +139,9 @@ def a_name_means_other_ranks() -> None:
     """What was given one group does not go on with another of the same name."""
     old = dist.new_group([0, 1, 2])
     module = ringattn.RingAttention(old)
-    q, k, v = even(3).local_inputs()
+    q, k, v, partition = ring_inputs()
     with torch.no_grad():
-        module(q, k, v)
+        module(q, k, v, partition)
     rank = this().rank
     mesh = dist.device_mesh.init_device_mesh("cpu", (3,))
     dist.destroy_process_group()
@@ -177,7 +176,7 @@ def without_a_backend() -> None:
     message = "group must have a backend for tensors on cpu, got one that has none"
     for _ in range(2):
         for call in (
-            lambda: ringattn.ring_attention(q, k, v, group=group),
+            lambda: ringattn.ring_attention(q, k, v, partition, group=group),
             lambda: ringattn.decode_attention(q[:, :1], k, v, group=group),
             lambda: ringattn.rotate_kv(kv, partition, group=group),
             lambda: partition.gather(q, group),
@@ -206,7 +205,7 @@ def two_threads_use_a_group_first() -> None:
             with ThreadPoolExecutor(4) as threads:
                 for used in [threads.submit(use) for _ in range(4)]:
                     used.result()
-        ringattn.ring_attention(x, x, x, group=group)
+        ringattn.ring_attention(x, x, x, Partition.even(4 * size, size), group=group)
         dist.destroy_process_group(group)
 
 
@@ -220,7 +219,8 @@ def one_rank_asks_alone() -> bool:
     ringattn.synchronize(group)
     counted = store.check([f"ringattn/{this().rank}"])
     x = torch.zeros(1, 4, 1, 8)
-    ringattn.ring_attention(x, x, x, group=group)
+    size = this().world_size
+    ringattn.ring_attention(x, x, x, Partition.even(4 * size, size), group=group)
     assert store.check([f"ringattn/{this().rank}"])
     dist.destroy_process_group(group)
     return counted
@@ -233,12 +233,9 @@ def test_asking_alone_does_not_count_as_a_group_of_the_store(rank_pool):
 
 def test_groups_without_messages_or_clonable_stores_are_refused() -> None:
     x = torch.zeros(1, 4, 1, 8)
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        with pytest.raises(ValueError, match="group must have a store that can be cloned, got one"):
-            ringattn.ring_attention(x, x, x)
-    finally:
-        dist.destroy_process_group()
+    message = "group must have a store that can be cloned, got one"
+    with fake_default_group(), pytest.raises(ValueError, match=message):
+        ringattn.ring_attention(x, x, x, Partition.even(8, 2))
 
 
 TINY = LLaMAConfig(src_vocab_size=16, emb_dim=16, nlayers=1, nheads=2, hidden_dim=8)
@@ -273,7 +270,8 @@ def a_module_is_copied(make: Callable, args: Callable) -> None:
 
 
 def ring_inputs() -> tuple[torch.Tensor, ...]:
-    return even(this().world_size).local_inputs()
+    case = even(this().world_size)
+    return (*case.local_inputs(), case.partition)
 
 
 def token_ids() -> tuple[torch.Tensor]:
@@ -327,14 +325,14 @@ def test_meshes_have_ranks_in_any_order(rank_pool):
 
 
 def a_module_is_made_while_compiling() -> None:
-    q, k, v = even(this().world_size).local_inputs()
+    q, k, v, partition = ring_inputs()
     make = torch.compile(
-        lambda q: ringattn.RingAttention(dist.group.WORLD)(q, k, v),
+        lambda q: ringattn.RingAttention(dist.group.WORLD)(q, k, v, partition),
         fullgraph=True,
         backend="aot_eager",
     )
     with torch.no_grad():
-        assert torch.equal(make(q), ringattn.ring_attention(q, k, v))
+        assert torch.equal(make(q), ringattn.ring_attention(q, k, v, partition))
 
 
 def test_a_module_can_be_made_while_compiling(rank_pool):

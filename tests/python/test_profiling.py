@@ -14,7 +14,7 @@ import pytest
 import ringattn
 import torch
 from _distributed import RankPool, this
-from ringattn import AttentionTile, RankProfile, _devices, _speeds, testing
+from ringattn import AttentionTile, Partition, RankProfile, _devices, _speeds, testing
 from ringattn._clock import Spread
 from ringattn.profiling import RankMeasurement, equalize
 
@@ -111,11 +111,12 @@ def test_attention_is_as_fast_as_in_the_ring(rank_pool: Callable[..., RankPool])
 
 
 def measure_for_longer_on_the_last_rank() -> str:
-    x = torch.zeros(1, 4, 1, 16)
-    ringattn.ring_attention(x, x, x)
+    x, size = torch.zeros(1, 4, 1, 16), this().world_size
+    partition = Partition.even(4 * size, size)
+    ringattn.ring_attention(x, x, x, partition)
     with pytest.raises(ValueError) as error:
         ringattn.measure_profiles(**SMALL | {"seconds": 0.01 * (1 + this().rank)}, device="cpu")
-    ringattn.ring_attention(x, x, x)
+    ringattn.ring_attention(x, x, x, partition)
     return str(error.value)
 
 

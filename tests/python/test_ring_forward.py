@@ -62,21 +62,23 @@ def test_long_uneven_sequences(ring, layout):
     check_ring(ring, Case(Partition(layout, tuple(lengths)), torch.bfloat16, batch=1))
 
 
-def call_with_defaults(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def call_with_a_partition(rows: int) -> tuple[torch.Tensor, ...]:
     partition = Partition.even(rows * this().world_size, this().world_size)
     q, k, v = Case(partition).local_inputs()
     return (
-        ringattn.ring_attention(q, k, v),
         ringattn.ring_attention(q, k, v, partition),
-        ringattn.RingAttention()(q, k, v),
+        ringattn.RingAttention()(q, k, v, partition),
+        ringattn.RingAttention(partition=partition)(q, k, v),
+        ringattn.RingAttention(partition=Partition.zigzag([3]))(q, k, v, partition),
     )
 
 
-def test_no_partition_is_the_even_zigzag(ring):
+def test_a_module_takes_its_own_partition_or_that_of_the_call(ring):
     case = Case(Partition.even(8 * ring.world_size, ring.world_size))
-    for default, explicit, module in ring.run(call_with_defaults, 8):
-        assert torch.equal(default, explicit) and torch.equal(default, module)
-    outs = [outs[0] for outs in ring.run(call_with_defaults, 8)]
+    results = ring.run(call_with_a_partition, 8)
+    for function, *modules in results:
+        assert all(torch.equal(function, module) for module in modules)
+    outs = [outs[0] for outs in results]
     q, k, v = case.inputs("cpu")
     out = case.partition.unshard(outs)
     check_attention(

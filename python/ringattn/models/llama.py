@@ -25,7 +25,7 @@ from ringattn.models.cache import ShardedKVCache
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.rope import RotaryEmbedding, Rotation, rotate
 from ringattn.modules import RingAttention
-from ringattn.partition import Partition
+from ringattn.partition import Partition, check_partition
 
 
 class LLaMAAttention(nn.Module):
@@ -263,7 +263,8 @@ class LLaMA(nn.Module):
         Args:
             token_ids: int64, the whole sequence ``[B, S]`` on every rank, or with ``sharded`` this
                 rank's tokens ``[B, S_r]`` in position order.
-            partition: who owns which tokens; None is the even zigzag partition.
+            partition: who owns which tokens; None is the even zigzag partition, and with
+                ``sharded`` an error where there is more than one rank.
             sharded: whether ``token_ids`` are this rank's own already.
 
         Raises:
@@ -355,19 +356,22 @@ class LLaMA(nn.Module):
         Raises:
             ValueError: as in :meth:`forward`.
         """
-        _, rank, world_size, _ = self.ring
+        ring = self.ring
+        rank, world_size = ring.rank, ring.world_size
         if not isinstance(token_ids, torch.Tensor) or token_ids.dim() != 2:
             got = getattr(token_ids, "shape", type(token_ids).__name__)
             raise ValueError(f"token_ids must be a tensor [B, S], got {got}")
         if token_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"token_ids must be int64 or int32, got {token_ids.dtype}")
         given = token_ids.size(1)
-        if partition is None:
-            partition = Partition.even(given * world_size if sharded else given, world_size)
-        if not isinstance(partition, Partition):
-            raise ValueError(f"partition must be a Partition, got {type(partition).__name__}")
+        if partition is None and (world_size == 1 or not sharded):
+            partition = Partition.even(given, world_size)
+        partition = check_partition(partition, ring)
         if partition.world_size != world_size:
-            raise ValueError(f"partition must have {world_size} ranks, got {partition.world_size}")
+            raise ValueError(
+                f"partition must have the {world_size} ranks of the group, "
+                f"got {partition.world_size}"
+            )
         expected = partition.lengths[rank] if sharded else partition.seq_len
         if given != expected:
             raise ValueError(
