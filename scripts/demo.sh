@@ -32,7 +32,7 @@ if [[ ! "$bytes" =~ ^[1-9][0-9]*$ ]]; then
 fi
 
 # shellcheck source=scripts/setup.sh
-. scripts/setup.sh test # sourced without, it would take this script's arguments for extras
+. scripts/setup.sh none library
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 python examples/demo_prompt.py --bytes "$bytes" >"$folder/prompt.txt"

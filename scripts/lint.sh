@@ -26,23 +26,12 @@ case "${1:-}" in
 esac
 files=("$@")
 
+# shellcheck source=scripts/setup_tools.sh
+. scripts/setup_tools.sh
+
 have() {
   command -v "$1" >/dev/null && return
   echo "lint: $1 is not installed ($2)" >&2
-  return 1
-}
-
-# Version 14 formats this tree: others differ in details.
-clang_format() {
-  local name
-  for name in clang-format-14 clang-format; do
-    if "$name" --version 2>/dev/null | grep -q 'version 14\.'; then
-      echo "$name"
-      return
-    fi
-  done
-  echo "lint: clang-format 14 is not installed (apt install clang-format-14, or" \
-    "pip install clang-format==14.0.6)" >&2
   return 1
 }
 
@@ -50,7 +39,10 @@ native_sources() { find csrc tests/cpp benchmarks -name '*.h' -o -name '*.cpp' -
 
 run_clang_format() {
   local program mode=(--dry-run -Werror)
-  program="$(clang_format)"
+  if ! program="$(ringattn_find_clang_format)"; then
+    echo "lint: clang-format 14 is not installed (scripts/test.sh lint installs it)" >&2
+    return 1
+  fi
   [ -n "$fix" ] && mode=(-i)
   if [ ${#files[@]} -eq 0 ]; then
     mapfile -t files < <(native_sources)
@@ -60,7 +52,7 @@ run_clang_format() {
 }
 
 run_ruff() {
-  have ruff "pip install --no-build-isolation '.[lint]'"
+  have ruff "scripts/test.sh lint installs it"
   local paths=("${files[@]}")
   [ ${#paths[@]} -eq 0 ] && paths=(.)
   if [ -n "$fix" ]; then
@@ -73,7 +65,7 @@ run_ruff() {
 }
 
 run_mypy() {
-  have mypy "pip install --no-build-isolation '.[lint]'"
+  have mypy "scripts/test.sh lint installs it"
   mypy --no-error-summary
 }
 

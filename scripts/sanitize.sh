@@ -12,7 +12,7 @@ if [ $# -gt 0 ]; then
 fi
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
-. scripts/setup.sh test
+. scripts/setup.sh none library catch2
 
 build=build/sanitize
 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DRINGATTN_CUDA=OFF \

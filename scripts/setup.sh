@@ -1,123 +1,114 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Puts a working ringattn into the active environment: `. scripts/setup.sh [extras]`, extras as in
-# pyproject.toml ("test" unless told, "test,lint" adds the lint tools).
+# Puts a working ringattn into the active environment: `. scripts/setup.sh [extras [thing...]]`
+#   extras  as in pyproject.toml, comma-separated ("test" unless given), or "none"
+#   thing   library (unless given), toolchain, catch2, clang-format, clang-tidy: what is needed beside them
 #
-# An active venv or conda environment is used as it is; otherwise a `.venv` beside this checkout is made.
-# A second run costs two seconds, and no network is touched when everything is there already.
+# An active venv or conda environment is used as it is, and its torch is never replaced; otherwise a
+# `.venv` beside this checkout is made. What is missing comes from the system's package manager (as root or
+# with passwordless sudo), else from the index of Python packages, else from its pinned source. A second run
+# takes two seconds and no network.
 
+ringattn_usage="usage: . scripts/setup.sh [extras [thing...]]"
 case "${1:-}" in
   -h | --help)
-    sed -n '4,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '4,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     # shellcheck disable=SC2317
     return 0 2>/dev/null || exit 0
     ;;
   -*)
-    echo "setup: extras must be as in pyproject.toml, got $1; usage: . scripts/setup.sh [extras]" >&2
+    echo "setup: extras must be as in pyproject.toml, got $1; $ringattn_usage" >&2
     # shellcheck disable=SC2317
     return 2 2>/dev/null || exit 2
     ;;
 esac
+for ringattn_thing in "${@:2}"; do
+  case "$ringattn_thing" in
+    library | toolchain | catch2 | clang-format | clang-tidy) ;;
+    *)
+      echo "setup: thing must be of library, toolchain, catch2, clang-format, clang-tidy," \
+        "got $ringattn_thing; $ringattn_usage" >&2
+      # shellcheck disable=SC2317
+      return 2 2>/dev/null || exit 2
+      ;;
+  esac
+done
 
-ringattn_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-ringattn_extras="${1:-test}"
+# shellcheck source=scripts/setup_tools.sh
+. "$(dirname "${BASH_SOURCE[0]}")/setup_tools.sh"
 
-ringattn_say() { printf 'setup: %s\n' "$*" >&2; }
-
-# Runs a command quietly; on failure shows what it said.
-ringattn_quietly() {
-  local log="$ringattn_root/build/setup.log"
-  mkdir -p "$ringattn_root/build"
-  if ! "$@" >"$log" 2>&1; then
-    tail -n 60 "$log" >&2
-    ringattn_say "failed: $* (whole log: build/setup.log)"
+# Makes `python` and `pip` those of the environment to use.
+ringattn_activate() {
+  local prefix="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" interpreter inherit=()
+  if [ -n "$prefix" ]; then
+    python - "$prefix" <<'PYTHON' && return
+import os, pip, sys
+sys.exit(sys.version_info < (3, 10) or not os.path.samefile(sys.prefix, sys.argv[1]))
+PYTHON
+    ringattn_say "python must be the one of the active environment $prefix, 3.10 or newer and with pip," \
+      "got $(command -v python || echo none) ($(python --version 2>&1)); deactivate to get a .venv"
     return 1
   fi
-}
-
-# A Python >= 3.10 that can build extensions: it has its headers and can make environments.
-ringattn_find_python() {
-  local candidate
-  for candidate in python3 /usr/bin/python3 python3.12 python3.11 python3.10; do
-    if "$candidate" - 2>/dev/null <<'PYTHON'
-import ensurepip, os, sys, sysconfig, venv
-header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
-sys.exit(not (sys.version_info >= (3, 10) and os.path.exists(header)))
-PYTHON
-    then
-      echo "$candidate"
-      return
-    fi
-  done
-  ringattn_say "no python3 >= 3.10 with headers and venv (Debian, Ubuntu: apt install python3-dev python3-venv)"
-  return 1
-}
-
-# An environment in which `python` and `pip` are the ones to use.
-ringattn_activate() {
-  [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && return
-  # python3 may live in an environment that nobody activated by name.
+  # python3 may live in an environment that its variables do not name.
   if python3 -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' 2>/dev/null; then
     PATH="$(python3 -c 'import sys; print(sys.prefix)')/bin:$PATH"
     return
   fi
   if [ ! -x "$ringattn_root/.venv/bin/pip" ]; then
-    local interpreter inherit=()
-    interpreter="$(ringattn_find_python)" || return 1
-    # A torch that the system brings is used, not downloaded a second time.
+    ringattn_need python && interpreter="$(ringattn_find_python)" || return 1
+    # A torch of the system is used, not downloaded a second time.
     "$interpreter" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' &&
       inherit=(--system-site-packages)
-    ringattn_say "making .venv with $("$interpreter" --version)"
-    ringattn_quietly "$interpreter" -m venv ${inherit[@]+"${inherit[@]}"} "$ringattn_root/.venv" ||
-      return 1
+    ringattn_progress_or_log venv "setup: making .venv with $("$interpreter" --version)" \
+      "$interpreter" -m venv ${inherit[@]+"${inherit[@]}"} "$ringattn_root/.venv" || return 1
   fi
   # shellcheck disable=SC1091
   . "$ringattn_root/.venv/bin/activate"
 }
 
-# Installs requirements unless all of them are met: `ringattn_require 'torch>=2.11,<2.12' ninja`.
-ringattn_require() {
-  python - "$@" 2>/dev/null <<'PYTHON' && return
+# Prints the requirements of pyproject.toml that the environment does not meet, one a line: those to run
+# ringattn, to build it and of the extras.
+ringattn_unmet() {
+  python - "$ringattn_root/pyproject.toml" "$ringattn_extras" <<'PYTHON'
 import importlib.metadata, sys
 from pip._vendor.packaging.requirements import Requirement
-for requirement in map(Requirement, sys.argv[1:]):
-    version = importlib.metadata.version(requirement.name)
-    if not requirement.specifier.contains(version, prereleases=True):
-        sys.exit(1)
-PYTHON
-  ringattn_say "installing $*"
-  ringattn_quietly python -m pip install "$@"
-}
-
-# Version 4 refuses the older projects that CMake may have to fetch.
-ringattn_require_cmake() {
-  local version
-  version="$(cmake --version 2>/dev/null | awk 'NR == 1 {print $3}')"
-  printf '3.25\n%s\n' "$version" | sort --check=quiet --version-sort ||
-    ringattn_require 'cmake>=3.25,<4'
-}
-
-# Installs what the chosen extras ask for and is not there.
-ringattn_install_extras() {
-  local unmet
-  mapfile -t unmet < <(
-    python - "$ringattn_extras" <<'PYTHON'
-import importlib.metadata, sys
-from pip._vendor.packaging.requirements import Requirement
-for requirement in map(Requirement, importlib.metadata.requires("ringattn") or ()):
-    if not any(requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-               for extra in sys.argv[1].split(",")):
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+with open(sys.argv[1], "rb") as file:
+    pyproject = tomllib.load(file)
+extras = pyproject["project"]["optional-dependencies"]
+wanted = [*pyproject["build-system"]["requires"], *pyproject["project"]["dependencies"]]
+for name in sys.argv[2].split(","):
+    if name not in (*extras, "none"):
+        sys.exit(f"setup: extras must be of none, {', '.join(extras)}, got {name}")
+    wanted += extras.get(name, [])
+for requirement in map(Requirement, wanted):
+    # The first is a tool that the system may have; the second serves commits, not scripts.
+    if requirement.name in ("clang-format", "pre-commit"):
         continue
     try:
         version = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
         version = None
     if version is None or not requirement.specifier.contains(version, prereleases=True):
-        print(f"{requirement.name}{requirement.specifier}")
+        print(requirement)
+        if requirement.name == "torch" and version is not None:
+            sys.exit(f"setup: torch must be {requirement.specifier}, got {version} in {sys.prefix}; "
+                     f"type: pip install '{requirement}'")
 PYTHON
-  )
-  [ ${#unmet[@]} -eq 0 ] || ringattn_require "${unmet[@]}"
+}
+
+ringattn_install_requirements() {
+  local unmet
+  unmet="$(ringattn_unmet)" || return 1
+  [ -z "$unmet" ] && return
+  mapfile -t unmet <<<"$unmet"
+  ringattn_from_index "${unmet[@]}" && return
+  tail -n 60 "$ringattn_root/build/index.log" >&2
+  return 1
 }
 
 # What the installed library was built from, and with what.
@@ -146,8 +137,8 @@ ringattn_build_dir() {
   python -c 'import sys; print("build/cmake-" + sys.implementation.cache_tag)'
 }
 
-ringattn_install() {
-  local stamp fingerprint minutes="minutes"
+ringattn_install_library() {
+  local stamp fingerprint kernels=""
   stamp="$(python -c 'import sys; print(sys.prefix)')/ringattn.stamp"
   fingerprint="$(ringattn_fingerprint)" || return 1
   if [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ] &&
@@ -155,29 +146,39 @@ ringattn_install() {
     return
   fi
   if [ "${RINGATTN_CUDA:-}" != OFF ] && command -v nvcc >/dev/null; then
-    minutes+=": kernels for several architectures"
+    kernels=" with kernels for several architectures"
   fi
-  ringattn_say "building ringattn (the first time takes $minutes)"
   # Kernels compile through a launcher that keeps what ptxas says, for scripts/check_spills.py.
-  ringattn_quietly python -m pip install --no-build-isolation \
+  ringattn_progress_or_log ringattn "setup: building ringattn$kernels" \
+    python -m pip install --verbose --no-build-isolation --no-deps \
     --config-settings=cmake.define.RINGATTN_PTXAS_VERBOSE=ON \
     --config-settings=cmake.define.CMAKE_CUDA_COMPILER_LAUNCHER="python3;$ringattn_root/scripts/record_ptxas.py" \
-    --editable "${ringattn_root}[${ringattn_extras}]" || return 1
+    --editable "$ringattn_root" || return 1
   echo "$fingerprint" >"$stamp"
 }
 
 ringattn_setup() {
-  ringattn_activate &&
-    ringattn_require 'torch>=2.11,<2.12' &&
-    ringattn_require 'scikit-build-core>=0.10' ninja &&
-    ringattn_require_cmake &&
-    (cd "$ringattn_root" && ringattn_install) &&
-    ringattn_install_extras &&
-    ringattn_say "ready: $(python --version), torch $(python -c \
-      'import importlib.metadata as m; print(m.version("torch"))')"
+  local thing tools=()
+  ringattn_extras="${1:-test}"
+  [ $# -gt 1 ] || set -- "$ringattn_extras" library
+  for thing in "${@:2}"; do
+    case "$thing" in
+      library | toolchain) tools=(headers compiler cmake ninja ${tools[@]+"${tools[@]}"}) ;;
+      *) tools+=("$thing") ;;
+    esac
+  done
+  ringattn_activate || return 1
+  for thing in ${tools[@]+"${tools[@]}"}; do ringattn_need "$thing" || return 1; done
+  # What only needs a compiler needs none of ringattn's requirements.
+  if [[ "$ringattn_extras" == none && " ${*:2} " != *" library "* ]]; then return; fi
+  ringattn_install_requirements || return 1
+  if [[ " ${*:2} " == *" library "* ]]; then
+    (cd "$ringattn_root" && ringattn_install_library) || return 1
+  fi
+  ringattn_say "ready: $(python --version), torch $(ringattn_torch_version)"
 }
 
-if ! ringattn_setup; then
+if ! ringattn_setup "$@"; then
   # Sourced: the caller decides; run: the exit status says it.
   # shellcheck disable=SC2317
   return 1 2>/dev/null || exit 1
