@@ -5,66 +5,129 @@
 #   lint    clang-format, ruff, mypy, and the rule who includes what
 #   cpp     the C++ tests (Catch2), CUDA kernels compiled where nvcc is
 #   spills  registers and spills of every CUDA kernel
-#   tidy    clang-tidy (minutes; only when named)
 #   python  pytest; what follows `--` goes to it: scripts/test.sh python -- -k partition
-# JUnit files go to build/test-results.
+#   tidy    clang-tidy (minutes; only when named)
+#   oldest  a build for the oldest supported torch and its Python tests, in an environment apart (only when named)
+#   torches the same for every supported torch (an hour; only when named)
+# Parts run beside pytest, and their output is printed in order. JUnit files go to build/test-results.
 
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-parts=()
+all=(lint cpp spills tidy oldest torches python) # the order of their output; pytest's summary comes last
+named=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    lint | cpp | spills | tidy | python) parts+=("$1") ;;
+    lint | cpp | spills | tidy | python | oldest | torches) named+=("$1") ;;
     --) shift && break ;;
-    -h | --help) sed -n '4,10s/^# \{0,1\}//p' "$0" && exit ;;
+    -h | --help) sed -n '4,12s/^# \{0,1\}//p' "$0" && exit ;;
     *)
-      echo "test: part must be of lint, cpp, spills, tidy, python, got $1; usage: scripts/test.sh [part...]" >&2
+      echo "test: part must be of $(IFS=, && echo "${all[*]}" | sed 's/,/, /g'), got $1;" \
+        "usage: scripts/test.sh [part...]" >&2
       exit 2
       ;;
   esac
   shift
 done
-[ ${#parts[@]} -eq 0 ] && parts=(lint cpp spills python)
+[ ${#named[@]} -eq 0 ] && named=(lint cpp spills python)
 pytest_arguments=("$@")
 
-extras="test"
-[[ " ${parts[*]} " == *" lint "* ]] && extras="test,lint"
+parts=() extras="" things=()
+for part in "${all[@]}"; do
+  [[ " ${named[*]} " == *" $part "* ]] || continue
+  parts+=("$part")
+  case "$part" in
+    lint) extras+=,lint things+=(clang-format) ;;
+    cpp) things+=(library catch2) ;;
+    spills) things+=(library) ;;
+    tidy) things+=(library clang-tidy) ;;
+    oldest | torches) things+=(toolchain) ;;
+    python) extras+=,test things+=(library) ;;
+  esac
+done
+extras="${extras#,}"
 # shellcheck source=scripts/setup.sh
-. scripts/setup.sh "$extras" || exit 1
+. scripts/setup.sh "${extras:-none}" "${things[@]}" || exit 1
 build="$(ringattn_build_dir)"
 results="$PWD/build/test-results"
+rm -rf "$results"
 mkdir -p "$results"
 
 run_lint() { scripts/lint.sh; }
 
-run_cpp() {
-  local log=build/cpp.log
-  if ! { cmake -S . -B "$build" -DRINGATTN_BUILD_TESTS=ON && cmake --build "$build"; } >"$log" 2>&1; then
-    tail -n 60 "$log"
-    return 1
-  fi
-  ctest --test-dir "$build" --output-on-failure --output-junit "$results/cpp.xml"
-}
+run_cpp() { ctest --test-dir "$build" --output-on-failure --output-junit "$results/cpp.xml"; }
 
 run_spills() { python scripts/check_spills.py "$build"; }
 
 run_tidy() { scripts/lint.sh clang-tidy; }
 
+run_oldest() { scripts/test_torch.sh --oldest; }
+
+run_torches() { scripts/test_torch.sh --all; }
+
 run_python() {
-  python -m pytest --junit-xml="$results/python.xml" ${pytest_arguments[@]+"${pytest_arguments[@]}"}
+  python -u -m pytest --junit-xml="$results/python.xml" ${pytest_arguments[@]+"${pytest_arguments[@]}"}
 }
 
-failed=()
+build_cpp() { cmake -S . -B "$build" -DRINGATTN_BUILD_TESTS=ON && cmake --build "$build"; }
+
+# Runs parts one after the other, each with its output in a file. A second file says how the part ended.
+run_parts() {  # run_parts PART...
+  local part outcome start
+  for part in "$@"; do
+    outcome=ok start=$SECONDS
+    "run_$part" >"$results/$part.log" 2>&1 || outcome=FAILED
+    echo "$outcome, $((SECONDS - start)) s" >"$results/$part.outcome"
+  done
+}
+
+# Prints the output of all parts in order, each as it grows.
+print_parts() {
+  local part outcome failed=
+  for part in "${parts[@]}"; do
+    echo "== $part"
+    outcome="$results/$part.outcome"
+    {
+      until [ -e "$outcome" ]; do cat && sleep 0.3; done
+      cat
+    } <"$results/$part.log"
+    grep -q ok "$outcome" || failed=1
+    # pytest ends with its own line of results and time: nothing is printed after it when all is well.
+    [ "$part" = python ] && [ -z "$failed" ] || echo "== $part: $(cat "$outcome")"
+  done
+}
+
+# Compiling takes every core and comes before the tests, some of which measure time.
+if [[ " ${parts[*]} " == *" cpp "* ]]; then
+  ringattn_progress_or_log cpp "test: building the C++ tests" build_cpp || run_cpp() { return 1; }
+fi
+
+aside=() front=()
 for part in "${parts[@]}"; do
-  echo "== $part"
-  start=$SECONDS
-  if "run_$part"; then outcome=ok; else outcome=FAILED && failed+=("$part"); fi
-  # pytest ends with its own line of results and time: nothing is printed after it when all is well.
-  if [ "$part" != python ] || [ ${#failed[@]} -gt 0 ]; then
-    echo "== $part: $outcome, $((SECONDS - start)) s"
-  fi
+  : >"$results/$part.log"
+  case "$part" in
+    lint | cpp | spills) aside+=("$part") ;;
+    *) front+=("$part") ;;
+  esac
 done
+set -m # a process group of its own, which ends with this script
+run_parts ${aside[@]+"${aside[@]}"} </dev/null &
+beside=$!
+set +m
+trap 'kill -- "-$beside" 2>/dev/null' EXIT
+trap 'interrupt' INT
+interrupt() {
+  kill -- "-$beside" 2>/dev/null
+  for part in "${parts[@]}"; do
+    [ -e "$results/$part.outcome" ] || echo "FAILED, interrupted" >"$results/$part.outcome"
+  done
+}
+print_parts &
+printer=$!
+run_parts ${front[@]+"${front[@]}"}
+wait "$beside" "$printer"
+
+mapfile -t failed < <(grep -L ok "$results"/*.outcome | sed 's#.*/##; s#\.outcome$##')
 if [ ${#failed[@]} -gt 0 ]; then
   echo "test: failed: ${failed[*]}" >&2
   exit 1
