@@ -28,8 +28,9 @@ CALL_TIMEOUT_S = 60.0
 #: So many ranks may share a GPU where a test needs more than there are.
 RANKS_PER_GPU = int(os.environ.get("RINGATTN_RANKS_PER_GPU", "1"))
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "ringattn"])
+#: Its processes start with these modules imported.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed.tensor", "ringattn"])
 _mps: MPS | None = None
 
 
@@ -175,8 +176,8 @@ class RankPool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._connections, self.processes = [], []
         for rank in range(world_size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
+            ours, theirs = context.Pipe()
+            process = context.Process(
                 target=_serve,
                 args=(
                     *(rank, world_size, device_type, self._store.port, timeout_s),

@@ -5,39 +5,25 @@ import csv
 import ctypes
 import importlib
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import kernel_variants
 import pytest
 import torch
+from _commands import run_command
 from harness import Problem
 from rank_of_ring import MOST_RANKS, RankCall
 from report import KERNEL_VARIABLES, PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, command
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 120
 
 
-def run(*command: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+def run(*command: str, ranks: int = 1) -> None:
+    done = run_command(command, ranks=ranks)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
-
-
-def run_on_two_ranks(*command: str) -> None:
-    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command)
 
 
 def read(stem: Path) -> list[dict[str, str]]:
@@ -69,7 +55,7 @@ def test_attention_benchmark_times_ours_beside_torch_and_all_are_exact(tmp_path:
 def test_ring_benchmark_compares_rings_with_one_device(tmp_path: Path) -> None:
     stem = tmp_path / "ring"
     sizes = ["--seq-lens", "128", "--head-dim", "16"]
-    run_on_two_ranks("benchmarks/ring.py", *SMALL, *HEADS, *sizes, "--out", str(stem))
+    run("benchmarks/ring.py", *SMALL, *HEADS, *sizes, "--out", str(stem), ranks=2)
     rows = {row["what"]: row for row in read(stem)}
     rings = {"ringattn zigzag auto", "ringattn contiguous auto", "zigzag on torch CPU"}
     assert rings < rows.keys()
@@ -81,7 +67,8 @@ def test_ring_benchmark_compares_rings_with_one_device(tmp_path: Path) -> None:
 
 def test_transport_benchmark_receives_what_was_sent(tmp_path: Path) -> None:
     stem = tmp_path / "transport"
-    run_on_two_ranks("benchmarks/transport.py", *SMALL, "--kilobytes", "64,256", "--out", str(stem))
+    sizes = ["--kilobytes", "64,256"]
+    run("benchmarks/transport.py", *SMALL, *sizes, "--out", str(stem), ranks=2)
     rows = read(stem)
     assert len(rows) == 2 * 3
     assert all(row["wrong"] == "0" and float(row["GB/s"]) > 0 for row in rows)
@@ -152,13 +139,7 @@ def test_a_command_names_what_changes_a_run_and_nothing_else(
 )
 def test_wrong_usage_is_one_sentence(arguments: str, message: str) -> None:
     script, *options = arguments.split()
-    done = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_command([f"benchmarks/{script}", *options], timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr.splitlines()[-1]
 

@@ -8,12 +8,12 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _commands import run_command
 from _llama import random_ids, save, tiny_llama
 from ringattn import RankProfile, _build_info, _library, save_profiles
 from ringattn.__main__ import main, parser
@@ -32,15 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launch(command: Sequence[str | Path], ranks: int) -> subprocess.CompletedProcess[str]:
-    """Runs a Python command line, under torchrun where there are several ranks."""
-    launcher = [sys.executable]
-    if ranks > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        launcher += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+def torchrun(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a Python command line on two ranks, as a user does, interpreters included."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     return subprocess.run(
         [*launcher, *map(str, command)],
         capture_output=True,
@@ -52,7 +50,7 @@ def launch(command: Sequence[str | Path], ranks: int) -> subprocess.CompletedPro
 
 def ringattn(*arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     """Runs `python -m ringattn`."""
-    return launch(["-m", "ringattn", *arguments], ranks)
+    return run_command(["-m", "ringattn", *arguments], ranks=ranks, CUDA_VISIBLE_DEVICES="")
 
 
 def greedy(folder: Path, new_tokens: int) -> list[int]:
@@ -61,11 +59,10 @@ def greedy(folder: Path, new_tokens: int) -> list[int]:
 
 
 def test_two_ranks_write_what_one_generates(folder: Path, tmp_path: Path) -> None:
-    done = ringattn(
-        *("generate", "--model", folder, "--prompt-file", folder / "prompt.txt"),
+    done = torchrun(
+        *("-m", "ringattn", "generate", "--model", folder, "--prompt-file", folder / "prompt.txt"),
         *("--max-new-tokens", "9", "--partition", "27,13", "--compare"),
         *("--json", tmp_path / "run.json"),
-        ranks=2,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "run.json").read_text())
@@ -203,7 +200,7 @@ def test_the_group_ends_with_the_command(folder: Path) -> None:
         assert alive[0] > 0 and threads() == 0, (alive, threads())
     """
     arguments = ["generate", "--model", folder, "--prompt", "1 2 3", "--max-new-tokens", "2"]
-    done = launch(["--no-python", sys.executable, "-c", program, *arguments], ranks=2)
+    done = torchrun("--no-python", sys.executable, "-c", program, *arguments)
     assert done.returncode == 0, done.stderr
 
 

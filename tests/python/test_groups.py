@@ -102,8 +102,10 @@ def test_what_a_group_owns_is_freed_with_it(rank_pool):
     pool = rank_pool(2)
     alone = max(pool.run(make_and_destroy_groups, num_groups, False))
     # What is kept grows every time; the allocator, until it has its size.
-    grown = min(max(pool.run(make_and_destroy_groups, num_groups, True)) for _ in range(4))
-    assert grown - alone < num_groups * blocks / 4, f"{grown - alone} bytes in {num_groups} groups"
+    grown = []
+    while not grown or (min(grown) - alone >= num_groups * blocks / 4 and len(grown) < 4):
+        grown.append(max(pool.run(make_and_destroy_groups, num_groups, True)))
+    assert min(grown) - alone < num_groups * blocks / 4, f"{grown} bytes in {num_groups} groups"
 
 
 def names_are_reused(num_times: int) -> None:

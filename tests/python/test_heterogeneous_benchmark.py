@@ -16,6 +16,7 @@ from pathlib import Path
 import heterogeneous
 import pytest
 import torch
+from _commands import run_command
 from study.splits import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,14 +33,7 @@ SMALL = [
 
 
 def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    return run_command(command, timeout=LIMIT_S, **variables)
 
 
 def read(path: Path) -> list[dict[str, str]]:

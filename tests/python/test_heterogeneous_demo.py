@@ -2,13 +2,12 @@
 """The example of a ring with a slow rank: what it refuses, and what it says of a noisy machine."""
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import ringattn
+from _commands import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location(
@@ -45,15 +44,8 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(
 
 
 def test_it_runs_on_ranks_of_any_number_and_length() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*launcher, "3", "examples/heterogeneous_demo.py", "--seq-len", "48"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ["examples/heterogeneous_demo.py", "--seq-len", "48"]
+    done = run_command(command, ranks=3, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert "3 ranks on cpu, 48 tokens" in done.stdout
     assert "even zigzag" in done.stdout and "rebalanced" in done.stdout

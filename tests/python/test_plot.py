@@ -12,6 +12,7 @@ import _study
 import plot as plot_script
 import pytest
 import timeline
+from _commands import run_command
 from matplotlib.figure import Figure
 from ringattn.strategies import PUBLISHED
 from study import style
@@ -30,13 +31,7 @@ TRACE = [(0, 1.0), (20, 0.4), (50, 0.7)]
 
 
 def plot(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "benchmarks/plot.py", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    return run_command(["benchmarks/plot.py", *arguments])
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -307,8 +302,7 @@ def test_each_of_ours_is_compared_with_its_targets() -> None:
 def test_findings_can_be_had_of_a_sweep_that_was_measured_before(tmp_path: Path) -> None:
     content = {"title": "A sweep", "header": {"commit": "abc"}, "rows": _study.sweep(SETS)}
     (tmp_path / "het.json").write_text(json.dumps(content))
-    command = [sys.executable, "benchmarks/findings.py", str(tmp_path / "het.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = run_command(["benchmarks/findings.py", tmp_path / "het.json"])
     assert done.returncode == 0, done.stderr
     found = read(tmp_path / "het_findings.csv")
     assert len(found) == 2 * len(SETS) * len(_study.LENGTHS)
