@@ -61,12 +61,16 @@ run_spills() { python scripts/check_spills.py "$build"; }
 
 run_tidy() { scripts/lint.sh clang-tidy; }
 
-run_oldest() { scripts/test_torch.sh --oldest; }
+run_oldest() { scripts/test_torch.sh oldest -- ${pytest_arguments[@]+"${pytest_arguments[@]}"}; }
 
-run_torches() { scripts/test_torch.sh --all; }
+run_torches() { scripts/test_torch.sh all -- ${pytest_arguments[@]+"${pytest_arguments[@]}"}; }
 
+# Tests that mostly wait run beside the others (tests/python/conftest.py), but not on a shared GPU.
 run_python() {
-  python -u -m pytest --junit-xml="$results/python.xml" ${pytest_arguments[@]+"${pytest_arguments[@]}"}
+  local workers=(--numprocesses 2)
+  if nvidia-smi -L 2>/dev/null | grep -q GPU; then workers=(--numprocesses 0); fi
+  python -u -m pytest "${workers[@]}" --junit-xml="$results/python.xml" \
+    ${pytest_arguments[@]+"${pytest_arguments[@]}"}
 }
 
 build_cpp() { cmake -S . -B "$build" -DRINGATTN_BUILD_TESTS=ON && cmake --build "$build"; }

@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 # Before torch is imported, here and in the processes of the pools: all ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +27,23 @@ RINGS = [
 
 def _parameters(item: pytest.Item) -> dict[str, object]:
     return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+#: Files whose tests mostly wait for timeouts.
+WAITING = ("test_errors.py", "test_groups.py", "test_lost_peers.py")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Two workers: one runs the files that mostly wait, the other one all others, some of which
+    measure time."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByWaiting(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "waits" if nodeid.partition("::")[0].endswith(WAITING) else "computes"
+
+    return ByWaiting(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
