@@ -112,3 +112,45 @@ def test_what_is_refused_while_compiling_is_told_in_the_same_sentence(rank_pool)
         assert "partition must say which tokens each of the 2 ranks owns, got None" in messages[2]
         assert "q must have the " in messages[3]
         assert "kv must be [2, B, S_r, H_kv, D], got shape " in messages[4]
+
+
+@pytest.mark.parametrize(
+    ("layout", "lengths", "order", "rank"),
+    [
+        ("spiral", [3, 1], [], 0),
+        ("zigzag", [], [], 0),
+        ("zigzag", [3, -1], [], 0),
+        ("zigzag", [3, 1], [0], 0),
+        ("zigzag", [3, 1], [0, 0], 0),
+        ("contiguous", [3, 1], [0, 2], 0),
+        ("contiguous", [3, 1], [0, -1], 0),
+        ("zigzag", [3, 1], [1, 0], 2),
+        ("zigzag", [3, 1], [1, 0], -1),
+    ],
+)
+def test_partitions_are_refused_in_the_same_sentence_by_python_and_cpp(
+    layout: str, lengths: list[int], order: list[int], rank: int
+) -> None:
+    with pytest.raises(ValueError) as python:
+        Partition(layout, lengths, order).segments(rank)
+    with pytest.raises(ValueError) as cpp:
+        ringattn._C.segments(layout, lengths, order, rank)
+    assert str(cpp.value) == str(python.value)
+
+
+def test_states_of_another_dtype_are_refused_in_torchs_names() -> None:
+    q = torch.zeros(1, 2, 2, 8)
+    lse = torch.zeros(1, 2, 2)
+    fold, merge = torch.ops.ringattn.block_attention_, torch.ops.ringattn.merge_states_
+    with pytest.raises(
+        RuntimeError, match=r"out must be a torch\.float32 state, got torch\.float64"
+    ):
+        fold(q.double(), lse.double(), q, q, q, 1.0, None)
+    with pytest.raises(RuntimeError, match=r"out must be a float32 state, .* got torch\.float16"):
+        merge(q.half(), lse.half(), q, lse)
+    with pytest.raises(RuntimeError, match=r"torch\.float32 on cpu, got torch\.float64 on cpu"):
+        merge(q, lse.double(), q, lse)
+    with pytest.raises(RuntimeError, match=r"dtype of out, torch\.float32, got torch\.bfloat16"):
+        merge(q, lse, q.bfloat16(), lse)
+    with pytest.raises(RuntimeError, match=r"kv must be of a floating point .* got torch\.int64"):
+        torch.ops.ringattn.rotate_kv(torch.zeros(2, 1, 2, 2, 8).long(), [2], [], "", "auto")
