@@ -262,9 +262,11 @@ class RankPool:
 
 
 @contextmanager
-def fake_default_group(world_size: int = 2) -> Iterator[None]:
-    """A default group without peers; afterwards it is as if this process never had one."""
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+def fake_default_group(store: dist.Store | None = None) -> Iterator[None]:
+    """A default group of two ranks without a peer; afterwards it is as if this process never had
+    one."""
+    store = FakeStore() if store is None else store
+    dist.init_process_group("fake", rank=0, world_size=2, store=store)
     try:
         yield
     finally:
