@@ -3,7 +3,9 @@
 
 message(STATUS "ringattn ${PROJECT_VERSION}")
 message(STATUS "  torch         ${TORCH_VERSION} at ${TORCH_ROOT}")
-if(RINGATTN_WITH_CUDA)
+if(RINGATTN_WITH_CUDA AND RINGATTN_KERNELS)
+  message(STATUS "  CUDA kernels  yes: ${RINGATTN_KERNELS}")
+elseif(RINGATTN_WITH_CUDA)
   message(STATUS "  CUDA kernels  yes: CUDA ${CUDAToolkit_VERSION}, architectures ${RINGATTN_CUDA_ARCHITECTURES}")
 else()
   message(STATUS "  CUDA kernels  no: ${RINGATTN_NO_CUDA_BECAUSE}")

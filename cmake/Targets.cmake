@@ -16,8 +16,9 @@ else()
 endif()
 
 # Include path, warnings, sanitizers, and a search path that works in site-packages: torch and the
-# NVIDIA libraries lie beside the package. Importing torch first has them loaded already.
-function(ringattn_library_properties target)
+# NVIDIA libraries lie beside the package, whose folder is `package` as seen from the installed target.
+# Importing torch first has them loaded already.
+function(ringattn_library_properties target package)
   target_include_directories(${target} PUBLIC "${PROJECT_SOURCE_DIR}/csrc")
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${RINGATTN_WARNINGS}>)
   target_link_options(${target} PRIVATE -Wl,--as-needed)
@@ -34,11 +35,12 @@ function(ringattn_library_properties target)
     target_link_options(${target} PRIVATE -fsanitize=${RINGATTN_SANITIZE})
   endif()
   set_target_properties(${target} PROPERTIES
-    INSTALL_RPATH "$ORIGIN;$ORIGIN/../torch/lib;$ORIGIN/../nvidia/nccl/lib;$ORIGIN/../nvidia/cu13/lib"
+    INSTALL_RPATH
+      "$ORIGIN;${package};${package}/../torch/lib;${package}/../nvidia/nccl/lib;${package}/../nvidia/cu13/lib"
     INSTALL_RPATH_USE_LINK_PATH OFF)
 endfunction()
 
-# An object library of CUDA sources for the given architectures, linked into libringattn.
+# An object library of CUDA sources for the given architectures, linked into libringattn_kernels.
 function(ringattn_add_kernels name architectures)
   add_library(${name} OBJECT ${ARGN})
   set_target_properties(${name} PROPERTIES
@@ -49,5 +51,5 @@ function(ringattn_add_kernels name architectures)
   target_compile_options(${name} PRIVATE
     $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xcompiler=-Wall
       $<$<BOOL:${RINGATTN_PTXAS_VERBOSE}>:-Xptxas=-v>>)
-  target_sources(ringattn PRIVATE $<TARGET_OBJECTS:${name}>)
+  target_sources(ringattn_kernels PRIVATE $<TARGET_OBJECTS:${name}>)
 endfunction()

@@ -27,10 +27,11 @@ print(root, version["__version__"], version["cuda"] or "", nccl[0] if nccl else 
 if(torch_missing)
   message(FATAL_ERROR
     "ringattn builds against the torch that is installed, and ${Python_EXECUTABLE} has none: install torch "
-    "first, then build with `pip install --no-build-isolation`")
+    "first, then type: pip install --no-build-isolation .")
 endif()
 list(GET torch_facts 0 TORCH_ROOT)
 list(GET torch_facts 1 TORCH_VERSION)
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" TORCH_RELEASE "${TORCH_VERSION}")
 list(GET torch_facts 2 TORCH_CUDA_VERSION)
 list(GET torch_facts 3 TORCH_NCCL_ROOT)
 

@@ -86,9 +86,7 @@ py::dict build_info() {
   info["nccl_version"] = std::to_string(NCCL_MAJOR) + "." + std::to_string(NCCL_MINOR) + "." +
                          std::to_string(NCCL_PATCH);
   families.append("sm80");
-#ifdef RINGATTN_WITH_SM90
   families.append("sm90");
-#endif
 #else
   info["cuda"] = false;
   info["cuda_version"] = py::none();

@@ -1,42 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the compiled library, once, and refuses a torch it was not built for."""
 
-import importlib.util
+import warnings
+from importlib import metadata
 from pathlib import Path
 
 import torch
 
-
-def _compiled_folder() -> Path:
-    """Where the compiled files lie. Asked of the import system and not of ``__file__``: in an
-    editable install the sources and the compiled files are in different folders."""
-    spec = importlib.util.find_spec("ringattn._C")
-    if spec is None or spec.origin is None:
-        raise ImportError("ringattn must be built before it is imported, got no ringattn._C")
-    return Path(spec.origin).parent
+import ringattn
+from ringattn import _torch_releases
 
 
-def _check_torch(built_for: str, built_for_cuda: str | None) -> None:
-    """A library built for another torch crashes or misbehaves: say so before it is opened.
-
-    A build without CUDA goes with the same torch for any CUDA.
-    """
-    built_for, found = (text.split("+")[0] for text in (built_for, torch.__version__))
-    if built_for_cuda is not None:
-        built_for, found = (
-            f"{built_for} (CUDA {built_for_cuda})",
-            f"{found} (CUDA {torch.version.cuda})",
-        )
-    if built_for != found:
-        raise ImportError(
-            f"ringattn must be rebuilt for this torch {found}, got a build for {built_for}"
-        )
+def _installed_folder() -> Path | None:
+    """Where the package is installed. Asked of its metadata and not of ``__file__``: in an editable
+    install the sources and the compiled files are in different folders."""
+    try:
+        return Path(str(metadata.distribution("ringattn").locate_file("ringattn")))
+    except metadata.PackageNotFoundError:
+        return None
 
 
-_folder = _compiled_folder()
-from ringattn import _build_info  # noqa: E402  there is none before there is a build
+_torch_releases.check_not_older(torch.__version__)
+_folder = _torch_releases.library_folder(_installed_folder(), torch.__version__)
+# The package has the modules of the build that is used: ringattn._C, ringattn._build_info.
+ringattn.__path__.append(str(_folder))
+from ringattn import _build_info  # noqa: E402
 
-_check_torch(_build_info.TORCH_VERSION, _build_info.CUDA_VERSION)
+_torch_releases.check_build(
+    _build_info.TORCH_VERSION, _build_info.CUDA_VERSION, torch.__version__, torch.version.cuda
+)
+if (_untested := _torch_releases.untested_warning(torch.__version__)) is not None:
+    warnings.warn(_untested, stacklevel=2)
 torch.ops.load_library(str(_folder / "libringattn.so"))
 
 VERSION = _build_info.VERSION

@@ -2,16 +2,13 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "attention/cuda/block_attention.h"
-#include "attention/cuda/sm80/launch.h"
-
-#ifdef RINGATTN_WITH_SM90
 #include <cstdlib>
 #include <cstring>
 
+#include "attention/cuda/block_attention.h"
+#include "attention/cuda/sm80/launch.h"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/tile_choice.h"
-#endif
 
 namespace ringattn::cuda {
 namespace {
@@ -26,7 +23,6 @@ cudaError_t dispatch_head_dim(const BlockAttentionParams& p, cudaStream_t stream
   return cudaErrorInvalidValue;
 }
 
-#ifdef RINGATTN_WITH_SM90
 /// RINGATTN_KERNEL_FAMILY, for tests and debugging: "sm80" has the portable family take every call,
 /// "sm90" makes it an error when the Hopper family does not run a call that is for it. Unset: the
 /// best for the device.
@@ -41,38 +37,29 @@ bool is_short(const BlockAttentionParams& p) {
   constexpr int kRows = 64;
   return sm80::supports(p) && p.num_queries <= kRows && p.segments[0].num_keys <= kRows;
 }
-#endif
 
 }  // namespace
 
 bool attends_segments(const BlockAttentionParams& p) {
-#ifdef RINGATTN_WITH_SM90
   return sm90::supports(p) && sm90::available() && wants("sm90", /*unless_set=*/true);
-#else
-  return false;
-#endif
 }
 
 std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim) {
-#ifdef RINGATTN_WITH_SM90
   BlockAttentionParams p;
   p.dtype = dtype;
   p.head_dim = head_dim;
   p.num_segments = 1;
   if (attends_segments(p)) return sm90::attention_tiles(head_dim);
-#endif
   return {sm80::attention_tile(dtype, head_dim)};
 }
 
 cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.num_queries == 0 || p.num_heads == 0) return cudaSuccess;
-#ifdef RINGATTN_WITH_SM90
   if (sm90::supports(p) && wants("sm90", /*unless_set=*/!is_short(p))) {
     const cudaError_t error =
         sm90::available() ? sm90::block_attention(p, stream) : cudaErrorNotSupported;
     if (error != cudaErrorNotSupported || wants("sm90", /*unless_set=*/false)) return error;
   }
-#endif
   if (!sm80::supports(p)) return cudaErrorNotSupported;
   switch (p.dtype) {
     case DataType::kFloat16:

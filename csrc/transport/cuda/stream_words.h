@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/export.h"
+
 namespace ringattn::cuda {
 
 /// Waits for and writes of 32-bit words in the order of a stream, done by the device's front end:
@@ -14,7 +16,7 @@ namespace ringattn::cuda {
 /// visible first.
 ///
 /// Operations are collected and handed to the stream in one call.
-class StreamWords {
+class RINGATTN_API StreamWords {
  public:
   /// Whether the driver has such operations.
   static bool available();

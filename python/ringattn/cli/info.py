@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ringattn import _C, _build_info, _library
+from ringattn._torch_releases import TESTED
 
 
 def add_parser(commands: Any) -> None:
@@ -26,7 +27,8 @@ def _build_lines() -> Iterator[tuple[str, str]]:
     families = build["kernel_families"]
     assert isinstance(families, list)
     yield "ringattn", _library.VERSION
-    yield "torch", f"{torch.__version__} (built for {build['torch_version']})"
+    tested = f"tested with {TESTED[0]} to {TESTED[-1]}"
+    yield "torch", f"{torch.__version__} (built for {build['torch_version']}, {tested})"
     if build["cuda"]:
         yield "CUDA", f"{torch.version.cuda} (built for {build['cuda_version']})"
         yield "NCCL", f"built for {build['nccl_version']}"
