@@ -9,7 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email.message import Message
+from email.parser import Parser
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -139,6 +143,71 @@ def test_info_says_why_kernels_are_not_built(capsys, monkeypatch):
     monkeypatch.setattr(_build_info, "NO_CUDA_BECAUSE", "no nvcc was found")
     assert main(["info"]) == 0
     assert re.search(r"^CUDA +not built: no nvcc was found$", capsys.readouterr().out, re.M)
+
+
+def metadata_of_a_wheel(folder: Path) -> tuple[Message, Path]:
+    """What a wheel would say of itself, without a build."""
+    pytest.importorskip("scikit_build_core")
+    built = backend(f"prepare_metadata_for_build_wheel({str(folder)!r})")
+    info = folder / built
+    return Parser().parsestr((info / "METADATA").read_text()), info
+
+
+def backend(call: str) -> str:
+    code = f"import sys; sys.path.insert(0, 'scripts'); import build_backend as b; x = b.{call}"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}; print('', x, sep='\\n')"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()[-1]
+
+
+def test_a_wheel_says_what_it_is_and_accepts_every_newer_torch(tmp_path):
+    metadata, info = metadata_of_a_wheel(tmp_path)
+    assert (metadata["Name"], metadata["Version"]) == ("ringattn", ringattn.__version__)
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata.get_all("License-File") == ["LICENSE"]
+    classifiers = metadata.get_all("Classifier")
+    assert not [text for text in classifiers if text.startswith("License ::")]
+    assert "Typing :: Typed" in classifiers
+    (torch_bound,) = (
+        text for text in metadata.get_all("Requires-Dist") if re.match(r"torch\b", text)
+    )
+    assert torch_bound == f"torch>={TESTED[0]}"
+    scripts = (info / "entry_points.txt").read_text()
+    assert scripts.split() == ["[console_scripts]", "ringattn", "=", "ringattn.__main__:main"]
+
+
+def test_the_command_is_the_module(capsys):
+    (command,) = entry_points(group="console_scripts", name="ringattn")
+    assert command.load() is main
+
+
+def test_the_source_archive_holds_what_a_build_needs_and_no_results(tmp_path):
+    pytest.importorskip("scikit_build_core")
+    with tarfile.open(tmp_path / backend(f"build_sdist({str(tmp_path)!r})")) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert names >= {
+        *("CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml", "scripts/build_backend.py"),
+        *("cmake/Targets.cmake", "csrc/ops/library.cpp", "python/ringattn/__init__.py"),
+        *("python/ringattn/models/pydoc_llama/model.safetensors", "tests/python/conftest.py"),
+    }
+    assert not [name for name in names if name.startswith(("benchmarks/results", "build/"))]
+    assert not [name for name in names if name.endswith((".png", ".svg", ".so", ".whl"))]
+
+
+def test_an_isolated_build_is_refused_by_the_command_to_type(monkeypatch):
+    pytest.importorskip("scikit_build_core")
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    build_backend = importlib.import_module("build_backend")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for hook in ("get_requires_for_build_wheel", "get_requires_for_build_editable"):
+        with pytest.raises(SystemExit, match=r"`.*pip install --no-build-isolation \.`$"):
+            getattr(build_backend, hook)()
 
 
 def test_a_wheel_with_a_file_missing_or_changed_is_found_out(tmp_path):
