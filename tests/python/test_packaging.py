@@ -244,3 +244,27 @@ def test_kernels_that_link_torch_and_paths_of_the_build_are_found_out():
     assert check_wheel.link_faults(glue, needed, "$ORIGIN:$ORIGIN/..") == []
     assert len(check_wheel.link_faults(check_wheel.KERNELS, needed, "$ORIGIN")) == 2
     assert len(check_wheel.link_faults(glue, ["libpython3.11.so.1.0"], "$ORIGIN:/build")) == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("build_wheel.sh --fast", "build_wheel: options must be of these, got --fast; usage: "),
+        ("build_wheel.sh --out", "build_wheel: --out must be followed by a folder, got none; "),
+        ("build_wheel.sh --torch ten", "torch_venv: torch must be a release as 2.11 or a version"),
+        ("test_torch.sh", "test_torch: releases must be named, got none; usage: "),
+        (
+            "test_torch.sh old",
+            "test_torch: release must be as 2.12, oldest, newest or all, got old",
+        ),
+        ("torch_venv.sh 2", "torch_venv: torch must be a release as 2.11 or a version as 2.12.1, "),
+    ],
+)
+def test_build_scripts_refuse_what_they_do_not_know(command, message):
+    name, *arguments = command.split()
+    for given, status in (arguments, 2), (["--help"], 0):
+        done = subprocess.run(
+            ["bash", ROOT / "scripts" / name, *given], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == status
+        assert message in done.stderr if status else len(done.stdout) > 50 and not done.stderr
