@@ -42,12 +42,12 @@ done
 ringattn_activate() {
   local prefix="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" interpreter inherit=()
   if [ -n "$prefix" ]; then
-    python - "$prefix" <<'PYTHON' && return
+    python - "$prefix" <<'PYTHON' 2>/dev/null && return
 import os, pip, sys
 sys.exit(sys.version_info < (3, 10) or not os.path.samefile(sys.prefix, sys.argv[1]))
 PYTHON
     ringattn_say "python must be the one of the active environment $prefix, 3.10 or newer and with pip," \
-      "got $(command -v python || echo none) ($(python --version 2>&1)); deactivate to get a .venv"
+      "got $(command -v python || echo none); deactivate it to get a .venv"
     return 1
   fi
   # python3 may live in an environment that its variables do not name.
