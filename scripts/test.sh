@@ -22,8 +22,8 @@ while [ $# -gt 0 ]; do
     --) shift && break ;;
     -h | --help) sed -n '4,12s/^# \{0,1\}//p' "$0" && exit ;;
     *)
-      echo "test: part must be of $(IFS=, && echo "${all[*]}" | sed 's/,/, /g'), got $1;" \
-        "usage: scripts/test.sh [part...]" >&2
+      printf -v known '%s, ' "${all[@]}"
+      echo "test: part must be of ${known%, }, got $1; usage: scripts/test.sh [part...]" >&2
       exit 2
       ;;
   esac
@@ -85,9 +85,10 @@ run_parts() {  # run_parts PART...
   done
 }
 
-# Prints the output of all parts in order, each as it grows.
+# Prints the output of all parts in order, each as it grows, to its end also after an interrupt.
 print_parts() {
   local part outcome failed=
+  trap '' INT
   for part in "${parts[@]}"; do
     echo "== $part"
     outcome="$results/$part.outcome"

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/test.sh prints its parts in order, and long commands show how far they are."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from _scripts import commands_on, copy_of_scripts
+
+
+def test_a_long_command_says_how_far_it_is(tmp_path: Path) -> None:
+    copy_of_scripts(tmp_path)
+    command = (
+        ". scripts/progress.sh; ringattn_log_every=1;"
+        "ringattn_progress_or_log name 'x: building' sh -c 'echo \"[3/9] c++ file\"; sleep 2.5'; "
+        "ringattn_progress_or_log name 'x: more' sh -c 'echo because; exit 3' || echo status $?"
+    )
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    lines = done.stderr.splitlines()
+    assert re.fullmatch(r"x: building, [12] s \(3 of 9 steps\)", lines[1])
+    assert re.fullmatch(r"x: building: done in [23] s", lines[-4])
+    assert lines[0] == "x: building" and lines[-1] == "because"
+    assert re.fullmatch(r"x: more: failed after \d s \(build/name.log\)", lines[-2])
+    assert done.stdout == "status 1\n"
+
+
+@pytest.mark.parametrize(("cpp", "status"), [("exit 0", 0), ("exit 8", 1)])
+def test_parts_are_printed_in_order_and_pytest_comes_last(
+    tmp_path: Path, cpp: str, status: int
+) -> None:
+    copy_of_scripts(
+        tmp_path,
+        setup="ringattn_build_dir() { echo build; }; ringattn_progress_or_log() { :; }",
+        # It waits for pytest to run beside it.
+        lint="for _ in {1..50}; do [ -e ran ] || sleep 0.1; done; cat ran && echo lint is slow",
+    )
+    path = commands_on(
+        tmp_path / "bin", ctest=f"echo 1 test; {cpp}", python=": >ran; echo $1 $2 $3; echo 3 passed"
+    )
+    done = subprocess.run(
+        ["bash", "scripts/test.sh", "python", "cpp", "lint"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": os.pathsep.join([path, os.environ["PATH"]])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == status
+    lines = [re.sub(r", \d s$", "", line) for line in done.stdout.splitlines()]
+    assert lines[:4] == ["== lint", "lint is slow", "== lint: ok", "== cpp"]
+    assert lines[4:7] == ["1 test", f"== cpp: {'FAILED' if status else 'ok'}", "== python"]
+    assert lines[7:] == ["-u -m pytest", "3 passed", *(["== python: ok"] if status else [])]
+    assert done.stderr == ("test: failed: cpp\n" if status else "")
+
+
+def test_an_interrupt_ends_every_part_and_prints_what_there_is(tmp_path: Path) -> None:
+    copy_of_scripts(
+        tmp_path,
+        setup="ringattn_build_dir() { echo build; }; ringattn_progress_or_log() { :; }",
+        lint="echo lint begins; sleep 100",
+    )
+    (tmp_path / "wait.py").write_text(
+        "import time\n"
+        "try:\n"
+        "    open('ran', 'w')\n"
+        "    time.sleep(100)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('2 passed')\n"
+    )
+    path = commands_on(tmp_path / "bin", python=f"exec {sys.executable} wait.py")
+    process = subprocess.Popen(
+        ["bash", "scripts/test.sh", "lint", "python"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": os.pathsep.join([path, os.environ["PATH"]])},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ran").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)  # until Python listens and lint has printed
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert out.splitlines()[:5] == [
+        *("== lint", "lint begins", "== lint: FAILED, interrupted", "== python", "2 passed")
+    ]
