@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import ringattn
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from _distributed import RankPool, this
-from ringattn import testing
+from ringattn import Partition, testing
 from ringattn.__main__ import main
 from ringattn.testing import MPS
 from torch.utils.flop_counter import FlopCounterMode
@@ -151,8 +152,9 @@ def linear_ms() -> float:
 
 
 def attention_ms() -> float:
-    q = torch.ones(1, 512, 4, 64)
-    return cpu_ms(lambda: ringattn.ring_attention(q, q, q))
+    q, size = torch.ones(1, 512, 4, 64), dist.get_world_size() if dist.is_initialized() else 1
+    partition = Partition.even(512 * size, size)
+    return cpu_ms(lambda: ringattn.ring_attention(q, q, q, partition))
 
 
 def test_a_slow_rank_repeats_its_linear_layers() -> None:
