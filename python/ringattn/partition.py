@@ -354,16 +354,21 @@ def _check_dim(name: str, x: torch.Tensor, dim: int) -> int:
 
 def check_partition(partition: Partition | None, ring: Ring) -> Partition:
     """The partition of a call on ``ring``, or a ValueError that says what to write."""
+    if partition is not None:
+        return check_partition_type(partition)
+    rank, world_size = ring.rank, ring.world_size
+    raise ValueError(
+        f"partition must say which tokens each of the {world_size} ranks owns, got None: pass "
+        f"ringattn.Partition.even(S, {world_size}), S the tokens of the whole sequence; its "
+        f"shard(x, {rank}) gives the rows of rank {rank}, x.chunk({world_size}, 1)[{rank}] "
+        "does not"
+    )
+
+
+def check_partition_type(partition: object) -> Partition:
+    """A Partition, or a ValueError that says what to write."""
     if isinstance(partition, Partition):
         return partition
-    rank, world_size = ring.rank, ring.world_size
-    if partition is None:
-        raise ValueError(
-            f"partition must say which tokens each of the {world_size} ranks owns, got None: pass "
-            f"ringattn.Partition.even(S, {world_size}), S the tokens of the whole sequence; its "
-            f"shard(x, {rank}) gives the rows of rank {rank}, x.chunk({world_size}, 1)[{rank}] "
-            "does not"
-        )
     got = f"got {type(partition).__name__}"
     if isinstance(partition, (list, tuple)):
         got += f": pass ringattn.Partition.zigzag({list(partition)})"

@@ -22,7 +22,7 @@ from ringattn._checks import (
     check_not_negative,
     check_positive,
 )
-from ringattn.partition import Partition, check_layout, partition_arguments
+from ringattn.partition import Partition, check_layout, check_partition_type, partition_arguments
 from ringattn.profiles import AttentionTile, RankProfile
 
 _CONFIG_FIELDS = (  # our names and those of Hugging Face
@@ -259,7 +259,7 @@ def predict(
     Raises:
         ValueError: another number of profiles than ranks, a depth below 1.
     """
-    lengths, order, layout = partition_arguments(partition)
+    lengths, order, layout = partition_arguments(check_partition_type(partition))
     return tuple(
         _C.predict(
             layout,
