@@ -240,10 +240,8 @@ def green_context(num_sms: int, device: torch.device | int | None = None) -> Ite
     """
     if not torch.cuda.is_available():
         raise RuntimeError("green_context must run on a CUDA device, got none")
-    from torch.cuda import green_contexts
+    from torch.cuda.green_contexts import GreenContext
 
-    if not green_contexts.SUPPORTED:
-        raise RuntimeError(f"green_context must find them in torch, got {torch.__version__}")
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             "green_context must be left to processes without communicators, "
@@ -251,7 +249,8 @@ def green_context(num_sms: int, device: torch.device | int | None = None) -> Ite
         )
     index = torch.cuda._utils._get_device_index(device, optional=True)
     _check_num_sms(num_sms, index)
-    context: Any = green_contexts.GreenContext.create(num_sms, index)
+    create: Any = GreenContext.create  # its type differs between releases of torch
+    context = create(num_sms=num_sms, device_id=index)
     context.set_context()
     try:
         yield
