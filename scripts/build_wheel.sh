@@ -34,6 +34,12 @@ while [ $# -gt 0 ]; do
       ;;
   esac
 done
+for release in "${releases[@]}"; do
+  if [[ ! "$release" =~ ^[0-9]+\.[0-9]+(\.[0-9]+)?$ ]]; then
+    echo "build_wheel: --torch must be followed by releases as 2.12, got $release; $usage" >&2
+    exit 2
+  fi
+done
 [ ${#releases[@]} -gt 0 ] || read -ra releases <<<"$(scripts/torch_venv.sh --tested)"
 
 work="$PWD/build/wheel"

@@ -251,7 +251,10 @@ def test_kernels_that_link_torch_and_paths_of_the_build_are_found_out():
     [
         ("build_wheel.sh --fast", "build_wheel: options must be of these, got --fast; usage: "),
         ("build_wheel.sh --out", "build_wheel: --out must be followed by a folder, got none; "),
-        ("build_wheel.sh --torch ten", "torch_venv: torch must be a release as 2.11 or a version"),
+        (
+            "build_wheel.sh --torch ten",
+            "build_wheel: --torch must be followed by releases as 2.12, ",
+        ),
         ("test_torch.sh", "test_torch: releases must be named, got none; usage: "),
         (
             "test_torch.sh old",
