@@ -51,9 +51,9 @@ def module_at(path: Path) -> ModuleType:
 
 def test_another_release_is_refused_by_the_command_that_rebuilds_before_anything_is_loaded():
     sentence, loaded = imported("torch.__version__ = '2.99.0+cu130'")
-    assert sentence == (
-        f"ringattn must be rebuilt for this torch 2.99.0, got a build for {HERE}: {rebuild_hint()}"
-    )
+    refusal, built_for = sentence.removesuffix(f": {rebuild_hint()}").split(", got a build for ")
+    assert refusal == "ringattn must be rebuilt for this torch 2.99.0"
+    assert HERE in built_for.split(", ")  # a wheel has several
     assert loaded == "False"
 
 
@@ -124,7 +124,7 @@ def test_the_folder_of_the_installed_torch_is_picked_from_several(tmp_path):
         library_folder(tmp_path, "2.13.0+cu132")
     with pytest.raises(ImportError, match=r"^ringattn must be built before it is imported, got no"):
         library_folder(tmp_path / "models", "2.11.0")
-    with pytest.raises(ImportError, match=r"got no build: type "):
+    with pytest.raises(ImportError, match=r"got no build: type"):
         library_folder(None, "2.11.0")
 
 
