@@ -5,6 +5,7 @@
 
 #include "attention/cuda/sm90/ptx/warp_product.cuh"
 #include "attention/cuda/sm90/softmax.cuh"
+#include "attention/cuda/sm90/tile.cuh"
 
 namespace ringattn::cuda::sm90 {
 
@@ -16,12 +17,11 @@ template <typename Element, int kHeadDim, int kScores>
 __device__ __forceinline__ void recompute_scores(float (&s)[kScores], const RowFlags& rows,
                                                  uint32_t queries, uint32_t query_block_bytes,
                                                  uint32_t keys, uint32_t key_block_bytes) {
-  constexpr int kRowBytes = 128;  // of a block
   const int lane = threadIdx.x % 32;
-  const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const int row = threadIdx.x % kWarpgroupSize / 32 * 16 + lane % 16;
   // The swizzle: a row's chunks of 16 bytes, 8 columns, change places by the row's number.
   const auto address = [](uint32_t block, int row, int chunk) {
-    return block + row * kRowBytes + (chunk ^ row % 8) * 16;
+    return block + row * kColumnBlockPitch + (chunk ^ row % 8) * 16;
   };
 #pragma unroll
   for (int n = 0; n < kScores / 4; ++n) {
