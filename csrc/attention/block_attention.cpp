@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "attention/cpu/block_attention.h"
+#include "core/log.h"
 #include "core/unequal.h"
 
 #ifdef RINGATTN_WITH_CUDA
@@ -76,6 +77,8 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
   params.lse_batch_stride = lse.tensor().stride(0);
   params.lse_head_stride = lse.tensor().stride(1);
   check_launch(cuda::block_attention(params, current_stream(q)), "block_attention");
+  log_info_once(cuda::attends_segments(params) ? "attention kernels: sm90, sm80 for short calls"
+                                               : "attention kernels: sm80");
 }
 
 }  // namespace
@@ -120,6 +123,7 @@ void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks, d
 #endif
   TORCH_INTERNAL_ASSERT(blocks.size() == 1);
   const KeyBlock& block = blocks.front();
+  log_info_once("attention kernels: cpu");
   cpu::block_attention(q, block.k, block.v, scale, block.diagonal, result);
 }
 

@@ -3,15 +3,20 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <sys/syscall.h>
 #include <torch/version.h>
+#include <unistd.h>
 
 #include "attention/block_attention.h"
+#include "core/interrupt.h"
+#include "core/log.h"
 #include "core/unequal.h"
 #include "partition/controller.h"
 #include "partition/planner.h"
 #include "partition/schedule.h"
 #include "ring/timings.h"
 #include "transport/hostility.h"
+#include "transport/peer_wait.h"
 #include "transport/ring_group.h"
 
 #ifdef RINGATTN_WITH_CUDA
@@ -75,6 +80,49 @@ std::vector<AttentionTile> tiles_of(const std::string& device, const std::string
   throw std::invalid_argument("dtype must be bfloat16, float16 or float32, got " + dtype);
 }
 
+// A wait of Python's for all other ranks of a group.
+struct GroupWait {
+  GroupWait(const std::string& group_name, const std::string& operation)
+      : group(RingGroup::resolve(group_name)),
+        wait(*group, PeerWait::kNoCall, /*step=*/0, group->others(), operation) {}
+
+  std::shared_ptr<RingGroup> group;
+  PeerWait wait;
+};
+
+// What Ctrl-C raises leaves a wait as the Python exception that it is. Python handles signals on
+// the process's main thread alone.
+void check_signals() {
+  if (syscall(SYS_gettid) != getpid()) return;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// logger(is_warning, line), called with the interpreter's lock from a thread of its own.
+py::object& logger() {
+  static auto* const kept = new py::object;  // never destroyed: the interpreter ends first
+  return *kept;
+}
+
+void log_to_python(LogLevel level, const std::string& line) {
+  const py::gil_scoped_acquire gil;
+  try {
+    logger()(level == LogLevel::kWarning, line);
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("a line of ringattn's log");
+  }
+}
+
+// None: lines go to stderr. To be set to that before the interpreter ends.
+void set_logger(py::object given) {
+  {
+    const py::gil_scoped_release no_gil;
+    set_log_sink(nullptr);
+  }
+  logger() = std::move(given);
+  if (!logger().is_none()) set_log_sink(&log_to_python);
+}
+
 py::dict build_info() {
   py::dict info;
   info["torch_version"] = TORCH_VERSION;
@@ -109,6 +157,7 @@ std::vector<std::string> transports() {
 
 PYBIND11_MODULE(_C, m) {
   using namespace ringattn;  // NOLINT: this is the whole program
+  set_interrupt_check(&check_signals);
   m.doc() =
       "Partition arithmetic, planner, timings and group state of libringattn, as plain values.";
 
@@ -215,25 +264,35 @@ PYBIND11_MODULE(_C, m) {
       py::arg("group_name"), py::arg("operation"), py::arg("reason"),
       py::call_guard<py::gil_scoped_release>());
   m.def(
-      "agree_to_gather",
-      [](const std::string& group_name, const std::vector<int64_t>& lengths,
-         const std::vector<int64_t>& order, const std::string& layout, const std::string& dtype,
-         const std::string& device, const std::vector<int64_t>& sizes, int64_t dim) {
-        RingGroup::resolve(group_name)
-            ->begin_carried_call(
-                c10::Device(device),
-                Signature("gather")
-                    .add("partition.lengths", lengths)
-                    .add("partition.order", order)
-                    .add("partition.layout", layout)
-                    .add("dtype", dtype)
-                    .add("device type", c10::DeviceTypeName(c10::Device(device).type()))
-                    .add("sizes", sizes)
-                    .add("dim", dim));
+      "exchange",
+      [](const std::string& group_name, const std::string& mine, const std::string& operation) {
+        std::vector<std::string> words;
+        {
+          const py::gil_scoped_release no_gil;
+          words = RingGroup::resolve(group_name)->exchange(mine, operation);
+        }
+        return std::vector<py::bytes>(words.begin(), words.end());
       },
-      py::arg("group_name"), py::arg("lengths"), py::arg("order"), py::arg("layout"),
-      py::arg("dtype"), py::arg("device"), py::arg("sizes"), py::arg("dim"),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("group_name"), py::arg("mine"), py::arg("operation"));
+  py::class_<GroupWait>(m, "GroupWait")
+      .def(py::init<const std::string&, const std::string&>(), py::arg("group_name"),
+           py::arg("operation"))
+      .def(
+          "poll", [](GroupWait& wait) { wait.wait.poll(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "interrupt", [](GroupWait& wait) { wait.wait.interrupt(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("expired", [](const GroupWait& wait) { return wait.wait.expired(); });
+  m.def(
+      "last_transport",
+      [](const std::string& group_name) -> std::optional<std::string> {
+        const auto group = RingGroup::find(group_name);
+        if (!group || group->last_transport().empty()) return {};
+        return group->last_transport();
+      },
+      py::arg("group_name"));
+  m.def("set_logger", &set_logger, py::arg("logger"));
   m.def(
       "synchronize",
       [](const std::string& group_name) {

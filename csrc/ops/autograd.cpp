@@ -124,9 +124,9 @@ void refuse_vmap(const c10::OperatorHandle& op, Stack* stack) {
   });
 }
 
-constexpr std::array<const char*, 7> kOperators = {
-    "block_attention", "block_attention_", "merge_states_",   "ring_forward",
-    "rotate_kv",       "wait_kv",          "decode_attention"};
+constexpr std::array<const char*, 8> kOperators = {
+    "block_attention", "block_attention_", "merge_states_",    "ring_forward",
+    "rotate_kv",       "wait_kv",          "decode_attention", "gather"};
 
 TORCH_LIBRARY_IMPL(ringattn, Autograd, m) {
   for (const char* op : kOperators) {

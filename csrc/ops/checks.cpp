@@ -47,6 +47,15 @@ void check_written(const at::Tensor& x, const char* name) {
 }
 
 // What is set but means nothing would be taken for the default.
+void check_seconds(const char* variable) {
+  const char* value = std::getenv(variable);
+  if (value == nullptr || *value == 0) return;
+  char* end = nullptr;
+  const double seconds = std::strtod(value, &end);
+  RINGATTN_CHECK(*end == 0 && std::isfinite(seconds) && seconds > 0.0, "environment variable ",
+                 variable, " must be a positive number of seconds, got ", value);
+}
+
 void check_switch(const char* variable, const char* one, const char* other) {
   const char* value = std::getenv(variable);
   RINGATTN_CHECK(value == nullptr || *value == 0 || std::strcmp(value, one) == 0 ||
@@ -92,6 +101,8 @@ bool has_heads_first(const at::Tensor& x) {
 void check_switches() {
   check_switch("RINGATTN_KERNEL_FAMILY", "sm80", "sm90");
   check_switch("RINGATTN_KERNEL_WAITS", "0", "1");
+  check_switch("RINGATTN_LOG", "info", "warning");
+  check_seconds("RINGATTN_WAIT_REPORT_S");
 }
 
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {

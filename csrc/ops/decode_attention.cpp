@@ -28,7 +28,7 @@ at::Tensor decode_attention_op(const at::Tensor& q, const at::Tensor& k, const a
     check_attention(q, k, v, scale);
     return merge_partials(decode_partial(q, k, v, scale), q);
   }
-  const int64_t call = group->begin_call([&] {
+  const int64_t call = group->begin_call(q.device().type(), [&] {
     check_attention(q, k, v, scale);
     group->check_device(q.device());
     Signature asked = signature(q, k, scale);

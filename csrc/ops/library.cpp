@@ -34,4 +34,9 @@ TORCH_LIBRARY(ringattn, m) {
   // q [B, T, H, D], the same on all ranks; k, v: the keys that this rank holds, any number, all
   // visible.
   m.def("decode_attention(Tensor q, Tensor k, Tensor v, float scale, str group_name) -> Tensor");
+  // rows [S_r, ...] of this rank -> those of every rank, each padded to the longest,
+  // [W, max S_r, ...]. dim: the dimension of the caller's tensor that the rows come from.
+  m.def(
+      "gather(Tensor rows, SymInt[] lengths, int[] order, str layout, int dim, str group_name) -> "
+      "Tensor");
 }

@@ -70,7 +70,7 @@ std::tuple<at::Tensor, at::Tensor> ring_forward_op(
     return ring_forward(q, k, v, RingCall{partition, 0, causal, scale}, nullptr);
   }
   std::optional<Partition> partition;
-  const int64_t call = group->begin_call([&] {
+  const int64_t call = group->begin_call(q.device().type(), [&] {
     partition = check(args, group->rank(), group->size());
     group->check_device(q.device(), args.transport);
     Signature asked = signature(args, *partition);

@@ -127,7 +127,7 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
     RingGroup& group = *rotation.group;
     std::optional<Partition> partition;
     Message message;
-    message.call = group.begin_call([&] {
+    message.call = group.begin_call(kv.device().type(), [&] {
       partition = check(kv, lengths.vec(), order.vec(), transport, group.rank(), group.size());
       group.check_device(kv.device(), transport);
       Signature asked = signature(kv, *partition, transport);

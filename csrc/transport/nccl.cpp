@@ -250,6 +250,22 @@ class WatchedTransfer : public TimeLimited {
   bool started() override { return transfer_.started->query(); }
   bool done() override { return transfer_.done->query(); }
   milliseconds timeout() const override { return transfer_.patience; }
+  void under_way(milliseconds waited) override {
+    constexpr auto kFirst = milliseconds(100);
+    if (waited < next_look_) return;
+    next_look_ = waited + std::clamp(waited / 20, kFirst, 5 * kFirst);
+    auto group = transfer_.communicator->group();
+    if (!group) return;
+    if (const auto why = group->ended_by(transfer_.call, transfer_.suspects)) {
+      group->fail(*why);
+      return transfer_.communicator->end(std::move(group));
+    }
+    if (report_.due(waited)) {
+      WaitReport::log(group->rank(), transfer_.suspects,
+                      "step " + std::to_string(transfer_.step) + " of the ring", waited);
+    }
+    Watchdog::get().free_later(std::move(group));  // this may be the last to hold it
+  }
   void expire() override {
     auto group = transfer_.communicator->group();
     if (group) {
@@ -262,6 +278,8 @@ class WatchedTransfer : public TimeLimited {
  private:
   InFlight transfer_;
   const void* owner_;
+  milliseconds next_look_{100};
+  WaitReport report_;
 };
 
 class NcclTransport : public CollectiveTransport {

@@ -29,7 +29,7 @@ class RINGATTN_API Peers {
   /// The group's store. The keys are this group's alone, also among groups that had its name
   /// before.
   virtual void put(const std::string& key, const std::string& value) = 0;
-  /// Waits for the key; nothing when it did not come in time.
+  /// Waits for the key; nothing when it did not come in time. A patience of 0 ms: does not wait.
   virtual std::optional<std::string> get(const std::string& key,
                                          std::chrono::milliseconds patience) = 0;
   /// The same until a point in time; one look at least.
@@ -40,6 +40,11 @@ class RINGATTN_API Peers {
     return get(key, std::max(left, std::chrono::milliseconds(1)));
   }
   virtual void remove(const std::string& key) = 0;
+  /// Whether the process that holds the store is still there, as far as can be told at once.
+  virtual bool store_is_alive() = 0;
+  /// Whether the group's connection to a rank is open, as far as can be told at once. Each question
+  /// leaves an unmatched message of one byte behind.
+  virtual bool is_connected(int64_t rank) = 0;
 
   /// Whether the group itself moves tensors of this kind.
   virtual bool carries(c10::DeviceType device_type) const = 0;

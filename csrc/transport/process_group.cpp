@@ -1,20 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only place that knows c10d.
+#include "transport/process_group.h"
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <map>
-#include <mutex>
-#include <thread>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <atomic>
+#include <chrono>
+#include <optional>
 
-#include "transport/peers.h"
+#include "transport/peer_wait.h"
 #include "transport/ring_group.h"
+#include "transport/wait_ticker.h"
 
 namespace ringattn {
 namespace {
@@ -22,50 +20,120 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-// The group itself, as a transport, on CPU: the group's own threads (gloo) move the data.
-class CpuTransfer : public Transfer {
+// Half of a message, on CPU: the group's own threads (gloo) move the data.
+class CpuOperation : public Wakeable {
  public:
-  CpuTransfer(RingGroup& group, c10d::ProcessGroup& process_group, const Message& message)
-      : group_(group), message_(message), start_(Clock::now()) {
-    const int tag = group.tag(message.step);
-    if (message.send.defined()) {
-      std::vector<at::Tensor> tensors = {message_.send};
-      group_.blaming(message_.call, message_.step, {message_.destination}, [&] {
-        sending_ = process_group.send(tensors, static_cast<int>(message.destination), tag);
-      });
+  CpuOperation(RingGroup& group, std::shared_ptr<Unfinished> unfinished, int64_t call, int64_t step)
+      : group_(group), unfinished_(std::move(unfinished)), call_(call), step_(step) {}
+  CpuOperation(const CpuOperation&) = delete;
+  CpuOperation& operator=(const CpuOperation&) = delete;
+  ~CpuOperation() override {
+    if (work_) unfinished_->keep(std::move(work_));
+  }
+
+  void send(c10d::ProcessGroup& process_group, const at::Tensor& tensor, int64_t to) {
+    start(
+        to,
+        [&](std::vector<at::Tensor>& tensors, int tag) {
+          work_ = process_group.send(tensors, static_cast<int>(to), tag);
+        },
+        tensor);
+  }
+  void receive(c10d::ProcessGroup& process_group, const at::Tensor& tensor, int64_t from) {
+    start(
+        from,
+        [&](std::vector<at::Tensor>& tensors, int tag) {
+          work_ = process_group.recv(tensors, static_cast<int>(from), tag);
+        },
+        tensor);
+  }
+
+  void wait() {
+    if (!work_) return;
+    PeerWait wait(group_, call_, step_, {other_});
+    const WaitTicker::Registration ticks(*this);
+    while (!completed(wait)) {
+      wait.poll();
+      if (!wait.expired()) continue;
+      group_.fail(group_.blame(call_, wait.place(), {other_}, "no message came"));
+      group_.throw_if_failed();
     }
-    if (message.receive.defined()) {
-      std::vector<at::Tensor> tensors = {message_.receive};
-      group_.blaming(message_.call, message_.step, {message_.source}, [&] {
-        receiving_ = process_group.recv(tensors, static_cast<int>(message.source), tag);
-      });
+    work_.reset();
+  }
+
+  void wake() override {
+    try {
+      if (can_wake_) work_->abort();
+    } catch (const std::exception&) {
+      can_wake_ = false;  // a backend other than gloo
     }
   }
 
+ private:
+  template <typename Start>
+  void start(int64_t other, const Start& start, const at::Tensor& tensor) {
+    other_ = other;
+    std::vector<at::Tensor> tensors = {tensor};
+    try {
+      start(tensors, group_.tag(step_));
+    } catch (const std::exception& error) {
+      lose(error, PeerWait(group_, call_, step_, {other}));
+    }
+  }
+
+  // False: the ticker has woken this thread. Note: gloo's own timeout is never reached, see
+  // WaitTicker; it is there for backends that cannot be woken.
+  bool completed(const PeerWait& wait) {
+    constexpr auto kPastTheDeadline = milliseconds(2000);
+    try {
+      return work_->wait(group_.peers().timeout() + kPastTheDeadline);
+    } catch (const std::exception& error) {
+      lose(error, wait);
+      throw;  // never: the line above throws
+    }
+  }
+
+  void lose(const std::exception& error, const PeerWait& wait) {
+    const auto* known = dynamic_cast<const c10::Error*>(&error);
+    const std::string reason = known ? known->what_without_backtrace() : error.what();
+    group_.lose(call_, other_, wait.place(), reason.substr(0, reason.find('\n')));
+  }
+
+  RingGroup& group_;
+  const std::shared_ptr<Unfinished> unfinished_;
+  const int64_t call_, step_;
+  int64_t other_ = 0;
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::atomic<bool> can_wake_{true};
+};
+
+// The group itself, as a transport, on CPU.
+class CpuTransfer : public Transfer {
+ public:
+  CpuTransfer(RingGroup& group, c10d::ProcessGroup& process_group,
+              const std::shared_ptr<Unfinished>& unfinished, const Message& message)
+      : sending_(group, unfinished, message.call, message.step),
+        receiving_(group, unfinished, message.call, message.step),
+        receives_(message.receive.defined()),
+        start_(Clock::now()) {
+    if (message.send.defined()) sending_.send(process_group, message.send, message.destination);
+    if (receives_) receiving_.receive(process_group, message.receive, message.source);
+  }
+
   void wait() override {
-    complete(receiving_, message_.source);
-    if (elapsed_ms_ == 0.0 && message_.receive.defined())
+    receiving_.wait();
+    if (elapsed_ms_ == 0.0 && receives_)
       elapsed_ms_ = std::chrono::duration<double, std::milli>(Clock::now() - start_).count();
   }
   void finish() override {
     wait();
-    complete(sending_, message_.destination);
-    message_.send.reset();
-    message_.receive.reset();
+    sending_.wait();
   }
   double elapsed_ms() override { return elapsed_ms_; }
 
  private:
-  void complete(c10::intrusive_ptr<c10d::Work>& work, int64_t other) {
-    if (!work) return;
-    group_.blaming(message_.call, message_.step, {other},
-                   [&] { work->wait(group_.peers().timeout() * 4 / 5); });
-    work.reset();
-  }
-
-  RingGroup& group_;
-  Message message_;
-  c10::intrusive_ptr<c10d::Work> sending_, receiving_;
+  CpuOperation sending_, receiving_;
+  bool receives_;
   Clock::time_point start_;
   double elapsed_ms_ = 0.0;
 };
@@ -161,23 +229,46 @@ class ProcessGroupTransport : public CollectiveTransport {
 
   std::unique_ptr<Transfer> start(const Message& message) override {
     const c10::Device device = (message.send.defined() ? message.send : message.receive).device();
-    if (device.is_cpu()) return std::make_unique<CpuTransfer>(group_, group_process(), message);
+    if (device.is_cpu()) {
+      return std::make_unique<CpuTransfer>(group_, group_process(), unfinished_, message);
+    }
     if (!side_) side_ = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, -1);
     return std::make_unique<DeviceTransfer>(group_process(), *side_, message);
   }
 
   at::Tensor all_gather(const at::Tensor& mine, int64_t call) override {
     at::Tensor all = at::empty({group_.size(), mine.numel()}, mine.options());
+    if (mine.is_cpu()) {
+      gather_messages(mine, all, call);
+      return all;
+    }
     at::Tensor flat = all.view(-1), input = mine;
     group_.blaming(call, 0, group_.others(), [&] {
-      const auto work = group_process()._allgather_base(flat, input);
-      // On an accelerator this orders the stream and does not block: no timeout of ours.
-      mine.is_cpu() ? work->wait(group_.peers().timeout() * 4 / 5) : work->wait();
+      group_process()._allgather_base(flat, input)->wait();  // of the stream, not of the host
     });
     return all;
   }
 
  private:
+  // Note: not a collective of gloo's. Those are matched by how many each rank has begun, so a rank
+  // that refuses one is out of step with the others for good; messages are matched by their tags.
+  void gather_messages(const at::Tensor& mine, const at::Tensor& all, int64_t call) {
+    all[group_.rank()].copy_(mine.view(-1));
+    if (mine.numel() == 0) return;
+    std::vector<std::unique_ptr<Transfer>> transfers;
+    for (int64_t step = 1; step < group_.size(); ++step) {
+      Message message;
+      message.call = call;
+      message.step = step;
+      message.send = mine;
+      message.destination = (group_.rank() + step) % group_.size();
+      message.source = (group_.rank() - step + group_.size()) % group_.size();
+      message.receive = all[message.source];
+      transfers.push_back(start(message));
+    }
+    for (const auto& transfer : transfers) transfer->finish();
+  }
+
   c10d::ProcessGroup& group_process() {
     const auto process_group = process_group_.lock();
     TORCH_CHECK(process_group,
@@ -187,116 +278,15 @@ class ProcessGroupTransport : public CollectiveTransport {
 
   RingGroup& group_;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group_;
+  const std::shared_ptr<Unfinished> unfinished_ = std::make_shared<Unfinished>();  // on CPU
   std::optional<c10::Stream> side_;
-};
-
-class ProcessGroupPeers : public Peers {
- public:
-  ProcessGroupPeers(std::string name, c10::intrusive_ptr<c10d::ProcessGroup> group)
-      : name_(std::move(name)),
-        group_(group),
-        rank_(group->getRank()),
-        size_(group->getSize()),
-        timeout_(find_timeout(*group)) {
-    if (size_ == 1) return;
-    store_ = group->getStore();
-    try {
-      spare_ = store_->clone();
-    } catch (const std::exception& error) {
-      TORCH_CHECK(false,
-                  "ringattn: group must have a store that can be cloned, got one that says: ",
-                  error.what());
-    }
-    const std::string counter = "ringattn/" + std::to_string(rank_);
-    prefix_ = "ringattn/" + std::to_string(store().add(counter, 1)) + "/";
-  }
-
-  int64_t rank() const override { return rank_; }
-  int64_t size() const override { return size_; }
-  milliseconds timeout() const override { return timeout_; }
-
-  bool current() const override {
-    const auto group = group_.lock();
-    if (!group) return false;
-    try {
-      return c10d::resolve_process_group(name_).get() == group.get();
-    } catch (const c10::Error&) {
-      return false;  // the name is gone
-    }
-  }
-
-  void put(const std::string& key, const std::string& value) override {
-    if (store_) store().set(prefix_ + key, value);
-  }
-
-  std::optional<std::string> get(const std::string& key, milliseconds patience) override {
-    if (!store_) return {};
-    try {
-      store().wait({prefix_ + key}, patience);
-      return store().get_to_str(prefix_ + key);
-    } catch (const std::exception&) {
-      return {};
-    }
-  }
-
-  void remove(const std::string& key) override {
-    if (store_) store().deleteKey(prefix_ + key);
-  }
-
-  bool carries(c10::DeviceType device_type) const override {
-    const auto group = group_.lock();
-    if (!group) return true;  // whoever uses it next is told that it is gone
-    try {
-      return group->getBackend(device_type).defined();
-    } catch (const c10::Error&) {
-      return false;
-    }
-  }
-
-  std::unique_ptr<MessageTransport> transport(RingGroup& group, c10::Device device) override {
-    return std::make_unique<ProcessGroupTransport>(group, group_.lock(), device);
-  }
-
- private:
-  // A clone has a connection of its own, and one for each thread: whoever waits on it keeps nobody
-  // else from the store, least of all the watchdog. The second thread to come, which is the
-  // watchdog as a rule, finds one that has been made while all was well: whoever has the store may
-  // be who is gone, and connecting takes as long then as the store's own timeout.
-  c10d::Store& store() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    auto& clone = clones_[std::this_thread::get_id()];
-    if (!clone) clone = clones_.size() == 2 && spare_ ? std::move(spare_) : store_->clone();
-    return *clone;
-  }
-
-  // The timeout that the group was made with; c10d's own default where no backend tells.
-  static milliseconds find_timeout(c10d::ProcessGroup& group) {
-    for (const auto type : {c10::kCPU, c10::kCUDA}) {
-      try {
-        const auto options = group.getBackend(type)->getBackendOptions();
-        if (options) return options->timeout;
-      } catch (const c10::Error&) {
-        // no backend for this device type, or one that keeps its options to itself
-      }
-    }
-    return ::kBackendDefaultTimeout;
-  }
-
-  std::string name_;
-  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
-  int64_t rank_, size_;
-  milliseconds timeout_;
-  c10::intrusive_ptr<c10d::Store> store_;  // the group's; null for a single rank
-  std::mutex mutex_;                       // guards what follows
-  c10::intrusive_ptr<c10d::Store> spare_;  // for the second thread
-  std::map<std::thread::id, c10::intrusive_ptr<c10d::Store>> clones_;
-  std::string prefix_;
 };
 
 }  // namespace
 
-std::unique_ptr<Peers> find_peers(const std::string& group_name) {
-  return std::make_unique<ProcessGroupPeers>(group_name, c10d::resolve_process_group(group_name));
+std::unique_ptr<MessageTransport> make_process_group_transport(
+    RingGroup& group, c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device) {
+  return std::make_unique<ProcessGroupTransport>(group, std::move(process_group), device);
 }
 
 }  // namespace ringattn

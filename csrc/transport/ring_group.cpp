@@ -8,6 +8,7 @@
 #include <sstream>
 #include <utility>
 
+#include "core/log.h"
 #include "core/process_wide.h"
 #include "transport/watchdog.h"
 
@@ -29,19 +30,6 @@ struct Groups {
 };
 
 Groups& groups() { return process_wide<Groups>(); }
-
-// Where a rank that waits in vain says for whom. A group fails once, so one word per rank is
-// enough.
-std::string failed_key(int64_t rank) { return "failed/" + std::to_string(rank); }
-
-// Several where survivors that have not noticed yet are as silent as who is gone.
-std::string one_of(const std::vector<int64_t>& ranks) {
-  std::string who;
-  for (const int64_t rank : ranks) {
-    who += (who.empty() ? "rank " : " or rank ") + std::to_string(rank);
-  }
-  return who;
-}
 
 }  // namespace
 
@@ -105,11 +93,19 @@ std::string RingGroup::without_prefix(const std::string& message) {
   return message.rfind(kPrefix, 0) == 0 ? message.substr(std::string(kPrefix).size()) : message;
 }
 
-int64_t RingGroup::begin_carried_call(c10::Device device, const Signature& signature) {
-  return begin_call([&] {
-    check_device(device, "process_group");
-    return signature;
-  });
+void RingGroup::join(int64_t call, Signature signature, bool tagged) {
+  const std::string operation = signature.operation();
+  PeerWait wait(*this, PeerWait::kNoCall, /*step=*/0, {}, operation);
+  try {
+    agreement_.join(call, std::move(signature), tagged, [&](int64_t rank) {
+      wait.set_peers({rank});
+      wait.poll();
+    });
+  } catch (const c10::DistBackendError& error) {
+    if (!peers_->store_is_alive()) lose_store(wait.place());
+    fail(error.what_without_backtrace());  // a rank that comes later must not find itself alone
+    throw_if_failed();                     // with why it failed first
+  }
 }
 
 void RingGroup::refuse_call(const std::string& message) {
@@ -127,18 +123,27 @@ void RingGroup::check_device(c10::Device device, const std::string& transport) c
   }
 }
 
-std::vector<std::string> RingGroup::exchange(const std::string& mine) {
+std::vector<std::string> RingGroup::exchange(const std::string& mine,
+                                             const std::string& operation) {
   const auto key = [&](int64_t number, int64_t rank) {
     return "exchange/" + std::to_string(number) + "/" + std::to_string(rank);
   };
+  constexpr auto kLook = std::chrono::milliseconds(100);
   const int64_t number = num_exchanges_++;
+  PeerWait wait(*this, PeerWait::kNoCall, /*step=*/0, {},
+                operation.empty() ? this->operation(next_call_ - 1) : operation);
+  if (!peers_->store_is_alive()) lose_store(wait.place());
   peers_->put(key(number, rank()), mine);
-  const auto deadline = std::chrono::steady_clock::now() + peers_->timeout() * 4 / 5;
   std::vector<std::string> words;
   for (int64_t other = 0; other < size(); ++other) {
-    const auto word = peers_->get_until(key(number, other), deadline);
+    wait.set_peers({other});
+    auto word = peers_->get(key(number, other), std::min(kLook, peers_->timeout() / 5));
+    while (!word && !wait.expired()) {
+      wait.poll();
+      word = peers_->get(key(number, other), std::min(kLook, peers_->timeout() / 5));
+    }
     if (!word) {
-      fail("rank " + std::to_string(other) + " did not come to step 0 of the ring within the " +
+      fail("rank " + std::to_string(other) + " did not come to " + wait.place() + " within the " +
            "group's timeout of " + std::to_string(peers_->timeout().count()) +
            " ms; the group cannot be used any more");
     }
@@ -160,11 +165,18 @@ MessageTransport& RingGroup::transport(const std::string& name, c10::Device devi
     } catch (const std::exception& error) {
       // What all ranks have been told is a refusal; what fails here alone leaves the others
       // waiting.
-      if (reason_of(error).rfind(kPrefix, 0) != 0) fail_call(next_call_ - 1, error);
+      if (!failed_ && reason_of(error).rfind(kPrefix, 0) != 0) fail_call(next_call_ - 1, error);
       throw;
     }
     devices_.emplace(device.type(), device);
+    if (logs_info()) {
+      log(LogLevel::kInfo, "rank " + std::to_string(rank()) + " of " + std::to_string(size()) +
+                               ": ring formed over transport " + chosen +
+                               (name == "auto" ? " (chosen for " : " (asked for, ") + "device " +
+                               device.str() + ")");
+    }
   }
+  last_transport_ = chosen;
   return *transport;
 }
 
@@ -203,107 +215,6 @@ std::string RingGroup::choose_transport(c10::Device device) {
 std::string RingGroup::reason_of(const std::exception& error) {
   const auto* known = dynamic_cast<const c10::Error*>(&error);
   return known ? known->what_without_backtrace() : error.what();
-}
-
-void RingGroup::fail_call(int64_t call, const std::exception& error) {
-  if (failed_) return;
-  const std::string reason = reason_of(error);
-  try {
-    agreement_.fail(call, reason);
-  } catch (const std::exception&) {
-    // The store is gone; the others will find out by themselves.
-  }
-  fail("rank " + std::to_string(rank()) +
-       " failed in a call, and is out of step with the others: " + reason +
-       "; the group cannot be used any more");
-}
-
-std::string RingGroup::blame(int64_t call, int64_t step, const std::vector<int64_t>& suspects,
-                             const std::string& reason) {
-  return blame(call, "step " + std::to_string(step) + " of the ring", suspects, reason);
-}
-
-std::string RingGroup::blame(int64_t call, const std::string& place,
-                             const std::vector<int64_t>& suspects, const std::string& reason) {
-  // Of several none may be silent: all have noticed that something is wrong.
-  std::vector<int64_t> blamed;
-  if (suspects.size() == 1) blamed = suspects;
-  std::string said;
-  try {
-    const std::vector<int64_t> silent = most_suspected(suspects);
-    if (!silent.empty()) blamed = silent;
-    for (const int64_t rank : suspects) {
-      const auto absence = agreement_.absence(call, rank);
-      if (!absence) continue;
-      // Who failed may have done so because of who is gone.
-      if (absence->refused) blamed = {rank};
-      said = ", rank " + std::to_string(rank) +
-             (absence->refused ? " refused the call: " : " failed in the call: ") + absence->why;
-      if (absence->refused) break;
-    }
-  } catch (const std::exception&) {
-    // The store may have gone with the rank that died; then the suspects are all that is known.
-  }
-  std::string sentence = (blamed.empty() ? "a rank" : one_of(blamed)) + " did not take part in " +
-                         place + " within the group's timeout of " +
-                         std::to_string(peers_->timeout().count()) + " ms" + said;
-  return sentence + " (" + reason + "); the group cannot be used any more";
-}
-
-void RingGroup::end(const std::string& operation, const std::string& reason) {
-  throw_if_failed();
-  fail(blame(next_call_ - 1, "step 0 of " + operation, others(), reason));
-  throw_if_failed();
-}
-
-std::vector<int64_t> RingGroup::most_suspected(const std::vector<int64_t>& suspects) {
-  // Ranks that wait in vain say so. Among those that say nothing, whom most of the others wait for
-  // is the one that is gone; the others have only not noticed yet. Several where as many wait.
-  std::string mine;
-  for (const int64_t suspect : suspects) mine += std::to_string(suspect) + " ";
-  peers_->put(failed_key(rank()), mine);
-  const auto deadline = std::chrono::steady_clock::now() +
-                        std::min(peers_->timeout() / 5, std::chrono::milliseconds(2000));
-  std::vector<int64_t> votes(size(), 0);
-  std::vector<bool> silent(size(), true);
-  silent[rank()] = false;
-  for (const int64_t suspect : suspects) ++votes[suspect];
-  // Suspects first: they are worth waiting for, the rest have had the same time by then.
-  std::vector<int64_t> asked = suspects;
-  for (const int64_t other : others()) {
-    if (!std::count(asked.begin(), asked.end(), other)) asked.push_back(other);
-  }
-  for (const int64_t other : asked) {
-    const auto word = peers_->get_until(failed_key(other), deadline);
-    if (!word) continue;
-    silent[other] = false;
-    std::istringstream waits_for(*word);
-    for (int64_t suspect; waits_for >> suspect;) {
-      if (suspect >= 0 && suspect < size()) ++votes[suspect];
-    }
-  }
-  std::vector<int64_t> blamed;
-  int64_t most = 1;
-  for (const int64_t other : asked) {
-    if (!silent[other] || votes[other] < most) continue;
-    if (votes[other] > most) blamed.clear();
-    most = votes[other];
-    blamed.push_back(other);
-  }
-  return blamed;
-}
-
-void RingGroup::fail(const std::string& message) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (failed_) return;
-  failure_ = message;
-  failed_ = true;
-}
-
-void RingGroup::throw_if_failed() {
-  if (!failed_) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK_WITH(DistBackendError, false, failure_);
 }
 
 void RingGroup::synchronize() {

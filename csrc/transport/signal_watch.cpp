@@ -35,6 +35,8 @@ bool SignalWatch::look() {
     end_for(*unlike);
   } else if (waits && now_() - since_ >= patience_) {
     give_up(Phase::from(phase));
+  } else if (waits) {
+    look_for_news(Phase::from(phase));
   }
   return false;
 }
@@ -43,6 +45,34 @@ void SignalWatch::notice() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (closed_ || given_up_) return;
   if (const auto unlike = words_->unlike_seen()) end_for(*unlike);
+}
+
+// Whether a peer has refused the call or has ended the group, and whether the wait is to be
+// reported.
+void SignalWatch::look_for_news(Phase phase) {
+  constexpr auto kFirst = std::chrono::milliseconds(100);
+  const auto now = now_();
+  const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(now - since_);
+  if (waited < kFirst || now < next_look_) return;
+  next_look_ = now + std::clamp(waited / 20, kFirst, 5 * kFirst);
+  auto group = group_.lock();
+  if (!group) return;
+  const auto why = group->ended_by(call_, others_);
+  if (!why && report_.due(waited)) {
+    std::vector<int64_t> late = others_;
+    if (phase.in_host_memory()) {  // a device is not asked for the sake of a line
+      const std::vector<uint32_t> come = words_->come(phase.kind);
+      const auto is_here = [&](int64_t rank) { return come[rank] >= phase.least; };
+      late.erase(std::remove_if(late.begin(), late.end(), is_here), late.end());
+    }
+    const int64_t step = step_of_rank_ && !late.empty() ? (*step_of_rank_)[late.front()] : 1;
+    if (!late.empty()) {
+      WaitReport::log(group->rank(), late, "step " + std::to_string(step) + " of the ring", waited);
+    }
+  }
+  // This may be the last to hold it, and its end comes back here for the lock.
+  Watchdog::get().free_later(std::move(group));
+  if (why) end([&](RingGroup&) { return *why; });
 }
 
 void SignalWatch::end_for(const WatchedWords::Unlike& unlike) {
@@ -81,6 +111,7 @@ bool SignalWatch::all_read() {
 
 void SignalWatch::watch_anew() {
   since_ = now_();
+  report_.restart();
   suspected_ = false;
   silent_since_.reset();
 }

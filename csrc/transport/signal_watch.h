@@ -12,6 +12,7 @@
 
 #include "core/export.h"
 #include "transport/errand.h"
+#include "transport/peer_wait.h"
 
 namespace ringattn {
 
@@ -94,6 +95,7 @@ class RINGATTN_API SignalWatch {
 
  private:
   void watch_anew();
+  void look_for_news(Phase phase);
   void give_up(Phase phase);
   void end_for(const WatchedWords::Unlike& unlike);
   void end(const std::function<std::string(RingGroup&)>& why);
@@ -113,6 +115,8 @@ class RINGATTN_API SignalWatch {
   bool closed_ = false, given_up_ = false;
   uint32_t last_phase_ = Phase{}.word(), last_calls_ = 0;
   Clock::time_point since_ = now_();                // nothing has moved, or nobody waits
+  Clock::time_point next_look_ = since_;            // at what peers have published
+  WaitReport report_;                               // of a wait since since_
   bool suspected_ = false;                          // somebody, by the last look
   std::optional<Clock::time_point> silent_since_;   // the device does not answer
   std::optional<Clock::time_point> leaving_since_;  // the group is gone, and not all has been read

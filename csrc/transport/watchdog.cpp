@@ -93,6 +93,8 @@ bool TimeLimited::look() {
   if (now - start_ >= timeout()) {
     expired_ = true;
     expire();
+  } else {
+    under_way(std::chrono::duration_cast<std::chrono::milliseconds>(now - start_));
   }
   return false;
 }

@@ -31,6 +31,8 @@ class RINGATTN_API TimeLimited : public Watched {
   virtual bool started() = 0;
   virtual bool done() = 0;
   virtual std::chrono::milliseconds timeout() const = 0;
+  /// It started `waited` ago, and is under way.
+  virtual void under_way(std::chrono::milliseconds waited) {}
   /// It started `timeout` ago and is not done. Must end it, so that done() holds soon.
   virtual void expire() = 0;
 

@@ -6,7 +6,15 @@ keep their own ``H_kv`` heads, ``H % H_kv == 0``.
 """
 
 # The library comes first: it defines the operators; _ops adds their fake kernels.
-from ringattn import _library, _ops, models, reference, strategies, testing  # noqa: F401
+from ringattn import (  # noqa: F401
+    _library,
+    _logging,
+    _ops,
+    models,
+    reference,
+    strategies,
+    testing,
+)
 from ringattn.functional import (
     RotatedKV,
     block_attention,
@@ -24,6 +32,9 @@ from ringattn.profiles import AttentionTile, RankProfile, load_profiles, save_pr
 from ringattn.profiling import measure_profiles
 from ringattn.rebalancing import Rebalancer
 from ringattn.timings import StepTiming, Timings, record_timings
+from ringattn.transports import last_transport
+
+_logging.install()
 
 __version__ = _library.VERSION
 
@@ -41,6 +52,7 @@ __all__ = [
     "block_attention",
     "decode_attention",
     "generate",
+    "last_transport",
     "load_profiles",
     "measure_profiles",
     "merge_states",

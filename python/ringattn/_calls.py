@@ -2,11 +2,11 @@
 """How C++ is called: what it says of arguments becomes a ValueError, and what one rank says of its
 own is told to the others."""
 
+import pickle
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +19,7 @@ from ringattn._group import Ring
 _PREFIX = "ringattn: "
 _Value = TypeVar("_Value")
 
-_lock = threading.Lock()
-_shortened: dict[Any, tuple[timedelta, int]] = {}  # gloo: its own timeout, how many shorten it
+_POLL_S = 0.1  # between looks for Ctrl-C, and for news of peers, while this rank waits
 
 
 def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | None = None) -> Any:
@@ -53,64 +52,86 @@ def tell_peers(ring: Ring, error: Exception) -> None:
             _C.refuse_call(ring.name, str(error))
 
 
-@contextmanager
-def _giving_up_sooner(group: dist.ProcessGroup | None) -> Iterator[timedelta | None]:
-    """Gloo's collectives on CPU end after four fifths of the group's timeout, so that by its end it
-    is known who is gone. Its messages have the timeout that the group was made with: whoever waits
-    for one is to wait no longer than what is yielded. NCCL has a watchdog of its own, and None."""
-    backend: Any = None
-    with suppress(RuntimeError):  # there is none for CPU
-        backend = group._get_backend(torch.device("cpu")) if group is not None else None
-    if type(backend).__name__ != "ProcessGroupGloo":
-        yield None
-        return
-    with _lock:
-        timeout, users = _shortened.get(backend, (backend.options._timeout, 0))
-        _shortened[backend] = (timeout, users + 1)
-        backend._set_default_timeout(timeout * 4 / 5)
-    try:
-        yield timeout * 4 / 5
-    finally:
-        with _lock:
-            timeout, users = _shortened.pop(backend)
-            if users > 1:
-                _shortened[backend] = (timeout, users - 1)
-            else:
-                backend._set_default_timeout(timeout)
-
-
 def check_real(operation: str) -> None:
     """ValueError under FakeTensorMode, where nothing can be had from other ranks: to be asked
-    before ranks meet in a :func:`collective`."""
+    before ranks meet."""
     if detect_fake_mode() is not None:
         raise ValueError(f"{operation} must have real tensors, got a call under FakeTensorMode")
 
 
-@contextmanager
-def collective(ring: Ring, operation: str) -> Iterator[timedelta | None]:
-    """Around collectives of torch.distributed's own: where one fails a peer is gone, which the
-    error says of ``operation``, with the peer's rank where it is known, and so does every later
-    call of this group. Yields how long to wait for single messages; None: as long as they do."""
-    if ring.world_size == 1:
-        yield None
-        return
+def complete(
+    ring: Ring,
+    operation: str,
+    device: torch.device,
+    begin: Callable[[], Iterable[dist.Work | None]],
+) -> None:
+    """Begins collectives or messages of torch.distributed's own with tensors on ``device`` and
+    waits for them.
+
+    Where one fails a peer is gone, which the error says of ``operation``, and so does every later
+    call of this group. On CPU the wait ends with Ctrl-C too, where a peer ends the group, and after
+    four fifths of the group's timeout; ``Work.wait()`` can do none of that, so it blocks a thread
+    of its own. On CUDA it does not block the host, and NCCL has a watchdog of its own.
+    """
     call(_C.check_group, ring.name)
     try:
-        with _giving_up_sooner(ring.process_group) as patience:
-            yield patience
+        works = [work for work in begin() if work is not None]
+        if device.type == "cpu":
+            _wait_in_thread(ring, operation, works)
+        else:
+            for work in works:
+                work.wait()
+        return
     except RuntimeError as error:
-        call(_C.end_group, ring.name, operation, str(error).split("\n")[0])
+        reason = str(error).split("\n")[0]
+    call(_C.end_group, ring.name, operation, reason)
+
+
+def _wait_in_thread(ring: Ring, operation: str, works: Iterable[dist.Work]) -> None:
+    wait = _C.GroupWait(ring.name, operation)
+    finished = _InThread(lambda: [work.wait() for work in works])
+    try:
+        while not finished.wait(_POLL_S):
+            wait.poll()
+            if wait.expired():
+                raise RuntimeError("no data came")
+    except KeyboardInterrupt:
+        wait.interrupt()
+        raise
+    if finished.error is not None:
+        raise finished.error
+
+
+class _InThread(threading.Thread):
+    """Runs a function; a daemon, so that one which never returns keeps no process alive."""
+
+    def __init__(self, body: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._body = body
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._body()
+        except Exception as error:
+            self.error = error
+        self._done.set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
 
 
 def gather_objects(ring: Ring, operation: str, own: _Value) -> list[_Value]:
-    """What every rank gives, in rank order. Collective."""
+    """What every rank gives, in rank order. Collective, through the group's store."""
     if ring.world_size == 1:
         return [own]
     check_real(operation)
-    of_ranks: list[Any] = [None] * ring.world_size
-    with collective(ring, operation):
-        dist.all_gather_object(of_ranks, own, group=ring.process_group)
-    return of_ranks
+    call(_C.check_group, ring.name)
+    return [
+        pickle.loads(given) for given in call(_C.exchange, ring.name, pickle.dumps(own), operation)
+    ]
 
 
 def agree(
@@ -139,5 +160,5 @@ def agree(
 def meet(ring: Ring, operation: str) -> None:
     """Returns once all ranks have come here."""
     if ring.world_size > 1:
-        with collective(ring, operation):
-            dist.barrier(ring.process_group)
+        call(_C.check_group, ring.name)
+        call(_C.exchange, ring.name, b"", operation)

@@ -161,6 +161,18 @@ def _(
     return q.new_empty(q.shape)
 
 
+@torch.library.register_fake("ringattn::gather")
+def _(
+    rows: torch.Tensor,
+    lengths: Sequence[int],
+    order: Sequence[int],
+    layout: str,
+    dim: int,
+    group_name: str,
+) -> torch.Tensor:
+    return rows.new_empty([len(lengths), max(lengths), *rows.shape[1:]])
+
+
 # Flop formulas: 4 * D operations (two products of a multiplication and an addition each) for every
 # head and every visible pair of a query and a key.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn._calls import collective, tell_peers
+from ringattn._calls import complete, gather_objects, tell_peers
 from ringattn.models.cache import ShardedKVCache
 from ringattn.models.graphs import DecodeGraphs
 from ringattn.models.llama import LLaMA
@@ -83,8 +83,11 @@ def choose(
     if ring.rank != sampler or problem is not None:
         tokens = torch.full((batch,), _NO_TOKEN, dtype=torch.int64, device=model.device)
     if ring.world_size > 1:
-        with collective(ring, "generate"):
-            dist.broadcast(tokens, group=ring.process_group, group_src=sampler)
+        group = ring.process_group
+        complete(
+            *(ring, "generate", model.device),
+            lambda: [dist.broadcast(tokens, group=group, group_src=sampler, async_op=True)],
+        )
     if can_look and int(tokens[0]) == _NO_TOKEN:
         raise RuntimeError(_why_no_token(model, sampler, problem)) from problem
     return tokens
@@ -93,8 +96,5 @@ def choose(
 def _why_no_token(model: LLaMA, sampler: int, problem: Exception | None) -> str:
     """The sentence that every rank raises, from the sampler."""
     ring = model.ring
-    sentence = [f"rank {sampler} could not draw a token: {problem}"]
-    if ring.world_size > 1:
-        with on_device(model), collective(ring, "generate"):
-            dist.broadcast_object_list(sentence, group=ring.process_group, group_src=sampler)
-    return sentence[0]
+    sentence = f"rank {sampler} could not draw a token: {problem}"
+    return gather_objects(ring, "generate", sentence)[sampler]

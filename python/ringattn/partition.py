@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from ringattn import _C
-from ringattn._calls import call, check_real, collective, tell_peers
+from ringattn._calls import call, check_real, tell_peers
 from ringattn._checks import (
     check_collective,
     check_integer,
@@ -268,22 +266,8 @@ class Partition:
         if ring.world_size == 1:
             return self.unshard([x], dim)
         check_real("gather")
-        sizes = _other_sizes(x, dim)
         who = (list(self.lengths), list(self.order), self.layout)
-        call(_C.agree_to_gather, ring.name, *who, str(x.dtype), str(x.device), sizes, dim)
-        # Every rank sends as many rows as the longest has, as bytes: so any backend takes any
-        # dtype.
-        rows = self.lengths[ring.rank]
-        by_row = x.movedim(dim, 0)
-        padded = by_row.new_zeros(max(self.lengths), *by_row.shape[1:])
-        padded.narrow(0, 0, rows).copy_(by_row)
-        blocks = [torch.empty_like(padded) for _ in range(ring.world_size)]
-        with collective(ring, "gather"):
-            dist.all_gather(
-                [block.view(-1).view(torch.uint8) for block in blocks],
-                padded.view(-1).view(torch.uint8),
-                group=ring.process_group,
-            )
+        blocks = call(torch.ops.ringattn.gather, x.movedim(dim, 0), *who, dim, ring.name)
         shards = [
             block.narrow(0, 0, length).movedim(0, dim)
             for block, length in zip(blocks, self.lengths, strict=True)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <map>
@@ -35,6 +36,10 @@ class Store {
     const std::lock_guard<std::mutex> lock(mutex_);
     values_.erase(key);
   }
+  void die() { alive_ = false; }
+  void close_connections_of(int64_t rank) { closed_ = rank; }
+  bool is_closed(int64_t rank) const { return closed_ == rank; }
+  bool is_alive() const { return alive_; }
   size_t size() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return values_.size();
@@ -44,6 +49,8 @@ class Store {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::string, std::string> values_;
+  std::atomic<bool> alive_{true};
+  std::atomic<int64_t> closed_{-1};  // a rank whose connections are closed
 };
 
 /// A rank of such a group. It carries CPU tensors, but not today.
@@ -60,6 +67,8 @@ class FakePeers : public Peers {
     return store_.get(key, patience);
   }
   void remove(const std::string& key) override { store_.remove(key); }
+  bool store_is_alive() override { return store_.is_alive(); }
+  bool is_connected(int64_t rank) override { return !store_.is_closed(rank); }
   bool carries(c10::DeviceType device_type) const override { return device_type == c10::kCPU; }
   std::unique_ptr<MessageTransport> transport(RingGroup& group, c10::Device device) override {
     throw std::runtime_error("no backend today");

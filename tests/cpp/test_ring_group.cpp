@@ -65,7 +65,7 @@ struct Ranks {
 Signature call(int64_t heads) { return Signature("call").add("heads", heads); }
 
 int64_t begin(RingGroup& group, int64_t heads) {
-  return group.begin_call([&] { return call(heads); });
+  return group.begin_call(c10::kCUDA, [&] { return call(heads); });
 }
 
 bool begins_with(const std::string& text, const std::string& part) {
@@ -127,7 +127,7 @@ TEST_CASE("ranks that ask for different things are all told, and the group works
 TEST_CASE("what one rank refuses all ranks are told, and the group works on") {
   Ranks ranks(3);
   const auto said = ranks.at_once([&](int64_t rank) {
-    ranks[rank].begin_call([&] {
+    ranks[rank].begin_call(c10::kCUDA, [&] {
       TORCH_CHECK(rank != 1, "ringattn: q must be good, got bad");
       return call(4);
     });

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "catch.h"
@@ -203,6 +204,28 @@ TEST_CASE("streams that get on are left alone, and those that wait for nobody") 
   watched.look_after(kPatience * 2);
   CHECK(watched.words->asked == 0);
   CHECK(watched.failure().empty());
+}
+
+TEST_CASE("a peer that refuses the call of a wait, or has ended the group, ends it at once") {
+  const std::vector<std::pair<std::string, std::string>> published = {
+      {"call/7/2", "rq must be good, got bad"}, {"ended/2", "rank 2 was interrupted"}};
+  const std::vector<std::string> said = {
+      "rank 2 refused a call that other ranks have begun: q must be good, got bad; the group "
+      "cannot "
+      "be used any more",
+      "rank 2 was interrupted"};
+  for (size_t which = 0; which < published.size(); ++which) {
+    Watched watched;
+    watched.words->staged = {0, 9, 5};
+    watched.watch.describe(7, steps({0, 1, 2}));
+    watched.wait_for_heads(9);
+    watched.look_after(milliseconds(200));
+    CHECK(watched.failure().empty());
+    watched.store.put(published[which].first, published[which].second);
+    watched.look_after(milliseconds(200));
+    CHECK(watched.failure() == said[which]);
+    CHECK(watched.words->given_up);
+  }
 }
 
 TEST_CASE("another wait of the same call has a patience of its own") {

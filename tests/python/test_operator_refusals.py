@@ -62,9 +62,9 @@ def test_what_an_operator_refuses_by_itself_is_told_too(shared_ring):
     check_ring(shared_ring, even(shared_ring.world_size))
 
 
-def refused_where_nobody_waits() -> str:
-    """The last rank, which owns nothing, refuses a call that the other one knows and makes; what
-    both are told of the next call, of another kind."""
+def refused_where_no_rank_waits() -> None:
+    """The last rank, which owns nothing, refuses a call that the other one knows and completes. The
+    next call, of a new kind, is right on both."""
     partition = Partition.zigzag([6, 0])
     q, k, v = Case(partition).local_inputs()
     ringattn.ring_attention(q, k, v, partition)
@@ -73,17 +73,15 @@ def refused_where_nobody_waits() -> str:
     else:
         with pytest.raises(ValueError, match="depth must be"):
             ringattn.ring_attention(q, k, v, partition, depth=0)
-    with pytest.raises(dist.DistBackendError) as error:
-        ringattn.ring_attention(q, k, v, partition, causal=False)
-    with pytest.raises(dist.DistBackendError):
-        ringattn.synchronize()
-    return str(error.value)
+    out = ringattn.ring_attention(q, k, v, partition, causal=False)
+    expected, _ = ringattn.block_attention(q, k, v)
+    torch.testing.assert_close(out, expected, rtol=0, atol=4e-6)
+    ringattn.synchronize()
 
 
-def test_ranks_that_are_not_in_the_same_call_any_more_all_get_an_error() -> None:
+def test_a_group_works_on_after_a_refusal_that_no_rank_waited_for() -> None:
     with RankPool(2) as ring:
-        for said in ring.run(refused_where_nobody_waits):
-            assert "ranks must have made the same calls, got 2 on rank 0 and 1 on rank 1" in said
+        ring.run(refused_where_no_rank_waits)
 
 
 def refused_while_compiling() -> list[str]:

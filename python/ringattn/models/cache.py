@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys and values of a sequence, spread over the ranks."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from ringattn._calls import collective
+from ringattn._calls import complete
 from ringattn._group import Group, resolve_group
 
 _GROWTH = 1.5  # how much larger a rank's storage becomes when it is full
@@ -141,9 +142,8 @@ class ShardedKVCache:
                     )
                 lengths[destination] += tokens
             if operations:
-                with collective(ring, "settle") as patience:
-                    for work in dist.batch_isend_irecv(operations):
-                        work.wait() if patience is None else work.wait(patience)
+                begin = functools.partial(dist.batch_isend_irecv, operations)
+                complete(ring, "settle", storage.device, begin)
             for place, arriving in arrived:
                 place.copy_(arriving)
         for source, destination, tokens in planned:

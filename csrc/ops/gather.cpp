@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "ops/checks.h"
+#include "transport/ring_group.h"
+
+namespace ringattn {
+namespace {
+
+Signature signature(const at::Tensor& rows, const Partition& partition, const std::string& layout,
+                    int64_t dim) {
+  return Signature("gather")
+      .add("partition.lengths", partition.lengths())
+      .add("partition.order", partition.order())
+      .add("partition.layout", layout)
+      .add("dtype", c10::toString(rows.scalar_type()))
+      .add("device type", c10::DeviceTypeName(rows.device().type()))
+      .add("sizes", rows.sizes().slice(1))
+      .add("dim", dim);
+}
+
+// Every rank sends as many rows as the longest has, as bytes: so any backend takes any dtype.
+at::Tensor gather_op(const at::Tensor& rows, at::IntArrayRef lengths, at::IntArrayRef order,
+                     c10::string_view layout_name, int64_t dim, c10::string_view group_name) {
+  const c10::DeviceGuard guard(rows.device());
+  const std::string layout(layout_name);
+  const auto group = RingGroup::resolve(std::string(group_name));
+  std::optional<Partition> partition;
+  const int64_t call = group->begin_call(rows.device().type(), [&] {
+    RINGATTN_CHECK(rows.dim() >= 1, "rows must have a dimension, got none");
+    partition = check_partition(lengths.vec(), order.vec(), layout, group->size());
+    const int64_t own = partition->length(group->rank());
+    RINGATTN_CHECK(rows.size(0) == own, "rows must be the ", own, " of this rank, got ",
+                   rows.size(0));
+    group->check_device(rows.device(), "process_group");
+    return signature(rows, *partition, layout, dim);
+  });
+  return group->run(call, [&] {
+    auto sizes = rows.sizes().vec();
+    sizes[0] = *std::max_element(lengths.begin(), lengths.end());
+    at::Tensor padded = at::zeros(sizes, rows.options());
+    padded.narrow(0, 0, rows.size(0)).copy_(rows);
+    auto& transport =
+        static_cast<CollectiveTransport&>(group->transport("process_group", rows.device()));
+    const at::Tensor all = transport.all_gather(padded.view(-1).view(at::kByte), call);
+    sizes.insert(sizes.begin(), group->size());
+    return all.view(-1).view(rows.scalar_type()).view(sizes);
+  });
+}
+
+TORCH_LIBRARY_IMPL(ringattn, CPU, m) { m.impl("gather", &gather_op); }
+
+#ifdef RINGATTN_WITH_CUDA
+TORCH_LIBRARY_IMPL(ringattn, CUDA, m) { m.impl("gather", &gather_op); }
+#endif
+
+}  // namespace
+}  // namespace ringattn

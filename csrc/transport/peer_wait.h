@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/export.h"
+
+namespace ringattn {
+
+class RingGroup;
+
+/// When to say that a rank waits: RINGATTN_WAIT_REPORT_S seconds after the wait began (10 by
+/// default), then every six times as long.
+class RINGATTN_API WaitReport {
+ public:
+  using Milliseconds = std::chrono::milliseconds;
+
+  explicit WaitReport(Milliseconds first = first_report());
+  /// Whether a line is due after a wait of `waited`.
+  bool due(Milliseconds waited);
+  void restart() { next_ = first_; }
+
+  /// One line for people: "rank 0 has waited 10 s for rank 1 in step 2 of ring_forward".
+  static void log(int64_t rank, const std::vector<int64_t>& peers, const std::string& place,
+                  Milliseconds waited);
+
+ private:
+  static Milliseconds first_report();
+
+  Milliseconds first_, next_;
+};
+
+/// "rank 1", or "rank 1 or rank 2": each rank once.
+RINGATTN_API std::string one_of(std::vector<int64_t> ranks);
+
+/// A host thread's wait for other ranks. The thread calls poll() every 50 to 200 ms while the wait
+/// lasts. Used by one thread.
+class RINGATTN_API PeerWait {
+ public:
+  using Clock = std::chrono::steady_clock;
+  static constexpr int64_t kNoCall = -1;  // a wait outside of the group's calls
+
+  /// `operation`: for lines and errors; empty: the operator of the call.
+  PeerWait(RingGroup& group, int64_t call, int64_t step, std::vector<int64_t> peers,
+           std::string operation = "");
+
+  /// Throws where the wait is in vain: a peer has refused or left the call, asks for something
+  /// else, or has ended the group; its connection is closed; this group has failed; the user has
+  /// pressed Ctrl-C, which ends the group. Says from time to time that this rank waits.
+  void poll();
+  /// Ends the group: the user has pressed Ctrl-C.
+  void interrupt();
+  /// Whether the wait has taken as long as a rank may keep the others waiting: four fifths of the
+  /// group's timeout, so that by its end all ranks know which one is missing.
+  bool expired() const;
+  /// Waits for other ranks from now on, since the same time.
+  void set_peers(std::vector<int64_t> peers) { peers_ = std::move(peers); }
+  /// "step 2 of ring_forward".
+  std::string place() const;
+
+ private:
+  RingGroup& group_;
+  const int64_t call_, step_;
+  std::vector<int64_t> peers_;
+  const std::string operation_;
+  const Clock::time_point start_ = Clock::now();
+  Clock::time_point next_look_ = start_;
+  std::chrono::milliseconds next_check_{500};  // of connections, after so long a wait
+  WaitReport report_;
+};
+
+}  // namespace ringattn
