@@ -3,6 +3,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "attention/block_attention.h"
 #include "attention/merge_states.h"
 
@@ -28,7 +30,7 @@ std::pair<at::Tensor, at::Tensor> split(const at::Tensor& partials, const at::Te
 }  // namespace
 
 at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          double scale) {
+                          double scale, const std::optional<at::Tensor>& key_lengths) {
   const auto wide = q.options().dtype(state_dtype(q.scalar_type()));
   at::Tensor partial = at::empty({q.numel() + q.numel() / q.size(3)}, wide);
   if (q.numel() == 0) return partial;
@@ -41,6 +43,8 @@ at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Te
     params.q = strided(queries);
     params.k = strided(keys);
     params.v = strided(values);
+    const at::Tensor lengths = key_lengths ? key_lengths->contiguous() : at::Tensor();
+    if (key_lengths) params.key_lengths = lengths.data_ptr<int32_t>();
     params.out = out.data_ptr<float>();
     params.lse = lse.data_ptr<float>();
     params.batch = q.size(0);
@@ -58,15 +62,30 @@ at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Te
     return partial;
   }
 #endif
-  AttentionResult result;
-  result.state = out;
-  result.lse = lse;
-  block_attention(q, k, v, scale, /*diagonal=*/{}, result);
+  const auto attend = [&](int64_t first_row, int64_t num_rows, int64_t num_keys) {
+    const auto rows = [&](const at::Tensor& x) { return x.narrow(0, first_row, num_rows); };
+    AttentionResult result;
+    result.state = rows(out);
+    result.lse = rows(lse);
+    block_attention(rows(q), rows(k).narrow(1, 0, num_keys), rows(v).narrow(1, 0, num_keys), scale,
+                    /*diagonal=*/{}, result);
+  };
+  if (!key_lengths) {
+    attend(0, q.size(0), k.size(1));
+    return partial;
+  }
+  const at::Tensor lengths = key_lengths->contiguous();
+  for (int64_t row = 0; row < q.size(0); ++row) {
+    attend(row, 1, std::clamp<int64_t>(lengths.const_data_ptr<int32_t>()[row], 0, k.size(1)));
+  }
   return partial;
 }
 
-at::Tensor merge_partials(const at::Tensor& partials, const at::Tensor& q) {
-  if (q.numel() == 0) return at::empty(q.sizes(), q.options());
+std::pair<at::Tensor, at::Tensor> merge_partials(const at::Tensor& partials, const at::Tensor& q) {
+  if (q.numel() == 0) {
+    return {at::empty(q.sizes(), q.options()),
+            at::empty({q.size(0), q.size(2), q.size(1)}, partials.options())};
+  }
   const auto [outs, lses] = split(partials, q);
   return merge_all_states(outs, lses, q.scalar_type());
 }

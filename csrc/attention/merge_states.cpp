@@ -55,25 +55,30 @@ void merge_states_(const at::Tensor& out, const at::Tensor& lse, const at::Tenso
   cpu::merge_states_(out, lse, other_out, other_lse);
 }
 
-at::Tensor merge_all_states(const at::Tensor& outs, const at::Tensor& lses, at::ScalarType dtype) {
-  const at::Tensor first = outs.select(0, 0);
+std::pair<at::Tensor, at::Tensor> merge_all_states(const at::Tensor& outs, const at::Tensor& lses,
+                                                   at::ScalarType dtype) {
+  const at::Tensor first = outs.select(0, 0), first_lse = lses.select(0, 0);
 #ifdef RINGATTN_WITH_CUDA
   if (outs.is_cuda()) {
     at::Tensor out = at::empty(first.sizes(), outs.options().dtype(dtype));
-    if (out.numel() == 0) return out;
-    MergeStatesParams params = merge_params(out, first, lses.select(0, 0));
+    at::Tensor lse = at::empty(first_lse.sizes(), lses.options());
+    if (out.numel() == 0) return {out, lse};
+    MergeStatesParams params = merge_params(out, first, first_lse);
+    params.lse = lse.data_ptr<float>();
+    params.lse_batch_stride = lse.stride(0);
+    params.lse_head_stride = lse.stride(1);
     params.next_state = outs.stride(0);
     params.next_state_lse = lses.stride(0);
     params.num_states = outs.size(0);
     check_launch(cuda::merge_states(params, current_stream(out)), "merge_states");
-    return out;
+    return {out, lse};
   }
 #endif
-  at::Tensor out = first.clone(), lse = lses.select(0, 0).clone();
+  at::Tensor out = first.clone(), lse = first_lse.clone();
   for (int64_t state = 1; state < outs.size(0); ++state) {
     merge_states_(out, lse, outs.select(0, state), lses.select(0, state));
   }
-  return out.to(dtype);
+  return {out.to(dtype), lse};
 }
 
 }  // namespace ringattn

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
+
 #include "core/export.h"
 #include "core/shape.h"
 
@@ -15,9 +17,10 @@ RINGATTN_API void merge_states_(const at::Tensor& out, const at::Tensor& lse,
                                 const at::Tensor& other_out, const at::Tensor& other_lse);
 
 /// Folds states that lie one behind the other, outs [N, B, S_q, H, D] and lses [N, B, H, S_q] in
-/// float32 (float64), in the order 0 .. N-1, and rounds once to `dtype`. Returns out [B, S_q, H,
-/// D].
-RINGATTN_API at::Tensor merge_all_states(const at::Tensor& outs, const at::Tensor& lses,
-                                         at::ScalarType dtype);
+/// float32 (float64), in the order 0 .. N-1. Returns out [B, S_q, H, D], rounded once to `dtype`,
+/// and lse [B, H, S_q], not rounded.
+RINGATTN_API std::pair<at::Tensor, at::Tensor> merge_all_states(const at::Tensor& outs,
+                                                                const at::Tensor& lses,
+                                                                at::ScalarType dtype);
 
 }  // namespace ringattn

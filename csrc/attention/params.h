@@ -74,15 +74,17 @@ struct BlockAttentionParams {
   int32_t tile_rows = 0;
 };
 
-/// Few queries, many keys, all of them visible: keys are split over thread blocks and the partial
-/// results merged in a fixed order. The result is a float32 state.
+/// Few queries, many keys, visible to all queries of their batch row: keys are split over thread
+/// blocks and the partial results merged in a fixed order. The result is a float32 state.
 struct DecodeAttentionParams {
-  Strided q;                   // [B, S_q, H, D], dtype
-  Strided k;                   // [B, S_k, H_kv, D], dtype
-  Strided v;                   // [B, S_k, H_kv, D], dtype
-  float* out = nullptr;        // [B, S_q, H, D], float32, contiguous
-  float* lse = nullptr;        // [B, H, S_q], contiguous
-  float* workspace = nullptr;  // decode_workspace_floats() floats, contents irrelevant
+  Strided q;                             // [B, S_q, H, D], dtype
+  Strided k;                             // [B, S_k, H_kv, D], dtype
+  Strided v;                             // [B, S_k, H_kv, D], dtype
+  const int32_t* key_lengths = nullptr;  // [B]: batch row b sees its first key_lengths[b] keys,
+                                         // clamped to [0, S_k]; null: all of them
+  float* out = nullptr;                  // [B, S_q, H, D], float32, contiguous
+  float* lse = nullptr;                  // [B, H, S_q], contiguous
+  float* workspace = nullptr;            // decode_workspace_floats() floats, contents irrelevant
 
   int32_t batch = 0;
   int32_t num_queries = 0;

@@ -20,28 +20,44 @@ Signature signature(const at::Tensor& q, const at::Tensor& k, double scale) {
       .add("scale", scale);
 }
 
-at::Tensor decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               double scale, c10::string_view group_name) {
+void check_decode(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                  const std::optional<at::Tensor>& key_lengths) {
+  check_attention(q, k, v, scale);
+  if (!key_lengths) return;
+  RINGATTN_CHECK(key_lengths->scalar_type() == at::kInt, "key_lengths must be torch.int32, got ",
+                 dtype_name(key_lengths->scalar_type()));
+  RINGATTN_CHECK(key_lengths->dim() == 1 && key_lengths->size(0) == q.size(0),
+                 "key_lengths must have shape [B], B = ", q.size(0), ", got ",
+                 key_lengths->sizes());
+  RINGATTN_CHECK(key_lengths->device() == q.device(), "key_lengths must be on the device of q, ",
+                 q.device(), ", got ", key_lengths->device());
+}
+
+using OutAndLse = std::tuple<at::Tensor, at::Tensor>;
+
+OutAndLse decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                              double scale, c10::string_view group_name,
+                              const std::optional<at::Tensor>& key_lengths) {
   const c10::DeviceGuard guard(q.device());
   const auto group = group_name.empty() ? nullptr : RingGroup::resolve(std::string(group_name));
   if (!group || group->size() == 1) {
-    check_attention(q, k, v, scale);
-    return merge_partials(decode_partial(q, k, v, scale), q);
+    check_decode(q, k, v, scale, key_lengths);
+    return merge_partials(decode_partial(q, k, v, scale, key_lengths), q);
   }
   const int64_t call = group->begin_call(q.device().type(), [&] {
-    check_attention(q, k, v, scale);
+    check_decode(q, k, v, scale, key_lengths);
     group->check_device(q.device());
     Signature asked = signature(q, k, scale);
     check_capture(*group, asked, q.device(),
                   [&]() -> const MessageTransport& { return group->collectives(q.device()); });
     return asked;
   });
-  return group->run(call, [&] {
+  return group->run(call, [&]() -> OutAndLse {
     CollectiveTransport& transport = group->collectives(q.device());
-    const at::Tensor partials = transport.all_gather(decode_partial(q, k, v, scale), call);
-    const at::Tensor out = merge_partials(partials, q);
-    transport.guard({out});
-    return out;
+    const at::Tensor partial = decode_partial(q, k, v, scale, key_lengths);
+    auto [out, lse] = merge_partials(transport.all_gather(partial, call), q);
+    transport.guard({out, lse});
+    return {out, lse};
   });
 }
 

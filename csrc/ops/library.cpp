@@ -31,9 +31,11 @@ TORCH_LIBRARY(ringattn, m) {
   // Orders the current stream after the transfer, keeps `sent` alive until then, returns
   // `received`.
   m.def("wait_kv(Tensor received, Tensor sent) -> Tensor");
-  // q [B, T, H, D], the same on all ranks; k, v: the keys that this rank holds, any number, all
-  // visible.
-  m.def("decode_attention(Tensor q, Tensor k, Tensor v, float scale, str group_name) -> Tensor");
+  // q [B, T, H, D], the same on all ranks; k, v: the keys that this rank holds, any number.
+  // key_lengths int32 [B]: row b sees this rank's first key_lengths[b] keys; none: all of them.
+  m.def(
+      "decode_attention(Tensor q, Tensor k, Tensor v, float scale, str group_name,"
+      " Tensor? key_lengths=None) -> (Tensor out, Tensor lse)");
   // rows [S_r, ...] of this rank -> those of every rank, each padded to the longest,
   // [W, max S_r, ...]. dim: the dimension of the caller's tensor that the rows come from.
   m.def(

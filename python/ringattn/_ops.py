@@ -155,10 +155,15 @@ def _(received: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
 
 @torch.library.register_fake("ringattn::decode_attention")
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, group_name: str
-) -> torch.Tensor:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    group_name: str,
+    key_lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     _check_attention(q, k, v)
-    return q.new_empty(q.shape)
+    return q.new_empty(q.shape), _new_lse(q)
 
 
 @torch.library.register_fake("ringattn::gather")
@@ -250,5 +255,5 @@ def _ring_forward_flops(
 def _decode_attention_flops(
     q_shape: Sequence[int], k_shape: Sequence[int], *args: Any, **kwargs: Any
 ) -> int:
-    """This rank's share: all queries against its own keys."""
+    """This rank's share: all queries against its own keys, hidden ones included."""
     return _pair_flops(q_shape) * q_shape[1] * k_shape[1]

@@ -259,6 +259,7 @@ def merge_states(
     return out, lse
 
 
+@overload
 def decode_attention(
     q: torch.Tensor,
     k_shard: torch.Tensor,
@@ -266,8 +267,48 @@ def decode_attention(
     *,
     group: Group = None,
     scale: float | None = None,
+    key_lengths: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    k_shard: torch.Tensor,
+    v_shard: torch.Tensor,
+    *,
+    group: Group = None,
+    scale: float | None = None,
+    key_lengths: torch.Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    k_shard: torch.Tensor,
+    v_shard: torch.Tensor,
+    *,
+    group: Group = None,
+    scale: float | None = None,
+    key_lengths: torch.Tensor | None = None,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_shard: torch.Tensor,
+    v_shard: torch.Tensor,
+    *,
+    group: Group = None,
+    scale: float | None = None,
+    key_lengths: torch.Tensor | None = None,
+    return_lse: bool = False,
     **refused: object,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the newest tokens on a key/value cache spread across ranks. Collective.
 
     Each rank attends to its own cached keys; the partial results are merged in rank order on every
@@ -277,13 +318,19 @@ def decode_attention(
         q: ``[B, T, H, D]``, the same on all ranks; dtypes and head dimensions as in
             :func:`ring_attention`.
         k_shard: this rank's cached keys, ``[B, N_r, H_kv, D]``, ``H % H_kv == 0``; any number of
-            them, 0 included. All are visible to all queries.
+            them, 0 included. All are visible to all queries of their batch row.
         v_shard: this rank's cached values, like ``k_shard``.
         group: as in :func:`ring_attention`.
         scale: of the scores, any finite number; None means ``1 / sqrt(D)``.
+        key_lengths: int32 or int64 ``[B]`` on the device of ``q``: batch row b sees the first
+            ``key_lengths[b]`` keys of this rank. Values are clamped to ``[0, N_r]`` and never read
+            by the host on CUDA; keys and values past them may be uninitialised. None: all keys.
+        return_lse: also return the log-sum-exp of the scaled scores.
 
     Returns:
-        out ``[B, T, H, D]`` in the dtype of ``q``, 0 where no rank has a key.
+        out ``[B, T, H, D]`` in the dtype of ``q``, 0 where no rank has a visible key; with
+        ``return_lse`` also lse ``[B, H, T]``, natural log, float32 (float64 for float64), -inf
+        where no rank has a visible key.
 
     Raises:
         ValueError, torch.distributed.DistBackendError: as in :func:`ring_attention`.
@@ -298,12 +345,21 @@ def decode_attention(
         check_dims("q", q, "[B, T, H, D]")
         check_collective(q=q, k_shard=k_shard, v_shard=v_shard)
         scale = finite_scale(scale, q)
+        return_lse = check_flag("return_lse", return_lse)
+        if key_lengths is not None:
+            check_tensors(key_lengths=key_lengths)
+            if key_lengths.dtype not in (torch.int32, torch.int64):
+                raise ValueError(
+                    f"key_lengths must be torch.int32 or torch.int64, got {key_lengths.dtype}"
+                )
+            if key_lengths.dtype == torch.int64:
+                key_lengths = key_lengths.clamp(0, k_shard.size(1)).to(torch.int32)
     except Exception as error:
         tell_peers(ring, error)
         raise
-    arguments = (q, k_shard, v_shard, scale, ring.name)
-    out: torch.Tensor = call(_ops.decode_attention, *arguments, names=_SHARDS)
-    return out
+    arguments = (q, k_shard, v_shard, scale, ring.name, key_lengths)
+    out, lse = call(_ops.decode_attention, *arguments, names=_SHARDS)
+    return (out, lse) if return_lse else out
 
 
 class RotatedKV:

@@ -86,6 +86,74 @@ def test_long_caches(ring):
     check(ring, Cache(lengths, torch.bfloat16, num_heads=8))
 
 
+def rows_of_unequal_length(cache: Cache, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that a row does not see are NaN."""
+    q, k, v = cache.local_inputs()
+    lengths = visible_rows(cache)[:, this().rank]
+    for row, length in enumerate(lengths.clamp(0, k.size(1)).tolist()):
+        k[row, length:] = v[row, length:] = torch.nan
+    with poisoned_memory():
+        return ringattn.decode_attention(
+            *(q, k, v), key_lengths=lengths.to(q.device, dtype), return_lse=True
+        )
+
+
+def visible_rows(cache: Cache) -> torch.Tensor:
+    """int64 [B, W]: -1, 0, some, all, and one more than all, over the rows and ranks."""
+    choices = [[-1, 0, length // 2, length, length + 1] for length in cache.lengths]
+    return torch.tensor(
+        [[some[(2 + 2 * row + rank) % 5] for rank, some in enumerate(choices)] for row in range(2)]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths_dtype", [torch.int32, torch.int64])
+def test_key_lengths_hide_the_rest_of_the_cache(ring, dtype, lengths_dtype):
+    for lengths in CACHES[ring.world_size]:
+        cache = Cache(tuple(lengths), dtype, num_queries=3)
+        results = ring.run(rows_of_unequal_length, cache, lengths_dtype)
+        out, lse = results[0]
+        for other_out, other_lse in results[1:]:
+            assert torch.equal(other_out, out) and torch.equal(other_lse, lse)
+        q, k, v = cache.inputs("cpu")
+        for row, seen in enumerate(visible_rows(cache).tolist()):
+            visible = torch.cat(
+                [torch.arange(length) < sees for length, sees in zip(lengths, seen, strict=True)]
+            ).expand(cache.num_queries, -1)
+            one = slice(row, row + 1)
+            on_device = [x[one].to(ring.device_type) for x in (out, lse, q, k, v)]
+            check_attention(
+                *on_device, visible=visible.to(ring.device_type), what=f"row {row} {cache}"
+            )
+
+
+def test_key_lengths_that_are_all_keys_change_no_bit(ring):
+    for lengths in CACHES[ring.world_size]:
+        cache = Cache(tuple(lengths), torch.bfloat16)
+        everything = ring.run(decode_with_all_lengths, cache)
+        assert all(torch.equal(a, b) for a, b in everything)
+
+
+def decode_with_all_lengths(cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = cache.local_inputs()
+    full = torch.full((2,), k.size(1), device=q.device)
+    return ringattn.decode_attention(q, k, v, key_lengths=full), ringattn.decode_attention(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("key_lengths", "sentence"),
+    [
+        (torch.tensor([1.0, 2.0]), "key_lengths must be torch.int32 or torch.int64, got torch.flo"),
+        (torch.tensor([1, 2, 3]), r"key_lengths must have shape \[B\], B = 2, got \[3\]"),
+        ([1, 2], "key_lengths must be a tensor, got list"),
+    ],
+)
+def test_wrong_key_lengths_are_refused(key_lengths, sentence):
+    q, k, v = (x.contiguous() for x in Cache((4,)).inputs("cpu"))
+    with pytest.raises(ValueError, match=sentence):
+        ringattn.decode_attention(q, k, v, key_lengths=key_lengths)
+
+
 def step_by_step(num_steps: int) -> torch.Tensor:
     """Keys are appended where there is room, as a generation does; every step is compared."""
     generator = torch.Generator().manual_seed(4)
@@ -125,7 +193,11 @@ def test_flops_are_those_of_the_own_keys(ring):
 
 def well_behaved(cache: Cache) -> None:
     name = torch.distributed.group.WORLD.group_name
-    torch.library.opcheck(torch.ops.ringattn.decode_attention, (*cache.local_inputs(), 0.1, name))
+    operator = torch.ops.ringattn.decode_attention
+    q, k, v = cache.local_inputs()
+    torch.library.opcheck(operator, (q, k, v, 0.1, name))
+    lengths = torch.ones(2, dtype=torch.int32, device=q.device)
+    torch.library.opcheck(operator, (q, k, v, 0.1, name, lengths))
 
 
 def test_the_operator_is_well_behaved(ring):

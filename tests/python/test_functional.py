@@ -57,7 +57,10 @@ def test_everything_public_is_documented(thing):
         ),
         (ringattn.block_attention, "(q, k, v, *, scale=None, diagonal=None)"),
         (ringattn.merge_states, "(out_a, lse_a, out_b, lse_b)"),
-        (ringattn.decode_attention, "(q, k_shard, v_shard, *, group=None, scale=None)"),
+        (
+            ringattn.decode_attention,
+            "(q, k_shard, v_shard, *, group=None, scale=None, key_lengths=None, return_lse=False)",
+        ),
         (ringattn.rotate_kv, "(kv, partition, *, group=None, transport='auto')"),
         (ringattn.synchronize, "(group=None)"),
         (

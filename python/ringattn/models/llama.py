@@ -75,10 +75,11 @@ class LLaMAAttention(nn.Module):
         keys, values = cache.append(layer, k, v)
         # Note: the operator itself, because the checks of ringattn.decode_attention cost as much
         # time as a small kernel, in every layer of every token.
-        out: torch.Tensor = call(
+        out, _ = call(
             torch.ops.ringattn.decode_attention, q, keys, values, self.scale, self.group_name
         )
-        return out.flatten(2)
+        attended: torch.Tensor = out.flatten(2)
+        return attended
 
 
 class GatedLinearUnit(nn.Module):

@@ -55,7 +55,9 @@ __global__ void __launch_bounds__(Tile::kThreads)
   const int first_row = blockIdx.x % row_tiles * Tile::kRows;
   const int num_rows = min(Tile::kRows, group * p.num_queries - first_row);
   const int begin = split * keys_per_split;
-  const int end = min(begin + keys_per_split, p.num_keys);
+  // Keys at `end` and later are never read: they may be uninitialised memory.
+  const int visible = p.key_lengths == nullptr ? p.num_keys : p.key_lengths[batch];
+  const int end = min(begin + keys_per_split, min(visible, p.num_keys));
 
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
