@@ -22,14 +22,16 @@ import argparse
 import math
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
 from report import Report, environment
 from ringattn import Partition
+from ringattn.cache import ShardedKVCache
 from ringattn.decoding import choose, decode
-from ringattn.models import LLaMA, LLaMAConfig, ShardedKVCache, demo_model_path, load_model
+from ringattn.models import LLaMA, LLaMAConfig, demo_model_path, load_model
 from ringattn.models.graphs import DecodeGraphs, record
 from ringattn.sampling import Sampling
 
@@ -79,25 +81,21 @@ def random_model(config: LLaMAConfig, device: torch.device, dtype: torch.dtype) 
 
 def random_cache(model: LLaMA, partition: Partition, batch: int, tokens: int) -> ShardedKVCache:
     """This rank's share, or with a partition of one rank the shares of all ranks."""
-    cache = model.new_cache(partition, batch=batch, new_tokens=tokens)
+    cache = model.new_cache(partition, new_tokens=tokens)
+    kv_heads, head_dim = model.config.kvheads, model.config.head_dim
     split = Partition.even(partition.seq_len, harness.world_size()).lengths
     alone = partition.world_size == 1
     for layer in range(model.config.nlayers):
-        start = 0
+        shares = []
         for rank, length in enumerate(split):
             if not alone and rank != model.ring.rank:
                 continue
             seed = layer * len(split) + rank
             generator = torch.Generator(model.device).manual_seed(seed)
-            for place in cache.view(layer):
-                rows = place[:, start : start + length]
-                # Not rows.normal_(): what it draws depends on strides.
-                rows.copy_(
-                    torch.randn(
-                        rows.shape, generator=generator, device=rows.device, dtype=rows.dtype
-                    )
-                )
-            start += length
+            shape = (2, batch, length, kv_heads, head_dim)
+            kind: dict[str, Any] = {"device": model.device, "dtype": model.dtype}
+            shares.append(torch.randn(shape, generator=generator, **kind))
+        cache.store(layer, *torch.cat(shares, 2).unbind(0))
     return cache
 
 
@@ -108,7 +106,7 @@ def logits(
     """[B, V] of token 1 after a random context."""
     cache = random_cache(model, partition, batch, 1)
     tokens = torch.ones(batch, dtype=torch.int64, device=model.device)
-    return model.project(decode(model, tokens, partition.seq_len, cache, graphs)).float()
+    return model.project(decode(model, tokens, cache, graphs)).float()
 
 
 def error(
@@ -134,9 +132,9 @@ def seconds(
     sampler = partition.owner(partition.seq_len - 1)
     if dist.is_initialized():
         dist.barrier()
-    for position in range(partition.seq_len, partition.seq_len + tokens):
+    for _ in range(tokens):
         start = time.perf_counter()
-        hidden = decode(model, ids, position, cache, graphs)
+        hidden = decode(model, ids, cache, graphs)
         ids = choose(model, hidden, sampler, batch, Sampling(greedy=True), None)
         ids.tolist()  # waits for the device, as a check for the end of the text does
         yield time.perf_counter() - start

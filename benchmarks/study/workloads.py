@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import ringattn
 import torch
 import torch.distributed as dist
 from harness import DTYPES, Contestant, Problem, rank
+from ringattn.model_call import ModelCall
 from ringattn.models import LLaMA, LLaMAConfig
 from ringattn.testing import slowdown
 
@@ -89,9 +90,8 @@ class Layer:
         self._model = LLaMA(config, device=device, dtype=DTYPES[settings.dtype])
         for parameter in self._model.requires_grad_(False).parameters():
             dist.broadcast(parameter, 0)
-        self._attention = self._model.base_model.layers[0].attn.ring_attention
-        self._attention.transport = settings.transport
-        self._lone = self._model.alone().base_model
+        self._transport = settings.transport
+        self._lone = self._model.alone()
         self._ids = (torch.arange(seq_len, device=device) * 7919 % _VOCABULARY)[None]
         self._everything = ringattn.Partition.zigzag([seq_len])
         self.cost = ringattn.ModelCost.from_config(config, dtype=DTYPES[settings.dtype])
@@ -102,15 +102,18 @@ class Layer:
         ids = partition.shard(self._ids, rank())
         positions = partition.position_ids(rank(), self._ids.device)
 
-        def call() -> torch.Tensor:
-            self._attention.depth = depth
-            return self._model.base_model(ids, positions, partition)
+        travel: dict[str, Any] = {"transport": self._transport, "depth": depth}
 
-        return call
+        def forward() -> torch.Tensor:
+            call = ModelCall.prefill(self._model.ring, partition, **travel)
+            return self._model.base_model(ids, positions, call)
+
+        return forward
 
     def alone(self) -> torch.Tensor:
         positions = torch.arange(self._ids.size(1), device=self._ids.device)
-        return self._lone(self._ids, positions, self._everything)
+        call = self._lone.prefill_call(self._everything)
+        return self._lone.base_model(self._ids, positions, call)
 
     def max_error(self, contestant: Contestant) -> float:
         if contestant.positions.numel() == 0:

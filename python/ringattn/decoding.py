@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ringattn._calls import complete, gather_objects, tell_peers
-from ringattn.models.cache import ShardedKVCache
+from ringattn.cache import ShardedKVCache
+from ringattn.model_call import ModelCall
 from ringattn.models.graphs import DecodeGraphs
 from ringattn.models.llama import LLaMA
 from ringattn.partition import Partition
@@ -36,7 +37,8 @@ def prefill(
     """Hidden state of this rank's last token, ``[B, E]``; without tokens, of none, ``[0, E]``."""
     rank = model.ring.rank
     position_ids = partition.position_ids(rank, device=model.device)
-    hidden = model.base_model(partition.shard(prompt_ids, rank), position_ids, partition, cache)
+    call = model.prefill_call(partition, cache)
+    hidden = model.base_model(partition.shard(prompt_ids, rank), position_ids, call)
     return hidden[:, -1:].flatten(0, 1)
 
 
@@ -44,16 +46,15 @@ def prefill(
 def decode(
     model: LLaMA,
     tokens: torch.Tensor,
-    position: int,
     cache: ShardedKVCache,
     graphs: DecodeGraphs | None = None,
 ) -> torch.Tensor:
     """Hidden state ``[B, E]`` of one new token per row, ``tokens`` int64 ``[B]``."""
-    cache.advance()
+    call = ModelCall.decode(model.ring, cache)
     if graphs is not None:
-        return graphs(tokens.unsqueeze(1), position, cache).squeeze(1)
-    position_ids = torch.full((1,), position, device=model.device)
-    return model.base_model(tokens.unsqueeze(1), position_ids, cache=cache).squeeze(1)
+        return graphs(tokens.unsqueeze(1), call).squeeze(1)
+    position_ids = torch.full((1,), cache.seq_len - 1, device=model.device)
+    return model.base_model(tokens.unsqueeze(1), position_ids, call).squeeze(1)
 
 
 @torch.inference_mode()

@@ -232,7 +232,6 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
     batch, prompt_len = prompt_ids.shape
     cache = model.new_cache(
         request.partition,
-        batch=batch,
         new_tokens=request.max_new_tokens - 1,
         targets=request.cache_lengths,
     )
@@ -261,4 +260,4 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
             graphs = DecodeGraphs(model.base_model, batch)
         if request.cuda_graphs is None and position - prompt_len == _TOKENS_BEFORE_GRAPHS <= left:
             graphs = record(model.base_model, batch)
-        hidden = decode(model, tokens, position, cache, graphs)
+        hidden = decode(model, tokens, cache, graphs)

@@ -4,26 +4,19 @@
 import pytest
 import torch
 from _distributed import this
-from ringattn.models.cache import ShardedKVCache, next_owner, plan_moves
+from ringattn.cache import ShardedKVCache, next_owner, plan_moves
 
 LAYERS, BATCH, KV_HEADS, HEAD_DIM = 2, 2, 3, 8
 
 
 def new_cache(
-    lengths: list[int], rank: int, new_tokens: int = 0, targets: list[int] | None = None
+    lengths: list[int], rank: int, new_tokens: int | None = 0, targets: list[int] | None = None
 ) -> ShardedKVCache:
-    return ShardedKVCache(
-        LAYERS,
-        lengths,
-        rank,
-        batch=BATCH,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        new_tokens=new_tokens,
-        targets=targets,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    """With zeros in every layer, where they are not stored again."""
+    cache = ShardedKVCache(lengths, rank, new_tokens=new_tokens, targets=targets)
+    for layer in range(LAYERS):
+        cache.store(layer, *torch.zeros(2, BATCH, lengths[rank], KV_HEADS, HEAD_DIM))
+    return cache
 
 
 def rows(first: int, count: int, layer: int) -> torch.Tensor:
@@ -115,9 +108,9 @@ def test_ranks_together_hold_every_token_once_in_every_layer(new_tokens: int) ->
             k = rows(held[rank][0] if held[rank] else 0, lengths[rank], layer)
             cache.store(layer, k, -k)
     for token in range(7, 7 + tokens):
-        owners = {cache.advance() for cache in caches}
-        assert len(owners) == 1
-        held[owners.pop()].append(token)
+        shares = {tuple(cache.advance()) for cache in caches}
+        assert len(shares) == 1
+        held[shares.pop().index(1)].append(token)
         for cache in caches:
             for layer in range(LAYERS):
                 k = rows(token, 1, layer)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
 from ringattn import generation
+from ringattn.cache import ShardedKVCache
 from ringattn.decoding import decode
 from ringattn.generation import generate
 from ringattn.models import LLaMA, load_model
-from ringattn.models.cache import ShardedKVCache
 from ringattn.models.graphs import DecodeGraphs, record, replayable
 from ringattn.partition import Partition
 from torch import nn
@@ -98,11 +98,11 @@ def test_a_cache_may_grow_between_replays(folder: Path) -> None:
     model = load_model(folder, device="cuda")
     graphs = record(model.base_model, 2)
     assert graphs is not None
-    caches = [model.new_cache(Partition.even(0, 1), batch=2) for _ in range(2)]
+    caches = [model.new_cache(Partition.even(0, 1)) for _ in range(2)]
     ids = random_ids(2, NEW_TOKENS).to("cuda")
     for position in range(NEW_TOKENS):
         hidden, expected = (
-            decode(model, ids[:, position], position, cache, way).clone()
+            decode(model, ids[:, position], cache, way).clone()
             for cache, way in zip(caches, (graphs, None), strict=True)
         )
         assert torch.equal(hidden, expected)

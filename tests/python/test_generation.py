@@ -11,9 +11,9 @@ import torch
 from _distributed import RankPool, this
 from _llama import LLAMA3_ROPE, VOCABULARY, random_ids, save, tiny_llama
 from ringattn import Partition
+from ringattn.cache import ShardedKVCache
 from ringattn.generation import generate
 from ringattn.models import LLaMA, load_model
-from ringattn.models.cache import ShardedKVCache
 
 PROMPT_LEN, NEW_TOKENS = 23, 20
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from _distributed import RankPool, this
 from _llama import random_ids, save, tiny_llama
 from ringattn import Partition, generation
+from ringattn.cache import ShardedKVCache
 from ringattn.models import load_model
-from ringattn.models.cache import ShardedKVCache
 
 TIMEOUT_S = 4.0
 #: How much later than the group's timeout an error may come, on a busy machine. A rank that waits
@@ -96,10 +96,11 @@ def lose_a_rank_beside_the_ring(
     rebalancer = ringattn.Rebalancer([ringattn.RankProfile(1.0, 1.0)] * size, cost)
     model = load_model(folder)
     cache = ShardedKVCache(
-        *(1, [0, 3, 0], rank),  # all come from the victim
+        *([0, 3, 0], rank),  # all come from the victim
         targets=[1, 1, 1],
-        **dict(batch=1, num_kv_heads=2, head_dim=8, dtype=torch.float32, device=this().device),
     )
+    held = torch.zeros(1, cache.lengths[rank], 2, 8, device=this().device)
+    cache.store(0, held, held)
     right = generation.choose
 
     def choose(*arguments: Any) -> torch.Tensor:  # the rank goes just before a token is handed out

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from _distributed import RankPool, this
 from _rings import Case, ring_call
 from ringattn import Partition
-from ringattn.models.cache import ShardedKVCache
+from ringattn.cache import ShardedKVCache
 
 REPORT_S = 0.3
 LATE_S = 2.5  # more than six times as long
@@ -54,10 +54,11 @@ def calls() -> dict[str, Callable[[], object]]:
     cost = ringattn.ModelCost.attention_only(num_heads=2, head_dim=8)
     rebalancer = ringattn.Rebalancer([ringattn.RankProfile(1.0, 1.0)] * size, cost)
     cache = ShardedKVCache(
-        *(1, [0, 2 * size] + [0] * (size - 2), rank),
+        *([0, 2 * size] + [0] * (size - 2), rank),
         targets=[2] * size,
-        **dict(batch=1, num_kv_heads=2, head_dim=8, dtype=torch.float32, device=this().device),
     )
+    held = torch.zeros(1, cache.lengths[rank], 2, 8, device=this().device)
+    cache.store(0, held, held)
     return {
         "ring": lambda: ring_call(case),
         "new ring": lambda: ring_call(even(size, rows=9)),

@@ -3,7 +3,6 @@
 
 from pathlib import Path
 
-from ringattn.models.cache import ShardedKVCache
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.llama import LLaMA, LLaMABlock, LLaMAHeadless
 from ringattn.models.loading import load_model
@@ -13,7 +12,6 @@ __all__ = [
     "LLaMABlock",
     "LLaMAConfig",
     "LLaMAHeadless",
-    "ShardedKVCache",
     "demo_model_path",
     "load_model",
 ]

@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ringattn.models.cache import ShardedKVCache
+from ringattn.model_call import ModelCall
 from ringattn.models.llama import GatedLinearUnit, LLaMAAttention, LLaMABlock, LLaMAHeadless
-from ringattn.modules import RingAttention
 
 # What the layers of a model are made of, as it comes from this package.
 _OWN_PARTS = (
@@ -31,7 +30,7 @@ def replayable(model: LLaMAHeadless) -> bool:
     if module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks:
         return False
     return all(
-        (type(part) in _OWN_PARTS or isinstance(part, RingAttention))
+        type(part) in _OWN_PARTS
         and not (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
         for part in model.modules()
     )
@@ -88,15 +87,14 @@ class DecodeGraphs:
         current.wait_stream(stream)
 
     @torch.inference_mode()
-    def __call__(
-        self, token_ids: torch.Tensor, position: int, cache: ShardedKVCache
-    ) -> torch.Tensor:
+    def __call__(self, token_ids: torch.Tensor, call: ModelCall) -> torch.Tensor:
         """As :meth:`LLaMAHeadless.forward` of one new token: ``token_ids`` int64 ``[B, 1]``."""
         self._token_ids.copy_(token_ids)
-        self._position_ids.fill_(position)
+        assert call.cache is not None
+        self._position_ids.fill_(call.cache.seq_len - 1)
         for index, block in enumerate(self._blocks):
             self._graphs[index].replay()
-            self._attended.copy_(block.attn.attend(*self._heads[index], None, cache, index))
+            self._attended.copy_(block.attn.attend(*self._heads[index], call, index))
         self._graphs[-1].replay()
         return self._x[-1]
 

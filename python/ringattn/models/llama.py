@@ -18,32 +18,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ringattn._calls import call, tell_peers
+from ringattn._calls import tell_peers
 from ringattn._checks import check_device, check_floating, is_concrete
 from ringattn._group import Group, Ring, keep, kept, resolve_group
-from ringattn.models.cache import ShardedKVCache
+from ringattn.cache import ShardedKVCache
+from ringattn.model_call import ModelCall
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.rope import RotaryEmbedding, Rotation, rotate
-from ringattn.modules import RingAttention
 from ringattn.partition import Partition, check_partition
 
 
 class LLaMAAttention(nn.Module):
     """Self-attention with grouped key/value heads: the one layer that talks to other ranks."""
 
-    def __init__(
-        self, config: LLaMAConfig, ring: Ring, transport: str, depth: int | None, **factory: Any
-    ) -> None:
+    def __init__(self, config: LLaMAConfig, **factory: Any) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.nheads, config.kvheads
         self.head_dim = config.head_dim
         self.scale = 1 / math.sqrt(config.head_dim)
-        self.group_name = ring.name
         width = config.nheads * config.head_dim
         kv_width = config.kvheads * config.head_dim
         self.qkv = nn.Linear(config.emb_dim, width + 2 * kv_width, config.attn_bias, **factory)
         self.dense = nn.Linear(width, config.emb_dim, config.attn_bias, **factory)
-        self.ring_attention = RingAttention(ring.group, transport=transport, depth=depth)
 
     def project(
         self, x: torch.Tensor, rotation: Rotation
@@ -62,24 +58,11 @@ class LLaMAAttention(nn.Module):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        partition: Partition | None,
-        cache: ShardedKVCache | None,
+        call: ModelCall,
         layer: int,
     ) -> torch.Tensor:
-        """``[B, S_r, H * D]``; partition and cache as in :meth:`LLaMAHeadless.forward`."""
-        if partition is not None:
-            if cache is not None:
-                cache.store(layer, k, v)
-            return self.ring_attention(q, k, v, partition).flatten(2)
-        assert cache is not None  # a new token without a cache has nothing to attend to
-        keys, values = cache.append(layer, k, v)
-        # Note: the operator itself, because the checks of ringattn.decode_attention cost as much
-        # time as a small kernel, in every layer of every token.
-        out, _ = call(
-            torch.ops.ringattn.decode_attention, q, keys, values, self.scale, self.group_name
-        )
-        attended: torch.Tensor = out.flatten(2)
-        return attended
+        """``[B, S_r, H * D]``; ``call`` as in :meth:`LLaMAHeadless.forward`."""
+        return call.attend(layer, q, k, v, self.scale).flatten(2)
 
 
 class GatedLinearUnit(nn.Module):
@@ -99,12 +82,10 @@ class GatedLinearUnit(nn.Module):
 class LLaMABlock(nn.Module):
     """One layer: attention, then feed-forward, each with a norm before and a residual around it."""
 
-    def __init__(
-        self, config: LLaMAConfig, ring: Ring, transport: str, depth: int | None, **factory: Any
-    ) -> None:
+    def __init__(self, config: LLaMAConfig, **factory: Any) -> None:
         super().__init__()
         self.ln = nn.RMSNorm(config.emb_dim, config.norm_eps, **factory)
-        self.attn = LLaMAAttention(config, ring, transport, depth, **factory)
+        self.attn = LLaMAAttention(config, **factory)
         self.ff_ln = nn.RMSNorm(config.emb_dim, config.norm_eps, **factory)
         self.ff_sub_layer = GatedLinearUnit(config, **factory)
 
@@ -112,13 +93,12 @@ class LLaMABlock(nn.Module):
         self,
         x: torch.Tensor,
         rotation: Rotation,
-        partition: Partition | None,
-        cache: ShardedKVCache | None,
+        call: ModelCall,
         layer: int,
     ) -> torch.Tensor:
         """``[B, S_r, E]`` to the same shape; see :meth:`LLaMAHeadless.forward`."""
         q, k, v = self.before(x, rotation)
-        return self.after(x, self.attn.attend(q, k, v, partition, cache, layer))
+        return self.after(x, self.attn.attend(q, k, v, call, layer))
 
     def before(
         self, x: torch.Tensor, rotation: Rotation
@@ -135,9 +115,7 @@ class LLaMABlock(nn.Module):
 class LLaMAHeadless(nn.Module):
     """Embedding, layers and final norm: tokens of this rank to their hidden states."""
 
-    def __init__(
-        self, config: LLaMAConfig, ring: Ring, transport: str, depth: int | None, **factory: Any
-    ) -> None:
+    def __init__(self, config: LLaMAConfig, **factory: Any) -> None:
         super().__init__()
         self.config = config
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
@@ -146,27 +124,21 @@ class LLaMAHeadless(nn.Module):
         self.embedding = nn.Embedding.from_pretrained(
             torch.empty(config.src_vocab_size, config.emb_dim, **factory), freeze=False
         )
-        self.layers = nn.ModuleList(
-            LLaMABlock(config, ring, transport, depth, **factory) for _ in range(config.nlayers)
-        )
+        self.layers = nn.ModuleList(LLaMABlock(config, **factory) for _ in range(config.nlayers))
         self.dec_norm = nn.RMSNorm(config.emb_dim, config.norm_eps, **factory)
 
     def forward(
         self,
         token_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        partition: Partition | None = None,
-        cache: ShardedKVCache | None = None,
+        call: ModelCall,
     ) -> torch.Tensor:
-        """Hidden states of this rank's tokens, or of one new token. Collective.
+        """Hidden states of this rank's tokens, or of new tokens. Collective.
 
         Args:
-            token_ids: int64 ``[B, S_r]``, in position order.
+            token_ids: int64 ``[B, S_r]``, in position order; new tokens are the same on every rank.
             position_ids: int64 ``[S_r]``, their places in the whole sequence.
-            partition: who owns which tokens of a prompt, which goes through the ring. None: one new
-                token, the same on every rank, is appended to the cache and attends to all of it.
-            cache: receives the prompt's keys and values; holds those of the sequence so far, after
-                its :meth:`~ShardedKVCache.advance`, for a new token.
+            call: of a prompt, or of new tokens after one.
 
         Returns:
             ``[B, S_r, E]``.
@@ -174,7 +146,7 @@ class LLaMAHeadless(nn.Module):
         x = self.embedding(token_ids)
         rotation = self.rotary(position_ids)
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotation, partition, cache, index)
+            x = layer(x, rotation, call, index)
         return self.dec_norm(x)
 
 
@@ -217,7 +189,7 @@ class LLaMA(nn.Module):
             "dtype": None if dtype is None else check_floating(dtype),
         }
         self._travel: dict[str, Any] = {"transport": transport, "depth": depth}
-        self.base_model = LLaMAHeadless(config, ring, **self._travel, **factory)
+        self.base_model = LLaMAHeadless(config, **factory)
         self.head = (  # None: the embedding's weight is the head's
             None
             if config.tie_heads
@@ -283,7 +255,8 @@ class LLaMA(nn.Module):
             raise
         local_ids = token_ids if sharded else partition.shard(token_ids, ring.rank)
         position_ids = partition.position_ids(ring.rank, device=local_ids.device)
-        return self.project(self.base_model(local_ids, position_ids, partition))
+        call = self.prefill_call(partition)
+        return self.project(self.base_model(local_ids, position_ids, call))
 
     def _check_ids(self, token_ids: torch.Tensor) -> None:
         if token_ids.device != self.device:
@@ -306,28 +279,20 @@ class LLaMA(nn.Module):
         weight = self.base_model.embedding.weight if self.head is None else self.head.weight
         return F.linear(hidden, weight)
 
+    def prefill_call(self, partition: Partition, cache: ShardedKVCache | None = None) -> ModelCall:
+        """The call of a prompt spread by ``partition``, whose keys and values ``cache`` keeps."""
+        return ModelCall.prefill(self.ring, partition, cache=cache, **self._travel)
+
     def new_cache(
         self,
         partition: Partition,
         *,
-        batch: int,
         new_tokens: int = 0,
         targets: Sequence[int] | None = None,
     ) -> ShardedKVCache:
-        """An empty cache for ``batch`` prompts spread by ``partition``, with room for
-        ``new_tokens`` after them; ``targets`` as in :class:`ShardedKVCache`."""
-        return ShardedKVCache(
-            self.config.nlayers,
-            partition.lengths,
-            self.ring.rank,
-            batch=batch,
-            num_kv_heads=self.config.kvheads,
-            head_dim=self.config.head_dim,
-            new_tokens=new_tokens,
-            targets=targets,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        """An empty cache for prompts spread by ``partition``, with room for ``new_tokens`` after
+        them; ``targets`` as in :class:`ShardedKVCache`."""
+        return ModelCall.new_cache(self.ring, partition, new_tokens=new_tokens, targets=targets)
 
     def alone(self) -> LLaMA:
         """The same weights, shared and not copied, for this process alone."""

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys and values of a sequence, spread over the ranks."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ringattn._calls import complete
+from ringattn._group import Group, resolve_group
+
+_GROWTH = 1.5  # how much larger a rank's storage becomes when it is full
+_ROOM, _MIN_ROOM = 1 / 16, 64  # for an unknown number of new tokens: of the prompt's, at least
+
+
+def next_owner(lengths: Sequence[int], targets: Sequence[int]) -> int:
+    """The rank that lacks the most tokens to its target, the lowest of them where several do."""
+    return max(range(len(lengths)), key=lambda rank: targets[rank] - lengths[rank])
+
+
+def plan_moves(lengths: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(from, to, tokens) that bring ranks above their targets down to them, as far as others have
+    room below their own."""
+    surplus = [max(0, held - wanted) for held, wanted in zip(lengths, targets, strict=True)]
+    room = [max(0, wanted - held) for held, wanted in zip(lengths, targets, strict=True)]
+    planned = []
+    for source in range(len(lengths)):
+        for destination in range(len(lengths)):
+            tokens = min(surplus[source], room[destination])
+            if tokens > 0:
+                planned.append((source, destination, tokens))
+                surplus[source] -= tokens
+                room[destination] -= tokens
+    return planned
+
+
+class ShardedKVCache:
+    """This rank's share of the keys and values of all layers of a model.
+
+    Which rank holds how much is plain arithmetic on lengths that all ranks know. A new token goes
+    to the rank that lacks the most to its target, without targets to the least loaded. Storage of a
+    layer is allocated by its first :meth:`store` or :meth:`append`, in the shape, dtype and on the
+    device of those keys, with room for the tokens announced; past them it grows by half, so a token
+    is copied a bounded number of times however many follow.
+
+    Batch rows may have caches of unequal length (padded prompts): ``key_lengths`` says how many
+    keys of this rank each row sees. ``lengths`` then count the longest possible row.
+
+    Use: one ``store`` per layer for the prompt, and where there are targets one ``settle``; then,
+    for each step of new tokens, ``advance`` once and ``append`` once per layer. Not thread safe; it
+    owns its storage, and what ``view`` and ``append`` return is valid until the next ``advance``.
+
+    Args:
+        lengths: tokens of the prompt that each rank holds, ``[W]``.
+        rank: this rank.
+        new_tokens: how many tokens will be appended; None: unknown, some room is made.
+        targets: how many tokens each rank shall hold in the end, ``[W]``; None: all the same.
+        key_lengths: int32 ``[B]`` on the device of the keys, how many of this rank's tokens each
+            batch row has; None: all of them.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        rank: int,
+        *,
+        new_tokens: int | None = 0,
+        targets: Sequence[int] | None = None,
+        key_lengths: torch.Tensor | None = None,
+    ) -> None:
+        self.rank = rank
+        self.lengths = list(lengths)  # tokens of each rank, [W]
+        self.targets = [0] * len(self.lengths) if targets is None else list(targets)
+        self.key_lengths = key_lengths
+        # Tokens that the last advance() gave this rank: of its new tokens, [start, start + count).
+        self._start, self._count = 0, 0
+        self._places: tuple[torch.Tensor, torch.Tensor] | None = None  # (batch row, token) of each
+        self.capacity = _with_room(self.lengths, rank, new_tokens, self.targets)
+        if targets is not None:  # what :meth:`settle` may bring here
+            self.capacity = max(self.capacity, targets[rank])
+        self._layers: dict[int, torch.Tensor] = {}  # [2, B, capacity, H_kv, D], keys first
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens that all ranks hold together."""
+        return sum(self.lengths)
+
+    @property
+    def older_key_lengths(self) -> torch.Tensor | None:
+        """``key_lengths`` without the tokens of the last :meth:`advance`."""
+        if self.key_lengths is None or self._count == 0:
+            return self.key_lengths
+        return self.key_lengths - self._count
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes one layer's keys and values of this rank's part of the prompt, each
+        ``[B, S_r, H_kv, D]``."""
+        self._allocate(layer, k)
+        keys, values = self.view(layer)
+        keys.copy_(k)
+        values.copy_(v)
+
+    def advance(self, count: int = 1) -> list[int]:
+        """Makes room for ``count`` more tokens, in every layer. Every rank calls it, once per step.
+
+        Each token goes to the rank that lacks the most; a rank takes neighbouring tokens, rank 0
+        the first ones.
+
+        Returns:
+            How many of them each rank takes, ``[W]``.
+        """
+        shares = [0] * len(self.lengths)
+        for _ in range(count):
+            owner = next_owner(self.lengths, self.targets)
+            self.lengths[owner] += 1
+            shares[owner] += 1
+        self._start, self._count = sum(shares[: self.rank]), shares[self.rank]
+        self._places = None
+        if self.key_lengths is not None and self._count > 0:
+            first, device = self.key_lengths.to(torch.int64), self.key_lengths.device
+            tokens = first.unsqueeze(1) + torch.arange(self._count, device=device)
+            rows = torch.arange(first.numel(), device=device).unsqueeze(1)
+            self._places = (rows.expand_as(tokens), tokens)
+            self.key_lengths = self.key_lengths + self._count
+        if self.lengths[self.rank] > self.capacity:
+            self._grow(max(self.lengths[self.rank], int(self.capacity * _GROWTH)))
+        return shares
+
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes those of the newest tokens' keys and values, each ``[B, count, H_kv, D]``, that
+        this rank takes.
+
+        Returns:
+            :meth:`view` of the layer.
+        """
+        self._allocate(layer, k)
+        keys, values = self.view(layer)
+        start, count = self._start, self._count
+        if count > 0 and self._places is not None:
+            keys[self._places] = k.narrow(1, start, count)
+            values[self._places] = v.narrow(1, start, count)
+        elif count > 0:
+            first = keys.size(1) - count
+            keys.narrow(1, first, count).copy_(k.narrow(1, start, count))
+            values.narrow(1, first, count).copy_(v.narrow(1, start, count))
+        return keys, values
+
+    def view(self, layer: int, *, newest: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's keys and values of one layer, each ``[B, N_r, H_kv, D]``, without a copy.
+        ``newest=False`` leaves out the tokens of the last :meth:`advance`. Where there are
+        ``key_lengths`` (``older_key_lengths``), row b has values in its first ones only."""
+        length = self.lengths[self.rank] - (0 if newest else self._count)
+        keys, values = self._layers[layer].narrow(2, 0, length).unbind(0)
+        return keys, values
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps these batch rows, int64 ``[B']``, in this order; one may be named several times."""
+        for layer, storage in self._layers.items():
+            self._layers[layer] = storage.index_select(1, rows.to(storage.device))
+        if self.key_lengths is not None:
+            self.key_lengths = self.key_lengths.index_select(0, rows.to(self.key_lengths.device))
+
+    def settle(self, group: Group = None) -> None:
+        """Moves tokens of ranks that hold more than their targets to those that hold less, in every
+        layer. Collective; once, after the prompt has been stored, for caches with targets.
+        ``group`` as in :func:`ringattn.ring_attention`."""
+        ring = resolve_group(group)
+        group = ring.process_group
+        planned = plan_moves(self.lengths, self.targets)
+        for storage in self._layers.values():
+            lengths = list(self.lengths)
+            operations: list[dist.P2POp] = []
+            arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for source, destination, tokens in planned:
+                lengths[source] -= tokens
+                if self.rank == source:
+                    leaving = storage.narrow(2, lengths[source], tokens).contiguous()
+                    operations.append(
+                        dist.P2POp(dist.isend, leaving, group=group, group_peer=destination)
+                    )
+                if self.rank == destination:
+                    place = storage.narrow(2, lengths[destination], tokens)
+                    arriving = torch.empty(place.shape, dtype=place.dtype, device=place.device)
+                    arrived.append((place, arriving))
+                    operations.append(
+                        dist.P2POp(dist.irecv, arriving, group=group, group_peer=source)
+                    )
+                lengths[destination] += tokens
+            if operations:
+                begin = functools.partial(dist.batch_isend_irecv, operations)
+                complete(ring, "settle", storage.device, begin)
+            for place, arriving in arrived:
+                place.copy_(arriving)
+        for source, destination, tokens in planned:
+            self.lengths[source] -= tokens
+            self.lengths[destination] += tokens
+
+    def _allocate(self, layer: int, k: torch.Tensor) -> None:
+        if layer not in self._layers:
+            batch, _, num_kv_heads, head_dim = k.shape
+            self._layers[layer] = _empty_like(k, 2, batch, self.capacity, num_kv_heads, head_dim)
+
+    def _grow(self, capacity: int) -> None:
+        self.capacity = capacity
+        for layer, old in self._layers.items():  # one by one: never two caches at a time
+            shape = list(old.shape)
+            shape[2] = capacity
+            grown = _empty_like(old, *shape)
+            grown.narrow(2, 0, old.size(2)).copy_(old)
+            self._layers[layer] = grown
+
+
+# Note: not an inference tensor, which later steps outside of inference mode could not write to.
+@torch.inference_mode(False)
+def _empty_like(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+
+def _with_room(
+    lengths: Sequence[int], rank: int, new_tokens: int | None, targets: Sequence[int]
+) -> int:
+    """Tokens of ``rank`` once ``new_tokens`` have been appended."""
+    if new_tokens is None:
+        return lengths[rank] + max(_MIN_ROOM, int(lengths[rank] * _ROOM))
+    announced = list(lengths)
+    for _ in range(new_tokens):
+        announced[next_owner(announced, targets)] += 1
+    return announced[rank]

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One forward of a model whose tokens are spread over the ranks.
+
+A :class:`ModelCall` goes with the call through the layers: which rows this rank has, how attention
+is computed, and how results become those of the whole sequence again. It knows tensors and ranks,
+no model library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ringattn._calls import call, complete
+from ringattn._group import Ring
+from ringattn.cache import ShardedKVCache
+from ringattn.functional import attend, block_attention, merge_states
+from ringattn.partition import Partition
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Which tokens of a batch of prompts are real: in row b those in
+    ``[starts[b], starts[b] + lengths[b])``.
+
+    Each row is rolled so that its real tokens come first. Causal attention over rolled rows needs
+    no mask: no real token sees a later one, and padding comes after all real tokens.
+    """
+
+    starts: tuple[int, ...]  # [B]
+    lengths: tuple[int, ...]  # [B]
+    seq_len: int  # S
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> Padding | None:
+        """From a mask ``[B, S]``, not 0 where a token is real; None where all are. Reads the mask:
+        on CUDA the host waits for it.
+
+        Raises:
+            ValueError: a row whose real tokens are not one run, or without any.
+        """
+        real = mask.detach().to("cpu") != 0
+        if bool(real.all()):
+            return None
+        batch, seq_len = real.shape
+        starts = real.int().argmax(1)
+        lengths = real.sum(1)
+        columns = torch.arange(seq_len)
+        one_run = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
+        for row in range(batch):
+            if int(lengths[row]) == 0:
+                raise ValueError(f"attention_mask must have a token in each row, got none in {row}")
+            if not torch.equal(one_run[row], real[row]):
+                raise ValueError(
+                    "attention_mask must have the tokens of each row in one run, padding before "
+                    f"or after it, got a hole in row {row}"
+                )
+        return cls(tuple(starts.tolist()), tuple(lengths.tolist()), seq_len)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Columns of padding after the tokens of each row, ``[B]``."""
+        return tuple(
+            self.seq_len - start - length
+            for start, length in zip(self.starts, self.lengths, strict=True)
+        )
+
+    def mask(self, device: torch.device, new_tokens: int = 0) -> torch.Tensor:
+        """bool ``[B, S + new_tokens]``: real tokens, then ones."""
+        columns = torch.arange(self.seq_len + new_tokens, device=device)
+        starts = torch.tensor(self.starts, device=device)[:, None]
+        stops = starts + torch.tensor(self.lengths, device=device)[:, None]
+        return (columns >= starts) & (columns < stops) | (columns >= self.seq_len)
+
+
+class ModelCall:
+    """One forward of a model, of a prompt (:meth:`prefill`) or of new tokens after one
+    (:meth:`decode`).
+
+    A prompt's rows are spread by a partition. A rank without tokens runs one row of another rank's,
+    whose results are dropped, because layers of other libraries take no empty tensors. New tokens
+    are on every rank; their keys and values are spread by the cache.
+
+    Every rank makes the same calls in the same order. Not thread safe.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        num_tokens: int,
+        *,
+        partition: Partition | None,
+        cache: ShardedKVCache | None,
+        padding: Padding | None = None,
+        transport: str = "auto",
+        depth: int | None = None,
+    ) -> None:
+        self.ring = ring
+        self.num_tokens = num_tokens  # S of a prompt, T of new tokens
+        self.partition = partition
+        self.cache = cache
+        self.padding = padding
+        self.transport = transport
+        self.depth = depth
+        self._columns: dict[torch.device, torch.Tensor] = {}
+
+    @classmethod
+    def prefill(
+        cls,
+        ring: Ring,
+        partition: Partition,
+        *,
+        cache: ShardedKVCache | None = None,
+        padding: Padding | None = None,
+        transport: str = "auto",
+        depth: int | None = None,
+    ) -> ModelCall:
+        """A prompt, or a whole sequence.
+
+        Args:
+            ring: the ranks.
+            partition: who owns which of the S tokens, after rows have been rolled.
+            cache: empty, from :meth:`new_cache`; None: keys are not kept.
+            padding: where rows have fewer than S tokens.
+            transport: as in :func:`ringattn.ring_attention`.
+            depth: likewise.
+        """
+        return cls(
+            ring,
+            partition.seq_len,
+            partition=partition,
+            cache=cache,
+            padding=padding,
+            transport=transport,
+            depth=depth,
+        )
+
+    @classmethod
+    def decode(cls, ring: Ring, cache: ShardedKVCache, num_tokens: int = 1) -> ModelCall:
+        """``num_tokens`` new tokens per batch row, after what ``cache`` holds. Advances the
+        cache."""
+        cache.advance(num_tokens)
+        return cls(ring, num_tokens, partition=None, cache=cache)
+
+    @staticmethod
+    def new_cache(
+        ring: Ring,
+        partition: Partition,
+        *,
+        padding: Padding | None = None,
+        device: torch.device | None = None,
+        new_tokens: int | None = None,
+        targets: Sequence[int] | None = None,
+    ) -> ShardedKVCache:
+        """An empty cache for a prompt spread by ``partition``; the rest as in
+        :class:`ringattn.cache.ShardedKVCache`."""
+        key_lengths = None
+        if padding is not None:
+            # Rows are in position order, so the real ones of a rank come first.
+            columns = partition.position_ids(ring.rank)
+            real = torch.tensor(padding.lengths)
+            key_lengths = (columns[None, :] < real[:, None]).sum(1, dtype=torch.int32).to(device)
+        return ShardedKVCache(
+            partition.lengths,
+            ring.rank,
+            new_tokens=new_tokens,
+            targets=targets,
+            key_lengths=key_lengths,
+        )
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether rows are spread over the ranks."""
+        return self.partition is not None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the sequence that this rank computes; where it is 0, layers still run one."""
+        return self.num_tokens if self.partition is None else self.partition.lengths[self.ring.rank]
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of ``x``, ``[B, S, ...]``: ``[B, max(1, S_r), ...]``. With padding,
+        ``x`` may be ``[1, S, ...]`` for all batch rows."""
+        if self.partition is None:
+            return x
+        if self.padding is None:
+            if self.num_rows == 0:
+                return x.narrow(1, 0, 1)
+            return self.partition.shard(x, self.ring.rank)
+        x = x.expand(len(self.padding.starts), *x.shape[1:])
+        return _take(x, self._source_columns(x.device))
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """The results of all tokens in the caller's order, ``[B, S, ...]``, from those of this
+        rank's rows, ``[B, max(1, S_r), ...]``. Collective."""
+        if self.partition is None:
+            return x
+        x = self.partition.gather(x.narrow(1, 0, self.num_rows), self.ring.group)
+        if self.padding is None:
+            return x
+        columns = torch.arange(self.num_tokens, device=x.device)
+        return _take(x, self._rolled(columns[None, :]))
+
+    def select(self, x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """As :meth:`whole`, but of the tokens in ``columns`` only, int64 ``[n]``, counted as the
+        caller counts them: ``[B, n, ...]``. Collective: one all-reduce of these rows, to which each
+        rank gives those that it owns."""
+        columns = columns.to(x.device)
+        columns = torch.where(columns < 0, columns + self.num_tokens, columns)
+        if self.partition is None:
+            return x.index_select(1, columns)
+        places = self._rolled(columns[None, :]).expand(x.size(0), -1)
+        if self.num_rows == 0:
+            chosen = x.new_zeros(x.size(0), columns.numel(), *x.shape[2:])
+        else:
+            own = self._own_columns(x.device)
+            rows = torch.searchsorted(own, places.contiguous()).clamp_(max=self.num_rows - 1)
+            chosen = _take(x, rows)
+            chosen[own[rows] != places] = 0
+        if self.ring.world_size > 1:
+            group = self.ring.process_group
+            complete(
+                *(self.ring, "select", x.device),
+                lambda: [dist.all_reduce(chosen, group=group, async_op=True)],
+            )
+        return chosen
+
+    def last(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """:meth:`select` of the last ``count`` columns, at most all."""
+        first = max(0, self.num_tokens - count)
+        return self.select(x, torch.arange(first, self.num_tokens, device=x.device))
+
+    def position_ids(self, device: torch.device) -> torch.Tensor:
+        """int64 ``[1, rows]`` (``[B, rows]`` with padding): the columns of this rank's rows,
+        counted from the start of the sequence."""
+        if self.partition is None:
+            assert self.cache is not None
+            first = self.cache.seq_len - self.num_tokens
+            return torch.arange(first, self.cache.seq_len, device=device)[None, :]
+        return self.rows(torch.arange(self.num_tokens, device=device)[None, :])
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Causal attention of layer ``layer``. Collective.
+
+        Args:
+            layer: its number, by which the cache knows it.
+            q: ``[B, rows, H, D]``, of the rows that :meth:`rows` gives.
+            k: ``[B, rows, H_kv, D]``.
+            v: like ``k``.
+            scale: of the scores; None means ``1 / sqrt(D)``.
+
+        Returns:
+            ``[B, rows, H, D]``.
+        """
+        scale = 1 / math.sqrt(q.size(-1)) if scale is None else scale
+        if self.partition is not None:
+            return self._attend_to_prompt(layer, q, k, v, scale)
+        assert self.cache is not None
+        if self.num_tokens == 1:
+            keys, values = self.cache.append(layer, k, v)
+            out, _ = self._decode(q, keys, values, scale, self.cache.key_lengths)
+            return out
+        if self.cache.seq_len > self.num_tokens:
+            keys, values = self.cache.view(layer, newest=False)
+            older = self._decode(q, keys, values, scale, self.cache.older_key_lengths)
+            newer = block_attention(q, k, v, scale=scale, diagonal=0)
+            out = merge_states(*older, *newer)[0].to(q.dtype)
+        else:
+            out, _ = block_attention(q, k, v, scale=scale, diagonal=0)
+        self.cache.append(layer, k, v)
+        return out
+
+    def _attend_to_prompt(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        own_q, own_k, own_v = (x.narrow(1, 0, self.num_rows) for x in (q, k, v))
+        if self.cache is not None:
+            self.cache.store(layer, own_k, own_v)
+        out, _ = attend(
+            *(self.ring, own_q, own_k, own_v, self.partition),
+            *(True, scale, self.transport, self.depth),
+        )
+        return out if self.num_rows > 0 else q.new_zeros(q.shape)
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        key_lengths: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Note: the operator itself, because the checks of ringattn.decode_attention cost as much
+        # time as a small kernel, in every layer of every token.
+        out, lse = call(
+            *(torch.ops.ringattn.decode_attention, q, keys, values, scale),
+            *(self.ring.name, key_lengths),
+        )
+        return out, lse
+
+    def _rolled(self, columns: torch.Tensor) -> torch.Tensor:
+        """Places of the caller's ``columns``, ``[1, n]``, after rows have been rolled: ``[B, n]``,
+        without padding ``[1, n]``."""
+        if self.padding is None:
+            return columns
+        starts = torch.tensor(self.padding.starts, device=columns.device)[:, None]
+        return (columns - starts) % self.num_tokens
+
+    def _source_columns(self, device: torch.device) -> torch.Tensor:
+        """The caller's columns that this rank's rows are, ``[B, max(1, S_r)]``."""
+        assert self.padding is not None
+        starts = torch.tensor(self.padding.starts, device=device)[:, None]
+        own = self._own_columns(device) if self.num_rows > 0 else starts.new_zeros(1)
+        return (own + starts) % self.num_tokens
+
+    def _own_columns(self, device: torch.device) -> torch.Tensor:
+        """Places of this rank's rows in the rolled sequence, ascending, ``[S_r]``."""
+        assert self.partition is not None
+        if device not in self._columns:
+            self._columns[device] = self.partition.position_ids(self.ring.rank, device)
+        return self._columns[device]
+
+
+def _take(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """``x[b, columns[b]]`` of each batch row: ``[B, n, ...]``."""
+    rows = torch.arange(x.size(0), device=x.device)[:, None]
+    return x[rows, columns]
