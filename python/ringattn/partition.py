@@ -85,23 +85,39 @@ class Partition:
         object.__setattr__(self, "order", order)
 
     @classmethod
-    def zigzag(cls, lengths: Sequence[int], order: Sequence[int] | None = None) -> Partition:
+    def zigzag(
+        cls, lengths: Sequence[int], order: Sequence[int] | None = None, *refused: object
+    ) -> Partition:
         """Nested head and tail pieces: rank r owns ``lengths[r]`` tokens. See
-        :class:`Partition`."""
-        return cls._of("zigzag", lengths, order)
+        :class:`Partition`; more arguments are refused."""
+        return cls._of("zigzag", lengths, order, refused)
 
     @classmethod
-    def contiguous(cls, lengths: Sequence[int], order: Sequence[int] | None = None) -> Partition:
-        """One piece per rank: rank r owns ``lengths[r]`` tokens. See :class:`Partition`."""
-        return cls._of("contiguous", lengths, order)
+    def contiguous(
+        cls, lengths: Sequence[int], order: Sequence[int] | None = None, *refused: object
+    ) -> Partition:
+        """One piece per rank: rank r owns ``lengths[r]`` tokens. See :class:`Partition`; more
+        arguments are refused."""
+        return cls._of("contiguous", lengths, order, refused)
 
     @classmethod
-    def _of(cls, layout: str, lengths: Sequence[int], order: Sequence[int] | None) -> Partition:
+    def _of(
+        cls,
+        layout: str,
+        lengths: Sequence[int],
+        order: Sequence[int] | None,
+        refused: tuple[object, ...],
+    ) -> Partition:
         if isinstance(lengths, int):
-            given = [length for length in (lengths, order) if isinstance(length, int)]
+            given = [length for length in (lengths, order, *refused) if isinstance(length, int)]
             raise ValueError(
                 f"lengths must be a list, one length for each rank, got {lengths}: pass "
                 f"ringattn.Partition.{layout}({given})"
+            )
+        if refused:
+            raise ValueError(
+                f"Partition.{layout} must have lengths and at most an order, "
+                f"got {2 + len(refused)} arguments"
             )
         return cls(layout, lengths, () if order is None else order)  # type: ignore[arg-type]
 

@@ -194,6 +194,15 @@ def test_integers_of_other_kinds_are_integers(kind):
             lambda: Partition.zigzag(500, 300),
             r"lengths must be a list, .* 500: pass ringattn\.Partition\.zigzag\(\[500, 300\]\)$",
         ),
+        (
+            lambda: Partition.zigzag(500, 300, 200, 100),
+            r"lengths must be a list, .* 500: pass ringattn\.Partition\.zigzag"
+            r"\(\[500, 300, 200, 100\]\)$",
+        ),
+        (
+            lambda: Partition.contiguous([2, 1], [1, 0], "cpu"),
+            r"Partition\.contiguous must have lengths and at most an order, got 3 arguments$",
+        ),
         (lambda: Partition.contiguous(4), r"got 4: pass ringattn\.Partition\.contiguous\(\[4\]\)$"),
         (lambda: Partition.zigzag("4"), "lengths must be integers, got '4'"),
         (
