@@ -29,7 +29,7 @@ if [ ! -e "$venv/ready" ]; then
   rm -rf "$venv"
   python3 -m venv "$venv"
   "$venv/bin/python" -m pip --quiet --disable-pip-version-check install \
-    "torch==$version" 'scikit-build-core>=0.10' ninja 'cmake>=3.25,<4' >&2
+    "torch==$version" 'scikit-build-core>=0.10' ninja 'cmake>=3.25' >&2
   touch "$venv/ready"
 fi
 echo "$venv"
