@@ -20,6 +20,7 @@ esac
 
 # shellcheck source=scripts/setup.sh
 . scripts/setup.sh docs
+# A fresh environment: Sphinx does not repeat the warnings of pages that it has read before.
 python -m sphinx --builder html --conf-dir docs --doctree-dir "$out/.doctrees" \
-  --fail-on-warning --keep-going --quiet . "$out"
+  --fresh-env --fail-on-warning --keep-going --quiet . "$out"
 echo "built $out/docs/README.html"

@@ -5,6 +5,7 @@
 #   lint    clang-format, ruff, mypy, and the rule who includes what
 #   cpp     the C++ tests (Catch2), CUDA kernels compiled where nvcc is
 #   spills  registers and spills of every CUDA kernel
+#   docs    the documentation as HTML; a warning is an error
 #   python  pytest; what follows `--` goes to it: scripts/test.sh python -- -k partition
 #   tidy    clang-tidy (minutes; only when named)
 #   oldest  a build for the oldest supported torch and its Python tests, in an environment apart (only when named)
@@ -14,13 +15,13 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-all=(lint cpp spills tidy oldest torches python) # the order of their output; pytest's summary comes last
+all=(lint cpp spills docs tidy oldest torches python) # the order of their output; pytest's summary comes last
 named=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    lint | cpp | spills | tidy | python | oldest | torches) named+=("$1") ;;
+    lint | cpp | spills | docs | tidy | python | oldest | torches) named+=("$1") ;;
     --) shift && break ;;
-    -h | --help) sed -n '4,12s/^# \{0,1\}//p' "$0" && exit ;;
+    -h | --help) sed -n '4,13s/^# \{0,1\}//p' "$0" && exit ;;
     *)
       printf -v known '%s, ' "${all[@]}"
       echo "test: part must be of ${known%, }, got $1; usage: scripts/test.sh [part...]" >&2
@@ -29,7 +30,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[ ${#named[@]} -eq 0 ] && named=(lint cpp spills python)
+[ ${#named[@]} -eq 0 ] && named=(lint cpp spills docs python)
 pytest_arguments=("$@")
 
 parts=() extras="" things=()
@@ -40,6 +41,7 @@ for part in "${all[@]}"; do
     lint) extras+=,lint things+=(clang-format) ;;
     cpp) things+=(library catch2) ;;
     spills) things+=(library) ;;
+    docs) extras+=,docs things+=(library) ;;
     tidy) things+=(library clang-tidy) ;;
     oldest | torches) things+=(toolchain) ;;
     python) extras+=,test things+=(library) ;;
@@ -58,6 +60,8 @@ run_lint() { scripts/lint.sh; }
 run_cpp() { ctest --test-dir "$build" --output-on-failure --output-junit "$results/cpp.xml"; }
 
 run_spills() { python scripts/check_spills.py "$build"; }
+
+run_docs() { scripts/build_docs.sh; }
 
 run_tidy() { scripts/lint.sh clang-tidy; }
 
@@ -111,7 +115,7 @@ aside=() front=()
 for part in "${parts[@]}"; do
   : >"$results/$part.log"
   case "$part" in
-    lint | cpp | spills) aside+=("$part") ;;
+    lint | cpp | spills | docs) aside+=("$part") ;;
     *) front+=("$part") ;;
   esac
 done
