@@ -69,11 +69,9 @@ run_oldest() { scripts/test_torch.sh oldest -- ${pytest_arguments[@]+"${pytest_a
 
 run_torches() { scripts/test_torch.sh all -- ${pytest_arguments[@]+"${pytest_arguments[@]}"}; }
 
-# Tests that mostly wait run beside the others (tests/python/conftest.py), but not on a shared GPU.
+# Tests that mostly wait run beside the others: tests/python/conftest.py chooses the number of workers.
 run_python() {
-  local workers=(--numprocesses 2)
-  if nvidia-smi -L 2>/dev/null | grep -q GPU; then workers=(--numprocesses 0); fi
-  python -u -m pytest "${workers[@]}" --junit-xml="$results/python.xml" \
+  python -u -m pytest --numprocesses auto --junit-xml="$results/python.xml" \
     ${pytest_arguments[@]+"${pytest_arguments[@]}"}
 }
 

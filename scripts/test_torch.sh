@@ -45,7 +45,7 @@ test_release() (
     tail -n 60 "$log"
     exit 1
   fi
-  python -m pytest "$@"
+  python -m pytest --numprocesses auto "$@" # tests/python/conftest.py chooses the number of workers
 )
 
 failed=()

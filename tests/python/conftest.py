@@ -30,7 +30,14 @@ def _parameters(item: pytest.Item) -> dict[str, object]:
 
 
 #: Files whose tests mostly wait for timeouts.
-WAITING = ("test_errors.py", "test_groups.py", "test_lost_peers.py")
+WAITING = ("test_errors.py", "test_groups.py", "test_lost_peers.py", "test_waits.py")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """`--numprocesses auto`: the two workers of the scheduler below, and none where both would use
+    one GPU."""
+    return 0 if torch.cuda.device_count() > 0 else 2
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -9,7 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+import conftest
 import pytest
+import torch
 from _scripts import commands_on, copy_of_scripts
 
 
@@ -94,3 +96,11 @@ def test_an_interrupt_ends_every_part_and_prints_what_there_is(tmp_path: Path) -
     assert out.splitlines()[:5] == [
         *("== lint", "lint begins", "== lint: FAILED, interrupted", "== python", "2 passed")
     ]
+
+
+@pytest.mark.parametrize(("num_devices", "num_workers"), [(0, 2), (1, 0), (4, 0)])
+def test_two_workers_run_the_tests_unless_they_would_share_a_gpu(
+    num_devices: int, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    assert conftest.pytest_xdist_auto_num_workers() == num_workers
