@@ -291,7 +291,7 @@ class LLaMA(nn.Module):
         targets: Sequence[int] | None = None,
     ) -> ShardedKVCache:
         """An empty cache for prompts spread by ``partition``, with room for ``new_tokens`` after
-        them; ``targets`` as in :class:`ShardedKVCache`."""
+        them; ``targets`` as in :class:`ringattn.cache.ShardedKVCache`."""
         return ModelCall.new_cache(self.ring, partition, new_tokens=new_tokens, targets=targets)
 
     def alone(self) -> LLaMA:
