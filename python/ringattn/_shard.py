@@ -90,6 +90,6 @@ class Shard:
         k, v = (self.random(1, num_cached, self.num_kv_heads, self.head_dim) for _ in range(2))
         arguments = (q, k, v, 1 / math.sqrt(self.head_dim), "")
         return (
-            lambda: call(torch.ops.ringattn.decode_attention, *arguments),
+            lambda: call(torch.ops.ringattn.decode_attention, *arguments)[0],
             float(num_cached * self.token_bytes),
         )
