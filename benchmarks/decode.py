@@ -22,7 +22,6 @@ import argparse
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import harness
 import torch
@@ -93,8 +92,9 @@ def random_cache(model: LLaMA, partition: Partition, batch: int, tokens: int) ->
             seed = layer * len(split) + rank
             generator = torch.Generator(model.device).manual_seed(seed)
             shape = (2, batch, length, kv_heads, head_dim)
-            kind: dict[str, Any] = {"device": model.device, "dtype": model.dtype}
-            shares.append(torch.randn(shape, generator=generator, **kind))
+            shares.append(
+                torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype)
+            )
         cache.store(layer, *torch.cat(shares, 2).unbind(0))
     return cache
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import ringattn
 import torch
@@ -102,10 +102,10 @@ class Layer:
         ids = partition.shard(self._ids, rank())
         positions = partition.position_ids(rank(), self._ids.device)
 
-        travel: dict[str, Any] = {"transport": self._transport, "depth": depth}
-
         def forward() -> torch.Tensor:
-            call = ModelCall.prefill(self._model.ring, partition, **travel)
+            call = ModelCall.prefill(
+                self._model.ring, partition, transport=self._transport, depth=depth
+            )
             return self._model.base_model(ids, positions, call)
 
         return forward
