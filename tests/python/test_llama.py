@@ -120,20 +120,20 @@ def test_fake_tokens_have_fake_logits(folder: Path) -> None:
 
 
 def ways_to_travel(folder: Path, options: dict[str, Any]) -> list[tuple[str, int | None]]:
-    """Of every layer, with and without a group."""
+    """Of a call of every model, with and without a group."""
     models = [load_model(folder, **options), load_model(folder, group="single", **options)]
     models += [models[0].alone(), LLaMA(models[0].config, **options)]
     calls = [each.prefill_call(Partition.even(8, each.ring.world_size)) for each in models]
     return [(call.transport, call.depth) for call in calls]
 
 
-def test_every_layer_travels_as_the_model_was_told_to(
+def test_every_call_travels_as_the_model_was_told_to(
     folder: Path, rank_pool: Callable[..., RankPool]
 ) -> None:
-    for layers in rank_pool(2).run(ways_to_travel, folder, {"transport": "nccl", "depth": 3}):
-        assert layers == [("nccl", 3)] * 4
-    for layers in rank_pool(2).run(ways_to_travel, folder, {}):
-        assert layers == [("auto", None)] * 4
+    for calls in rank_pool(2).run(ways_to_travel, folder, {"transport": "nccl", "depth": 3}):
+        assert calls == [("nccl", 3)] * 4
+    for calls in rank_pool(2).run(ways_to_travel, folder, {}):
+        assert calls == [("auto", None)] * 4
 
 
 def wrong_transport(folder: Path) -> None:
