@@ -16,12 +16,10 @@ from ringattn import (  # noqa: F401
     testing,
 )
 from ringattn.functional import (
-    RotatedKV,
     block_attention,
     decode_attention,
     merge_states,
     ring_attention,
-    rotate_kv,
     synchronize,
 )
 from ringattn.generation import generate
@@ -31,6 +29,7 @@ from ringattn.planning import ModelCost, Plan, plan, plan_cache
 from ringattn.profiles import AttentionTile, RankProfile, load_profiles, save_profiles
 from ringattn.profiling import measure_profiles
 from ringattn.rebalancing import Rebalancer
+from ringattn.rotation import RotatedKV, rotate_kv
 from ringattn.timings import StepTiming, Timings, record_timings
 from ringattn.transports import last_transport
 

@@ -10,8 +10,8 @@ from ringattn._calls import meet
 from ringattn._clock import Spread, bursts
 from ringattn._group import Ring
 from ringattn._shard import Shard
-from ringattn.functional import rotate_kv
 from ringattn.partition import Partition
+from ringattn.rotation import rotate_kv
 
 
 def measure_link(ring: Ring, shard: Shard, transport: str) -> tuple[Spread, Spread]:

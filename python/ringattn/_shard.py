@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ringattn._calls import call
 from ringattn._checks import check_int64
 from ringattn._devices import usual_tokens
 from ringattn._group import resolve_group
-from ringattn.functional import attend
+from ringattn.functional import attend, attend_cached
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -88,8 +87,8 @@ class Shard:
         """One new token on a cache, on this rank alone, and the bytes it reads."""
         q = self.random(1, 1, self.num_heads, self.head_dim)
         k, v = (self.random(1, num_cached, self.num_kv_heads, self.head_dim) for _ in range(2))
-        arguments = (q, k, v, 1 / math.sqrt(self.head_dim), "")
+        ring, scale = resolve_group("single"), 1 / math.sqrt(self.head_dim)
         return (
-            lambda: call(torch.ops.ringattn.decode_attention, *arguments)[0],
+            lambda: attend_cached(ring, q, k, v, scale)[0],
             float(num_cached * self.token_bytes),
         )

@@ -19,6 +19,15 @@ def next_owner(lengths: Sequence[int], targets: Sequence[int]) -> int:
     return max(range(len(lengths)), key=lambda rank: targets[rank] - lengths[rank])
 
 
+def shares_of(count: int, lengths: Sequence[int], targets: Sequence[int]) -> list[int]:
+    """How many of ``count`` new tokens each rank takes, ``[W]``, each token by
+    :func:`next_owner`."""
+    held = list(lengths)
+    for _ in range(count):
+        held[next_owner(held, targets)] += 1
+    return [after - before for after, before in zip(held, lengths, strict=True)]
+
+
 def plan_moves(lengths: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
     """(from, to, tokens) that bring ranks above their targets down to them, as far as others have
     room below their own."""
@@ -110,11 +119,8 @@ class ShardedKVCache:
         Returns:
             How many of them each rank takes, ``[W]``.
         """
-        shares = [0] * len(self.lengths)
-        for _ in range(count):
-            owner = next_owner(self.lengths, self.targets)
-            self.lengths[owner] += 1
-            shares[owner] += 1
+        shares = shares_of(count, self.lengths, self.targets)
+        self.lengths = [held + share for held, share in zip(self.lengths, shares, strict=True)]
         self._start, self._count = sum(shares[: self.rank]), shares[self.rank]
         self._places = None
         if self.key_lengths is not None and self._count > 0:
@@ -225,7 +231,4 @@ def _with_room(
     """Tokens of ``rank`` once ``new_tokens`` have been appended."""
     if new_tokens is None:
         return lengths[rank] + max(_MIN_ROOM, int(lengths[rank] * _ROOM))
-    announced = list(lengths)
-    for _ in range(new_tokens):
-        announced[next_owner(announced, targets)] += 1
-    return announced[rank]
+    return lengths[rank] + shares_of(new_tokens, lengths, targets)[rank]

@@ -53,7 +53,7 @@ def decode(
     call = ModelCall.decode(model.ring, cache)
     if graphs is not None:
         return graphs(tokens.unsqueeze(1), call).squeeze(1)
-    position_ids = torch.full((1,), cache.seq_len - 1, device=model.device)
+    position_ids = torch.full((1,), call.num_before, device=model.device)
     return model.base_model(tokens.unsqueeze(1), position_ids, call).squeeze(1)
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ringattn._calls import call, complete
+from ringattn._calls import complete
 from ringattn._group import Ring
 from ringattn.cache import ShardedKVCache
-from ringattn.functional import attend, block_attention, merge_states
+from ringattn.functional import attend, attend_cached, block_attention, merge_states
 from ringattn.partition import Partition
 
 
@@ -182,6 +182,14 @@ class ModelCall:
         """Rows of the sequence that this rank computes; where it is 0, layers still run one."""
         return self.num_tokens if self.partition is None else self.partition.lengths[self.ring.rank]
 
+    @property
+    def num_before(self) -> int:
+        """Tokens of the sequence that come before this call's."""
+        if self.partition is not None:
+            return 0
+        assert self.cache is not None
+        return self.cache.seq_len - self.num_tokens
+
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's rows of ``x``, ``[B, S, ...]``: ``[B, max(1, S_r), ...]``. With padding,
         ``x`` may be ``[1, S, ...]`` for all batch rows."""
@@ -237,11 +245,8 @@ class ModelCall:
     def position_ids(self, device: torch.device) -> torch.Tensor:
         """int64 ``[1, rows]`` (``[B, rows]`` with padding): the columns of this rank's rows,
         counted from the start of the sequence."""
-        if self.partition is None:
-            assert self.cache is not None
-            first = self.cache.seq_len - self.num_tokens
-            return torch.arange(first, self.cache.seq_len, device=device)[None, :]
-        return self.rows(torch.arange(self.num_tokens, device=device)[None, :])
+        columns = torch.arange(self.num_before, self.num_before + self.num_tokens, device=device)
+        return self.rows(columns[None, :])
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
@@ -264,11 +269,12 @@ class ModelCall:
         assert self.cache is not None
         if self.num_tokens == 1:
             keys, values = self.cache.append(layer, k, v)
-            out, _ = self._decode(q, keys, values, scale, self.cache.key_lengths)
+            out, _ = attend_cached(self.ring, q, keys, values, scale, self.cache.key_lengths)
             return out
-        if self.cache.seq_len > self.num_tokens:
+        if self.num_before > 0:
             keys, values = self.cache.view(layer, newest=False)
-            older = self._decode(q, keys, values, scale, self.cache.older_key_lengths)
+            lengths = self.cache.older_key_lengths
+            older = attend_cached(self.ring, q, keys, values, scale, lengths)
             newer = block_attention(q, k, v, scale=scale, diagonal=0)
             out = merge_states(*older, *newer)[0].to(q.dtype)
         else:
@@ -287,22 +293,6 @@ class ModelCall:
             *(True, scale, self.transport, self.depth),
         )
         return out if self.num_rows > 0 else q.new_zeros(q.shape)
-
-    def _decode(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-        key_lengths: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Note: the operator itself, because the checks of ringattn.decode_attention cost as much
-        # time as a small kernel, in every layer of every token.
-        out, lse = call(
-            *(torch.ops.ringattn.decode_attention, q, keys, values, scale),
-            *(self.ring.name, key_lengths),
-        )
-        return out, lse
 
     def _rolled(self, columns: torch.Tensor) -> torch.Tensor:
         """Places of the caller's ``columns``, ``[1, n]``, after rows have been rolled: ``[B, n]``,

@@ -90,8 +90,7 @@ class DecodeGraphs:
     def __call__(self, token_ids: torch.Tensor, call: ModelCall) -> torch.Tensor:
         """As :meth:`LLaMAHeadless.forward` of one new token: ``token_ids`` int64 ``[B, 1]``."""
         self._token_ids.copy_(token_ids)
-        assert call.cache is not None
-        self._position_ids.fill_(call.cache.seq_len - 1)
+        self._position_ids.fill_(call.num_before)
         for index, block in enumerate(self._blocks):
             self._graphs[index].replay()
             self._attended.copy_(block.attn.attend(*self._heads[index], call, index))
