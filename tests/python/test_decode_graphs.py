@@ -10,9 +10,9 @@ import pytest
 import torch
 from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
 from ringattn import generation
-from ringattn.cache import ShardedKVCache
 from ringattn.decoding import decode
 from ringattn.generation import generate
+from ringattn.model_call import ModelCall
 from ringattn.models import LLaMA, load_model
 from ringattn.models.graphs import DecodeGraphs, record, replayable
 from ringattn.partition import Partition
@@ -39,11 +39,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     positions: list[int] = []
     replay = DecodeGraphs.__call__
 
-    def counted(
-        self: DecodeGraphs, token_ids: torch.Tensor, position: int, cache: ShardedKVCache
-    ) -> torch.Tensor:
-        positions.append(position)
-        return replay(self, token_ids, position, cache)
+    def counted(self: DecodeGraphs, token_ids: torch.Tensor, call: ModelCall) -> torch.Tensor:
+        positions.append(call.num_before)
+        return replay(self, token_ids, call)
 
     monkeypatch.setattr(DecodeGraphs, "__call__", counted)
     return positions
