@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn._calls import complete, gather_objects, tell_peers
+from ringattn._group import Ring
 from ringattn.cache import ShardedKVCache
 from ringattn.model_call import ModelCall
 from ringattn.models.graphs import DecodeGraphs
@@ -68,34 +70,42 @@ def choose(
 ) -> torch.Tensor:
     """The next tokens, int64 ``[B]``: drawn on one rank, the same on all. Where that rank cannot
     draw, all say why."""
-    ring = model.ring
+    draw = lambda: sampling.draw(model.project(hidden), generator)  # noqa: E731
+    return hand_out(model.ring, sampler, batch, model.device, draw)
+
+
+def hand_out(
+    ring: Ring, source: int, batch: int, device: torch.device, draw: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """What ``draw()`` returns on rank ``source``, token ids int64 ``[B]``, on every rank.
+    Collective.
+
+    Raises:
+        RuntimeError: ``draw`` failed; on a CPU on all ranks, on CUDA the others say that ``source``
+            is gone.
+    """
     # Looking at a token would have every rank wait for its device in each step: on CUDA the others
     # hear of the sampler's failure as of any that keeps a rank from coming.
-    can_look = model.device.type == "cpu"
+    can_look = device.type == "cpu"
     problem: Exception | None = None
-    if ring.rank == sampler:
+    if ring.rank == source:
         try:
-            tokens = sampling.draw(model.project(hidden), generator)
+            tokens = draw()
         except Exception as error:  # whatever it is: the peers wait
             problem = error
             if not can_look:
                 tell_peers(ring, error)
                 raise
-    if ring.rank != sampler or problem is not None:
-        tokens = torch.full((batch,), _NO_TOKEN, dtype=torch.int64, device=model.device)
+    if ring.rank != source or problem is not None:
+        tokens = torch.full((batch,), _NO_TOKEN, dtype=torch.int64, device=device)
     if ring.world_size > 1:
         group = ring.process_group
         complete(
-            *(ring, "generate", model.device),
-            lambda: [dist.broadcast(tokens, group=group, group_src=sampler, async_op=True)],
+            *(ring, "generate", device),
+            lambda: [dist.broadcast(tokens, group=group, group_src=source, async_op=True)],
         )
     if can_look and int(tokens[0]) == _NO_TOKEN:
-        raise RuntimeError(_why_no_token(model, sampler, problem)) from problem
+        # The sentence that every rank raises, from the sampler.
+        sentence = f"rank {source} could not draw a token: {problem}"
+        raise RuntimeError(gather_objects(ring, "generate", sentence)[source]) from problem
     return tokens
-
-
-def _why_no_token(model: LLaMA, sampler: int, problem: Exception | None) -> str:
-    """The sentence that every rank raises, from the sampler."""
-    ring = model.ring
-    sentence = f"rank {sampler} could not draw a token: {problem}"
-    return gather_objects(ring, "generate", sentence)[sampler]

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model on the ring: hooks around its body and its head, a config of its own, its generate."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ringattn._calls import tell_peers
+from ringattn._group import Group, GroupByName, Ring, keep, kept, resolve_group
+from ringattn.integrations.transformers.attention import NAME
+from ringattn.integrations.transformers.caches import (
+    PassingCache,
+    check_ring_layer,
+    fill,
+    ring_layer,
+)
+from ringattn.integrations.transformers.generate import Generate
+from ringattn.integrations.transformers.refusals import has_restarts, window
+from ringattn.model_call import ModelCall, Padding
+from ringattn.parallelize import Split
+from ringattn.planning import ModelCost
+
+_ATTACHED = "_ringattn"  # the attribute of a model that is on a ring
+_CALL = "ringattn_call"  # keyword arguments of this package, on their way through a model
+_COLUMNS = "ringattn_columns"
+_CACHES = ("cache", "past_key_values")  # what transformers 5 and 4 call a cache
+
+
+@dataclass
+class Attached:
+    """What :func:`attach` did to a model."""
+
+    handles: list[Any]
+    configs: list[tuple[nn.Module, Any]]  # modules, and the config that each had
+
+
+def handles(model: object) -> bool:
+    """Whether this is a model of transformers."""
+    return isinstance(model, PreTrainedModel)
+
+
+def cost(model: PreTrainedModel) -> ModelCost:
+    """What one layer costs."""
+    return ModelCost.from_config(model.config.get_text_config(), dtype=model.dtype)
+
+
+def attach(model: Any, group: Group, split: Split, transport: str) -> None:
+    """See :func:`ringattn.parallelize`; ``model`` has been checked."""
+    travel = Travel(keep(group), split, transport)
+    body = model.base_model
+    attached = Attached([], [])
+    # transformers shares one config among the models that were made from it.
+    own = copy.deepcopy(model.config)
+    own._attn_implementation = NAME
+    text, own_text = model.config.get_text_config(), own.get_text_config()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and (config is model.config or config is text):
+            attached.configs.append((module, config))
+    for module, config in attached.configs:
+        module.config = own if config is not text or text is own else own_text
+    attached.handles += [
+        body.register_forward_pre_hook(BeforeBody(travel), with_kwargs=True),
+        body.register_forward_hook(AfterBody(), with_kwargs=True),
+    ]
+    if body is not model:
+        attached.handles.append(
+            model.register_forward_pre_hook(BeforeHead(travel), with_kwargs=True)
+        )
+    if hasattr(model, "generate"):
+        model.generate = Generate(model, travel.ring)
+    setattr(model, _ATTACHED, attached)
+
+
+def detach(model: Any) -> None:
+    """Undoes :func:`attach`."""
+    attached = vars(model).pop(_ATTACHED, None)
+    if attached is None:
+        return
+    for handle in attached.handles:
+        handle.remove()
+    for module, config in attached.configs:
+        module.config = config
+    vars(model).pop("generate", None)
+
+
+@dataclass(frozen=True)
+class Travel:
+    """The ring of a model, and how its calls go through it."""
+
+    group: Group | GroupByName
+    split: Split
+    transport: str
+
+    def ring(self) -> Ring:
+        """This process among the ranks, as it is now."""
+        return resolve_group(kept(self.group))
+
+
+class BeforeHead:
+    """Before a model with a head: which columns the head runs on, so that no other hidden states
+    are put together."""
+
+    def __init__(self, travel: Travel) -> None:
+        self.travel = travel
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        names = _parameters(model)
+        kwargs = _by_name(names, args, kwargs)
+        kept_logits = kwargs.get("logits_to_keep")
+        if kept_logits is None or "logits_to_keep" not in names:
+            return (), kwargs
+        if isinstance(kept_logits, int):
+            if kept_logits == 0:
+                return (), kwargs
+            given = kwargs.get("input_ids")
+            given = kwargs.get("inputs_embeds") if given is None else given
+            length = given.size(1) if isinstance(given, torch.Tensor) else 0
+            # As slice(-n, None) does; for a negative n, too.
+            columns = torch.arange(length)[slice(-kept_logits, None)]
+        else:
+            columns = kept_logits
+        # The rows that come back are those that were asked for.
+        return (), {**kwargs, _COLUMNS: columns, "logits_to_keep": 0}
+
+
+class BeforeBody:
+    """Before the layers: this rank's rows in, with their positions and the call that goes with
+    them."""
+
+    def __init__(self, travel: Travel) -> None:
+        self.travel = travel
+
+    def __call__(
+        self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        ring = self.travel.ring()
+        try:
+            return (), _prepared(body, ring, self.travel, _by_name(_parameters(body), args, kwargs))
+        except ValueError as error:
+            tell_peers(ring, error)
+            raise
+
+
+class AfterBody:
+    """After the layers: the rows that the caller asked for, of all ranks; the caller's cache."""
+
+    def __call__(
+        self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        context: Context = kwargs[_CALL]
+        call, columns = context.call, kwargs.get(_COLUMNS)
+        hidden = output.last_hidden_state
+        output.last_hidden_state = (
+            call.whole(hidden) if columns is None else call.select(hidden, columns)
+        )
+        if getattr(output, "hidden_states", None) is not None:
+            output.hidden_states = tuple(call.whole(x) for x in output.hidden_states)
+        if context.cache is not None:
+            if call.is_prefill:
+                assert call.cache is not None
+                fill(context.cache, call.cache, context.num_layers, call.padding)
+            output[context.cache_name] = context.cache
+        return output if context.return_dict else output.to_tuple()
+
+
+@dataclass
+class Context:
+    """What goes with a call through the layers, as a keyword argument: the attention function takes
+    the call, the hook after the layers the rest."""
+
+    call: ModelCall
+    cache: Any  # the caller's, or a new one for the caller
+    cache_name: str
+    num_layers: int
+    return_dict: bool
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
+
+
+def _by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _prepared(
+    body: nn.Module, ring: Ring, travel: Travel, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The keyword arguments of the layers, from those of the caller."""
+    config: Any = body.config
+    names = _parameters(body)
+    cache_name = next(name for name in _CACHES if name in names)
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    if (ids is None) == (embeds is None):
+        raise ValueError(
+            "exactly one of input_ids and inputs_embeds must be given, "
+            f"got {'neither' if ids is None else 'both'}"
+        )
+    tokens = ids if embeds is None else embeds
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() != (2 if embeds is None else 3):
+        shape = getattr(tokens, "shape", type(tokens).__name__)
+        name = "input_ids must be [B, S]" if embeds is None else "inputs_embeds must be [B, S, E]"
+        raise ValueError(f"{name}, got {shape}")
+    if tokens.size(0) == 0 or tokens.size(1) == 0:
+        raise ValueError(f"input_ids must hold tokens, got shape {list(tokens.shape)}")
+    if _option(config, kwargs, "output_attentions"):
+        raise ValueError(
+            "output_attentions must be False, got True: no rank has all of the weights"
+        )
+    given = next((kwargs.pop(name) for name in _CACHES if kwargs.get(name) is not None), None)
+    use_cache = bool(_option(config, kwargs, "use_cache"))
+    layer = None
+    if given is not None:
+        layer = ring_layer(given)
+        use_cache = True
+    if layer is not None:
+        check_ring_layer(layer, ring, config.num_hidden_layers, given)
+    call, positions = _call(ring, travel, config, tokens, layer, use_cache, kwargs)
+    if use_cache and given is None:
+        given = DynamicCache()
+    prepared = {
+        **kwargs,
+        "input_ids" if embeds is None else "inputs_embeds": call.rows(tokens),
+        "position_ids": positions,
+        # Four dimensions: transformers takes it as it is. The attention function does not look.
+        "attention_mask": tokens.new_ones((1, 1, 1, 1), dtype=torch.bool),
+        "use_cache": use_cache,
+        cache_name: PassingCache(0 if layer is None else layer.store.seq_len - call.num_tokens),
+        _CALL: Context(
+            call,
+            given,
+            cache_name,
+            config.num_hidden_layers,
+            bool(_option(config, kwargs, "return_dict", default=True)),
+        ),
+        "return_dict": True,
+    }
+    for name in (*_CACHES, "cache_position"):
+        if name != cache_name:
+            prepared.pop(name, None)
+    return prepared
+
+
+def _call(
+    ring: Ring,
+    travel: Travel,
+    config: Any,
+    tokens: torch.Tensor,
+    layer: Any,
+    use_cache: bool,
+    kwargs: dict[str, Any],
+) -> tuple[ModelCall, torch.Tensor]:
+    """The call, and the position ids of this rank's rows. Checks come first: the cache is advanced
+    last of all."""
+    batch, num_tokens = tokens.shape[:2]
+    past = 0 if layer is None else layer.store.seq_len
+    mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+        got = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask must be [B, S], got {got}")
+    if mask is not None and mask.shape != (batch, past + num_tokens):
+        raise ValueError(
+            f"attention_mask must be [B, S], [{batch}, {past + num_tokens}] with the tokens before "
+            f"this call, got {list(mask.shape)}"
+        )
+    seen = window(config)
+    if seen is not None and seen < past + num_tokens:
+        raise ValueError(
+            f"sequence must fit into the model's sliding window of {seen} tokens, "
+            f"got {past + num_tokens}"
+        )
+    if position_ids is not None:
+        if position_ids.dim() != 2 or position_ids.size(0) not in (1, batch):
+            raise ValueError(
+                f"position_ids must be [B, S] or [1, S], got {list(position_ids.shape)}"
+            )
+        if position_ids.size(1) != num_tokens:
+            raise ValueError(
+                f"position_ids must have the {num_tokens} tokens of input_ids, "
+                f"got {position_ids.size(1)}"
+            )
+        if not use_cache and mask is None and has_restarts(position_ids):
+            raise ValueError(
+                "position_ids must not restart without a cache, got packed sequences, which are "
+                "not supported"
+            )
+    if layer is None:
+        padding = None if mask is None else Padding.of(mask)
+        partition = travel.split.partition(num_tokens)
+        cache = None
+        if use_cache:
+            cache = ModelCall.new_cache(ring, partition, padding=padding, device=tokens.device)
+        call = ModelCall.prefill(
+            ring, partition, cache=cache, padding=padding, transport=travel.transport
+        )
+    else:
+        _check_step(layer.padding, mask, past, num_tokens)
+        call = ModelCall.decode(ring, layer.store, num_tokens)
+    if position_ids is None:
+        return call, call.position_ids(tokens.device)
+    return call, call.rows(position_ids)
+
+
+def _check_step(padding: Padding | None, mask: Any, past: int, num_tokens: int) -> None:
+    """ValueError where new tokens come with another mask than the prompt's and ones."""
+    if padding is not None and any(padding.ends):
+        raise ValueError(
+            "attention_mask must have its padding before the prompt to go on after it, "
+            "got a cache of a prompt with padding after it"
+        )
+    if mask is None:
+        return
+    if padding is None:
+        same = bool((mask != 0).all())
+    else:
+        expected = padding.mask(mask.device, past - padding.seq_len + num_tokens)
+        same = torch.equal(mask != 0, expected)
+    if not same:
+        raise ValueError(
+            "attention_mask must be the prompt's mask and ones for the tokens after it, "
+            "got another one"
+        )
+
+
+def _option(config: Any, kwargs: dict[str, Any], name: str, default: Any = None) -> Any:
+    """What the call says, or else the config."""
+    given = kwargs.get(name)
+    return getattr(config, name, default) if given is None else given

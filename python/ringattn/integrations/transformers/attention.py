@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention implementation "ringattn", and the mask that goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from ringattn._group import resolve_group
+from ringattn.functional import block_attention, decode_attention
+from ringattn.integrations.transformers.refusals import check_attention_keywords, check_dropout
+
+#: The name of this implementation in ``attn_implementation=``.
+NAME = "ringattn"
+
+
+def register() -> None:
+    """Makes "ringattn" known to transformers. Calling it again changes nothing."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    ringattn_call: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer, with the signature that transformers gives such functions.
+
+    Args:
+        module: the layer's attention module.
+        query: ``[B, H, S, D]``.
+        key: ``[B, H_kv, S, D]``, without a call the cached ones first.
+        value: like ``key``.
+        attention_mask: what :func:`mask` returned; not looked at in a parallelized model.
+        scaling: of the scores.
+        dropout: must be 0.
+        ringattn_call: of a parallelized model, whose hooks put it among the keyword arguments; its
+            ``call`` is a :class:`ringattn.model_call.ModelCall`.
+        kwargs: the layer's own; windows, softcap and sinks among them are refused.
+
+    Returns:
+        ``[B, S, H, D]``, and None for the attention weights.
+    """
+    check_dropout(dropout)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if ringattn_call is not None:
+        layer: Any = module.layer_idx
+        return ringattn_call.call.attend(layer, q, k, v, scaling), None
+    _check_alone(module, attention_mask, kwargs, k.size(1))
+    if q.size(1) == 1:
+        return decode_attention(q, k, v, group="single", scale=scaling), None
+    out, _ = block_attention(q, k, v, scale=scaling, diagonal=k.size(1) - q.size(1))
+    return out, None
+
+
+def mask(
+    *,
+    batch_size: int,
+    kv_length: int,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> None:
+    """No mask: attention here is causal. What is not plain causal attention is refused.
+
+    transformers asks for it once per forward, of one process without :func:`ringattn.parallelize`.
+    """
+    _check_one_rank()
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ValueError(
+            "attention_mask must be all ones, got padding: pass the model to "
+            "ringattn.parallelize(), which serves padding on one process too"
+        )
+    if "cache_position" in kwargs:  # transformers 4
+        first, num_queries = int(kwargs["cache_position"][0]), kwargs["cache_position"].numel()
+    else:
+        first, num_queries = int(kwargs["q_offset"]), kwargs["q_length"]
+    if kv_length != first + num_queries:
+        raise ValueError(
+            f"cache must hold the keys seen so far, {first + num_queries} with the new ones, got "
+            f'room for {kv_length}: a static or sliding cache is not supported by "{NAME}"'
+        )
+    if kwargs.get("use_vmap") or not _is_causal(mask_function, batch_size, kv_length):
+        raise ValueError(
+            "attention must be causal over the whole sequence, got another mask (a window, packed "
+            f'position_ids, is_causal=False or one of the model\'s own): "{NAME}" has none'
+        )
+
+
+def _is_causal(visible: Callable[..., Any], batch_size: int, num_keys: int) -> bool:
+    """Whether a mask function of transformers, which may be composed of windows and of boundaries
+    between packed sequences, hides nothing but later keys. Windows and boundaries hide the first
+    key from the last query if they hide any key from any."""
+    last = num_keys - 1
+    sees_first = all(bool(visible(row, 0, last, 0)) for row in range(batch_size))
+    return sees_first and (last == 0 or not bool(visible(0, 0, 0, last)))
+
+
+def _check_alone(
+    module: torch.nn.Module, attention_mask: Any, kwargs: dict[str, Any], num_keys: int
+) -> None:
+    _check_one_rank()
+    if attention_mask is not None:
+        raise ValueError(
+            'attention_mask must be [B, S] or None for "ringattn", '
+            f"got {list(getattr(attention_mask, 'shape', [])) or type(attention_mask).__name__}"
+        )
+    if not getattr(module, "is_causal", True):
+        raise ValueError("is_causal must be True, got a layer with False: attention here is causal")
+    check_attention_keywords(kwargs, num_keys)
+
+
+def _check_one_rank() -> None:
+    world_size = resolve_group(None).world_size
+    if world_size > 1:
+        raise ValueError(
+            f'attn_implementation="ringattn" must be on one process, got a group of {world_size}: '
+            'pass the model to ringattn.parallelize(), with group="single" to stay on one process'
+        )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models and calls the ring does not compute, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+#: Families whose layers were read: they pass keyword arguments down to the attention function, and
+#: nothing but attention looks at other tokens.
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "granite")
+
+# Rotations that depend on nothing but the position.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def refusal(model: Any) -> str | None:
+    """Why the ring cannot run this PreTrainedModel, with every reason; None where it can."""
+    config = model.config.get_text_config()
+    reasons = list(_reasons(model, config))
+    if not reasons:
+        return None
+    return (
+        f"model must be one that the ring computes, got {config.model_type}: {'; '.join(reasons)}"
+    )
+
+
+def window(config: Any) -> int | None:
+    """Keys that a query sees at most in some layer; None: all earlier ones. ``layer_types`` decides
+    where there are any, because configs keep a ``sliding_window`` that no layer uses."""
+    size: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return size if any("sliding" in kind for kind in kinds) else None
+    return size if getattr(config, "use_sliding_window", True) else None
+
+
+def _reasons(model: Any, config: Any) -> Iterator[str]:
+    if config.model_type not in FAMILIES:
+        yield f"the family must be one of {', '.join(FAMILIES)}"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds |= set(getattr(config, "layers_block_type", None) or ())
+    seen = window(config)
+    trained = getattr(config, "max_position_embeddings", None)
+    if seen is not None and (trained is None or seen < trained):
+        yield f"it has a sliding window of {seen} tokens"
+    if "chunked_attention" in kinds or getattr(config, "attention_chunk_size", None):
+        yield "it has chunked attention"
+    if any("linear" in kind for kind in kinds) or hasattr(config, "linear_num_value_heads"):
+        yield "it has linear attention"
+    if any("mamba" in kind for kind in kinds) or _has_state_space(config):
+        yield "it has state-space (SSM) layers"
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        yield "it has attention sinks"
+    if getattr(config, "attn_logit_softcapping", None):
+        yield "its scores have a softcap"
+    if getattr(config, "kv_lora_rank", None):
+        yield "it has latent attention (MLA)"
+    if (
+        config.is_encoder_decoder
+        or getattr(config, "cross_attention_layers", None)
+        or getattr(config, "add_cross_attention", False)
+    ):
+        yield "it has cross attention"
+    if not getattr(config, "is_causal", True) or not all(_causal(model)):
+        yield "its attention is not causal (is_causal=False)"
+    for kind in sorted(_rope_types(config) - set(_ROPE_TYPES)):
+        yield f"its rotary embedding is of type {kind!r}, which depends on the length of a call"
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and getattr(config, "num_attention_heads", None):
+        head_dim = config.hidden_size // config.num_attention_heads
+    if isinstance(head_dim, int) and (head_dim % 8 or not 0 < head_dim <= 256):
+        yield f"its head dimension must be a multiple of 8 from 8 to 256, got {head_dim}"
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        yield f"its weights must be on one device, got {', '.join(devices)}"
+
+
+def _has_state_space(config: Any) -> bool:
+    return any(name.startswith(("mamba_", "ssm_")) or name == "state_size" for name in vars(config))
+
+
+def _causal(model: Any) -> Iterator[bool]:
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            yield bool(getattr(module, "is_causal", True))
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5), one for all layers or one
+    for each kind of layer."""
+    found: set[str] = set()
+    for name in ("rope_scaling", "rope_parameters"):
+        given = getattr(config, name, None)
+        if not isinstance(given, Mapping):
+            continue
+        nested = [value for value in given.values() if isinstance(value, Mapping)]
+        for one in nested or [given]:
+            kind = one.get("rope_type", one.get("type", "default"))
+            if kind is not None:
+                found.add(kind)
+    return found
+
+
+def check_attention_keywords(given: Mapping[str, Any], num_keys: int) -> None:
+    """ValueError for what a layer asks of its attention function and this package does not do."""
+    seen = given.get("sliding_window")
+    if seen is not None and seen < num_keys:
+        raise ValueError(
+            f"sliding_window must cover all {num_keys} keys, got {seen}: windows are not supported"
+        )
+    for name, what in (
+        ("softcap", "a softcap of the scores"),
+        ("s_aux", "attention sinks"),
+        ("position_bias", "a bias of the scores"),
+        ("cu_seq_lens_q", "packed sequences"),
+        ("cu_seqlens", "packed sequences"),
+        ("head_mask", "a mask of heads"),
+    ):
+        if given.get(name) is not None:
+            raise ValueError(f"{name} must be None: {what} is not supported")
+    if given.get("is_causal") is False:
+        raise ValueError("is_causal must be True or None, got False: attention here is causal")
+
+
+def check_dropout(dropout: float) -> None:
+    """ValueError where a layer in training mode drops probabilities."""
+    if dropout:
+        raise ValueError(
+            f"attention dropout must be 0, got {dropout}: call model.eval(), or set "
+            "attention_dropout to 0 in the config"
+        )
+
+
+def has_restarts(position_ids: torch.Tensor) -> bool:
+    """Whether positions of a row do not follow each other by 1, as those of packed sequences.
+    Waits for the device."""
+    return bool((position_ids.diff(dim=-1) != 1).any())

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call that puts a model of another library on the ring, and one that takes it off again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+
+from ringattn._calls import agree
+from ringattn._checks import check_integers, check_transport
+from ringattn._group import Group, Ring, resolve_group
+from ringattn.partition import Partition
+from ringattn.planning import ModelCost, plan
+from ringattn.profiles import RankProfile
+from ringattn.profiling import measure_profiles
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+# The library that a model comes from, and the module here that knows it.
+_ADAPTERS = {
+    "transformers": "ringattn.integrations.transformers",
+    "fms": "ringattn.integrations.fms",
+}
+
+
+class Adapter(Protocol):
+    """What a module of :mod:`ringattn.integrations` has for models of its library."""
+
+    def handles(self, model: object) -> bool:
+        """Whether ``model`` is one of this library's."""
+
+    def refusal(self, model: Any) -> str | None:
+        """Why ``model`` cannot run over a ring, with every reason; None where it can."""
+
+    def cost(self, model: Any) -> ModelCost:
+        """What one layer costs."""
+
+    def attach(self, model: Any, group: Group, split: Split, transport: str) -> None:
+        """Puts ``model`` on the ring."""
+
+    def detach(self, model: Any) -> None:
+        """Undoes :meth:`attach`; nothing where it has not been called."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who owns which tokens, for sequences of any length.
+
+    Args:
+        world_size: W.
+        weights: shares of the ranks, ``[W]``; None: even, or planned from ``profiles``. A sequence
+            of as many tokens as they add up to gets exactly these lengths.
+        layout: "zigzag" or "contiguous".
+        order: as in :class:`ringattn.Partition`.
+        profiles: of the ranks, for plans.
+        cost: of a layer, for plans.
+    """
+
+    world_size: int
+    weights: tuple[int, ...] | None = None
+    layout: str = "zigzag"
+    order: tuple[int, ...] | None = None
+    profiles: tuple[RankProfile, ...] | None = None
+    cost: ModelCost | None = None
+    _known: dict[int, Partition] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, partition: object, world_size: int) -> Split:
+        """From what callers give as ``partition``, but "auto".
+
+        Raises:
+            ValueError: another number of ranks, negative lengths or none above 0, another type.
+        """
+        if partition is None or (isinstance(partition, str) and partition == "even"):
+            return cls(world_size)
+        if isinstance(partition, Partition):
+            weights, layout, order = partition.lengths, partition.layout, partition.order
+        elif isinstance(partition, str) or not isinstance(partition, Sequence):
+            raise ValueError(
+                'partition must be a Partition, a list of lengths, "even" or "auto", '
+                f"got {partition!r}"
+            )
+        else:
+            weights = check_integers("partition", partition, least=0)
+            layout, order = "zigzag", tuple(range(len(weights)))
+        if len(weights) != world_size:
+            raise ValueError(
+                f"partition must have the {world_size} ranks of the group, got {len(weights)}"
+            )
+        if sum(weights) == 0:
+            raise ValueError("partition must have a token, got lengths of 0 only")
+        return cls(world_size, weights, layout, order)
+
+    def partition(self, seq_len: int) -> Partition:
+        """The partition of a sequence of ``seq_len`` tokens, at least 1."""
+        if seq_len not in self._known:
+            if len(self._known) > 256:  # of calls without a cache, each one token longer
+                self._known.clear()
+            self._known[seq_len] = self._partition(seq_len)
+        return self._known[seq_len]
+
+    def _partition(self, seq_len: int) -> Partition:
+        if self.profiles is not None and self.cost is not None:
+            return plan(seq_len, list(self.profiles), self.cost).partition
+        if self.weights is None:
+            return Partition.even(seq_len, self.world_size)
+        total = sum(self.weights)
+        lengths = [seq_len * weight // total for weight in self.weights]
+        # Largest remainders first, of equal ones the lower ranks.
+        by_remainder = sorted(
+            range(len(lengths)), key=lambda rank: (-(seq_len * self.weights[rank] % total), rank)
+        )
+        for rank in by_remainder[: seq_len - sum(lengths)]:
+            lengths[rank] += 1
+        assert self.order is not None
+        return Partition(self.layout, tuple(lengths), self.order)
+
+
+def parallelize(
+    model: _Model,
+    *,
+    partition: Partition | Sequence[int] | str | None = None,
+    group: Group = None,
+    transport: str = "auto",
+) -> _Model:
+    """Runs a model of Hugging Face transformers or of FMS over the ring. Collective.
+
+    From then on every rank calls the model as before, with the whole sequence's ids. Each rank
+    computes its own tokens; attention goes through the ring; outputs come back as the unmodified
+    model returns them. The cache of a generation stays spread over the ranks.
+
+    Args:
+        model: with the same weights on every rank, on one device. Its parameters and its state dict
+            stay as they are; it gets a copy of its config.
+        partition: who owns which tokens: a :class:`ringattn.Partition`, a list of lengths, "even",
+            which None means too, or "auto", planned from profiles that are measured now. A
+            list, or a Partition of another length than the call's, serves as weights; the layout
+            and the order are kept.
+        group: as in :func:`ringattn.ring_attention`.
+        transport: as in :func:`ringattn.ring_attention`.
+
+    Returns:
+        ``model`` itself. A model that is on a ring already changes to this one.
+
+    Raises:
+        ValueError: on every rank, with ``model`` untouched: what is no model of these libraries, a
+            model that does what the ring does not (windows, softcap, sinks, cross attention, ...;
+            the error names every reason), a partition for another number of ranks, an unknown
+            transport, ranks that disagree.
+
+    Calls run under ``torch.no_grad()``: ring attention has no backward yet, and inputs that require
+    grad are refused.
+    """
+    ring = resolve_group(group)
+    adapter: Adapter | None = None
+    split, mistake = None, None
+    try:
+        adapter = _adapter(model)
+        check_transport(transport)
+        mistake = adapter.refusal(model)
+        if not (isinstance(partition, str) and partition == "auto"):
+            split = Split.of(partition, ring.world_size)
+    except ValueError as error:
+        mistake = str(error)
+    facts = {"transport": transport, "partition": "auto" if split is None else split}
+    agree(ring, "parallelize", mistake, facts)
+    assert adapter is not None
+    if split is None:
+        split = _measured(ring, adapter.cost(model), model, transport)
+    adapter.detach(model)
+    adapter.attach(model, group, split, transport)
+    return model
+
+
+def unparallelize(model: _Model) -> _Model:
+    """Undoes :func:`parallelize`: the model computes on this process alone again, with the config,
+    the methods and the bits that it had before. Not collective.
+
+    Args:
+        model: a model that :func:`parallelize` takes; one that is on no ring stays as it is.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ValueError: what is no model of these libraries.
+    """
+    _adapter(model).detach(model)
+    return model
+
+
+def _adapter(model: object) -> Adapter:
+    for library, name in _ADAPTERS.items():
+        if library in sys.modules:  # else no model is one of its
+            adapter: Any = import_module(name)
+            if adapter.handles(model):
+                return adapter  # type: ignore[no-any-return]
+    raise ValueError(
+        f"model must be a model of Hugging Face transformers or of FMS, got {type(model).__name__}"
+    )
+
+
+def _measured(ring: Ring, cost: ModelCost, model: nn.Module, transport: str) -> Split:
+    weight = next(model.parameters())
+    profiles = measure_profiles(
+        ring.group, device=weight.device, dtype=weight.dtype, transport=transport
+    )
+    return Split(ring.world_size, profiles=tuple(profiles), cost=cost)
