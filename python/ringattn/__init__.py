@@ -24,6 +24,7 @@ from ringattn.functional import (
 )
 from ringattn.generation import generate
 from ringattn.modules import RingAttention
+from ringattn.parallel import parallelize, unparallelize
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, Plan, plan, plan_cache
 from ringattn.profiles import AttentionTile, RankProfile, load_profiles, save_profiles
@@ -56,6 +57,7 @@ __all__ = [
     "measure_profiles",
     "merge_states",
     "models",
+    "parallelize",
     "plan",
     "plan_cache",
     "record_timings",
@@ -66,4 +68,5 @@ __all__ = [
     "strategies",
     "synchronize",
     "testing",
+    "unparallelize",
 ]

@@ -24,7 +24,7 @@ from ringattn.integrations.transformers.caches import (
 from ringattn.integrations.transformers.generate import Generate
 from ringattn.integrations.transformers.refusals import has_restarts, window
 from ringattn.model_call import ModelCall, Padding
-from ringattn.parallelize import Split
+from ringattn.parallel import Split
 from ringattn.planning import ModelCost
 
 _ATTACHED = "_ringattn"  # the attribute of a model that is on a ring
