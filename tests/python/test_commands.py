@@ -43,11 +43,11 @@ def test_a_command_runs_as_under_python(
 
 def test_ranks_meet_as_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "import torch, torch.distributed as dist\n"
+        "import sys, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "x = torch.tensor(dist.get_rank() + 1)\n"
         "dist.all_reduce(x)\n"
-        "print(int(x))\n"
+        "sys.stdout.write(f'{int(x)}\\n')\n"  # one write: print() may interleave ranks
         "dist.destroy_process_group()\n"
     )
     done = run_command(["script.py"], ranks=3, cwd=tmp_path)
