@@ -235,7 +235,7 @@ def _prepared(
         # Four dimensions: transformers takes it as it is. The attention function does not look.
         "attention_mask": tokens.new_ones((1, 1, 1, 1), dtype=torch.bool),
         "use_cache": use_cache,
-        cache_name: PassingCache(0 if layer is None else layer.store.seq_len - call.num_tokens),
+        cache_name: PassingCache(call.num_before) if use_cache else None,
         _CALL: Context(
             call,
             given,
