@@ -107,13 +107,14 @@ class Split:
     def _partition(self, seq_len: int) -> Partition:
         if self.profiles is not None and self.cost is not None:
             return plan(seq_len, list(self.profiles), self.cost).partition
-        if self.weights is None:
+        weights = self.weights
+        if weights is None:
             return Partition.even(seq_len, self.world_size)
-        total = sum(self.weights)
-        lengths = [seq_len * weight // total for weight in self.weights]
+        total = sum(weights)
+        lengths = [seq_len * weight // total for weight in weights]
         # Largest remainders first, of equal ones the lower ranks.
         by_remainder = sorted(
-            range(len(lengths)), key=lambda rank: (-(seq_len * self.weights[rank] % total), rank)
+            range(len(lengths)), key=lambda rank: (-(seq_len * weights[rank] % total), rank)
         )
         for rank in by_remainder[: seq_len - sum(lengths)]:
             lengths[rank] += 1
@@ -199,7 +200,7 @@ def _adapter(model: object) -> Adapter:
         if library in sys.modules:  # else no model is one of its
             adapter: Any = import_module(name)
             if adapter.handles(model):
-                return adapter  # type: ignore[no-any-return]
+                return adapter
     raise ValueError(
         f"model must be a model of Hugging Face transformers or of FMS, got {type(model).__name__}"
     )

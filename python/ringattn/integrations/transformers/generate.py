@@ -98,7 +98,7 @@ class Decode:
             )
 
 
-class FirstRankDraws(LogitsProcessor):  # type: ignore[misc]
+class FirstRankDraws(LogitsProcessor):
     """The last processor of the logits: leaves one token, which the group's first rank has drawn as
     transformers does."""
 
@@ -122,7 +122,7 @@ class FirstRankDraws(LogitsProcessor):  # type: ignore[misc]
         return chosen.scatter_(1, tokens.unsqueeze(1), 0)
 
 
-class FirstRankStops(StoppingCriteriaList):  # type: ignore[misc]
+class FirstRankStops(StoppingCriteriaList):
     """Stopping criteria as the group's first rank sees them: clocks and callers' own criteria may
     differ between ranks."""
 
