@@ -83,28 +83,40 @@ def mask(
             "ringattn.parallelize(), which serves padding on one process too"
         )
     if "cache_position" in kwargs:  # transformers 4
-        first, num_queries = int(kwargs["cache_position"][0]), kwargs["cache_position"].numel()
+        places = kwargs["cache_position"]
+        first, num_queries, device = int(places[0]), places.numel(), places.device
     else:
         first, num_queries = int(kwargs["q_offset"]), kwargs["q_length"]
+        device = kwargs["device"]
     if kv_length != first + num_queries:
         raise ValueError(
             f"cache must hold the keys seen so far, {first + num_queries} with the new ones, got "
             f'room for {kv_length}: a static or sliding cache is not supported by "{NAME}"'
         )
-    if kwargs.get("use_vmap") or not _is_causal(mask_function, batch_size, kv_length):
+    causal = _is_causal(mask_function, batch_size, first, kv_length, device)
+    if kwargs.get("use_vmap") or not causal:
         raise ValueError(
             "attention must be causal over the whole sequence, got another mask (a window, packed "
             f'position_ids, is_causal=False or one of the model\'s own): "{NAME}" has none'
         )
 
 
-def _is_causal(visible: Callable[..., Any], batch_size: int, num_keys: int) -> bool:
-    """Whether a mask function of transformers, which may be composed of windows and of boundaries
-    between packed sequences, hides nothing but later keys. Windows and boundaries hide the first
-    key from the last query if they hide any key from any."""
-    last = num_keys - 1
-    sees_first = all(bool(visible(row, 0, last, 0)) for row in range(batch_size))
-    return sees_first and (last == 0 or not bool(visible(0, 0, 0, last)))
+def _is_causal(
+    visible: Callable[..., Any], batch_size: int, first: int, num_keys: int, device: Any
+) -> bool:
+    """Whether a mask function of transformers hides nothing but later keys from the queries from
+    ``first`` on. Such functions are composed of windows, boundaries between packed sequences and
+    blocks without an order: the first two hide the first key from a later query or an earlier key
+    from the last one, a block shows a query the key after it."""
+    if visible is causal_mask_function:
+        return True
+    rows = torch.arange(batch_size, device=device)[:, None]
+    head = torch.zeros((), dtype=torch.int64, device=device)
+    keys = torch.arange(num_keys, device=device)
+    queries = keys[first:]
+    seen = visible(rows, head, queries, torch.zeros_like(queries))
+    seen = seen.all() & visible(rows, head, torch.full_like(keys, num_keys - 1), keys).all()
+    return bool(seen & ~torch.as_tensor(visible(rows, head, queries[:-1], queries[1:])).any())
 
 
 def _check_alone(

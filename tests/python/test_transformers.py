@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A parallelized model of transformers gives what the unmodified one gives on one process."""
+
+import copy
+from typing import Any
+
+import pytest
+import ringattn
+import torch
+from _distributed import RankPool, this
+from _transformers import (
+    CACHE,
+    FAMILIES,
+    MASKS,
+    WEIGHTS,
+    assert_near,
+    model_of,
+    token_ids,
+)
+from ringattn import Partition
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DynamicCache,
+)
+
+
+def both(partition: Any = None, **changes: Any) -> tuple[Any, Any]:
+    """(unmodified, parallelized)."""
+    plain = model_of(**changes)
+    return plain, ringattn.parallelize(copy.deepcopy(plain), partition=partition)
+
+
+def calls_agree(family: str) -> None:
+    for partition in (None, WEIGHTS[this().world_size]):
+        plain, model = both(partition, family=family)
+        for num_tokens in (13, 2):
+            ids = token_ids(num_tokens)
+            for options in (
+                {"use_cache": False},
+                {"logits_to_keep": 1},
+                {"logits_to_keep": 2, "use_cache": False},
+                {"logits_to_keep": torch.tensor([1, 0], device=ids.device)},
+            ):
+                assert_near(model(ids, **options).logits, plain(ids, **options).logits)
+        ids, positions = token_ids(9), torch.arange(5, 14, device=this().device)[None]
+        expected = plain(ids, position_ids=positions, output_hidden_states=True)
+        given = model(ids, position_ids=positions, output_hidden_states=True)
+        assert_near(given.logits, expected.logits)
+        assert len(given.hidden_states) == len(expected.hidden_states) == 3
+        for actual, right in zip(given.hidden_states, expected.hidden_states, strict=True):
+            assert_near(actual, right)
+        in_a_tuple = model(ids, use_cache=False, return_dict=False)
+        assert isinstance(in_a_tuple, tuple) and len(in_a_tuple) == 1
+        assert_near(in_a_tuple[0], plain(ids, use_cache=False, return_dict=False)[0])
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_unmodified_model(ring: RankPool, family: str) -> None:
+    ring.run(calls_agree, family)
+
+
+def errors_in_halves(family: str) -> tuple[float, float]:
+    exact, ids = model_of(family).double(), token_ids(40)
+    right = exact(ids).logits
+    plain = copy.deepcopy(exact).bfloat16()
+    model = ringattn.parallelize(copy.deepcopy(plain), partition=WEIGHTS[this().world_size])
+    return tuple((x(ids).logits - right).square().mean().sqrt().item() for x in (model, plain))
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_logits_in_bfloat16_are_as_exact_as_those_of_the_unmodified_model(
+    ring: RankPool, family: str
+) -> None:
+    for actual, of_transformers in ring.run(errors_in_halves, family):
+        assert 0 < actual <= 1.1 * of_transformers
+
+
+def padded_calls_agree(name: str) -> None:
+    ids, mask = token_ids(13), torch.tensor(MASKS[name], device=this().device)
+    real = mask != 0
+    for partition in (None, WEIGHTS[this().world_size]):
+        plain, model = both(partition)
+        for positions in (None, (mask.cumsum(1) - 1).clamp_(min=0)):
+            options = {"attention_mask": mask, "position_ids": positions}
+            for use_cache in (True, False):
+                expected = plain(ids, use_cache=use_cache, **options).logits
+                given = model(ids, use_cache=use_cache, **options).logits
+                assert_near(given[real], expected[real])
+        if name == "before":
+            for use_cache in (True, False):
+                options = {"max_new_tokens": 5, "use_cache": use_cache, "attention_mask": mask}
+                assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("name", MASKS)
+def test_padded_prompts_give_what_the_unmodified_model_gives(ring: RankPool, name: str) -> None:
+    ring.run(padded_calls_agree, name)
+
+
+def a_chat(family: str) -> None:
+    plain, model = both(WEIGHTS[this().world_size], family=family)
+    ours, theirs = DynamicCache(), DynamicCache()
+    seen = 0
+    for turn, num_tokens in enumerate((13, 4, 1, 3)):
+        ids = token_ids(num_tokens, seed=turn)
+        output = model(ids, **{CACHE: ours})
+        assert_near(output.logits, plain(ids, **{CACHE: theirs}).logits)
+        seen += num_tokens
+        assert output[CACHE] is ours and ours.get_seq_length() == theirs.get_seq_length() == seen
+    made = model(token_ids(13)).get(CACHE)
+    assert isinstance(made, DynamicCache) and made.get_seq_length() == 13
+    ids = token_ids(1, seed=7)
+    expected = plain(torch.cat((token_ids(13), ids), 1)).logits[:, -1:]
+    assert_near(model(ids, **{CACHE: made}, logits_to_keep=1).logits, expected)
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_a_cache_is_filled_in_place_and_takes_the_next_turns_of_a_chat(
+    ring: RankPool, family: str
+) -> None:
+    ring.run(a_chat, family)
+
+
+def generations() -> list[torch.Tensor]:
+    plain, model = both(WEIGHTS[this().world_size])
+    ids, sampled = token_ids(13), []
+    for options in (
+        {},
+        {"use_cache": False},
+        {"eos_token_id": [3, 4, 5, 6, 7, 8], "pad_token_id": 0},
+    ):
+        options = {"max_new_tokens": 8, **options}
+        assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+    for options in ({"top_k": 5}, {"temperature": 3.0, "use_cache": False}):
+        options |= {"do_sample": True, "max_new_tokens": 8}
+        torch.manual_seed(11)
+        expected = plain.generate(ids, **options)
+        torch.manual_seed(11 + this().rank)  # what other ranks would draw is nothing
+        given = model.generate(ids, **options)
+        assert torch.equal(given, expected)
+        sampled.append(given)
+    options = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_scores": True}
+    given, expected = (x.generate(ids, **options, output_logits=True) for x in (model, plain))
+    assert torch.equal(given.sequences, expected.sequences)
+    for actual, right in zip(given.scores, expected.scores, strict=True):
+        assert_near(actual, right)
+    # A chat: the whole conversation's ids, and a cache of all but the last turn.
+    chat = torch.cat((given.sequences, token_ids(3, seed=5)), 1)
+    options = {"max_new_tokens": 4}
+    continued = model.generate(chat, **{CACHE: given[CACHE]}, **options)
+    assert torch.equal(continued, plain.generate(chat, **options))
+    return sampled
+
+
+@pytest.mark.nccl
+def test_generate_gives_the_tokens_of_the_unmodified_model_on_every_rank(ring: RankPool) -> None:
+    ring.run(generations)
+
+
+def other_models_agree() -> None:
+    weights, ids = WEIGHTS[this().world_size], token_ids(13)
+    plain, model = both(weights, kind=AutoModel)
+    assert_near(model(ids).last_hidden_state, plain(ids).last_hidden_state)
+    for kind in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+        plain, model = both(weights, kind=kind, num_labels=3)
+        ended = ids.clone()
+        ended[0, 9:] = 0  # the padding that a classifier pools before
+        assert_near(model(ended).logits, plain(ended).logits)
+    plain, model = both(weights)
+    embeds = plain.get_input_embeddings()(ids)
+    assert_near(model(inputs_embeds=embeds).logits, plain(inputs_embeds=embeds).logits)
+    assert_near(model(ids, labels=ids).loss, plain(ids, labels=ids).loss)
+
+
+@pytest.mark.nccl
+def test_embeddings_losses_and_other_heads_are_those_of_the_unmodified_model(
+    ring: RankPool,
+) -> None:
+    ring.run(other_models_agree)
+
+
+def shares(model: Any, num_tokens: int) -> list[int]:
+    """Tokens that each rank holds after a call."""
+    return model(token_ids(num_tokens)).get(CACHE).layers[0].store.lengths
+
+
+def partitions_are_weights() -> None:
+    model = model_of()
+    zigzag, world_size = Partition.zigzag([4, 8]), this().world_size
+    assert world_size == 2
+    for partition, expected in (
+        (None, [6, 6]),
+        ("even", [6, 6]),
+        ([1, 3], [3, 9]),
+        (zigzag, [4, 8]),
+        (Partition.contiguous([4, 8]), [4, 8]),
+    ):
+        assert ringattn.parallelize(model, partition=partition) is model
+        assert shares(model, 12) == expected
+        assert sum(shares(model, 5)) == 5
+    assert shares(model, 6) == [2, 4]
+    ringattn.parallelize(model, partition="auto")
+    held = shares(model, 12)
+    assert sum(held) == 12 and len(held) == 2
+    assert_near(model(token_ids(12)).logits, model_of()(token_ids(12)).logits)
+
+
+def test_a_partition_is_kept_as_shares_for_calls_of_any_length(rank_pool: Any) -> None:
+    rank_pool(2).run(partitions_are_weights)
