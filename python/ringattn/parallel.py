@@ -11,8 +11,9 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
+from ringattn import _C
 from ringattn._calls import agree
-from ringattn._checks import check_integers, check_transport
+from ringattn._checks import check_integers
 from ringattn._group import Group, Ring, resolve_group
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, plan
@@ -162,7 +163,9 @@ def parallelize(
     split, mistake = None, None
     try:
         adapter = _adapter(model)
-        check_transport(transport)
+        transports = ("auto", *_C.transports())
+        if transport not in transports:
+            raise ValueError(f"transport must be of {', '.join(transports)}, got {transport!r}")
         mistake = adapter.refusal(model)
         if not (isinstance(partition, str) and partition == "auto"):
             split = Split.of(partition, ring.world_size)

@@ -213,6 +213,11 @@ def _prepared(
         raise ValueError(f"{name}, got {shape}")
     if tokens.size(0) == 0 or tokens.size(1) == 0:
         raise ValueError(f"input_ids must hold tokens, got shape {list(tokens.shape)}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (tokens, *body.parameters())):
+        raise ValueError(
+            "a parallelized model must be called under torch.no_grad() because there is no "
+            "backward yet, got grad mode and parameters that require grad"
+        )
     if _option(config, kwargs, "output_attentions"):
         raise ValueError(
             "output_attentions must be False, got True: no rank has all of the weights"

@@ -48,10 +48,10 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
         yield f"it has a sliding window of {seen} tokens"
     if "chunked_attention" in kinds or getattr(config, "attention_chunk_size", None):
         yield "it has chunked attention"
-    if any("linear" in kind for kind in kinds) or hasattr(config, "linear_num_value_heads"):
-        yield "it has linear attention"
     if any("mamba" in kind for kind in kinds) or _has_state_space(config):
         yield "it has state-space (SSM) layers"
+    elif any("linear" in kind for kind in kinds) or hasattr(config, "linear_num_value_heads"):
+        yield "it has linear attention"
     if any(name.endswith("sinks") for name, _ in model.named_parameters()):
         yield "it has attention sinks"
     if getattr(config, "attn_logit_softcapping", None):

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a ring does not compute is refused by name, on every rank, before anything runs."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ringattn
+import torch
+from _distributed import this
+from _transformers import CACHE, assert_near, model_of, token_ids
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import StaticCache
+
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 2.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0] * 8,
+    "original_max_position_embeddings": 128,
+}
+MLA = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+
+#: family, changes of its config, and a part of each reason.
+MODELS = [
+    ("mistral", {"sliding_window": 8}, ["sliding window of 8 tokens"]),
+    ("qwen2", WINDOW, ["sliding window of 8 tokens"]),
+    ("qwen3", WINDOW, ["sliding window of 8 tokens"]),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["of type 'dynamic'"]),
+    ("llama", {"rope_scaling": LONGROPE}, ["of type 'longrope'"]),
+    ("llama", {"head_dim": 12}, ["head dimension must be a multiple of 8 from 8 to 256, got 12"]),
+    ("gemma2", {"sliding_window": 8}, ["family must be one of llama", "window of 8", "softcap"]),
+    ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, ["attention sinks"]),
+    ("llama4_text", {"num_local_experts": 2}, ["chunked attention"]),
+    ("qwen3_next", {"num_experts": 2, "num_experts_per_tok": 1}, ["linear attention"]),
+    ("mamba", {}, ["state-space (SSM) layers"]),
+    ("bamba", {}, ["state-space (SSM) layers"]),
+    ("deepseek_v3", MLA, ["latent attention (MLA)"]),
+    ("gemma", {}, ["family must be one of llama, qwen2, qwen3, mistral, granite"]),
+    ("bert", {}, ["attention is not causal (is_causal=False)"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reasons"), MODELS, ids=lambda value: value if type(value) is str else ""
+)
+@pytest.mark.filterwarnings("ignore")
+def test_models_are_refused_with_every_reason(
+    family: str, changes: dict[str, Any], reasons: list[str]
+) -> None:
+    with torch.device("meta"):
+        config = AutoConfig.for_model(family, **{**TINY, **changes})
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=f"must be one that the ring computes, got {family}") as e:
+        ringattn.parallelize(model, group="single")
+    for reason in reasons:
+        assert reason in str(e.value)
+    assert model.config is config and "generate" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"sliding_window": 256}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 8}),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ],
+)
+def test_features_that_a_config_names_and_does_not_use_are_not_refused(
+    family: str, changes: dict[str, Any]
+) -> None:
+    model = model_of(family, device="cpu", **changes)
+    ids = torch.arange(1, 14)[None]
+    right = copy.deepcopy(model)(ids).logits
+    assert_near(ringattn.parallelize(model, group="single")(ids).logits, right)
+
+
+def arguments() -> None:
+    model, other = model_of(), torch.nn.Linear(2, 2)
+    rank, logits = this().rank, model(token_ids(5)).logits
+    for given, message in (
+        ({"model": other}, "must be a model of Hugging Face transformers or of FMS, got Linear"),
+        ({"partition": [1, 2, 3]}, "must have the 2 ranks of the group, got 3"),
+        ({"partition": [0, 0]}, "must have a token"),
+        ({"partition": "fair"}, 'must be a Partition, a list of lengths, "even" or "auto"'),
+        ({"transport": "pigeon"}, "transport must be"),
+        ({"partition": [1, 1 + rank]}, "partition must be the same on all ranks"),
+        ({"model": other if rank else model}, "must be a model of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ringattn.parallelize(**{"model": model, **given})
+        assert torch.equal(model(token_ids(5)).logits, logits)
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(ValueError, match=r"is_causal=False"):
+        ringattn.parallelize(model)
+
+
+def test_arguments_are_refused_on_every_rank(rank_pool: Any) -> None:
+    rank_pool(2).run(arguments)
+
+
+def offloading() -> DynamicCache:
+    cache = DynamicCache()
+    cache.offloading = True
+    return cache
+
+
+def of_another_model() -> DynamicCache:
+    cache = DynamicCache()
+    model_of()(token_ids(5), **{CACHE: cache})
+    return cache
+
+
+def refused_calls() -> None:
+    plain = model_of("mistral", sliding_window=256)
+    model, ids = ringattn.parallelize(copy.deepcopy(plain)), token_ids(6)
+    ones, device = torch.ones_like(ids), ids.device
+    right, cache = plain(ids).logits, DynamicCache()
+    model(ids, **{CACHE: cache})
+    hole = ones.clone()
+    hole[1, 2] = 0
+    calls: list[tuple[dict[str, Any], str]] = [
+        ({"attention_mask": hole}, "got a hole in row 1"),
+        ({"attention_mask": ones[:, None, None, :]}, r"must be \[B, S\], got \[2, 1, 1, 6\]"),
+        ({"attention_mask": ones[:, :5]}, r"must be \[B, S\], \[2, 6\] .*got \[2, 5\]"),
+        ({"attention_mask": 0 * ones}, "got none in 0"),
+        ({"output_attentions": True}, "output_attentions must be False"),
+        ({"input_ids": None}, "exactly one of input_ids and inputs_embeds"),
+        ({"inputs_embeds": plain.get_input_embeddings()(ids)}, "got both"),
+        ({"input_ids": ids[0]}, r"input_ids must be \[B, S\]"),
+        ({"input_ids": ids[:, :0]}, "must hold tokens"),
+        ({"input_ids": token_ids(257)}, "sliding window of 256 tokens, got 257"),
+        (
+            {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]], device=device), "use_cache": False},
+            "must not restart without a cache, got packed sequences",
+        ),
+        ({"position_ids": torch.arange(4, device=device)[None]}, "must have the 6 tokens"),
+        ({CACHE: StaticCache(plain.config, max_cache_len=9)}, "must be a DynamicCache"),
+        ({CACHE: offloading()}, "got an offloading DynamicCache"),
+        ({CACHE: of_another_model()}, "got one of 5 tokens that another model filled"),
+        ({CACHE: cache, "attention_mask": torch.cat((hole, ones), 1)}, "must be the prompt's mask"),
+    ]
+    for options, message in calls:
+        with pytest.raises(ValueError, match=message):
+            model(**{"input_ids": ids, **options})
+        assert_near(model(ids).logits, right)
+    if this().rank == 0:  # alone: the others hear of it at their next call
+        with pytest.raises(ValueError, match="got a hole in row 1"):
+            model(ids, attention_mask=hole)
+    else:
+        with pytest.raises(ValueError, match=r"rank 0: .*got a hole in row 1"):
+            model(ids)
+    with pytest.raises(ValueError, match="keys lie on the ranks of a ring"):
+        plain(ids, **{CACHE: cache})
+    with pytest.raises(ValueError, match="crop"):
+        cache.crop(2)
+    assert cache.get_seq_length() == 6
+    model.requires_grad_(True)
+    with torch.enable_grad(), pytest.raises(ValueError, match=r"under torch.no_grad\(\) because"):
+        model(ids)
+
+
+def test_calls_are_refused_on_every_rank_and_leave_the_model_ready(rank_pool: Any) -> None:
+    rank_pool(2).run(refused_calls)
+
+
+def refused_generations() -> None:
+    model, ids = ringattn.parallelize(model_of()), token_ids(6)
+    right = model.generate(ids, max_new_tokens=3)
+    padded = torch.ones_like(ids)
+    padded[0, 4:] = 0
+    assistant = model_of()
+    calls: list[tuple[dict[str, Any], str]] = [
+        ({"num_beams": 2}, "must be greedy or sampling for a parallelized model, got beam search"),
+        ({"num_beams": 2, "do_sample": True}, "got beam sample"),
+        ({"assistant_model": assistant}, "got assisted generation"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "got contrastive search"),
+        ({"custom_generate": lambda *a, **k: None}, "custom_generate must be None"),
+        ({"attention_mask": padded}, 'tokenize with padding_side="left"'),
+        ({"max_new_tokens": 3 + this().rank}, "max_length must be the same on all ranks"),
+        ({"inputs": ids + this().rank}, "input_ids.* must be the same on all ranks"),
+        ({"do_sample": this().rank == 1}, "do_sample must be the same on all ranks"),
+    ]
+    for options, message in calls:
+        with pytest.raises(ValueError, match=message):
+            model.generate(**{"inputs": ids, "max_new_tokens": 3, **options})
+        assert torch.equal(model.generate(ids, max_new_tokens=3), right)
+
+
+def test_generations_are_refused_on_every_rank(rank_pool: Callable[..., Any]) -> None:
+    rank_pool(2).run(refused_generations)
