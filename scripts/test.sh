@@ -8,6 +8,7 @@
 #   docs    the documentation as HTML; a warning is an error
 #   python  pytest; what follows `--` goes to it: scripts/test.sh python -- -k partition
 #   tidy    clang-tidy (minutes; only when named)
+#   transformers  models of Hugging Face transformers with the oldest and an earlier version of it (only when named)
 #   oldest  a build for the oldest supported torch and its Python tests, in an environment apart (only when named)
 #   torches the same for every supported torch (an hour; only when named)
 # Parts run beside pytest, and their output is printed in order. JUnit files go to build/test-results.
@@ -15,13 +16,13 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-all=(lint cpp spills docs tidy oldest torches python) # the order of their output; pytest's summary comes last
+all=(lint cpp spills docs tidy oldest torches transformers python) # the order of their output; pytest's summary comes last
 named=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    lint | cpp | spills | docs | tidy | python | oldest | torches) named+=("$1") ;;
+    lint | cpp | spills | docs | tidy | python | oldest | torches | transformers) named+=("$1") ;;
     --) shift && break ;;
-    -h | --help) sed -n '4,13s/^# \{0,1\}//p' "$0" && exit ;;
+    -h | --help) sed -n '4,14s/^# \{0,1\}//p' "$0" && exit ;;
     *)
       printf -v known '%s, ' "${all[@]}"
       echo "test: part must be of ${known%, }, got $1; usage: scripts/test.sh [part...]" >&2
@@ -44,7 +45,7 @@ for part in "${all[@]}"; do
     docs) extras+=,docs things+=(library) ;;
     tidy) things+=(library clang-tidy) ;;
     oldest | torches) things+=(toolchain) ;;
-    python) extras+=,test things+=(library) ;;
+    python | transformers) extras+=,test things+=(library) ;;
   esac
 done
 extras="${extras#,}"
@@ -68,6 +69,11 @@ run_tidy() { scripts/lint.sh clang-tidy; }
 run_oldest() { scripts/test_torch.sh oldest -- ${pytest_arguments[@]+"${pytest_arguments[@]}"}; }
 
 run_torches() { scripts/test_torch.sh all -- ${pytest_arguments[@]+"${pytest_arguments[@]}"}; }
+
+# The newest version is the environment's own: the python part tests it.
+run_transformers() {
+  scripts/test_transformers.sh 4.57.6 5.23.0 -- ${pytest_arguments[@]+"${pytest_arguments[@]}"}
+}
 
 # Tests that mostly wait run beside the others: tests/python/conftest.py chooses the number of workers.
 run_python() {

@@ -85,14 +85,13 @@ def quickstart(texts: list[str]) -> list[str]:
 
 
 def hugging_face(texts: list[str], folder: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     names = assumed() | {"folder": folder, "token_ids": random_ids(1, NUM_TOKENS)}
-    names["AutoModelForCausalLM"] = AutoModelForCausalLM
     run(texts, names)
+    logits, ids = names["logits"], names["ids"]
+    model = ringattn.unparallelize(names["model"])
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(folder)(names["token_ids"]).logits
-    close(names["logits"], names["p"].shard(logits, this().rank))
+        close(logits, model(names["token_ids"]).logits)
+        assert torch.equal(ids, model.generate(names["token_ids"], max_new_tokens=8))
 
 
 def unequal(texts: list[str]) -> Partition:
@@ -170,13 +169,18 @@ def from_ring_flash_attn(causal: str, contiguous: str) -> None:
     close(names["out"], one_device(*whole, causal=False).chunk(size, 1)[this().rank])
 
 
-def from_transformers(before: str, after: str, ring: str, folder: Path) -> None:
+def from_transformers(blocks: list[str], folder: Path) -> None:
+    before, after, before_own, after_own = blocks
     names = assumed() | {"folder": folder, "device": "cpu", "prompt_ids": random_ids(1, 9)}
     run([before], names)
-    ids = names["ids"]
+    last, ids = names["last"], names["ids"]
     run([after], names)
+    close(names["last"], last)
+    assert torch.equal(names["ids"], ids)
+    run([before_own], names)
+    ids = names["ids"]
+    run([after_own], names)
     assert names["ids"].shape == ids.shape  # bfloat16: where two tokens are near, either may win
-    hugging_face([ring], folder)
 
 
 def from_fms(after: str, last: str, folder: Path) -> None:
@@ -273,6 +277,15 @@ def test_the_example_prints_what_the_readme_shows(rank_pool: Pools) -> None:
     assert all(float(line.rsplit(" ", 1)[1]) < 1e-6 for line in lines)
 
 
+def test_the_chat_of_the_examples_is_that_of_one_rank(rank_pool: Pools) -> None:
+    example = (ROOT / "examples/hugging_face_chat.py").read_text()
+    shares = ", partition=[3, 1]"
+    assert shares in example
+    (one,) = rank_pool(1).run(quickstart, [example.replace(shares, "")])
+    assert rank_pool(2).run(quickstart, [example]) == [one, []]
+    assert "main" in "".join(one)
+
+
 def test_a_model_of_transformers_runs_as_the_readme_shows(rank_pool: Pools, folder: Path) -> None:
     rank_pool(2).run(hugging_face, shown("README.md", "Example")[1:], folder)
 
@@ -313,7 +326,7 @@ def test_code_from_ring_flash_attn_gives_the_same(rank_pool: Pools) -> None:
 
 
 def test_code_from_transformers_gives_the_same(rank_pool: Pools, folder: Path) -> None:
-    rank_pool(2).run(from_transformers, *migrating("From Hugging Face transformers"), folder)
+    rank_pool(2).run(from_transformers, migrating("From Hugging Face transformers"), folder)
 
 
 def test_code_from_fms_gives_the_same(rank_pool: Pools, folder: Path) -> None:

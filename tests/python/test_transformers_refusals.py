@@ -61,7 +61,7 @@ MODELS = [
     ("bamba", {}, ["state-space (SSM) layers"]),
     ("deepseek_v3", MLA, ["latent attention (MLA)"]),
     ("gemma", {}, ["family must be one of llama, qwen2, qwen3, mistral, granite"]),
-    ("bert", {}, ["attention is not causal (is_causal=False)"]),
+    ("bert", {}, ["family must be one of llama"]),
 ]
 
 
