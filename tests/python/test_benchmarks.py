@@ -264,3 +264,25 @@ def test_kernel_variants_are_timed_side_by_side(tmp_path: Path) -> None:
     assert [row["what"] for row in rows] == ["test-one", "test-other"] * (3 + 4 + 2)
     assert [row["case"] for row in rows[-2:]] == ["1000:causal:ring2-there rank 1"] * 2
     assert all(float(row["max error"]) < 0.02 for row in rows)
+
+
+def test_models_of_other_libraries_are_timed_beside_themselves(tmp_path: Path) -> None:
+    stem = tmp_path / "drop_in"
+    sizes = ["--shape", "tiny", "--dtype", "float32", "--seq-lens", "33,64", "--tokens", "2"]
+    rounds = ["--libraries", "own,transformers", "--rounds", "2", "--warmup", "1"]
+    command = ["benchmarks/drop_in.py", "--device", "cpu", *sizes, *rounds, "--out", stem]
+    done = run_command(command, ranks=2)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(Path(f"{stem}.json").read_text())["rows"]
+    ways = [(row["library"], row["way"]) for row in rows if row["S"] == 33]
+    assert ways == [
+        ("own", "1 rank"),
+        ("own", "2 ranks"),
+        *(("transformers", way) for way in ("plain", "1 rank", "2 ranks")),
+    ]
+    assert len(rows) == 2 * len(ways)
+    plain = next(row for row in rows if row["S"] == 64 and row["way"] == "plain")
+    for row in rows:
+        assert row["error"] < 1e-5 and row["token ms"] > 0
+        if row["S"] == 64:
+            assert row["x plain"] == plain["ms"] / row["ms"]

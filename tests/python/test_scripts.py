@@ -58,7 +58,10 @@ def test_help_is_given(name: str) -> None:
         ("study_heterogeneous.sh --seconds abc", "--seconds must be a number from 1 on, got abc; "),
         ("study_heterogeneous.sh --out", "--out must be followed by a value, got none; usage: "),
         ("study_heterogeneous.sh --fast", "study: options must be of these, got --fast; usage: "),
-        ("test.sh all", "spills, docs, tidy, oldest, torches, transformers, python, got all; usage: "),
+        (
+            "test.sh all",
+            "spills, docs, tidy, oldest, torches, transformers, python, got all; usage: ",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line(command: str, message: str) -> None:

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of other libraries through the ring, beside the same models unmodified on one device.
+
+    torchrun --nproc-per-node 2 benchmarks/drop_in.py --seq-lens 8192,32768,65536
+
+One LLaMA shape with random weights through this package's own model, Hugging Face transformers and
+FMS. Three ways each: "plain", the unmodified model on rank 0 alone, its attention that of PyTorch
+(cuDNN where it takes the shapes, else the next best); "1 rank", through the ring of rank 0 alone;
+"N ranks". The own model has no "plain": it is compared with that of transformers. Columns:
+
+ms        until the logits of the last token of a prompt are there, its keys and values kept; the
+          slowest rank
+x plain   time of "plain" / ms
+x 1 rank  time of "1 rank" / ms
+token ms  until the next token is on the host, the median of those after the prompt; the own model
+          records CUDA graphs, the others launch each kernel
+peak GiB  of rank 0's memory during the prompt, without the weights
+error     largest difference of the last token's logits from those of "plain", over the largest
+          logit
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.metadata
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import harness
+import ringattn
+import torch
+import torch.distributed as dist
+from decode import SHAPES, random_model
+from report import Report, environment
+from ringattn import Partition
+from ringattn.decoding import decode, prefill
+from ringattn.models import LLaMA, LLaMAConfig
+from ringattn.models.graphs import record
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+LIBRARIES = ("own", "transformers", "fms")
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+COLUMNS = ("library", "way", "S", "ms", "p10", "p90", "x plain", "x 1 rank", "token ms", "peak GiB")
+
+#: One call of a model: token ids [1, T] and what the call before returned as its state.
+Step = Callable[[torch.Tensor, Any], tuple[torch.Tensor, Any]]  # -> logits [V], the next state
+
+
+@dataclass(frozen=True)
+class Way:
+    """A model of one library, and on how many ranks it runs."""
+
+    library: str
+    name: str  # "plain", "1 rank" or "N ranks"
+    step: Step
+    alone: bool
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.library}, {self.name}"
+
+
+def sharing_weights(model: nn.Module) -> nn.Module:
+    """A copy with hooks and config of its own, and the same tensors."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def own_step(model: LLaMA, tokens: int) -> Step:
+    graphs = record(model.base_model, 1)
+
+    def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+        if cache is not None:
+            return model.project(decode(model, ids[0], cache, graphs))[0], cache
+        partition = Partition.even(ids.size(1), model.ring.world_size)
+        cache = model.new_cache(partition, new_tokens=tokens)
+        hidden = prefill(model, ids, partition, cache)
+        # As generate() does, the rank of the last token goes on; here all need its logits.
+        owner = partition.owner(partition.seq_len - 1)
+        last = hidden if model.ring.rank == owner else hidden.new_empty(1, hidden.size(-1))
+        if model.ring.world_size > 1:
+            dist.broadcast(last, owner)
+        return model.project(last)[0], cache
+
+    return step
+
+
+def own_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterator[Way]:
+    model = random_model(config, device, harness.DTYPES[options.dtype])
+    yield Way("own", "1 rank", own_step(model.alone(), options.tokens), alone=True)
+    if harness.world_size() > 1:
+        yield Way("own", ranks(), own_step(model, options.tokens), alone=False)
+
+
+def transformers_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterator[Way]:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    theirs = LlamaConfig(
+        vocab_size=config.src_vocab_size,
+        hidden_size=config.emb_dim,
+        intermediate_size=config.hidden_dim,
+        num_hidden_layers=config.nlayers,
+        num_attention_heads=config.nheads,
+        num_key_value_heads=config.kvheads,
+        max_position_embeddings=config.max_expected_seq_len,
+        rope_theta=config.rope_theta,
+        tie_word_embeddings=config.tie_heads,
+    )
+    with device:
+        dtype = harness.DTYPES[options.dtype]
+        model = AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")
+    model = seeded(model)
+
+    def step_of(model: Any) -> Step:
+        def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+            # The second of a call's results, under the names of all versions.
+            out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).to_tuple()
+            return out[0][0, -1], out[1]
+
+        return step
+
+    yield from three_ways("transformers", model, step_of)
+
+
+def fms_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterator[Way]:
+    from fms.models.llama import LLaMA as FMSLLaMA
+    from fms.models.llama import LLaMAConfig as FMSConfig
+
+    theirs = FMSConfig(
+        src_vocab_size=config.src_vocab_size,
+        emb_dim=config.emb_dim,
+        nheads=config.nheads,
+        kvheads=config.kvheads,
+        nlayers=config.nlayers,
+        hidden_grow_factor=config.hidden_dim / config.emb_dim,
+        multiple_of=1,
+        # A table of rotations for every position: no more than this run needs.
+        max_expected_seq_len=max(options.seq_lens) + options.tokens,
+        rope_theta=config.rope_theta,
+        tie_heads=config.tie_heads,
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(harness.DTYPES[options.dtype])
+    try:
+        with device:
+            model = FMSLLaMA(theirs)
+            model.reset_parameters()
+            model.post_init()
+    finally:
+        torch.set_default_dtype(default)
+    model = seeded(model)
+
+    def step_of(model: Any) -> Step:
+        def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+            logits, cache = model(ids, past_key_value_states=cache, use_cache=True, last_n_tokens=1)
+            return logits[0, -1], cache
+
+        return step
+
+    yield from three_ways("fms", model, step_of)
+
+
+def seeded(model: nn.Module) -> nn.Module:
+    """The same weights on every rank, matrices small enough for sums to stay near 1."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.02, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+def three_ways(library: str, model: nn.Module, step_of: Callable[[Any], Step]) -> Iterator[Way]:
+    one = ringattn.parallelize(sharing_weights(model), group="single")
+    yield Way(library, "plain", step_of(model), alone=True)
+    yield Way(library, "1 rank", step_of(one), alone=True)
+    if harness.world_size() > 1:
+        yield Way(library, ranks(), step_of(ringattn.parallelize(sharing_weights(model))), False)
+
+
+def ranks() -> str:
+    return f"{harness.world_size()} ranks"
+
+
+@dataclass
+class First:
+    """What the first prompt of a way showed; ``logits`` of rank 0."""
+
+    logits: torch.Tensor
+    token_ms: float
+    peak_gib: float | None
+
+
+def first_prompt(way: Way, ids: torch.Tensor, tokens: int) -> First | None:
+    """A prompt, and tokens after it. None on ranks that have no part in it."""
+    if way.alone and harness.rank() != 0:
+        return None
+    on_cuda = ids.is_cuda
+    if on_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    logits, state = way.step(ids, None)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_cuda else None
+    first, times = logits.float().cpu(), []
+    for _ in range(tokens):
+        start = time.perf_counter()
+        token = logits.argmax()
+        token.item()  # waits for the device, as a check for the end of the text does
+        if not way.alone:
+            dist.broadcast(token, 0)  # equal logits on all ranks; a generation makes sure
+        logits, state = way.step(token.view(1, 1), state)
+        logits[0].item()
+        times.append(1e3 * (time.perf_counter() - start))
+    return First(first, statistics.median(times), peak)
+
+
+@contextlib.contextmanager
+def best_attention() -> Iterator[None]:
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        yield
+
+
+def measure(report: Report, ways: list[Way], seq_len: int, device: torch.device, options) -> None:
+    """The rows of one length."""
+    generator = torch.Generator(device).manual_seed(seq_len)
+    ids = torch.randint(1, 500, (1, seq_len), generator=generator, device=device)
+    first: dict[str, First | None] = {}
+    for way in ways:
+        if dist.is_initialized():
+            dist.barrier()
+        first[way.full_name] = first_prompt(way, ids, options.tokens)
+    contestants = [
+        harness.Contestant(
+            way.full_name,
+            lambda way=way: way.step(ids, None)[0],
+            torch.empty(0),
+            alone=way.alone,
+        )
+        for way in ways
+    ]
+    timings = harness.measure(contestants, device, rounds=options.rounds, warmup=options.warmup)
+    for way in ways:
+        timing, shown = timings[way.full_name], first[way.full_name]
+        reference = "transformers" if way.library == "own" else way.library
+        plain = timings.get(f"{reference}, plain")
+        one = timings[f"{way.library}, 1 rank"]
+        right = first.get(f"{way.library}, plain") or first[f"{way.library}, 1 rank"]
+        error = None
+        if shown is not None and right is not None:
+            error = ((shown.logits - right.logits).abs().max() / right.logits.abs().max()).item()
+        report.add(
+            {
+                "library": way.library,
+                "way": way.name,
+                "S": seq_len,
+                **timing.columns(),
+                "x plain": plain.median / timing.median if plain else None,
+                "x 1 rank": one.median / timing.median,
+                "token ms": shown.token_ms if shown else None,
+                "peak GiB": shown.peak_gib if shown else None,
+                "error": error,
+            }
+        )
+
+
+def main() -> None:
+    parser = harness.timing_arguments(__doc__)
+    parser.add_argument("--libraries", type=harness.names_of(*LIBRARIES), default=list(LIBRARIES))
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--seq-lens", type=harness.counts, default=[8192, 32768, 65536])
+    parser.add_argument("--tokens", type=harness.at_least(1), default=16, help="after the prompt")
+    parser.add_argument("--dtype", choices=harness.DTYPES, default="bfloat16")
+    options = harness.parse(parser)
+    makers = {"own": own_ways, "transformers": transformers_ways, "fms": fms_ways}
+    # Note: torch.distributed.nn, which these libraries load, keeps a group that is there before it,
+    # and threads of gloo that outlive the interpreter abort the process.
+    for library in options.libraries:
+        if library != "own":
+            importlib.import_module(f"ringattn.integrations.{library}")
+    with (
+        harness.process_group(options.device) as device,
+        torch.inference_mode(),
+        best_attention(),
+    ):
+        header = environment(device) | {"shape": options.shape, "dtype": options.dtype}
+        for library in options.libraries:
+            if library != "own":
+                name = {"fms": "ibm-fms"}.get(library, library)
+                header[library] = importlib.metadata.version(name)
+        report = Report("drop_in", header, (*COLUMNS, "error"))
+        report.start()
+        ways = [
+            way
+            for library in options.libraries
+            for way in makers[library](SHAPES[options.shape], device, options)
+        ]
+        for seq_len in options.seq_lens:
+            measure(report, ways, seq_len, device, options)
+        report.write(options.out)
+
+
+if __name__ == "__main__":
+    main()
