@@ -135,6 +135,18 @@ def of_another_model() -> DynamicCache:
     return cache
 
 
+def of_one_rank() -> DynamicCache:
+    cache = DynamicCache()
+    ringattn.parallelize(model_of(), group="single")(token_ids(5), **{CACHE: cache})
+    return cache
+
+
+def of_another_depth() -> DynamicCache:
+    cache = DynamicCache()
+    ringattn.parallelize(model_of(num_hidden_layers=1))(token_ids(5), **{CACHE: cache})
+    return cache
+
+
 def refused_calls() -> None:
     plain = model_of("mistral", sliding_window=256)
     model, ids = ringattn.parallelize(copy.deepcopy(plain)), token_ids(6)
@@ -162,6 +174,8 @@ def refused_calls() -> None:
         ({CACHE: StaticCache(plain.config, max_cache_len=9)}, "must be a DynamicCache"),
         ({CACHE: offloading()}, "got an offloading DynamicCache"),
         ({CACHE: of_another_model()}, "got one of 5 tokens that another model filled"),
+        ({CACHE: of_one_rank()}, f"must be that of rank {this().rank} of 2, got rank 0 of 1"),
+        ({CACHE: of_another_depth()}, "must have 2 layers, got 1"),
         ({CACHE: cache, "attention_mask": torch.cat((hole, ones), 1)}, "must be the prompt's mask"),
     ]
     for options, message in calls:
