@@ -141,13 +141,13 @@ def cpu_as_accelerator() -> Iterator[None]:
         yield
 
 
-def parallel(model: Any, backend_first: bool = True, **options: Any) -> Any:
+def parallel(model: Any, backend_first: bool = True, plan: Any = None, **options: Any) -> Any:
     """The model on all ranks of this group."""
     config = ContextParallelConfig(**{"ring_degree": this().world_size} | options)
     with cpu_as_accelerator(), attention_backend(AttentionBackendName.NATIVE):
         if backend_first:
             model.set_attention_backend("ringattn")
-        model.enable_parallelism(config=config)
+        model.enable_parallelism(config=config, cp_plan=plan)
         if not backend_first:
             model.set_attention_backend("ringattn")
     return model

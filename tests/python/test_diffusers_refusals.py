@@ -2,7 +2,6 @@
 """What the ring cannot compute of diffusers' transformers is refused in words, on every rank."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,6 +14,7 @@ from _distributed import RankPool, this
 from diffusers import ContextParallelConfig
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from diffusers.models.attention_dispatch import dispatch_attention_fn as dispatch
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
 from ringattn.integrations import diffusers as integration
 from torch.distributed.device_mesh import init_device_mesh
@@ -72,13 +72,16 @@ def test_text_of_ltx_is_attended_to_on_one_process_where_it_has_no_mask() -> Non
 # ---- several ranks ---------------------------------------------------------------------------
 
 
-def refused_model(make: Callable[[], Any], backend_first: bool, **options: Any) -> str:
+def refused_model(
+    make: Callable[[], Any], backend_first: bool, plan: Any = None, **options: Any
+) -> str:
     """Why; the model is as it was before the call that refuses it."""
     model = make()
     with pytest.raises(ValueError) as caught:
-        tiny.parallel(model, backend_first, **options)
-    backends = {processor._attention_backend for processor in integration._processors(model)}
-    assert backends == ({RINGATTN} if backend_first else {None})
+        tiny.parallel(model, backend_first, plan, **options)
+    processors = integration._processors(model)
+    backends = {getattr(processor, "_attention_backend", None) for processor in processors}
+    assert backends - {None} == ({RINGATTN} if backend_first else set())
     assert (model._parallel_config is None) == backend_first
     assert len(model._forward_pre_hooks) == (0 if backend_first else 1)
     return str(caught.value)
@@ -105,27 +108,76 @@ def test_a_mesh_with_ranks_for_ulysses_is_refused(rank_pool: Pools, backend_firs
     assert rank_pool(2).run(mesh_for_ulysses, backend_first) == [said] * 2
 
 
-@pytest.mark.parametrize("backend_first", [True, False], ids=["backend first", "parallel first"])
-def test_ltx_is_refused_by_name_on_all_ranks(rank_pool: Pools, backend_first: bool) -> None:
-    said = (
-        "model must be one whose tokens all see each other, got LTXVideoTransformer3DModel: its "
-        f"text cross attention has a mask, and keys that are split unlike the queries {OTHER}"
-    )
-    assert rank_pool(2).run(refused_model, tiny.ltx, backend_first) == [said] * 2
+MODELS = "FluxTransformer2DModel or WanTransformer3DModel"
+PROCESSORS = "FluxAttnProcessor or WanAttnProcessor"
 
 
-def with_processor(processor: Any) -> Any:
-    model = tiny.wan()
-    model.blocks[1].attn1.processor = processor
+def other_processor() -> Any:
+    model = tiny.flux()
+    model.transformer_blocks[0].attn.processor = Flux2KVAttnProcessor()
     return model
 
 
-def test_processors_that_attend_to_the_keys_of_one_rank_are_refused(rank_pool: Pools) -> None:
-    pool = rank_pool(2)
-    parts = "attention processors must take part in context parallelism, got "
-    make = partial(with_processor, Flux2KVAttnProcessor())
-    said = f"{parts}Flux2KVAttnProcessor: it attends to cached keys on this rank alone {OTHER}"
-    assert pool.run(refused_model, make, True) == [said] * 2
+@pytest.mark.parametrize("backend_first", [True, False], ids=["backend first", "parallel first"])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (tiny.ltx, f"model must be {MODELS} over several ranks, got LTXVideoTransformer3DModel; "),
+        (
+            other_processor,
+            f"attention processors must be {PROCESSORS} over several ranks, "
+            "got Flux2KVAttnProcessor ",
+        ),
+    ],
+)
+def test_models_and_processors_that_are_not_served_are_refused_on_all_ranks(
+    rank_pool: Pools, make: Callable[[], Any], said: str, backend_first: bool
+) -> None:
+    for message in rank_pool(2).run(refused_model, make, backend_first):
+        assert message.startswith(said) and message.endswith(OTHER)
+
+
+def another_plan(backend_first: bool) -> str:
+    """A plan of the caller's own, which leaves the text whole on every rank."""
+    plan = {"proj_out": tiny.flux()._cp_plan["proj_out"]}
+    return refused_model(tiny.flux, backend_first, plan)
+
+
+@pytest.mark.parametrize("backend_first", [True, False], ids=["backend first", "parallel first"])
+def test_another_plan_is_refused(rank_pool: Pools, backend_first: bool) -> None:
+    said = f"cp_plan must be None, which is the model's own, got another one {OTHER}"
+    assert rank_pool(2).run(another_plan, backend_first) == [said] * 2
+
+
+def refused_forwards() -> list[str]:
+    """What models say that were right when their parallelism was enabled."""
+    replaced = tiny.parallel(tiny.flux())
+    replaced.set_attn_processor(FluxAttnProcessor())
+    unchecked = tiny.ltx()
+    with attention_backend(AttentionBackendName.NATIVE), tiny.cpu_as_accelerator():
+        unchecked.enable_parallelism(config=ContextParallelConfig(ring_degree=2))
+    said = []
+    for model, inputs in [
+        (replaced, tiny.flux_inputs(4, 4)),
+        (unchecked, tiny.ltx_inputs(6, masked=False)),
+    ]:
+        with attention_backend(RINGATTN), pytest.raises(ValueError) as caught:
+            tiny.sample(model, inputs)
+        said.append(str(caught.value))
+    replaced.set_attention_backend("native")
+    tiny.sample(replaced, tiny.flux_inputs(4, 4))  # not the ring's to refuse
+    return said
+
+
+def test_forwards_of_models_that_changed_or_were_never_checked_are_refused(
+    own_pool: Pools,
+) -> None:
+    for replaced, unchecked in own_pool(2).run(refused_forwards):
+        assert replaced == (
+            "attention processors must be set before enable_parallelism, got FluxAttnProcessor "
+            f"after it {OTHER}"
+        )
+        assert unchecked.startswith(f"model must be {MODELS} over several ranks, got LTX")
 
 
 def attend(*calls: dict[str, Any], **options: Any) -> None:
@@ -179,21 +231,21 @@ def test_unequal_lengths_without_ring_anything_are_an_error_on_all_ranks(own_poo
         assert "partition.lengths" in outcome.message
 
 
-def parallel_before_register(by_context: bool) -> torch.Tensor:
+def parallel_before_register(by_context: bool) -> None:
     model = tiny.wan()
     config = ContextParallelConfig(ring_degree=2, ring_anything=True)
     with tiny.cpu_as_accelerator(), attention_backend(AttentionBackendName.NATIVE):
         type(model).enable_parallelism.__wrapped__(model, config=config)
         if not by_context:
             model.set_attention_backend("ringattn")
-            return tiny.sample(model, tiny.wan_inputs(5))
         with attention_backend(RINGATTN):
-            return tiny.sample(model, tiny.wan_inputs(5))
+            tiny.sample(model, tiny.wan_inputs(5))
 
 
-def test_a_model_that_was_parallel_before_register_needs_its_backend_set(rank_pool: Pools) -> None:
-    for given in rank_pool(2).run(parallel_before_register, False):
-        close(given, tiny.sample(tiny.wan(), tiny.wan_inputs(5)))
-    said = 'the backend must be set by model.set_attention_backend("ringattn")'
-    for outcome in rank_pool(2).outcomes(parallel_before_register, True):
-        assert outcome.error == "ValueError" and outcome.message.startswith(said)
+@pytest.mark.parametrize("by_context", [False, True])
+def test_a_model_that_was_parallel_before_register_is_refused(
+    rank_pool: Pools, by_context: bool
+) -> None:
+    said = "register() must be called before enable_parallelism, got a model that is parallel "
+    for outcome in rank_pool(2).outcomes(parallel_before_register, by_context):
+        assert (outcome.error, outcome.message) == ("ValueError", said + OTHER)

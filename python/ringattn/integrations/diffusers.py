@@ -15,7 +15,6 @@ the attention in between. Nothing else of diffusers changes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,14 +36,9 @@ except ImportError as error:
 RELEASE = "0.42"
 BACKEND = "ringattn"
 
-_MODELS = {
-    name: "its text cross attention has a mask, and keys that are split unlike the queries"
-    for name in ("LTXVideoTransformer3DModel", "LTX2VideoTransformer3DModel")
-}
-_PROCESSORS = {
-    name: "it attends to cached keys on this rank alone"
-    for name in ("Flux2KVAttnProcessor", "Flux2KVParallelSelfAttnProcessor")
-}
+# Others are refused over several ranks: their masks, caches or splits are not those of this module.
+_MODELS = ("FluxTransformer2DModel", "WanTransformer3DModel")
+_PROCESSORS = ("FluxAttnProcessor", "WanAttnProcessor")
 
 
 def register() -> None:
@@ -52,17 +46,19 @@ def register() -> None:
 
     ``model.set_attention_backend("ringattn")`` then selects it, before or after
     ``model.enable_parallelism(config=ContextParallelConfig(ring_degree=W))``, with
-    ``ring_anything=True`` for token counts that W does not divide. Without ``enable_parallelism``
-    attention is computed on this device alone. Attention without a parallel config, such as Wan's
-    on its text, whose keys every rank has, is local too.
+    ``ring_anything=True`` for token counts that W does not divide. The models are Flux
+    (``FluxTransformer2DModel``) and Wan (``WanTransformer3DModel``), without gradients. Without
+    ``enable_parallelism`` any model computes attention on this device alone. Wan's attention to
+    its text, whose keys every rank has, is local too.
 
     Raises:
         ValueError: another release of diffusers than 0.42.
 
-    What the backend cannot compute it refuses, with a ValueError: ``ulysses_degree`` above 1 and
-    models that it does not serve (LTX, Flux 2 with cached keys) in ``enable_parallelism`` or
-    ``set_attention_backend``, which then change nothing; masks, dropout, causal attention over
-    several ranks and gradients at the attention call, on every rank.
+    What the backend cannot compute it refuses with a ValueError. Other models (LTX among them),
+    other attention processors (IP adapters), a ``cp_plan`` and ``ulysses_degree`` above 1 are
+    refused by ``enable_parallelism`` or ``set_attention_backend``, which then change nothing.
+    Masks, dropout, causal attention over several ranks and gradients are refused by the attention
+    call, on every rank.
     """
     if ".".join(diffusers.__version__.split(".")[:2]) != RELEASE:
         raise ValueError(
@@ -98,27 +94,68 @@ def _add_member(names: Any, value: str) -> Any:
 # ---- what models are refused, and when a forward begins ------------------------------------------
 
 
+class _Watch:
+    """What a model's parallel config tells the attention calls: why they are refused, and the
+    tokens of each rank in the current forward, with ``ring_anything``.
+
+    It is a forward pre-hook of the model, which forgets the lengths; the first attention call of
+    the forward exchanges them. No rank may decide by what it has seen before when ranks exchange:
+    ranks would wait for each other in different calls.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self._partition: Partition | None = None
+
+    def __call__(self, model: torch.nn.Module, args: Any) -> None:
+        self._partition = None
+        if torch.compiler.is_compiling():
+            return
+        processors = _processors(model)
+        # A processor that replaced another one has no config: it knows this rank's keys alone.
+        late = {
+            type(processor).__name__
+            for processor in processors
+            if getattr(processor, "_parallel_config", None) is not model._parallel_config
+        }
+        if late and _uses_backend(processors):
+            got = f"{', '.join(sorted(late))} after it"
+            _check([f"attention processors must be set before enable_parallelism, got {got}"])
+
+    def partition(self, ring: Ring, tokens: torch.Tensor) -> Partition:
+        """Collective in the first call of a forward. tokens: [B, S_r, ...] of this rank."""
+        if self._partition is None:
+            own = torch.tensor([tokens.size(1)], device=tokens.device)
+            one_each = Partition.contiguous([1] * ring.world_size)
+            lengths = one_each.gather(own, ring.group, dim=0).tolist()
+            self._partition = Partition.contiguous(lengths)
+        return self._partition
+
+
 def _check_in(mixin: Any) -> None:
     """Has ``set_attention_backend`` and ``enable_parallelism`` of all models check the model before
-    they change it, and watch for its forwards after."""
+    they change it, and the latter watch for its forwards."""
     set_backend, enable = mixin.set_attention_backend, mixin.enable_parallelism
 
     @functools.wraps(set_backend)
     def set_attention_backend(model: Any, backend: str) -> None:
-        context = _context_parallel(model._parallel_config)
-        if context is not None and backend.lower() == BACKEND:
-            _check_model(model, context)
-            _watch(model, context)
+        config = model._parallel_config
+        if _context_parallel(config) is not None and backend.lower() == BACKEND:
+            _check(_config_reasons(config))
         set_backend(model, backend)
 
     @functools.wraps(enable)
     def enable_parallelism(model: Any, *, config: Any, cp_plan: Any = None) -> None:
         context = _context_parallel(config)
-        if context is not None and _uses_backend(model):
-            _check_model(model, context)
+        reasons = [] if context is None else _model_reasons(model, context, cp_plan)
+        if _uses_backend(_processors(model)):
+            _check(reasons)
         enable(model, config=config, cp_plan=cp_plan)
         if context is not None:
-            _watch(model, context)
+            shared = model._parallel_config  # models may have the same one
+            watch = shared._ringattn = getattr(shared, "_ringattn", None) or _Watch()
+            watch.reasons += reasons
+            model.register_forward_pre_hook(watch)
 
     mixin.set_attention_backend = set_attention_backend
     mixin.enable_parallelism = enable_parallelism
@@ -131,54 +168,53 @@ def _context_parallel(config: Any) -> Any:
     return getattr(config, "context_parallel_config", None)
 
 
-def _processors(model: Any) -> Iterator[Any]:
+def _processors(model: Any) -> list[Any]:
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_processor import Attention, MochiAttention
 
-    for module in model.modules():
-        if isinstance(module, (Attention, MochiAttention, AttentionModuleMixin)):
-            yield module.processor
+    kinds = (Attention, MochiAttention, AttentionModuleMixin)  # those that diffusers looks for
+    return [module.processor for module in model.modules() if isinstance(module, kinds)]
 
 
-def _uses_backend(model: Any) -> bool:
+def _uses_backend(processors: list[Any]) -> bool:
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
     active, _ = _AttentionBackendRegistry.get_active_backend()
-    chosen = {getattr(processor, "_attention_backend", None) for processor in _processors(model)}
+    chosen = {getattr(processor, "_attention_backend", None) for processor in processors}
     return BACKEND in {active if backend is None else backend for backend in chosen}
 
 
-def _check_model(model: Any, context: Any) -> None:
-    """ValueError with all reasons why a model cannot go through the ring with this config."""
-    reasons = [
-        f"model must be one whose tokens all see each other, got {base.__name__}: "
-        f"{_MODELS[base.__name__]}"
-        for base in type(model).__mro__
-        if base.__name__ in _MODELS
-    ]
-    reasons += _ulysses(context)
-    processors = {type(processor).__name__: processor for processor in _processors(model)}
-    for name, processor in processors.items():
-        # One without the attribute never hears that there are other ranks.
-        alone = (
-            None if hasattr(processor, "_parallel_config") else "it knows this rank's keys alone"
-        )
-        if reason := _PROCESSORS.get(name, alone):
-            reasons.append(
-                f"attention processors must take part in context parallelism, got {name}: {reason}"
-            )
-    if reasons:
-        raise ValueError(_refusal(reasons))
-
-
-def _ulysses(context: Any) -> list[str]:
+def _model_reasons(model: Any, context: Any, cp_plan: Any) -> list[str]:
+    """Why a model cannot go through the ring with this config."""
+    reasons = []
+    if {base.__name__ for base in type(model).__mro__}.isdisjoint(_MODELS):
+        got = type(model).__name__
+        reasons.append(f"model must be {' or '.join(_MODELS)} over several ranks, got {got}")
+    names = {type(processor).__name__ for processor in _processors(model)}
+    if others := sorted(names.difference(_PROCESSORS)):
+        allowed, got = " or ".join(_PROCESSORS), ", ".join(others)
+        reasons.append(f"attention processors must be {allowed} over several ranks, got {got}")
+    if cp_plan is not None:
+        reasons.append("cp_plan must be None, which is the model's own, got another one")
     degree = context.ulysses_degree
     if context.mesh is not None:  # the caller's, which may have another size
         degree = max(degree, context.mesh.size(context.mesh.mesh_dim_names.index("ulysses")))
-    if degree == 1:
-        return []
-    ring_degree = context.ring_degree * degree
-    return [f"ulysses_degree must be 1, got {degree}: pass ring_degree={ring_degree}"]
+    if degree > 1:
+        ring_degree = context.ring_degree * degree
+        reasons.append(f"ulysses_degree must be 1, got {degree}: pass ring_degree={ring_degree}")
+    return reasons
+
+
+def _config_reasons(config: Any) -> list[str]:
+    """Why the model that has this config cannot go through the ring."""
+    if hasattr(config, "_ringattn"):
+        return config._ringattn.reasons
+    return ["register() must be called before enable_parallelism, got a model that is parallel"]
+
+
+def _check(reasons: list[str]) -> None:
+    if reasons:
+        raise ValueError(_refusal(reasons))
 
 
 def _refusal(reasons: list[str]) -> str:
@@ -186,38 +222,6 @@ def _refusal(reasons: list[str]) -> str:
         f"{'; '.join(reasons)} (the attention backend is ringattn; "
         'another one is model.set_attention_backend("native"))'
     )
-
-
-class _ForwardLengths:
-    """The tokens of each rank in the current forward, with ``ring_anything``.
-
-    A forward pre-hook of the model forgets them; the first attention call of the forward exchanges
-    them. What is exchanged when must not depend on what one rank has seen before, or ranks would
-    wait for each other in different calls.
-    """
-
-    def __init__(self) -> None:
-        self._partition: Partition | None = None
-
-    def __call__(self, model: torch.nn.Module, args: Any) -> None:
-        self._partition = None
-
-    def partition(self, ring: Ring, tokens: torch.Tensor) -> Partition:
-        """Collective in the first call of a forward. tokens: [B, S_r, ...] of this rank."""
-        if self._partition is None:
-            own = torch.tensor([tokens.size(1)], device=tokens.device)
-            one_each = Partition.contiguous([1] * ring.world_size)
-            lengths = one_each.gather(own, ring.group, dim=0).tolist()
-            self._partition = Partition.contiguous(lengths)
-        return self._partition
-
-
-def _watch(model: Any, context: Any) -> None:
-    """Has every forward of the model begin with unknown lengths. Models may share a config."""
-    if not hasattr(context, "_ringattn_lengths"):
-        context._ringattn_lengths = _ForwardLengths()
-    if context._ringattn_lengths not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(context._ringattn_lengths)
 
 
 # ---- the backend ---------------------------------------------------------------------------------
@@ -249,40 +253,26 @@ def _attention(
         )
     context = _context_parallel(_parallel_config)
     if context is not None:
-        reasons += _ring_reasons(context, query, key, is_causal)
+        reasons += _config_reasons(_parallel_config)
+        if is_causal:
+            reasons.append("is_causal must be False over several ranks, got True")
+        if key.size(1) != query.size(1):
+            reasons.append(
+                "key must have the tokens of query over several ranks, "
+                f"got {key.size(1)} and {query.size(1)}"
+            )
         ring = resolve_group(context._ring_mesh.get_group())
         if reasons:
             error = ValueError(_refusal(reasons))
             tell_peers(ring, error)
             raise error
         if context.ring_anything:
-            partition = context._ringattn_lengths.partition(ring, query)
+            partition = _parallel_config._ringattn.partition(ring, query)
         else:  # diffusers splits evenly
             partition = Partition.contiguous([query.size(1)] * ring.world_size)
         out, lse = attend(ring, query, key, value, partition, False, scale)
-    elif reasons:
-        raise ValueError(_refusal(reasons))
     else:
+        _check(reasons)
         diagonal = 0 if is_causal else None
         out, lse = block_attention(query, key, value, scale=scale, diagonal=diagonal)
     return (out, lse.transpose(1, 2)) if return_lse else out
-
-
-def _ring_reasons(
-    context: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool
-) -> list[str]:
-    """Why a call cannot go over several ranks."""
-    reasons = _ulysses(context)
-    if is_causal:
-        reasons.append("is_causal must be False over several ranks, got True")
-    if key.size(1) != query.size(1):
-        reasons.append(
-            "key must have the tokens of query over several ranks, "
-            f"got {key.size(1)} and {query.size(1)}"
-        )
-    if not hasattr(context, "_ringattn_lengths"):
-        reasons.append(
-            'the backend must be set by model.set_attention_backend("ringattn") where '
-            "enable_parallelism() came before register(), got another way"
-        )
-    return reasons
