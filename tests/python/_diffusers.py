@@ -86,6 +86,11 @@ def wan_inputs(num_tokens: int, num_text: int = 7) -> Inputs:
     }
 
 
+def wan_times_of_tokens_inputs(num_tokens: int) -> Inputs:
+    """Each token has a time of its own, as Wan 2.2 has where an image is given."""
+    return wan_inputs(num_tokens) | {"timestep": torch.arange(2 * num_tokens).view(2, -1) % 11}
+
+
 def wan_from_image() -> WanTransformer3DModel:
     """Attends to an image beside the text: two cross attentions in each layer."""
     return wan(image_dim=24, added_kv_proj_dim=32)
