@@ -27,6 +27,7 @@ html_theme = "furo"
 
 myst_heading_anchors = 3  # links to headings, as GitHub makes them
 
+autodoc_mock_imports = ["diffusers"]  # docstrings need no integration to run
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True

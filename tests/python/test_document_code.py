@@ -183,6 +183,19 @@ def from_transformers(blocks: list[str], folder: Path) -> None:
     assert names["ids"].shape == ids.shape  # bfloat16: where two tokens are near, either may win
 
 
+def from_diffusers(before: str, after: str) -> None:
+    import _diffusers as tiny
+    from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+
+    given = tiny.wan_inputs(4 * this().world_size)
+    expected = tiny.sample(tiny.wan(), given)
+    with tiny.cpu_as_accelerator(), attention_backend(AttentionBackendName.NATIVE):
+        for text in (before, after):
+            names = assumed() | {"model": tiny.wan(), "inputs": given}
+            run([text], names)
+            tiny.close(names["out"], expected)
+
+
 def from_fms(after: str, last: str, folder: Path) -> None:
     names = assumed() | {"folder": folder, "prompt_ids": random_ids(1, 9)}
     run([after, last], names)
@@ -241,6 +254,7 @@ RUN = {
         "From `context_parallel`",
         "From `ring_flash_attn`",
         "From Hugging Face transformers",
+        "From diffusers",
         "From FMS",
         "From a ring of your own",
     ],
@@ -327,6 +341,11 @@ def test_code_from_ring_flash_attn_gives_the_same(rank_pool: Pools) -> None:
 
 def test_code_from_transformers_gives_the_same(rank_pool: Pools, folder: Path) -> None:
     rank_pool(2).run(from_transformers, migrating("From Hugging Face transformers"), folder)
+
+
+def test_code_from_diffusers_gives_the_same(rank_pool: Pools) -> None:
+    pytest.importorskip("diffusers")
+    rank_pool(2).run(from_diffusers, *migrating("From diffusers"))
 
 
 def test_code_from_fms_gives_the_same(rank_pool: Pools, folder: Path) -> None:
