@@ -127,6 +127,7 @@ def ltx_inputs(num_text: int, masked: bool) -> Inputs:
     }
 
 
+@torch.compiler.disable  # dynamo may not know how objects are gathered
 def _all_gather_anything(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, tensor, group)
