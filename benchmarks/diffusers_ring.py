@@ -17,6 +17,7 @@ in those of ringattn: below 1, the row is faster. A peer that fails is left out,
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 from collections.abc import Callable
@@ -244,6 +245,21 @@ def compete_on(
     compete(report, "attention", field, partial(max_error, problem=problem), problem, arguments)
 
 
+def compete_on_all(arguments: argparse.Namespace, report: Report, device: torch.device) -> None:
+    shapes = {"ring": (world_size(), 1), "ulysses": (1, world_size())}
+    meshes = {
+        degree: init_device_mesh(device.type, shape, mesh_dim_names=("ring", "ulysses"))
+        for degree, shape in shapes.items()
+    }
+    models = {}
+    for way in WAYS:
+        make = partial(parallel_model, way, meshes, arguments, device)
+        if (model := attempt(report, way, make)) is not None:
+            models[way] = model
+    for grid in arguments.grids:
+        compete_on(grid, report, models, device, arguments)
+
+
 def main() -> None:
     parser = timing_arguments(__doc__)
     parser.set_defaults(rounds=7, warmup=2)
@@ -272,19 +288,8 @@ def main() -> None:
         }
         report = Report(f"A transformer of diffusers over {world_size()} ranks", header, COLUMNS)
         report.start()
-        shapes = {"ring": (world_size(), 1), "ulysses": (1, world_size())}
-        names = ("ring", "ulysses")
-        meshes = {
-            degree: init_device_mesh(device.type, shape, mesh_dim_names=names)
-            for degree, shape in shapes.items()
-        }
-        made = {
-            way: attempt(report, way, partial(parallel_model, way, meshes, arguments, device))
-            for way in WAYS
-        }
-        models = {way: model for way, model in made.items() if model is not None}
-        for grid in arguments.grids:
-            compete_on(grid, report, models, device, arguments)
+        compete_on_all(arguments, report, device)
+        gc.collect()  # models and meshes: groups that outlive this one may crash as Python ends
         report.write(arguments.out)
 
 
