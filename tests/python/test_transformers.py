@@ -18,11 +18,14 @@ from _transformers import (
     token_ids,
 )
 from ringattn import Partition
+from ringattn.parallel import Split
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     DynamicCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
 )
 
 
@@ -127,6 +130,14 @@ def test_a_cache_is_filled_in_place_and_takes_the_next_turns_of_a_chat(
     ring.run(a_chat, family)
 
 
+class StopsEarlier(StoppingCriteria):
+    """Each rank wants to stop at another length: the first rank's holds."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        done = input_ids.size(1) >= 17 - this().rank
+        return torch.full((input_ids.size(0),), done, device=input_ids.device)
+
+
 def generations() -> list[torch.Tensor]:
     plain, model = both(WEIGHTS[this().world_size])
     ids, sampled = token_ids(13), []
@@ -150,6 +161,9 @@ def generations() -> list[torch.Tensor]:
     assert torch.equal(given.sequences, expected.sequences)
     for actual, right in zip(given.scores, expected.scores, strict=True):
         assert_near(actual, right)
+    criteria = StoppingCriteriaList([StopsEarlier()])
+    stopped = model.generate(ids, max_new_tokens=8, stopping_criteria=criteria)
+    assert torch.equal(stopped, given.sequences)
     # A chat: the whole conversation's ids, and a cache of all but the last turn.
     chat = torch.cat((given.sequences, token_ids(3, seed=5)), 1)
     options = {"max_new_tokens": 4}
@@ -209,6 +223,20 @@ def partitions_are_weights() -> None:
     held = shares(model, 12)
     assert sum(held) == 12 and len(held) == 2
     assert_near(model(token_ids(12)).logits, model_of()(token_ids(12)).logits)
+
+
+def test_shares_keep_the_layout_and_the_order() -> None:
+    for partition in (
+        Partition.contiguous([4, 8]),
+        Partition("zigzag", (4, 8), (1, 0)),
+        Partition("contiguous", (8, 4), (1, 0)),
+    ):
+        split = Split.of(partition, 2)
+        assert split.partition(12) == partition
+        lengths = tuple(n // 2 for n in partition.lengths)
+        assert split.partition(6) == Partition(partition.layout, lengths, partition.order)
+    assert Split.of([1, 1, 2], 3).partition(6).lengths == (2, 1, 3)  # equal remainders: lower ranks
+    assert Split.of("even", 3).partition(7) == Partition.even(7, 3)
 
 
 def test_a_partition_is_kept_as_shares_for_calls_of_any_length(rank_pool: Any) -> None:

@@ -11,6 +11,7 @@ import ringattn.integrations.transformers  # registers "ringattn" as an attentio
 import torch
 from _distributed import RankPool, this
 from _transformers import CACHE, WEIGHTS, assert_near, config_of, model_of, token_ids
+from ringattn.integrations.transformers.attention import mask
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import StaticCache
@@ -127,8 +128,10 @@ def test_one_process_runs_it_as_an_attention_implementation(family: str) -> None
     for use_cache in (True, False):
         options = {"max_new_tokens": 5, "use_cache": use_cache}
         assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
-    first = model(ids[:, :9])
-    assert_near(model(ids[:, 9:], **{CACHE: first[CACHE]}).logits, plain(ids).logits[:, 9:])
+    cache = model(ids[:, :9])[CACHE]
+    for start, stop in ((9, 12), (12, 13)):
+        logits = model(ids[:, start:stop], **{CACHE: cache}).logits
+        assert_near(logits, plain(ids).logits[:, start:stop])
     model.set_attn_implementation("sdpa")
     assert torch.equal(model(ids).logits, plain(ids).logits)
 
@@ -158,6 +161,22 @@ def test_one_process_refuses_what_is_not_causal_attention(
     model = alone(**changes).train(train)
     with pytest.raises(ValueError, match=message):
         model(torch.ones(2, 4, dtype=torch.int64), **options)
+
+
+def within_blocks(row: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Causal, but for a block of the keys 1 and 2, which see each other."""
+    return (key <= query) | ((query - 1) // 2 == (key - 1) // 2) & (query < 3)
+
+
+def test_one_process_refuses_blocks_without_an_order() -> None:
+    device = torch.device("cpu")
+    for places in (
+        {"q_offset": 0, "q_length": 4, "device": device},  # transformers 5
+        {"cache_position": torch.arange(4)},  # and 4
+    ):
+        mask(batch_size=2, kv_length=4, mask_function=lambda *at: at[3] <= at[2], **places)
+        with pytest.raises(ValueError, match="got another mask"):
+            mask(batch_size=2, kv_length=4, mask_function=within_blocks, **places)
 
 
 def test_one_process_refuses_a_static_cache() -> None:

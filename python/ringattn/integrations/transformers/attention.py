@@ -106,17 +106,16 @@ def _is_causal(
 ) -> bool:
     """Whether a mask function of transformers hides nothing but later keys from the queries from
     ``first`` on. Such functions are composed of windows, boundaries between packed sequences and
-    blocks without an order: the first two hide the first key from a later query or an earlier key
-    from the last one, a block shows a query the key after it."""
+    blocks without an order: the first two hide a key from the last query, a block shows a query the
+    key after it."""
     if visible is causal_mask_function:
         return True
     rows = torch.arange(batch_size, device=device)[:, None]
     head = torch.zeros((), dtype=torch.int64, device=device)
     keys = torch.arange(num_keys, device=device)
-    queries = keys[first:]
-    seen = visible(rows, head, queries, torch.zeros_like(queries))
-    seen = seen.all() & visible(rows, head, torch.full_like(keys, num_keys - 1), keys).all()
-    return bool(seen & ~torch.as_tensor(visible(rows, head, queries[:-1], queries[1:])).any())
+    last = visible(rows, head, torch.full_like(keys, num_keys - 1), keys)
+    later = torch.as_tensor(visible(rows, head, keys[first:-1], keys[first + 1 :]))
+    return bool(last.all() & ~later.any())
 
 
 def _check_alone(
