@@ -12,6 +12,8 @@
 #   long       128K tokens
 #   transport  one hop
 #   decode     an 8B-shaped model, on one GPU and on all
+#   models     the same model of Hugging Face transformers and of FMS, unmodified and through the ring;
+#              a transformer of diffusers (needs the three packages)
 #
 # A stage that fails does not keep the others from running; the exit status says whether one did.
 
@@ -21,7 +23,7 @@ export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" # multicast needs rights that n
 export PYTHONUNBUFFERED=1
 
 case "${1:-}" in
-  -h | --help) sed -n '4,16s/^# \{0,1\}//p' "$0" && exit ;;
+  -h | --help) sed -n '4,18s/^# \{0,1\}//p' "$0" && exit ;;
   '' | -*)
     echo "usage: scripts/gpu_results.sh OUT [stage...]" >&2
     exit 2
@@ -30,7 +32,7 @@ esac
 out="$(realpath -m "$1")"
 shift
 stages=("$@")
-[ ${#stages[@]} -eq 0 ] && stages=(tests attention ring long transport decode)
+[ ${#stages[@]} -eq 0 ] && stages=(tests attention ring long transport decode models)
 mkdir -p "$out"
 
 num_gpus="$(nvidia-smi --list-gpus | wc -l)"
@@ -148,9 +150,16 @@ stage_decode() {
   }
 }
 
+stage_models() {
+  ranks "$num_gpus" 300 drop_in benchmarks/drop_in.py --rounds 3 --warmup 0 \
+    --out "$(name drop_in "$num_gpus")"
+  ranks "$num_gpus" 120 diffusers benchmarks/diffusers_ring.py --heads 40 \
+    --grids 32x32x32,21x45x80 --rounds 5 --out "$(name diffusers "$num_gpus")"
+}
+
 for stage in "${stages[@]}"; do
   if ! declare -F "stage_$stage" >/dev/null; then
-    echo "gpu_results: stage must be tests, attention, ring, long, transport or decode, got $stage" >&2
+    echo "gpu_results: stage must be tests, attention, ring, long, transport, decode or models, got $stage" >&2
     exit 2
   fi
 done
