@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model on the ring: hooks around its body, ``base_model``, and one before its head."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fms.modules.attention import MultiHeadAttention
+from torch import nn
+
+from ringattn._calls import tell_peers
+from ringattn._group import Group, GroupByName, Ring, keep, kept, resolve_group
+from ringattn.cache import ShardedKVCache
+from ringattn.integrations.fms.agreement import OTHER_MASK, Agreement
+from ringattn.integrations.fms.attention import NAME, LayerCall
+from ringattn.integrations.fms.caches import Sequences, handles_of, sequences_of
+from ringattn.integrations.fms.masks import check_values, differs, padding_of, visible
+from ringattn.integrations.fms.refusals import check_keywords, check_positions, family
+from ringattn.model_call import ModelCall
+from ringattn.parallel import Split
+from ringattn.planning import ModelCost
+
+_ATTACHED = "_ringattn"  # the attribute of a model that is on a ring
+_CALL = "ringattn_call"  # keyword arguments of this package, on their way through a model
+_LAST = "ringattn_last"
+
+
+@dataclass
+class Travel:
+    """The ring of a model, and how its calls go through it."""
+
+    group: Group | GroupByName
+    split: Split
+    transport: str
+    agreement: Agreement
+
+    def ring(self) -> Ring:
+        """This process among the ranks, as it is now."""
+        return resolve_group(kept(self.group))
+
+
+@dataclass
+class Attached:
+    """What :func:`attach` did to a model."""
+
+    travel: Travel
+    handles: list[Any]
+
+
+def handles(model: object) -> bool:
+    """Whether this is a model of FMS."""
+    return family(model) is not None
+
+
+def cost(model: Any) -> ModelCost:
+    """What one layer costs."""
+    layer = getattr(model, "base_model", model).layers[0]
+    attention: Any = next(x for x in layer.modules() if isinstance(x, MultiHeadAttention))
+    weight = next(layer.parameters())
+    core = ModelCost.attention_only(
+        attention.nheads,
+        attention.emb_kq_per_head,
+        num_kv_heads=attention.kvheads,
+        dtype=weight.dtype,
+    )
+    weights = sum(parameter.numel() for parameter in layer.parameters())
+    return ModelCost(core.attention_flops, 2.0 * weights, core.kv_bytes)
+
+
+def attach(model: Any, group: Group, split: Split, transport: str) -> None:
+    """See :func:`ringattn.parallelize`; ``model`` has been checked."""
+    travel = Travel(keep(group), split, transport, Agreement())
+    body = getattr(model, "base_model", model)
+    attached = Attached(travel, [])
+    attached.handles += [
+        body.register_forward_pre_hook(BeforeBody(travel), with_kwargs=True),
+        body.register_forward_hook(AfterBody(travel), with_kwargs=True),
+    ]
+    if body is not model:
+        attached.handles.append(model.register_forward_pre_hook(BeforeHead(), with_kwargs=True))
+    setattr(model, _ATTACHED, attached)
+
+
+def detach(model: Any) -> None:
+    """Undoes :func:`attach`."""
+    attached = vars(model).pop(_ATTACHED, None)
+    if attached is not None:
+        for handle in attached.handles:
+            handle.remove()
+
+
+def travel_of(model: object) -> Travel | None:
+    """How calls of a model go through the ring; None of one that is on none."""
+    attached = getattr(model, _ATTACHED, None)
+    return None if attached is None else attached.travel
+
+
+class BeforeHead:
+    """Before a model with a head: how many last tokens the head runs on, so that no other hidden
+    states are put together."""
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = _by_name(model, args, kwargs)
+        last = given.get("last_n_tokens") or (1 if given.get("only_last_token") else 0)
+        # FMS takes the last rows of those that come back: all of them.
+        return args, {**kwargs, _LAST: last} if last > 0 else kwargs
+
+
+class BeforeBody:
+    """Before the layers: this rank's rows in, with their positions and the call that goes with
+    them."""
+
+    def __init__(self, travel: Travel) -> None:
+        self.travel = travel
+
+    def __call__(
+        self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        self.travel.agreement.check()
+        ring = self.travel.ring()
+        try:
+            return (), _prepared(body, ring, self.travel, _by_name(body, args, kwargs))
+        except ValueError as error:
+            tell_peers(ring, error)
+            raise
+
+
+class AfterBody:
+    """After the layers: the rows that the caller asked for, of all ranks; the caller's cache."""
+
+    def __init__(self, travel: Travel) -> None:
+        self.travel = travel
+
+    def __call__(
+        self, body: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> tuple[torch.Tensor, list[Any]]:
+        context: Context = kwargs[_CALL]
+        call, (hidden, _) = context.call, output
+        self.travel.agreement.compare(call.ring, context.tokens, context.wrong)
+        hidden = call.last(hidden, context.last) if context.last else call.whole(hidden)
+        if context.sequences is None:
+            return hidden, []
+        return hidden, handles_of(context.sequences, len(body.layers))
+
+
+class Context(LayerCall):
+    """What goes with a call through the layers, as a keyword argument: the attention op takes the
+    call, the hook after the layers the rest."""
+
+    def __init__(
+        self,
+        call: ModelCall,
+        tokens: torch.Tensor,
+        last: int,
+        sequences: Sequences | None,
+        wrong: torch.Tensor | None,
+    ) -> None:
+        super().__init__(call)
+        self.tokens = tokens  # of the whole sequence
+        self.last = last  # how many last tokens the caller wants; 0: all
+        self.sequences = sequences  # behind the cache that the caller gets
+        self.wrong = wrong  # whether the mask was another one than it must be; None: it was not
+
+
+def _by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = list(inspect.signature(module.forward).parameters)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _prepared(body: Any, ring: Ring, travel: Travel, given: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of the layers, from those of the caller."""
+    tokens = given.get("x_in")
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 + tokens.is_floating_point():
+        shape = list(getattr(tokens, "shape", [])) or type(tokens).__name__
+        raise ValueError(f"x must be ids [B, S] or embeddings [B, S, E], got {shape}")
+    if tokens.size(0) == 0 or tokens.size(1) == 0:
+        raise ValueError(f"x must hold tokens, got shape {list(tokens.shape)}")
+    check_keywords(given)
+    past = sequences_of(given.get("past_key_value_states"), ring, len(body.layers))
+    use_cache = bool(given.get("use_cache"))
+    if past is not None and not use_cache:
+        raise ValueError("use_cache must be True with past_key_value_states, got False")
+    position_ids = given.get("position_ids")
+    if position_ids is not None and (
+        position_ids.dim() != 2
+        or position_ids.size(0) not in (1, tokens.size(0))
+        or position_ids.size(1) != tokens.size(1)
+    ):
+        raise ValueError(
+            f"position_ids must be [B, S] or [1, S] with the {tokens.size(1)} tokens of x, "
+            f"got {list(position_ids.shape)}"
+        )
+    mask, wrong = given.get("mask"), None
+    if past is None:
+        call, past = _prompt(body, ring, travel, tokens, position_ids, mask, use_cache)
+    else:
+        wrong = _check_step(body, past, tokens, position_ids, mask)
+        call = ModelCall.decode(ring, past.store, tokens.size(1))
+    return {
+        "x_in": call.rows(tokens),
+        "position_ids": (
+            call.position_ids(tokens.device) if position_ids is None else call.rows(position_ids)
+        ),
+        "use_cache": False,  # of the layers: the call keeps keys and values
+        "attn_name": NAME,
+        _CALL: Context(call, tokens, given.get(_LAST, 0), past, wrong),
+    }
+
+
+def _prompt(
+    body: Any,
+    ring: Ring,
+    travel: Travel,
+    tokens: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    mask: Any,
+    use_cache: bool,
+) -> tuple[ModelCall, Sequences | None]:
+    batch, num_tokens = tokens.shape[:2]
+    padding = None
+    if mask is not None:
+        seen = visible(mask, batch, num_tokens, num_tokens)
+        check_values(mask)
+        padding = padding_of(seen, position_ids)
+    highest = num_tokens - 1 if position_ids is None else int(position_ids.max())
+    check_positions(body, tokens.device, highest)
+    partition = travel.split.partition(num_tokens)
+    store: ShardedKVCache | None = None
+    if use_cache:
+        store = ModelCall.new_cache(ring, partition, padding=padding, device=tokens.device)
+    call = ModelCall.prefill(
+        ring, partition, cache=store, padding=padding, transport=travel.transport
+    )
+    if store is None:
+        return call, None
+    return call, Sequences(store, padding, highest - (num_tokens - 1))
+
+
+def _check_step(
+    body: Any,
+    past: Sequences,
+    tokens: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    mask: Any,
+) -> torch.Tensor | None:
+    """ValueError where new tokens do not follow those of the cache. Whether their mask does, where
+    the host would have to wait to know."""
+    batch, num_tokens = tokens.shape[:2]
+    before, padding = past.store.seq_len, past.padding
+    if padding is not None and any(padding.ends):
+        raise ValueError(
+            "mask must have its padding before the prompt to go on after it, got a cache of a "
+            'prompt with padding after it: call pad_input_ids() with padding_side="left"'
+        )
+    if padding is not None and len(padding.starts) != batch:
+        raise ValueError(f"x must have the {len(padding.starts)} rows of the cache, got {batch}")
+    if padding is not None and position_ids is None:
+        raise ValueError("position_ids must be given after a padded prompt, got None")
+    ahead = 0 if position_ids is None else past.ahead
+    check_positions(body, tokens.device, before + num_tokens - 1 + ahead)
+    if mask is None:
+        return None
+    seen = visible(mask, batch, num_tokens, before + num_tokens)
+    wrong = differs(seen, padding, before)
+    if wrong.device.type == "cpu" and bool(wrong):
+        raise ValueError(OTHER_MASK)
+    return wrong if wrong.device.type != "cpu" else None

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention op "ring", as FMS registers such ops."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from fms.modules.attention import get_attention_type, register_attention_op
+
+from ringattn.model_call import ModelCall
+
+#: The name of this op in ``attn_name=``, and of this strategy in ``distributed_strategy=``.
+NAME = "ring"
+
+
+class LayerCall:
+    """One forward of a model on its way through the layers. FMS tells an op neither its layer nor
+    its module, so the op's calls are counted; each forward begins a new count."""
+
+    def __init__(self, call: ModelCall) -> None:
+        self.call = call
+        self._layer = 0
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """:meth:`ringattn.model_call.ModelCall.attend` of the next layer."""
+        layer, self._layer = self._layer, self._layer + 1
+        return self.call.attend(layer, q, k, v, scale)
+
+
+def register() -> None:
+    """Makes "ring" known to FMS. Calling it again changes nothing."""
+    try:
+        get_attention_type(attn_name=NAME)
+    except KeyError:
+        register_attention_op(NAME, store, compute, validate_attn_kwargs_op=None)
+
+
+def store(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refused: the layers of a parallelized model keep no cache of their own."""
+    raise ValueError(_NOT_ON_A_RING)
+
+
+def compute(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    nheads: int,
+    kvheads: int,
+    p_dropout: float,
+    scale_factor: float | None,
+    ringattn_call: LayerCall | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention of one layer, with the signature that FMS gives such ops.
+
+    Args:
+        query: ``[B, S, H, D]``.
+        keys: ``[B, S, H_kv, D]``, of the tokens of this call alone.
+        values: like ``keys``.
+        nheads: H.
+        kvheads: H_kv.
+        p_dropout: must be 0.
+        scale_factor: of the scores; None means ``1 / sqrt(D)``.
+        ringattn_call: of a parallelized model, whose hooks put it among the keyword arguments.
+        kwargs: the other ones of the call.
+
+    Returns:
+        ``[B, S, H, D]``.
+    """
+    if ringattn_call is None:
+        raise ValueError(_NOT_ON_A_RING)
+    if p_dropout:
+        raise ValueError(
+            f"attention dropout must be 0, got {p_dropout}: call model.eval(), or set p_dropout to "
+            "0 in the config"
+        )
+    return ringattn_call.attend(query, keys, values, scale_factor)
+
+
+_NOT_ON_A_RING = (
+    f'attn_name="{NAME}" must be used by a model on a ring, got one that is not: pass the model to '
+    "ringattn.parallelize(), and leave attn_name out"
+)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``generate`` of FMS, in which every rank goes on with the tokens of the group's first rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import fms.utils.generation
+import torch
+import torch.distributed as dist
+from fms.distributed.strategy import TensorParallelStrategy
+from torch import nn
+
+from ringattn._calls import agree
+from ringattn._group import Ring
+from ringattn.decoding import hand_out
+from ringattn.integrations.fms.attach import travel_of
+from ringattn.integrations.fms.masks import check_values, padding_of, visible
+
+_Hook = Callable[..., tuple[torch.Tensor, MutableMapping[str, Any]]]
+
+
+@torch.no_grad()
+def generate(model: nn.Module, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``fms.utils.generation.generate`` for a model on a ring. Collective: every rank calls it,
+    with the same arguments.
+
+    The group's first rank draws, with torch's default generator; of ranks that share the weights of
+    one copy of the model (tensor parallelism), their first one. Logits are computed of the last
+    token alone.
+
+    Args:
+        model: on a ring, see :func:`ringattn.parallelize`.
+        input_ids: int64 ``[B, S]`` or ``[S]``, the whole prompts on every rank; padded ones come
+            with ``extra_kwargs``, all three from ``pad_input_ids`` of FMS.
+        args: those of ``generate`` of FMS.
+        kwargs: likewise.
+
+    Returns:
+        What ``generate`` of FMS returns, the same tokens on every rank.
+
+    Raises:
+        ValueError: on every rank, before anything is computed: arguments that differ between ranks,
+            a model that is on no ring, padding after a prompt, more tokens than ``max_seq_len``
+            (``generate`` of FMS would drop the first ones).
+    """
+    travel = travel_of(model)
+    if travel is None:
+        raise ValueError(
+            "model must be on a ring, got one that is not: call ringattn.parallelize(model)"
+        )
+    ring = travel.ring()
+    bound = inspect.signature(fms.utils.generation.generate).bind(model, input_ids, *args, **kwargs)
+    bound.apply_defaults()
+    given, mistake = bound.arguments, None
+    try:
+        _check(given)
+    except ValueError as error:
+        mistake = str(error)
+    agree(ring, "generate", mistake, _facts(given))
+    given["post_iteration_hook"] = FirstRankChooses(ring, model, given["post_iteration_hook"])
+    given["extra_kwargs"] = {"last_n_tokens": 1, **(given["extra_kwargs"] or {})}
+    return fms.utils.generation.generate(*bound.args, **bound.kwargs)
+
+
+class FirstRankChooses:
+    """What FMS calls after each token: leaves that of the group's first rank."""
+
+    def __init__(self, ring: Ring, model: nn.Module, then: _Hook | None) -> None:
+        strategy = getattr(model, "distributed_strategy", None)
+        self.ring = ring
+        self.copy = strategy.group if isinstance(strategy, TensorParallelStrategy) else None
+        self.then = then  # the caller's, whose token it is where there is one
+
+    def __call__(
+        self,
+        position: int,
+        logits: torch.Tensor,
+        next_val: torch.Tensor,
+        kwargs: MutableMapping[str, Any],
+    ) -> tuple[torch.Tensor, MutableMapping[str, Any]]:
+        if self.then is not None:
+            next_val, kwargs = self.then(position, logits, next_val, kwargs)
+        tokens = next_val.flatten().contiguous()
+        if self.copy is not None:
+            dist.broadcast(tokens, group=self.copy, group_src=0)
+        tokens = hand_out(self.ring, 0, tokens.numel(), tokens.device, lambda: tokens)
+        return tokens.view_as(next_val), kwargs
+
+
+def _check(given: dict[str, Any]) -> None:
+    ids, longest = given["input_ids"], given["max_seq_len"]
+    if not isinstance(ids, torch.Tensor) or ids.dim() not in (1, 2):
+        shape = list(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise ValueError(f"input_ids must be [B, S] or [S], got {shape}")
+    num_tokens = ids.size(-1) + (0 if given["use_cache"] else given["max_new_tokens"] - 1)
+    if num_tokens > longest:
+        raise ValueError(
+            f"max_seq_len must be {num_tokens} or more, got {longest}: the first tokens would be "
+            "dropped"
+        )
+    extra = given["extra_kwargs"] or {}
+    if extra.get("mask") is not None:
+        batch = ids.size(0) if ids.dim() == 2 else 1
+        seen = visible(extra["mask"], batch, ids.size(-1), ids.size(-1))
+        check_values(extra["mask"])
+        padding = padding_of(seen, extra.get("position_ids"))
+        if padding is not None and any(padding.ends):
+            raise ValueError(
+                "mask must have its padding before the prompts to generate, got padding after one: "
+                'call pad_input_ids() with padding_side="left"'
+            )
+
+
+def _facts(given: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal on all ranks, by the name an error calls it."""
+    ids = given["input_ids"]
+    names = ("max_seq_len", "max_new_tokens", "do_sample", "use_cache", "eos_token_id")
+    facts: dict[str, Any] = {name: given[name] for name in names}
+    if isinstance(ids, torch.Tensor):
+        flat = ids.flatten()
+        places = torch.arange(1, flat.numel() + 1, device=flat.device)
+        facts["input_ids' shape"] = tuple(ids.shape)
+        facts["input_ids' checksum"] = int(((flat + 1) * places * 0x9E3779B1).sum())
+    return facts

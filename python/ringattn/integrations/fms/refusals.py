@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models and calls of FMS the ring does not compute, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import fms.models
+import torch
+from fms.modules.attention import MultiHeadAttention
+from fms.modules.positions import RotaryEmbedding
+from fms.modules.ssm import SSM
+from torch import nn
+
+from ringattn.integrations.fms.attention import NAME
+
+#: Modules of ``fms.models`` whose layers were read: they pass keyword arguments down to the
+#: attention op, and nothing but attention looks at other tokens.
+FAMILIES = ("llama", "granite", "granite_moe_hybrid", "mistral", "mixtral", "qwen3")
+
+_ENCODERS = ("roberta", "mpnet")
+
+# Rotations that depend on nothing but the position.
+_ROPE_TYPES = ("regular", "llama3", "yarn")
+
+
+def family(model: object) -> str | None:
+    """The module of ``fms.models`` that a model's class is of; None for other objects."""
+    root = fms.models.__name__ + "."
+    for kind in type(model).__mro__:
+        if issubclass(kind, nn.Module) and kind.__module__.startswith(root):
+            name = kind.__module__.removeprefix(root)
+            return None if name.startswith("hf.") else name
+    return None
+
+
+def refusal(model: Any) -> str | None:
+    """Why the ring cannot run this model, with every reason; None where it can."""
+    reasons = list(_reasons(model))
+    if not reasons:
+        return None
+    kind = type(model).__name__
+    return f"model must be one that the ring computes, got {kind}: {'; '.join(reasons)}"
+
+
+def _reasons(model: Any) -> Iterator[str]:
+    name = family(model)
+    if name not in FAMILIES:
+        yield f"the family must be one of {', '.join(FAMILIES)}"
+    elif not hasattr(getattr(model, "base_model", model), "layers"):
+        yield "it must be a whole model or its base_model"
+    if name in _ENCODERS:
+        yield "its attention is not causal"
+    modules = list(model.modules())
+    layers = [module for module in modules if isinstance(module, MultiHeadAttention)]
+    windows = {
+        getattr(module, attribute, 0) or 0
+        for module in modules
+        for attribute in ("window_length", "layer_sliding_window")
+    }
+    if max(windows) > 0:
+        yield f"it has a sliding window of {max(windows)} tokens"
+    if any(layer.has_sinks for layer in layers):
+        yield "it has attention sinks"
+    if any(isinstance(module, SSM) for module in modules):
+        yield "it has state-space (SSM) layers"
+    encoders = {id(layer.position_encoder): layer.position_encoder for layer in layers}
+    for encoder in encoders.values():
+        if encoder is not None and type(encoder) is not RotaryEmbedding:
+            yield f"its positions are encoded by {type(encoder).__name__}"
+        elif encoder is not None and encoder.rope_type not in _ROPE_TYPES:
+            yield (
+                f"its rotary embedding is of type {encoder.rope_type!r}, which depends on the "
+                "length of a call"
+            )
+    for head_dim in sorted({layer.emb_kq_per_head for layer in layers}):
+        if head_dim % 8 or not 0 < head_dim <= 256:
+            yield f"its head dimension must be a multiple of 8 from 8 to 256, got {head_dim}"
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        yield f"its weights must be on one device, got {', '.join(devices)}"
+
+
+def check_keywords(given: Mapping[str, Any]) -> None:
+    """ValueError for what a call asks of its attention op and this package does not do."""
+    name = given.get("attn_name")
+    if name is not None and name != NAME:
+        raise ValueError(
+            f'attn_name must be "{NAME}" or left out for a parallelized model, got {name!r}'
+        )
+    if given.get("is_causal_mask") is False:
+        raise ValueError(
+            "is_causal_mask must be True or left out, got False: attention here is causal"
+        )
+    if given.get("sliding_window"):
+        raise ValueError(
+            f"sliding_window must be 0, got {given['sliding_window']}: windows are not supported"
+        )
+    if given.get("sinks") is not None:
+        raise ValueError("sinks must be None: attention sinks are not supported")
+
+
+def check_positions(body: Any, device: torch.device, highest: int) -> None:
+    """ValueError where position ``highest`` is past the model's table of rotations, which FMS does
+    not extend: on CUDA reading past it ends the process."""
+    rotary = getattr(body, "rot_emb", None)
+    if not isinstance(rotary, RotaryEmbedding):
+        return
+    known = rotary.max_seq_len_cached.get(device.index, rotary.rope_scaling.orig_max_seq_len)
+    if highest >= known:
+        raise ValueError(
+            f"sequence must fit into max_expected_seq_len, {known} tokens, got {highest + 1}: pass "
+            "max_expected_seq_len= to get_model()"
+        )

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models of FMS with random weights, the same on every rank, and prompts for them."""
+
+import copy
+from typing import Any
+
+import torch
+from fms.models.granite import Granite, GraniteConfig
+from fms.models.granite_moe_hybrid import GraniteMoeHybrid
+from fms.models.llama import LLaMA, LLaMAConfig
+from fms.models.mistral import Mistral, MistralConfig
+from fms.models.qwen3 import Qwen3, Qwen3Config
+from fms.utils.generation import pad_input_ids
+from torch import nn
+
+VOCABULARY = 97
+
+_SIZES: dict[str, Any] = {
+    "src_vocab_size": VOCABULARY,
+    "emb_dim": 32,
+    "nheads": 4,
+    "kvheads": 2,
+    "nlayers": 2,
+    "multiple_of": 8,
+    "max_expected_seq_len": 64,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_GRANITE = GraniteConfig(
+    **_SIZES,
+    head_dim=16,
+    embedding_multiplier=3.0,
+    logits_scaling=2.0,
+    residual_multiplier=0.5,
+    attention_multiplier=0.3,
+)
+
+#: Constructors by name.
+MODELS: dict[str, Any] = {
+    "llama": lambda **kw: LLaMA(LLaMAConfig(**_SIZES), **kw),
+    "llama3": lambda **kw: LLaMA(LLaMAConfig(**_SIZES, rope_scaling=_LLAMA3), **kw),
+    "granite": lambda **kw: Granite(_GRANITE, **kw),
+    "granite_moe_hybrid": lambda **kw: GraniteMoeHybrid(_GRANITE, **kw),
+    # FMS has a window in the config, which no layer uses.
+    "mistral": lambda **kw: Mistral(MistralConfig(**_SIZES, head_dim=8, sliding_window=4), **kw),
+    "qwen3": lambda **kw: Qwen3(Qwen3Config(**_SIZES, head_dim=8), **kw),
+}
+
+
+def initialized(model: nn.Module, seed: int = 0) -> Any:
+    """``model`` for inference, with random weights that differ enough for tokens to."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 1.5 / weight.size(-1) ** 0.5, generator=generator)
+            elif name.endswith("weight"):
+                weight.uniform_(0.5, 1.5, generator=generator)
+            else:
+                weight.normal_(0, 0.1, generator=generator)
+    model.post_init()
+    return model.eval()
+
+
+def tiny(name: str = "llama", **kwargs: Any) -> Any:
+    return initialized(MODELS[name](**kwargs))
+
+
+def two_of(name: str = "llama") -> tuple[Any, Any]:
+    """The same model twice, to put one on a ring."""
+    model = tiny(name)
+    return model, copy.deepcopy(model)
+
+
+def prompt(*lengths: int, seed: int = 1) -> torch.Tensor:
+    """Ids ``[B, S]``, of prompts of one length."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, lengths, generator=generator)
+
+
+def padded(*lengths: int, side: str = "left", **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Ids of prompts of these lengths, and the mask and position ids that go with them."""
+    rows = [prompt(length, seed=row) for row, length in enumerate(lengths)]
+    ids, extra = pad_input_ids(rows, padding_side=side, **kwargs)
+    return ids, dict(extra)
+
+
+def real(*lengths: int, side: str = "left") -> torch.Tensor:
+    """bool ``[B, S]``: the tokens of :func:`padded` that are no padding."""
+    columns, longest = torch.arange(max(lengths)), max(lengths)
+    rows = [columns >= longest - n if side == "left" else columns < n for n in lengths]
+    return torch.stack(rows)
