@@ -26,6 +26,7 @@ from ringattn.planning import ModelCost
 _ATTACHED = "_ringattn"  # the attribute of a model that is on a ring
 _CALL = "ringattn_call"  # keyword arguments of this package, on their way through a model
 _LAST = "ringattn_last"
+_GENERATES = "ringattn_generates"
 
 
 @dataclass
@@ -100,7 +101,7 @@ def travel_of(model: object) -> Travel | None:
 
 class BeforeHead:
     """Before a model with a head: how many last tokens the head runs on, so that no other hidden
-    states are put together."""
+    states are put together; whether the call is one of ``generate``."""
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -108,7 +109,9 @@ class BeforeHead:
         given = _by_name(model, args, kwargs)
         last = given.get("last_n_tokens") or (1 if given.get("only_last_token") else 0)
         # FMS takes the last rows of those that come back: all of them.
-        return args, {**kwargs, _LAST: last} if last > 0 else kwargs
+        more = {_LAST: last} if last > 0 else {}
+        # ``generate`` of FMS names its cache in each call, and leaves grad mode on.
+        return args, {**kwargs, **more, _GENERATES: "past_key_value_states" in kwargs}
 
 
 class BeforeBody:
@@ -141,11 +144,28 @@ class AfterBody:
     ) -> tuple[torch.Tensor, list[Any]]:
         context: Context = kwargs[_CALL]
         call, (hidden, _) = context.call, output
-        self.travel.agreement.compare(call.ring, context.tokens, context.wrong)
-        hidden = call.last(hidden, context.last) if context.last else call.whole(hidden)
+        with torch.no_grad():
+            self.travel.agreement.compare(call.ring, context.tokens, context.wrong)
+            whole = call.last(hidden, context.last) if context.last else call.whole(hidden)
+        if hidden.requires_grad:
+            whole = NoBackward.apply(whole, hidden)
         if context.sequences is None:
-            return hidden, []
-        return hidden, handles_of(context.sequences, len(body.layers))
+            return whole, []
+        return whole, handles_of(context.sequences, len(body.layers))
+
+
+class NoBackward(torch.autograd.Function):
+    """Hidden states of a generation under grad mode: they have no gradient, and say so."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """``whole``, which depends on ``hidden``."""
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Refused."""
+        raise ValueError(_NO_BACKWARD)
 
 
 class Context(LayerCall):
@@ -167,6 +187,12 @@ class Context(LayerCall):
         self.wrong = wrong  # whether the mask was another one than it must be; None: it was not
 
 
+_NO_BACKWARD = (
+    "parallelized models must be called without gradients because there is no backward yet "
+    "(call under torch.no_grad()), got weights or embeddings with requires_grad=True"
+)
+
+
 def _by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     names = list(inspect.signature(module.forward).parameters)
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -185,6 +211,9 @@ def _prepared(body: Any, ring: Ring, travel: Travel, given: dict[str, Any]) -> d
     use_cache = bool(given.get("use_cache"))
     if past is not None and not use_cache:
         raise ValueError("use_cache must be True with past_key_value_states, got False")
+    trains = torch.is_grad_enabled() and not (use_cache or given.get(_GENERATES))
+    if trains and any(x.requires_grad for x in (tokens, *body.parameters())):
+        raise ValueError(_NO_BACKWARD)
     position_ids = given.get("position_ids")
     if position_ids is not None and (
         position_ids.dim() != 2

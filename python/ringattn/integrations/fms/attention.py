@@ -35,7 +35,7 @@ def register() -> None:
     try:
         get_attention_type(attn_name=NAME)
     except KeyError:
-        register_attention_op(NAME, store, compute, validate_attn_kwargs_op=None)
+        register_attention_op(NAME, store, compute)
 
 
 def store(*args: Any, **kwargs: Any) -> NoReturn:
@@ -77,7 +77,8 @@ def compute(
             f"attention dropout must be 0, got {p_dropout}: call model.eval(), or set p_dropout to "
             "0 in the config"
         )
-    return ringattn_call.attend(query, keys, values, scale_factor)
+    with torch.no_grad():  # the hooks have refused calls whose gradients could be wanted
+        return ringattn_call.attend(query, keys, values, scale_factor)
 
 
 _NOT_ON_A_RING = (

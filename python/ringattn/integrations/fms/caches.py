@@ -56,15 +56,16 @@ def sequences_of(cache: object, ring: Ring, num_layers: int) -> Sequences | None
         return None
     handles = [layer for layer in layers if isinstance(layer, RingLayer)]
     if len(handles) != len(layers):
-        kind = next(type(layer).__name__ for layer in layers if layer not in handles)
+        kind = next(type(layer).__name__ for layer in layers if not isinstance(layer, RingLayer))
         raise ValueError(
             "past_key_value_states must be what this parallelized model returned, or None, "
             f"got a {kind} for a layer"
         )
     sequences = handles[0].sequences
-    if [handle.index for handle in handles] != list(range(num_layers)):
+    numbers = [handle.index for handle in handles if handle.sequences is sequences]
+    if numbers != list(range(num_layers)) or len(handles) != num_layers:
         raise ValueError(
-            f"past_key_value_states must have {num_layers} layers in order, "
+            f"past_key_value_states must have the {num_layers} layers of one call in order, "
             f"got layers {[handle.index for handle in handles]}"
         )
     store = sequences.store
@@ -76,7 +77,7 @@ def sequences_of(cache: object, ring: Ring, num_layers: int) -> Sequences | None
     if handles[0].length != store.seq_len:
         raise ValueError(
             "past_key_value_states must be the newest of their sequence, got those of "
-            f"{handles[0].length} tokens where {store.seq_len} have been stored: copy.deepcopy() them "
-            "before they go different ways"
+            f"{handles[0].length} tokens where {store.seq_len} have been stored: copy.deepcopy() "
+            "them before they go different ways"
         )
     return sequences
