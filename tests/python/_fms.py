@@ -9,20 +9,28 @@ from fms.models.granite import Granite, GraniteConfig
 from fms.models.granite_moe_hybrid import GraniteMoeHybrid
 from fms.models.llama import LLaMA, LLaMAConfig
 from fms.models.mistral import Mistral, MistralConfig
+from fms.models.mixtral import Mixtral, MixtralConfig
 from fms.models.qwen3 import Qwen3, Qwen3Config
 from fms.utils.generation import pad_input_ids
 from torch import nn
 
 VOCABULARY = 97
 
-_SIZES: dict[str, Any] = {
+_COMMON = {
     "src_vocab_size": VOCABULARY,
-    "emb_dim": 32,
     "nheads": 4,
     "kvheads": 2,
     "nlayers": 2,
-    "multiple_of": 8,
     "max_expected_seq_len": 64,
+}
+#: Of a llama.
+SIZES: dict[str, Any] = {**_COMMON, "emb_dim": 32, "multiple_of": 8}
+_EXPERTS: dict[str, Any] = {
+    **_COMMON,
+    "dim": 32,
+    "hidden_dim": 48,
+    "num_experts": 3,
+    "top_k_experts": 2,
 }
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -32,7 +40,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 _GRANITE = GraniteConfig(
-    **_SIZES,
+    **SIZES,
     head_dim=16,
     embedding_multiplier=3.0,
     logits_scaling=2.0,
@@ -42,13 +50,14 @@ _GRANITE = GraniteConfig(
 
 #: Constructors by name.
 MODELS: dict[str, Any] = {
-    "llama": lambda **kw: LLaMA(LLaMAConfig(**_SIZES), **kw),
-    "llama3": lambda **kw: LLaMA(LLaMAConfig(**_SIZES, rope_scaling=_LLAMA3), **kw),
+    "llama": lambda **kw: LLaMA(LLaMAConfig(**SIZES), **kw),
+    "llama3": lambda **kw: LLaMA(LLaMAConfig(**SIZES, rope_scaling=_LLAMA3), **kw),
     "granite": lambda **kw: Granite(_GRANITE, **kw),
     "granite_moe_hybrid": lambda **kw: GraniteMoeHybrid(_GRANITE, **kw),
     # FMS has a window in the config, which no layer uses.
-    "mistral": lambda **kw: Mistral(MistralConfig(**_SIZES, head_dim=8, sliding_window=4), **kw),
-    "qwen3": lambda **kw: Qwen3(Qwen3Config(**_SIZES, head_dim=8), **kw),
+    "mistral": lambda **kw: Mistral(MistralConfig(**SIZES, head_dim=8, sliding_window=4), **kw),
+    "mixtral": lambda **kw: Mixtral(MixtralConfig(**_EXPERTS), **kw),
+    "qwen3": lambda **kw: Qwen3(Qwen3Config(**SIZES, head_dim=8), **kw),
 }
 
 

@@ -200,7 +200,8 @@ def _by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 def _prepared(body: Any, ring: Ring, travel: Travel, given: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of the layers, from those of the caller."""
-    tokens = given.get("x_in")
+    ids = next(iter(inspect.signature(body.forward).parameters))  # x_in, or x as in Mixtral
+    tokens = given.get(ids)
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 + tokens.is_floating_point():
         shape = list(getattr(tokens, "shape", [])) or type(tokens).__name__
         raise ValueError(f"x must be ids [B, S] or embeddings [B, S, E], got {shape}")
@@ -231,7 +232,7 @@ def _prepared(body: Any, ring: Ring, travel: Travel, given: dict[str, Any]) -> d
         wrong = _check_step(body, past, tokens, position_ids, mask)
         call = ModelCall.decode(ring, past.store, tokens.size(1))
     return {
-        "x_in": call.rows(tokens),
+        ids: call.rows(tokens),
         "position_ids": (
             call.position_ids(tokens.device) if position_ids is None else call.rows(position_ids)
         ),
