@@ -4,15 +4,18 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
-from fms.models.granite import Granite, GraniteConfig
-from fms.models.granite_moe_hybrid import GraniteMoeHybrid
-from fms.models.llama import LLaMA, LLaMAConfig
-from fms.models.mistral import Mistral, MistralConfig
-from fms.models.mixtral import Mixtral, MixtralConfig
-from fms.models.qwen3 import Qwen3, Qwen3Config
-from fms.utils.generation import pad_input_ids
+from _distributed import this
 from torch import nn
+
+granite = pytest.importorskip("fms.models.granite")
+granite_moe_hybrid = pytest.importorskip("fms.models.granite_moe_hybrid")
+llama = pytest.importorskip("fms.models.llama")
+mistral = pytest.importorskip("fms.models.mistral")
+mixtral = pytest.importorskip("fms.models.mixtral")
+qwen3 = pytest.importorskip("fms.models.qwen3")
+pad_input_ids = pytest.importorskip("fms.utils.generation").pad_input_ids
 
 VOCABULARY = 97
 
@@ -39,7 +42,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-_GRANITE = GraniteConfig(
+_GRANITE = granite.GraniteConfig(
     **SIZES,
     head_dim=16,
     embedding_multiplier=3.0,
@@ -50,14 +53,16 @@ _GRANITE = GraniteConfig(
 
 #: Constructors by name.
 MODELS: dict[str, Any] = {
-    "llama": lambda **kw: LLaMA(LLaMAConfig(**SIZES), **kw),
-    "llama3": lambda **kw: LLaMA(LLaMAConfig(**SIZES, rope_scaling=_LLAMA3), **kw),
-    "granite": lambda **kw: Granite(_GRANITE, **kw),
-    "granite_moe_hybrid": lambda **kw: GraniteMoeHybrid(_GRANITE, **kw),
+    "llama": lambda **kw: llama.LLaMA(llama.LLaMAConfig(**SIZES), **kw),
+    "llama3": lambda **kw: llama.LLaMA(llama.LLaMAConfig(**SIZES, rope_scaling=_LLAMA3), **kw),
+    "granite": lambda **kw: granite.Granite(_GRANITE, **kw),
+    "granite_moe_hybrid": lambda **kw: granite_moe_hybrid.GraniteMoeHybrid(_GRANITE, **kw),
     # FMS has a window in the config, which no layer uses.
-    "mistral": lambda **kw: Mistral(MistralConfig(**SIZES, head_dim=8, sliding_window=4), **kw),
-    "mixtral": lambda **kw: Mixtral(MixtralConfig(**_EXPERTS), **kw),
-    "qwen3": lambda **kw: Qwen3(Qwen3Config(**SIZES, head_dim=8), **kw),
+    "mistral": lambda **kw: mistral.Mistral(
+        mistral.MistralConfig(**SIZES, head_dim=8, sliding_window=4), **kw
+    ),
+    "mixtral": lambda **kw: mixtral.Mixtral(mixtral.MixtralConfig(**_EXPERTS), **kw),
+    "qwen3": lambda **kw: qwen3.Qwen3(qwen3.Qwen3Config(**SIZES, head_dim=8), **kw),
 }
 
 
@@ -77,7 +82,10 @@ def initialized(model: nn.Module, seed: int = 0) -> Any:
 
 
 def tiny(name: str = "llama", **kwargs: Any) -> Any:
-    return initialized(MODELS[name](**kwargs))
+    """On the device of this rank."""
+    model = initialized(MODELS[name](**kwargs)).to(this().device)
+    model.post_init()  # tables of rotations are of one device
+    return model
 
 
 def two_of(name: str = "llama") -> tuple[Any, Any]:
@@ -86,17 +94,17 @@ def two_of(name: str = "llama") -> tuple[Any, Any]:
     return model, copy.deepcopy(model)
 
 
-def prompt(*lengths: int, seed: int = 1) -> torch.Tensor:
-    """Ids ``[B, S]``, of prompts of one length."""
+def prompt(*shape: int, seed: int = 1) -> torch.Tensor:
+    """Ids ``[B, S]`` or ``[S]``, of prompts of one length."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, VOCABULARY, lengths, generator=generator)
+    return torch.randint(1, VOCABULARY, shape, generator=generator).to(this().device)
 
 
 def padded(*lengths: int, side: str = "left", **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     """Ids of prompts of these lengths, and the mask and position ids that go with them."""
     rows = [prompt(length, seed=row) for row, length in enumerate(lengths)]
     ids, extra = pad_input_ids(rows, padding_side=side, **kwargs)
-    return ids, dict(extra)
+    return ids, {name: value.to(ids.device) for name, value in extra.items()}
 
 
 def real(*lengths: int, side: str = "left") -> torch.Tensor:
@@ -104,3 +112,10 @@ def real(*lengths: int, side: str = "left") -> torch.Tensor:
     columns, longest = torch.arange(max(lengths)), max(lengths)
     rows = [columns >= longest - n if side == "left" else columns < n for n in lengths]
     return torch.stack(rows)
+
+
+def check_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within 1e-4 of the largest logit."""
+    assert actual.shape == expected.shape
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert error < 1e-4, f"must be within 1e-4, got {error:.1e}"
