@@ -84,36 +84,39 @@ def _real(
 ) -> torch.Tensor:
     """Which tokens are real, bool ``[B, S]``: those that the last one sees, or the others."""
     batch, num_tokens, _ = seen.shape
-    if position_ids is None:
-        position_ids = torch.arange(num_tokens, device=seen.device)[None]
-    rising = position_ids.to(seen.device).expand(batch, -1).diff(dim=1) == 1
+    rising = seen.new_zeros(batch, num_tokens - 1)
+    if position_ids is not None:
+        rising = position_ids.to(seen.device).expand(batch, -1).diff(dim=1) == 1
     facts = []
     for real in (last, ~last):
         expected = real[:, None, :].expand(-1, num_tokens, -1).tril()
         causal = ((seen == expected) | ~real[:, :, None]).all(2).all(1) & real.any(1)
+        # Padding that sees itself and is counted is a sequence of its own.
+        others = ~real[:, :, None] & ~real[:, None, :]
+        together = (seen & others).tril(-1).any(2).any(1)
+        packed = together & (rising & ~real[:, 1:] & ~real[:, :-1]).any(1)
         counted = (rising | ~(real[:, 1:] & real[:, :-1])).all(1)
-        facts += [causal, counted, real.sum(1)]
+        facts += [causal, packed, counted]
+    # Tokens before padding are not those of a window: padding does not see them.
+    facts[3] &= ~(seen & last[:, :, None] & ~last[:, None, :]).any(2).any(1)
     after: list[bool | None] = []  # whether each row has its padding after the tokens
-    for row, one in enumerate(torch.stack([fact.int() for fact in facts], 1).tolist()):
-        before_fits, before_counted, before_length, after_fits, after_counted, after_length = one
-        if not before_fits and not after_fits:
+    for row, one in enumerate(torch.stack(facts, 1).tolist()):
+        fits, packed_before, counted_before, fits_after, packed_after, counted_after = one
+        if not fits and not fits_after:
             raise ValueError(
                 "mask must be causal over the real tokens of each row, which lie in one run, "
                 f"got another one in row {row}"
             )
-        if before_fits and after_fits and before_counted and after_counted:
-            if min(before_length, after_length) > 1:
-                raise ValueError(
-                    f"mask must be causal over one sequence in each row, got two in row {row}: "
-                    "packed sequences are not supported"
-                )
-            # Position ids rise over the longer run, so the other one is padding.
-            same = before_length == after_length
-            after.append(None if same else after_length > before_length)
-        elif before_fits and after_fits:
-            after.append(bool(after_counted))
+        fits, fits_after = fits and not packed_before, fits_after and not packed_after
+        if not fits and not fits_after:
+            raise ValueError(
+                f"mask must be causal over one sequence in each row, got more in row {row}: packed "
+                "sequences are not supported"
+            )
+        if fits and fits_after:
+            after.append(None if counted_before == counted_after else counted_after)
         else:
-            after.append(not before_fits)
+            after.append(fits_after)
     # Of two tokens, one of them padding, nothing tells which: as in the other rows.
     side = any(after)
     chosen = torch.tensor([side if one is None else one for one in after], device=last.device)
