@@ -9,6 +9,7 @@ import pytest
 import ringattn
 import torch
 import torch.distributed as dist
+from _commands import run_command
 from _distributed import RankPool, this
 from _fms import MODELS, SIZES, check_close, initialized, padded, prompt, real, tiny, two_of
 from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
@@ -347,3 +348,16 @@ def test_rotations_of_hugging_face_are_kept_or_refused(rank_pool: Pools, tmp_pat
         assert "rotary embedding must be one that FMS computes for llama, got 'linear'" in (
             outcome.message
         )
+
+
+def test_the_examples_run() -> None:
+    done = run_command(["examples/fms_generate.py"], ranks=2)
+    assert done.returncode == 0, done.stderr
+    text, given, _ = done.stdout.partition("parser = argparse.")
+    prompt_ids = torch.tensor([list((text + given).encode())])
+    model = ringattn.models.load_model(ringattn.models.demo_model_path())
+    expected = ringattn.generate(model, prompt_ids, max_new_tokens=40, eos_token_id=None)
+    assert done.stdout.encode() == bytes(expected[0].tolist()) + b"\n"
+    done = run_command(["examples/fms_parallelize.py"], ranks=2)
+    lines = [f"rank {rank}: same tokens: True" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == lines, done.stderr
