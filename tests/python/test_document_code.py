@@ -196,13 +196,19 @@ def from_diffusers(before: str, after: str) -> None:
             tiny.close(names["out"], expected)
 
 
-def from_fms(after: str, last: str, folder: Path) -> None:
+def from_fms(before: str, after: str, calls: str, strategy: str, folder: Path) -> None:
     names = assumed() | {"folder": folder, "prompt_ids": random_ids(1, 9)}
-    run([after, last], names)
-    logits = names["model"].alone()(names["prompt_ids"])
-    assert ("logits" in names) == (this().rank == names["p"].owner(8))
-    if "logits" in names:
-        close(names["logits"], logits[:, -1:])
+    names["token_ids"] = random_ids(1, NUM_TOKENS)
+    run([before], names)
+    ids = names["ids"]
+    run([after], names)
+    assert torch.equal(names["ids"], ids)
+    run([calls], names)
+    with torch.no_grad():
+        close(names["logits"], names["model"](names["token_ids"]))
+        close(names["last"], names["logits"][:, -1:])
+        run([strategy], names)
+        close(names["model"](names["token_ids"]), names["logits"])
 
 
 def ring_of_its_own(texts: list[str]) -> None:
@@ -272,11 +278,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
             sections.append(block.section)
     assert {page: sections for page, sections in runs.items() if sections} == RUN
     reasons = [block.not_run for block in code if block.not_run is not None]
-    assert reasons == [
-        "needs GPUs",
-        "needs GPUs and the package ring_flash_attn",
-        "needs the package ibm-fms",
-    ]
+    assert reasons == ["needs GPUs", "needs GPUs and the package ring_flash_attn"]
 
 
 def test_the_readme_shows_the_example_that_is_there() -> None:
@@ -349,6 +351,7 @@ def test_code_from_diffusers_gives_the_same(rank_pool: Pools) -> None:
 
 
 def test_code_from_fms_gives_the_same(rank_pool: Pools, folder: Path) -> None:
+    pytest.importorskip("fms")
     rank_pool(2).run(from_fms, *migrating("From FMS"), folder)
 
 

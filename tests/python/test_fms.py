@@ -359,5 +359,4 @@ def test_the_examples_run() -> None:
     expected = ringattn.generate(model, prompt_ids, max_new_tokens=40, eos_token_id=None)
     assert done.stdout.encode() == bytes(expected[0].tolist()) + b"\n"
     done = run_command(["examples/fms_parallelize.py"], ranks=2)
-    lines = [f"rank {rank}: same tokens: True" for rank in range(2)]
-    assert sorted(done.stdout.splitlines()) == lines, done.stderr
+    assert done.stdout.count("same tokens: True") == 2, done.stderr
