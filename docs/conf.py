@@ -27,7 +27,7 @@ html_theme = "furo"
 
 myst_heading_anchors = 3  # links to headings, as GitHub makes them
 
-autodoc_mock_imports = ["diffusers"]  # docstrings need no integration to run
+autodoc_mock_imports = ["diffusers", "fms"]  # docstrings need no integration to run
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
@@ -39,6 +39,7 @@ napoleon_use_rtype = False
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|collections|pathlib|ringattn\._\w+)\..*"),
+    ("py:class", r".*\b_Model"),  # type variables
     # A signature with a default_factory is no Python: Sphinx cuts tuple[int, ...] at its comma.
     ("py:class", r"tuple\[int"),
 ]
