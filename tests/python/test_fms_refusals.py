@@ -217,6 +217,7 @@ def steps_are_refused() -> None:
         ({"use_cache": False}, "use_cache must be True with past_key_value_states"),
         ({"past_key_value_states": cache[:1]}, r"the 2 layers of one call in order, .* \[0\]"),
         ({"mask": padded(3, 7)[1]["mask"][:, -1:]}, "mask must be the prompt's mask and 0 for"),
+        ({"position_ids": torch.tensor([[64]])}, "64 tokens, got 65: pass max_expected_seq_len="),
         ({"mask": torch.zeros(2, 1, 6)}, r"\[2, 1, 7\] in this call, got \[2, 1, 6\]"),
     ]
     for changes, message in refusals:

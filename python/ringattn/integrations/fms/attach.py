@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +19,12 @@ from ringattn.integrations.fms.agreement import OTHER_MASK, Agreement
 from ringattn.integrations.fms.attention import NAME, LayerCall
 from ringattn.integrations.fms.caches import Sequences, handles_of, sequences_of
 from ringattn.integrations.fms.masks import check_values, differs, padding_of, visible
-from ringattn.integrations.fms.refusals import check_keywords, check_positions, family
+from ringattn.integrations.fms.refusals import body_of, check_keywords, check_positions, family
 from ringattn.model_call import ModelCall
 from ringattn.parallel import Split
 from ringattn.planning import ModelCost
 
-_ATTACHED = "_ringattn"  # the attribute of a model that is on a ring
+_ATTACHED = "_ringattn"  # the attribute of a body that is on a ring
 _CALL = "ringattn_call"  # keyword arguments of this package, on their way through a model
 _LAST = "ringattn_last"
 _GENERATES = "ringattn_generates"
@@ -58,7 +59,7 @@ def handles(model: object) -> bool:
 
 def cost(model: Any) -> ModelCost:
     """What one layer costs."""
-    layer = getattr(model, "base_model", model).layers[0]
+    layer = body_of(model).layers[0]
     attention: Any = next(x for x in layer.modules() if isinstance(x, MultiHeadAttention))
     weight = next(layer.parameters())
     core = ModelCost.attention_only(
@@ -74,7 +75,7 @@ def cost(model: Any) -> ModelCost:
 def attach(model: Any, group: Group, split: Split, transport: str) -> None:
     """See :func:`ringattn.parallelize`; ``model`` has been checked."""
     travel = Travel(keep(group), split, transport, Agreement())
-    body = getattr(model, "base_model", model)
+    body = body_of(model)
     attached = Attached(travel, [])
     attached.handles += [
         body.register_forward_pre_hook(BeforeBody(travel), with_kwargs=True),
@@ -82,12 +83,12 @@ def attach(model: Any, group: Group, split: Split, transport: str) -> None:
     ]
     if body is not model:
         attached.handles.append(model.register_forward_pre_hook(BeforeHead(), with_kwargs=True))
-    setattr(model, _ATTACHED, attached)
+    setattr(body, _ATTACHED, attached)
 
 
 def detach(model: Any) -> None:
     """Undoes :func:`attach`."""
-    attached = vars(model).pop(_ATTACHED, None)
+    attached = vars(body_of(model)).pop(_ATTACHED, None)
     if attached is not None:
         for handle in attached.handles:
             handle.remove()
@@ -95,7 +96,7 @@ def detach(model: Any) -> None:
 
 def travel_of(model: object) -> Travel | None:
     """How calls of a model go through the ring; None of one that is on none."""
-    attached = getattr(model, _ATTACHED, None)
+    attached = getattr(body_of(model), _ATTACHED, None)
     return None if attached is None else attached.travel
 
 
@@ -193,14 +194,18 @@ _NO_BACKWARD = (
 )
 
 
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
 def _by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = list(inspect.signature(module.forward).parameters)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(zip(_names(module.__class__), args, strict=False)), **kwargs}
 
 
 def _prepared(body: Any, ring: Ring, travel: Travel, given: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of the layers, from those of the caller."""
-    ids = next(iter(inspect.signature(body.forward).parameters))  # x_in, or x as in Mixtral
+    ids = _names(body.__class__)[0]  # x_in, or x as in Mixtral
     tokens = given.get(ids)
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 + tokens.is_floating_point():
         shape = list(getattr(tokens, "shape", [])) or type(tokens).__name__
@@ -291,8 +296,10 @@ def _check_step(
         raise ValueError(f"x must have the {len(padding.starts)} rows of the cache, got {batch}")
     if padding is not None and position_ids is None:
         raise ValueError("position_ids must be given after a padded prompt, got None")
-    ahead = 0 if position_ids is None else past.ahead
-    check_positions(body, tokens.device, before + num_tokens - 1 + ahead)
+    highest = before + num_tokens - 1 + (0 if position_ids is None else past.ahead)
+    if position_ids is not None and position_ids.device.type == "cpu":
+        highest = max(highest, int(position_ids.max()))
+    check_positions(body, tokens.device, highest)
     if mask is None:
         return None
     seen = visible(mask, batch, num_tokens, before + num_tokens)

@@ -35,6 +35,11 @@ def family(model: object) -> str | None:
     return None
 
 
+def body_of(model: Any) -> Any:
+    """The part of a model that ends before its head: ``base_model``, or the model itself."""
+    return getattr(model, "base_model", model)
+
+
 def refusal(model: Any) -> str | None:
     """Why the ring cannot run this model, with every reason; None where it can."""
     reasons = list(_reasons(model))
@@ -48,7 +53,7 @@ def _reasons(model: Any) -> Iterator[str]:
     name = family(model)
     if name not in FAMILIES:
         yield f"the family must be one of {', '.join(FAMILIES)}"
-    elif not hasattr(getattr(model, "base_model", model), "layers"):
+    elif not hasattr(body_of(model), "layers"):
         yield "it must be a whole model or its base_model"
     if name in _ENCODERS:
         yield "its attention is not causal"
