@@ -13,13 +13,11 @@ import torch.distributed as dist
 from _commands import run_command
 from _distributed import RankPool, this
 from _fms import MODELS, SIZES, check_close, initialized, padded, prompt, real, tiny, two_of
-from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
 from ringattn import Partition
 from ringattn.integrations import fms as ring_fms
 
 fms_models = pytest.importorskip("fms.models")
 fms_generation = pytest.importorskip("fms.utils.generation")
-hf = pytest.importorskip("fms.models.hf")
 
 Pools = Callable[..., RankPool]
 
@@ -190,13 +188,15 @@ def models_come_off() -> None:
 
 @torch.no_grad()
 def bodies_run() -> None:
+    from fms.models.hf import to_hf_api  # takes seconds
+
     plain, model = two_of("granite")
     ringattn.parallelize(model)
     ids, mask = prompt(2, 9), torch.ones(2, 9, dtype=torch.int64, device=this().device)
     expected, _ = plain.base_model(ids)
     check_close(model.base_model(ids)[0], expected)
     check_close(model.base_model(plain.base_model.embedding(ids))[0], expected)
-    adapted = [hf.to_hf_api(each)(ids, attention_mask=mask).logits for each in (model, plain)]
+    adapted = [to_hf_api(each)(ids, attention_mask=mask).logits for each in (model, plain)]
     check_close(*adapted)
     ringattn.parallelize(model.base_model)  # instead of the whole model
     assert not model._forward_pre_hooks and len(model.base_model._forward_pre_hooks) == 1
@@ -262,9 +262,9 @@ def two_by_two(folder: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def converted(folder: str) -> torch.Tensor:
+def converted(folder: str, ids: torch.Tensor) -> torch.Tensor:
     model = ring_fms.get_model("hf_pretrained", model_path=folder, distributed_strategy="ring")
-    return model.eval()(random_ids(1, 40))
+    return model.eval()(ids)
 
 
 # ---- tests --------------------------------------------------------------------------------------
@@ -343,15 +343,17 @@ def test_tensor_parallelism_and_the_ring_go_together(rank_pool: Pools, folder: s
 
 
 def test_rotations_of_hugging_face_are_kept_or_refused(rank_pool: Pools, tmp_path: Any) -> None:
-    theirs = tiny_llama(rope_parameters=LLAMA3_ROPE)
+    from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama  # takes seconds
+
+    theirs, ids = tiny_llama(rope_parameters=LLAMA3_ROPE), random_ids(1, 40)
     save(theirs, tmp_path / "llama3")
     with torch.no_grad():
-        expected = theirs(random_ids(1, 40)).logits
-    for logits in rank_pool(2).run(converted, str(tmp_path / "llama3")):
+        expected = theirs(ids).logits
+    for logits in rank_pool(2).run(converted, str(tmp_path / "llama3"), ids):
         check_close(logits, expected)
     linear = tiny_llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     save(linear, tmp_path / "linear")
-    for outcome in rank_pool(2).outcomes(converted, str(tmp_path / "linear")):
+    for outcome in rank_pool(2).outcomes(converted, str(tmp_path / "linear"), ids):
         assert "rotary embedding must be one that FMS computes for llama, got 'linear'" in (
             outcome.message
         )
