@@ -43,12 +43,19 @@ def outputs_are_equal(name: str, splits: list[Any]) -> None:
     plain, model = two_of(name)
     for partition in splits:
         ringattn.parallelize(model, partition=partition)
+        rows: list[int] = []
+        body = model.base_model
+        after = body.register_forward_hook(
+            lambda _, args, out, rows=rows: rows.append(out[0].size(1))
+        )
         for num_tokens in (1, 3, 13):
             ids = prompt(2, num_tokens)
             check_close(model(ids), plain(ids))
             # All three are one row; more than there are means all.
             for options in ({"last_n_tokens": 1}, {"last_n_tokens": 99}, {"only_last_token": True}):
                 check_close(model(ids, **options), plain(ids, **options))
+            assert rows[-3:] == [1, num_tokens, 1]  # no others are put together
+        after.remove()
         check_close(model(ids, None, None, False, 2), plain(ids)[:, -2:])
         with torch.inference_mode():
             check_close(model(ids), plain(ids))
