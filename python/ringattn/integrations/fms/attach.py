@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -78,11 +77,12 @@ def attach(model: Any, group: Group, split: Split, transport: str) -> None:
     body = body_of(model)
     attached = Attached(travel, [])
     attached.handles += [
-        body.register_forward_pre_hook(BeforeBody(travel), with_kwargs=True),
+        body.register_forward_pre_hook(BeforeBody(travel, _names(body)), with_kwargs=True),
         body.register_forward_hook(AfterBody(travel), with_kwargs=True),
     ]
     if body is not model:
-        attached.handles.append(model.register_forward_pre_hook(BeforeHead(), with_kwargs=True))
+        before = BeforeHead(_names(model))
+        attached.handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
     setattr(body, _ATTACHED, attached)
 
 
@@ -104,10 +104,13 @@ class BeforeHead:
     """Before a model with a head: how many last tokens the head runs on, so that no other hidden
     states are put together; whether the call is one of ``generate``."""
 
+    def __init__(self, names: list[str]) -> None:
+        self.names = names  # of the model's arguments
+
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = _by_name(model, args, kwargs)
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         last = given.get("last_n_tokens") or (1 if given.get("only_last_token") else 0)
         # FMS takes the last rows of those that come back: all of them.
         more = {_LAST: last} if last > 0 else {}
@@ -119,8 +122,9 @@ class BeforeBody:
     """Before the layers: this rank's rows in, with their positions and the call that goes with
     them."""
 
-    def __init__(self, travel: Travel) -> None:
+    def __init__(self, travel: Travel, names: list[str]) -> None:
         self.travel = travel
+        self.names = names  # of the body's arguments: ids first
 
     def __call__(
         self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -128,7 +132,10 @@ class BeforeBody:
         self.travel.agreement.check()
         ring = self.travel.ring()
         try:
-            return (), _prepared(body, ring, self.travel, _by_name(body, args, kwargs))
+            given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+            ids = self.names[0]  # x_in, or x as in Mixtral
+            rows, rest = _prepared(body, ring, self.travel, given.get(ids), given)
+            return (), {ids: rows, **rest}
         except ValueError as error:
             tell_peers(ring, error)
             raise
@@ -194,19 +201,14 @@ _NO_BACKWARD = (
 )
 
 
-@functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _names(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
 
 
-def _by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(_names(module.__class__), args, strict=False)), **kwargs}
-
-
-def _prepared(body: Any, ring: Ring, travel: Travel, given: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of the layers, from those of the caller."""
-    ids = _names(body.__class__)[0]  # x_in, or x as in Mixtral
-    tokens = given.get(ids)
+def _prepared(
+    body: Any, ring: Ring, travel: Travel, tokens: Any, given: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """This rank's rows and the keyword arguments of the layers, from those of the caller."""
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 + tokens.is_floating_point():
         shape = list(getattr(tokens, "shape", [])) or type(tokens).__name__
         raise ValueError(f"x must be ids [B, S] or embeddings [B, S, E], got {shape}")
@@ -236,8 +238,7 @@ def _prepared(body: Any, ring: Ring, travel: Travel, given: dict[str, Any]) -> d
     else:
         wrong = _check_step(body, past, tokens, position_ids, mask)
         call = ModelCall.decode(ring, past.store, tokens.size(1))
-    return {
-        ids: call.rows(tokens),
+    return call.rows(tokens), {
         "position_ids": (
             call.position_ids(tokens.device) if position_ids is None else call.rows(position_ids)
         ),
