@@ -62,8 +62,8 @@ def sequences_of(cache: object, ring: Ring, num_layers: int) -> Sequences | None
             f"got a {kind} for a layer"
         )
     sequences = handles[0].sequences
-    numbers = [handle.index for handle in handles if handle.sequences is sequences]
-    if numbers != list(range(num_layers)) or len(handles) != num_layers:
+    own = [handle.index if handle.sequences is sequences else None for handle in handles]
+    if own != list(range(num_layers)):
         raise ValueError(
             f"past_key_value_states must have the {num_layers} layers of one call in order, "
             f"got layers {[handle.index for handle in handles]}"
