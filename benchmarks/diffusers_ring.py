@@ -258,6 +258,7 @@ def compete_on_all(arguments: argparse.Namespace, report: Report, device: torch.
             models[way] = model
     for grid in arguments.grids:
         compete_on(grid, report, models, device, arguments)
+        report.write(arguments.out)  # a run that is ended early leaves what it has
 
 
 def main() -> None:
@@ -290,7 +291,6 @@ def main() -> None:
         report.start()
         compete_on_all(arguments, report, device)
         gc.collect()  # models and meshes: groups that outlive this one may crash as Python ends
-        report.write(arguments.out)
 
 
 if __name__ == "__main__":

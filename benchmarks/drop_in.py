@@ -6,7 +6,8 @@
 One LLaMA shape with random weights through this package's own model, Hugging Face transformers and
 FMS. Three ways each: "plain", the unmodified model on rank 0 alone, its attention that of PyTorch
 (cuDNN where it takes the shapes, else the next best); "1 rank", through the ring of rank 0 alone;
-"N ranks". The own model has no "plain": it is compared with that of transformers. Columns:
+"N ranks". The own model has no "plain": it is compared with that of transformers. Tokens after the
+prompt have PyTorch's choice of attention: cuDNN would plan anew for each length. Columns:
 
 ms        until the logits of the last token of a prompt are there, its keys and values kept; the
           slowest rank
@@ -209,7 +210,8 @@ def first_prompt(way: Way, ids: torch.Tensor, tokens: int) -> First | None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    logits, state = way.step(ids, None)
+    with best_attention():
+        logits, state = way.step(ids, None)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_cuda else None
     first, times = logits.float().cpu(), []
     for _ in range(tokens):
@@ -224,10 +226,8 @@ def first_prompt(way: Way, ids: torch.Tensor, tokens: int) -> First | None:
     return First(first, statistics.median(times), peak)
 
 
-@contextlib.contextmanager
-def best_attention() -> Iterator[None]:
-    with sdpa_kernel(BACKENDS, set_priority=True):
-        yield
+def best_attention() -> contextlib.AbstractContextManager[None]:
+    return sdpa_kernel(BACKENDS, set_priority=True)
 
 
 def measure(report: Report, ways: list[Way], seq_len: int, device: torch.device, options) -> None:
@@ -244,6 +244,7 @@ def measure(report: Report, ways: list[Way], seq_len: int, device: torch.device,
             way.full_name,
             lambda way=way: way.step(ids, None)[0],
             torch.empty(0),
+            around=best_attention,
             alone=way.alone,
         )
         for way in ways
@@ -287,17 +288,14 @@ def main() -> None:
     for library in options.libraries:
         if library != "own":
             importlib.import_module(f"ringattn.integrations.{library}")
-    with (
-        harness.process_group(options.device) as device,
-        torch.inference_mode(),
-        best_attention(),
-    ):
+    with harness.process_group(options.device) as device, torch.inference_mode():
         header = environment(device) | {"shape": options.shape, "dtype": options.dtype}
         for library in options.libraries:
             if library != "own":
                 name = {"fms": "ibm-fms"}.get(library, library)
                 header[library] = importlib.metadata.version(name)
-        report = Report("drop_in", header, (*COLUMNS, "error"))
+        title = f"Models of other libraries over {ranks()}"
+        report = Report(title, header, (*COLUMNS, "error"))
         report.start()
         ways = [
             way
@@ -306,7 +304,7 @@ def main() -> None:
         ]
         for seq_len in options.seq_lens:
             measure(report, ways, seq_len, device, options)
-        report.write(options.out)
+            report.write(options.out)  # a run that is ended early leaves what it has
 
 
 if __name__ == "__main__":
