@@ -14,7 +14,7 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-#include "core/process_wide.h"
+#include "core/process_singleton.h"
 #include "ops/checks.h"
 #include "transport/ring_group.h"
 

@@ -7,7 +7,7 @@
 #include <iterator>
 #include <utility>
 
-#include "core/process_wide.h"
+#include "core/process_singleton.h"
 
 namespace ringattn {
 

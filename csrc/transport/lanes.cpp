@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "core/process_wide.h"
+#include "core/process_singleton.h"
 
 namespace ringattn {
 namespace {

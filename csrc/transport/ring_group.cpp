@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "core/log.h"
-#include "core/process_wide.h"
+#include "core/process_singleton.h"
 #include "transport/watchdog.h"
 
 #ifdef RINGATTN_WITH_CUDA

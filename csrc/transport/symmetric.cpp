@@ -14,13 +14,13 @@
 #include <random>
 #include <utility>
 
+#include "core/kernel_waits.h"
 #include "transport/call_order.h"
 #include "transport/cuda/fetch.h"
 #include "transport/cuda/stage.h"
 #include "transport/cuda_transfer.h"
 #include "transport/handshake.h"
 #include "transport/hostility.h"
-#include "transport/kernel_waits.h"
 #include "transport/lanes.h"
 #include "transport/ring_group.h"
 #include "transport/shared_memory.h"

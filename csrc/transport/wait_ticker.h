@@ -7,7 +7,7 @@
 #include <mutex>
 
 #include "core/export.h"
-#include "core/process_wide.h"
+#include "core/process_singleton.h"
 
 namespace ringattn {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/kernel_waits.h"
+#include "core/kernel_waits.h"
 
 #include <cstdlib>
 #include <string>

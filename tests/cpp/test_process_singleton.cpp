@@ -5,7 +5,7 @@
 #include <mutex>
 
 #include "catch.h"
-#include "core/process_wide.h"
+#include "core/process_singleton.h"
 
 using ringattn::process_wide;
 
