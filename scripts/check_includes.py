@@ -54,6 +54,7 @@ class Room:
 ROOMS = {
     "core": Room(),
     "partition": Room(rooms=("core",)),
+    "planner": Room(rooms=("core", "partition")),
     "attention": Room(rooms=("core",), libraries=("torch", "cuda")),
     "attention/params.h": Room(rooms=("core",)),
     "attention/turn_order.h": Room(rooms=("core",)),
@@ -72,7 +73,7 @@ ROOMS = {
     ),
     "bindings": Room(
         rooms=(
-            *("core", "partition", "attention/block_attention.h", "ring/timings.h"),
+            *("core", "partition", "planner", "attention/block_attention.h", "ring/timings.h"),
             *("transport/hostility.h", "transport/peer_wait.h", "transport/ring_group.h"),
         ),
         libraries=("torch", "python"),

@@ -7,8 +7,8 @@
 
 #include "attention/cuda/sm90/tile_choice.h"
 #include "catch.h"
-#include "partition/planner.h"
 #include "partition/schedule.h"
+#include "planner/planner.h"
 #include "plans.h"
 
 using ringattn::AttentionTile;

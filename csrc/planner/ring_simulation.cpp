@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "partition/ring_simulation.h"
+#include "planner/ring_simulation.h"
 
 #include <algorithm>
 #include <numeric>

@@ -7,7 +7,7 @@
 
 #include "core/export.h"
 #include "partition/partition.h"
-#include "partition/profile.h"
+#include "planner/profile.h"
 
 // How many tokens each of unequal ranks should own, in which order blocks visit them, and how far
 // ahead they should travel.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "partition/controller.h"
+#include "planner/controller.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "partition/planner.h"
+#include "planner/planner.h"
 
 #include <algorithm>
 #include <numeric>
@@ -7,10 +7,10 @@
 #include <string>
 #include <utility>
 
-#include "partition/balance.h"
-#include "partition/link_search.h"
-#include "partition/ring_simulation.h"
-#include "partition/tiles.h"
+#include "planner/balance.h"
+#include "planner/link_search.h"
+#include "planner/ring_simulation.h"
+#include "planner/tiles.h"
 
 namespace ringattn {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "partition/balance.h"
+#include "planner/balance.h"
 
 #include <algorithm>
 #include <cmath>

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "partition/balance.h"
+#include "planner/balance.h"
 
 // Lengths where blocks are waited for: a rank at the end of a slow link may be worth less than what
 // its blocks cost, and tokens may have to lie where they hide a transfer.

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "partition/planner.h"
+#include "planner/planner.h"
 
 // Lengths with which unequal ranks end together, as if blocks took no time to travel: what the
 // planner starts from.

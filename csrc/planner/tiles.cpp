@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "partition/tiles.h"
+#include "planner/tiles.h"
 
 #include <algorithm>
 #include <limits>

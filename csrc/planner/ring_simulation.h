@@ -6,8 +6,8 @@
 
 #include "core/export.h"
 #include "partition/partition.h"
-#include "partition/profile.h"
 #include "partition/schedule.h"
+#include "planner/profile.h"
 
 // What a ring call does over unequal ranks, without running it.
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "partition/link_search.h"
+#include "planner/link_search.h"
 
 #include <algorithm>
 #include <numeric>
 #include <utility>
 
-#include "partition/ring_simulation.h"
-#include "partition/tiles.h"
+#include "planner/ring_simulation.h"
+#include "planner/tiles.h"
 
 namespace ringattn {
 namespace {

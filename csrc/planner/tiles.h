@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "partition/balance.h"
 #include "partition/schedule.h"
+#include "planner/balance.h"
 
 // Attention kernels compute whole tiles. Where a rank's pieces do not fill theirs, it works on rows
 // and keys that are not there: of a few thousand tokens that is more than what balance gains.
