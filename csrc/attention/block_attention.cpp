@@ -7,7 +7,7 @@
 
 #include "attention/cpu/block_attention.h"
 #include "core/log.h"
-#include "core/unequal.h"
+#include "testing/throttle.h"
 
 #ifdef RINGATTN_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>

@@ -16,8 +16,8 @@
 #include "attention/block_attention.h"
 #include "attention/params.h"
 #include "core/kernel_waits.h"
-#include "core/unequal.h"
 #include "ring/timings.h"
+#include "testing/throttle.h"
 
 namespace ringattn {
 namespace {

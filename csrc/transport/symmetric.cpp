@@ -15,12 +15,12 @@
 #include <utility>
 
 #include "core/kernel_waits.h"
+#include "testing/fault_injection.h"
 #include "transport/call_order.h"
 #include "transport/cuda/fetch.h"
 #include "transport/cuda/stage.h"
 #include "transport/cuda_transfer.h"
 #include "transport/handshake.h"
-#include "transport/hostility.h"
 #include "transport/lanes.h"
 #include "transport/ring_group.h"
 #include "transport/shared_memory.h"

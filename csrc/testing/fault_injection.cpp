@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/hostility.h"
+#include "testing/fault_injection.h"
 
 #include <mutex>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/unequal.h"
+#include "testing/throttle.h"
 
 #include <atomic>
 
