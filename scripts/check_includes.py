@@ -58,11 +58,9 @@ ROOMS = {
     "planner": Room(rooms=("core", "partition")),
     "attention": Room(rooms=("core", "testing"), libraries=("torch", "cuda")),
     "attention/params.h": Room(rooms=("core",)),
-    "attention/turn_order.h": Room(rooms=("core",)),
     "attention/cpu": Room(rooms=("core", "attention"), libraries=("torch",)),
-    "attention/cuda": Room(
-        rooms=("core", "attention/params.h", "attention/turn_order.h"), libraries=("cuda",)
-    ),
+    "attention/cuda": Room(rooms=("core", "attention/params.h"), libraries=("cuda",)),
+    "attention/cuda/sm90/scheduler": Room(rooms=("core", "attention/params.h")),
     "transport": Room(rooms=("core", "testing"), libraries=("torch", "cuda")),
     "transport/cuda": Room(rooms=("core",), libraries=("cuda",)),
     "ring": Room(

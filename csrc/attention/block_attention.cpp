@@ -13,7 +13,7 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include "attention/cuda/block_attention.h"
-#include "attention/kernel_params.h"
+#include "attention/tensor_params.h"
 #endif
 
 namespace ringattn {

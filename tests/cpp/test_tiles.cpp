@@ -5,7 +5,7 @@
 #include <random>
 #include <stdexcept>
 
-#include "attention/cuda/sm90/tile_choice.h"
+#include "attention/cuda/sm90/scheduler/tile_selection.h"
 #include "catch.h"
 #include "partition/schedule.h"
 #include "planner/planner.h"

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "attention/cuda/sm90/arrivals.cuh"
 #include "attention/cuda/sm90/epilogue.cuh"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/registers.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
+#include "attention/cuda/sm90/remote_fetch.cuh"
 #include "attention/cuda/sm90/tile.cuh"
 
 // The copying warpgroup: a thread of each warp does one thing for all the tiles, as far ahead as

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention/cuda/sm90/tile_order.h"
-#include "attention/cuda/sm90/turn_times.h"
-#include "attention/turn_order.h"
+#include "attention/cuda/sm90/scheduler/makespan.h"
+#include "attention/cuda/sm90/scheduler/tile_cost.h"
+#include "attention/cuda/sm90/scheduler/tile_scheduler.h"
 #include "core/attention_tile.h"
 
 // The sizes of tiles, and which of two a call of head dimensions from 65 to 128 takes. Plain C++:

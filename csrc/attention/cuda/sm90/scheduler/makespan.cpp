@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "attention/turn_order.h"
+#include "attention/cuda/sm90/scheduler/makespan.h"
 
 #include <algorithm>
 #include <functional>

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention/cuda/sm90/tile_order.h"
-#include "attention/turn_order.h"
+#include "attention/cuda/sm90/scheduler/makespan.h"
+#include "attention/cuda/sm90/scheduler/tile_scheduler.h"
 
 // How long turns are, and how early they can end. Plain C++.
 

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "attention/cuda/sm90/tile_order.h"
-#include "attention/cuda/sm90/turn_times.h"
+#include "attention/cuda/sm90/scheduler/tile_cost.h"
+#include "attention/cuda/sm90/scheduler/tile_scheduler.h"
 #include "catch.h"
 #include "geometry.h"
 

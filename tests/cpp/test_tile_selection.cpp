@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention/cuda/sm90/tile_choice.h"
+#include "attention/cuda/sm90/scheduler/tile_selection.h"
 #include "catch.h"
 #include "geometry.h"
 

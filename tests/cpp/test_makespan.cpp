@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "attention/turn_order.h"
+#include "attention/cuda/sm90/scheduler/makespan.h"
 #include "catch.h"
 
 using ringattn::order_of_last_turns;

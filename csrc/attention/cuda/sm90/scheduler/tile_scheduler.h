@@ -31,7 +31,7 @@ struct KeyBounds {
   }
 };
 
-/// So many turns at the end, at the most, are taken in an order of their own (turn_times.h).
+/// So many turns at the end, at the most, are taken in an order of their own (tile_cost.h).
 constexpr int kMostLastTurns = 1024;
 
 constexpr int kConsumerRows = 64;  // of queries, that a warpgroup attends
