@@ -44,24 +44,46 @@ LIBRARIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """A folder of csrc/: which rooms and which libraries its files may see."""
+    """A folder of csrc/, or the files of one stem: which rooms and which libraries they may see.
+
+    What is named is seen with the rooms inside of it. A room inside of another one is not of it.
+    """
 
     rooms: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
 
 
-# The standard library and a room's own files are always allowed. The longest matching path rules.
+# The standard library and a room's own files are always allowed. The longest matching name rules.
 ROOMS = {
     "core": Room(),
     "testing": Room(rooms=("core",)),
     "partition": Room(rooms=("core",)),
     "planner": Room(rooms=("core", "partition")),
-    "attention": Room(rooms=("core", "testing"), libraries=("torch", "cuda")),
-    "attention/params.h": Room(rooms=("core",)),
-    "attention/cpu": Room(rooms=("core", "attention"), libraries=("torch",)),
-    "attention/cuda": Room(rooms=("core", "attention/params.h"), libraries=("cuda",)),
+    "attention": Room(
+        rooms=("core", "testing", "attention/params.h", "attention/cpu", "attention/cuda"),
+        libraries=("torch", "cuda"),
+    ),
+    "attention/params": Room(rooms=("core",)),
+    "attention/cpu": Room(
+        rooms=("core", "attention/block_attention.h", "attention/merge_states.h"),
+        libraries=("torch",),
+    ),
+    "attention/cuda": Room(
+        rooms=("core", "attention/params.h", "attention/cuda/sm80", "attention/cuda/sm90"),
+        libraries=("cuda",),
+    ),
+    "attention/cuda/sm80": Room(
+        rooms=("core", "attention/params.h", "attention/cuda/numeric.cuh"), libraries=("cuda",)
+    ),
+    "attention/cuda/sm90": Room(
+        rooms=(
+            *("core", "attention/params.h", "attention/cuda/alignment.h"),
+            *("attention/cuda/numeric.cuh", "attention/cuda/sm90/scheduler"),
+        ),
+        libraries=("cuda",),
+    ),
     "attention/cuda/sm90/scheduler": Room(rooms=("core", "attention/params.h")),
-    "transport": Room(rooms=("core", "testing"), libraries=("torch", "cuda")),
+    "transport": Room(rooms=("core", "testing", "transport"), libraries=("torch", "cuda")),
     "transport/cuda": Room(rooms=("core",), libraries=("cuda",)),
     "ring": Room(
         rooms=("core", "testing", "partition", "attention", "transport"),
@@ -103,18 +125,21 @@ def library_of(include: str) -> str | None:
 
 
 def room_of(path: str) -> str:
-    """The room whose path is the longest prefix of a path below csrc/."""
-    parts = path.split("/")
-    for length in range(len(parts), 0, -1):
-        if (name := "/".join(parts[:length])) in ROOMS:
+    """The room of a path below csrc/: the longest of ROOMS that is its stem or a folder of it."""
+    name = path.rpartition(".")[0]
+    while name:
+        if name in ROOMS:
             return name
+        name = name.rpartition("/")[0]
     raise KeyError(f"csrc/{path} is in no room: add it to ROOMS")
 
 
 def may_include(room: str, path: str) -> bool:
-    """Whether `path` lies in `room`, or is, or lies in, what it lists."""
-    listed = (room, *ROOMS[room].rooms)
-    return any(path == name or path.startswith(name + "/") for name in listed)
+    """Whether `path` is of `room`, or is, or lies in, what it lists."""
+    listed = ROOMS[room].rooms
+    return room_of(path) == room or any(
+        path == name or path.startswith(name + "/") for name in listed
+    )
 
 
 class Sources:

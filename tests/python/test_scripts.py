@@ -95,6 +95,17 @@ def test_check_includes_gives_help_and_checks_folders(tmp_path: Path) -> None:
     assert done.stdout.startswith("csrc/core/shape.h: core may not see torch: core/shape.h -> ATen")
 
 
+def test_check_includes_tells_rooms_inside_of_another_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "attention/cuda/sm90/scheduler"
+    folder.mkdir(parents=True)
+    (folder / "makespan.h").write_text('#include "attention/cuda/sm90/launch.h"\n')
+    (folder.parent / "launch.h").write_text('#include "attention/cuda/sm90/scheduler/makespan.h"\n')
+    lines = check_includes(tmp_path).stdout.splitlines()
+    breach = "sm90/scheduler may not include attention/cuda/sm90/launch.h"
+    wanted = f"csrc/attention/cuda/sm90/scheduler/makespan.h:1: attention/cuda/{breach}"
+    assert [line for line in lines if line.startswith("csrc/")] == [wanted]
+
+
 def test_setup_is_told_its_extras_wherever_it_is_sourced() -> None:
     """Sourced without arguments, a script sees those of the one that sources it."""
     sourced = {
