@@ -84,6 +84,14 @@ ROOMS = {
     ),
     "attention/cuda/sm90/scheduler": Room(rooms=("core", "attention/params.h")),
     "transport": Room(rooms=("core", "testing", "transport"), libraries=("torch", "cuda")),
+    "transport/runtime": Room(
+        rooms=(
+            *("core", "transport/message_transport.h"),
+            "transport/runtime/fill_nan_if_failed.h",
+        ),
+        libraries=("torch", "cuda"),
+    ),
+    "transport/runtime/fill_nan_if_failed": Room(rooms=("core",), libraries=("cuda",)),
     "transport/cuda": Room(rooms=("core",), libraries=("cuda",)),
     "ring": Room(
         rooms=("core", "testing", "partition", "attention", "transport"),

@@ -12,13 +12,13 @@
 
 #include "core/remote_keys.h"
 #include "transport/cuda/stream_words.h"
-#include "transport/cuda_transfer.h"
 #include "transport/host_words.h"
 #include "transport/ring_group.h"
+#include "transport/runtime/cuda_event_transfer.h"
+#include "transport/runtime/watchdog.h"
 #include "transport/shared_host_memory.h"
 #include "transport/shared_memory.h"
 #include "transport/signal_watch.h"
-#include "transport/watchdog.h"
 
 namespace ringattn {
 namespace {

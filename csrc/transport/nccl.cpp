@@ -18,10 +18,10 @@
 #include <mutex>
 #include <thread>
 
-#include "transport/cuda_transfer.h"
-#include "transport/lanes.h"
 #include "transport/ring_group.h"
-#include "transport/watchdog.h"
+#include "transport/runtime/cuda_event_transfer.h"
+#include "transport/runtime/stream_pool.h"
+#include "transport/runtime/watchdog.h"
 
 namespace ringattn {
 namespace {

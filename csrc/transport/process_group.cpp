@@ -12,7 +12,7 @@
 
 #include "transport/peer_wait.h"
 #include "transport/ring_group.h"
-#include "transport/wait_ticker.h"
+#include "transport/runtime/wait_ticker.h"
 
 namespace ringattn {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "core/log.h"
 #include "core/process_singleton.h"
-#include "transport/watchdog.h"
+#include "transport/runtime/watchdog.h"
 
 #ifdef RINGATTN_WITH_CUDA
 #include "transport/nccl.h"

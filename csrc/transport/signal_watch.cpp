@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "transport/ring_group.h"
-#include "transport/watchdog.h"
+#include "transport/runtime/watchdog.h"
 
 namespace ringattn {
 

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "core/export.h"
-#include "transport/errand.h"
 #include "transport/peer_wait.h"
+#include "transport/runtime/bounded_task.h"
 
 namespace ringattn {
 

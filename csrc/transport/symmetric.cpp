@@ -19,10 +19,10 @@
 #include "transport/call_order.h"
 #include "transport/cuda/fetch.h"
 #include "transport/cuda/stage.h"
-#include "transport/cuda_transfer.h"
 #include "transport/handshake.h"
-#include "transport/lanes.h"
 #include "transport/ring_group.h"
+#include "transport/runtime/cuda_event_transfer.h"
+#include "transport/runtime/stream_pool.h"
 #include "transport/shared_memory.h"
 #include "transport/symmetric_plan.h"
 

@@ -15,7 +15,7 @@
 #include "fake_peers.h"
 #include "transport/peer_wait.h"
 #include "transport/ring_group.h"
-#include "transport/wait_ticker.h"
+#include "transport/runtime/wait_ticker.h"
 
 using namespace ringattn;
 using ringattn::testing::FakePeers;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/errand.h"
+#include "transport/runtime/bounded_task.h"
 
 #include <exception>
 #include <system_error>

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "transport/cuda/poison.h"
 #include "transport/message_transport.h"
+#include "transport/runtime/fill_nan_if_failed.h"
 
 // What transports that move data on CUDA streams of their own have in common.
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/wait_ticker.h"
+#include "transport/runtime/wait_ticker.h"
 
 #include <thread>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/cuda/poison.h"
+#include "transport/runtime/fill_nan_if_failed.h"
 
 namespace ringattn::cuda {
 namespace {

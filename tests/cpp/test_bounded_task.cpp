@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "catch.h"
-#include "transport/errand.h"
+#include "transport/runtime/bounded_task.h"
 
 using ringattn::Errand;
 using std::chrono::milliseconds;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/watchdog.h"
+#include "transport/runtime/watchdog.h"
 
 #include <algorithm>
 #include <thread>
