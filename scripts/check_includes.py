@@ -92,6 +92,9 @@ ROOMS = {
         libraries=("torch", "cuda"),
     ),
     "transport/runtime/fill_nan_if_failed": Room(rooms=("core",), libraries=("cuda",)),
+    "transport/group": Room(
+        rooms=("core", "transport/message_transport.h", "transport/runtime"), libraries=("torch",)
+    ),
     "transport/cuda": Room(rooms=("core",), libraries=("cuda",)),
     "ring": Room(
         rooms=("core", "testing", "partition", "attention", "transport"),
@@ -105,14 +108,19 @@ ROOMS = {
         rooms=(
             *("core", "testing", "partition", "planner"),
             *("attention/block_attention.h", "ring/timings.h"),
-            *("transport/peer_wait.h", "transport/ring_group.h"),
+            *("transport/group/peer_wait.h", "transport/group/ring_group.h"),
         ),
         libraries=("torch", "python"),
     ),
 }
 
-# Single files that may see one library more, and why. A new line here needs a reason in review.
+# Single files that may see one library or one header more, and why. A new line here needs a reason
+# in review.
 EXCEPTIONS = {
+    "transport/group/ring_group.cpp": {
+        "transport/nccl.h": "upwards: it makes the transports, which no registry names yet",
+        "transport/symmetric.h": "the same",
+    },
     "transport/nccl.cpp": {"nccl": "the only caller of NCCL"},
     "transport/process_group.h": {"c10d": "what the two files below share"},
     "transport/process_group.cpp": {"c10d": "the only one that sends through process groups"},
@@ -190,11 +198,12 @@ def violations(sources: Sources) -> list[str]:
     found = []
     for path, includes in sources.includes.items():
         room = room_of(path)
+        excepted = EXCEPTIONS.get(path, {})
         for line, include in includes:
             target = sources.resolve(path, include)
-            if target and not may_include(room, target):
+            if target and target not in excepted and not may_include(room, target):
                 found.append(f"csrc/{path}:{line}: {room} may not include {target}")
-        allowed = {*ROOMS[room].libraries, *EXCEPTIONS.get(path, ())}
+        allowed = {*ROOMS[room].libraries, *excepted}
         for library, chain in sources.libraries_seen(path).items():
             if library not in allowed:
                 found.append(f"csrc/{path}: {room} may not see {library}: {' -> '.join(chain)}")

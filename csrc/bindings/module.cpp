@@ -16,8 +16,8 @@
 #include "ring/timings.h"
 #include "testing/fault_injection.h"
 #include "testing/throttle.h"
-#include "transport/peer_wait.h"
-#include "transport/ring_group.h"
+#include "transport/group/peer_wait.h"
+#include "transport/group/ring_group.h"
 
 #ifdef RINGATTN_WITH_CUDA
 #include <cuda_runtime_api.h>

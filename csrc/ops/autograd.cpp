@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "ops/checks.h"
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
 
 // What PyTorch's transformations do to the operators, for all of them at once.
 

@@ -16,7 +16,7 @@
 
 #include "core/process_singleton.h"
 #include "ops/checks.h"
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
 
 namespace ringattn {
 namespace {

@@ -12,8 +12,8 @@
 
 #include "core/remote_keys.h"
 #include "transport/cuda/stream_words.h"
+#include "transport/group/ring_group.h"
 #include "transport/host_words.h"
-#include "transport/ring_group.h"
 #include "transport/runtime/cuda_event_transfer.h"
 #include "transport/runtime/watchdog.h"
 #include "transport/shared_host_memory.h"

@@ -18,7 +18,7 @@
 #include <mutex>
 #include <thread>
 
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
 #include "transport/runtime/cuda_event_transfer.h"
 #include "transport/runtime/stream_pool.h"
 #include "transport/runtime/watchdog.h"

@@ -10,8 +10,8 @@
 #include <chrono>
 #include <optional>
 
-#include "transport/peer_wait.h"
-#include "transport/ring_group.h"
+#include "transport/group/peer_wait.h"
+#include "transport/group/ring_group.h"
 #include "transport/runtime/wait_ticker.h"
 
 namespace ringattn {

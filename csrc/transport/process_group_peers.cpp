@@ -14,9 +14,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "transport/peers.h"
+#include "transport/group/group_backend.h"
+#include "transport/group/ring_group.h"
 #include "transport/process_group.h"
-#include "transport/ring_group.h"
 
 namespace ringattn {
 namespace {

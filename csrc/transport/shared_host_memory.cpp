@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
 #include "transport/shared_memory.h"
 
 namespace ringattn {

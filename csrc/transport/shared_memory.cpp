@@ -12,7 +12,7 @@
 #include <string>
 #include <utility>
 
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
 
 namespace ringattn {
 namespace {

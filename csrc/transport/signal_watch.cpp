@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
 #include "transport/runtime/watchdog.h"
 
 namespace ringattn {

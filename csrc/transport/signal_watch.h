@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/export.h"
-#include "transport/peer_wait.h"
+#include "transport/group/peer_wait.h"
 #include "transport/runtime/bounded_task.h"
 
 namespace ringattn {

@@ -14,7 +14,7 @@
 
 #include "catch.h"
 #include "fake_peers.h"
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
 #include "transport/signal_watch.h"
 
 using ringattn::Phase;

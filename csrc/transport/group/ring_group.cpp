@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
 
 #include <c10/util/Exception.h>
 

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "core/export.h"
-#include "transport/peers.h"
-#include "transport/signature.h"
+#include "transport/group/call_signature.h"
+#include "transport/group/group_backend.h"
 
 namespace ringattn {
 

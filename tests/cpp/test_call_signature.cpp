@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "catch.h"
-#include "transport/signature.h"
+#include "transport/group/call_signature.h"
 
 using ringattn::Signature;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/signature.h"
+#include "transport/group/call_signature.h"
 
 #include <cstring>
 #include <sstream>

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
 
 namespace ringattn {
 namespace {

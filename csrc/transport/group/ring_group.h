@@ -11,9 +11,9 @@
 #include <string>
 #include <utility>
 
-#include "transport/agreement.h"
-#include "transport/peer_wait.h"
-#include "transport/peers.h"
+#include "transport/group/call_agreement.h"
+#include "transport/group/group_backend.h"
+#include "transport/group/peer_wait.h"
 
 namespace ringattn {
 

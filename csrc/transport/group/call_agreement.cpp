@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/agreement.h"
+#include "transport/group/call_agreement.h"
 
 #include <algorithm>
 #include <sstream>
