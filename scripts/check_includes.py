@@ -86,14 +86,18 @@ ROOMS = {
     "transport": Room(rooms=("core", "testing", "transport"), libraries=("torch", "cuda")),
     "transport/runtime": Room(
         rooms=(
-            *("core", "transport/message_transport.h"),
+            *("core", "transport/p2p_transport.h"),
             "transport/runtime/fill_nan_if_failed.h",
         ),
         libraries=("torch", "cuda"),
     ),
     "transport/runtime/fill_nan_if_failed": Room(rooms=("core",), libraries=("cuda",)),
     "transport/group": Room(
-        rooms=("core", "transport/message_transport.h", "transport/runtime"), libraries=("torch",)
+        rooms=("core", "transport/p2p_transport.h", "transport/runtime"), libraries=("torch",)
+    ),
+    "transport/p2p": Room(
+        rooms=("core", "transport/p2p_transport.h", "transport/group", "transport/runtime"),
+        libraries=("torch", "cuda"),
     ),
     "transport/cuda": Room(rooms=("core",), libraries=("cuda",)),
     "ring": Room(
@@ -118,13 +122,15 @@ ROOMS = {
 # in review.
 EXCEPTIONS = {
     "transport/group/ring_group.cpp": {
-        "transport/nccl.h": "upwards: it makes the transports, which no registry names yet",
+        "transport/p2p/nccl.h": "upwards: it makes the transports, which no registry names yet",
         "transport/symmetric.h": "the same",
     },
-    "transport/nccl.cpp": {"nccl": "the only caller of NCCL"},
-    "transport/process_group.h": {"c10d": "what the two files below share"},
-    "transport/process_group.cpp": {"c10d": "the only one that sends through process groups"},
-    "transport/process_group_peers.cpp": {"c10d": "the only one that knows their names and stores"},
+    "transport/p2p/nccl.cpp": {"nccl": "the only caller of NCCL"},
+    "transport/p2p/process_group.h": {"c10d": "what the two files below share"},
+    "transport/p2p/process_group.cpp": {"c10d": "the only one that sends through process groups"},
+    "transport/p2p/process_group_backend.cpp": {
+        "c10d": "the only one that knows their names and stores"
+    },
     "bindings/module.cpp": {
         "cuda": "the version it was built with",
         "nccl": "the version it was built with",

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "core/export.h"
-#include "transport/message_transport.h"
+#include "transport/p2p_transport.h"
 
 namespace ringattn {
 

@@ -13,7 +13,7 @@
 #include "transport/runtime/watchdog.h"
 
 #ifdef RINGATTN_WITH_CUDA
-#include "transport/nccl.h"
+#include "transport/p2p/nccl.h"
 #include "transport/symmetric.h"
 #endif
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/message_transport.h"
+#include "transport/p2p_transport.h"
 #include "transport/runtime/fill_nan_if_failed.h"
 
 // What transports that move data on CUDA streams of their own have in common.

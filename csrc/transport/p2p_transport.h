@@ -34,7 +34,7 @@ class RINGATTN_API Transfer {
 };
 
 /// A two-sided transport: both ends take part in every message. Block streams, staging and buffers
-/// are the same for all of these (message_stream.cpp); they differ in how one message moves.
+/// are the same for all of these (p2p_block_stream.cpp); they differ in how one message moves.
 class RINGATTN_API MessageTransport : public Transport {
  public:
   std::unique_ptr<BlockStream> open(const Exchange& exchange) override;

@@ -16,7 +16,7 @@
 
 #include "transport/group/group_backend.h"
 #include "transport/group/ring_group.h"
-#include "transport/process_group.h"
+#include "transport/p2p/process_group.h"
 
 namespace ringattn {
 namespace {

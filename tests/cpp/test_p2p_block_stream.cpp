@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "catch.h"
-#include "transport/message_transport.h"
+#include "transport/p2p_transport.h"
 
 using namespace ringattn;
 

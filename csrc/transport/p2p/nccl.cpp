@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The only place that knows nccl.h.
 
-#include "transport/nccl.h"
+#include "transport/p2p/nccl.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAEvent.h>

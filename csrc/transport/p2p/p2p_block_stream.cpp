@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "transport/message_transport.h"
+#include "transport/p2p_transport.h"
 
 namespace ringattn {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/process_group.h"
+#include "transport/p2p/process_group.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/Event.h>

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "transport/message_transport.h"
+#include "transport/p2p_transport.h"
 
 namespace ringattn {
 

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/message_transport.h"
+#include "transport/p2p_transport.h"
 
 namespace ringattn {
 
