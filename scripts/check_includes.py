@@ -57,13 +57,18 @@ class Room:
 ROOMS = {
     "core": Room(),
     "testing": Room(rooms=("core",)),
+    "peer_sync": Room(rooms=("core", "peer_sync/protocol.h"), libraries=("cuda",)),
+    "peer_sync/protocol": Room(),
     "partition": Room(rooms=("core",)),
     "planner": Room(rooms=("core", "partition")),
     "attention": Room(
-        rooms=("core", "testing", "attention/params.h", "attention/cpu", "attention/cuda"),
+        rooms=(
+            *("core", "testing", "peer_sync/protocol.h", "attention/params.h"),
+            *("attention/cpu", "attention/cuda"),
+        ),
         libraries=("torch", "cuda"),
     ),
-    "attention/params": Room(rooms=("core",)),
+    "attention/params": Room(rooms=("core", "peer_sync/protocol.h")),
     "attention/cpu": Room(
         rooms=("core", "attention/block_attention.h", "attention/merge_states.h"),
         libraries=("torch",),
@@ -77,13 +82,15 @@ ROOMS = {
     ),
     "attention/cuda/sm90": Room(
         rooms=(
-            *("core", "attention/params.h", "attention/cuda/alignment.h"),
+            *("core", "peer_sync", "attention/params.h", "attention/cuda/alignment.h"),
             *("attention/cuda/numeric.cuh", "attention/cuda/sm90/scheduler"),
         ),
         libraries=("cuda",),
     ),
     "attention/cuda/sm90/scheduler": Room(rooms=("core", "attention/params.h")),
-    "transport": Room(rooms=("core", "testing", "transport"), libraries=("torch", "cuda")),
+    "transport": Room(
+        rooms=("core", "testing", "peer_sync/protocol.h", "transport"), libraries=("torch", "cuda")
+    ),
     "transport/runtime": Room(
         rooms=(
             *("core", "transport/p2p_transport.h"),
@@ -99,7 +106,7 @@ ROOMS = {
         rooms=("core", "transport/p2p_transport.h", "transport/group", "transport/runtime"),
         libraries=("torch", "cuda"),
     ),
-    "transport/cuda": Room(rooms=("core",), libraries=("cuda",)),
+    "transport/cuda": Room(rooms=("core", "peer_sync"), libraries=("cuda",)),
     "ring": Room(
         rooms=("core", "testing", "partition", "attention", "transport"),
         libraries=("torch", "cuda"),

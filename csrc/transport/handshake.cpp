@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "core/remote_keys.h"
+#include "peer_sync/protocol.h"
 #include "transport/cuda/stream_words.h"
 #include "transport/group/ring_group.h"
 #include "transport/host_words.h"

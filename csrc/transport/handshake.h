@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/remote_keys.h"
+#include "peer_sync/protocol.h"
 #include "transport/cuda/stage.h"
 
 namespace ringattn {
@@ -20,7 +20,7 @@ class SignalWatch;
 /// How the ranks of a one-sided transport keep out of each other's way: words in shared memory,
 /// which one rank sets and another one waits for and takes back, to 0.
 ///
-///   staged[p] of rank r:   how much of what p stages may be read by r (remote_keys.h)
+///   staged[p] of rank r:   how much of what p stages may be read by r (protocol.h)
 ///                                                                 p sets it, r takes it back
 ///   read[p] of rank r:     1: p has read what r staged last       p sets it, r takes it back
 ///   tag[p] of rank r:      what kind of call p stages for         p sets it, before staged[p]

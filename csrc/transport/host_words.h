@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/export.h"
-#include "core/remote_keys.h"
+#include "peer_sync/protocol.h"
 #include "transport/signal_watch.h"
 
 namespace ringattn {

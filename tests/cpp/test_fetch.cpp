@@ -3,9 +3,9 @@
 #include <cuda_runtime_api.h>
 
 #include "catch.h"
-#include "core/remote_keys.h"
 #include "device.h"
 #include "meanwhile.h"
+#include "peer_sync/protocol.h"
 #include "stage_words.h"
 #include "transport/cuda/fetch.h"
 #include "transport/cuda/stage.h"

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "catch.h"
-#include "core/remote_keys.h"
 #include "device.h"
 #include "meanwhile.h"
+#include "peer_sync/protocol.h"
 #include "stage_words.h"
 #include "transport/cuda/stage.h"
 

@@ -3,13 +3,13 @@
 #include <cstdint>
 
 #include "core/ceil_div.h"
-#include "core/global_words.cuh"
-#include "core/kernel_order.cuh"
-#include "core/last_block.cuh"
-#include "core/notices.cuh"
-#include "core/remote_keys.h"
+#include "peer_sync/dependent_launch.cuh"
+#include "peer_sync/last_block.cuh"
+#include "peer_sync/launch.cuh"
+#include "peer_sync/memory_order.cuh"
+#include "peer_sync/peer_signals.cuh"
+#include "peer_sync/protocol.h"
 #include "transport/cuda/fetch.h"
-#include "transport/cuda/launch.cuh"
 #include "transport/cuda/stage.h"
 
 namespace ringattn::cuda {

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "core/export.h"
-#include "core/remote_keys.h"
+#include "peer_sync/protocol.h"
 
 namespace ringattn::cuda {
 

@@ -3,12 +3,12 @@
 #include <cstdint>
 
 #include "core/ceil_div.h"
-#include "core/global_words.cuh"
-#include "core/kernel_order.cuh"
-#include "core/last_block.cuh"
-#include "core/remote_keys.h"
-#include "core/waiting.cuh"
-#include "transport/cuda/launch.cuh"
+#include "peer_sync/dependent_launch.cuh"
+#include "peer_sync/last_block.cuh"
+#include "peer_sync/launch.cuh"
+#include "peer_sync/memory_order.cuh"
+#include "peer_sync/protocol.h"
+#include "peer_sync/spin_wait.cuh"
 #include "transport/cuda/stage.h"
 
 namespace ringattn::cuda {

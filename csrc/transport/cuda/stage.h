@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "core/export.h"
-#include "core/remote_keys.h"
+#include "peer_sync/protocol.h"
 
 namespace ringattn::cuda {
 
@@ -50,7 +50,7 @@ struct StageParams {
 
   /// Of this rank; 1, or about to be, and set to 0 before.
   uint32_t* taken_back[kMaxSignals] = {};
-  /// These, of other ranks, say how much is staged (remote_keys.h), first when all thread blocks
+  /// These, of other ranks, say how much is staged (protocol.h), first when all thread blocks
   /// that copy run: from then on it needs nothing more.
   uint32_t* signals[kMaxSignals] = {};
   /// The same for who waits in streams: of this rank, set to 0; of other ranks, set to tags.own
@@ -71,7 +71,7 @@ struct StageParams {
   CallTags tags;  // of the ranks that are signalled, in their order
   /// kGivenUp: nothing is written and nobody told. kInAnotherCall is written here by who sees it.
   uint32_t* failed = nullptr;
-  const uint32_t* given_up = nullptr;  // of the host's (remote_keys.h)
+  const uint32_t* given_up = nullptr;  // of the host's (protocol.h)
   /// What streams have last seen there: not 0, as kGivenUp. Null: none do.
   const uint32_t* seen = nullptr;
   uint32_t* blocks_done = nullptr;  // [kStageCounters], 0 before and after

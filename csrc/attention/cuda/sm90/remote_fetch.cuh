@@ -7,10 +7,10 @@
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/tile.cuh"
-#include "core/global_words.cuh"
-#include "core/kernel_order.cuh"
-#include "core/notices.cuh"
-#include "core/waiting.cuh"
+#include "peer_sync/dependent_launch.cuh"
+#include "peer_sync/memory_order.cuh"
+#include "peer_sync/peer_signals.cuh"
+#include "peer_sync/spin_wait.cuh"
 
 // Keys that a launch brings from other devices while it attends to others: a thread of every block
 // brings piece after piece, whoever is free the next one, and counts it; who needs a head's keys

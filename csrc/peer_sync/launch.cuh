@@ -8,8 +8,8 @@
 namespace ringattn::cuda {
 
 /// Whether the code that the device has been given for a kernel waits for the kernel before it
-/// (core/kernel_order.cuh). What was compiled for an older one runs on a newer one too, but does
-/// not.
+/// (peer_sync/dependent_launch.cuh). What was compiled for an older one runs on a newer one too,
+/// but does not.
 template <auto kKernel>
 bool can_be_early() {
   static const bool can = [] {

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "core/global_words.cuh"
-#include "core/remote_keys.h"
+#include "peer_sync/memory_order.cuh"
+#include "peer_sync/protocol.h"
 
 // Waiting for words of global memory.
 

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "core/global_words.cuh"
-#include "core/remote_keys.h"
-#include "core/waiting.cuh"
+#include "peer_sync/memory_order.cuh"
+#include "peer_sync/protocol.h"
+#include "peer_sync/spin_wait.cuh"
 
 // What a kernel that reads from other devices hears from them, and tells them. `between` is called
 // again and again by who waits.

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "core/global_words.cuh"
+#include "peer_sync/memory_order.cuh"
 
 namespace ringattn::cuda {
 

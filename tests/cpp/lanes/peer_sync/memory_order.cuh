@@ -6,7 +6,7 @@
 
 #include "lanes.h"
 
-// In place of csrc/core/global_words.cuh where a test runs device code on lanes.h.
+// In place of csrc/peer_sync/memory_order.cuh where a test runs device code on lanes.h.
 
 namespace ringattn::cuda {
 

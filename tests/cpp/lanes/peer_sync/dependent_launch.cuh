@@ -3,7 +3,7 @@
 
 #include <functional>
 
-// In place of csrc/core/kernel_order.cuh where a test runs device code on lanes.h.
+// In place of csrc/peer_sync/dependent_launch.cuh where a test runs device code on lanes.h.
 
 namespace ringattn::cuda {
 
