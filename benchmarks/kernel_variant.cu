@@ -13,7 +13,7 @@
 #include "attention/cuda/sm90/launch.h"
 #include "partition/schedule.h"
 #include "peer_sync/protocol.h"
-#include "transport/cuda/stage.h"
+#include "transport/symmetric/kernels/stage.h"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 

@@ -77,7 +77,7 @@ def build(name: str, tree: Path, head_dim: int, defines: list[str]) -> Path:
         tree / "csrc/attention/cuda/sm90/scheduler/makespan.cpp": [],
         tree / "csrc/partition/partition.cpp": [],
         tree / "csrc/partition/schedule.cpp": [],
-        tree / "csrc/transport/cuda/stage.cu": [],
+        tree / "csrc/transport/symmetric/kernels/stage.cu": [],
         HERE / "kernel_variant.cu": [f"-DVARIANT_HEAD_DIM={kernel_dim}"],
     }
     flags = [*_FLAGS, f"-I{tree / 'csrc'}", *(f"-D{define}" for define in defines)]

@@ -88,9 +88,7 @@ ROOMS = {
         libraries=("cuda",),
     ),
     "attention/cuda/sm90/scheduler": Room(rooms=("core", "attention/params.h")),
-    "transport": Room(
-        rooms=("core", "testing", "peer_sync/protocol.h", "transport"), libraries=("torch", "cuda")
-    ),
+    "transport": Room(rooms=("core", "peer_sync/protocol.h"), libraries=("torch",)),
     "transport/runtime": Room(
         rooms=(
             *("core", "transport/p2p_transport.h"),
@@ -106,7 +104,16 @@ ROOMS = {
         rooms=("core", "transport/p2p_transport.h", "transport/group", "transport/runtime"),
         libraries=("torch", "cuda"),
     ),
-    "transport/cuda": Room(rooms=("core", "peer_sync"), libraries=("cuda",)),
+    "transport/symmetric": Room(
+        rooms=(
+            *("core", "testing", "peer_sync", "transport/transport.h", "transport/p2p_transport.h"),
+            *("transport/group", "transport/runtime", "transport/symmetric/kernels"),
+            "transport/symmetric/stream_memops.h",
+        ),
+        libraries=("torch", "cuda"),
+    ),
+    "transport/symmetric/kernels": Room(rooms=("core", "peer_sync"), libraries=("cuda",)),
+    "transport/symmetric/stream_memops": Room(rooms=("core",), libraries=("cuda",)),
     "ring": Room(
         rooms=("core", "testing", "partition", "attention", "transport"),
         libraries=("torch", "cuda"),
@@ -130,7 +137,7 @@ ROOMS = {
 EXCEPTIONS = {
     "transport/group/ring_group.cpp": {
         "transport/p2p/nccl.h": "upwards: it makes the transports, which no registry names yet",
-        "transport/symmetric.h": "the same",
+        "transport/symmetric/transport.h": "the same",
     },
     "transport/p2p/nccl.cpp": {"nccl": "the only caller of NCCL"},
     "transport/p2p/process_group.h": {"c10d": "what the two files below share"},

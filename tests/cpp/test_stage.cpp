@@ -10,7 +10,7 @@
 #include "meanwhile.h"
 #include "peer_sync/protocol.h"
 #include "stage_words.h"
-#include "transport/cuda/stage.h"
+#include "transport/symmetric/kernels/stage.h"
 
 // One device, whose own words stand for those of other ranks.
 

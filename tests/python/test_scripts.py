@@ -96,14 +96,13 @@ def test_check_includes_gives_help_and_checks_folders(tmp_path: Path) -> None:
 
 
 def test_check_includes_tells_rooms_inside_of_another_apart(tmp_path: Path) -> None:
-    folder = tmp_path / "attention/cuda/sm90/scheduler"
-    folder.mkdir(parents=True)
-    (folder / "makespan.h").write_text('#include "attention/cuda/sm90/launch.h"\n')
-    (folder.parent / "launch.h").write_text('#include "attention/cuda/sm90/scheduler/makespan.h"\n')
-    lines = check_includes(tmp_path).stdout.splitlines()
-    breach = "sm90/scheduler may not include attention/cuda/sm90/launch.h"
-    wanted = f"csrc/attention/cuda/sm90/scheduler/makespan.h:1: attention/cuda/{breach}"
-    assert [line for line in lines if line.startswith("csrc/")] == [wanted]
+    (tmp_path / "transport/symmetric").mkdir(parents=True)
+    inner, outer = "transport/symmetric/transport.h", "transport/transport.h"
+    (tmp_path / inner).write_text(f'#include "{outer}"\n')
+    (tmp_path / outer).write_text(f'#include "{inner}"\n')
+    done = check_includes(tmp_path)
+    breaches = [line for line in done.stdout.splitlines() if line.startswith("csrc/")]
+    assert breaches == [f"csrc/{outer}:1: transport may not include {inner}"]
 
 
 def test_setup_is_told_its_extras_wherever_it_is_sourced() -> None:

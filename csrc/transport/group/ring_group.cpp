@@ -14,7 +14,7 @@
 
 #ifdef RINGATTN_WITH_CUDA
 #include "transport/p2p/nccl.h"
-#include "transport/symmetric.h"
+#include "transport/symmetric/transport.h"
 #endif
 
 namespace ringattn {

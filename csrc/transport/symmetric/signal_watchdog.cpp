@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/signal_watch.h"
+#include "transport/symmetric/signal_watchdog.h"
 
 #include <algorithm>
 #include <string>

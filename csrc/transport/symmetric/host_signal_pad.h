@@ -8,7 +8,7 @@
 
 #include "core/export.h"
 #include "peer_sync/protocol.h"
-#include "transport/signal_watch.h"
+#include "transport/symmetric/signal_watchdog.h"
 
 namespace ringattn {
 

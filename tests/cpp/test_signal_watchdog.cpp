@@ -15,7 +15,7 @@
 #include "catch.h"
 #include "fake_peers.h"
 #include "transport/group/ring_group.h"
-#include "transport/signal_watch.h"
+#include "transport/symmetric/signal_watchdog.h"
 
 using ringattn::Phase;
 using ringattn::RingGroup;

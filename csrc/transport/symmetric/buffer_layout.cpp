@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/symmetric_plan.h"
+#include "transport/symmetric/buffer_layout.h"
 
 #include <algorithm>
 

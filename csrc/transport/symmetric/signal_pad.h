@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "peer_sync/protocol.h"
-#include "transport/cuda/stage.h"
+#include "transport/symmetric/kernels/stage.h"
 
 namespace ringattn {
 
@@ -26,8 +26,8 @@ class SignalWatch;
 ///   tag[p] of rank r:      what kind of call p stages for         p sets it, before staged[p]
 ///
 /// The first two are there twice: in device memory for kernels, and in host memory for streams,
-/// which wait where copy engines fetch (host_words.h; there staged[p] is the tag, set when all is
-/// staged). Nobody knows which of them another rank waits for, so both are set and taken back in
+/// which wait where copy engines fetch (host_signal_pad.h; there staged[p] is the tag, set when all
+/// is staged). Nobody knows which of them another rank waits for, so both are set and taken back in
 /// each call, `staged` in device memory first, `read` in host memory. Who waits for the one that is
 /// set later knows both to be there; who waits for the other one waits for both before it takes any
 /// back: the kernel that has read all, and the next staging kernel.

@@ -9,8 +9,8 @@
 #include "peer_sync/memory_order.cuh"
 #include "peer_sync/peer_signals.cuh"
 #include "peer_sync/protocol.h"
-#include "transport/cuda/fetch.h"
-#include "transport/cuda/stage.h"
+#include "transport/symmetric/kernels/fetch.h"
+#include "transport/symmetric/kernels/stage.h"
 
 namespace ringattn::cuda {
 namespace {

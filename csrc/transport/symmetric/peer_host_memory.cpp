@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/shared_host_memory.h"
+#include "transport/symmetric/peer_host_memory.h"
 
 #include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "transport/group/ring_group.h"
-#include "transport/shared_memory.h"
+#include "transport/symmetric/peer_device_memory.h"
 
 namespace ringattn {
 namespace {

@@ -7,9 +7,9 @@
 #include <memory>
 #include <vector>
 
-#include "transport/cuda/stage.h"
-#include "transport/handshake.h"
-#include "transport/shared_memory.h"
+#include "transport/symmetric/kernels/stage.h"
+#include "transport/symmetric/peer_device_memory.h"
+#include "transport/symmetric/signal_pad.h"
 #include "transport/transport.h"
 
 // Where the blocks of a one-sided ring lie, and how they are copied. A block, staged or visiting,

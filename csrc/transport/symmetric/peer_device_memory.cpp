@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/shared_memory.h"
+#include "transport/symmetric/peer_device_memory.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/util/Exception.h>

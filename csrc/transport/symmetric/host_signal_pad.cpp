@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/host_words.h"
+#include "transport/symmetric/host_signal_pad.h"
 
 #include <utility>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/symmetric.h"
+#include "transport/symmetric/transport.h"
 
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/ops/empty.h>
@@ -16,15 +16,15 @@
 
 #include "core/kernel_waits.h"
 #include "testing/fault_injection.h"
-#include "transport/call_order.h"
-#include "transport/cuda/fetch.h"
-#include "transport/cuda/stage.h"
 #include "transport/group/ring_group.h"
-#include "transport/handshake.h"
 #include "transport/runtime/cuda_event_transfer.h"
 #include "transport/runtime/stream_pool.h"
-#include "transport/shared_memory.h"
-#include "transport/symmetric_plan.h"
+#include "transport/symmetric/buffer_layout.h"
+#include "transport/symmetric/capture_aware_order.h"
+#include "transport/symmetric/kernels/fetch.h"
+#include "transport/symmetric/kernels/stage.h"
+#include "transport/symmetric/peer_device_memory.h"
+#include "transport/symmetric/signal_pad.h"
 
 namespace ringattn {
 namespace {

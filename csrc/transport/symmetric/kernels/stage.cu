@@ -9,7 +9,7 @@
 #include "peer_sync/memory_order.cuh"
 #include "peer_sync/protocol.h"
 #include "peer_sync/spin_wait.cuh"
-#include "transport/cuda/stage.h"
+#include "transport/symmetric/kernels/stage.h"
 
 namespace ringattn::cuda {
 namespace {

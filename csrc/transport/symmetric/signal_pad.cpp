@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/handshake.h"
+#include "transport/symmetric/signal_pad.h"
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -11,14 +11,14 @@
 #include <utility>
 
 #include "peer_sync/protocol.h"
-#include "transport/cuda/stream_words.h"
 #include "transport/group/ring_group.h"
-#include "transport/host_words.h"
 #include "transport/runtime/cuda_event_transfer.h"
 #include "transport/runtime/watchdog.h"
-#include "transport/shared_host_memory.h"
-#include "transport/shared_memory.h"
-#include "transport/signal_watch.h"
+#include "transport/symmetric/host_signal_pad.h"
+#include "transport/symmetric/peer_device_memory.h"
+#include "transport/symmetric/peer_host_memory.h"
+#include "transport/symmetric/signal_watchdog.h"
+#include "transport/symmetric/stream_memops.h"
 
 namespace ringattn {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/cuda/stream_words.h"
+#include "transport/symmetric/stream_memops.h"
 
 #include <algorithm>
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "catch.h"
-#include "transport/host_words.h"
+#include "transport/symmetric/host_signal_pad.h"
 
 using ringattn::HostSignals;
 using ringattn::HostWords;
