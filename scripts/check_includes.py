@@ -115,7 +115,10 @@ ROOMS = {
     "transport/symmetric/kernels": Room(rooms=("core", "peer_sync"), libraries=("cuda",)),
     "transport/symmetric/stream_memops": Room(rooms=("core",), libraries=("cuda",)),
     "ring": Room(
-        rooms=("core", "testing", "partition", "attention", "transport"),
+        rooms=(
+            *("core", "testing", "partition", "attention/params.h", "transport/transport.h"),
+            "attention/block_attention.h",
+        ),
         libraries=("torch", "cuda"),
     ),
     "ops": Room(
@@ -125,7 +128,7 @@ ROOMS = {
     "bindings": Room(
         rooms=(
             *("core", "testing", "partition", "planner"),
-            *("attention/block_attention.h", "ring/timings.h"),
+            *("attention/block_attention.h", "ring/step_recorder.h"),
             *("transport/group/peer_wait.h", "transport/group/ring_group.h"),
         ),
         libraries=("torch", "python"),

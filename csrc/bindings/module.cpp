@@ -13,7 +13,7 @@
 #include "partition/schedule.h"
 #include "planner/controller.h"
 #include "planner/planner.h"
-#include "ring/timings.h"
+#include "ring/step_recorder.h"
 #include "testing/fault_injection.h"
 #include "testing/throttle.h"
 #include "transport/group/peer_wait.h"

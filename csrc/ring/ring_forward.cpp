@@ -16,7 +16,7 @@
 #include "attention/block_attention.h"
 #include "attention/params.h"
 #include "core/kernel_waits.h"
-#include "ring/timings.h"
+#include "ring/step_recorder.h"
 #include "testing/throttle.h"
 
 namespace ringattn {

@@ -4,7 +4,7 @@
 #include "catch.h"
 #include "reference.h"
 #include "ring/ring_forward.h"
-#include "ring/timings.h"
+#include "ring/step_recorder.h"
 #include "testing/throttle.h"
 #include "transport/loopback.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ring/timings.h"
+#include "ring/step_recorder.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
