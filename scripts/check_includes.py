@@ -122,7 +122,11 @@ ROOMS = {
         libraries=("torch", "cuda"),
     ),
     "ops": Room(
-        rooms=("core", "partition", "attention", "transport", "ring"),
+        rooms=(
+            *("core", "partition", "ring", "transport/group", "transport/p2p_transport.h"),
+            *("attention/block_attention.h", "attention/decode_attention.h"),
+            "attention/merge_states.h",
+        ),
         libraries=("torch", "cuda", "dispatcher"),
     ),
     "bindings": Room(
