@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "transport/group/group_backend.h"
+#include "transport/peers.h"
 
 namespace ringattn::testing {
 

@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "planner/planner.h"
+#include "partition/planner.h"
 
 // What tests of plans share.
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "transport/symmetric/kernels/stage.h"
+#include "transport/cuda/stage.h"
 
 namespace ringattn::testing {
 

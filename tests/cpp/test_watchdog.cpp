@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "catch.h"
-#include "transport/runtime/watchdog.h"
+#include "transport/watchdog.h"
 
 using ringattn::Watchdog;
 using std::chrono::milliseconds;

@@ -7,7 +7,7 @@
 
 #include <limits>
 
-#include "core/lse_merge.h"
+#include "core/state.h"
 
 namespace ringattn::cpu {
 namespace {
