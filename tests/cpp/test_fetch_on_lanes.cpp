@@ -76,10 +76,15 @@ struct Call {
            all_are(read_for_streams, 1) && words[LaunchWords::kWarpsDone] == 0;
   }
 
-  // A peer says something after a while; what this device shows of itself until then.
-  uint32_t hears(uint32_t& word, uint32_t value) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
-    const uint32_t shown = __atomic_load_n(&phase, __ATOMIC_RELAXED);
+  // A peer signals once this device has shown a phase for a while, after 10 s in any case. Returns
+  // the phase that the device showed then.
+  uint32_t hears(uint32_t& word, uint32_t value, uint32_t expected) {
+    uint32_t shown = kNothing;
+    for (int tries = 0; tries < 50; ++tries) {  // a loaded machine may not have come that far
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      shown = __atomic_load_n(&phase, __ATOMIC_RELAXED);
+      if (shown == expected) break;
+    }
     comes = true;
     __atomic_store_n(&word, value, __ATOMIC_RELEASE);
     return shown;
@@ -127,7 +132,7 @@ TEST_CASE("on lanes: nothing is fetched before all peers have staged") {
     std::thread peer([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       call.fill();
-      shown = call.hears(call.staged[late], staged_heads(1));
+      shown = call.hears(call.staged[late], staged_heads(1), kBringing);
     });
     const cudaError_t error = fetch(call.params, nullptr);
     peer.join();
@@ -147,7 +152,7 @@ TEST_CASE("on lanes: what streams are told of a fetched block is taken back when
     if (word == &call.read[1] && !call.comes) too_early = true;
   };
   uint32_t shown = 0;
-  std::thread peer([&] { shown = call.hears(call.staged_for_streams[1], 7); });
+  std::thread peer([&] { shown = call.hears(call.staged_for_streams[1], 7, kTold); });
   const cudaError_t error = fetch(call.params, nullptr);
   peer.join();
   CHECK(error == cudaSuccess);
@@ -162,7 +167,7 @@ TEST_CASE("on lanes: who has fetched tells the others, and then waits until they
   Call call(5000);
   call.read_here[2] = 0;
   uint32_t shown = 0;
-  std::thread peer([&] { shown = call.hears(call.read_here[2], 1); });
+  std::thread peer([&] { shown = call.hears(call.read_here[2], 1, kWaiting); });
   const cudaError_t error = fetch(call.params, nullptr);
   const bool has_come = call.comes;
   peer.join();
