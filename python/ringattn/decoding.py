@@ -74,6 +74,13 @@ def choose(
     return hand_out(model.ring, sampler, batch, model.device, draw)
 
 
+def checksum(tokens: torch.Tensor) -> torch.Tensor:
+    """int64 without a dimension: equal for equal integers in equal order. Stays on the device."""
+    flat = tokens.flatten().to(torch.int64)
+    places = torch.arange(1, flat.numel() + 1, device=flat.device)
+    return ((flat + 1) * places * 0x9E3779B1).sum()
+
+
 def hand_out(
     ring: Ring, source: int, batch: int, device: torch.device, draw: Callable[[], torch.Tensor]
 ) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from ringattn._calls import agree
 from ringattn._checks import as_integer, check_flag, check_int64, check_integer, check_integers
 from ringattn._group import Ring
-from ringattn.decoding import choose, decode, on_device, prefill
+from ringattn.decoding import checksum, choose, decode, on_device, prefill
 from ringattn.models.graphs import DecodeGraphs, record
 from ringattn.models.llama import LLaMA
 from ringattn.partition import Partition
@@ -189,11 +189,9 @@ class _Request:
 
     def facts(self) -> dict[str, Any]:
         """What must be equal on all ranks, by the name an error calls it."""
-        flat = self.prompt_ids.flatten()
-        places = torch.arange(1, flat.numel() + 1, device=flat.device)
         return {
             "prompt_ids' shape": tuple(self.prompt_ids.shape),
-            "prompt_ids' checksum": int(((flat + 1) * places * 0x9E3779B1).sum()),
+            "prompt_ids' checksum": int(checksum(self.prompt_ids)),
             "partition": self.partition,
             "cache_lengths": self.cache_lengths,
             "max_new_tokens": self.max_new_tokens,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ringattn._calls import complete
 from ringattn._group import Ring
+from ringattn.decoding import checksum
 
 
 class Agreement:
@@ -49,9 +50,7 @@ class Agreement:
             return
         total = tokens.new_zeros((), dtype=torch.int64)
         if not tokens.is_floating_point():
-            flat = tokens.flatten().to(torch.int64)
-            places = torch.arange(1, flat.numel() + 1, device=flat.device)
-            total = ((flat + 1) * places * 0x9E3779B1).sum()
+            total = checksum(tokens)
         wrong = torch.zeros_like(total) if wrong is None else wrong.to(torch.int64)
         # The largest and, negated, the smallest sum. Note: ~x = -x - 1, which does not overflow.
         numbers = torch.stack((total, ~total, wrong))

@@ -15,7 +15,7 @@ from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthC
 
 from ringattn._calls import agree, complete
 from ringattn._group import Ring
-from ringattn.decoding import hand_out
+from ringattn.decoding import checksum, hand_out
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -150,13 +150,11 @@ class FirstRankStops(StoppingCriteriaList):
 
 def _facts(input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """What must be equal on all ranks, by the name an error calls it."""
-    flat = input_ids.flatten()
-    places = torch.arange(1, flat.numel() + 1, device=flat.device)
     mask = model_kwargs.get("attention_mask")
     return {
         "input_ids' shape": tuple(input_ids.shape),
-        "input_ids' checksum": int(((flat + 1) * places * 0x9E3779B1).sum()),
-        "attention_mask's sum": None if mask is None else int(mask.sum()),
+        "input_ids' checksum": int(checksum(input_ids)),
+        "attention_mask's checksum": None if mask is None else int(checksum(mask)),
         "max_length": config.max_length,
         "do_sample": bool(config.do_sample),
         "eos_token_id": str(config.eos_token_id),
