@@ -14,7 +14,7 @@ from torch import nn
 from ringattn import _C
 from ringattn._calls import agree
 from ringattn._checks import check_integers
-from ringattn._group import Group, Ring, resolve_group
+from ringattn._group import Group, GroupByName, Ring, keep, kept, resolve_group
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, plan
 from ringattn.profiles import RankProfile
@@ -41,8 +41,8 @@ class Adapter(Protocol):
     def cost(self, model: Any) -> ModelCost:
         """What one layer costs."""
 
-    def attach(self, model: Any, group: Group, split: Split, transport: str) -> None:
-        """Puts ``model`` on the ring."""
+    def attach(self, model: Any, settings: RingSettings) -> None:
+        """Puts ``model``, which has been checked, on the ring."""
 
     def detach(self, model: Any) -> None:
         """Undoes :meth:`attach`; nothing where it has not been called."""
@@ -123,6 +123,26 @@ class Split:
         return Partition(self.layout, tuple(lengths), self.order)
 
 
+@dataclass(frozen=True)
+class RingSettings:
+    """How the calls of a parallelized model go over the ring; hooks keep it."""
+
+    group: Group | GroupByName
+    split: Split
+    transport: str
+
+    def ring(self) -> Ring:
+        """This process among the ranks, as it is now."""
+        return resolve_group(kept(self.group))
+
+
+def check_transport(transport: str) -> None:
+    """ValueError where this build has no such transport."""
+    transports = ("auto", *_C.transports())
+    if transport not in transports:
+        raise ValueError(f"transport must be of {', '.join(transports)}, got {transport!r}")
+
+
 def parallelize(
     model: _Model,
     *,
@@ -163,9 +183,7 @@ def parallelize(
     split, mistake = None, None
     try:
         adapter = _adapter(model)
-        transports = ("auto", *_C.transports())
-        if transport not in transports:
-            raise ValueError(f"transport must be of {', '.join(transports)}, got {transport!r}")
+        check_transport(transport)
         mistake = adapter.refusal(model)
         if not (isinstance(partition, str) and partition == "auto"):
             split = Split.of(partition, ring.world_size)
@@ -177,7 +195,7 @@ def parallelize(
     if split is None:
         split = _measured(ring, adapter.cost(model), model, transport)
     adapter.detach(model)
-    adapter.attach(model, group, split, transport)
+    adapter.attach(model, RingSettings(keep(group), split, transport))
     return model
 
 

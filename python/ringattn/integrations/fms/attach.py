@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +11,16 @@ from fms.modules.attention import MultiHeadAttention
 from torch import nn
 
 from ringattn._calls import tell_peers
-from ringattn._group import Group, GroupByName, Ring, keep, kept, resolve_group
+from ringattn._group import Ring
 from ringattn.cache import ShardedKVCache
 from ringattn.integrations.fms.agreement import OTHER_MASK, Agreement
 from ringattn.integrations.fms.attention import NAME, LayerCall
 from ringattn.integrations.fms.caches import Sequences, handles_of, sequences_of
 from ringattn.integrations.fms.masks import check_values, differs, padding_of, visible
 from ringattn.integrations.fms.refusals import body_of, check_keywords, check_positions, family
+from ringattn.integrations.shared import by_name, parameter_names
 from ringattn.model_call import ModelCall
-from ringattn.parallel import Split
+from ringattn.parallel import RingSettings
 from ringattn.planning import ModelCost
 
 _ATTACHED = "_ringattn"  # the attribute of a body that is on a ring
@@ -30,24 +30,10 @@ _GENERATES = "ringattn_generates"
 
 
 @dataclass
-class Travel:
-    """The ring of a model, and how its calls go through it."""
-
-    group: Group | GroupByName
-    split: Split
-    transport: str
-    agreement: Agreement
-
-    def ring(self) -> Ring:
-        """This process among the ranks, as it is now."""
-        return resolve_group(kept(self.group))
-
-
-@dataclass
 class Attached:
     """What :func:`attach` did to a model."""
 
-    travel: Travel
+    settings: RingSettings
     handles: list[Any]
 
 
@@ -71,17 +57,17 @@ def cost(model: Any) -> ModelCost:
     return ModelCost(core.attention_flops, 2.0 * weights, core.kv_bytes)
 
 
-def attach(model: Any, group: Group, split: Split, transport: str) -> None:
+def attach(model: Any, settings: RingSettings) -> None:
     """See :func:`ringattn.parallelize`; ``model`` has been checked."""
-    travel = Travel(keep(group), split, transport, Agreement())
-    body = body_of(model)
-    attached = Attached(travel, [])
+    body, agreement = body_of(model), Agreement()
+    attached = Attached(settings, [])
+    before_body = BeforeBody(settings, agreement, parameter_names(body))
     attached.handles += [
-        body.register_forward_pre_hook(BeforeBody(travel, _names(body)), with_kwargs=True),
-        body.register_forward_hook(AfterBody(travel), with_kwargs=True),
+        body.register_forward_pre_hook(before_body, with_kwargs=True),
+        body.register_forward_hook(AfterBody(agreement), with_kwargs=True),
     ]
     if body is not model:
-        before = BeforeHead(_names(model))
+        before = BeforeHead(parameter_names(model))
         attached.handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
     setattr(body, _ATTACHED, attached)
 
@@ -94,10 +80,10 @@ def detach(model: Any) -> None:
             handle.remove()
 
 
-def travel_of(model: object) -> Travel | None:
+def settings_of(model: object) -> RingSettings | None:
     """How calls of a model go through the ring; None of one that is on none."""
     attached = getattr(body_of(model), _ATTACHED, None)
-    return None if attached is None else attached.travel
+    return None if attached is None else attached.settings
 
 
 class BeforeHead:
@@ -110,7 +96,7 @@ class BeforeHead:
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        given = by_name(self.names, args, kwargs)
         last = given.get("last_n_tokens") or (1 if given.get("only_last_token") else 0)
         # FMS takes the last rows of those that come back: all of them.
         more = {_LAST: last} if last > 0 else {}
@@ -122,19 +108,20 @@ class BeforeBody:
     """Before the layers: this rank's rows in, with their positions and the call that goes with
     them."""
 
-    def __init__(self, travel: Travel, names: list[str]) -> None:
-        self.travel = travel
+    def __init__(self, settings: RingSettings, agreement: Agreement, names: list[str]) -> None:
+        self.settings = settings
+        self.agreement = agreement
         self.names = names  # of the body's arguments: ids first
 
     def __call__(
         self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        self.travel.agreement.check()
-        ring = self.travel.ring()
+        self.agreement.check()
+        ring = self.settings.ring()
         try:
-            given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+            given = by_name(self.names, args, kwargs)
             ids = self.names[0]  # x_in, or x as in Mixtral
-            rows, rest = _prepared(body, ring, self.travel, given.get(ids), given)
+            rows, rest = _prepared(body, ring, self.settings, given.get(ids), given)
             return (), {ids: rows, **rest}
         except ValueError as error:
             tell_peers(ring, error)
@@ -144,8 +131,8 @@ class BeforeBody:
 class AfterBody:
     """After the layers: the rows that the caller asked for, of all ranks; the caller's cache."""
 
-    def __init__(self, travel: Travel) -> None:
-        self.travel = travel
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement = agreement
 
     def __call__(
         self, body: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -153,7 +140,7 @@ class AfterBody:
         context: Context = kwargs[_CALL]
         call, (hidden, _) = context.call, output
         with torch.no_grad():
-            self.travel.agreement.compare(call.ring, context.tokens, context.wrong)
+            self.agreement.compare(call.ring, context.tokens, context.wrong)
             whole = call.last(hidden, context.last) if context.last else call.whole(hidden)
         if hidden.requires_grad:
             whole = NoBackward.apply(whole, hidden)
@@ -201,12 +188,8 @@ _NO_BACKWARD = (
 )
 
 
-def _names(module: nn.Module) -> list[str]:
-    return list(inspect.signature(module.forward).parameters)
-
-
 def _prepared(
-    body: Any, ring: Ring, travel: Travel, tokens: Any, given: dict[str, Any]
+    body: Any, ring: Ring, settings: RingSettings, tokens: Any, given: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """This rank's rows and the keyword arguments of the layers, from those of the caller."""
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 + tokens.is_floating_point():
@@ -234,7 +217,7 @@ def _prepared(
         )
     mask, wrong = given.get("mask"), None
     if past is None:
-        call, past = _prompt(body, ring, travel, tokens, position_ids, mask, use_cache)
+        call, past = _prompt(body, ring, settings, tokens, position_ids, mask, use_cache)
     else:
         wrong = _check_step(body, past, tokens, position_ids, mask)
         call = ModelCall.decode(ring, past.store, tokens.size(1))
@@ -251,7 +234,7 @@ def _prepared(
 def _prompt(
     body: Any,
     ring: Ring,
-    travel: Travel,
+    settings: RingSettings,
     tokens: torch.Tensor,
     position_ids: torch.Tensor | None,
     mask: Any,
@@ -265,12 +248,12 @@ def _prompt(
         padding = padding_of(seen, position_ids)
     highest = num_tokens - 1 if position_ids is None else int(position_ids.max())
     check_positions(body, tokens.device, highest)
-    partition = travel.split.partition(num_tokens)
+    partition = settings.split.partition(num_tokens)
     store: ShardedKVCache | None = None
     if use_cache:
         store = ModelCall.new_cache(ring, partition, padding=padding, device=tokens.device)
     call = ModelCall.prefill(
-        ring, partition, cache=store, padding=padding, transport=travel.transport
+        ring, partition, cache=store, padding=padding, transport=settings.transport
     )
     if store is None:
         return call, None

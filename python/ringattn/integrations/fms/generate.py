@@ -15,8 +15,8 @@ from torch import nn
 
 from ringattn._calls import agree
 from ringattn._group import Ring
-from ringattn.decoding import hand_out
-from ringattn.integrations.fms.attach import travel_of
+from ringattn.decoding import checksum, hand_out
+from ringattn.integrations.fms.attach import settings_of
 from ringattn.integrations.fms.masks import check_values, padding_of, visible
 
 _Hook = Callable[..., tuple[torch.Tensor, MutableMapping[str, Any]]]
@@ -46,12 +46,12 @@ def generate(model: nn.Module, input_ids: torch.Tensor, *args: Any, **kwargs: An
             a model that is on no ring, padding after a prompt, more tokens than ``max_seq_len``
             (``generate`` of FMS would drop the first ones).
     """
-    travel = travel_of(model)
-    if travel is None:
+    settings = settings_of(model)
+    if settings is None:
         raise ValueError(
             "model must be on a ring, got one that is not: call ringattn.parallelize(model)"
         )
-    ring = travel.ring()
+    ring = settings.ring()
     bound = inspect.signature(fms.utils.generation.generate).bind(model, input_ids, *args, **kwargs)
     bound.apply_defaults()
     given, mistake = bound.arguments, None
@@ -120,8 +120,6 @@ def _facts(given: dict[str, Any]) -> dict[str, Any]:
     names = ("max_seq_len", "max_new_tokens", "do_sample", "use_cache", "eos_token_id")
     facts: dict[str, Any] = {name: given[name] for name in names}
     if isinstance(ids, torch.Tensor):
-        flat = ids.flatten()
-        places = torch.arange(1, flat.numel() + 1, device=flat.device)
         facts["input_ids' shape"] = tuple(ids.shape)
-        facts["input_ids' checksum"] = int(((flat + 1) * places * 0x9E3779B1).sum())
+        facts["input_ids' checksum"] = int(checksum(ids))
     return facts

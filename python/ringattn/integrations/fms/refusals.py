@@ -13,6 +13,7 @@ from fms.modules.positions import RotaryEmbedding
 from fms.modules.ssm import SSM
 from torch import nn
 
+from ringattn.integrations import shared
 from ringattn.integrations.fms.attention import NAME
 
 #: Modules of ``fms.models`` whose layers were read: they pass keyword arguments down to the
@@ -42,11 +43,7 @@ def body_of(model: Any) -> Any:
 
 def refusal(model: Any) -> str | None:
     """Why the ring cannot run this model, with every reason; None where it can."""
-    reasons = list(_reasons(model))
-    if not reasons:
-        return None
-    kind = type(model).__name__
-    return f"model must be one that the ring computes, got {kind}: {'; '.join(reasons)}"
+    return shared.refusal(type(model).__name__, _reasons(model))
 
 
 def _reasons(model: Any) -> Iterator[str]:
@@ -75,16 +72,9 @@ def _reasons(model: Any) -> Iterator[str]:
         if encoder is not None and type(encoder) is not RotaryEmbedding:
             yield f"its positions are encoded by {type(encoder).__name__}"
         elif encoder is not None and encoder.rope_type not in _ROPE_TYPES:
-            yield (
-                f"its rotary embedding is of type {encoder.rope_type!r}, which depends on the "
-                "length of a call"
-            )
-    for head_dim in sorted({layer.emb_kq_per_head for layer in layers}):
-        if head_dim % 8 or not 0 < head_dim <= 256:
-            yield f"its head dimension must be a multiple of 8 from 8 to 256, got {head_dim}"
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) > 1:
-        yield f"its weights must be on one device, got {', '.join(devices)}"
+            yield shared.rotary_reason(encoder.rope_type)
+    yield from shared.head_dim_reasons(sorted({layer.emb_kq_per_head for layer in layers}))
+    yield from shared.device_reasons(model)
 
 
 def check_keywords(given: Mapping[str, Any]) -> None:

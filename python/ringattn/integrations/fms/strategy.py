@@ -14,11 +14,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ringattn._calls import agree
-from ringattn._checks import check_transport
 from ringattn._group import Group, keep, kept, resolve_group
 from ringattn.integrations.fms.attention import NAME
 from ringattn.integrations.fms.rope import rope_arguments
-from ringattn.parallel import Split, parallelize
+from ringattn.parallel import Split, check_transport, parallelize
 from ringattn.partition import Partition
 
 _Model = TypeVar("_Model", bound=nn.Module)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ringattn._calls import tell_peers
-from ringattn._group import Group, GroupByName, Ring, keep, kept, resolve_group
+from ringattn._group import Ring
+from ringattn.integrations.shared import by_name, parameter_names
 from ringattn.integrations.transformers.attention import NAME
 from ringattn.integrations.transformers.caches import (
     PassingCache,
@@ -24,7 +24,7 @@ from ringattn.integrations.transformers.caches import (
 from ringattn.integrations.transformers.generate import Generate
 from ringattn.integrations.transformers.refusals import has_restarts, window
 from ringattn.model_call import ModelCall, Padding
-from ringattn.parallel import Split
+from ringattn.parallel import RingSettings
 from ringattn.planning import ModelCost
 
 _ATTACHED = "_ringattn"  # the attribute of a model that is on a ring
@@ -51,9 +51,8 @@ def cost(model: PreTrainedModel) -> ModelCost:
     return ModelCost.from_config(model.config.get_text_config(), dtype=model.dtype)
 
 
-def attach(model: Any, group: Group, split: Split, transport: str) -> None:
+def attach(model: Any, settings: RingSettings) -> None:
     """See :func:`ringattn.parallelize`; ``model`` has been checked."""
-    travel = Travel(keep(group), split, transport)
     body = model.base_model
     attached = Attached([], [])
     # transformers shares one config among the models that were made from it.
@@ -67,15 +66,16 @@ def attach(model: Any, group: Group, split: Split, transport: str) -> None:
     for module, config in attached.configs:
         module.config = own if config is not text or text is own else own_text
     attached.handles += [
-        body.register_forward_pre_hook(BeforeBody(travel), with_kwargs=True),
+        body.register_forward_pre_hook(
+            BeforeBody(settings, parameter_names(body)), with_kwargs=True
+        ),
         body.register_forward_hook(AfterBody(), with_kwargs=True),
     ]
     if body is not model:
-        attached.handles.append(
-            model.register_forward_pre_hook(BeforeHead(travel), with_kwargs=True)
-        )
+        before = BeforeHead(parameter_names(model))
+        attached.handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
     if hasattr(model, "generate"):
-        model.generate = Generate(model, travel.ring)
+        model.generate = Generate(model, settings.ring)
     setattr(model, _ATTACHED, attached)
 
 
@@ -91,33 +91,19 @@ def detach(model: Any) -> None:
     vars(model).pop("generate", None)
 
 
-@dataclass(frozen=True)
-class Travel:
-    """The ring of a model, and how its calls go through it."""
-
-    group: Group | GroupByName
-    split: Split
-    transport: str
-
-    def ring(self) -> Ring:
-        """This process among the ranks, as it is now."""
-        return resolve_group(kept(self.group))
-
-
 class BeforeHead:
     """Before a model with a head: which columns the head runs on, so that no other hidden states
     are put together."""
 
-    def __init__(self, travel: Travel) -> None:
-        self.travel = travel
+    def __init__(self, names: list[str]) -> None:
+        self.names = names  # of the model's arguments
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        names = _parameters(model)
-        kwargs = _by_name(names, args, kwargs)
+        kwargs = by_name(self.names, args, kwargs)
         kept_logits = kwargs.get("logits_to_keep")
-        if kept_logits is None or "logits_to_keep" not in names:
+        if kept_logits is None or "logits_to_keep" not in self.names:
             return (), kwargs
         if isinstance(kept_logits, int):
             if kept_logits == 0:
@@ -137,15 +123,18 @@ class BeforeBody:
     """Before the layers: this rank's rows in, with their positions and the call that goes with
     them."""
 
-    def __init__(self, travel: Travel) -> None:
-        self.travel = travel
+    def __init__(self, settings: RingSettings, names: list[str]) -> None:
+        self.settings = settings
+        self.names = names  # of the body's arguments
+        self.cache_name = next(name for name in _CACHES if name in names)
 
     def __call__(
         self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        ring = self.travel.ring()
+        ring = self.settings.ring()
         try:
-            return (), _prepared(body, ring, self.travel, _by_name(_parameters(body), args, kwargs))
+            given = by_name(self.names, args, kwargs)
+            return (), _prepared(body, ring, self.settings, self.cache_name, given)
         except ValueError as error:
             tell_peers(ring, error)
             raise
@@ -185,21 +174,11 @@ class Context:
     return_dict: bool
 
 
-def _parameters(module: nn.Module) -> list[str]:
-    return list(inspect.signature(module.forward).parameters)
-
-
-def _by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
 def _prepared(
-    body: nn.Module, ring: Ring, travel: Travel, kwargs: dict[str, Any]
+    body: nn.Module, ring: Ring, settings: RingSettings, cache_name: str, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """The keyword arguments of the layers, from those of the caller."""
     config: Any = body.config
-    names = _parameters(body)
-    cache_name = next(name for name in _CACHES if name in names)
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     if (ids is None) == (embeds is None):
         raise ValueError(
@@ -230,7 +209,7 @@ def _prepared(
         use_cache = True
     if layer is not None:
         check_ring_layer(layer, ring, config.num_hidden_layers, given)
-    call, positions = _call(ring, travel, config, tokens, layer, use_cache, kwargs)
+    call, positions = _call(ring, settings, config, tokens, layer, use_cache, kwargs)
     if use_cache and given is None:
         given = DynamicCache()
     prepared = {
@@ -258,7 +237,7 @@ def _prepared(
 
 def _call(
     ring: Ring,
-    travel: Travel,
+    settings: RingSettings,
     config: Any,
     tokens: torch.Tensor,
     layer: Any,
@@ -301,12 +280,12 @@ def _call(
             )
     if layer is None:
         padding = None if mask is None else Padding.of(mask)
-        partition = travel.split.partition(num_tokens)
+        partition = settings.split.partition(num_tokens)
         cache = None
         if use_cache:
             cache = ModelCall.new_cache(ring, partition, padding=padding, device=tokens.device)
         call = ModelCall.prefill(
-            ring, partition, cache=cache, padding=padding, transport=travel.transport
+            ring, partition, cache=cache, padding=padding, transport=settings.transport
         )
     else:
         _check_step(layer.padding, mask, past, num_tokens)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ringattn.integrations import shared
+
 #: Families whose layers were read: they pass keyword arguments down to the attention function, and
 #: nothing but attention looks at other tokens.
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "granite")
@@ -19,12 +21,7 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 def refusal(model: Any) -> str | None:
     """Why the ring cannot run this PreTrainedModel, with every reason; None where it can."""
     config = model.config.get_text_config()
-    reasons = list(_reasons(model, config))
-    if not reasons:
-        return None
-    return (
-        f"model must be one that the ring computes, got {config.model_type}: {'; '.join(reasons)}"
-    )
+    return shared.refusal(config.model_type, _reasons(model, config))
 
 
 def window(config: Any) -> int | None:
@@ -67,15 +64,13 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
     if not getattr(config, "is_causal", True) or not all(_causal(model)):
         yield "its attention is not causal (is_causal=False)"
     for kind in sorted(_rope_types(config) - set(_ROPE_TYPES)):
-        yield f"its rotary embedding is of type {kind!r}, which depends on the length of a call"
+        yield shared.rotary_reason(kind)
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None and getattr(config, "num_attention_heads", None):
         head_dim = config.hidden_size // config.num_attention_heads
-    if isinstance(head_dim, int) and (head_dim % 8 or not 0 < head_dim <= 256):
-        yield f"its head dimension must be a multiple of 8 from 8 to 256, got {head_dim}"
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) > 1:
-        yield f"its weights must be on one device, got {', '.join(devices)}"
+    if isinstance(head_dim, int):
+        yield from shared.head_dim_reasons([head_dim])
+    yield from shared.device_reasons(model)
 
 
 def _has_state_space(config: Any) -> bool:
