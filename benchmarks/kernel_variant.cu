@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "attention/cuda/sm90/launch.h"
-#include "core/remote_keys.h"
 #include "partition/schedule.h"
-#include "transport/cuda/stage.h"
+#include "peer_sync/protocol.h"
+#include "transport/symmetric/kernels/stage.h"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 

@@ -74,10 +74,10 @@ def build(name: str, tree: Path, head_dim: int, defines: list[str]) -> Path:
     sources = {
         sm90 / "instantiations" / f"block_attention_bfloat16_{kernel_dim}.cu": ["-Xptxas=-v"],
         sm90 / "tensor_map.cu": [],
-        tree / "csrc/attention/turn_order.cpp": [],
+        tree / "csrc/attention/cuda/sm90/scheduler/makespan.cpp": [],
         tree / "csrc/partition/partition.cpp": [],
         tree / "csrc/partition/schedule.cpp": [],
-        tree / "csrc/transport/cuda/stage.cu": [],
+        tree / "csrc/transport/symmetric/kernels/stage.cu": [],
         HERE / "kernel_variant.cu": [f"-DVARIANT_HEAD_DIM={kernel_dim}"],
     }
     flags = [*_FLAGS, f"-I{tree / 'csrc'}", *(f"-D{define}" for define in defines)]

@@ -7,13 +7,13 @@
 
 #include "attention/cpu/block_attention.h"
 #include "core/log.h"
-#include "core/unequal.h"
+#include "testing/throttle.h"
 
 #ifdef RINGATTN_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
 
 #include "attention/cuda/block_attention.h"
-#include "attention/kernel_params.h"
+#include "attention/tensor_params.h"
 #endif
 
 namespace ringattn {

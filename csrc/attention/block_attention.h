@@ -10,8 +10,8 @@
 
 #include "core/attention_tile.h"
 #include "core/export.h"
-#include "core/remote_keys.h"
 #include "core/shape.h"
+#include "peer_sync/protocol.h"
 
 // Block attention on tensors of any device that has kernels. Arguments have been checked by the
 // caller.

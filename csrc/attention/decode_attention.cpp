@@ -12,7 +12,7 @@
 #include <ATen/cuda/CUDAContextLight.h>
 
 #include "attention/cuda/decode_attention.h"
-#include "attention/kernel_params.h"
+#include "attention/tensor_params.h"
 #endif
 
 namespace ringattn {

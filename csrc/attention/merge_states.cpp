@@ -7,7 +7,7 @@
 
 #ifdef RINGATTN_WITH_CUDA
 #include "attention/cuda/merge_states.h"
-#include "attention/kernel_params.h"
+#include "attention/tensor_params.h"
 #endif
 
 namespace ringattn {

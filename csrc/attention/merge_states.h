@@ -10,9 +10,9 @@
 
 namespace ringattn {
 
-/// Folds the state (other_out, other_lse) into (out, lse), in place: core/state.h's algebra, row by
-/// row. out, other_out [B, S_q, H, D] and lse, other_lse [B, H, S_q]; float32 or float64, all the
-/// same; any strides.
+/// Folds the state (other_out, other_lse) into (out, lse), in place: core/lse_merge.h's algebra,
+/// row by row. out, other_out [B, S_q, H, D] and lse, other_lse [B, H, S_q]; float32 or float64,
+/// all the same; any strides.
 RINGATTN_API void merge_states_(const at::Tensor& out, const at::Tensor& lse,
                                 const at::Tensor& other_out, const at::Tensor& other_lse);
 

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "core/remote_keys.h"
 #include "core/shape.h"
+#include "peer_sync/protocol.h"
 
 // What a kernel is told. Plain data: no torch, no CUDA types, so that every kernel family and every
 // host of one can include it.

@@ -10,14 +10,14 @@
 #include "attention/block_attention.h"
 #include "core/interrupt.h"
 #include "core/log.h"
-#include "core/unequal.h"
-#include "partition/controller.h"
-#include "partition/planner.h"
 #include "partition/schedule.h"
-#include "ring/timings.h"
-#include "transport/hostility.h"
-#include "transport/peer_wait.h"
-#include "transport/ring_group.h"
+#include "planner/controller.h"
+#include "planner/planner.h"
+#include "ring/step_recorder.h"
+#include "testing/fault_injection.h"
+#include "testing/throttle.h"
+#include "transport/group/peer_wait.h"
+#include "transport/group/ring_group.h"
 
 #ifdef RINGATTN_WITH_CUDA
 #include <cuda_runtime_api.h>

@@ -13,7 +13,7 @@
 #include <thread>
 #include <utility>
 
-#include "core/process_wide.h"
+#include "core/process_singleton.h"
 
 namespace ringattn {
 namespace {

@@ -11,8 +11,8 @@
 
 #include "core/shape.h"
 #include "partition/partition.h"
-#include "transport/message_transport.h"
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
+#include "transport/p2p_transport.h"
 
 // What operators ask of their arguments, once: below this room nobody checks again. A refusal reads
 // "subject must rule, got value". The prefix tells the Python layer that the caller is to blame.

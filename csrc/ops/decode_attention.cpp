@@ -5,7 +5,7 @@
 #include <torch/library.h>
 
 #include "ops/checks.h"
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
 
 namespace ringattn {
 namespace {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "ops/checks.h"
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
 
 namespace ringattn {
 namespace {

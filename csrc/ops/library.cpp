@@ -2,7 +2,7 @@
 #include <torch/library.h>
 
 // Every operator of this package. Kernels are registered beside their code, in the file of the same
-// name; gradients, autocast and vmap in autograd.cpp; shapes for tracing in
+// name; gradients, autocast and vmap in dispatch_rules.cpp; shapes for tracing in
 // python/ringattn/_ops.py.
 //
 //   q [B, S_q, H, D]; k, v [B, S_k, H_kv, D]; out like q; lse [B, H, S_q], float32 (float64 for

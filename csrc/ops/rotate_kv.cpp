@@ -14,9 +14,9 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-#include "core/process_wide.h"
+#include "core/process_singleton.h"
 #include "ops/checks.h"
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
 
 namespace ringattn {
 namespace {

@@ -15,9 +15,9 @@
 
 #include "attention/block_attention.h"
 #include "attention/params.h"
-#include "core/unequal.h"
-#include "ring/timings.h"
-#include "transport/kernel_waits.h"
+#include "core/kernel_waits.h"
+#include "ring/step_recorder.h"
+#include "testing/throttle.h"
 
 namespace ringattn {
 namespace {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "core/export.h"
-#include "core/remote_keys.h"
 #include "core/shape.h"
+#include "peer_sync/protocol.h"
 
 // How key/value blocks travel. The ring loop sees Transport and BlockStream and nothing below them.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank should own how many tokens, when the ranks are not equally fast.
 
-The arithmetic is ``csrc/partition/planner.cpp``.
+The arithmetic is ``csrc/planner/planner.cpp``.
 """
 
 from __future__ import annotations

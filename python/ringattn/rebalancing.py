@@ -118,7 +118,7 @@ class Rebalancer:
         ValueError: as :func:`ringattn.plan`.
 
     The control law is exponential smoothing with a test for level shifts and hysteresis
-    (``csrc/partition/controller.h``).
+    (``csrc/planner/controller.h``).
     """
 
     def __init__(

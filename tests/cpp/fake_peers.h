@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "transport/peers.h"
+#include "transport/group/group_backend.h"
 
 namespace ringattn::testing {
 

@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "partition/planner.h"
+#include "planner/planner.h"
 
 // What tests of plans share.
 

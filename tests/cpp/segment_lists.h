@@ -11,8 +11,8 @@
 
 #include "attention/block_attention.h"
 #include "attention/cuda/block_attention.h"
-#include "attention/cuda/sm90/tile_order.h"
-#include "attention/kernel_params.h"
+#include "attention/cuda/sm90/scheduler/tile_scheduler.h"
+#include "attention/tensor_params.h"
 #include "catch.h"
 
 // Launches over a list of key segments: problems, what is launched, and what to expect of it.

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "transport/cuda/stage.h"
+#include "transport/symmetric/kernels/stage.h"
 
 namespace ringattn::testing {
 

@@ -8,8 +8,8 @@
 #include <stdexcept>
 
 #include "catch.h"
-#include "partition/controller.h"
-#include "partition/planner.h"
+#include "planner/controller.h"
+#include "planner/planner.h"
 
 using ringattn::Controller;
 using ringattn::Layout;

@@ -3,12 +3,12 @@
 #include <cuda_runtime_api.h>
 
 #include "catch.h"
-#include "core/remote_keys.h"
 #include "device.h"
 #include "meanwhile.h"
+#include "peer_sync/protocol.h"
 #include "stage_words.h"
-#include "transport/cuda/fetch.h"
-#include "transport/cuda/stage.h"
+#include "transport/symmetric/kernels/fetch.h"
+#include "transport/symmetric/kernels/stage.h"
 
 // One device, which fetches what it has staged itself: its own words stand for those of other
 // ranks.

@@ -11,7 +11,7 @@
 // The kernel that fetches, the device code itself, on threads for lanes. Note: under another name,
 // since the library that the tests link has the one for devices.
 #define ringattn ringattn_on_lanes
-#include "transport/cuda/fetch.cu"
+#include "transport/symmetric/kernels/fetch.cu"
 
 namespace {
 

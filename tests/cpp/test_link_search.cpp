@@ -5,7 +5,7 @@
 #include <random>
 
 #include "catch.h"
-#include "partition/planner.h"
+#include "planner/planner.h"
 #include "plans.h"
 
 using ringattn::Layout;

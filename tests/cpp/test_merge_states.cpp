@@ -5,7 +5,7 @@
 
 #include "attention/merge_states.h"
 #include "catch.h"
-#include "core/state.h"
+#include "core/lse_merge.h"
 #include "reference.h"
 
 using ringattn::merge_weights;

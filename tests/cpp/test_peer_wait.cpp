@@ -13,9 +13,9 @@
 #include "catch.h"
 #include "core/interrupt.h"
 #include "fake_peers.h"
-#include "transport/peer_wait.h"
-#include "transport/ring_group.h"
-#include "transport/wait_ticker.h"
+#include "transport/group/peer_wait.h"
+#include "transport/group/ring_group.h"
+#include "transport/runtime/wait_ticker.h"
 
 using namespace ringattn;
 using ringattn::testing::FakePeers;

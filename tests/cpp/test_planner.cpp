@@ -6,8 +6,8 @@
 #include <stdexcept>
 
 #include "catch.h"
-#include "partition/planner.h"
-#include "partition/ring_simulation.h"
+#include "planner/planner.h"
+#include "planner/ring_simulation.h"
 #include "plans.h"
 
 using ringattn::Layout;

@@ -2,10 +2,10 @@
 #include <ATen/ATen.h>
 
 #include "catch.h"
-#include "core/unequal.h"
 #include "reference.h"
 #include "ring/ring_forward.h"
-#include "ring/timings.h"
+#include "ring/step_recorder.h"
+#include "testing/throttle.h"
 #include "transport/loopback.h"
 
 using ringattn::Block;

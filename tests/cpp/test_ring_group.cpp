@@ -11,7 +11,7 @@
 
 #include "catch.h"
 #include "fake_peers.h"
-#include "transport/ring_group.h"
+#include "transport/group/ring_group.h"
 
 using namespace ringattn;
 using ringattn::testing::FakePeers;

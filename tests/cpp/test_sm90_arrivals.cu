@@ -7,8 +7,8 @@
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/tensor_map.h"
 #include "catch.h"
-#include "core/waiting.cuh"
 #include "device.h"
+#include "peer_sync/spin_wait.cuh"
 #include "swizzle.h"
 
 // A thread block reads what another one brings while both run.

@@ -6,11 +6,11 @@
 #include <vector>
 
 #include "catch.h"
-#include "core/remote_keys.h"
 #include "device.h"
 #include "meanwhile.h"
+#include "peer_sync/protocol.h"
 #include "stage_words.h"
-#include "transport/cuda/stage.h"
+#include "transport/symmetric/kernels/stage.h"
 
 // One device, whose own words stand for those of other ranks.
 

@@ -14,7 +14,7 @@
 // The staging kernel, the device code itself, on threads for lanes. Note: under another name, since
 // the library that the tests link has the one for devices.
 #define ringattn ringattn_on_lanes
-#include "transport/cuda/stage.cu"
+#include "transport/symmetric/kernels/stage.cu"
 
 namespace {
 

@@ -5,10 +5,10 @@
 #include <random>
 #include <stdexcept>
 
-#include "attention/cuda/sm90/tile_choice.h"
+#include "attention/cuda/sm90/scheduler/tile_selection.h"
 #include "catch.h"
-#include "partition/planner.h"
 #include "partition/schedule.h"
+#include "planner/planner.h"
 #include "plans.h"
 
 using ringattn::AttentionTile;

@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "catch.h"
-#include "transport/watchdog.h"
+#include "transport/runtime/watchdog.h"
 
 using ringattn::Watchdog;
 using std::chrono::milliseconds;

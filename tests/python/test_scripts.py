@@ -95,6 +95,29 @@ def test_check_includes_gives_help_and_checks_folders(tmp_path: Path) -> None:
     assert done.stdout.startswith("csrc/core/shape.h: core may not see torch: core/shape.h -> ATen")
 
 
+def test_check_includes_tells_rooms_inside_of_another_apart(tmp_path: Path) -> None:
+    (tmp_path / "transport/symmetric").mkdir(parents=True)
+    inner, outer = "transport/symmetric/transport.h", "transport/transport.h"
+    (tmp_path / inner).write_text(f'#include "{outer}"\n')
+    (tmp_path / outer).write_text(f'#include "{inner}"\n')
+    done = check_includes(tmp_path)
+    breaches = [line for line in done.stdout.splitlines() if line.startswith("csrc/")]
+    assert breaches == [f"csrc/{outer}:1: transport may not include {inner}"]
+
+
+def test_check_includes_allows_an_exception_for_as_long_as_it_is_one(tmp_path: Path) -> None:
+    headers = ("transport/p2p/nccl.h", "transport/symmetric/transport.h")
+    source = tmp_path / "transport/group/ring_group.cpp"
+    for path in (source, *(tmp_path / header for header in headers)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    source.write_text(f'#include "{headers[0]}"\n')
+    lines = [line for line in check_includes(tmp_path).stdout.splitlines() if "ring_group" in line]
+    listed = "scripts/check_includes.py: EXCEPTIONS names"
+    about = "csrc/transport/group/ring_group.cpp, which does not include it"
+    assert lines == [f"{listed} {headers[1]} for {about}"]
+
+
 def test_setup_is_told_its_extras_wherever_it_is_sourced() -> None:
     """Sourced without arguments, a script sees those of the one that sources it."""
     sourced = {

@@ -7,7 +7,7 @@
 
 #include <limits>
 
-#include "core/state.h"
+#include "core/lse_merge.h"
 
 namespace ringattn::cpu {
 namespace {

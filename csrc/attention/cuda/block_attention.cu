@@ -8,7 +8,7 @@
 #include "attention/cuda/block_attention.h"
 #include "attention/cuda/sm80/launch.h"
 #include "attention/cuda/sm90/launch.h"
-#include "attention/cuda/sm90/tile_choice.h"
+#include "attention/cuda/sm90/scheduler/tile_selection.h"
 
 namespace ringattn::cuda {
 namespace {

@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "attention/cuda/sm90/copies.cuh"
 #include "attention/cuda/sm90/epilogue.cuh"
 #include "attention/cuda/sm90/launch.h"
+#include "attention/cuda/sm90/producer.cuh"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/named_barrier.cuh"

@@ -12,10 +12,10 @@
 
 #include "attention/cuda/sm90/block_attention_kernel.cuh"
 #include "attention/cuda/sm90/launch.h"
+#include "attention/cuda/sm90/scheduler/makespan.h"
+#include "attention/cuda/sm90/scheduler/tile_cost.h"
+#include "attention/cuda/sm90/scheduler/tile_selection.h"
 #include "attention/cuda/sm90/tensor_map.h"
-#include "attention/cuda/sm90/tile_choice.h"
-#include "attention/cuda/sm90/turn_times.h"
-#include "attention/turn_order.h"
 
 // The host's side of one instantiation: tile order, tensor maps, launch.
 

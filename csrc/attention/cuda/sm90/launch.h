@@ -4,7 +4,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-#include "attention/cuda/sm90/tile_order.h"
+#include "attention/cuda/sm90/scheduler/tile_scheduler.h"
 #include "attention/params.h"
 
 // The kernel family for compute capability 9.0 (Hopper): float16 and bfloat16. Kernels are
@@ -13,7 +13,7 @@
 namespace ringattn::cuda::sm90 {
 
 /// The order in which keys are brought: slices of KV heads, of each all segments that have a
-/// source, plane by plane, in pieces (arrivals.cuh). Pieces are counted by segments and heads.
+/// source, plane by plane, in pieces (remote_fetch.cuh). Pieces are counted by segments and heads.
 struct BringOrder {
   uint32_t num_kv_heads;
   uint32_t heads_per_slice;
@@ -82,7 +82,7 @@ struct SegmentedParams : KernelParams {
   BroughtKeys brought[kSegments];
 
   /// Where turns are handed out: from the first of these on, they are taken in this order
-  /// (turn_order.h).
+  /// (makespan.h).
   static constexpr int kRoomForTurns = kBringing ? kMostLastTurns : 1;
   int first_last_turn;
   uint16_t last_turns[kRoomForTurns];

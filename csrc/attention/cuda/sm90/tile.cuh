@@ -7,8 +7,8 @@
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
-#include "attention/cuda/sm90/tile_choice.h"
-#include "attention/cuda/sm90/turn_times.h"
+#include "attention/cuda/sm90/scheduler/tile_cost.h"
+#include "attention/cuda/sm90/scheduler/tile_selection.h"
 
 // What a thread block works on and with: the shape of its tiles, its shared memory, and the order
 // in which it takes its tiles.
@@ -99,9 +99,9 @@ struct TileShape {
   static_assert(kSharedBytes <= kMaxSharedBytes);
 };
 
-// By the largest head dimension. Up to 128 the host chooses between two sizes (tile_choice.h); of
-// each there are shapes for calls with a state, for those without, and for those without that bring
-// so much that larger parcels pay (WithRoom).
+// By the largest head dimension. Up to 128 the host chooses between two sizes (tile_selection.h);
+// of each there are shapes for calls with a state, for those without, and for those without that
+// bring so much that larger parcels pay (WithRoom).
 // clang-format off
 using Tile64 = TileShape<64, 4, 64, 3, 3, true, false, 4096, 32, 112>;
 using Tile128 = TileShape<128, 3, 80, 3, 3, false, true, 1280, 32, 160>;

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/export.h"
+#include "partition/partition.h"
+#include "planner/profile.h"
+
+// How many tokens each of unequal ranks should own, in which order blocks visit them, and how far
+// ahead they should travel.
+
+namespace ringattn {
+
+/// What is to be computed. Training: forward and backward, 3.5 times the attention of a forward
+/// pass (FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4.1) and 3 times its products.
+struct Workload {
+  bool causal = true;
+  bool training = false;
+};
+
+struct Plan {
+  Partition partition;
+  int64_t depth = 1;                  // blocks in flight ahead of the one being attended
+  int64_t least_depth = 1;            // with which these lengths have nobody wait longer
+  std::vector<double> rank_ms;        // [W], predicted, waits for blocks included
+  double ideal_ms = 0.0;              // without overheads, limits of memory, and rounding
+  std::vector<int64_t> memory_bytes;  // [W], key/value buffers of a ring call
+};
+
+/// Milliseconds that each rank takes for a layer: overhead + tokens x time per token, which holds
+/// causal attention to half the sequence (zigzag) or to what lies before the token (contiguous);
+/// tiles of attention that its tokens do not fill (`padding_ms`); and what it waits for blocks, by
+/// `simulate_waits`, with so many of them under way (absent: all).
+RINGATTN_API std::vector<double> predict(const Partition& partition,
+                                         const std::vector<RankProfile>& profiles,
+                                         const ModelCost& cost, const Workload& workload,
+                                         std::optional<int64_t> depth = std::nullopt);
+
+/// The partition whose slowest rank is fastest, by `predict`.
+///
+/// Where nobody waits for blocks, no other partition into whole tokens is faster by more than
+/// 0.5 %, and none at all below 512 tokens a rank: long sequences are dealt out in units of 16, 64
+/// or 256 tokens, which fill the tiles of attention kernels, where that costs no more. Up to 8
+/// ranks this holds over all orders of a contiguous partition, above them for the order from fast
+/// to slow.
+///
+/// Where kernels compute whole tiles (`RankProfile::tiles`), lengths that fill them are taken
+/// instead if they are faster (than even ones: by a hundredth): of three ranks with ten tiles each
+/// the best up to a percent, of a few tiles only nearly so (`fill_tiles`).
+///
+/// Where these lengths would have ranks wait, for the bandwidth of links (their latency is only
+/// predicted, and moves no tokens) or for want of depth, others are searched
+/// for: without ranks whose blocks take longer than they help, and with tokens where they hide or
+/// shorten the waits. That finds the best of two or three ranks up to a percent in most cases, of
+/// more ranks often up to some percent, without a bound (`search_with_links`).
+///
+/// The even partition is taken wherever it is as fast, and kept for equal ranks that wait, or whose
+/// tiles it does not fill, unless another is a tenth faster.
+///
+/// `depth` absent: W - 1, with which nobody waits for a rank that computes. The least depth that
+/// would do for these lengths is what `simulate_ring` finds as fast; under zigzag, where the order
+/// costs nothing by itself, it is the one that makes that depth least.
+///
+/// Throws std::invalid_argument for no profiles, a negative length, limits that do not hold the
+/// sequence, a depth below 1.
+RINGATTN_API Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles,
+                       const ModelCost& cost, Layout layout, const Workload& workload,
+                       std::optional<int64_t> depth);
+
+/// How many of `num_tokens` cached keys each rank should hold, so that the slowest has read its own
+/// soonest: in proportion to memory_gbps, within max_tokens; evenly where that is as fast or where
+/// no bandwidth is known. Throws std::invalid_argument as `plan`, and for bandwidths known of some
+/// ranks only.
+RINGATTN_API std::vector<int64_t> plan_cache(int64_t num_tokens,
+                                             const std::vector<RankProfile>& profiles,
+                                             const ModelCost& cost);
+
+}  // namespace ringattn

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ring/step_recorder.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "core/process_singleton.h"
+
+namespace ringattn {
+
+Stamp::Stamp(c10::Device device) : time_(std::chrono::steady_clock::now()) {
+  if (device.is_cpu()) return;
+  event_ = std::make_shared<c10::Event>(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+  event_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+double Stamp::until(const Stamp& later) const {
+  if (!event_) return std::chrono::duration<double, std::milli>(later.time_ - time_).count();
+  later.event_->synchronize();
+  return event_->elapsedTime(*later.event_);
+}
+
+Recorder& Recorder::get() { return process_wide<Recorder>(); }
+
+void Recorder::start(bool by_block) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  pending_.clear();
+  num_calls_ = 0;
+  by_block_ = by_block;
+  on_ = true;
+}
+
+void Recorder::add(std::vector<std::function<StepTiming()>> steps) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::move(steps.begin(), steps.end(), std::back_inserter(pending_));
+}
+
+std::vector<StepTiming> Recorder::stop() {
+  on_ = false;
+  std::vector<std::function<StepTiming()>> pending;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pending.swap(pending_);
+  }
+  std::vector<StepTiming> steps;
+  for (const auto& finish : pending) steps.push_back(finish());
+  return steps;
+}
+
+}  // namespace ringattn

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/export.h"
+#include "transport/group/call_signature.h"
+#include "transport/group/group_backend.h"
+
+namespace ringattn {
+
+/// A call that this rank leaves although its own arguments are right: a peer refused it or is in
+/// another one. The peers that wait for this rank are told; the group works on.
+class CallLeft : public c10::Error {
+ public:
+  using c10::Error::Error;
+};
+
+/// Ranks compare what they were asked to do before anything is sent, through the group's store. A
+/// signature that was agreed on once costs a look-up from then on.
+///
+/// Ranks in known calls that differ, and a rank that refuses a known call while its peers are in
+/// it, are found while ranks wait. A rank that has waited for a while publishes what it asks for
+/// (show) and looks at what the ranks that it waits for have published (objection). Why so, and not
+/// by a header on each message: a call without a long wait costs nothing, and the same look tells
+/// why a peer has left the call and whether its group has ended. The longest chain of ranks that
+/// wait for each other passes a word on in a few looks.
+///
+/// Messages on CPU carry a tag of the call's number and signature (tag), so no rank ever takes the
+/// data of one call for that of another, and calls after a refused or a different one need no
+/// comparison. Kernels and NCCL have no such tags. For their calls (`tagged` is false) ranks
+/// compare again after a refusal, and say how many calls they have been in: a rank that refused a
+/// call that others made is out of step there, and the group ends.
+///
+/// Calls are numbered by the group; all ranks make the same calls in the same order, refused ones
+/// included. Not thread-safe, but for absence(): one call at a time.
+class RINGATTN_API Agreement {
+ public:
+  /// Kinds of calls that are remembered, the oldest no longer than others. Lengths of shards make a
+  /// kind, and a server sees ever new ones. All ranks forget at the same call.
+  static constexpr size_t kMostAgreed = 4096;
+
+  explicit Agreement(Peers& peers) : peers_(peers) {}
+
+  /// Whether the ranks have agreed on this before.
+  bool knows(const Signature& signature) const;
+  /// Returns when all ranks ask for the same; throws on every rank when one differs, was refused
+  /// its arguments, or does not come within the group's timeout. Calls `poll` with a missing rank
+  /// while it waits for that one.
+  void join(int64_t call, Signature signature, bool tagged, c10::function_ref<void(int64_t)> poll);
+  /// Tells the others that this rank's arguments are wrong.
+  void refuse(int64_t call, const std::string& message);
+  /// Tells them that it failed in the middle of the call.
+  void fail(int64_t call, const std::string& reason);
+
+  /// Publishes what this rank asks for in `call` and asked for in the one before, unless it has.
+  void show(int64_t call);
+  /// Why this rank should leave `call`, by what `peers` have published: one has refused it, has
+  /// left it, or asks for something else.
+  std::optional<std::string> objection(int64_t call, const std::vector<int64_t>& peers);
+  /// Tells the others that this rank has left the call, and why.
+  void leave(int64_t call, const std::string& sentence);
+
+  /// What messages at `step` of the latest call are marked with, the same on all ranks and another
+  /// one for calls that are not the same: where a transport can, it pairs only what belongs
+  /// together. Not negative.
+  int32_t tag(int64_t step) const;
+  /// The same on all ranks for calls of the latest one's kind, and another one for other kinds:
+  /// what is marked with it may be replayed, beside a call that is not. Not negative.
+  int32_t kind() const;
+  /// The operator of a recent call; nothing for an older one.
+  std::optional<std::string> operation(int64_t call) const;
+  /// Why a rank does not take part in a call.
+  struct Absence {
+    bool refused = false;  // it never did; false: it failed in the middle
+    std::string why;
+  };
+  /// What `rank` said of `call`, if it refused it or failed in it.
+  std::optional<Absence> absence(int64_t call, int64_t rank);
+
+ private:
+  using Words = std::vector<std::optional<std::string>>;  // [W]: what each rank has published
+  /// What follows from ranks that do not all ask for the same.
+  struct Verdict {
+    std::string sentence;
+    bool ends_group = false;
+  };
+
+  // A hash of the signature's text, once all ranks have asked for the same.
+  uint32_t compare(int64_t call, const Signature& signature, int64_t calls_before,
+                   c10::function_ref<void(int64_t)> poll);
+  std::optional<Verdict> judge(const Words& words) const;
+  static std::string word(const Signature& signature, int64_t calls_before);
+  bool differs(const Words& words, const std::string& mine) const;
+  void look(int64_t call, Words& words);
+  void publish(int64_t call, const std::string& text);
+  struct Recent {
+    int64_t call = -1;
+    int64_t calls_before = 0;  // untagged ones that this rank had been in; 0 for a tagged call
+    std::optional<Signature> signature;
+  };
+  const Recent* recent(int64_t call) const;
+
+  Peers& peers_;
+  std::unordered_map<std::string, uint32_t> agreed_;  // by key of a signature: a hash of its text
+  bool meet_ = false;                  // untagged calls compare what has been agreed on before, too
+  uint32_t latest_ = 0;                // a hash of the latest call
+  uint32_t latest_kind_ = 0;           // and of its text
+  int64_t untagged_calls_ = 0;         // that this rank has been in
+  std::array<Recent, 4> recent_;       // by number of the call
+  std::deque<std::string> published_;  // keys of this rank that are in the store
+};
+
+}  // namespace ringattn

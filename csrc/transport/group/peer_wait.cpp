@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/group/peer_wait.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <utility>
+
+#include "core/interrupt.h"
+#include "core/log.h"
+#include "transport/group/ring_group.h"
+
+namespace ringattn {
+
+using std::chrono::milliseconds;
+
+std::string one_of(std::vector<int64_t> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  std::string names;
+  for (const int64_t rank : ranks) {
+    names += (names.empty() ? "rank " : " or rank ") + std::to_string(rank);
+  }
+  return names;
+}
+
+milliseconds WaitReport::first_report() {
+  static const milliseconds first = [] {
+    constexpr double kDefaultSeconds = 10.0;
+    const char* given = std::getenv("RINGATTN_WAIT_REPORT_S");
+    const double seconds = given != nullptr ? std::atof(given) : 0.0;
+    return milliseconds(static_cast<int64_t>(1e3 * (seconds > 0.0 ? seconds : kDefaultSeconds)));
+  }();
+  return first;
+}
+
+WaitReport::WaitReport(milliseconds first) : first_(first), next_(first) {}
+
+bool WaitReport::due(milliseconds waited) {
+  if (waited < next_) return false;
+  constexpr int kFurther = 6;
+  next_ = next_ == first_ ? kFurther * first_ : next_ + kFurther * first_;
+  return true;
+}
+
+void WaitReport::log(int64_t rank, const std::vector<int64_t>& peers, const std::string& place,
+                     milliseconds waited) {
+  const int64_t tenths = waited.count() / 100;
+  const std::string fraction = tenths < 100 ? "." + std::to_string(tenths % 10) : "";
+  ringattn::log(LogLevel::kWarning, "rank " + std::to_string(rank) + " has waited " +
+                                        std::to_string(tenths / 10) + fraction + " s for " +
+                                        one_of(peers) + " in " + place);
+}
+
+PeerWait::PeerWait(RingGroup& group, int64_t call, int64_t step, std::vector<int64_t> peers,
+                   std::string operation)
+    : group_(group),
+      call_(call),
+      step_(step),
+      peers_(std::move(peers)),
+      operation_(std::move(operation)) {}
+
+std::string PeerWait::place() const {
+  return "step " + std::to_string(step_) + " of " +
+         (operation_.empty() ? group_.operation(call_) : operation_);
+}
+
+void PeerWait::interrupt() {
+  group_.fail("rank " + std::to_string(group_.rank()) + " was interrupted in " + place() +
+              "; the group cannot be used any more");
+}
+
+bool PeerWait::expired() const { return Clock::now() - start_ >= group_.peers().timeout() * 4 / 5; }
+
+void PeerWait::poll() {
+  try {
+    check_interrupt();
+  } catch (...) {
+    interrupt();
+    throw;
+  }
+  group_.throw_if_failed();
+  const auto now = Clock::now();
+  const auto waited = std::chrono::duration_cast<milliseconds>(now - start_);
+  if (now >= next_look_) {
+    group_.look_for_news(call_, peers_, place());
+    // A wait that is long already is in no hurry, and the store serves all ranks.
+    next_look_ = now + std::clamp(waited / 20, milliseconds(50), milliseconds(500));
+  }
+  // A message's own wait ends with its connection. One through the store has to ask, and each time
+  // leaves a little behind.
+  if (call_ == kNoCall && waited >= next_check_) {
+    group_.check_connections(peers_, place());
+    next_check_ = 2 * waited;
+  }
+  if (report_.due(waited)) WaitReport::log(group_.rank(), peers_, place(), waited);
+}
+
+}  // namespace ringattn

@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: Apache-2.0
+// The only place that knows nccl.h.
+
+#include "transport/p2p/nccl.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAEvent.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <nccl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "transport/group/ring_group.h"
+#include "transport/runtime/cuda_event_transfer.h"
+#include "transport/runtime/stream_pool.h"
+#include "transport/runtime/watchdog.h"
+
+namespace ringattn {
+namespace {
+
+#define RINGATTN_NCCL_CHECK(call) check_nccl((call), #call)
+
+using std::chrono::milliseconds;
+
+void check_nccl(ncclResult_t result, const char* call) {
+  TORCH_CHECK_WITH(DistBackendError, result == ncclSuccess, call,
+                   " failed: ", ncclGetErrorString(result), " (", ncclGetLastError(nullptr), ")");
+}
+
+// NCCL calls that are launched as one. Note: a group that an error leaves open would swallow every
+// later NCCL call of this thread.
+class NcclGroup {
+ public:
+  NcclGroup() { RINGATTN_NCCL_CHECK(ncclGroupStart()); }
+  ~NcclGroup() {
+    if (open_) ncclGroupEnd();
+  }
+  NcclGroup(const NcclGroup&) = delete;
+  NcclGroup& operator=(const NcclGroup&) = delete;
+
+  ncclResult_t end() {
+    open_ = false;
+    return ncclGroupEnd();
+  }
+
+ private:
+  bool open_ = true;
+};
+
+// Note: abort, not destroy. Destroying waits for the other ranks, and they may be gone.
+struct AbortComm {
+  void operator()(ncclComm_t comm) const { ncclCommAbort(comm); }
+};
+using CommHandle = std::unique_ptr<ncclComm, AbortComm>;
+
+constexpr int64_t kNoCall = -1;  // ranks come together before any of their calls sends a thing
+
+// Ends the group because one of `suspects` did not come.
+void give_up(RingGroup& group, const std::vector<int64_t>& suspects, const std::string& reason) {
+  group.fail(group.blame(kNoCall, /*step=*/0, suspects, reason));
+  group.throw_if_failed();
+}
+
+// Words of a communicator's own on its device. Note: not a tensor. Every communicator has a stream
+// of its own, and PyTorch's allocator keeps two megabytes for each stream that it has served.
+struct DeviceWords {
+  uint32_t failed;         // whether transfers have been given up
+  unsigned char bytes[1];  // sent to and received from each rank when they meet, [2, size]
+};
+using SharedWords = std::shared_ptr<DeviceWords>;
+
+SharedWords new_words(int64_t size, cudaStream_t stream) {
+  const size_t bytes = sizeof(DeviceWords) + 2 * size;
+  void* words = nullptr;
+  C10_CUDA_CHECK(cudaMalloc(&words, bytes));
+  const SharedWords shared(static_cast<DeviceWords*>(words), [](DeviceWords* x) { cudaFree(x); });
+  C10_CUDA_CHECK(cudaMemsetAsync(words, 0, bytes, stream));
+  C10_CUDA_CHECK(cudaStreamSynchronize(stream));
+  return shared;
+}
+
+// One byte between every two ranks, and one to all. Note: NCCL connects a pair on its first
+// message, and the host waits for that; it is done here, where all ranks have just come together,
+// and never in the middle of a call.
+ncclResult_t connect(ncclComm_t comm, int rank, int size, const SharedWords& words,
+                     cudaStream_t stream) {
+  unsigned char* const sent = words->bytes;
+  unsigned char* const received = sent + size;
+  NcclGroup group;
+  for (int other = 0; other < size; ++other) {
+    if (other == rank) continue;
+    RINGATTN_NCCL_CHECK(ncclSend(sent + other, 1, ncclUint8, other, comm, stream));
+    RINGATTN_NCCL_CHECK(ncclRecv(received + other, 1, ncclUint8, other, comm, stream));
+  }
+  const ncclResult_t connected = group.end();
+  if (connected != ncclSuccess) return connected;
+  return ncclAllGather(sent, received, 1, ncclUint8, comm, stream);
+}
+
+// The communicator of the ranks that have `id`, all of them connected; null if one went away in the
+// middle. NCCL blocks the host until all have come, for ever if one has died: so a thread of its
+// own does this, and the caller need not wait for it. What gets ready when nobody waits any more is
+// freed; a thread that never gets ready stays until the process ends.
+//
+// Note: not config.blocking = 0. NCCL (2.28) launches each message of a communicator that never
+// blocks from a thread that it starts for it, and the host must wait for that one before it can
+// record an event: 28 us a message instead of 5.
+std::future<CommHandle> come_together(const ncclUniqueId& id, int rank, int size,
+                                      const SharedWords& words,
+                                      const c10::cuda::CUDAStream& stream) {
+  std::packaged_task<CommHandle()> task([=]() -> CommHandle {
+    const c10::cuda::CUDAGuard guard(stream.device());
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 1;
+    ncclComm_t comm = nullptr;
+    const ncclResult_t made = ncclCommInitRankConfig(&comm, size, id, rank, &config);
+    if (made == ncclRemoteError) return nullptr;
+    check_nccl(made, "ncclCommInitRankConfig");
+    CommHandle handle(comm);
+    const ncclResult_t connected = connect(comm, rank, size, words, stream.stream());
+    if (connected == ncclRemoteError) return nullptr;
+    check_nccl(connected, "connecting an NCCL communicator");
+    return handle;
+  });
+  auto comm = task.get_future();
+  std::thread(std::move(task)).detach();
+  return comm;
+}
+
+// The communicator, shared by the transport and by what the watchdog holds. Either may be the last.
+class Communicator : public std::enable_shared_from_this<Communicator> {
+ public:
+  Communicator(RingGroup& group, c10::Device device)
+      : group_(group.weak_from_this()), device_(device) {
+    const c10::cuda::CUDAGuard guard(device);
+    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&telling_, cudaStreamNonBlocking));
+    words_ = new_words(group.size(), telling_);
+  }
+
+  /// Collective; what it leaves on `stream` is for the watchdog to see to. A rank that does not
+  /// come within the group's timeout ends the group.
+  void form(RingGroup& group, const c10::cuda::CUDAStream& stream) {
+    const milliseconds patience = group.peers().timeout() * 4 / 5;
+    const auto deadline = std::chrono::steady_clock::now() + patience;
+    ncclUniqueId id;
+    if (group.rank() == 0) {
+      RINGATTN_NCCL_CHECK(ncclGetUniqueId(&id));
+      group.peers().put("nccl", std::string(id.internal, sizeof(id.internal)));
+    } else {
+      const auto word = group.peers().get("nccl", patience);
+      if (!word || word->size() != sizeof(id.internal)) {
+        give_up(group, {0}, "it sent no NCCL identifier");
+      }
+      std::copy(word->begin(), word->end(), id.internal);
+    }
+    auto formed = come_together(id, static_cast<int>(group.rank()), static_cast<int>(group.size()),
+                                words_, stream);
+    CommHandle comm;
+    if (formed.wait_until(deadline) == std::future_status::ready) comm = formed.get();
+    if (!comm) give_up(group, group.others(), "it was not there for the NCCL communicator");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    comm_ = std::move(comm);
+  }
+
+  // Nothing is thrown: at the end of the process CUDA may be gone too, and takes all of this with
+  // it.
+  ~Communicator() {
+    if (abort()) cudaStreamDestroy(telling_);
+  }
+
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  /// Starts to end everything in flight; `failed` first, for those that will read it once they are
+  /// released. On a thread of its own: NCCL waits for what it has launched before, which may be
+  /// behind what only the watchdog can end. `group` is let go of there too: it may be the last to
+  /// hold it, and freeing may wait as long.
+  void end(std::shared_ptr<RingGroup> group) {
+    if (ending_.exchange(true)) return;
+    std::thread([self = shared_from_this(), group = std::move(group)] { self->fail(); }).detach();
+  }
+
+  /// Calls NCCL with the communicator. Note: the lock keeps the watchdog from aborting it in the
+  /// middle.
+  template <typename Calls>
+  void use(const Calls& calls) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (comm_ == nullptr) {
+      if (const auto group = group_.lock()) group->throw_if_failed();
+      TORCH_CHECK_WITH(DistBackendError, false, "the communicator of this group has been aborted");
+    }
+    calls(comm_.get());
+  }
+  const uint32_t* failed() const { return &words_->failed; }
+  std::shared_ptr<RingGroup> group() const { return group_.lock(); }
+
+ private:
+  void fail() noexcept {
+    if (cudaSetDevice(device_.index()) != cudaSuccess) return;
+    const uint32_t yes = 1;  // copied by an engine: no kernel has to end for it
+    cudaMemcpyAsync(&words_->failed, &yes, sizeof(yes), cudaMemcpyHostToDevice, telling_);
+    cudaStreamSynchronize(telling_);
+    abort();
+  }
+
+  // Whether the device could be spoken to.
+  bool abort() noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    int before = 0;
+    if (cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(device_.index()) != cudaSuccess) {
+      return false;
+    }
+    comm_.reset();
+    cudaSetDevice(before);
+    return true;
+  }
+
+  std::weak_ptr<RingGroup> group_;
+  c10::Device device_;
+  std::mutex mutex_;  // guards comm_
+  CommHandle comm_;
+  SharedWords words_;
+  cudaStream_t telling_ = nullptr;  // where words_->failed is written, past everything that waits
+  std::atomic<bool> ending_{false};
+};
+
+// What runs on a stream between two events, and whom it waits for.
+struct InFlight {
+  std::shared_ptr<Communicator> communicator;
+  std::shared_ptr<at::cuda::CUDAEvent> started, done;
+  int64_t call = 0, step = 0;
+  std::vector<int64_t> suspects;
+  milliseconds patience{};
+};
+
+class WatchedTransfer : public TimeLimited {
+ public:
+  WatchedTransfer(InFlight transfer, const void* owner)
+      : transfer_(std::move(transfer)), owner_(owner) {}
+
+  const void* owner() const override { return owner_; }
+  bool started() override { return transfer_.started->query(); }
+  bool done() override { return transfer_.done->query(); }
+  milliseconds timeout() const override { return transfer_.patience; }
+  void under_way(milliseconds waited) override {
+    constexpr auto kFirst = milliseconds(100);
+    if (waited < next_look_) return;
+    next_look_ = waited + std::clamp(waited / 20, kFirst, 5 * kFirst);
+    auto group = transfer_.communicator->group();
+    if (!group) return;
+    if (const auto why = group->ended_by(transfer_.call, transfer_.suspects)) {
+      group->fail(*why);
+      return transfer_.communicator->end(std::move(group));
+    }
+    if (report_.due(waited)) {
+      WaitReport::log(group->rank(), transfer_.suspects,
+                      "step " + std::to_string(transfer_.step) + " of the ring", waited);
+    }
+    Watchdog::get().free_later(std::move(group));  // this may be the last to hold it
+  }
+  void expire() override {
+    auto group = transfer_.communicator->group();
+    if (group) {
+      group->fail(group->blame(transfer_.call, transfer_.step, transfer_.suspects,
+                               "no data came through NCCL"));
+    }
+    transfer_.communicator->end(std::move(group));
+  }
+
+ private:
+  InFlight transfer_;
+  const void* owner_;
+  milliseconds next_look_{100};
+  WaitReport report_;
+};
+
+class NcclTransport : public CollectiveTransport {
+ public:
+  NcclTransport(RingGroup& group, c10::Device device)
+      : group_(group),
+        communicator_(std::make_shared<Communicator>(group, device)),
+        side_(take_lane(device)) {
+    const auto started = new_event(false), done = new_event(false);
+    started->record(side_);
+    communicator_->form(group, side_);
+    done->record(side_);
+    last_ = done;
+    watch(started, done, kNoCall, /*step=*/0, group.others());
+  }
+
+  ~NcclTransport() override { give_lane_back(side_); }
+
+  std::unique_ptr<Transfer> start(const Message& message) override {
+    const auto started = new_event(message.timed), done = new_event(message.timed);
+    at::cuda::CUDAEvent ready;
+    ready.record(c10::cuda::getCurrentCUDAStream());
+    ready.block(side_);
+
+    after_last(side_);
+    started->record(side_);
+    communicator_->use([&](ncclComm_t comm) {
+      NcclGroup group;
+      if (message.send.defined()) {
+        RINGATTN_NCCL_CHECK(ncclSend(message.send.const_data_ptr(), message.send.nbytes(),
+                                     ncclUint8, static_cast<int>(message.destination), comm,
+                                     side_.stream()));
+      }
+      if (message.receive.defined()) {
+        RINGATTN_NCCL_CHECK(ncclRecv(message.receive.mutable_data_ptr(), message.receive.nbytes(),
+                                     ncclUint8, static_cast<int>(message.source), comm,
+                                     side_.stream()));
+      }
+      RINGATTN_NCCL_CHECK(group.end());
+    });
+    if (message.send.defined()) message.send.record_stream(side_);
+    if (message.receive.defined()) message.receive.record_stream(side_);
+    done->record(side_);
+    last_ = done;
+
+    std::vector<int64_t> suspects;
+    if (message.receive.defined()) suspects.push_back(message.source);
+    if (message.send.defined()) suspects.push_back(message.destination);
+    watch(started, done, message.call, message.step, std::move(suspects));
+    return std::make_unique<CudaTransfer>(started, done, message.timed);
+  }
+
+  /// Operations follow each other by events of eager calls, and the watchdog asks for each of them.
+  bool can_be_captured() const override { return false; }
+
+  at::Tensor all_gather(const at::Tensor& mine, int64_t call) override {
+    at::Tensor all = at::empty({group_.size(), mine.numel()}, mine.options());
+    const auto started = new_event(false), done = new_event(false);
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    after_last(stream);
+    started->record(stream);
+    communicator_->use([&](ncclComm_t comm) {
+      RINGATTN_NCCL_CHECK(ncclAllGather(mine.const_data_ptr(), all.mutable_data_ptr(),
+                                        mine.nbytes(), ncclUint8, comm, stream.stream()));
+    });
+    done->record(stream);
+    last_ = done;
+    watch(started, done, call, 0, {(group_.rank() + 1) % group_.size()});
+    return all;
+  }
+
+  void guard(const std::vector<at::Tensor>& results) override {
+    poison_if_failed(results, communicator_->failed(), /*num_words=*/1);
+  }
+
+  bool idle() override { return last_->query(); }
+
+ private:
+  // Note: what one communicator does must not overlap, and calls come on the side stream as well as
+  // on whatever stream is current.
+  void after_last(const c10::cuda::CUDAStream& stream) const { last_->block(stream); }
+
+  void watch(std::shared_ptr<at::cuda::CUDAEvent> started,
+             std::shared_ptr<at::cuda::CUDAEvent> done, int64_t call, int64_t step,
+             std::vector<int64_t> suspects) {
+    Watchdog::get().watch(std::make_unique<WatchedTransfer>(
+        InFlight{communicator_, std::move(started), std::move(done), call, step,
+                 std::move(suspects), group_.peers().timeout() * 4 / 5},
+        &group_));
+  }
+
+  RingGroup& group_;
+  std::shared_ptr<Communicator> communicator_;
+  c10::cuda::CUDAStream side_;
+  std::shared_ptr<at::cuda::CUDAEvent> last_;  // the end of this communicator's last operation
+};
+
+}  // namespace
+
+std::unique_ptr<MessageTransport> make_nccl_transport(RingGroup& group, c10::Device device) {
+  return std::make_unique<NcclTransport>(group, device);
+}
+
+}  // namespace ringattn

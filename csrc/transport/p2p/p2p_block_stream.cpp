@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "transport/p2p_transport.h"
+
+namespace ringattn {
+namespace {
+
+// Wire format of a block: [rows, 2, B, H_kv, D], keys and values interleaved by row, so that any
+// number of leading rows is one contiguous message.
+Block from_wire(const at::Tensor& wire) {
+  return {wire.select(1, 0).transpose(0, 1), wire.select(1, 1).transpose(0, 1)};
+}
+
+at::Tensor to_wire(const at::Tensor& k, const at::Tensor& v, int64_t rows) {
+  at::Tensor wire = at::empty({rows, 2, k.size(0), k.size(2), k.size(3)}, k.options());
+  const Block staged = from_wire(wire);
+  staged.k.copy_(k.narrow(1, 0, rows));
+  staged.v.copy_(v.narrow(1, 0, rows));
+  return wire;
+}
+
+class MessageStream : public BlockStream {
+ public:
+  MessageStream(MessageTransport& transport, const Exchange& exchange)
+      : transport_(transport), exchange_(exchange), transfers_(exchange.hops.size()) {
+    int64_t rows_sent = 0;
+    for (const Hop& hop : exchange_.hops) rows_sent = std::max(rows_sent, hop.rows_sent);
+    if (rows_sent > 0) mine_ = to_wire(exchange_.k, exchange_.v, rows_sent);
+    exchange_.k.reset();
+    exchange_.v.reset();
+
+    // Ahead of the block being attended there are up to `depth` others, so depth + 1 buffers in
+    // turn.
+    const int64_t num_hops = exchange_.hops.size();
+    const int64_t num_buffers = std::min(num_hops, exchange_.depth + 1);
+    for (int64_t buffer = 0; buffer < num_buffers; ++buffer) {
+      int64_t rows = 0;
+      for (int64_t hop = buffer; hop < num_hops; hop += num_buffers) {
+        rows = std::max(rows, exchange_.hops[hop].rows_received);
+      }
+      std::vector<int64_t> sizes = {rows, 2, exchange.k.size(0), exchange.k.size(2),
+                                    exchange.k.size(3)};
+      buffers_.push_back(at::empty(sizes, exchange.k.options()));
+    }
+    for (int64_t step = 1; step <= exchange_.depth; ++step) start(step);
+  }
+
+  Block wait(int64_t step) override {
+    if (transfers_[step - 1]) transfers_[step - 1]->wait();
+    return from_wire(received(step));
+  }
+
+  void release(int64_t step) override { start(step + exchange_.depth + 1); }
+
+  void finish(const std::vector<at::Tensor>& results) override {
+    for (const auto& transfer : transfers_) {
+      if (transfer) transfer->finish();
+    }
+    transport_.guard(results);
+    mine_.reset();  // timings outlive the call, what they are of does not
+    buffers_.clear();
+  }
+
+  double transfer_ms(int64_t step) override {
+    return transfers_[step - 1] ? transfers_[step - 1]->elapsed_ms() : 0.0;
+  }
+
+ private:
+  at::Tensor received(int64_t step) const {
+    const at::Tensor& buffer = buffers_[(step - 1) % buffers_.size()];
+    return buffer.narrow(0, 0, exchange_.hops[step - 1].rows_received);
+  }
+
+  void start(int64_t step) {
+    if (step > static_cast<int64_t>(exchange_.hops.size())) return;
+    const Hop& hop = exchange_.hops[step - 1];
+    if (hop.rows_sent == 0 && hop.rows_received == 0) return;
+    Message message;
+    message.call = exchange_.call;
+    message.step = step;
+    message.timed = exchange_.timed;
+    message.destination = hop.destination;
+    message.source = hop.source;
+    if (hop.rows_sent > 0) message.send = mine_.narrow(0, 0, hop.rows_sent);
+    if (hop.rows_received > 0) message.receive = received(step);
+    transfers_[step - 1] = transport_.start(message);
+  }
+
+  MessageTransport& transport_;
+  Exchange exchange_;
+  at::Tensor mine_;                  // [rows, 2, B, H_kv, D], my block, as many rows as anyone sees
+  std::vector<at::Tensor> buffers_;  // [rows, 2, B, H_kv, D] each, visiting blocks in turn
+  std::vector<std::unique_ptr<Transfer>> transfers_;  // [W - 1]; null: nothing travels
+};
+
+}  // namespace
+
+std::unique_ptr<BlockStream> MessageTransport::open(const Exchange& exchange) {
+  return std::make_unique<MessageStream>(*this, exchange);
+}
+
+}  // namespace ringattn

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "transport/p2p_transport.h"
+#include "transport/runtime/fill_nan_if_failed.h"
+
+// What transports that move data on CUDA streams of their own have in common.
+
+namespace ringattn {
+
+inline std::shared_ptr<at::cuda::CUDAEvent> new_event(bool timed) {
+  return std::make_shared<at::cuda::CUDAEvent>(timed ? cudaEventDefault : cudaEventDisableTiming);
+}
+
+/// A transfer between two events.
+class CudaTransfer : public Transfer {
+ public:
+  CudaTransfer(std::shared_ptr<at::cuda::CUDAEvent> started,
+               std::shared_ptr<at::cuda::CUDAEvent> done, bool timed)
+      : started_(std::move(started)), done_(std::move(done)), timed_(timed) {}
+
+  void wait() override { done_->block(c10::cuda::getCurrentCUDAStream()); }
+  void finish() override {}
+  double elapsed_ms() override { return timed_ ? started_->elapsed_time(*done_) : 0.0; }
+
+ private:
+  std::shared_ptr<at::cuda::CUDAEvent> started_, done_;
+  bool timed_;
+};
+
+/// Fills `results` with NaN if one of the words `failed`, on their device, is not 0 by the time the
+/// current stream comes to it.
+inline void poison_if_failed(const std::vector<at::Tensor>& results, const uint32_t* failed,
+                             int num_words) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  for (const at::Tensor& result : results) {
+    C10_CUDA_CHECK(cuda::poison_if_failed(result.mutable_data_ptr(), result.nbytes(), failed,
+                                          num_words, stream.stream()));
+  }
+}
+
+}  // namespace ringattn

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/runtime/fill_nan_if_failed.h"
+
+namespace ringattn::cuda {
+namespace {
+
+// All bits set are a NaN in every floating point type that PyTorch has.
+__global__ void poison(uint8_t* data, int64_t bytes, const uint32_t* failed, int num_words) {
+  // Note: volatile, because they are set while kernels of this stream are waiting.
+  const volatile uint32_t* const words = failed;
+  bool has_failed = false;
+  for (int i = 0; i < num_words; ++i) has_failed |= words[i] != 0;
+  if (!has_failed) return;
+  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < bytes; i += threads) {
+    data[i] = 0xff;
+  }
+}
+
+}  // namespace
+
+cudaError_t poison_if_failed(void* data, int64_t bytes, const uint32_t* failed, int num_words,
+                             cudaStream_t stream) {
+  if (bytes == 0) return cudaSuccess;
+  constexpr int kThreads = 256;
+  constexpr int kBlocks = 32;  // it almost never has work: small, so that it costs little
+  poison<<<kBlocks, kThreads, 0, stream>>>(static_cast<uint8_t*>(data), bytes, failed, num_words);
+  return cudaGetLastError();
+}
+
+}  // namespace ringattn::cuda
