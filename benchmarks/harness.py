@@ -170,11 +170,11 @@ def process_group(device: str, ranks_per_gpu: int = 1) -> Iterator[torch.device]
     launched = "WORLD_SIZE" in os.environ
     if launched:
         dist.init_process_group(backend)
-    try:
-        yield on
-    finally:
-        if launched:
-            dist.destroy_process_group()
+    yield on
+    # Not after an exception: NCCL would wait for ranks that are in a collective operation, and
+    # torchrun ends them only once this rank has ended.
+    if launched:
+        dist.destroy_process_group()
 
 
 def from_all_ranks(values: Sequence[float]) -> torch.Tensor:
