@@ -151,8 +151,13 @@ stage_decode() {
 }
 
 stage_models() {
-  ranks "$num_gpus" 300 drop_in benchmarks/drop_in.py --rounds 3 --warmup 0 \
-    --out "$(name drop_in "$num_gpus")"
+  local drop_in="benchmarks/drop_in.py --rounds 3 --warmup 0" # 80 GB do not hold all three at 64K
+  # shellcheck disable=SC2086
+  {
+    ranks "$num_gpus" 300 drop_in $drop_in --libraries own,transformers \
+      --out "$(name drop_in "$num_gpus")"
+    ranks "$num_gpus" 200 drop_in_fms $drop_in --libraries fms --out "$(name drop_in_fms "$num_gpus")"
+  }
   ranks "$num_gpus" 120 diffusers benchmarks/diffusers_ring.py --heads 40 \
     --grids 32x32x32,21x45x80 --rounds 5 --out "$(name diffusers "$num_gpus")"
 }
