@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 import ringattn
 import torch
-from harness import (
+from lib.report import Report, environment
+from lib.timing import (
     DTYPES,
     Contestant,
     Problem,
@@ -34,7 +35,6 @@ from harness import (
     timing_arguments,
 )
 from peers import flash_attn_package, torch_sdpa
-from report import Report, environment
 
 COLUMNS = ["B", "S", "D", "dtype", "mask", "what"]
 COLUMNS += ["ms", "p10", "p90", "TFLOP/s", "x best", "max error", "note"]

@@ -23,8 +23,8 @@ from functools import partial
 
 import ringattn
 import torch
-from harness import Contestant, integers, measure, timing_arguments
-from report import Report, environment
+from lib.report import Report, environment
+from lib.timing import Contestant, integers, measure, timing_arguments
 
 COLUMNS = ["section", "S", "D", "mask", "what", "ms", "p10", "p90", "TFLOP/s", "ratio"]
 HEADS, KV_HEADS = 32, 8

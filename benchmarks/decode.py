@@ -23,10 +23,10 @@ import math
 import time
 from collections.abc import Iterator
 
-import harness
 import torch
 import torch.distributed as dist
-from report import Report, environment
+from lib import timing as harness
+from lib.report import Report, environment
 from ringattn import Partition
 from ringattn.cache import ShardedKVCache
 from ringattn.decoding import choose, decode

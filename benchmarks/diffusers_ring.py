@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from diffusers import ContextParallelConfig, WanTransformer3DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from diffusers.utils import logging
-from harness import (
+from lib.report import Report, environment
+from lib.timing import (
     DTYPES,
     Contestant,
     Problem,
@@ -46,7 +47,6 @@ from harness import (
     timing_arguments,
     world_size,
 )
-from report import Report, environment
 from ringattn.integrations import diffusers as ring_backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -31,12 +31,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import harness
 import ringattn
 import torch
 import torch.distributed as dist
 from decode import SHAPES, random_model
-from report import Report, environment
+from lib import timing as harness
+from lib.report import Report, environment
 from ringattn import Partition
 from ringattn.decoding import decode, prefill
 from ringattn.models import LLaMA, LLaMAConfig

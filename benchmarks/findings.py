@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from report import Report
+from lib.report import Report
 from study.tables import FINDING_COLUMNS, findings, sweep_rows
 
 # What the findings follow from: nothing else that is written here has all of these columns.

@@ -38,8 +38,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from harness import DTYPES, at_least, integers, names_of, shape_text, timing_arguments
-from report import PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, Report, command
+from lib.report import PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, Report, command
+from lib.timing import DTYPES, at_least, integers, names_of, shape_text, timing_arguments
 from ringattn import strategies
 from study import tables
 from study.rebalancing import SCENARIOS

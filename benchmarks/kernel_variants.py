@@ -36,7 +36,8 @@ from pathlib import Path
 
 import ringattn
 import torch
-from harness import (
+from lib.report import Report, environment
+from lib.timing import (
     Contestant,
     Problem,
     max_error,
@@ -47,7 +48,6 @@ from harness import (
 )
 from peers import torch_sdpa
 from rank_of_ring import MOST_RANKS, RankOfRing, given_up_after
-from report import Report, environment
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent / "build" / "variants"

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import torch
-from harness import Problem
+from lib.timing import Problem
 from ringattn import Partition
 
 MOST_RANKS = 16

@@ -27,7 +27,8 @@ from itertools import pairwise
 import ringattn
 import torch
 from attention import contestants as single_device_contestants
-from harness import (
+from lib.report import Report, environment
+from lib.timing import (
     Contestant,
     Problem,
     Timing,
@@ -47,7 +48,6 @@ from harness import (
     world_size,
 )
 from peers import ring_flash_attn_package, torch_context_parallel, zigzag_on_torch
-from report import Report, environment
 
 PEERS = {
     "context_parallel": torch_context_parallel,

@@ -18,7 +18,8 @@ from typing import Any
 import ringattn
 import torch
 import torch.distributed as dist
-from harness import (
+from lib.report import Report, environment
+from lib.timing import (
     Problem,
     common_arguments,
     meet,
@@ -30,7 +31,6 @@ from harness import (
     transport_names,
     world_size,
 )
-from report import Report, environment
 from torch.profiler import ProfilerActivity, profile
 
 COLUMNS = ["transport", "rank", "what", "begin us", "us"]

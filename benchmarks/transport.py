@@ -17,7 +17,8 @@ from collections.abc import Callable
 import ringattn
 import torch
 import torch.distributed as dist
-from harness import (
+from lib.report import Report, environment
+from lib.timing import (
     Contestant,
     check_transports,
     from_all_ranks,
@@ -30,7 +31,6 @@ from harness import (
     transport_names,
     world_size,
 )
-from report import Report, environment
 
 HEADS, HEAD_DIM = 8, 128
 TOKEN_BYTES = 2 * HEADS * HEAD_DIM * 2  # K and V in bfloat16

@@ -7,7 +7,7 @@ import importlib.util
 from functools import partial
 
 import torch
-from harness import Contestant, Problem
+from lib.timing import Contestant, Problem
 
 
 def available(problem: Problem) -> str | None:

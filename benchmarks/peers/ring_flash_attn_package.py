@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from harness import Contestant, Problem
+from lib.timing import Contestant, Problem
 
 
 def available(problem: Problem) -> str | None:

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from harness import Contestant, Problem
+from lib.timing import Contestant, Problem
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HALF = {

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Contestant, Problem
+from lib.timing import Contestant, Problem
 
 aten = torch.ops.aten
 

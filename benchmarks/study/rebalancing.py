@@ -19,7 +19,7 @@ from typing import Any
 
 import ringattn
 import torch
-from harness import Contestant, measure, rank, world_size
+from lib.timing import Contestant, measure, rank, world_size
 from ringattn.profiling import equalize
 from ringattn.testing import slowdown
 

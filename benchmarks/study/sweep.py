@@ -11,7 +11,7 @@ from typing import Any
 import ringattn
 import torch
 import torch.distributed as dist
-from harness import DTYPES, Contestant, Timing, from_all_ranks, measure, rank
+from lib.timing import DTYPES, Contestant, Timing, from_all_ranks, measure, rank
 from ringattn.profiling import (
     NUM_LAYERS,
     RankMeasurement,

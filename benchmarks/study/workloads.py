@@ -10,7 +10,7 @@ from typing import Protocol
 import ringattn
 import torch
 import torch.distributed as dist
-from harness import DTYPES, Contestant, Problem, rank
+from lib.timing import DTYPES, Contestant, Problem, rank
 from ringattn.model_call import ModelCall
 from ringattn.models import LLaMA, LLaMAConfig
 from ringattn.testing import slowdown

@@ -14,9 +14,9 @@ import kernel_variants
 import pytest
 import torch
 from _commands import run_command
-from harness import Problem
+from lib.report import KERNEL_VARIABLES, PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, command
+from lib.timing import Problem
 from rank_of_ring import MOST_RANKS, RankCall
-from report import KERNEL_VARIABLES, PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, command
 
 ROOT = Path(__file__).resolve().parents[2]
 

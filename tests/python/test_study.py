@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import harness
 import pytest
 import ringattn
 import torch
+from lib import timing as harness
 from study import figures, running, sweep, worker
 from study.settings import Cell, Job, Settings, Store
 from study.splits import Grounds, split

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import rank, world_size
+
+from lib.timing import rank, world_size
 
 # Where benchmarks/heterogeneous.py looks for what its command line does not say.
 SEQ_LEN_VARIABLES = ("SEQ_LEN", "SWEEP_SEQ_LEN")
@@ -78,7 +79,7 @@ def _without_folders(arguments: Sequence[str]) -> list[str]:
 
 def _commit() -> str:
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
     # Of a copy elsewhere, with an older history or none, whoever made it can say.
