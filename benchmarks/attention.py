@@ -21,19 +21,10 @@ from dataclasses import dataclass
 
 import ringattn
 import torch
+from lib.cli import at_least, counts, names_of, parse, timing_arguments
+from lib.problem import DTYPES, Problem
 from lib.report import Report, environment
-from lib.timing import (
-    DTYPES,
-    Contestant,
-    Problem,
-    at_least,
-    counts,
-    max_error,
-    measure,
-    names_of,
-    parse,
-    timing_arguments,
-)
+from lib.timing import Contestant, max_error, measure
 from peers import flash_attn_package, torch_sdpa
 
 COLUMNS = ["B", "S", "D", "dtype", "mask", "what"]

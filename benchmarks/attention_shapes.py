@@ -23,8 +23,9 @@ from functools import partial
 
 import ringattn
 import torch
+from lib.cli import integers, timing_arguments
 from lib.report import Report, environment
-from lib.timing import Contestant, integers, measure, timing_arguments
+from lib.timing import Contestant, measure
 
 COLUMNS = ["section", "S", "D", "mask", "what", "ms", "p10", "p90", "TFLOP/s", "ratio"]
 HEADS, KV_HEADS = 32, 8

@@ -25,8 +25,11 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from lib import timing as harness
+from lib.cli import at_least, counts, names_of, parse, timing_arguments
+from lib.problem import DTYPES
+from lib.ranks import from_all_ranks, process_group, rank, world_size
 from lib.report import Report, environment
+from lib.timing import Contestant, Timing, measure
 from ringattn import Partition
 from ringattn.cache import ShardedKVCache
 from ringattn.decoding import choose, decode
@@ -82,14 +85,14 @@ def random_cache(model: LLaMA, partition: Partition, batch: int, tokens: int) ->
     """This rank's share, or with a partition of one rank the shares of all ranks."""
     cache = model.new_cache(partition, new_tokens=tokens)
     kv_heads, head_dim = model.config.kvheads, model.config.head_dim
-    split = Partition.even(partition.seq_len, harness.world_size()).lengths
+    split = Partition.even(partition.seq_len, world_size()).lengths
     alone = partition.world_size == 1
     for layer in range(model.config.nlayers):
         shares = []
-        for rank, length in enumerate(split):
-            if not alone and rank != model.ring.rank:
+        for owner, length in enumerate(split):
+            if not alone and owner != model.ring.rank:
                 continue
-            seed = layer * len(split) + rank
+            seed = layer * len(split) + owner
             generator = torch.Generator(model.device).manual_seed(seed)
             shape = (2, batch, length, kv_heads, head_dim)
             shares.append(
@@ -113,14 +116,14 @@ def error(
     model: LLaMA, partition: Partition, batch: int, graphs: DecodeGraphs | None
 ) -> float | None:
     """Of rank 0, against itself alone and without graphs; None where that is the same thing."""
-    if harness.world_size() == 1 and graphs is None:
+    if world_size() == 1 and graphs is None:
         return None
     found = 0.0
     ours = logits(model, partition, batch, graphs)
-    if harness.rank() == 0:
+    if rank() == 0:
         alone = logits(model.alone(), Partition.even(partition.seq_len, 1), batch)
         found = ((ours - alone).abs().max() / alone.abs().max()).item()
-    return harness.from_all_ranks([found])[0].item()
+    return from_all_ranks([found])[0].item()
 
 
 def seconds(
@@ -155,8 +158,8 @@ def copy_bandwidth(device: torch.device) -> float:
     size = 2**31 if device.type == "cuda" else 2**27
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy = harness.Contestant("copy", lambda: target.copy_(source), torch.empty(0))
-    timing = harness.measure([copy], device, rounds=8, warmup=1)[copy.name]
+    copy = Contestant("copy", lambda: target.copy_(source), torch.empty(0))
+    timing = measure([copy], device, rounds=8, warmup=1)[copy.name]
     return 2 * size / min(timing.own_samples) / 1e6
 
 
@@ -172,18 +175,18 @@ def bandwidth_gbps(text: str) -> float:
 
 
 def main() -> None:
-    parser = harness.timing_arguments(__doc__)
-    shapes = harness.names_of(*SHAPES, "demo")
+    parser = timing_arguments(__doc__)
+    shapes = names_of(*SHAPES, "demo")
     parser.add_argument("--shapes", type=shapes, default="8b", help=f"{', '.join(SHAPES)}, demo")
-    parser.add_argument("--contexts", type=harness.counts, default=[4096, 65536])
-    parser.add_argument("--batch", type=harness.at_least(1), default=1)
-    parser.add_argument("--dtype", choices=harness.DTYPES, default="bfloat16")
+    parser.add_argument("--contexts", type=counts, default=[4096, 65536])
+    parser.add_argument("--batch", type=at_least(1), default=1)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="time tokens without CUDA graphs too")
     parser.add_argument(
         "--bandwidth", type=bandwidth_gbps, help="GB/s of the floor (default: of a copy)"
     )
-    options = harness.parse(parser)
-    with harness.process_group(options.device) as device, torch.inference_mode():
+    options = parse(parser)
+    with process_group(options.device) as device, torch.inference_mode():
         header = environment(device)
         bandwidth = options.bandwidth or copy_bandwidth(device)
         measured = "given" if options.bandwidth else "measured, a copy"
@@ -192,28 +195,28 @@ def main() -> None:
         report = Report("decode", header, (*COLUMNS, "error"))
         report.start()
         for shape in options.shapes:
-            dtype = harness.DTYPES[options.dtype]
+            dtype = DTYPES[options.dtype]
             if shape == "demo":
                 model = load_model(demo_model_path(), device=device, dtype=dtype)
             else:
                 model = random_model(SHAPES[shape], device, dtype)
             for context in options.contexts:
-                measure(report, model, shape, context, bandwidth, options)
+                add_rows(report, model, shape, context, bandwidth, options)
             del model
         report.write(options.out)
 
 
-def measure(
+def add_rows(
     report: Report, model: LLaMA, shape: str, context: int, bandwidth: float, options
 ) -> None:
     """One row, two where tokens are to be timed without CUDA graphs too."""
-    partition = Partition.even(context, harness.world_size())
+    partition = Partition.even(context, world_size())
     floor = 1e3 * bytes_read(model, partition, options.batch) / (bandwidth * 1e9)
-    size = harness.world_size()
+    size = world_size()
     logits(model, Partition.even(size, size), options.batch)  # what only the first token costs
     start = time.perf_counter()
     recorded = record(model.base_model, options.batch)
-    if recorded is not None and harness.rank() == 0:
+    if recorded is not None and rank() == 0:
         print(f"# graphs recorded in {1e3 * (time.perf_counter() - start):.0f} ms", flush=True)
     ways = {shape: recorded, f"{shape}, eager": None} if options.eager else {shape: recorded}
     for what, graphs in ways.items():
@@ -222,7 +225,7 @@ def measure(
         times = [
             1e3 * second for second in seconds(model, partition, options.batch, tokens, graphs)
         ][options.warmup :]
-        timing = harness.Timing(harness.from_all_ranks(times).amax(0).tolist(), times)
+        timing = Timing(from_all_ranks(times).amax(0).tolist(), times)
         report.add(
             {
                 "what": what,

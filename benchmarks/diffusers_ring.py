@@ -31,22 +31,11 @@ import torch.nn.functional as F
 from diffusers import ContextParallelConfig, WanTransformer3DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from diffusers.utils import logging
+from lib.cli import at_least, counts, parse_under_torchrun, timing_arguments
+from lib.problem import DTYPES, Problem
+from lib.ranks import from_all_ranks, process_group, rank, world_size
 from lib.report import Report, environment
-from lib.timing import (
-    DTYPES,
-    Contestant,
-    Problem,
-    at_least,
-    counts,
-    from_all_ranks,
-    max_error,
-    measure,
-    parse_under_torchrun,
-    process_group,
-    rank,
-    timing_arguments,
-    world_size,
-)
+from lib.timing import Contestant, max_error, measure
 from ringattn.integrations import diffusers as ring_backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel

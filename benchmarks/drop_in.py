@@ -35,8 +35,11 @@ import ringattn
 import torch
 import torch.distributed as dist
 from decode import SHAPES, random_model
-from lib import timing as harness
+from lib.cli import at_least, counts, names_of, parse, timing_arguments
+from lib.problem import DTYPES
+from lib.ranks import process_group, rank, world_size
 from lib.report import Report, environment
+from lib.timing import Contestant, measure
 from ringattn import Partition
 from ringattn.decoding import decode, prefill
 from ringattn.models import LLaMA, LLaMAConfig
@@ -97,9 +100,9 @@ def own_step(model: LLaMA, tokens: int) -> Step:
 
 
 def own_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterator[Way]:
-    model = random_model(config, device, harness.DTYPES[options.dtype])
+    model = random_model(config, device, DTYPES[options.dtype])
     yield Way("own", "1 rank", own_step(model.alone(), options.tokens), alone=True)
-    if harness.world_size() > 1:
+    if world_size() > 1:
         yield Way("own", ranks(), own_step(model, options.tokens), alone=False)
 
 
@@ -118,7 +121,7 @@ def transformers_ways(config: LLaMAConfig, device: torch.device, options: Any) -
         tie_word_embeddings=config.tie_heads,
     )
     with device:
-        dtype = harness.DTYPES[options.dtype]
+        dtype = DTYPES[options.dtype]
         model = AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")
     model = seeded(model)
 
@@ -151,7 +154,7 @@ def fms_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterato
         tie_heads=config.tie_heads,
     )
     default = torch.get_default_dtype()
-    torch.set_default_dtype(harness.DTYPES[options.dtype])
+    torch.set_default_dtype(DTYPES[options.dtype])
     try:
         with device:
             model = FMSLLaMA(theirs)
@@ -184,12 +187,12 @@ def three_ways(library: str, model: nn.Module, step_of: Callable[[Any], Step]) -
     one = ringattn.parallelize(sharing_weights(model), group="single")
     yield Way(library, "plain", step_of(model), alone=True)
     yield Way(library, "1 rank", step_of(one), alone=True)
-    if harness.world_size() > 1:
+    if world_size() > 1:
         yield Way(library, ranks(), step_of(ringattn.parallelize(sharing_weights(model))), False)
 
 
 def ranks() -> str:
-    return f"{harness.world_size()} ranks"
+    return f"{world_size()} ranks"
 
 
 @dataclass
@@ -203,7 +206,7 @@ class First:
 
 def first_prompt(way: Way, ids: torch.Tensor, tokens: int) -> First | None:
     """A prompt, and tokens after it. None on ranks that have no part in it."""
-    if way.alone and harness.rank() != 0:
+    if way.alone and rank() != 0:
         return None
     on_cuda = ids.is_cuda
     if on_cuda:
@@ -230,7 +233,7 @@ def best_attention() -> contextlib.AbstractContextManager[None]:
     return sdpa_kernel(BACKENDS, set_priority=True)
 
 
-def measure(report: Report, ways: list[Way], seq_len: int, device: torch.device, options) -> None:
+def add_rows(report: Report, ways: list[Way], seq_len: int, device: torch.device, options) -> None:
     """The rows of one length."""
     generator = torch.Generator(device).manual_seed(seq_len)
     ids = torch.randint(1, 500, (1, seq_len), generator=generator, device=device)
@@ -240,7 +243,7 @@ def measure(report: Report, ways: list[Way], seq_len: int, device: torch.device,
             dist.barrier()
         first[way.full_name] = first_prompt(way, ids, options.tokens)
     contestants = [
-        harness.Contestant(
+        Contestant(
             way.full_name,
             lambda way=way: way.step(ids, None)[0],
             torch.empty(0),
@@ -249,7 +252,7 @@ def measure(report: Report, ways: list[Way], seq_len: int, device: torch.device,
         )
         for way in ways
     ]
-    timings = harness.measure(contestants, device, rounds=options.rounds, warmup=options.warmup)
+    timings = measure(contestants, device, rounds=options.rounds, warmup=options.warmup)
     for way in ways:
         timing, shown = timings[way.full_name], first[way.full_name]
         reference = "transformers" if way.library == "own" else way.library
@@ -275,20 +278,20 @@ def measure(report: Report, ways: list[Way], seq_len: int, device: torch.device,
 
 
 def main() -> None:
-    parser = harness.timing_arguments(__doc__)
-    parser.add_argument("--libraries", type=harness.names_of(*LIBRARIES), default=list(LIBRARIES))
+    parser = timing_arguments(__doc__)
+    parser.add_argument("--libraries", type=names_of(*LIBRARIES), default=list(LIBRARIES))
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--seq-lens", type=harness.counts, default=[8192, 32768, 65536])
-    parser.add_argument("--tokens", type=harness.at_least(1), default=16, help="after the prompt")
-    parser.add_argument("--dtype", choices=harness.DTYPES, default="bfloat16")
-    options = harness.parse(parser)
+    parser.add_argument("--seq-lens", type=counts, default=[8192, 32768, 65536])
+    parser.add_argument("--tokens", type=at_least(1), default=16, help="after the prompt")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    options = parse(parser)
     makers = {"own": own_ways, "transformers": transformers_ways, "fms": fms_ways}
     # Note: torch.distributed.nn, which these libraries load, keeps a group that is there before it,
     # and threads of gloo that outlive the interpreter abort the process.
     for library in options.libraries:
         if library != "own":
             importlib.import_module(f"ringattn.integrations.{library}")
-    with harness.process_group(options.device) as device, torch.inference_mode():
+    with process_group(options.device) as device, torch.inference_mode():
         header = environment(device) | {"shape": options.shape, "dtype": options.dtype}
         for library in options.libraries:
             if library != "own":
@@ -303,7 +306,7 @@ def main() -> None:
             for way in makers[library](SHAPES[options.shape], device, options)
         ]
         for seq_len in options.seq_lens:
-            measure(report, ways, seq_len, device, options)
+            add_rows(report, ways, seq_len, device, options)
             report.write(options.out)  # a run that is ended early leaves what it has
 
 

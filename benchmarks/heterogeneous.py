@@ -38,8 +38,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from lib.cli import at_least, integers, names_of, timing_arguments
+from lib.problem import DTYPES, shape_text
 from lib.report import PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, Report, command
-from lib.timing import DTYPES, at_least, integers, names_of, shape_text, timing_arguments
 from ringattn import strategies
 from study import tables
 from study.rebalancing import SCENARIOS

@@ -36,16 +36,10 @@ from pathlib import Path
 
 import ringattn
 import torch
+from lib.cli import shape_arguments, timing_arguments
+from lib.problem import Problem, shape_text
 from lib.report import Report, environment
-from lib.timing import (
-    Contestant,
-    Problem,
-    max_error,
-    measure,
-    shape_arguments,
-    shape_text,
-    timing_arguments,
-)
+from lib.timing import Contestant, max_error, measure
 from peers import torch_sdpa
 from rank_of_ring import MOST_RANKS, RankOfRing, given_up_after
 

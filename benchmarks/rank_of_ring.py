@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import torch
-from lib.timing import Problem
+from lib.problem import Problem
 from ringattn import Partition
 
 MOST_RANKS = 16

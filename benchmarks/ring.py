@@ -27,26 +27,19 @@ from itertools import pairwise
 import ringattn
 import torch
 from attention import contestants as single_device_contestants
-from lib.report import Report, environment
-from lib.timing import (
-    Contestant,
-    Problem,
-    Timing,
+from lib.cli import (
     check_transports,
-    from_all_ranks,
     integers,
-    max_error,
-    measure,
     names_of,
     parse_under_torchrun,
-    process_group,
-    rank,
     shape_arguments,
-    shape_text,
     timing_arguments,
     transport_names,
-    world_size,
 )
+from lib.problem import Problem, shape_text
+from lib.ranks import from_all_ranks, process_group, rank, world_size
+from lib.report import Report, environment
+from lib.timing import Contestant, Timing, max_error, measure
 from peers import ring_flash_attn_package, torch_context_parallel, zigzag_on_torch
 
 PEERS = {

@@ -18,19 +18,11 @@ from typing import Any
 import ringattn
 import torch
 import torch.distributed as dist
+from lib.cli import common_arguments, parse_under_torchrun, shape_arguments, transport_names
+from lib.problem import Problem, shape_text
+from lib.ranks import process_group, rank, world_size
 from lib.report import Report, environment
-from lib.timing import (
-    Problem,
-    common_arguments,
-    meet,
-    parse_under_torchrun,
-    process_group,
-    rank,
-    shape_arguments,
-    shape_text,
-    transport_names,
-    world_size,
-)
+from lib.timing import meet
 from torch.profiler import ProfilerActivity, profile
 
 COLUMNS = ["transport", "rank", "what", "begin us", "us"]

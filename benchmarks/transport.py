@@ -17,20 +17,16 @@ from collections.abc import Callable
 import ringattn
 import torch
 import torch.distributed as dist
-from lib.report import Report, environment
-from lib.timing import (
-    Contestant,
+from lib.cli import (
     check_transports,
-    from_all_ranks,
     integers,
-    measure,
     parse_under_torchrun,
-    process_group,
-    rank,
     timing_arguments,
     transport_names,
-    world_size,
 )
+from lib.ranks import from_all_ranks, process_group, rank, world_size
+from lib.report import Report, environment
+from lib.timing import Contestant, measure
 
 HEADS, HEAD_DIM = 8, 128
 TOKEN_BYTES = 2 * HEADS * HEAD_DIM * 2  # K and V in bfloat16

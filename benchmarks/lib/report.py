@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lib.timing import rank, world_size
+from lib.ranks import rank, world_size
 
 # Where benchmarks/heterogeneous.py looks for what its command line does not say.
 SEQ_LEN_VARIABLES = ("SEQ_LEN", "SWEEP_SEQ_LEN")

@@ -7,7 +7,8 @@ import importlib.util
 from functools import partial
 
 import torch
-from lib.timing import Contestant, Problem
+from lib.problem import Problem
+from lib.timing import Contestant
 
 
 def available(problem: Problem) -> str | None:

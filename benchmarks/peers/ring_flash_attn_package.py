@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from lib.timing import Contestant, Problem
+from lib.problem import Problem
+from lib.timing import Contestant
 
 
 def available(problem: Problem) -> str | None:

@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from lib.timing import Contestant, Problem
+from lib.problem import Problem
+from lib.timing import Contestant
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -5,7 +5,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from lib.timing import Contestant, Problem
+from lib.problem import Problem
+from lib.timing import Contestant
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HALF = {

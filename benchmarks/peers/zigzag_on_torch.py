@@ -11,7 +11,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lib.timing import Contestant, Problem
+from lib.problem import Problem
+from lib.timing import Contestant
 
 aten = torch.ops.aten
 

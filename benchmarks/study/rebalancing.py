@@ -19,7 +19,8 @@ from typing import Any
 
 import ringattn
 import torch
-from lib.timing import Contestant, measure, rank, world_size
+from lib.ranks import rank, world_size
+from lib.timing import Contestant, measure
 from ringattn.profiling import equalize
 from ringattn.testing import slowdown
 

@@ -11,7 +11,9 @@ from typing import Any
 import ringattn
 import torch
 import torch.distributed as dist
-from lib.timing import DTYPES, Contestant, Timing, from_all_ranks, measure, rank
+from lib.problem import DTYPES
+from lib.ranks import from_all_ranks, rank
+from lib.timing import Contestant, Timing, measure
 from ringattn.profiling import (
     NUM_LAYERS,
     RankMeasurement,

@@ -10,8 +10,8 @@ import threading
 from typing import Any
 
 import torch
+from lib.ranks import process_group, rank
 from lib.report import environment
-from lib.timing import process_group, rank
 from ringattn.profiling import RankMeasurement
 
 from study.ranks import MARK

@@ -10,7 +10,9 @@ from typing import Protocol
 import ringattn
 import torch
 import torch.distributed as dist
-from lib.timing import DTYPES, Contestant, Problem, rank
+from lib.problem import DTYPES, Problem
+from lib.ranks import rank
+from lib.timing import Contestant
 from ringattn.model_call import ModelCall
 from ringattn.models import LLaMA, LLaMAConfig
 from ringattn.testing import slowdown

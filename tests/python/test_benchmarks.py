@@ -14,8 +14,8 @@ import kernel_variants
 import pytest
 import torch
 from _commands import run_command
+from lib.problem import Problem
 from lib.report import KERNEL_VARIABLES, PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, command
-from lib.timing import Problem
 from rank_of_ring import MOST_RANKS, RankCall
 
 ROOT = Path(__file__).resolve().parents[2]

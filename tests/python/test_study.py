@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ringattn
 import torch
-from lib import timing as harness
+from lib import timing
 from study import figures, running, sweep, worker
 from study.settings import Cell, Job, Settings, Store
 from study.splits import Grounds, split
@@ -153,11 +153,11 @@ def test_lone_ranks_and_rings_are_timed_at_the_same_clocks(monkeypatch, seq_len)
     """Four equal ranks, each a fourth of the work: the ring is as fast as its ideal, not faster."""
     device = PoweredDevice()
     alone_ms = 207 * (seq_len / 131072) ** 2
-    monkeypatch.setattr(harness.time, "perf_counter", lambda: device.now_s)
-    monkeypatch.setattr(harness.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(harness, "_on_cuda", harness._on_cpu)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: device.now_s)
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(timing, "_on_cuda", timing._on_cpu)
     contestants = [
-        harness.Contestant(
+        timing.Contestant(
             name, partial(device.computes, ms), torch.empty(0), around=partial(begun, device)
         )
         for name, ms in {"even_zigzag": alone_ms / 4, sweep._ALONE: alone_ms}.items()
@@ -179,12 +179,12 @@ def test_fast_ranks_are_timed_at_once_and_stay_at_work_for_the_slow_one(monkeypa
 
     def measure(contestants, device, *, rounds, warmup):
         measured.append(contestants)
-        return {c.name: harness.Timing([2000.0], [200.0]) for c in contestants}
+        return {c.name: timing.Timing([2000.0], [200.0]) for c in contestants}
 
     monkeypatch.setattr(sweep, "measure", measure)
     everyone = torch.tensor([[200.0], [2000.0]])
     monkeypatch.setattr(sweep, "from_all_ranks", lambda values: everyone)
-    alone = harness.Contestant(sweep._ALONE, lambda: torch.empty(0), torch.empty(0))
+    alone = timing.Contestant(sweep._ALONE, lambda: torch.empty(0), torch.empty(0))
     sweep._timings([alone], Settings(**{**BASE, "device": "cuda"}), torch.device("cuda"))
     (timed,) = measured[1]
     assert (timed.lead_in, timed.back_to_back, timed.tail) == (1, 1, 18)
