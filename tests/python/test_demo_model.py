@@ -28,9 +28,9 @@ SAMPLE_BYTES = 3 * 4096 + 1  # three windows of held-out text and the last byte 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
     """The training script: it owns the split and the measure."""
-    sys.path.insert(0, str(ROOT / "scripts"))
+    sys.path.insert(0, str(ROOT / "tools" / "demo_model"))
     try:
-        return importlib.import_module("train_demo_model")
+        return importlib.import_module("train")
     finally:
         sys.path.pop(0)
 

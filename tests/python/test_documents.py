@@ -129,7 +129,7 @@ def test_results_are_markdown_and_csv() -> None:
 #: Where variables of the environment are read: in code as text, in scripts as they are.
 _IN_CODE = re.compile(r"""["'](RINGATTN_[A-Z_]+)["']""")
 _IN_SCRIPTS = re.compile(r"\$\{(RINGATTN_[A-Z_]+)")
-_READERS = ("csrc", "python", "benchmarks", "tests/python", "scripts", "pyproject.toml")
+_READERS = ("csrc", "python", "benchmarks", "tests/python", "scripts", "tools", "pyproject.toml")
 
 
 def variables() -> set[str]:

@@ -6,9 +6,9 @@ The text is the language reference behind ``help()`` (``pydoc_data.topics``) and
 the standard library. The model reads bytes: a token's id is the byte's value, and byte 0 stands in
 front of every document. Three steps, each usable alone:
 
-    python scripts/train_demo_model.py --build-corpus corpus.json
-    python scripts/train_demo_model.py --corpus corpus.json --train DIR
-    python scripts/train_demo_model.py --corpus corpus.json --evaluate DIR
+    python tools/demo_model/train.py --build-corpus corpus.json
+    python tools/demo_model/train.py --corpus corpus.json --train DIR
+    python tools/demo_model/train.py --corpus corpus.json --evaluate DIR
 
 Without ``--corpus`` the text of the running Python is used.
 """
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from demo_corpus import SEPARATOR, Corpus, build_corpus, load_corpus, pack
+from corpus import SEPARATOR, Corpus, build_corpus, load_corpus, pack
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB_SIZE = 256
