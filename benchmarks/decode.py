@@ -34,7 +34,7 @@ from ringattn import Partition
 from ringattn.cache import ShardedKVCache
 from ringattn.decoding import choose, decode
 from ringattn.models import LLaMA, LLaMAConfig, demo_model_path, load_model
-from ringattn.models.graphs import DecodeGraphs, record
+from ringattn.models.decode_graphs import DecodeGraphs, record
 from ringattn.sampling import Sampling
 
 SHAPES = {

@@ -43,7 +43,7 @@ from lib.timing import Contestant, measure
 from ringattn import Partition
 from ringattn.decoding import decode, prefill
 from ringattn.models import LLaMA, LLaMAConfig
-from ringattn.models.graphs import record
+from ringattn.models.decode_graphs import record
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

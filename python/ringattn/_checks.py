@@ -14,8 +14,8 @@ import torch
 from torch.autograd import forward_ad
 
 from ringattn import _library
-from ringattn._calls import tell_peers
-from ringattn._group import Ring
+from ringattn._distributed.collectives import tell_peers
+from ringattn._distributed.groups import Ring
 
 # Keywords of torch's scaled_dot_product_attention, of flash-attention and of packages built on
 # them: what to write instead, and the values that change nothing, which are accepted.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ringattn._calls import complete
-from ringattn._group import Group, resolve_group
+from ringattn._distributed.collectives import complete
+from ringattn._distributed.groups import Group, resolve_group
 
 _GROWTH = 1.5  # how much larger a rank's storage becomes when it is full
 _ROOM, _MIN_ROOM = 1 / 16, 64  # for an unknown number of new tokens: of the prompt's, at least

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn._calls import complete, gather_objects, tell_peers
-from ringattn._group import Ring
+from ringattn._distributed.collectives import complete, gather_objects, tell_peers
+from ringattn._distributed.groups import Ring
 from ringattn.cache import ShardedKVCache
 from ringattn.model_call import ModelCall
-from ringattn.models.graphs import DecodeGraphs
+from ringattn.models.decode_graphs import DecodeGraphs
 from ringattn.models.llama import LLaMA
 from ringattn.partition import Partition
 from ringattn.sampling import Sampling

@@ -6,7 +6,6 @@ from typing import Literal, overload
 import torch
 
 from ringattn import _C
-from ringattn._calls import call, tell_peers
 from ringattn._checks import (
     check_collective,
     check_dims,
@@ -18,7 +17,8 @@ from ringattn._checks import (
     finite_scale,
     refuse_keywords,
 )
-from ringattn._group import Group, Ring, resolve_group
+from ringattn._distributed.collectives import call, tell_peers
+from ringattn._distributed.groups import Group, Ring, resolve_group
 from ringattn.partition import Partition, check_partition, partition_arguments
 
 _ops = torch.ops.ringattn

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import torch
 
-from ringattn._calls import agree
 from ringattn._checks import as_integer, check_flag, check_int64, check_integer, check_integers
-from ringattn._group import Ring
+from ringattn._distributed.collectives import agree
+from ringattn._distributed.groups import Ring
 from ringattn.decoding import checksum, choose, decode, on_device, prefill
-from ringattn.models.graphs import DecodeGraphs, record
+from ringattn.models.decode_graphs import DecodeGraphs, record
 from ringattn.models.llama import LLaMA
 from ringattn.partition import Partition
 from ringattn.sampling import Sampling

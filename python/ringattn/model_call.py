@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ringattn._calls import complete
-from ringattn._group import Ring
+from ringattn._distributed.collectives import complete
+from ringattn._distributed.groups import Ring
 from ringattn.cache import ShardedKVCache
 from ringattn.functional import attend, attend_cached, block_attention, merge_states
 from ringattn.partition import Partition

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ringattn._checks import refuse_keywords
-from ringattn._group import Group, Ring, keep, kept, resolve_group
+from ringattn._distributed.groups import Group, Ring, keep, kept, resolve_group
 from ringattn.functional import attend
 from ringattn.partition import Partition
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from ringattn import _C
-from ringattn._calls import agree
 from ringattn._checks import check_integers
-from ringattn._group import Group, GroupByName, Ring, keep, kept, resolve_group
+from ringattn._distributed.collectives import agree
+from ringattn._distributed.groups import Group, GroupByName, Ring, keep, kept, resolve_group
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, plan
 from ringattn.profiles import RankProfile

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ringattn._calls import call, check_real, tell_peers
 from ringattn._checks import (
     check_collective,
     check_integer,
@@ -20,7 +19,8 @@ from ringattn._checks import (
     check_tensors,
     is_dtensor,
 )
-from ringattn._group import Group, Ring, resolve_group
+from ringattn._distributed.collectives import call, check_real, tell_peers
+from ringattn._distributed.groups import Group, Ring, resolve_group
 
 LAYOUTS = ("zigzag", "contiguous")
 

@@ -8,13 +8,13 @@ import math
 
 import torch
 
-from ringattn._calls import agree, gather_objects
 from ringattn._checks import check_transport
-from ringattn._devices import resolve_device, settling_seconds, usual_tokens
-from ringattn._group import Group, resolve_group
-from ringattn._measurements import NOISE, RankMeasurement, check_noise, equalize
-from ringattn._shard import Shard
-from ringattn._speeds import measure_alone, measure_in_ring
+from ringattn._distributed.collectives import agree, gather_objects
+from ringattn._distributed.groups import Group, resolve_group
+from ringattn._profiling.devices import resolve_device, settling_seconds, usual_tokens
+from ringattn._profiling.equalize import NOISE, RankMeasurement, check_noise, equalize
+from ringattn._profiling.speeds import measure_alone, measure_in_ring
+from ringattn._profiling.workloads import Shard
 from ringattn.profiles import RankProfile
 from ringattn.timings import check_not_recording
 

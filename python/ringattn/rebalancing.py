@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ringattn import _C
-from ringattn._calls import agree
-from ringattn._group import Group, resolve_group
-from ringattn._measurements import NOISE, classes
+from ringattn._distributed.collectives import agree
+from ringattn._distributed.groups import Group, resolve_group
+from ringattn._profiling.equalize import NOISE, classes
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, Plan, plan, predict, work_in_tiles
 from ringattn.profiles import RankProfile

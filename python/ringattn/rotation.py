@@ -3,9 +3,9 @@
 
 import torch
 
-from ringattn._calls import call, tell_peers
 from ringattn._checks import check_collective, check_dims, check_tensors, check_transport
-from ringattn._group import Group, resolve_group
+from ringattn._distributed.collectives import call, tell_peers
+from ringattn._distributed.groups import Group, resolve_group
 from ringattn.partition import Partition, check_partition, partition_arguments
 
 _ops = torch.ops.ringattn

@@ -27,7 +27,7 @@ from ringattn._checks import (
     is_finite,
     is_number,
 )
-from ringattn._speed_tables import (
+from ringattn._profiling.speed_tables import (
     LatencyRow,
     MatmulRow,
     Table,

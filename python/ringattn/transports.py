@@ -2,7 +2,7 @@
 """Which way calls went."""
 
 from ringattn import _C
-from ringattn._group import Group, resolve_group
+from ringattn._distributed.groups import Group, resolve_group
 
 
 def last_transport(group: Group = None) -> str | None:

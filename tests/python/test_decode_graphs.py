@@ -14,7 +14,7 @@ from ringattn.decoding import decode
 from ringattn.generation import generate
 from ringattn.model_call import ModelCall
 from ringattn.models import LLaMA, load_model
-from ringattn.models.graphs import DecodeGraphs, record, replayable
+from ringattn.models.decode_graphs import DecodeGraphs, record, replayable
 from ringattn.partition import Partition
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode

@@ -5,7 +5,7 @@ import pytest
 import torch
 from _distributed import RankPool, this
 from ringattn import Partition, block_attention
-from ringattn._group import resolve_group
+from ringattn._distributed.groups import resolve_group
 from ringattn.model_call import ModelCall, Padding
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16

@@ -14,8 +14,9 @@ import pytest
 import ringattn
 import torch
 from _distributed import RankPool, this
-from ringattn import AttentionTile, Partition, RankProfile, _devices, _speeds, testing
-from ringattn._clock import Spread
+from ringattn import AttentionTile, Partition, RankProfile, testing
+from ringattn._profiling import devices, speeds
+from ringattn._profiling.timers import Spread
 from ringattn.profiling import RankMeasurement, equalize
 
 SMALL: dict[str, Any] = {
@@ -63,11 +64,11 @@ def test_no_process_group_is_one_rank() -> None:
 @pytest.mark.cuda
 def test_kernels_on_devices_have_tiles() -> None:
     (profile,) = ringattn.measure_profiles(device="cuda", **SMALL)
-    assert profile.tiles == _devices.attention_tiles(torch.device("cuda"), torch.bfloat16, 64)
+    assert profile.tiles == devices.attention_tiles(torch.device("cuda"), torch.bfloat16, 64)
     for dtype, head_dim in itertools.product(
         (torch.bfloat16, torch.float16, torch.float32), (64, 128, 256)
     ):
-        tiles = _devices.attention_tiles(torch.device("cuda"), dtype, head_dim)
+        tiles = devices.attention_tiles(torch.device("cuda"), dtype, head_dim)
         is_hopper = torch.cuda.get_device_capability() == (9, 0) and dtype != torch.float32
         is_portable = not is_hopper or os.environ.get("RINGATTN_KERNEL_FAMILY") == "sm80"
         assert len(tiles) == (2 if head_dim == 128 and not is_portable else 1)
@@ -99,7 +100,7 @@ def profiles_of_another_ring() -> tuple[list[RankProfile], list[int]]:
         return [7.0 * (1 + this().rank)] * 3
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_speeds, "call_tflops", tflops)
+        patch.setattr(speeds, "call_tflops", tflops)
         return ringattn.measure_profiles(device="cpu", **SMALL), seen
 
 
@@ -143,10 +144,10 @@ def plan_of_the_ring(overhead_ms: float) -> tuple[int, ...]:
         slow = {"overhead_ms": overhead_ms, "link_gbps": 0.001, "link_latency_us": 10.0}
         return [RankProfile(1.0, 1.0), *(RankProfile(1.0, 1.0, **slow) for _ in measured[1:])]
 
-    ring_attention = _speeds.ring_attention
+    ring_attention = speeds.ring_attention
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_speeds, "ring_attention", attend)
-        patch.setattr(_speeds, "equalize", equal)
+        patch.setattr(speeds, "ring_attention", attend)
+        patch.setattr(speeds, "equalize", equal)
         ringattn.measure_profiles(device="cpu", **SMALL)
     return lengths[0]
 
@@ -244,32 +245,33 @@ def measured(
     )
 
 
-def speeds(*ranks: RankMeasurement, noise: float = 0.05) -> list[float]:
+def equalized(*ranks: RankMeasurement, noise: float = 0.05) -> list[float]:
     return [profile.attention_tflops for profile in equalize(ranks, noise)]
 
 
 def test_differences_below_the_noise_are_none() -> None:
     # On other hardware 2 % apart: equal; 3 %: not.
-    assert speeds(measured(100), measured(98, device="b")) == [99, 99]
-    assert speeds(measured(100), measured(97, device="b")) == [100, 97]
-    assert speeds(measured(96), measured(100, device="b"), noise=0.1) == [98, 98]
+    assert equalized(measured(100), measured(98, device="b")) == [99, 99]
+    assert equalized(measured(100), measured(97, device="b")) == [100, 97]
+    assert equalized(measured(96), measured(100, device="b"), noise=0.1) == [98, 98]
     # Equal hardware needs twice as much to differ.
-    assert speeds(measured(100), measured(92)) == [96, 96]
-    assert speeds(measured(100), measured(89)) == [100, 89]
+    assert equalized(measured(100), measured(92)) == [96, 96]
+    assert equalized(measured(100), measured(89)) == [100, 89]
     # Hardware is not equal where matrix products are not, whatever it calls itself.
     assert (
-        speeds(measured(100), measured(93), measured(99, linear=1.97)) == [97.333333333333333] * 3
+        equalized(measured(100), measured(93), measured(99, linear=1.97))
+        == [97.333333333333333] * 3
     )
-    assert speeds(measured(100), measured(93, linear=1.88), measured(99)) == [99.5, 93, 99.5]
+    assert equalized(measured(100), measured(93, linear=1.88), measured(99)) == [99.5, 93, 99.5]
     # And then it needs as much as its noise.
-    assert speeds(measured(100), measured(96, linear=1.88)) == [98, 98]
-    assert speeds(measured(100), measured(94, linear=1.88)) == [100, 94]
+    assert equalized(measured(100), measured(96, linear=1.88)) == [98, 98]
+    assert equalized(measured(100), measured(94, linear=1.88)) == [100, 94]
     # A median between the other's quartiles is noise; that ranges touch says nothing.
-    assert speeds(measured(100, 0.2), measured(82, 0.01)) == [91, 91]
-    assert speeds(measured(100, 0.01), measured(85, 0.2)) == [92.5, 92.5]
-    assert speeds(measured(100, 0.2), measured(70, 0.2)) == [100, 70]
+    assert equalized(measured(100, 0.2), measured(82, 0.01)) == [91, 91]
+    assert equalized(measured(100, 0.01), measured(85, 0.2)) == [92.5, 92.5]
+    assert equalized(measured(100, 0.2), measured(70, 0.2)) == [100, 70]
     # But not on other hardware, where it is what is expected.
-    assert speeds(measured(100, 0.2), measured(97, 0.2, device="b")) == [100, 97]
+    assert equalized(measured(100, 0.2), measured(97, 0.2, device="b")) == [100, 97]
 
 
 def test_what_does_not_compute_is_as_noisy_on_other_hardware() -> None:
@@ -288,7 +290,7 @@ def test_what_does_not_compute_is_as_noisy_on_other_hardware() -> None:
 def test_classes_do_not_creep() -> None:
     # Each is close to its neighbour, but the last is not close to the first.
     ranks = [measured(tflops, device=str(tflops)) for tflops in (100, 98, 96, 94)]
-    assert speeds(*ranks) == [99, 99, 95, 95]
+    assert equalized(*ranks) == [99, 99, 95, 95]
 
 
 def test_equalizing_keeps_the_rest() -> None:

@@ -10,11 +10,11 @@ import pytest
 import ringattn
 import torch
 from _distributed import RankPool, this
-from ringattn import _devices, _links, _speeds
 from ringattn.__main__ import main
-from ringattn._clock import Spread
-from ringattn._group import resolve_group
-from ringattn._shard import Shard
+from ringattn._distributed.groups import resolve_group
+from ringattn._profiling import devices, links, speeds
+from ringattn._profiling.timers import Spread
+from ringattn._profiling.workloads import Shard
 from ringattn.cli import profile as command
 from ringattn.profiling import tokens_to_measure
 from ringattn.strategies import LatencyRow, read_table
@@ -46,11 +46,11 @@ def told(answers: Sequence[Any]) -> Callable[..., Any]:
 def profiles_of_times() -> list[ringattn.RankProfile]:
     """Of a ring whose ranks all took these milliseconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_speeds, "_settled", told([[9.0, 2.0, 1.0], [5.0], [4.0]]))
-        patch.setattr(_speeds, "measure_link", lambda *_: (Spread.of([3.0]), Spread.of([7.0])))
-        patch.setattr(_speeds, "bursts", told([[0.5, 0.25, 8.0]]))
-        patch.setattr(_speeds, "call_tflops", lambda *_: [0.125])
-        patch.setattr(_speeds, "spare_bytes", lambda *_: 11 * 3 * KV_BYTES - 1)
+        patch.setattr(speeds, "_settled", told([[9.0, 2.0, 1.0], [5.0], [4.0]]))
+        patch.setattr(speeds, "measure_link", lambda *_: (Spread.of([3.0]), Spread.of([7.0])))
+        patch.setattr(speeds, "bursts", told([[0.5, 0.25, 8.0]]))
+        patch.setattr(speeds, "call_tflops", lambda *_: [0.125])
+        patch.setattr(speeds, "spare_bytes", lambda *_: 11 * 3 * KV_BYTES - 1)
         return ringattn.measure_profiles(device="cpu", seconds=0.01, **SMALL)
 
 
@@ -121,8 +121,8 @@ def link_of_times(*milliseconds: list[float]) -> tuple[Spread, Spread, list[int]
         return next(times)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_links, "bursts", bursts)
-        return (*_links.measure_link(resolve_group(None), shard(), "auto"), tokens)
+        patch.setattr(links, "bursts", bursts)
+        return (*links.measure_link(resolve_group(None), shard(), "auto"), tokens)
 
 
 def test_a_link_is_what_more_bytes_take_longer(rank_pool: Callable[..., RankPool]) -> None:
@@ -150,11 +150,11 @@ def test_a_long_hop_that_is_no_slower_takes_a_tenth_of_its_time_for_its_bytes(
 def room(free: int, dtype: torch.dtype, one_host: bool) -> int:
     """Tokens that this rank has room for where so many bytes are free."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_devices, "_free_host_memory", lambda: free)
+        patch.setattr(devices, "_free_host_memory", lambda: free)
         if not one_host:
             patch.setattr(platform, "node", lambda: f"host {this().rank}")
         tokens = shard(dtype)
-        spare = _devices.spare_bytes(resolve_group(None), CPU)
+        spare = devices.spare_bytes(resolve_group(None), CPU)
         return spare // (tokens.num_layers * tokens.token_bytes)
 
 
@@ -182,4 +182,4 @@ def test_free_memory_is_what_the_host_gives_without_swapping(
 ) -> None:
     lines = "MemTotal: 9 kB\nMemFree: 1 kB\nMemAvailable:    7 kB\nCached: 3 kB\n"
     monkeypatch.setattr(Path, "read_text", lambda self: lines)
-    assert _devices._free_host_memory() == 7 * 1024
+    assert devices._free_host_memory() == 7 * 1024

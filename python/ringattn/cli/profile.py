@@ -29,10 +29,10 @@ import torch
 import torch.nn.functional as F
 
 from ringattn import _library, profiling
-from ringattn._clock import Spread, bursts, repeat
-from ringattn._devices import settling_seconds
-from ringattn._group import resolve_group
-from ringattn._shard import Shard
+from ringattn._distributed.groups import resolve_group
+from ringattn._profiling.devices import settling_seconds
+from ringattn._profiling.timers import Spread, bursts, repeat
+from ringattn._profiling.workloads import Shard
 from ringattn.cli.common import (
     DTYPES,
     add_device_argument,

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ringattn._calls import tell_peers
-from ringattn._group import Ring, resolve_group
+from ringattn._distributed.collectives import tell_peers
+from ringattn._distributed.groups import Ring, resolve_group
 from ringattn.functional import attend, block_attention
 from ringattn.partition import Partition
 

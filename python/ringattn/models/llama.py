@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ringattn._calls import tell_peers
 from ringattn._checks import check_device, check_floating, is_concrete
-from ringattn._group import Group, Ring, keep, kept, resolve_group
+from ringattn._distributed.collectives import tell_peers
+from ringattn._distributed.groups import Group, Ring, keep, kept, resolve_group
 from ringattn.cache import ShardedKVCache
 from ringattn.model_call import ModelCall
 from ringattn.models.config import LLaMAConfig

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ringattn._checks import check_device, check_floating
-from ringattn._group import Group
+from ringattn._distributed.groups import Group
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.llama import LLaMA, LLaMABlock
 

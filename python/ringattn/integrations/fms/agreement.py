@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn._calls import complete
-from ringattn._group import Ring
+from ringattn._distributed.collectives import complete
+from ringattn._distributed.groups import Ring
 from ringattn.decoding import checksum
 
 

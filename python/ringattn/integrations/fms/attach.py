@@ -10,8 +10,8 @@ import torch
 from fms.modules.attention import MultiHeadAttention
 from torch import nn
 
-from ringattn._calls import tell_peers
-from ringattn._group import Ring
+from ringattn._distributed.collectives import tell_peers
+from ringattn._distributed.groups import Ring
 from ringattn.cache import ShardedKVCache
 from ringattn.integrations.fms.agreement import OTHER_MASK, Agreement
 from ringattn.integrations.fms.attention import NAME, LayerCall

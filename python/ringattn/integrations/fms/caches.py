@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ringattn._group import Ring
+from ringattn._distributed.groups import Ring
 from ringattn.cache import ShardedKVCache
 from ringattn.model_call import Padding
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from fms.distributed.strategy import TensorParallelStrategy
 from torch import nn
 
-from ringattn._calls import agree
-from ringattn._group import Ring
+from ringattn._distributed.collectives import agree
+from ringattn._distributed.groups import Ring
 from ringattn.decoding import checksum, hand_out
 from ringattn.integrations.fms.attach import settings_of
 from ringattn.integrations.fms.masks import check_values, padding_of, visible

@@ -13,8 +13,8 @@ from fms.distributed.strategy import DistributedStrategy
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from ringattn._calls import agree
-from ringattn._group import Group, keep, kept, resolve_group
+from ringattn._distributed.collectives import agree
+from ringattn._distributed.groups import Group, keep, kept, resolve_group
 from ringattn.integrations.fms.attention import NAME
 from ringattn.integrations.fms.rope import rope_arguments
 from ringattn.parallel import Split, check_transport, parallelize

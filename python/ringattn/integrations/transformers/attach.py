@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ringattn._calls import tell_peers
-from ringattn._group import Ring
+from ringattn._distributed.collectives import tell_peers
+from ringattn._distributed.groups import Ring
 from ringattn.integrations.shared import by_name, parameter_names
 from ringattn.integrations.transformers.attention import NAME
 from ringattn.integrations.transformers.caches import (

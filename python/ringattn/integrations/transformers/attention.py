@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from ringattn._group import resolve_group
+from ringattn._distributed.groups import resolve_group
 from ringattn.functional import block_attention, decode_attention
 from ringattn.integrations.transformers.refusals import check_attention_keywords, check_dropout
 

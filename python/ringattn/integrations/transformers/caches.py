@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from ringattn._group import Ring
+from ringattn._distributed.groups import Ring
 from ringattn.cache import ShardedKVCache
 
 _Tensors = tuple[torch.Tensor, torch.Tensor]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
 
-from ringattn._calls import agree, complete
-from ringattn._group import Ring
+from ringattn._distributed.collectives import agree, complete
+from ringattn._distributed.groups import Ring
 from ringattn.decoding import checksum, hand_out
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

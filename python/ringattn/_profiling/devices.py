@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ringattn import _C, _library
-from ringattn._calls import gather_objects
 from ringattn._checks import check_device, check_positive
-from ringattn._group import Ring
+from ringattn._distributed.collectives import gather_objects
+from ringattn._distributed.groups import Ring
 from ringattn.profiles import AttentionTile
 
 _MEMORY_SHARE = 0.9  # of the free memory, that tokens may fill

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ringattn._calls import meet
-from ringattn._clock import Spread, bursts, repeat
-from ringattn._devices import attention_tiles, hardware, spare_bytes
-from ringattn._group import Ring
-from ringattn._links import measure_link
-from ringattn._measurements import RankMeasurement, equalize
-from ringattn._shard import Shard
+from ringattn._distributed.collectives import meet
+from ringattn._distributed.groups import Ring
+from ringattn._profiling.devices import attention_tiles, hardware, spare_bytes
+from ringattn._profiling.equalize import RankMeasurement, equalize
+from ringattn._profiling.links import measure_link
+from ringattn._profiling.timers import Spread, bursts, repeat
+from ringattn._profiling.workloads import Shard
 from ringattn.functional import ring_attention
 from ringattn.planning import ModelCost, plan, predict, work_in_tiles
 from ringattn.profiles import RankProfile

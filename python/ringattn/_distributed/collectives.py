@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
 from ringattn import _C
-from ringattn._group import Ring
+from ringattn._distributed.groups import Ring
 
 _PREFIX = "ringattn: "
 _Value = TypeVar("_Value")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from ringattn._checks import is_number
-from ringattn._clock import Spread
+from ringattn._profiling.timers import Spread
 from ringattn.profiles import AttentionTile, RankProfile
 
 #: Relative difference of two speeds that is none, see :func:`equalize`.

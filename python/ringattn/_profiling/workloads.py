@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from ringattn._checks import check_int64
-from ringattn._devices import usual_tokens
-from ringattn._group import resolve_group
+from ringattn._distributed.groups import resolve_group
+from ringattn._profiling.devices import usual_tokens
 from ringattn.functional import attend, attend_cached
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

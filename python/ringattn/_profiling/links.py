@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ringattn._calls import meet
-from ringattn._clock import Spread, bursts
-from ringattn._group import Ring
-from ringattn._shard import Shard
+from ringattn._distributed.collectives import meet
+from ringattn._distributed.groups import Ring
+from ringattn._profiling.timers import Spread, bursts
+from ringattn._profiling.workloads import Shard
 from ringattn.partition import Partition
 from ringattn.rotation import rotate_kv
 
