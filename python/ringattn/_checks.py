@@ -14,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ringattn import _library
-from ringattn._distributed.collectives import tell_peers
+from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import Ring
 
 # Keywords of torch's scaled_dot_product_attention, of flash-attention and of packages built on
@@ -81,7 +81,7 @@ def refuse_keywords(function: str, ring: Ring, refused: dict[str, Any]) -> None:
     try:
         check_keywords(function, refused)
     except Exception as error:
-        tell_peers(ring, error)
+        report_to_peers(ring, error)
         raise
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn._distributed.collectives import complete, gather_objects, tell_peers
+from ringattn._distributed.collectives import complete, gather_objects
+from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import Ring
 from ringattn.cache import ShardedKVCache
 from ringattn.model_call import ModelCall
@@ -101,7 +102,7 @@ def hand_out(
         except Exception as error:  # whatever it is: the peers wait
             problem = error
             if not can_look:
-                tell_peers(ring, error)
+                report_to_peers(ring, error)
                 raise
     if ring.rank != source or problem is not None:
         tokens = torch.full((batch,), _NO_TOKEN, dtype=torch.int64, device=device)

@@ -17,7 +17,7 @@ from ringattn._checks import (
     finite_scale,
     refuse_keywords,
 )
-from ringattn._distributed.collectives import call, tell_peers
+from ringattn._distributed.errors import call, report_to_peers
 from ringattn._distributed.groups import Group, Ring, resolve_group
 from ringattn.partition import Partition, check_partition, partition_arguments
 
@@ -173,7 +173,7 @@ def attend(
         causal = check_flag("causal", causal)
         check_transport(transport)
     except Exception as error:
-        tell_peers(ring, error)
+        report_to_peers(ring, error)
         raise
     out, lse = call(
         _ops.ring_forward,
@@ -355,7 +355,7 @@ def decode_attention(
             if key_lengths.dtype == torch.int64:
                 key_lengths = key_lengths.clamp(0, k_shard.size(1)).to(torch.int32)
     except Exception as error:
-        tell_peers(ring, error)
+        report_to_peers(ring, error)
         raise
     out, lse = attend_cached(ring, q, k_shard, v_shard, scale, key_lengths)
     return (out, lse) if return_lse else out

@@ -19,7 +19,7 @@ from ringattn._checks import (
     check_tensors,
     is_dtensor,
 )
-from ringattn._distributed.collectives import call, check_real, tell_peers
+from ringattn._distributed.errors import call, check_real, report_to_peers
 from ringattn._distributed.groups import Group, Ring, resolve_group
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -277,7 +277,7 @@ class Partition:
         try:
             dim = self._check_gather(x, ring, dim)
         except Exception as error:
-            tell_peers(ring, error)
+            report_to_peers(ring, error)
             raise
         if ring.world_size == 1:
             return self.unshard([x], dim)

@@ -4,7 +4,7 @@
 import torch
 
 from ringattn._checks import check_collective, check_dims, check_tensors, check_transport
-from ringattn._distributed.collectives import call, tell_peers
+from ringattn._distributed.errors import call, report_to_peers
 from ringattn._distributed.groups import Group, resolve_group
 from ringattn.partition import Partition, check_partition, partition_arguments
 
@@ -58,7 +58,7 @@ def rotate_kv(
         lengths, order, _ = partition_arguments(check_partition(partition, ring))
         check_transport(transport)
     except Exception as error:
-        tell_peers(ring, error)
+        report_to_peers(ring, error)
         raise
     received = call(_ops.rotate_kv, kv, lengths, order, ring.name, transport)
     return RotatedKV(received, kv)

@@ -1,62 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How C++ is called: what it says of arguments becomes a ValueError, and what one rank says of its
-own is told to the others."""
+"""Exchanges between the ranks of a group. Each ends with an error where a peer is gone."""
 
 import pickle
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._guards import detect_fake_mode
 
 from ringattn import _C
+from ringattn._distributed.errors import call, check_real
 from ringattn._distributed.groups import Ring
 
-_PREFIX = "ringattn: "
 _Value = TypeVar("_Value")
 
 _POLL_S = 0.1  # between looks for Ctrl-C, and for news of peers, while this rank waits
-
-
-def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | None = None) -> Any:
-    """Calls an operator or a function of ``_C``; what it says about a caller's arguments becomes a
-    ValueError, with ``names`` for those that the caller knows by another one. Failures of the other
-    kind (a peer died, a timeout) pass through unchanged."""
-    if torch.compiler.is_compiling():
-        return operator(*args)
-    try:
-        return operator(*args)
-    except dist.DistBackendError:
-        raise
-    except RuntimeError as error:
-        message = str(error)
-        if not message.startswith(_PREFIX):
-            raise
-        # With TORCH_SHOW_CPP_STACKTRACES=1 the C++ stack follows the sentence.
-        sentence = message.removeprefix(_PREFIX).split("\nException raised from")[0]
-        if names is not None:
-            sentence = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), sentence)
-        raise ValueError(sentence) from None
-
-
-def tell_peers(ring: Ring, error: Exception) -> None:
-    """So that all ranks fail at once and name this one, instead of waiting for it. While compiling,
-    or with fake tensors, nobody is told: the others may run the call, with nothing to tell them
-    from."""
-    if ring.world_size > 1 and not torch.compiler.is_compiling() and detect_fake_mode() is None:
-        with suppress(RuntimeError):  # no store any more: this rank's mistake is still its own
-            _C.refuse_call(ring.name, str(error))
-
-
-def check_real(operation: str) -> None:
-    """ValueError under FakeTensorMode, where nothing can be had from other ranks: to be asked
-    before ranks meet."""
-    if detect_fake_mode() is not None:
-        raise ValueError(f"{operation} must have real tensors, got a call under FakeTensorMode")
 
 
 def complete(

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ringattn._distributed.collectives import tell_peers
+from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import Ring, resolve_group
 from ringattn.functional import attend, block_attention
 from ringattn.partition import Partition
@@ -264,7 +264,7 @@ def _attention(
         ring = resolve_group(context._ring_mesh.get_group())
         if reasons:
             error = ValueError(_refusal(reasons))
-            tell_peers(ring, error)
+            report_to_peers(ring, error)
             raise error
         if context.ring_anything:
             partition = _parallel_config._ringattn.partition(ring, query)

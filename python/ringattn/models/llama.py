@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ringattn._checks import check_device, check_floating, is_concrete
-from ringattn._distributed.collectives import tell_peers
+from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import Group, Ring, keep, kept, resolve_group
 from ringattn.cache import ShardedKVCache
 from ringattn.model_call import ModelCall
@@ -251,7 +251,7 @@ class LLaMA(nn.Module):
             partition = self.check(token_ids, partition, sharded=sharded)
             self._check_ids(token_ids)
         except ValueError as error:
-            tell_peers(ring, error)
+            report_to_peers(ring, error)
             raise
         local_ids = token_ids if sharded else partition.shard(token_ids, ring.rank)
         position_ids = partition.position_ids(ring.rank, device=local_ids.device)

@@ -10,7 +10,7 @@ import torch
 from fms.modules.attention import MultiHeadAttention
 from torch import nn
 
-from ringattn._distributed.collectives import tell_peers
+from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import Ring
 from ringattn.cache import ShardedKVCache
 from ringattn.integrations.fms.agreement import OTHER_MASK, Agreement
@@ -124,7 +124,7 @@ class BeforeBody:
             rows, rest = _prepared(body, ring, self.settings, given.get(ids), given)
             return (), {ids: rows, **rest}
         except ValueError as error:
-            tell_peers(ring, error)
+            report_to_peers(ring, error)
             raise
 
 

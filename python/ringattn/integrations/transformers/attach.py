@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ringattn._distributed.collectives import tell_peers
+from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import Ring
 from ringattn.integrations.shared import by_name, parameter_names
 from ringattn.integrations.transformers.attention import NAME
@@ -136,7 +136,7 @@ class BeforeBody:
             given = by_name(self.names, args, kwargs)
             return (), _prepared(body, ring, self.settings, self.cache_name, given)
         except ValueError as error:
-            tell_peers(ring, error)
+            report_to_peers(ring, error)
             raise
 
 

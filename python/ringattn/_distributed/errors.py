@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How errors of C++ reach the caller, and how the error of one rank reaches all ranks."""
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._guards import detect_fake_mode
+
+from ringattn import _C
+from ringattn._distributed.groups import Ring
+
+_PREFIX = "ringattn: "
+
+
+def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | None = None) -> Any:
+    """Calls an operator or a function of ``_C``. An error about the caller's arguments becomes a
+    ValueError; ``names`` maps the operator's argument names to the caller's. Other failures (a peer
+    died, a timeout) pass through unchanged."""
+    if torch.compiler.is_compiling():
+        return operator(*args)
+    try:
+        return operator(*args)
+    except dist.DistBackendError:
+        raise
+    except RuntimeError as error:
+        message = str(error)
+        if not message.startswith(_PREFIX):
+            raise
+        # With TORCH_SHOW_CPP_STACKTRACES=1 the C++ stack follows the sentence.
+        sentence = message.removeprefix(_PREFIX).split("\nException raised from")[0]
+        if names is not None:
+            sentence = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), sentence)
+        raise ValueError(sentence) from None
+
+
+def report_to_peers(ring: Ring, error: Exception) -> None:
+    """Reports that this rank refuses its call, so that all ranks fail at once and name this rank
+    instead of waiting for it. Nothing is reported while compiling or with fake tensors: the call
+    that is traced is not the one that the peers run."""
+    if ring.world_size > 1 and not torch.compiler.is_compiling() and detect_fake_mode() is None:
+        with suppress(RuntimeError):  # the store is gone: this rank still raises its own error
+            _C.refuse_call(ring.name, str(error))
+
+
+def check_real(operation: str) -> None:
+    """ValueError under FakeTensorMode, where other ranks send nothing. Call it before ranks
+    exchange anything."""
+    if detect_fake_mode() is not None:
+        raise ValueError(f"{operation} must have real tensors, got a call under FakeTensorMode")
