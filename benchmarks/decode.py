@@ -32,7 +32,7 @@ from lib.report import Report, environment
 from lib.timing import Contestant, Timing, measure
 from ringattn import Partition
 from ringattn.cache import ShardedKVCache
-from ringattn.decoding import choose, decode
+from ringattn.generation import choose, decode
 from ringattn.models import LLaMA, LLaMAConfig, demo_model_path, load_model
 from ringattn.models.decode_graphs import DecodeGraphs, record
 from ringattn.sampling import Sampling

@@ -41,7 +41,7 @@ from lib.ranks import process_group, rank, world_size
 from lib.report import Report, environment
 from lib.timing import Contestant, measure
 from ringattn import Partition
-from ringattn.decoding import decode, prefill
+from ringattn.generation import decode, prefill
 from ringattn.models import LLaMA, LLaMAConfig
 from ringattn.models.decode_graphs import record
 from torch import nn

@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 
 from ringattn._checks import as_integer, check_flag, check_int64, check_integer, check_integers
-from ringattn._distributed.collectives import agree
+from ringattn._distributed.collectives import agree, checksum, draw_on_rank
 from ringattn._distributed.groups import Ring
-from ringattn.decoding import checksum, choose, decode, on_device, prefill
+from ringattn.cache import ShardedKVCache
+from ringattn.model_call import ModelCall
 from ringattn.models.decode_graphs import DecodeGraphs, record
 from ringattn.models.llama import LLaMA
 from ringattn.partition import Partition
@@ -107,8 +108,7 @@ def generate(
         mistake = f"arguments must be of the types that generate() names, got: {error}"
     except Exception as error:  # whatever it is: the peers wait
         mistake = f"arguments must be such that generation can begin, got: {error}"
-    with on_device(model):
-        agree(ring, "generate", mistake, facts)
+    agree(ring, "generate", mistake, facts)
     assert request is not None  # agree() has raised otherwise
     new_ids = []
     for tokens in _tokens(model, request):
@@ -259,3 +259,51 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
         if request.cuda_graphs is None and position - prompt_len == _TOKENS_BEFORE_GRAPHS <= left:
             graphs = record(model.base_model, batch)
         hidden = decode(model, tokens, cache, graphs)
+
+
+# ---- steps -------------------------------------------------------------------------------------
+
+# Note: inference mode saves about a microsecond in each of the many small calls of a token. It must
+# not stay on across a yield.
+
+
+@torch.inference_mode()
+def prefill(
+    model: LLaMA, prompt_ids: torch.Tensor, partition: Partition, cache: ShardedKVCache
+) -> torch.Tensor:
+    """Hidden state of this rank's last token, ``[B, E]``; without tokens, of none, ``[0, E]``."""
+    rank = model.ring.rank
+    position_ids = partition.position_ids(rank, device=model.device)
+    call = model.prefill_call(partition, cache)
+    hidden = model.base_model(partition.shard(prompt_ids, rank), position_ids, call)
+    return hidden[:, -1:].flatten(0, 1)
+
+
+@torch.inference_mode()
+def decode(
+    model: LLaMA,
+    tokens: torch.Tensor,
+    cache: ShardedKVCache,
+    graphs: DecodeGraphs | None = None,
+) -> torch.Tensor:
+    """Hidden state ``[B, E]`` of one new token per row, ``tokens`` int64 ``[B]``."""
+    call = ModelCall.decode(model.ring, cache)
+    if graphs is not None:
+        return graphs(tokens.unsqueeze(1), call).squeeze(1)
+    position_ids = torch.full((1,), call.num_before, device=model.device)
+    return model.base_model(tokens.unsqueeze(1), position_ids, call).squeeze(1)
+
+
+@torch.inference_mode()
+def choose(
+    model: LLaMA,
+    hidden: torch.Tensor,
+    sampler: int,
+    batch: int,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    """The next tokens, int64 ``[B]``: drawn on one rank, the same on all. Where that rank cannot
+    draw, all say why."""
+    draw = lambda: sampling.draw(model.project(hidden), generator)  # noqa: E731
+    return draw_on_rank(model.ring, sampler, batch, model.device, draw)

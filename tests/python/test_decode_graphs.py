@@ -10,8 +10,7 @@ import pytest
 import torch
 from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
 from ringattn import generation
-from ringattn.decoding import decode
-from ringattn.generation import generate
+from ringattn.generation import decode, generate
 from ringattn.model_call import ModelCall
 from ringattn.models import LLaMA, load_model
 from ringattn.models.decode_graphs import DecodeGraphs, record, replayable

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from ringattn import _C
-from ringattn._distributed.errors import call, check_real
+from ringattn._distributed.errors import call, check_real, report_to_peers
 from ringattn._distributed.groups import Ring
 
 _Value = TypeVar("_Value")
 
-_POLL_S = 0.1  # between looks for Ctrl-C, and for news of peers, while this rank waits
+_POLL_S = 0.1  # period at which a waiting rank checks for Ctrl-C and for failures of peers
+_NO_TOKEN = -1  # sent in place of tokens where drawing them failed
 
 
 def complete(
@@ -121,3 +122,47 @@ def meet(ring: Ring, operation: str) -> None:
     if ring.world_size > 1:
         call(_C.check_group, ring.name)
         call(_C.exchange, ring.name, b"", operation)
+
+
+def checksum(tokens: torch.Tensor) -> torch.Tensor:
+    """int64 without a dimension: equal for equal integers in equal order. Stays on the device."""
+    flat = tokens.flatten().to(torch.int64)
+    places = torch.arange(1, flat.numel() + 1, device=flat.device)
+    return ((flat + 1) * places * 0x9E3779B1).sum()
+
+
+def draw_on_rank(
+    ring: Ring, source: int, batch: int, device: torch.device, draw: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """Token ids, int64 ``[B]``: the result of ``draw()`` on rank ``source``, sent to every rank.
+    Collective.
+
+    Raises:
+        RuntimeError: ``draw`` failed: on CPU on all ranks; on CUDA on ``source``, and the other
+            ranks report that ``source`` is gone.
+    """
+    # Note: reading a token would make every rank wait for its device in each step. On CUDA the
+    # peers therefore learn of the failure as of a rank that refuses its call.
+    can_read = device.type == "cpu"
+    problem: Exception | None = None
+    if ring.rank == source:
+        try:
+            tokens = draw()
+        except Exception as error:  # of any type: the peers wait for this rank
+            problem = error
+            if not can_read:
+                report_to_peers(ring, error)
+                raise
+    if ring.rank != source or problem is not None:
+        tokens = torch.full((batch,), _NO_TOKEN, dtype=torch.int64, device=device)
+    if ring.world_size > 1:
+        group = ring.process_group
+        complete(
+            *(ring, "generate", device),
+            lambda: [dist.broadcast(tokens, group=group, group_src=source, async_op=True)],
+        )
+    if can_read and int(tokens[0]) == _NO_TOKEN:
+        # Every rank raises the sentence of rank ``source``.
+        sentence = f"rank {source} could not draw a token: {problem}"
+        raise RuntimeError(gather_objects(ring, "generate", sentence)[source]) from problem
+    return tokens

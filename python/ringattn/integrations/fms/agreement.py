@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn._distributed.collectives import complete
+from ringattn._distributed.collectives import checksum, complete
 from ringattn._distributed.groups import Ring
-from ringattn.decoding import checksum
 
 
 class Agreement:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from fms.distributed.strategy import TensorParallelStrategy
 from torch import nn
 
-from ringattn._distributed.collectives import agree
+from ringattn._distributed.collectives import agree, checksum, draw_on_rank
 from ringattn._distributed.groups import Ring
-from ringattn.decoding import checksum, hand_out
 from ringattn.integrations.fms.attach import settings_of
 from ringattn.integrations.fms.masks import check_values, padding_of, visible
 
@@ -86,7 +85,7 @@ class FirstRankChooses:
         tokens = next_val.flatten().contiguous()
         if self.copy is not None:
             dist.broadcast(tokens, group=self.copy, group_src=0)
-        tokens = hand_out(self.ring, 0, tokens.numel(), tokens.device, lambda: tokens)
+        tokens = draw_on_rank(self.ring, 0, tokens.numel(), tokens.device, lambda: tokens)
         return tokens.view_as(next_val), kwargs
 
 

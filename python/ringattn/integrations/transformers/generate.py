@@ -13,9 +13,8 @@ import torch.distributed as dist
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
 
-from ringattn._distributed.collectives import agree, complete
+from ringattn._distributed.collectives import agree, checksum, complete, draw_on_rank
 from ringattn._distributed.groups import Ring
-from ringattn.decoding import checksum, hand_out
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -117,7 +116,7 @@ class FirstRankDraws(LogitsProcessor):
                 return scores.argmax(-1)
             return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
 
-        tokens = hand_out(self.ring, 0, scores.size(0), scores.device, draw)
+        tokens = draw_on_rank(self.ring, 0, scores.size(0), scores.device, draw)
         chosen = torch.full_like(scores, -torch.inf)
         return chosen.scatter_(1, tokens.unsqueeze(1), 0)
 
