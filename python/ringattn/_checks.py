@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from ringattn import _library
 from ringattn._distributed.errors import report_to_peers
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 
 # Keywords of torch's scaled_dot_product_attention, of flash-attention and of packages built on
 # them: what to write instead, and the values that change nothing, which are accepted.
@@ -76,7 +76,7 @@ def check_keywords(function: str, refused: dict[str, Any]) -> None:
         raise ValueError(f"{name} must be left out ({instead}), got {got}")
 
 
-def refuse_keywords(function: str, ring: Ring, refused: dict[str, Any]) -> None:
+def refuse_keywords(function: str, ring: GroupInfo, refused: dict[str, Any]) -> None:
     """:func:`check_keywords`, and the peers are told."""
     try:
         check_keywords(function, refused)

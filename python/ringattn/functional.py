@@ -18,7 +18,7 @@ from ringattn._checks import (
     refuse_keywords,
 )
 from ringattn._distributed.errors import call, report_to_peers
-from ringattn._distributed.groups import Group, Ring, resolve_group
+from ringattn._distributed.groups import Group, GroupInfo, resolve_group
 from ringattn.partition import Partition, check_partition, partition_arguments
 
 _ops = torch.ops.ringattn
@@ -149,7 +149,7 @@ def ring_attention(
 
 
 def attend(
-    ring: Ring,
+    ring: GroupInfo,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -362,7 +362,7 @@ def decode_attention(
 
 
 def attend_cached(
-    ring: Ring,
+    ring: GroupInfo,
     q: torch.Tensor,
     k_shard: torch.Tensor,
     v_shard: torch.Tensor,

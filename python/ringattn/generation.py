@@ -16,7 +16,7 @@ import torch
 
 from ringattn._checks import as_integer, check_flag, check_int64, check_integer, check_integers
 from ringattn._distributed.collectives import agree, checksum, draw_on_rank
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 from ringattn.cache import ShardedKVCache
 from ringattn.model_call import ModelCall
 from ringattn.models.decode_graphs import DecodeGraphs, record
@@ -89,7 +89,7 @@ def generate(
         torch.distributed.DistBackendError: a peer died or never arrived.
     """
     ring = getattr(model, "ring", None)
-    if not isinstance(ring, Ring):
+    if not isinstance(ring, GroupInfo):
         raise ValueError(f"model must be a LLaMA, got {type(model).__name__}")
     request, facts, mistake = None, {}, None
     try:

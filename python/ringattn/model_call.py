@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn._distributed.collectives import complete
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 from ringattn.cache import ShardedKVCache
 from ringattn.functional import attend, attend_cached, block_attention, merge_states
 from ringattn.partition import Partition
@@ -90,7 +90,7 @@ class ModelCall:
 
     def __init__(
         self,
-        ring: Ring,
+        ring: GroupInfo,
         num_tokens: int,
         *,
         partition: Partition | None,
@@ -111,7 +111,7 @@ class ModelCall:
     @classmethod
     def prefill(
         cls,
-        ring: Ring,
+        ring: GroupInfo,
         partition: Partition,
         *,
         cache: ShardedKVCache | None = None,
@@ -140,7 +140,7 @@ class ModelCall:
         )
 
     @classmethod
-    def decode(cls, ring: Ring, cache: ShardedKVCache, num_tokens: int = 1) -> ModelCall:
+    def decode(cls, ring: GroupInfo, cache: ShardedKVCache, num_tokens: int = 1) -> ModelCall:
         """``num_tokens`` new tokens per batch row, after what ``cache`` holds. Advances the
         cache."""
         cache.advance(num_tokens)
@@ -148,7 +148,7 @@ class ModelCall:
 
     @staticmethod
     def new_cache(
-        ring: Ring,
+        ring: GroupInfo,
         partition: Partition,
         *,
         padding: Padding | None = None,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ringattn._checks import refuse_keywords
-from ringattn._distributed.groups import Group, Ring, keep, kept, resolve_group
+from ringattn._distributed.groups import Group, GroupInfo, keep, kept, resolve_group
 from ringattn.functional import attend
 from ringattn.partition import Partition
 
@@ -59,7 +59,7 @@ class RingAttention(nn.Module):
         return kept(self._group)
 
     @property
-    def ring(self) -> Ring:
+    def ring(self) -> GroupInfo:
         """This process among the ranks of the group, as it is now."""
         return resolve_group(self.group)
 

@@ -14,7 +14,7 @@ from torch import nn
 from ringattn import _C
 from ringattn._checks import check_integers
 from ringattn._distributed.collectives import agree
-from ringattn._distributed.groups import Group, GroupByName, Ring, keep, kept, resolve_group
+from ringattn._distributed.groups import Group, GroupByName, GroupInfo, keep, kept, resolve_group
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, plan
 from ringattn.profiles import RankProfile
@@ -131,7 +131,7 @@ class RingSettings:
     split: Split
     transport: str
 
-    def ring(self) -> Ring:
+    def ring(self) -> GroupInfo:
         """This process among the ranks, as it is now."""
         return resolve_group(kept(self.group))
 
@@ -227,7 +227,7 @@ def _adapter(model: object) -> Adapter:
     )
 
 
-def _measured(ring: Ring, cost: ModelCost, model: nn.Module, transport: str) -> Split:
+def _measured(ring: GroupInfo, cost: ModelCost, model: nn.Module, transport: str) -> Split:
     weight = next(model.parameters())
     profiles = measure_profiles(
         ring.group, device=weight.device, dtype=weight.dtype, transport=transport

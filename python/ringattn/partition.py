@@ -20,7 +20,7 @@ from ringattn._checks import (
     is_dtensor,
 )
 from ringattn._distributed.errors import call, check_real, report_to_peers
-from ringattn._distributed.groups import Group, Ring, resolve_group
+from ringattn._distributed.groups import Group, GroupInfo, resolve_group
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -290,7 +290,7 @@ class Partition:
         ]
         return self.unshard(shards, dim)
 
-    def _check_gather(self, x: torch.Tensor, ring: Ring, dim: int) -> int:
+    def _check_gather(self, x: torch.Tensor, ring: GroupInfo, dim: int) -> int:
         """``dim`` counted from the front."""
         if ring.world_size != self.world_size:
             raise ValueError(
@@ -352,7 +352,7 @@ def _check_dim(name: str, x: torch.Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def check_partition(partition: Partition | None, ring: Ring) -> Partition:
+def check_partition(partition: Partition | None, ring: GroupInfo) -> Partition:
     """The partition of a call on ``ring``, or a ValueError that says what to write."""
     if partition is not None:
         return check_partition_type(partition)

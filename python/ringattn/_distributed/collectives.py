@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ringattn import _C
 from ringattn._distributed.errors import call, check_real, report_to_peers
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 
 _Value = TypeVar("_Value")
 
@@ -20,7 +20,7 @@ _NO_TOKEN = -1  # sent in place of tokens where drawing them failed
 
 
 def complete(
-    ring: Ring,
+    ring: GroupInfo,
     operation: str,
     device: torch.device,
     begin: Callable[[], Iterable[dist.Work | None]],
@@ -47,7 +47,7 @@ def complete(
     call(_C.end_group, ring.name, operation, reason)
 
 
-def _wait_in_thread(ring: Ring, operation: str, works: Iterable[dist.Work]) -> None:
+def _wait_in_thread(ring: GroupInfo, operation: str, works: Iterable[dist.Work]) -> None:
     wait = _C.GroupWait(ring.name, operation)
     finished = _InThread(lambda: [work.wait() for work in works])
     try:
@@ -83,7 +83,7 @@ class _InThread(threading.Thread):
         return self._done.wait(seconds)
 
 
-def gather_objects(ring: Ring, operation: str, own: _Value) -> list[_Value]:
+def gather_objects(ring: GroupInfo, operation: str, own: _Value) -> list[_Value]:
     """What every rank gives, in rank order. Collective, through the group's store."""
     if ring.world_size == 1:
         return [own]
@@ -95,7 +95,7 @@ def gather_objects(ring: Ring, operation: str, own: _Value) -> list[_Value]:
 
 
 def agree(
-    ring: Ring, operation: str, mistake: str | None, facts: Mapping[str, Any], own: Any = None
+    ring: GroupInfo, operation: str, mistake: str | None, facts: Mapping[str, Any], own: Any = None
 ) -> list[Any]:
     """What every rank gives as ``own``, in rank order, where all may go on. Collective.
 
@@ -117,7 +117,7 @@ def agree(
     return [given for _, _, given in of_ranks]
 
 
-def meet(ring: Ring, operation: str) -> None:
+def meet(ring: GroupInfo, operation: str) -> None:
     """Returns once all ranks have come here."""
     if ring.world_size > 1:
         call(_C.check_group, ring.name)
@@ -132,7 +132,7 @@ def checksum(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def draw_on_rank(
-    ring: Ring, source: int, batch: int, device: torch.device, draw: Callable[[], torch.Tensor]
+    ring: GroupInfo, source: int, batch: int, device: torch.device, draw: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
     """Token ids, int64 ``[B]``: the result of ``draw()`` on rank ``source``, sent to every rank.
     Collective.

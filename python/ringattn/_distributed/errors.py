@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
 from ringattn import _C
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 
 _PREFIX = "ringattn: "
 
@@ -37,7 +37,7 @@ def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | No
         raise ValueError(sentence) from None
 
 
-def report_to_peers(ring: Ring, error: Exception) -> None:
+def report_to_peers(ring: GroupInfo, error: Exception) -> None:
     """Reports that this rank refuses its call, so that all ranks fail at once and name this rank
     instead of waiting for it. Nothing is reported while compiling or with fake tensors: the call
     that is traced is not the one that the peers run."""

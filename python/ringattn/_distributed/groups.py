@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 Group = dist.ProcessGroup | DeviceMesh | Literal["single"] | None
 
 
-class Ring(NamedTuple):
+class GroupInfo(NamedTuple):
     """This process among the ranks of one call."""
 
     name: str  # the operators resolve the process group by it; "" is a single rank without one
@@ -29,22 +29,24 @@ class Ring(NamedTuple):
         return "single" if self.process_group is None else self.process_group
 
 
-_SINGLE = Ring("", 0, 1, None)
+#: One rank by itself.
+SINGLE = GroupInfo("", 0, 1, None)
 
 
-def resolve_group(group: Group) -> Ring:
-    """The ring that ``group`` means: a process group, a one-dimensional DeviceMesh, None for the
-    default group (this process alone where there never was one), or "single".
+def resolve_group(group: Group) -> GroupInfo:
+    """This process among the ranks that ``group`` means: a process group, a one-dimensional
+    DeviceMesh, None for the default group (this process alone where there never was one), or
+    "single".
 
     Raises ValueError for a group this process is not in, for one that has been destroyed, for a
     mesh with more dimensions, and for None where a default group is missing.
     """
     if isinstance(group, str) and group == "single":
-        return _SINGLE
+        return SINGLE
     if group is None:
         if not dist.is_initialized():
             _check_never_distributed()
-            return _SINGLE
+            return SINGLE
         process_group = dist.group.WORLD
     elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -73,7 +75,7 @@ def resolve_group(group: Group) -> Ring:
     # there it cannot be asked.
     if not torch.compiler.is_compiling() and _registered(name) is not process_group:
         raise ValueError(f"group must not have been destroyed, got {name!r}, which has")
-    return Ring(name, rank, process_group.size(), process_group)
+    return GroupInfo(name, rank, process_group.size(), process_group)
 
 
 def _check_never_distributed() -> None:

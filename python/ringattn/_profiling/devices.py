@@ -15,13 +15,13 @@ import torch.distributed as dist
 from ringattn import _C, _library
 from ringattn._checks import check_device, check_positive
 from ringattn._distributed.collectives import gather_objects
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 from ringattn.profiles import AttentionTile
 
 _MEMORY_SHARE = 0.9  # of the free memory, that tokens may fill
 
 
-def resolve_device(device: torch.device | str | None, ring: Ring) -> torch.device:
+def resolve_device(device: torch.device | str | None, ring: GroupInfo) -> torch.device:
     """The device that ``device`` means on this rank of a ring.
 
     Raises:
@@ -67,7 +67,7 @@ def attention_tiles(
     return tuple(AttentionTile(**{name: getattr(tile, name) for name in names}) for tile in tiles)
 
 
-def spare_bytes(ring: Ring, device: torch.device) -> int:
+def spare_bytes(ring: GroupInfo, device: torch.device) -> int:
     """Memory that this rank may fill: ranks on one device share it. Collective."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ringattn._distributed.collectives import meet
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 from ringattn._profiling.timers import Spread, bursts
 from ringattn._profiling.workloads import Shard
 from ringattn.partition import Partition
 from ringattn.rotation import rotate_kv
 
 
-def measure_link(ring: Ring, shard: Shard, transport: str) -> tuple[Spread, Spread]:
+def measure_link(ring: GroupInfo, shard: Shard, transport: str) -> tuple[Spread, Spread]:
     """Bandwidth in GB/s and latency in microseconds of the hop that ends here."""
 
     def hop(num_tokens: int) -> Callable[[], Any]:

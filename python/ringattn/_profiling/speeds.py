@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ringattn._distributed.collectives import meet
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 from ringattn._profiling.devices import attention_tiles, hardware, spare_bytes
 from ringattn._profiling.equalize import RankMeasurement, equalize
 from ringattn._profiling.links import measure_link
@@ -25,7 +25,7 @@ from ringattn.timings import call_tflops, record_timings
 _FEWEST_CALLS = 3  # of a ring
 
 
-def measure_alone(ring: Ring, shard: Shard, seconds: float, transport: str) -> RankMeasurement:
+def measure_alone(ring: GroupInfo, shard: Shard, seconds: float, transport: str) -> RankMeasurement:
     """All but the speed in a ring, while every rank measures the same. Collective."""
     # The links come first: what they allocate is not free afterwards.
     link_gbps, link_latency_us = None, None
@@ -65,7 +65,11 @@ def measure_alone(ring: Ring, shard: Shard, seconds: float, transport: str) -> R
 
 
 def measure_in_ring(
-    ring: Ring, shard: Shard, seconds: float, transport: str, measured: Sequence[RankMeasurement]
+    ring: GroupInfo,
+    shard: Shard,
+    seconds: float,
+    transport: str,
+    measured: Sequence[RankMeasurement],
 ) -> RankMeasurement:
     """What this rank has measured, with the speed of its attention in a ring that is balanced by
     what all have: everybody at work, on the kernels that rings have. Collective."""

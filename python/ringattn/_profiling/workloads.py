@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ringattn._checks import check_int64
-from ringattn._distributed.groups import resolve_group
+from ringattn._distributed.groups import SINGLE
 from ringattn._profiling.devices import usual_tokens
 from ringattn.functional import attend, attend_cached
 
@@ -74,8 +74,7 @@ class Shard:
         q = self.random(1, num_tokens, self.num_heads, self.head_dim)
         k, v = (self.random(1, num_tokens, self.num_kv_heads, self.head_dim) for _ in range(2))
         flops = 4.0 * self.width * num_tokens * (num_tokens + 1) / 2
-        ring = resolve_group("single")
-        return lambda: attend(ring, q, k, v, transport=transport), flops
+        return lambda: attend(SINGLE, q, k, v, transport=transport), flops
 
     def linear(self) -> tuple[Callable[[], Any], float]:
         """A square projection, and its operations."""
@@ -87,8 +86,8 @@ class Shard:
         """One new token on a cache, on this rank alone, and the bytes it reads."""
         q = self.random(1, 1, self.num_heads, self.head_dim)
         k, v = (self.random(1, num_cached, self.num_kv_heads, self.head_dim) for _ in range(2))
-        ring, scale = resolve_group("single"), 1 / math.sqrt(self.head_dim)
+        scale = 1 / math.sqrt(self.head_dim)
         return (
-            lambda: attend_cached(ring, q, k, v, scale)[0],
+            lambda: attend_cached(SINGLE, q, k, v, scale)[0],
             float(num_cached * self.token_bytes),
         )

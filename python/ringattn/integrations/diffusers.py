@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ringattn._distributed.errors import report_to_peers
-from ringattn._distributed.groups import Ring, resolve_group
+from ringattn._distributed.groups import GroupInfo, resolve_group
 from ringattn.functional import attend, block_attention
 from ringattn.partition import Partition
 
@@ -122,7 +122,7 @@ class _Watch:
             got = f"{', '.join(sorted(late))} after it"
             _check([f"attention processors must be set before enable_parallelism, got {got}"])
 
-    def partition(self, ring: Ring, tokens: torch.Tensor) -> Partition:
+    def partition(self, ring: GroupInfo, tokens: torch.Tensor) -> Partition:
         """Collective in the first call of a forward. tokens: [B, S_r, ...] of this rank."""
         if self._partition is None:
             own = torch.tensor([tokens.size(1)], device=tokens.device)

@@ -20,7 +20,7 @@ from torch import nn
 
 from ringattn._checks import check_device, check_floating, is_concrete
 from ringattn._distributed.errors import report_to_peers
-from ringattn._distributed.groups import Group, Ring, keep, kept, resolve_group
+from ringattn._distributed.groups import Group, GroupInfo, keep, kept, resolve_group
 from ringattn.cache import ShardedKVCache
 from ringattn.model_call import ModelCall
 from ringattn.models.config import LLaMAConfig
@@ -199,7 +199,7 @@ class LLaMA(nn.Module):
             self.reset_parameters()
 
     @property
-    def ring(self) -> Ring:
+    def ring(self) -> GroupInfo:
         """This process among the ranks of the group, as it is now."""
         return resolve_group(kept(self._group))
 

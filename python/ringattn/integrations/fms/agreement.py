@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn._distributed.collectives import checksum, complete
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 
 
 class Agreement:
@@ -33,7 +33,7 @@ class Agreement:
             arrived.synchronize()
             _check(numbers)
 
-    def compare(self, ring: Ring, tokens: torch.Tensor, wrong: torch.Tensor | None) -> None:
+    def compare(self, ring: GroupInfo, tokens: torch.Tensor, wrong: torch.Tensor | None) -> None:
         """Collective.
 
         Args:

@@ -11,7 +11,7 @@ from fms.modules.attention import MultiHeadAttention
 from torch import nn
 
 from ringattn._distributed.errors import report_to_peers
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 from ringattn.cache import ShardedKVCache
 from ringattn.integrations.fms.agreement import OTHER_MASK, Agreement
 from ringattn.integrations.fms.attention import NAME, LayerCall
@@ -189,7 +189,7 @@ _NO_BACKWARD = (
 
 
 def _prepared(
-    body: Any, ring: Ring, settings: RingSettings, tokens: Any, given: dict[str, Any]
+    body: Any, ring: GroupInfo, settings: RingSettings, tokens: Any, given: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """This rank's rows and the keyword arguments of the layers, from those of the caller."""
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 + tokens.is_floating_point():
@@ -233,7 +233,7 @@ def _prepared(
 
 def _prompt(
     body: Any,
-    ring: Ring,
+    ring: GroupInfo,
     settings: RingSettings,
     tokens: torch.Tensor,
     position_ids: torch.Tensor | None,

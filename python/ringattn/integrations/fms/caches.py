@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 from ringattn.cache import ShardedKVCache
 from ringattn.model_call import Padding
 
@@ -42,7 +42,7 @@ def handles_of(sequences: Sequences, num_layers: int) -> list[RingLayer]:
     return [RingLayer(sequences, index) for index in range(num_layers)]
 
 
-def sequences_of(cache: object, ring: Ring, num_layers: int) -> Sequences | None:
+def sequences_of(cache: object, ring: GroupInfo, num_layers: int) -> Sequences | None:
     """What is behind ``past_key_value_states``; None where they hold no tokens.
 
     Raises:

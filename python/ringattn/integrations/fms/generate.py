@@ -14,7 +14,7 @@ from fms.distributed.strategy import TensorParallelStrategy
 from torch import nn
 
 from ringattn._distributed.collectives import agree, checksum, draw_on_rank
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 from ringattn.integrations.fms.attach import settings_of
 from ringattn.integrations.fms.masks import check_values, padding_of, visible
 
@@ -67,7 +67,7 @@ def generate(model: nn.Module, input_ids: torch.Tensor, *args: Any, **kwargs: An
 class FirstRankChooses:
     """What FMS calls after each token: leaves that of the group's first rank."""
 
-    def __init__(self, ring: Ring, model: nn.Module, then: _Hook | None) -> None:
+    def __init__(self, ring: GroupInfo, model: nn.Module, then: _Hook | None) -> None:
         strategy = getattr(model, "distributed_strategy", None)
         self.ring = ring
         self.copy = strategy.group if isinstance(strategy, TensorParallelStrategy) else None

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ringattn._distributed.errors import report_to_peers
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 from ringattn.integrations.shared import by_name, parameter_names
 from ringattn.integrations.transformers.attention import NAME
 from ringattn.integrations.transformers.caches import (
@@ -175,7 +175,11 @@ class Context:
 
 
 def _prepared(
-    body: nn.Module, ring: Ring, settings: RingSettings, cache_name: str, kwargs: dict[str, Any]
+    body: nn.Module,
+    ring: GroupInfo,
+    settings: RingSettings,
+    cache_name: str,
+    kwargs: dict[str, Any],
 ) -> dict[str, Any]:
     """The keyword arguments of the layers, from those of the caller."""
     config: Any = body.config
@@ -236,7 +240,7 @@ def _prepared(
 
 
 def _call(
-    ring: Ring,
+    ring: GroupInfo,
     settings: RingSettings,
     config: Any,
     tokens: torch.Tensor,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 from ringattn.cache import ShardedKVCache
 
 _Tensors = tuple[torch.Tensor, torch.Tensor]
@@ -127,7 +127,7 @@ def ring_layer(cache: object) -> RingLayer | None:
     return None
 
 
-def check_ring_layer(layer: RingLayer, ring: Ring, num_layers: int, cache: Any) -> None:
+def check_ring_layer(layer: RingLayer, ring: GroupInfo, num_layers: int, cache: Any) -> None:
     """ValueError where a cache is of another ring, or of a model with other layers."""
     world_size, rank = len(layer.store.lengths), layer.store.rank
     if (world_size, rank) != (ring.world_size, ring.rank):

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
 
 from ringattn._distributed.collectives import agree, checksum, complete, draw_on_rank
-from ringattn._distributed.groups import Ring
+from ringattn._distributed.groups import GroupInfo
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -26,7 +26,7 @@ class Generate:
     decoding are refused by name, on every rank.
     """
 
-    def __init__(self, model: Any, ring: Callable[[], Ring]) -> None:
+    def __init__(self, model: Any, ring: Callable[[], GroupInfo]) -> None:
         self.model = model
         self.ring = ring
 
@@ -44,7 +44,7 @@ class Generate:
 class Decode:
     """What transformers calls once it has prepared a generation."""
 
-    def __init__(self, ring: Ring, streamer: Any, assistant: Any) -> None:
+    def __init__(self, ring: GroupInfo, streamer: Any, assistant: Any) -> None:
         self.ring = ring
         self.streamer = streamer
         self.assistant = assistant
@@ -101,7 +101,7 @@ class FirstRankDraws(LogitsProcessor):
     """The last processor of the logits: leaves one token, which the group's first rank has drawn as
     transformers does."""
 
-    def __init__(self, ring: Ring, do_sample: bool, *, keep_scores: bool) -> None:
+    def __init__(self, ring: GroupInfo, do_sample: bool, *, keep_scores: bool) -> None:
         self.ring = ring
         self.do_sample = do_sample
         self.keep_scores = keep_scores
@@ -125,10 +125,10 @@ class FirstRankStops(StoppingCriteriaList):
     """Stopping criteria as the group's first rank sees them: clocks and callers' own criteria may
     differ between ranks."""
 
-    ring: Ring
+    ring: GroupInfo
 
     @classmethod
-    def where_needed(cls, ring: Ring, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+    def where_needed(cls, ring: GroupInfo, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
         """``criteria`` itself where they depend on nothing but tokens."""
         by_tokens = (EosTokenCriteria, MaxLengthCriteria)
         if ring.world_size == 1 or all(type(each) in by_tokens for each in criteria):
