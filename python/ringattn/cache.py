@@ -56,9 +56,9 @@ class ShardedKVCache:
     Batch rows may have caches of unequal length (padded prompts): ``key_lengths`` says how many
     keys of this rank each row sees. ``lengths`` then count the longest possible row.
 
-    Use: one ``store`` per layer for the prompt, and where there are targets one ``settle``; then,
-    for each step of new tokens, ``advance`` once and ``append`` once per layer. Not thread safe; it
-    owns its storage, and what ``view`` and ``append`` return is valid until the next ``advance``.
+    Use: one ``store`` per layer for the prompt; with targets, one ``rebalance``; then, for each
+    step of new tokens, ``advance`` once and ``append`` once per layer. Not thread safe; it owns its
+    storage, and what ``view`` and ``append`` return is valid until the next ``advance``.
 
     Args:
         lengths: tokens of the prompt that each rank holds, ``[W]``.
@@ -86,7 +86,7 @@ class ShardedKVCache:
         self._start, self._count = 0, 0
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None  # (batch row, token) of each
         self.capacity = _with_room(self.lengths, rank, new_tokens, self.targets)
-        if targets is not None:  # what :meth:`settle` may bring here
+        if targets is not None:  # what :meth:`rebalance` may bring here
             self.capacity = max(self.capacity, targets[rank])
         self._layers: dict[int, torch.Tensor] = {}  # [2, B, capacity, H_kv, D], keys first
 
@@ -169,7 +169,7 @@ class ShardedKVCache:
         if self.key_lengths is not None:
             self.key_lengths = self.key_lengths.index_select(0, rows.to(self.key_lengths.device))
 
-    def settle(self, group: Group = None) -> None:
+    def rebalance(self, group: Group = None) -> None:
         """Moves tokens of ranks that hold more than their targets to those that hold less, in every
         layer. Collective; once, after the prompt has been stored, for caches with targets.
         ``group`` as in :func:`ringattn.ring_attention`."""
@@ -197,7 +197,7 @@ class ShardedKVCache:
                 lengths[destination] += tokens
             if operations:
                 begin = functools.partial(dist.batch_isend_irecv, operations)
-                complete(ring, "settle", storage.device, begin)
+                complete(ring, "rebalance", storage.device, begin)
             for place, arriving in arrived:
                 place.copy_(arriving)
         for source, destination, tokens in planned:

@@ -253,7 +253,7 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
         if left == 0 or (request.eos_ids and bool(finished.all())):
             return
         if position == prompt_len and request.cache_lengths is not None:
-            cache.settle(model.ring.group)
+            cache.rebalance(model.ring.group)
         if request.cuda_graphs and graphs is None:
             graphs = DecodeGraphs(model.base_model, batch)
         if request.cuda_graphs is None and position - prompt_len == _TOKENS_BEFORE_GRAPHS <= left:

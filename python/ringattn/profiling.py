@@ -14,7 +14,7 @@ from ringattn._distributed.groups import Group, resolve_group
 from ringattn._profiling.devices import resolve_device, settling_seconds, usual_tokens
 from ringattn._profiling.equalize import NOISE, RankMeasurement, check_noise, equalize
 from ringattn._profiling.speeds import measure_alone, measure_in_ring
-from ringattn._profiling.workloads import Shard
+from ringattn._profiling.workloads import ProbeWorkload
 from ringattn.profiles import RankProfile
 from ringattn.timings import check_not_recording
 
@@ -134,7 +134,7 @@ def measure_ranks(
         check_noise(noise)
         check_transport(transport)
         check_not_recording()  # of speeds in a ring, one is made
-        shard = Shard.on(
+        probe = ProbeWorkload.on(
             resolve_device(device, ring),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -143,20 +143,20 @@ def measure_ranks(
             num_tokens=num_tokens,
             dtype=dtype,
         )
-        settling = settling_seconds(shard.device, seconds)
+        settling = settling_seconds(probe.device, seconds)
         # How many calls a rank makes depends on these.
-        facts = {**vars(shard), "seconds": settling, "transport": transport, "noise": noise}
+        facts = {**vars(probe), "seconds": settling, "transport": transport, "noise": noise}
         del facts["device"]
     except ValueError as error:
         mistake = str(error)
     agree(ring, "measure_profiles", mistake, facts)
-    on_cuda = shard.device.type == "cuda"
-    with torch.no_grad(), torch.cuda.device(shard.device) if on_cuda else contextlib.nullcontext():
-        alone = measure_alone(ring, shard, settling, transport)
+    on_cuda = probe.device.type == "cuda"
+    with torch.no_grad(), torch.cuda.device(probe.device) if on_cuda else contextlib.nullcontext():
+        alone = measure_alone(ring, probe, settling, transport)
         measured = gather_objects(ring, "measure_profiles", alone)
         if ring.world_size == 1:
             return measured
-        own = measure_in_ring(ring, shard, settling, transport, measured)
+        own = measure_in_ring(ring, probe, settling, transport, measured)
         return gather_objects(ring, "measure_profiles", own)
 
 

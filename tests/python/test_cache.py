@@ -61,14 +61,14 @@ def test_tokens_move_from_ranks_above_their_targets_to_those_below(
     assert plan_moves(lengths, targets) == expected
 
 
-def settled(lengths: list[int], targets: list[int], new_tokens: int) -> list[list[float]]:
-    """The tokens in each layer of this rank, after it has settled and grown."""
+def rebalanced(lengths: list[int], targets: list[int], new_tokens: int) -> list[list[float]]:
+    """The tokens in each layer of this rank, after it has rebalanced and grown."""
     rank, first = this().rank, sum(lengths[: this().rank])
     cache = new_cache(lengths, rank, new_tokens, targets)
     for layer in range(LAYERS):
         k = rows(first, lengths[rank], layer)
         cache.store(layer, k, -k)
-    cache.settle(None)
+    cache.rebalance(None)
     address = cache.view(0)[0].data_ptr()
     for token in range(sum(lengths), sum(lengths) + new_tokens):
         cache.advance()
@@ -88,10 +88,10 @@ def settled(lengths: list[int], targets: list[int], new_tokens: int) -> list[lis
     ("lengths", "targets"),
     [([6, 2, 4], [3, 8, 5]), ([0, 12, 0], [7, 2, 7]), ([4, 4, 4], [6, 5, 5])],
 )
-def test_a_settled_cache_ends_at_its_targets_with_every_token_once(
+def test_a_rebalanced_cache_ends_at_its_targets_with_every_token_once(
     rank_pool, lengths: list[int], targets: list[int]
 ) -> None:
-    held = rank_pool(3).run(settled, lengths, targets, sum(targets) - sum(lengths))
+    held = rank_pool(3).run(rebalanced, lengths, targets, sum(targets) - sum(lengths))
     for layer in range(LAYERS):
         tokens = [token for of_rank in held for token in of_rank[layer]]
         assert sorted(tokens) == list(range(sum(targets)))

@@ -120,8 +120,8 @@ def lose_a_rank_beside_the_ring(
             rebalancer.observe(ringattn.Timings())
         elif name == "measure_profiles":
             ringattn.measure_profiles(num_tokens=8, seconds=0.01)
-        elif name == "settle":
-            cache.settle(dist.group.WORLD)
+        elif name == "rebalance":
+            cache.rebalance(dist.group.WORLD)
         else:
             partition = Partition.contiguous([3, 3, 3], order=[0, 2, victim])  # it draws the tokens
             ringattn.generate(model, random_ids(1, 9), max_new_tokens=2, partition=partition)
@@ -149,7 +149,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["dies", "never comes"])
-@pytest.mark.parametrize("name", ["gather", "observe", "measure_profiles", "settle", "generate"])
+@pytest.mark.parametrize("name", ["gather", "observe", "measure_profiles", "rebalance", "generate"])
 def test_a_rank_that_is_missing_beside_the_ring_is_named(name, dies, folder):
     victim = 1
     with RankPool(3, timeout_s=TIMEOUT_S) as ring:

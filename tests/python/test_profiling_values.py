@@ -14,7 +14,7 @@ from ringattn.__main__ import main
 from ringattn._distributed.groups import resolve_group
 from ringattn._profiling import devices, links, speeds
 from ringattn._profiling.timers import Spread
-from ringattn._profiling.workloads import Shard
+from ringattn._profiling.workloads import ProbeWorkload
 from ringattn.cli import profile as command
 from ringattn.profiling import tokens_to_measure
 from ringattn.strategies import LatencyRow, read_table
@@ -30,8 +30,8 @@ SMALL: dict[str, Any] = {
 KV_BYTES = 2 * 2 * 64 * 4  # of a token in a layer: keys and values, heads, D, float32
 
 
-def shard(dtype: torch.dtype = torch.float32) -> Shard:
-    return Shard(**SMALL, dtype=dtype, device=CPU)
+def probe(dtype: torch.dtype = torch.float32) -> ProbeWorkload:
+    return ProbeWorkload(**SMALL, dtype=dtype, device=CPU)
 
 
 # ---- speeds ------------------------------------------------------------------------------------
@@ -70,14 +70,14 @@ def test_speeds_are_work_over_time(rank_pool: Callable[..., RankPool], world_siz
 
 
 def test_work_is_done_as_it_is_counted() -> None:
-    attend, flops = shard().attention(7)
+    attend, flops = probe().attention(7)
     out, lse = attend()
     assert out.shape == (1, 7, 4, 64) and lse.shape == (1, 4, 7)
     assert flops == 4 * 4 * 64 * 7 * 8 / 2
     assert lse[0, :, 0].isfinite().all()
-    project, flops = shard().linear()
+    project, flops = probe().linear()
     assert project().shape == (256, 256) and flops == 2 * 256 * 256 * 256
-    read, num_bytes = shard(torch.bfloat16).decode(5)
+    read, num_bytes = probe(torch.bfloat16).decode(5)
     assert read().dtype == torch.bfloat16 and num_bytes == 5 * KV_BYTES / 2
 
 
@@ -122,7 +122,7 @@ def link_of_times(*milliseconds: list[float]) -> tuple[Spread, Spread, list[int]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "bursts", bursts)
-        return (*links.measure_link(resolve_group(None), shard(), "auto"), tokens)
+        return (*links.measure_link(resolve_group(None), probe(), "auto"), tokens)
 
 
 def test_a_link_is_what_more_bytes_take_longer(rank_pool: Callable[..., RankPool]) -> None:
@@ -153,7 +153,7 @@ def room(free: int, dtype: torch.dtype, one_host: bool) -> int:
         patch.setattr(devices, "_free_host_memory", lambda: free)
         if not one_host:
             patch.setattr(platform, "node", lambda: f"host {this().rank}")
-        tokens = shard(dtype)
+        tokens = probe(dtype)
         spare = devices.spare_bytes(resolve_group(None), CPU)
         return spare // (tokens.num_layers * tokens.token_bytes)
 

@@ -66,11 +66,11 @@ def calls() -> dict[str, Callable[[], object]]:
         "rotate": lambda: ringattn.rotate_kv(torch.stack([k, v]), case.partition).wait(),
         "gather": lambda: case.partition.gather(q),
         "observe": lambda: rebalancer.observe(ringattn.Timings()),
-        "settle": lambda: cache.settle(dist.group.WORLD),
+        "rebalance": lambda: cache.rebalance(dist.group.WORLD),
     }
 
 
-CALLS = ["ring", "new ring", "decode", "rotate", "gather", "observe", "settle"]
+CALLS = ["ring", "new ring", "decode", "rotate", "gather", "observe", "rebalance"]
 
 
 # ---- Ctrl-C ------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def late_call(path: Path, name: str, logged: bool) -> list[str]:
         ("new ring", "step 0 of ring_forward"),
         ("rotate", "step 1 of rotate_kv"),
         ("observe", "step 0 of observe"),
-        ("settle", "step 0 of settle"),
+        ("rebalance", "step 0 of rebalance"),
     ],
 )
 def test_a_rank_that_waits_says_so_once_then_after_six_times_as_long(
@@ -334,7 +334,7 @@ def timeouts_while_waiting(name: str) -> set[float]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["gather", "observe", "settle"])
+@pytest.mark.parametrize("name", ["gather", "observe", "rebalance"])
 def test_the_callers_group_keeps_its_timeout(name, own_pool):
     seen = own_pool(2).run(timeouts_while_waiting, name)
     assert seen[0] == seen[1] and len(seen[0]) == 1

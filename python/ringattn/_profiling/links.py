@@ -9,23 +9,23 @@ from typing import Any
 from ringattn._distributed.collectives import meet
 from ringattn._distributed.groups import GroupInfo
 from ringattn._profiling.timers import Spread, bursts
-from ringattn._profiling.workloads import Shard
+from ringattn._profiling.workloads import ProbeWorkload
 from ringattn.partition import Partition
 from ringattn.rotation import rotate_kv
 
 
-def measure_link(ring: GroupInfo, shard: Shard, transport: str) -> tuple[Spread, Spread]:
+def measure_link(ring: GroupInfo, probe: ProbeWorkload, transport: str) -> tuple[Spread, Spread]:
     """Bandwidth in GB/s and latency in microseconds of the hop that ends here."""
 
     def hop(num_tokens: int) -> Callable[[], Any]:
-        kv = shard.random(2, 1, num_tokens, shard.num_kv_heads, shard.head_dim)
+        kv = probe.random(2, 1, num_tokens, probe.num_kv_heads, probe.head_dim)
         partition = Partition.contiguous([num_tokens] * ring.world_size)
         return lambda: rotate_kv(kv, partition, group=ring.group, transport=transport).wait()
 
     # Large blocks may travel in another way than small ones: what bytes cost is the difference of
     # two that are large.
-    half = shard.num_tokens // 2
-    small, medium, large = hop(1), hop(half), hop(shard.num_tokens)
+    half = probe.num_tokens // 2
+    small, medium, large = hop(1), hop(half), hop(probe.num_tokens)
     for first_call in (large, medium, small):
         first_call()
 
@@ -34,10 +34,10 @@ def measure_link(ring: GroupInfo, shard: Shard, transport: str) -> tuple[Spread,
             small()
 
     meet(ring, "measure_profiles")
-    latency = Spread.of([1e3 * ms for ms in bursts(small, shard.device, together)])
-    medium_ms = Spread.of(bursts(medium, shard.device, together)).median
-    large_ms = bursts(large, shard.device, together)
+    latency = Spread.of([1e3 * ms for ms in bursts(small, probe.device, together)])
+    medium_ms = Spread.of(bursts(medium, probe.device, together)).median
+    large_ms = bursts(large, probe.device, together)
     # Noise may make the longer hop the faster one: a tenth of its time is the least that counts.
     transfer = [1e-3 * max(ms - medium_ms, 0.1 * ms) for ms in large_ms]
-    num_bytes = (shard.num_tokens - half) * shard.token_bytes
+    num_bytes = (probe.num_tokens - half) * probe.token_bytes
     return Spread.of([1e-9 * num_bytes / seconds for seconds in transfer]), latency

@@ -16,7 +16,7 @@ from ringattn._profiling.devices import attention_tiles, hardware, spare_bytes
 from ringattn._profiling.equalize import RankMeasurement, equalize
 from ringattn._profiling.links import measure_link
 from ringattn._profiling.timers import Spread, bursts, repeat
-from ringattn._profiling.workloads import Shard
+from ringattn._profiling.workloads import ProbeWorkload
 from ringattn.functional import ring_attention
 from ringattn.planning import ModelCost, plan, predict, work_in_tiles
 from ringattn.profiles import RankProfile
@@ -25,34 +25,36 @@ from ringattn.timings import call_tflops, record_timings
 _FEWEST_CALLS = 3  # of a ring
 
 
-def measure_alone(ring: GroupInfo, shard: Shard, seconds: float, transport: str) -> RankMeasurement:
+def measure_alone(
+    ring: GroupInfo, probe: ProbeWorkload, seconds: float, transport: str
+) -> RankMeasurement:
     """All but the speed in a ring, while every rank measures the same. Collective."""
     # The links come first: what they allocate is not free afterwards.
     link_gbps, link_latency_us = None, None
     if ring.world_size > 1:
-        link_gbps, link_latency_us = measure_link(ring, shard, transport)
-    max_tokens = spare_bytes(ring, shard.device) // (shard.num_layers * shard.token_bytes)
+        link_gbps, link_latency_us = measure_link(ring, probe, transport)
+    max_tokens = spare_bytes(ring, probe.device) // (probe.num_layers * probe.token_bytes)
 
-    attention, attention_flops = shard.attention(shard.num_tokens, transport)
-    linear, linear_flops = shard.linear()
+    attention, attention_flops = probe.attention(probe.num_tokens, transport)
+    linear, linear_flops = probe.linear()
     # More than any cache of the device holds.
-    large = 2**28 if shard.device.type == "cuda" else 2**24
-    decode, decode_bytes = shard.decode(large // shard.token_bytes + 1)
-    one_token, _ = shard.attention(1, transport)
+    large = 2**28 if probe.device.type == "cuda" else 2**24
+    decode, decode_bytes = probe.decode(large // probe.token_bytes + 1)
+    one_token, _ = probe.attention(1, transport)
     for work in (linear, decode, one_token, attention):  # what only a first call does
         work()
     meet(ring, "measure_profiles")
     # Attention in one go: after any lighter work, clocks are higher for a while than they stay.
-    attention_ms = _settled(attention, shard.device, seconds, seconds)
-    linear_ms = _settled(linear, shard.device, seconds / 4, seconds / 2)
-    decode_ms = _settled(decode, shard.device, seconds / 4, seconds / 2)
-    overhead_ms = bursts(one_token, shard.device)
+    attention_ms = _settled(attention, probe.device, seconds, seconds)
+    linear_ms = _settled(linear, probe.device, seconds / 4, seconds / 2)
+    decode_ms = _settled(decode, probe.device, seconds / 4, seconds / 2)
+    overhead_ms = bursts(one_token, probe.device)
 
     def rate(amount: float, times: Sequence[float]) -> Spread:
         return Spread.of([amount / ms for ms in times])
 
     return RankMeasurement(
-        device=hardware(shard.device),
+        device=hardware(probe.device),
         attention_tflops=rate(1e-9 * attention_flops, attention_ms),
         linear_tflops=rate(1e-9 * linear_flops, linear_ms),
         overhead_ms=Spread.of([ring.world_size * ms for ms in overhead_ms]),
@@ -60,13 +62,13 @@ def measure_alone(ring: GroupInfo, shard: Shard, seconds: float, transport: str)
         link_gbps=link_gbps,
         link_latency_us=link_latency_us,
         max_tokens=max_tokens,
-        tiles=attention_tiles(shard.device, shard.dtype, shard.head_dim),
+        tiles=attention_tiles(probe.device, probe.dtype, probe.head_dim),
     )
 
 
 def measure_in_ring(
     ring: GroupInfo,
-    shard: Shard,
+    probe: ProbeWorkload,
     seconds: float,
     transport: str,
     measured: Sequence[RankMeasurement],
@@ -74,16 +76,16 @@ def measure_in_ring(
     """What this rank has measured, with the speed of its attention in a ring that is balanced by
     what all have: everybody at work, on the kernels that rings have. Collective."""
     cost = ModelCost.attention_only(
-        shard.num_heads, shard.head_dim, num_kv_heads=shard.num_kv_heads, dtype=shard.dtype
+        probe.num_heads, probe.head_dim, num_kv_heads=probe.num_kv_heads, dtype=probe.dtype
     )
     profiles = equalize(measured)
     # Every rank is to show its speed, whatever a call, a hop, or room for all layers costs.
     bare = [RankProfile(of.attention_tflops, of.linear_tflops, tiles=of.tiles) for of in profiles]
-    planned = plan(shard.num_tokens * ring.world_size, bare, cost)
+    planned = plan(probe.num_tokens * ring.world_size, bare, cost)
     own, overhead_ms = measured[ring.rank], profiles[ring.rank].overhead_ms
     num_tokens = planned.partition.lengths[ring.rank]
-    q = shard.random(1, num_tokens, shard.num_heads, shard.head_dim)
-    k, v = (shard.random(1, num_tokens, shard.num_kv_heads, shard.head_dim) for _ in range(2))
+    q = probe.random(1, num_tokens, probe.num_heads, probe.head_dim)
+    k, v = (probe.random(1, num_tokens, probe.num_kv_heads, probe.head_dim) for _ in range(2))
 
     def call() -> Any:
         return ring_attention(q, k, v, planned.partition, group=ring.group, transport=transport)
@@ -92,9 +94,9 @@ def measure_in_ring(
     call_ms = max(predict(planned.partition, profiles, cost))
     calls = max(_FEWEST_CALLS, math.ceil(1e3 * seconds / call_ms))
     meet(ring, "measure_profiles")
-    repeat(call, shard.device, 0.0, at_least=calls)
+    repeat(call, probe.device, 0.0, at_least=calls)
     with record_timings(by_block=False) as timings:
-        repeat(call, shard.device, 0.0, at_least=calls)
+        repeat(call, probe.device, 0.0, at_least=calls)
     speeds = call_tflops(timings.calls, overhead_ms)
     if not speeds:
         return own  # too slow for a token

@@ -20,7 +20,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
-class Shard:
+class ProbeWorkload:
     """Some tokens of one layer of a model, with random numbers in them."""
 
     num_tokens: int
@@ -47,7 +47,7 @@ class Shard:
         num_tokens: int | None,
         dtype: torch.dtype | None,
         **sizes: int,
-    ) -> Shard:
+    ) -> ProbeWorkload:
         """With what suits the device where None is given."""
         if num_tokens is None:
             num_tokens = usual_tokens(device)

@@ -32,7 +32,7 @@ from ringattn import _library, profiling
 from ringattn._distributed.groups import resolve_group
 from ringattn._profiling.devices import settling_seconds
 from ringattn._profiling.timers import Spread, bursts, repeat
-from ringattn._profiling.workloads import Shard
+from ringattn._profiling.workloads import ProbeWorkload
 from ringattn.cli.common import (
     DTYPES,
     add_device_argument,
@@ -141,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _shape(options: argparse.Namespace) -> dict[str, Any]:
-    """What is measured: the arguments of :meth:`Shard.on` after the device."""
+    """What is measured: the arguments of :meth:`ProbeWorkload.on` after the device."""
     return {
         "num_heads": options.num_heads,
         "num_kv_heads": options.num_kv_heads,
@@ -343,16 +343,16 @@ def _run_under(mps: MPS, percentage: float, command: Sequence[str]) -> None:
 
 def _point(options: argparse.Namespace, device: torch.device, percentage: float) -> _Point:
     """What one device does at the speed it has now."""
-    shard = Shard.on(device, **_shape(options))
+    probe = ProbeWorkload.on(device, **_shape(options))
     seconds = settling_seconds(device, options.seconds)
-    attention, _ = shard.attention(shard.num_tokens)
+    attention, _ = probe.attention(probe.num_tokens)
     attention()
     repeat(attention, device, seconds, at_least=1)
     latency_ms = statistics.median(repeat(attention, device, seconds / 4))
 
     products = []
     for size in SIZES[device.type] if options.sizes is None else _sizes(options.sizes):
-        x, weight = shard.random(size, size), shard.random(size, size)
+        x, weight = probe.random(size, size), probe.random(size, size)
 
         def multiply(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
             return F.linear(x, weight)
@@ -366,7 +366,7 @@ def _point(options: argparse.Namespace, device: torch.device, percentage: float)
             MatmulRow(
                 mps_pct=percentage,
                 size=size,
-                dtype=str(shard.dtype).removeprefix("torch."),
+                dtype=str(probe.dtype).removeprefix("torch."),
                 avg_ms=ms,
                 tflops=2e-9 * size**3 / ms,
             )
