@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks have measured, and profiles made of it, the noise taken out."""
+"""What ranks have measured, and profiles made of it: which ranks are equal is decided here."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -34,19 +34,18 @@ class RankMeasurement:
 
 
 def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[RankProfile]:
-    """Profiles out of measurements, the noise taken out.
+    """Profiles from measurements, with differences that are noise removed.
 
-    For each quantity, from the largest median down: ranks whose medians are close to it, and ranks
-    whose median lies between its quartiles, or its median between theirs, are one class; all of
-    them get the mean of their medians. The rest is divided in the same way. Medians are close that
-    are less than ``noise`` below the other, with two exceptions:
+    For each quantity, ranks whose medians are close, and ranks whose median lies between the
+    quartiles of the other, are equal (:func:`snap_equal`). Medians are close that are less than
+    ``noise`` below the other, with two exceptions:
 
     * ``2 * noise`` for ranks on the same model of device with as many multiprocessors: under load,
       speeds of equal GPUs drift apart and back by that much, and a plan that follows them is slower
-      than an even one. Not so where their matrix products, which hardly drift, differ by more than
-      ``noise``: a device that gave one of them less than was asked for.
-    * ``noise / 2`` for how fast ranks on other hardware compute: they have no reason to be equal.
-      Nor do quartiles say that they are: single calls swing with the clocks by more than that.
+      than an even one. ``noise`` holds where their matrix products, which hardly drift, differ by
+      more than ``noise``: one of the devices has less than was asked for.
+    * ``noise / 2`` for the computing speed of ranks on other hardware: these ranks have no reason
+      to be equal. Quartiles do not count either: single calls swing with the clocks by more.
 
     Raises:
         ValueError: noise outside [0, 1).
@@ -54,17 +53,16 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
     check_noise(noise)
     values: list[dict[str, float]] = [{} for _ in measured]
     for field in fields(RankMeasurement):
-        spreads = [getattr(of_rank, field.name) for of_rank in measured]
+        spreads = [getattr(measurement, field.name) for measurement in measured]
         if not all(isinstance(spread, Spread) for spread in spreads):
             continue
         medians = [spread.median for spread in spreads]
-        for ranks in classes(medians, partial(_equal, field.name, measured, noise)):
-            mean = statistics.fmean(medians[rank] for rank in ranks)
-            for rank in ranks:
-                values[rank][field.name] = mean
+        equal = partial(_equal, field.name, measured, noise)
+        for own, value in zip(values, snap_equal(medians, equal), strict=True):
+            own[field.name] = value
     return [
-        RankProfile(max_tokens=of_rank.max_tokens, tiles=of_rank.tiles, **own)
-        for of_rank, own in zip(measured, values, strict=True)
+        RankProfile(max_tokens=measurement.max_tokens, tiles=measurement.tiles, **own)
+        for measurement, own in zip(measured, values, strict=True)
     ]
 
 
@@ -73,28 +71,42 @@ def check_noise(noise: float) -> None:
         raise ValueError(f"noise must lie in [0, 1), got {noise!r}")
 
 
-def classes(values: Sequence[float], equal: Callable[[int, int], bool]) -> Iterator[list[int]]:
-    """Ranks, from the largest value down: those that are equal to the first of what is left."""
+def snap_equal(values: Sequence[float], equal: Callable[[int, int], bool]) -> list[float]:
+    """The values of ranks, ``[W]``, equal ranks having the mean of theirs.
+
+    The rank with the largest value and those for which ``equal(first, rank)`` holds are one class,
+    with ``first`` the former; the remaining ranks are divided in the same way. So a class does not
+    creep from neighbour to neighbour.
+    """
+    snapped = list(values)
     left = sorted(range(len(values)), key=lambda rank: -values[rank])
     while left:
         ranks = [rank for rank in left if equal(left[0], rank)]
-        yield ranks
+        mean = statistics.fmean(values[rank] for rank in ranks)
+        for rank in ranks:
+            snapped[rank] = mean
         left = [rank for rank in left if rank not in ranks]
+    return snapped
+
+
+def is_close(lower: float, upper: float, tolerance: float) -> bool:
+    """Whether ``lower`` is less than ``tolerance``, a share, below ``upper``."""
+    return lower >= (1 - tolerance) * upper
 
 
 def _equal(
     name: str, measured: Sequence[RankMeasurement], noise: float, first: int, rank: int
 ) -> bool:
-    """Whether a rank shows the same of a quantity as the first one, which has no less."""
+    """Whether a quantity of ``rank`` equals that of ``first``, which is not smaller."""
     faster, slower = measured[first], measured[rank]
     upper, lower = getattr(faster, name), getattr(slower, name)
-    alike = faster.device == slower.device
-    if not alike and name in _COMPUTE:
-        return lower.median >= (1 - noise / 2) * upper.median
-    products = sorted((faster.linear_tflops.median, slower.linear_tflops.median))
-    closeness = 2 * noise if alike and products[0] >= (1 - noise) * products[1] else noise
+    same_hardware = faster.device == slower.device
+    if not same_hardware and name in _COMPUTE:
+        return is_close(lower.median, upper.median, noise / 2)
+    less, more = sorted((faster.linear_tflops.median, slower.linear_tflops.median))
+    drifts = same_hardware and is_close(less, more, noise)
     return (
-        lower.median >= (1 - closeness) * upper.median
+        is_close(lower.median, upper.median, 2 * noise if drifts else noise)
         or lower.explains(upper)
         or upper.explains(lower)
     )
