@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions ask of their arguments before an operator sees them: ``csrc/ops/checks.h`` has
-the rest. A refusal reads "subject must rule, got value"."""
+"""Checks of arguments before an operator sees them; ``csrc/ops/checks.h`` has the rest.
 
+A refusal reads "subject must rule, got value". Each rule has one sentence: here, in the C++ checks,
+or in both with the same words where a call may reach either.
+"""
+
+import json
 import math
 import numbers
 import operator
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from ringattn import _library
+from ringattn import _C, _library
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
 
@@ -77,7 +82,7 @@ def check_keywords(function: str, refused: dict[str, Any]) -> None:
 
 
 def refuse_keywords(function: str, ring: GroupInfo, refused: dict[str, Any]) -> None:
-    """:func:`check_keywords`, and the peers are told."""
+    """:func:`check_keywords`, with a refusal reported to the peers."""
     try:
         check_keywords(function, refused)
     except Exception as error:
@@ -86,11 +91,11 @@ def refuse_keywords(function: str, ring: GroupInfo, refused: dict[str, Any]) -> 
 
 
 def check_tensors(**tensors: torch.Tensor) -> None:
-    """What an operator cannot say by itself: it would not be reached, or not with these tensors."""
+    """Checks that an operator cannot make: the dispatcher would refuse or unwrap these tensors."""
     for name, tensor in tensors.items():
-        plain = type(tensor) is torch.Tensor  # the usual case, told at once
-        if not plain and not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        plain = type(tensor) is torch.Tensor  # the usual case, decided without isinstance
+        if not plain:
+            check_is_tensor(name, tensor)
         if not plain and is_dtensor(tensor):
             raise ValueError(
                 f"{name} must be a plain tensor that holds this rank's rows, got a DTensor "
@@ -110,9 +115,14 @@ def check_tensors(**tensors: torch.Tensor) -> None:
             )
 
 
+def check_is_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    # Note: importing the module would double the time that importing ringattn takes. Who has a
-    # DTensor has imported it.
+    # Note: importing the module would double the time that importing ringattn takes. A process that
+    # has a DTensor has imported it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -266,6 +276,14 @@ def check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
         raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
 
 
+HEAD_DIM_RULE = "a multiple of 8 from 8 to 256"
+
+
+def is_head_dim(head_dim: int) -> bool:
+    """Whether kernels take this head dimension, see HEAD_DIM_RULE."""
+    return head_dim % 8 == 0 and 0 < head_dim <= 256
+
+
 def has_heads_first(x: torch.Tensor) -> bool:
     """Whether ``x``, meant to be ``[B, S, H, D]``, has the strides of a transposed
     ``[B, H, S, D]``."""
@@ -288,7 +306,7 @@ def is_concrete(tensor: torch.Tensor) -> bool:
 
 
 def check_collective(**tensors: torch.Tensor) -> None:
-    """What the dispatcher would refuse before the operator could tell the peers."""
+    """Refusals that the dispatcher would raise before the operator could report them to peers."""
     with_grad = torch.is_grad_enabled()
     compiling = torch.compiler.is_compiling()
     for name, tensor in tensors.items():
@@ -329,6 +347,22 @@ def finite_scale(scale: float | None, q: torch.Tensor) -> float:
     return float(scale)
 
 
-def check_transport(transport: str) -> None:
+def check_transport(transport: Any, *, in_build: bool = False) -> None:
+    """ValueError for what is no name; with ``in_build`` also for a transport that this build does
+    not have, which a ring call leaves to the operator."""
     if not isinstance(transport, str):
         raise ValueError(f"transport must be a name, got {transport!r}")
+    if in_build and transport not in (names := ("auto", *_C.transports())):
+        *others, last = (f'"{name}"' for name in names)
+        raise ValueError(f'transport must be {", ".join(others)} or {last}, got "{transport}"')
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+def read_json(path: Path | str) -> Any:
+    """The content of a JSON file in UTF-8; ValueError where it holds anything else."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, got {error}") from None

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
 from ringattn import _library  # noqa: F401  defines the operators
-from ringattn._checks import has_heads_first
+from ringattn._checks import HEAD_DIM_RULE, has_heads_first, is_head_dim
 from ringattn.partition import Partition
 
 _ops = torch.ops.ringattn
@@ -34,8 +34,8 @@ def _check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     _check(q.dim() == 4, lambda: f"q must be [B, S, H, D], got shape {list(q.shape)}")
     head_dim = q.size(3)
     _check(
-        head_dim % 8 == 0 and 0 < head_dim <= 256,
-        lambda: f"the head dimension must be a multiple of 8 from 8 to 256, got {head_dim}",
+        is_head_dim(head_dim),
+        lambda: f"the head dimension must be {HEAD_DIM_RULE}, got {head_dim}",
     )
     for name, x in (("k", k), ("v", v)):
         _check_like(name, x, q)

@@ -11,11 +11,10 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from ringattn import _C
-from ringattn._checks import check_integers
+from ringattn._checks import check_integers, check_transport
 from ringattn._distributed.collectives import agree
 from ringattn._distributed.groups import Group, GroupByName, GroupInfo, keep, kept, resolve_group
-from ringattn.partition import Partition
+from ringattn.partition import Partition, check_num_ranks
 from ringattn.planning import ModelCost, plan
 from ringattn.profiles import RankProfile
 from ringattn.profiling import measure_profiles
@@ -89,10 +88,7 @@ class Split:
         else:
             weights = check_integers("partition", partition, least=0)
             layout, order = "zigzag", tuple(range(len(weights)))
-        if len(weights) != world_size:
-            raise ValueError(
-                f"partition must have the {world_size} ranks of the group, got {len(weights)}"
-            )
+        check_num_ranks(len(weights), world_size)
         if sum(weights) == 0:
             raise ValueError("partition must have a token, got lengths of 0 only")
         return cls(world_size, weights, layout, order)
@@ -136,13 +132,6 @@ class RingSettings:
         return resolve_group(kept(self.group))
 
 
-def check_transport(transport: str) -> None:
-    """ValueError where this build has no such transport."""
-    transports = ("auto", *_C.transports())
-    if transport not in transports:
-        raise ValueError(f"transport must be of {', '.join(transports)}, got {transport!r}")
-
-
 def parallelize(
     model: _Model,
     *,
@@ -183,7 +172,7 @@ def parallelize(
     split, mistake = None, None
     try:
         adapter = _adapter(model)
-        check_transport(transport)
+        check_transport(transport, in_build=True)
         mistake = adapter.refusal(model)
         if not (isinstance(partition, str) and partition == "auto"):
             split = Split.of(partition, ring.world_size)

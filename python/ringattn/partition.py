@@ -16,6 +16,7 @@ from ringattn._checks import (
     check_collective,
     check_integer,
     check_integers,
+    check_is_tensor,
     check_tensors,
     is_dtensor,
 )
@@ -292,11 +293,7 @@ class Partition:
 
     def _check_gather(self, x: torch.Tensor, ring: GroupInfo, dim: int) -> int:
         """``dim`` counted from the front."""
-        if ring.world_size != self.world_size:
-            raise ValueError(
-                f"partition must have the {ring.world_size} ranks of the group, "
-                f"got {self.world_size}"
-            )
+        check_num_ranks(self.world_size, ring.world_size)
         check_tensors(x=x)
         dim = _check_dim("x", x, dim)
         rows = self.lengths[ring.rank]
@@ -334,8 +331,7 @@ class Partition:
 
 
 def _check_tensor(name: str, x: torch.Tensor) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    check_is_tensor(name, x)
     if is_dtensor(x):
         raise ValueError(f"{name} must be a plain tensor, got a DTensor")
 
@@ -350,6 +346,14 @@ def _check_dim(name: str, x: torch.Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must be a dimension of {name} with shape {list(x.shape)}, got {dim}")
     return dim % x.dim()
+
+
+def check_num_ranks(num_ranks: int, world_size: int) -> None:
+    """ValueError where a partition of ``num_ranks`` ranks meets a group of ``world_size``."""
+    if num_ranks != world_size:
+        raise ValueError(
+            f"partition must have the {world_size} ranks of the group, got {num_ranks}"
+        )
 
 
 def check_partition(partition: Partition | None, ring: GroupInfo) -> Partition:

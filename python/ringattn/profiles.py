@@ -9,7 +9,13 @@ from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
 from typing import cast
 
-from ringattn._checks import check_int64, check_integer, check_not_negative, check_positive
+from ringattn._checks import (
+    check_int64,
+    check_integer,
+    check_not_negative,
+    check_positive,
+    read_json,
+)
 
 MAX_TILE = 2**16  # tokens, far beyond any kernel's
 
@@ -143,10 +149,7 @@ def load_profiles(path: str | Path) -> list[RankProfile]:
         OSError: the file cannot be read.
         ValueError: it holds no profiles, or a profile with missing, unknown or wrong fields.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON, got {error}") from None
+    content = read_json(path)
     entries = content.get("profiles") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         got = type(content).__name__ if not isinstance(content, dict) else repr(entries)[:80]

@@ -26,6 +26,7 @@ from ringattn._checks import (
     check_positive,
     is_finite,
     is_number,
+    read_json,
 )
 from ringattn._profiling.speed_tables import (
     LatencyRow,
@@ -244,10 +245,7 @@ class Regression:
                 where there is one.
             OSError: a file that cannot be read.
         """
-        try:
-            content = json.loads(Path(path).read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} must be JSON, got {error}") from None
+        content = read_json(path)
         c = content.get("coefficients") if isinstance(content, dict) else None
         if not isinstance(c, list) or len(c) != 6 or not all(map(is_finite, c)):
             raise ValueError(f"{path} must have six finite coefficients, got {c!r}")

@@ -265,7 +265,7 @@ def test_rotation_is_that_of_transformers_at_any_positions(rope: dict[str, Any])
         ({"rope_scaling": ["linear"]}, r"rope_scaling must be a mapping, got \['linear'\]"),
         ({"nheads": 5, "kvheads": 2}, "nheads must be a multiple of kvheads 2, got 5"),
         ({"kvheads": -2}, "kvheads must not be negative, got -2"),
-        ({"head_dim": 264}, "head_dim must be a multiple of 8, at most 256, got 264"),
+        ({"head_dim": 264}, "head_dim must be a multiple of 8 from 8 to 256, got 264"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_type must be one of .*, got 'dynamic'"),
     ],
 )

@@ -222,7 +222,7 @@ def test_the_model_of_the_package_continues_text() -> None:
         ({"eos_token_id": [7, "end"]}, "eos_token_id must be an integer .*, got 'end'"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_type must be one of .*, got 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_scaling must have 'factor'"),
-        ({"head_dim": 20}, "head_dim must be a multiple of 8, at most 256, got 20"),
+        ({"head_dim": 20}, "head_dim must be a multiple of 8 from 8 to 256, got 20"),
         ({"num_key_value_heads": 3}, "nheads must be a multiple of kvheads 3, got 4"),
         ({"quantization_config": {"bits": 4}}, "quantization_config must be None"),
         (

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ringattn._checks import check_int64
-from ringattn.models.loading import read_json
+from ringattn.models.loading import read_json_object
 
 #: Key of ``config.json`` that says how a model without ``tokenizer.json`` reads text.
 CONFIG_KEY = "ringattn_tokenizer"
@@ -80,7 +80,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     """
     if (folder / "tokenizer.json").exists():
         return FromFile(folder / "tokenizer.json")
-    kind = read_json(folder / "config.json").get(CONFIG_KEY)
+    kind = read_json_object(folder / "config.json").get(CONFIG_KEY)
     if kind not in (None, "bytes"):
         raise ValueError(f'{CONFIG_KEY} must be "bytes" in config.json, got {kind!r}')
     return Numbers() if kind is None else Bytes()

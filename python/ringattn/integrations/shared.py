@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from ringattn._checks import HEAD_DIM_RULE, is_head_dim
+
 
 def parameter_names(module: nn.Module) -> list[str]:
     """Of ``module.forward``, in order. Slow: adapters ask once, not in every call."""
@@ -36,8 +38,8 @@ def rotary_reason(rope_type: str) -> str:
 def head_dim_reasons(head_dims: Iterable[int]) -> Iterator[str]:
     """For head dimensions that kernels do not take."""
     for head_dim in head_dims:
-        if head_dim % 8 or not 0 < head_dim <= 256:
-            yield f"its head dimension must be a multiple of 8 from 8 to 256, got {head_dim}"
+        if not is_head_dim(head_dim):
+            yield f"its head dimension must be {HEAD_DIM_RULE}, got {head_dim}"
 
 
 def device_reasons(model: nn.Module) -> Iterator[str]:

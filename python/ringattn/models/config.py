@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ringattn._checks import (
+    HEAD_DIM_RULE,
     check_flag,
     check_int64,
     check_int64_or_none,
@@ -15,6 +16,7 @@ from ringattn._checks import (
     check_integers,
     check_not_negative,
     check_positive,
+    is_head_dim,
 )
 from ringattn.models.rope import rope_type
 
@@ -74,8 +76,8 @@ class LLaMAConfig:
             raise ValueError(
                 f"nheads must be a multiple of kvheads {self.kvheads}, got {self.nheads}"
             )
-        if self.head_dim % 8 != 0 or not 0 < self.head_dim <= 256:
-            raise ValueError(f"head_dim must be a multiple of 8, at most 256, got {self.head_dim}")
+        if not is_head_dim(self.head_dim):
+            raise ValueError(f"head_dim must be {HEAD_DIM_RULE}, got {self.head_dim}")
         if not isinstance(self.rope_scaling, Mapping):
             raise ValueError(f"rope_scaling must be a mapping, got {self.rope_scaling!r}")
         rope_type(self.rope_scaling)

@@ -25,7 +25,7 @@ from ringattn.cache import ShardedKVCache
 from ringattn.model_call import ModelCall
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.rope import RotaryEmbedding, Rotation, rotate
-from ringattn.partition import Partition, check_partition
+from ringattn.partition import Partition, check_num_ranks, check_partition
 
 
 class LLaMAAttention(nn.Module):
@@ -333,11 +333,7 @@ class LLaMA(nn.Module):
         if partition is None and (world_size == 1 or not sharded):
             partition = Partition.even(given, world_size)
         partition = check_partition(partition, ring)
-        if partition.world_size != world_size:
-            raise ValueError(
-                f"partition must have the {world_size} ranks of the group, "
-                f"got {partition.world_size}"
-            )
+        check_num_ranks(partition.world_size, world_size)
         expected = partition.lengths[rank] if sharded else partition.seq_len
         if given != expected:
             raise ValueError(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face LLaMA directories: ``config.json`` and one or many ``*.safetensors``."""
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ringattn._checks import check_device, check_floating
+from ringattn._checks import check_device, check_floating, read_json
 from ringattn._distributed.groups import Group
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.llama import LLaMA, LLaMABlock
@@ -54,7 +53,7 @@ def load_model(
     folder = model_folder(path)
     place, dtype = check_device(device), check_floating(dtype)
     model = LLaMA(
-        config_from_hf(read_json(folder / "config.json")),
+        config_from_hf(read_json_object(folder / "config.json")),
         group=group,
         device="meta",
         dtype=dtype,
@@ -86,12 +85,9 @@ def model_folder(path: str | Path) -> Path:
     raise FileNotFoundError(sentence)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError where there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON, got {error}") from None
+    content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
@@ -181,7 +177,7 @@ def _must_be(hf: Mapping[str, Any], name: str, expected: Any) -> None:
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / _INDEX).exists():
-        places = read_json(folder / _INDEX).get("weight_map")
+        places = read_json_object(folder / _INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(n, str) for n in places.values()):
             raise ValueError(
                 f"weight_map must name the file of each weight in {folder / _INDEX}, "

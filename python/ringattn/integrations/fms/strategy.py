@@ -13,11 +13,12 @@ from fms.distributed.strategy import DistributedStrategy
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ringattn._checks import check_transport
 from ringattn._distributed.collectives import agree
 from ringattn._distributed.groups import Group, keep, kept, resolve_group
 from ringattn.integrations.fms.attention import NAME
 from ringattn.integrations.fms.rope import rope_arguments
-from ringattn.parallel import Split, check_transport, parallelize
+from ringattn.parallel import Split, parallelize
 from ringattn.partition import Partition
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -62,7 +63,7 @@ class RingAttentionStrategy(DistributedStrategy):
         self.partition = block_lens if partition is None else partition
         self.transport = transport
         self._group = keep(group)
-        check_transport(transport)
+        check_transport(transport, in_build=True)
         if not (isinstance(self.partition, str) and self.partition == "auto"):
             Split.of(self.partition, resolve_group(group).world_size)
 
