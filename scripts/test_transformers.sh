@@ -41,7 +41,7 @@ for version in "${versions[@]}"; do
     touch "$folder/ready"
   fi
   PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -k "not cpu-1 and not cpu-3 and not cpu-4" \
-    tests/python/test_transformers*.py "$@" || failed+=("$version")
+    tests/python/integrations/test_transformers*.py "$@" || failed+=("$version")
 done
 if [ ${#failed[@]} -gt 0 ]; then
   echo "test_transformers: failed: ${failed[*]}" >&2

@@ -82,6 +82,11 @@ def run_command(
     return subprocess.CompletedProcess(arguments, status, stdout, stderr)
 
 
+def command_line(*arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """Runs ``python -m ringattn`` on the CPU, under torchrun for several ranks."""
+    return run_command(["-m", "ringattn", *arguments], ranks=ranks, CUDA_VISIBLE_DEVICES="")
+
+
 def _wait(processes: Sequence[BaseProcess], command: list[str], timeout: float) -> int:
     """The exit status once all have ended well or one has not."""
     deadline = time.monotonic() + timeout

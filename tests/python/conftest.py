@@ -30,7 +30,7 @@ def _parameters(item: pytest.Item) -> dict[str, object]:
 
 
 #: Files whose tests mostly wait for timeouts.
-WAITING = ("test_errors.py", "test_groups.py", "test_lost_peers.py", "test_waits.py")
+WAITING = tuple(f"transport/test_{name}.py" for name in ("errors", "groups", "lost_peers", "waits"))
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

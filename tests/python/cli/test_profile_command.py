@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import ringattn
 import torch
+from _commands import command_line
+from _profiles import check_profiles
 from ringattn.__main__ import main
 from ringattn.strategies import MatmulRow, Regression, read_table
-from test_cli import ringattn as command_line
-from test_profiling import check_profiles
 
 FLAGS = ("--device", "cpu", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "64")
 

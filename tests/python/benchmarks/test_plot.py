@@ -19,7 +19,7 @@ from study import style
 from study.figures import regression_surface
 from study.tables import findings, sweep_rows, trace_findings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SETS = [(100, 100), (100, 50), (50, 100)]
 FIGURES = {
     *("strategy_eval", "speedup_heatmap", "extreme_heterogeneity", "efficiency_vs_heterogeneity"),

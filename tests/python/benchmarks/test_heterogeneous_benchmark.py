@@ -19,7 +19,7 @@ import torch
 from _commands import run_command
 from study.splits import STRATEGIES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 170
 THEIR_COLUMNS = [
     *("split_type", "seq_len", "overall_latency_ms", "rank0_tokens", "rank0_latency_ms"),

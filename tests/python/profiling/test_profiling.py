@@ -14,6 +14,7 @@ import pytest
 import ringattn
 import torch
 from _distributed import RankPool, this
+from _profiles import check_profiles
 from ringattn import AttentionTile, Partition, RankProfile, testing
 from ringattn._profiling import devices, speeds
 from ringattn._profiling.timers import Spread
@@ -27,19 +28,6 @@ SMALL: dict[str, Any] = {
     "num_tokens": 256,
     "seconds": 0.1,
 }
-
-
-def check_profiles(profiles: list[RankProfile], world_size: int) -> None:
-    assert len(profiles) == world_size
-    for profile in profiles:
-        for name in ("attention_tflops", "linear_tflops", "overhead_ms", "memory_gbps"):
-            assert 0 < getattr(profile, name) < math.inf
-        for value in (profile.link_gbps, profile.link_latency_us):
-            if world_size == 1:
-                assert value is None
-            else:
-                assert value is not None and 0 < value < math.inf
-        assert profile.max_tokens is not None and profile.max_tokens > 0
 
 
 def profiles_here(slow_rank: int = -1, factor: float = 1.0) -> list[RankProfile]:

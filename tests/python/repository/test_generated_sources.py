@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SM90 = Path(__file__).parents[2] / "csrc/attention/cuda/sm90"
+SM90 = Path(__file__).parents[3] / "csrc/attention/cuda/sm90"
 
 
 def test_the_tensor_core_products_are_what_their_generator_writes():

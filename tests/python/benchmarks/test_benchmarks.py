@@ -18,7 +18,7 @@ from lib.problem import Problem
 from lib.report import KERNEL_VARIABLES, PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, command
 from rank_of_ring import MOST_RANKS, RankCall
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(*command: str, ranks: int = 1) -> None:

@@ -9,7 +9,7 @@ import pytest
 import ringattn
 from _commands import run_command
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 _spec = importlib.util.spec_from_file_location(
     "heterogeneous_demo", ROOT / "examples/heterogeneous_demo.py"
 )

@@ -21,7 +21,7 @@ from ringattn._torch_releases import (
     untested_warning,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HERE = release(torch.__version__)
 
 

@@ -23,7 +23,7 @@ from ringattn import _C, _build_info
 from ringattn.__main__ import main
 from ringattn._torch_releases import TESTED
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT / "scripts"))
 import check_wheel  # noqa: E402
 

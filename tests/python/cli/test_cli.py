@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from _commands import run_command
+from _commands import command_line
 from _llama import random_ids, save, tiny_llama
 from ringattn import RankProfile, _build_info, _library, save_profiles
 from ringattn.__main__ import main, parser
@@ -46,11 +46,6 @@ def torchrun(*command: str | Path) -> subprocess.CompletedProcess[str]:
         timeout=100,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
-
-
-def ringattn(*arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m ringattn`."""
-    return run_command(["-m", "ringattn", *arguments], ranks=ranks, CUDA_VISIBLE_DEVICES="")
 
 
 def greedy(folder: Path, new_tokens: int) -> list[int]:
@@ -97,7 +92,7 @@ def check_steps(rank: int, of_rank: dict[str, Any]) -> None:
 
 
 def generate_auto(folder: Path, tmp_path: Path, *arguments: str | Path) -> dict[str, Any]:
-    done = ringattn(
+    done = command_line(
         *("generate", "--model", folder, "--prompt-file", folder / "prompt.txt"),
         *("--max-new-tokens", "9", "--partition", "auto", *arguments, "--compare"),
         *("--json", tmp_path / "run.json"),
@@ -160,7 +155,7 @@ def test_profiles_for_another_number_of_ranks_are_refused(
 
 def test_one_rank_needs_no_launcher(folder: Path, tmp_path: Path) -> None:
     prompt = (folder / "prompt.txt").read_text()
-    done = ringattn(
+    done = command_line(
         *("generate", "--model", folder, "--prompt", prompt, "--max-new-tokens", "4"),
         *("--layout", "contiguous", "--warmup", "1", "--json", tmp_path / "run.json"),
     )
@@ -172,7 +167,7 @@ def test_one_rank_needs_no_launcher(folder: Path, tmp_path: Path) -> None:
 
 
 def test_draws_follow_the_seed_on_any_number_of_ranks(folder: Path) -> None:
-    done = ringattn(
+    done = command_line(
         *("generate", "--model", folder, "--prompt-file", folder / "prompt.txt"),
         *("--max-new-tokens", "12", "--temperature", "1.5", "--seed", "5"),
         ranks=2,
@@ -293,7 +288,7 @@ def test_a_broken_folder_is_one_sentence(
 
 
 def test_words_for_a_model_without_tokenizer_are_refused(folder: Path) -> None:
-    done = ringattn("generate", "--model", folder, "--prompt", "1 2 three")
+    done = command_line("generate", "--model", folder, "--prompt", "1 2 three")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "ringattn: prompt must be token ids because the model has no tokenizer.json, got 'three'\n"

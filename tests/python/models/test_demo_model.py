@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "python" / "ringattn" / "models" / "pydoc_llama"
 
 # What a loader has to understand, and what keeps the package small.
