@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planning for unequal ranks: what is promised of plans, and what is refused.
 
-That no partition is faster is shown by brute force in tests/cpp/test_planner.cpp.
+That no partition is faster is shown by brute force in tests/cpp/planner/test_planner.cpp.
 """
 
 import itertools
