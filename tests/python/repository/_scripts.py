@@ -4,7 +4,7 @@
 import shutil
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def commands_on(folder: Path, **stubs: str) -> str:
