@@ -18,7 +18,7 @@ Equal ranks are always in the sweep: slowdowns refer to them. Where there are mo
 --ranks-per-gpu gives each its part of one, and percentages are of that part.
 
 Finished cells are kept in STEM.cells.jsonl and are not run again; --report-only runs none. Writes
-STEM.{csv,json,md} and STEM_findings.{csv,json,md}, of what is finished where it is told to end.
+STEM.{csv,json,md} and STEM_findings.{csv,json,md}, of the finished cells where it is interrupted.
 Parts that stand behind --then are further studies of the same command, in order of importance;
 but cells of all of them for which the ranks are the same share their start and their profiles.
 Parts may share a STEM, if all their settings are the same. SEQ_LEN (or SWEEP_SEQ_LEN) and
@@ -48,7 +48,7 @@ from study.running import Part, run
 from study.settings import SWEEP, Cell, Settings, Store, cells_path, check_writable, set_name
 from study.splits import STRATEGIES
 
-_SMALL = {  # of sizes, where nobody asked for others and there is no GPU
+_SMALL = {  # default sizes without a GPU
     "heads": 4,
     "kv_heads": 2,
     "head_dim": 64,

@@ -48,7 +48,7 @@ def read(path: Path, columns_of: Callable[[int], Sequence[str]]) -> list[Row]:
     if not rows:
         raise ValueError("no rows")
     header = reader.fieldnames or []
-    ranks = [int(of_rank[1]) for name in header if (of_rank := re.match(r"rank(\d+)_", name))]
+    ranks = [int(column[1]) for name in header if (column := re.match(r"rank(\d+)_", name))]
     columns = columns_of(1 + max(ranks, default=0))
     missing = [name for name in columns if name not in header]
     if missing:
@@ -74,12 +74,12 @@ def _value(name: str, row: dict[str, str]) -> Any:
 
 
 def _may_be_empty(name: str, row: dict[str, str]) -> bool:
-    of_rank = re.fullmatch(r"rank(\d+)_(.+)", name)
-    if of_rank is None:
+    column = re.fullmatch(r"rank(\d+)_(.+)", name)
+    if column is None:
         return name in MAY_BE_EMPTY
     # A set of fewer ranks than others has nothing in the columns of the rest.
     num_ranks = row.get("percentages", "").count(",") + 1
-    return of_rank[2] in MAY_BE_EMPTY or int(of_rank[1]) >= num_ranks
+    return column[2] in MAY_BE_EMPTY or int(column[1]) >= num_ranks
 
 
 def read_sweep(path: Path) -> list[Row]:

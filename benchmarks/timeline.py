@@ -147,9 +147,9 @@ def main() -> None:
         report.start()
         for transport in arguments.transports:
             call = partial(ringattn.ring_attention, q, k, v, partition, transport=transport)
-            of_ranks: list[Any] = [None] * world_size()
-            dist.all_gather_object(of_ranks, profiled(call, transport))
-            rows = [row for of_rank in of_ranks for row in of_rank]
+            gathered: list[Any] = [None] * world_size()
+            dist.all_gather_object(gathered, profiled(call, transport))
+            rows = [row for own in gathered for row in own]
             begin = min(row["begin us"] for row in rows)
             for row in rows:
                 report.add(row | {"begin us": row["begin us"] - begin})

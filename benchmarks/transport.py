@@ -33,9 +33,9 @@ TOKEN_BYTES = 2 * HEADS * HEAD_DIM * 2  # K and V in bfloat16
 COLUMNS = ["KB", "what", "ms", "p10", "p90", "GB/s", "wrong"]
 
 
-def block(of_rank: int, tokens: int, device: torch.device) -> torch.Tensor:
-    """What a rank sends, [2, 1, S_r, H_kv, D]; any rank can tell what another one sends."""
-    generator = torch.Generator().manual_seed(of_rank)
+def block(sender: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """The block that a rank sends, [2, 1, S_r, H_kv, D]; every rank can compute it."""
+    generator = torch.Generator().manual_seed(sender)
     shape = (2, 1, tokens, HEADS, HEAD_DIM)
     return torch.randn(shape, generator=generator).to(torch.bfloat16).to(device)
 

@@ -194,7 +194,7 @@ def noise(missed: Sequence[str], latencies: Mapping[str, Sequence[float]]) -> st
 
 
 def request(rebalancer: ringattn.Rebalancer, seq_len: int, tensors) -> None:
-    """One request as a server would run it: plan, compute, tell the rebalancer what it took."""
+    """One request as a server would run it: plan, compute, let the rebalancer observe it."""
     planned = rebalancer.plan(seq_len)
     with ringattn.record_timings(by_block=False) as timings:
         ringattn.ring_attention(*tensors(planned.partition), planned.partition, depth=planned.depth)

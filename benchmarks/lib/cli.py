@@ -29,12 +29,12 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def counts(text: str) -> list[int]:
-    """A type of arguments: "1024,2048" as numbers, all of them from 1 on."""
+    """A type of arguments: "1024,2048" as numbers, each at least 1."""
     return [at_least(1)(part) for part in text.split(",")]
 
 
 def names_of(*known: str) -> Callable[[str], list[str]]:
-    """A type of arguments: some of the ``known`` names, with commas."""
+    """A type of arguments: some of the ``known`` names, separated by commas."""
 
     def names(text: str) -> list[str]:
         for name in text.split(","):
@@ -50,7 +50,7 @@ _ON_CPU = ("auto", "process_group")
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments; wrong usage where the device, or its kernels for the dtype, are not there."""
+    """The arguments; wrong usage where the device, or its kernels for the dtype, are missing."""
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device must be cpu without a CUDA device, got cuda")
@@ -60,7 +60,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def parse_under_torchrun(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The same; wrong usage where no launcher says which rank this is."""
+    """:func:`parse`; wrong usage where the process is not started by torchrun."""
     arguments = parse(parser)
     if "WORLD_SIZE" not in os.environ:
         parser.error("ranks must be started by torchrun, got a process without it")
@@ -68,14 +68,14 @@ def parse_under_torchrun(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def check_transports(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Wrong usage where the device does not have one of them."""
+    """Wrong usage where the device does not have one of the transports."""
     for name in arguments.transports:
         if arguments.device == "cpu" and name not in _ON_CPU:
             parser.error(f"--transports must be of {', '.join(_ON_CPU)} on CPU, got {name!r}")
 
 
 def shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """What makes the command line a Shape."""
+    """Adds the options of a problem.Shape."""
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -83,7 +83,7 @@ def shape_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def common_arguments(description: str | None) -> argparse.ArgumentParser:
-    """--device and --out, alike in every benchmark."""
+    """A parser with --device and --out, the same in every benchmark."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -94,7 +94,7 @@ def common_arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def timing_arguments(description: str | None) -> argparse.ArgumentParser:
-    """:func:`common_arguments`, --rounds and --warmup, alike wherever contestants are timed."""
+    """:func:`common_arguments`, --rounds and --warmup, for benchmarks that time contestants."""
     parser = common_arguments(description)
     parser.add_argument("--rounds", type=at_least(1), default=20, help="samples of each contestant")
     parser.add_argument("--warmup", type=at_least(0), default=3, help="rounds that do not count")

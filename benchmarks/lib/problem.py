@@ -21,7 +21,7 @@ DTYPES = {
 
 
 class Shape(Protocol):
-    """What problems of any length share; what shape_arguments() makes of a command line is one."""
+    """The sizes that problems of any length share; cli.shape_arguments() parses into one."""
 
     heads: int
     kv_heads: int
@@ -30,13 +30,13 @@ class Shape(Protocol):
 
 
 def shape_text(shape: Shape) -> str:
-    """As headers name it."""
+    """The shape as headers show it."""
     return f"B 1, H {shape.heads}, H_kv {shape.kv_heads}, D {shape.head_dim}, {shape.dtype}"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem: the global tensors, equal on every rank, and what of them to check."""
+    """One attention problem: the global tensors, equal on every rank, and their float64 check."""
 
     q: torch.Tensor  # [B, S, H, D]
     k: torch.Tensor  # [B, S, H_kv, D]
@@ -68,7 +68,7 @@ class Problem:
 
     @classmethod
     def of(cls, shape: Shape, seq_len: int, device: torch.device, *, causal: bool) -> Problem:
-        """A random one of this shape."""
+        """A random problem of this shape."""
         return cls.random(
             seq_len,
             shape.heads,
@@ -89,13 +89,13 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """Two matrix products over the pairs that the mask lets through."""
+        """Two matrix products over the visible pairs."""
         batch, seq_len, heads, head_dim = self.q.shape
         pairs = seq_len * (seq_len + 1) / 2 if self.causal else seq_len**2
         return 4.0 * batch * heads * head_dim * pairs
 
     def expanded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V repeated to H heads, for those who cannot group queries. [B, S, H, D]."""
+        """K and V repeated to H heads, [B, S, H, D], for peers that cannot group queries."""
         repeats = self.q.size(2) // self.k.size(2)
         return self.k.repeat_interleave(repeats, 2), self.v.repeat_interleave(repeats, 2)
 

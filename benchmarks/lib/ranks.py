@@ -32,13 +32,13 @@ def process_group(device: str, ranks_per_gpu: int = 1) -> Iterator[torch.device]
         dist.init_process_group(backend)
     yield on
     # Not after an exception: NCCL would wait for ranks that are in a collective operation, and
-    # torchrun ends them only once this rank has ended.
+    # torchrun ends those ranks only after this one.
     if launched:
         dist.destroy_process_group()
 
 
 def from_all_ranks(values: Sequence[float]) -> torch.Tensor:
-    """What every rank gave, float64 [W, len(values)], on every rank."""
+    """The values of every rank, float64 [W, len(values)], on every rank. Collective."""
     own = torch.tensor(values, dtype=torch.float64)
     if not dist.is_initialized():
         return own[None]

@@ -22,10 +22,10 @@ import torch
 
 from lib.ranks import rank, world_size
 
-# Where benchmarks/heterogeneous.py looks for what its command line does not say.
+# Defaults of benchmarks/heterogeneous.py for options that its command line leaves out.
 SEQ_LEN_VARIABLES = ("SEQ_LEN", "SWEEP_SEQ_LEN")
 PERCENTAGE_VARIABLES = ("WEAK_GPU_PERCENTAGE", "SWEEP_SLOWDOWN_PCT")
-# What the compiled library looks at. Others (RINGATTN_CUDA) are for builds, and change no run.
+# Switches of the compiled library. Others (RINGATTN_CUDA) are for builds, and change no run.
 KERNEL_VARIABLES = ("RINGATTN_KERNEL_FAMILY", "RINGATTN_KERNEL_WAITS")
 
 
@@ -53,10 +53,10 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def command(arguments: Sequence[str] | None = None) -> str:
-    """As it can be given again: with the variables that are heard, and the ranks, but without the
-    folder of what is written. `arguments`: in place of all that there were."""
-    heard = sorted((*SEQ_LEN_VARIABLES, *PERCENTAGE_VARIABLES, *KERNEL_VARIABLES))
-    switches = [f"{name}={os.environ[name]}" for name in heard if name in os.environ]
+    """The command line, repeatable: with the environment variables that have an effect, and the
+    ranks, but without the folder of the output. `arguments` replace those of this process."""
+    names = sorted((*SEQ_LEN_VARIABLES, *PERCENTAGE_VARIABLES, *KERNEL_VARIABLES))
+    switches = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = ["torchrun", "--nproc-per-node", str(world_size())]
@@ -66,7 +66,7 @@ def command(arguments: Sequence[str] | None = None) -> str:
 
 
 def _without_folders(arguments: Sequence[str]) -> list[str]:
-    """With the last part of what is given to --out: where it lies is the machine's own."""
+    """`arguments` with the last part of the path after --out: its folder depends on the machine."""
     words: list[str] = []
     for word in arguments:
         if words and words[-1] == "--out":
@@ -82,7 +82,7 @@ def _commit() -> str:
         command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
-    # Of a copy elsewhere, with an older history or none, whoever made it can say.
+    # A copy of the tree has no history, or an older one: the variable names its commit.
     if given := os.environ.get("RINGATTN_COMMIT"):
         return given
     commit = git("rev-parse", "--short=12", "HEAD")

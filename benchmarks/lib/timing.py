@@ -29,7 +29,7 @@ _draw = random.Random(0)
 
 @dataclass(frozen=True)
 class Contestant:
-    """Something to time: `call` is timed, `around` is entered before and left after it."""
+    """A call to time; the context `around` is entered before it and left after it."""
 
     name: str
     call: Callable[[], torch.Tensor]  # -> out [B, S_r, H, D], a view of any strides
@@ -125,8 +125,8 @@ def _on_cuda(contestant: Contestant) -> float:
 
 
 def meet(all_ranks: bool = True) -> None:
-    """The device is busy for some milliseconds while the host enqueues what follows: what is timed
-    is the device, not Python. Then the devices of all ranks meet: their clocks differ."""
+    """Keeps the device busy for some milliseconds while the host enqueues the next calls, so that
+    the device is timed and not Python. Then the devices of all ranks synchronize."""
     torch.cuda._sleep(5_000_000)
     if all_ranks and dist.is_initialized():
         dist.all_reduce(torch.zeros(1, device="cuda"))

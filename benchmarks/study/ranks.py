@@ -22,13 +22,13 @@ from ringattn.testing import MPS
 from study.settings import Job
 
 FOLDER = Path(__file__).resolve().parents[1]
-MARK = "@study "  # begins a line that is meant for whoever started the rank
+MARK = "@study "  # begins a line of a rank's output that its parent process reads
 _POLL_S = 0.2
-_GRACE_S = 10.0  # for the other ranks to say why, once one has failed
+_GRACE_S = 10.0  # time for the other ranks to write their errors, once one has failed
 
 
 class RanksFailed(RuntimeError):
-    """A rank ended with an error; the message holds what the ranks said last."""
+    """A rank ended with an error; the message holds the last lines of all logs."""
 
 
 class Ranks:
@@ -70,7 +70,7 @@ class Ranks:
                     subprocess.Popen(
                         [sys.executable, "-m", "study.worker"],
                         env=environment,
-                        stdin=subprocess.PIPE,  # its end tells a rank that it is alone
+                        stdin=subprocess.PIPE,  # closed where this process ends: the rank ends too
                         stdout=subprocess.PIPE if rank == 0 else log,
                         stderr=log,
                         text=True,
@@ -86,7 +86,7 @@ class Ranks:
         order = json.dumps({"port": _free_port(), "job": self._job.to_json()})
         for process in self._processes:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended: its log says why
+            with contextlib.suppress(BrokenPipeError):  # it has ended: its log has the error
                 process.stdin.write(order + "\n")
                 process.stdin.flush()
         reports: queue.Queue[dict[str, Any]] = queue.Queue()

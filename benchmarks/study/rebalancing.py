@@ -25,7 +25,7 @@ from ringattn.profiling import equalize
 from ringattn.testing import slowdown
 
 from study.settings import Cell, Settings
-from study.splits import Grounds, Split, split
+from study.splits import PlanInputs, Split, split
 from study.sweep import measured_ranks, tokens_measured, watched
 from study.workloads import workload
 
@@ -75,8 +75,8 @@ def trace(cell: Cell, settings: Settings, device: torch.device) -> list[dict[str
         with _last_rank_at(speed):
             measured = measured_ranks(tokens_measured(cell, device), settings, device)
             profiles[speed] = equalize(measured)
-            linear_tflops = [of_rank.linear_tflops.median for of_rank in measured]
-            grounds = Grounds(
+            linear_tflops = [measurement.linear_tflops.median for measurement in measured]
+            inputs = PlanInputs(
                 cell.seq_len,
                 cell.percentages,
                 profiles[speed],
@@ -84,10 +84,10 @@ def trace(cell: Cell, settings: Settings, device: torch.device) -> list[dict[str
                 work.cost,
                 settings,
             )
-            oracle[speed] = watched(grounds, work)
-    even = split("even_zigzag", grounds)
+            oracle[speed] = watched(inputs, work)
+    even = split("even_zigzag", inputs)
     rebalancer = ringattn.Rebalancer(profiles[speeds[0]], work.cost)
-    told = random.Random(rank())
+    generator = random.Random(rank())
     calls: dict[Any, Callable[[], torch.Tensor]] = {}
 
     rows = []
@@ -118,7 +118,7 @@ def trace(cell: Cell, settings: Settings, device: torch.device) -> list[dict[str
         ]
         with _last_rank_at(speed):
             timings = measure(contestants, device, rounds=1, warmup=0)
-        rebalancer.observe(_noisy(recorded["rebalanced"], settings.noise, told))
+        rebalancer.observe(_noisy(recorded["rebalanced"], settings.noise, generator))
         changed, before = planned.partition != before, planned.partition
         if request < 0:
             continue

@@ -31,8 +31,11 @@ class Part:
 
 
 def run(parts: Sequence[Part]) -> list[str]:
-    """Measures what the stores do not have yet; one start of the ranks for each set. What went
-    wrong: the rest of a part in which ranks fail is left out."""
+    """Measures the cells that the stores do not have yet, with one start of the ranks for each set.
+
+    Returns:
+        Errors. The rest of a part in which ranks fail is left out.
+    """
     jobs: dict[tuple[Settings, tuple[int, ...]], dict[Cell, Part]] = {}
     for part in parts:
         for cell in part.cells:
@@ -46,7 +49,7 @@ def run(parts: Sequence[Part]) -> list[str]:
         mps = stack.enter_context(MPS()) if under_mps else None
         bar = stack.enter_context(tqdm(total=total, initial=total - left, unit="cell"))
         starts = stack.enter_context(contextlib.closing(started(jobs, mps)))
-        for job, of_job in starts:
+        for job, processes in starts:
             cells = jobs[job.settings, job.percentages]
             numbers = {parts.index(part) for part in cells.values()}
             if numbers <= problems.keys():
@@ -54,7 +57,7 @@ def run(parts: Sequence[Part]) -> list[str]:
             bar.set_postfix_str(f"{set_name(job.percentages)} %")
             limit_s = max(part.arguments.limit_seconds for part in cells.values())
             try:
-                for cell, header, rows in finished(job, of_job, limit_s):
+                for cell, header, rows in finished(job, processes, limit_s):
                     part = cells[cell]
                     part.store.add(job.settings, cell, header | {"command": part.command}, rows)
                     bar.set_postfix_str(cell.label)
@@ -80,22 +83,22 @@ def started(
     ahead: ranks.Ranks | None = None
     try:
         for place, job in enumerate(todo):
-            with ahead or start(job) as of_job:
+            with ahead or start(job) as processes:
                 ahead = None
                 if job.settings.device == "cuda" and place + 1 < len(todo):
                     ahead = start(todo[place + 1])
-                yield job, of_job
+                yield job, processes
     finally:
         if ahead is not None:
             ahead.end()
 
 
 def finished(
-    job: Job, of_job: ranks.Ranks, limit_s: float
+    job: Job, processes: ranks.Ranks, limit_s: float
 ) -> Iterator[tuple[Cell, dict[str, str], list[dict[str, Any]]]]:
-    """Cells as they are finished, with what the ranks say of their machine."""
+    """Cells as they are finished, with the header that describes the ranks' machine."""
     header: dict[str, str] = {}
-    for report in of_job.reports(limit_s):
+    for report in processes.reports(limit_s):
         if "header" in report:
             header = report["header"]
         else:

@@ -50,7 +50,7 @@ class Settings:
     requests: int  # of a trace
     lut: str | None  # CSV; None: this run's own matrix products
     regression: str | None  # JSON; None: the published one
-    noise: float = 0.0  # relative, of what the rebalancer is told in a trace
+    noise: float = 0.0  # relative, added to the timings that the rebalancer observes in a trace
 
     @property
     def under_mps(self) -> bool:

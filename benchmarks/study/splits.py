@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategies: who is given how many tokens, and on what grounds."""
+"""The strategies: how many tokens each rank owns, from which inputs."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Split:
 
     @property
     def same(self) -> tuple[ringattn.Partition, int]:
-        """Equal for splits that do the same."""
+        """Equal for splits with equal ring calls."""
         most = max(1, self.partition.world_size - 1)
         return self.partition, min(self.depth or most, most)
 
 
 @dataclass(frozen=True)
-class Grounds:
-    """What a strategy may know."""
+class PlanInputs:
+    """What a strategy may use."""
 
     seq_len: int
     percentages: Sequence[int]
@@ -57,46 +57,46 @@ class Grounds:
         return len(self.percentages)
 
 
-def split(strategy: str, grounds: Grounds) -> Split:
+def split(strategy: str, inputs: PlanInputs) -> Split:
     """Everything but "rebalanced", which has to run first."""
     name, _, layout = strategy.partition("_")
     if name == "planned":
         planned = ringattn.plan(
-            grounds.seq_len, grounds.profiles, grounds.cost, layout=layout or "zigzag"
+            inputs.seq_len, inputs.profiles, inputs.cost, layout=layout or "zigzag"
         )
         return Split(planned.partition, planned.depth, planned.predicted_ms)
-    return _PRIOR[name](grounds, layout or "contiguous")
+    return _PRIOR[name](inputs, layout or "contiguous")
 
 
-def _even(grounds: Grounds, layout: str) -> Split:
-    return Split(strategies.even(grounds.seq_len, grounds.world_size, layout=layout))
+def _even(inputs: PlanInputs, layout: str) -> Split:
+    return Split(strategies.even(inputs.seq_len, inputs.world_size, layout=layout))
 
 
-def _uneven(grounds: Grounds, layout: str) -> Split:
+def _uneven(inputs: PlanInputs, layout: str) -> Split:
     # The percentages, as in that study: nothing is measured.
-    return Split(strategies.uneven(grounds.seq_len, grounds.percentages, layout=layout))
+    return Split(strategies.uneven(inputs.seq_len, inputs.percentages, layout=layout))
 
 
-def _lut(grounds: Grounds, layout: str) -> Split:
-    if grounds.settings.lut is not None:
-        table = strategies.read_table(grounds.settings.lut)
+def _lut(inputs: PlanInputs, layout: str) -> Split:
+    if inputs.settings.lut is not None:
+        table = strategies.read_table(inputs.settings.lut)
     else:
-        table = strategies.matmul_table(grounds.percentages, grounds.linear_tflops)
-    return Split(strategies.lut(grounds.seq_len, grounds.percentages, table, layout=layout))
+        table = strategies.matmul_table(inputs.percentages, inputs.linear_tflops)
+    return Split(strategies.lut(inputs.seq_len, inputs.percentages, table, layout=layout))
 
 
-def _formula(grounds: Grounds, layout: str) -> Split:
-    path = grounds.settings.regression
+def _formula(inputs: PlanInputs, layout: str) -> Split:
+    path = inputs.settings.regression
     regression = None if path is None else strategies.Regression.read(path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", strategies.ClampWarning)
         partition = strategies.formula(
-            grounds.seq_len, grounds.percentages, regression, layout=layout
+            inputs.seq_len, inputs.percentages, regression, layout=layout
         )
     return Split(partition, note="; ".join(str(warning.message) for warning in caught))
 
 
-_PRIOR: dict[str, Callable[[Grounds, str], Split]] = {
+_PRIOR: dict[str, Callable[[PlanInputs, str], Split]] = {
     "even": _even,
     "uneven": _uneven,
     "lut": _lut,

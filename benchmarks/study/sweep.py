@@ -23,7 +23,7 @@ from ringattn.profiling import (
 )
 
 from study.settings import Cell, Settings, set_name
-from study.splits import Grounds, Split, split
+from study.splits import PlanInputs, Split, split
 from study.workloads import Workload, workload
 
 _RECORDED_CALLS = 3  # whose steps are taken apart; one, where a call takes long
@@ -46,13 +46,13 @@ def measure_cell(
 ) -> list[dict[str, Any]]:
     """One row per strategy, the same on every rank. Collective."""
     work = workload(cell, settings, device)
-    linear_tflops = [of_rank.linear_tflops.median for of_rank in measured]
-    grounds = Grounds(
+    linear_tflops = [measurement.linear_tflops.median for measurement in measured]
+    inputs = PlanInputs(
         cell.seq_len, cell.percentages, equalize(measured), linear_tflops, work.cost, settings
     )
-    splits = {name: split(name, grounds) for name in settings.strategies if name != "rebalanced"}
+    splits = {name: split(name, inputs) for name in settings.strategies if name != "rebalanced"}
     if "rebalanced" in settings.strategies:
-        splits["rebalanced"] = watched(grounds, work)
+        splits["rebalanced"] = watched(inputs, work)
     first_with = {chosen.same: name for name, chosen in reversed(splits.items())}
     contestants = {
         name: _contestant(name, splits[name], work, device) for name in first_with.values()
@@ -128,15 +128,15 @@ def measured_ranks(
     )
 
 
-def watched(grounds: Grounds, work: Workload) -> Split:
+def watched(inputs: PlanInputs, work: Workload) -> Split:
     """The rebalancer's plan, once it has watched some requests of a few calls in a row, as they are
     without it and at the clocks that they are timed at; and, where plans have changed at last, some
     more, so that it can take a bad one back. Collective."""
-    lead_in_ms = _LEAD_IN_MS[grounds.settings.device]
-    rebalancer = ringattn.Rebalancer(grounds.profiles, grounds.cost)
-    request, requests = 0, grounds.settings.watched
+    lead_in_ms = _LEAD_IN_MS[inputs.settings.device]
+    rebalancer = ringattn.Rebalancer(inputs.profiles, inputs.cost)
+    request, requests = 0, inputs.settings.watched
     while request < requests:
-        planned = rebalancer.plan(grounds.seq_len)
+        planned = rebalancer.plan(inputs.seq_len)
         call = work.ring(planned.partition, planned.depth)
         dist.barrier()
         # Once at least: what only a first call does is no request's time.
@@ -147,8 +147,8 @@ def watched(grounds: Grounds, work: Workload) -> Split:
                 call()
         request += 1
         if rebalancer.observe(timings):
-            requests = min(max(requests, request + _TRIAL), 2 * grounds.settings.watched)
-    planned = rebalancer.plan(grounds.seq_len)
+            requests = min(max(requests, request + _TRIAL), 2 * inputs.settings.watched)
+    planned = rebalancer.plan(inputs.seq_len)
     return Split(planned.partition, planned.depth, planned.predicted_ms)
 
 

@@ -94,12 +94,12 @@ def _key(row: Row) -> tuple[str, str, int]:
 
 def _at_their_fastest(rows: Sequence[Row]) -> list[Row]:
     """Copies with `rank*_tflops` and `ideal_ms` from the fastest whole problem of each rank."""
-    whole: dict[tuple[str, str, int], dict[int, float]] = {}  # by cell and rank, ms
+    whole: dict[tuple[str, str, int], dict[int, float]] = {}  # cell -> rank -> ms
     for row in rows:
-        of_cell = whole.setdefault(_key(row), {})
+        fastest_ms = whole.setdefault(_key(row), {})
         for r in range(len(row["percentages"].split(","))):
             if row[f"rank{r}_tokens"] == row["seq_len"]:
-                of_cell[r] = min(row["overall_latency_ms"], of_cell.get(r, math.inf))
+                fastest_ms[r] = min(row["overall_latency_ms"], fastest_ms.get(r, math.inf))
     fastest = []
     for row in rows:
         names = [f"rank{r}_tflops" for r in range(len(row["percentages"].split(",")))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in each rank: `python -m study.worker`, started and told by study.ranks."""
+"""What runs in each rank: `python -m study.worker`, started by study.ranks, which sends the job."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from study.workloads import throttled
 
 
 def report(content: dict[str, Any]) -> None:
-    """To whoever started the ranks."""
+    """Sends a report to the process that started the ranks."""
     if rank() == 0:
         print(MARK + json.dumps(content), flush=True)
 
 
-def told() -> Job:
-    """What to do, once everything is loaded. Before that nothing has touched a device."""
+def receive_job() -> Job:
+    """Waits for the job. Until it comes, modules are loaded and no device is touched."""
     line = sys.stdin.readline()
     if not line:
-        sys.exit(1)  # whoever started this is gone
+        sys.exit(1)  # the parent process is gone
     order = json.loads(line)
     os.environ["MASTER_PORT"] = str(order["port"])
     return Job.from_json(order["job"])
 
 
-def end_with_whoever_started_this() -> None:
-    """However that process ends, its end of the pipe is closed then."""
+def end_with_parent() -> None:
+    """Ends this process with its parent: however that ends, its end of the pipe is closed."""
 
     def watch() -> None:
         sys.stdin.read()
@@ -48,8 +48,8 @@ def end_with_whoever_started_this() -> None:
 
 
 def main() -> None:
-    job = told()
-    end_with_whoever_started_this()
+    job = receive_job()
+    end_with_parent()
     settings = job.settings
     with process_group(settings.device, settings.ranks_per_gpu) as device, torch.no_grad():
         report({"header": environment(device)})

@@ -356,13 +356,13 @@ def _show(result: dict[str, Any]) -> None:
     columns = ("rank", "tokens", "attention ms", "transfer ms", "wait ms", "device", "positions")
     rows = [
         (
-            str(of_rank["rank"]),
-            str(of_rank["tokens"]),
-            *(f"{of_rank['ring'][f'{name}_ms']:.1f}" for name in ("attention", "transfer", "wait")),
-            of_rank["device"],
-            " ".join(f"{start}-{stop - 1}" for start, stop in of_rank["segments"]) or "none",
+            str(report["rank"]),
+            str(report["tokens"]),
+            *(f"{report['ring'][f'{name}_ms']:.1f}" for name in ("attention", "transfer", "wait")),
+            report["device"],
+            " ".join(f"{start}-{stop - 1}" for start, stop in report["segments"]) or "none",
         )
-        for of_rank in result["ranks"]
+        for report in result["ranks"]
     ]
     for line in aligned([columns, *rows], left=("device", "positions")):
         print(line)

@@ -169,7 +169,7 @@ def _profile(options: argparse.Namespace, device: torch.device, world_size: int)
         content = {
             **_facts(),
             "profiles": [dataclasses.asdict(profile) for profile in profiles],
-            "measured": [dataclasses.asdict(of_rank) for of_rank in measured],
+            "measured": [dataclasses.asdict(measurement) for measurement in measured],
         }
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -196,18 +196,18 @@ def _rows(
         *(
             (
                 str(rank),
-                text(of_rank.attention_tflops),
+                text(measurement.attention_tflops),
                 number(profile.attention_tflops),
-                text(of_rank.linear_tflops),
+                text(measurement.linear_tflops),
                 number(profile.linear_tflops),
-                number(of_rank.overhead_ms.median),
-                text(of_rank.memory_gbps),
-                text(of_rank.link_gbps),
-                text(of_rank.link_latency_us),
-                str(of_rank.max_tokens),
-                of_rank.device,
+                number(measurement.overhead_ms.median),
+                text(measurement.memory_gbps),
+                text(measurement.link_gbps),
+                text(measurement.link_latency_us),
+                str(measurement.max_tokens),
+                measurement.device,
             )
-            for rank, (of_rank, profile) in enumerate(zip(measured, profiles, strict=True))
+            for rank, (measurement, profile) in enumerate(zip(measured, profiles, strict=True))
         ),
     ]
 

@@ -14,7 +14,7 @@ import torch
 from lib import timing
 from study import figures, running, sweep, worker
 from study.settings import Cell, Job, Settings, Store
-from study.splits import Grounds, split
+from study.splits import PlanInputs, split
 
 BASE: dict[str, Any] = {
     **{"device": "cpu", "throttle": "repeat", "transport": "auto", "dtype": "float32"},
@@ -75,17 +75,17 @@ def test_a_table_that_was_edited_is_another_one(tmp_path: Path) -> None:
 def test_the_lut_has_what_was_measured_and_plans_have_it_without_the_noise() -> None:
     profiles = [ringattn.RankProfile(100, 95)] * 2  # 100 and 90, taken as equal
     cost = ringattn.ModelCost.attention_only(4, 16)
-    grounds = Grounds(1900, (100, 90), profiles, [100.0, 90.0], cost, Settings(**BASE))
-    assert split("lut", grounds).partition.lengths == (1000, 900)
-    assert split("planned", grounds).partition.lengths == (950, 950)
+    inputs = PlanInputs(1900, (100, 90), profiles, [100.0, 90.0], cost, Settings(**BASE))
+    assert split("lut", inputs).partition.lengths == (1000, 900)
+    assert split("planned", inputs).partition.lengths == (950, 950)
 
 
 def test_ranks_of_one_percentage_are_one_line_of_the_lut() -> None:
     profiles = [ringattn.RankProfile(100, 95)] * 3
     cost = ringattn.ModelCost.attention_only(4, 16)
     speeds = [100.0, 90.0, 38.0]  # no two ranks are equal to the last digit
-    grounds = Grounds(2400, (100, 100, 40), profiles, speeds, cost, Settings(**BASE))
-    assert split("lut", grounds).partition.lengths == (1000, 1000, 400)
+    inputs = PlanInputs(2400, (100, 100, 40), profiles, speeds, cost, Settings(**BASE))
+    assert split("lut", inputs).partition.lengths == (1000, 1000, 400)
 
 
 def test_a_line_cut_short_costs_no_other_cell(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_the_last_plan_is_judged_before_it_is_timed(monkeypatch, watched, change
     monkeypatch.setattr(ringattn, "Rebalancer", Watching)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
     settings = SimpleNamespace(watched=watched, device="cpu")
-    grounds = SimpleNamespace(profiles=[], cost=None, seq_len=8, settings=settings)
-    chosen = sweep.watched(grounds, SimpleNamespace(ring=lambda partition, depth: lambda: None))
+    inputs = SimpleNamespace(profiles=[], cost=None, seq_len=8, settings=settings)
+    chosen = sweep.watched(inputs, SimpleNamespace(ring=lambda partition, depth: lambda: None))
     assert len(observed) == requests
     assert chosen.partition == requests  # what it would plan next
 
@@ -207,9 +207,9 @@ def test_requests_are_watched_at_the_clocks_that_they_are_timed_at(monkeypatch):
     monkeypatch.setattr(ringattn, "Rebalancer", Watching)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
     settings = SimpleNamespace(watched=1, device="cuda")
-    grounds = SimpleNamespace(profiles=[], cost=None, seq_len=8, settings=settings)
+    inputs = SimpleNamespace(profiles=[], cost=None, seq_len=8, settings=settings)
     work = SimpleNamespace(ring=lambda partition, depth: lambda: calls.append(1))
-    sweep.watched(grounds, work)
+    sweep.watched(inputs, work)
     assert 0.5 * (len(calls) - 3) >= 50
 
 
@@ -256,8 +256,10 @@ def test_beside_gpus_the_next_ranks_load_while_the_present_ones_compute(
 def test_ranks_are_measured_once_for_each_length_that_is_longer_than_usual(monkeypatch):
     asked, planned = [], []
     cells = [Cell("sweep", (100, 50), what, n) for n in (128, 512, 4096) for what in ("a", "b")]
-    monkeypatch.setattr(worker, "told", lambda: Job(Settings(**BASE), (100, 50), tuple(cells)))
-    monkeypatch.setattr(worker, "end_with_whoever_started_this", lambda: None)
+    monkeypatch.setattr(
+        worker, "receive_job", lambda: Job(Settings(**BASE), (100, 50), tuple(cells))
+    )
+    monkeypatch.setattr(worker, "end_with_parent", lambda: None)
     monkeypatch.setattr(worker, "report", lambda content: None)
     monkeypatch.setattr(worker, "environment", lambda device: {})
     device = torch.device("cpu")
