@@ -47,7 +47,7 @@ def tensors(
 
 
 def pairs(queries: int, keys: int, causal: bool) -> float:
-    """Of a query and a key that it sees."""
+    """Number of visible pairs of a query and a key."""
     return queries * (queries + 1) / 2 if causal else queries * keys
 
 

@@ -82,7 +82,7 @@ def random_model(config: LLaMAConfig, device: torch.device, dtype: torch.dtype) 
 
 
 def random_cache(model: LLaMA, partition: Partition, batch: int, tokens: int) -> ShardedKVCache:
-    """This rank's share, or with a partition of one rank the shares of all ranks."""
+    """A cache with this rank's share, or with the shares of all ranks for a partition of one."""
     cache = model.new_cache(partition, new_tokens=tokens)
     kv_heads, head_dim = model.config.kvheads, model.config.head_dim
     split = Partition.even(partition.seq_len, world_size()).lengths
@@ -115,7 +115,7 @@ def logits(
 def error(
     model: LLaMA, partition: Partition, batch: int, graphs: DecodeGraphs | None
 ) -> float | None:
-    """Of rank 0, against itself alone and without graphs; None where that is the same thing."""
+    """Error of rank 0 against rank 0 alone without graphs; None where there is no difference."""
     if world_size() == 1 and graphs is None:
         return None
     found = 0.0
@@ -129,7 +129,7 @@ def error(
 def seconds(
     model: LLaMA, partition: Partition, batch: int, tokens: int, graphs: DecodeGraphs | None
 ) -> Iterator[float]:
-    """Of each of ``tokens`` tokens after a random context."""
+    """Time of each of ``tokens`` tokens after a random context."""
     cache = random_cache(model, partition, batch, tokens)
     ids = torch.ones(batch, dtype=torch.int64, device=model.device)
     sampler = partition.owner(partition.seq_len - 1)
@@ -144,7 +144,7 @@ def seconds(
 
 
 def bytes_read(model: LLaMA, partition: Partition, batch: int) -> int:
-    """By the rank that reads most: all weights but those of unused rows of the embedding."""
+    """Bytes for a token on the rank with most keys; of the embedding, used rows only."""
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if model.head is not None:
         weights -= model.base_model.embedding.weight.nbytes
@@ -213,7 +213,7 @@ def add_rows(
     partition = Partition.even(context, world_size())
     floor = 1e3 * bytes_read(model, partition, options.batch) / (bandwidth * 1e9)
     size = world_size()
-    logits(model, Partition.even(size, size), options.batch)  # what only the first token costs
+    logits(model, Partition.even(size, size), options.batch)  # one-time costs of a first token
     start = time.perf_counter()
     recorded = record(model.base_model, options.batch)
     if recorded is not None and rank() == 0:

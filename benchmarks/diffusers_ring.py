@@ -133,7 +133,7 @@ def ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def attention_calls(
     problem: Problem, models: Models
 ) -> dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor]]:
-    """By name, what computes one block's attention, and the positions of its rows."""
+    """Name -> call that computes one block's attention, and the positions of its rows."""
     partition = ringattn.Partition.even(problem.seq_len, world_size(), layout="contiguous")
     q, k, v = (partition.shard(x, rank()) for x in problem.tensors)
     kernel = "cuDNN" if q.is_cuda else "SDPA"

@@ -11,17 +11,17 @@
 
 Starts its own ranks, once for each set of percentages: under CUDA MPS, with a private daemon, each
 with its CUDA_MPS_ACTIVE_THREAD_PERCENTAGE (`--throttle mps`), or repeating their work (`repeat`,
-any device). A percentage is what is asked for; what counts is what is measured: `rank*_tflops` are
-speeds of the whole problem on one rank, with all ranks computing at once until they have settled.
-The ideal is the time that ranks of these speeds would take together, one after the other none.
+any device). A percentage is a request; results refer to the measured speeds: `rank*_tflops` are
+speeds of the whole problem on one rank, with all ranks computing at once until clocks settle.
+The ideal is the time that ranks of these speeds would take together without any overhead.
 Equal ranks are always in the sweep: slowdowns refer to them. Where there are more ranks than GPUs,
---ranks-per-gpu gives each its part of one, and percentages are of that part.
+--ranks-per-gpu gives each its part of one, and percentages refer to that part.
 
 Finished cells are kept in STEM.cells.jsonl and are not run again; --report-only runs none. Writes
 STEM.{csv,json,md} and STEM_findings.{csv,json,md}, of the finished cells where it is interrupted.
-Parts that stand behind --then are further studies of the same command, in order of importance;
-but cells of all of them for which the ranks are the same share their start and their profiles.
-Parts may share a STEM, if all their settings are the same. SEQ_LEN (or SWEEP_SEQ_LEN) and
+Parts behind --then are further studies of the same command, in order of importance. Cells of all
+parts with the same ranks share the start of these ranks and their profiles. Parts may share a STEM
+if all their settings are the same. SEQ_LEN (or SWEEP_SEQ_LEN) and
 WEAK_GPU_PERCENTAGE (or SWEEP_SLOWDOWN_PCT) of the environment stand in for --seq-lens and
 --percentages. STRONG_GPU_PERCENTAGE must be 100: --sets has strong ranks at others ("80,10").
 """
@@ -359,7 +359,7 @@ def parts_of(words: Sequence[str]) -> list[Part]:
 
 
 def reports(parts: Sequence[Part]) -> None:
-    """Of all that is finished, also by earlier commands with these settings, one for each stem."""
+    """Writes one report per stem: all finished cells of these settings, of earlier commands too."""
     for first in {id(part.store): part for part in reversed(parts)}.values():
         asked = [cell for part in parts if part.store is first.store for cell in part.cells]
         there = [

@@ -57,7 +57,7 @@ COLUMNS = [
 
 
 def partitions(problem: Problem, arguments) -> dict[str, ringattn.Partition]:
-    """By name: the even ones, and that with the shares asked for."""
+    """Name -> partition: the even ones, and the one of --shares."""
     found = {
         layout: ringattn.Partition.even(problem.seq_len, world_size(), layout=layout)
         for layout in arguments.layouts

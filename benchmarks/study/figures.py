@@ -57,7 +57,7 @@ def _set_label(percentages: str) -> str:
 
 
 def _ticks(percentages: str) -> str:
-    """Of a set of ranks, the slow ones."""
+    """The label of a set: its slow ranks."""
     slow = [part for part in percentages.split(",") if part != "100"]
     return "\n".join([slow[0], f"x {len(slow)}"] if len(slow) > 1 else slow or ["100"])
 

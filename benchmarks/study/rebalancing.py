@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces: the last rank's speed changes from request to request, and the rebalancer follows.
 
-Each request is computed by every policy, one after the other, so that clocks and temperature treat
-all alike. The oracle knows how fast the ranks are: it was given profiles measured at every speed
-of the scenario, and has watched the ring there, before the trace began. The rebalancer has watched
-the ring at the first speed: what it makes of the profiles that it began with is no drift.
+Each request is computed under every policy, one after the other, so that clocks and temperature
+are the same for all. The oracle has profiles measured at every speed of the scenario, and has
+observed the ring at each before the trace begins. The rebalancer has observed the ring at the first
+speed, so its correction of the initial profiles does not count as drift.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from study.sweep import measured_ranks, tokens_measured, watched
 from study.workloads import workload
 
 POLICIES = ("rebalanced", "oracle", "even_zigzag")
-# Of a request, before the call that is timed: after a rest, clocks of GPUs are higher than those
-# that profiles were taken at, and not by the same on ranks that compute longer.
+# Calls of a request before the timed one: after a rest, clocks of GPUs are higher than those that
+# profiles were taken at, and not equally so on ranks that compute longer.
 _LEAD_IN_MS = {"cuda": 15.0, "cpu": 0.0}
 
 
 def steady(requests: int) -> list[float]:
-    """Half as fast as the others, all the time."""
+    """50 % of the others' speed in every request."""
     return [0.5] * requests
 
 
 def drift(requests: int) -> list[float]:
-    """As fast as the others, then 40 %, then 70 %."""
+    """100 % of the others' speed, then 40 %, then 70 %."""
     falls, rises = requests // 4, 5 * requests // 8
     return [1.0] * falls + [0.4] * (rises - falls) + [0.7] * (requests - rises)
 
 
 def flapping(requests: int) -> list[float]:
-    """60 % and as fast as the others, ten requests each."""
+    """60 % and 100 % of the others' speed, ten requests each."""
     return [1.0 if request // 10 % 2 == 0 else 0.6 for request in range(requests)]
 
 
@@ -103,7 +103,7 @@ def trace(cell: Cell, settings: Settings, device: torch.device) -> list[dict[str
             if chosen.same not in calls:
                 calls[chosen.same] = work.ring(chosen.partition, chosen.depth)
                 with _last_rank_at(speed):
-                    calls[chosen.same]()  # what only a first call does is no request's time
+                    calls[chosen.same]()  # one-time costs belong to no request
         lead_in = math.ceil(_LEAD_IN_MS[device.type] / planned.predicted_ms)
         recorded: dict[str, ringattn.Timings] = {}
         contestants = [

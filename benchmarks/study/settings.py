@@ -57,7 +57,7 @@ class Settings:
         return self.throttle == "mps" or self.ranks_per_gpu > 1
 
     def mps_percentage(self, percentage: float) -> float:
-        """Of a GPU, for a rank that is asked for `percentage` of what it could have."""
+        """Percentage of a GPU for a rank with `percentage` of its part of the GPU."""
         return (percentage if self.throttle == "mps" else 100) / self.ranks_per_gpu
 
 
@@ -68,7 +68,7 @@ def set_name(percentages: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What one start of the ranks does: all cells have the same percentages."""
+    """The cells that one start of the ranks measures, all with the same percentages."""
 
     settings: Settings
     percentages: tuple[int, ...]
@@ -93,10 +93,10 @@ def cells_path(stem: str) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """That it can be appended to. Of what was not there, the folder stays.
+    """Checks that the file can be appended to. Creates its folder, and leaves no file behind.
 
     Raises:
-        OSError: it cannot be.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     was_there = path.exists()

@@ -70,7 +70,7 @@ class Drawing:
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """As PNG and as SVG; the figure is closed."""
+    """Writes the figure as PNG and as SVG, and closes it."""
     paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
     figure.savefig(paths[0], dpi=150)
     figure.savefig(paths[1], metadata={"Date": None})
@@ -95,7 +95,7 @@ def panels(
 
 
 def legend_below(figure: Figure, axes: Axes, *more: Artist) -> None:
-    """Of what is drawn in `axes` under a label, and of `more`."""
+    """A legend of the labelled artists in `axes`, and of `more`, below the panels."""
     handles = [*axes.get_legend_handles_labels()[0], *more]
     fitting = max(1, int(figure.get_figwidth() / 2.5))
     columns = min(fitting, len(handles))

@@ -106,14 +106,14 @@ def measure_cell(
 
 
 def tokens_measured(cell: Cell, device: torch.device) -> int:
-    """Of a shard, by `measured_ranks`: as `ringattn generate --partition auto` does."""
+    """Tokens of a shard for `measured_ranks`, as `ringattn generate --partition auto` takes."""
     return tokens_to_measure(cell.seq_len, len(cell.percentages), device)
 
 
 def measured_ranks(
     num_tokens: int, settings: Settings, device: torch.device
 ) -> list[RankMeasurement]:
-    """What `ringattn.measure_profiles`, and so a user of the package, starts from. Collective."""
+    """The measurements behind `ringattn.measure_profiles`. Collective."""
     return measure_ranks(
         None,
         num_heads=settings.heads,
@@ -129,9 +129,9 @@ def measured_ranks(
 
 
 def watched(inputs: PlanInputs, work: Workload) -> Split:
-    """The rebalancer's plan, once it has watched some requests of a few calls in a row, as they are
-    without it and at the clocks that they are timed at; and, where plans have changed at last, some
-    more, so that it can take a bad one back. Collective."""
+    """The rebalancer's plan after it has observed some requests of a few calls in a row, at the
+    clocks that contestants are timed at. After a late change of plans it observes some more, so
+    that it can give up a bad plan. Collective."""
     lead_in_ms = _LEAD_IN_MS[inputs.settings.device]
     rebalancer = ringattn.Rebalancer(inputs.profiles, inputs.cost)
     request, requests = 0, inputs.settings.watched
@@ -139,7 +139,7 @@ def watched(inputs: PlanInputs, work: Workload) -> Split:
         planned = rebalancer.plan(inputs.seq_len)
         call = work.ring(planned.partition, planned.depth)
         dist.barrier()
-        # Once at least: what only a first call does is no request's time.
+        # At least once: the one-time costs of a first call belong to no request.
         for _ in range(max(1, math.ceil(lead_in_ms / planned.predicted_ms))):
             call()
         with ringattn.record_timings(by_block=False) as timings:
@@ -164,9 +164,9 @@ def _contestant(name: str, chosen: Split, work: Workload, device: torch.device) 
 def _timings(
     contestants: Sequence[Contestant], settings: Settings, device: torch.device
 ) -> dict[str, Timing]:
-    """Samples that fill the time of a cell: calls in a row, all ranks at work, strategies and lone
-    ranks alike. All are timed over the same stretch of time since they began, the same in all cells
-    of a length: otherwise an ideal is that of faster or slower clocks than the ring had."""
+    """Samples that fill the time of a cell: calls in a row with all ranks busy, strategies and lone
+    ranks alike. All are timed over the same stretch of time after their start, the same in all
+    cells of a length: otherwise the ideal would refer to other clocks than the ring's."""
     second_calls = [dataclasses.replace(each, lead_in=1) for each in contestants]
     first = measure(second_calls, device, rounds=1, warmup=settings.warmup)
     alone_ms = from_all_ranks([first[_ALONE].own_median])[:, 0].tolist()
@@ -179,8 +179,8 @@ def _timings(
     for contestant in contestants:
         slowest = first[contestant.name].median
         lasts_ms = max(stretch_ms, slowest)
-        # Calls of a ring are made by all together. A lone rank has as many as fit, and then goes on
-        # for as long as the others.
+        # All ranks make the same calls of a ring. A lone rank makes as many as fit, and goes on
+        # until the others are done.
         own = first[contestant.name].own_median if contestant.name == _ALONE else slowest
         calls = max(1, round(stretch_ms / own))
         tail = 0
@@ -196,7 +196,7 @@ def _timings(
 
 
 def _steps(call: Callable[[], Any], calls: int) -> list[list[float]]:
-    """Of a call, milliseconds of STEP_COLUMNS: [W][4]."""
+    """Milliseconds of STEP_COLUMNS in one call: [W][4]."""
     with ringattn.record_timings() as timings:
         for _ in range(calls):
             dist.barrier()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is timed: attention alone, or a whole LLaMA layer, split over the ranks or on one."""
+"""The timed work: attention alone, or a whole LLaMA layer, split over the ranks or on one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ringattn.testing import slowdown
 
 from study.settings import Cell, Settings
 
-_VOCABULARY = 256  # tokens of the layer's input: any
-_SAMPLED_ROWS = 32  # of a rank, for the error
+_VOCABULARY = 256  # size of the layer's vocabulary: any will do
+_SAMPLED_ROWS = 32  # rows of a rank that the error is computed from
 
 
 class Workload(Protocol):
@@ -136,7 +136,7 @@ def workload(cell: Cell, settings: Settings, device: torch.device) -> Workload:
 
 @contextlib.contextmanager
 def throttled(settings: Settings, percentage: float) -> Iterator[None]:
-    """This rank at `percentage` of its speed, unless MPS saw to that before it started."""
+    """Slows this rank to `percentage` of its speed, unless it was started under MPS."""
     if settings.throttle == "mps":
         yield
         return
