@@ -143,8 +143,8 @@ class _Slowdown(TorchFunctionMode):
 
 # ---- fewer multiprocessors ---------------------------------------------------------------------
 
-# Starts the daemon, says so, and stops it when told to or when whoever started it is gone: nothing
-# stays behind after a crash or a kill either. `quit -t` ends clients that are still there.
+# Starts the daemon, reports it, and stops it on request or when the parent process is gone, so that
+# nothing stays behind after a crash or a kill. `quit -t` ends clients that are still there.
 _GUARD = """
 nvidia-cuda-mps-control -d </dev/null >"$CUDA_MPS_LOG_DIRECTORY/start.log" 2>&1 || exit 1
 echo started
@@ -156,14 +156,14 @@ rm -rf "$1"
 
 
 class MPS:
-    """A CUDA MPS daemon of one's own, for processes that get a share of a device each::
+    """A private CUDA MPS daemon, for processes that get a share of a device each::
 
         with MPS() as mps:
             slow = subprocess.Popen(command, env={**os.environ, **mps.environment(50)})
 
-    The daemon talks through directories of its own, so that nobody else's is touched, and it is
-    stopped at the end of the context, however that comes, the death of this process included. A
-    process gets its share when it first uses CUDA, for good. Not thread safe.
+    The daemon uses directories of its own, so other daemons are not affected. It is stopped at the
+    end of the context, also where this process dies. A process gets its share when it first uses
+    CUDA, and keeps it. Not thread safe.
 
     Raises:
         OSError: there is no nvidia-cuda-mps-control, or it does not start; the message says which.
@@ -289,10 +289,10 @@ def sm_cap(num_sms: int) -> Iterator[None]:
 
 
 @contextmanager
-def hostile_transfers(seed: int = 0) -> Iterator[None]:
-    """Provokes whatever reads a visiting block too early: inside the context the memory that blocks
-    arrive in is filled with NaN before each ring call, and the copies of the "symmetric" transport
-    are late by random amounts.
+def inject_transfer_delays(seed: int = 0) -> Iterator[None]:
+    """Exposes reads of a visiting block that come too early: inside the context the memory that
+    blocks arrive in is filled with NaN before each ring call, and the copies of the "symmetric"
+    transport are delayed by random amounts.
 
     Args:
         seed: of the delays, at least 0; give every rank another one.

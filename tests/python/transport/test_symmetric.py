@@ -16,7 +16,7 @@ from _distributed import RankPool, this
 from _numerics import poisoned_memory
 from _rings import SPLITS, Case, check_ring
 from ringattn import Partition
-from ringattn.testing import hostile_transfers
+from ringattn.testing import inject_transfer_delays
 from torch.profiler import ProfilerActivity, profile
 
 pytestmark = pytest.mark.multi_gpu
@@ -141,7 +141,7 @@ def under_stress(cases: list[Case], rounds: int) -> None:
     side = torch.cuda.Stream()
     busy = torch.ones(1 << 20, device=this().device)
     order = random.Random(0)
-    with hostile_transfers(seed=this().rank):
+    with inject_transfer_delays(seed=this().rank):
         for _ in range(rounds):
             index = order.randrange(len(calls))
             with torch.cuda.stream(side):

@@ -13,7 +13,7 @@ from _distributed import RankPool, this
 from _numerics import poisoned_memory
 from _rings import Case, ring_call
 from ringattn import Partition
-from ringattn.testing import hostile_transfers
+from ringattn.testing import inject_transfer_delays
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -53,7 +53,7 @@ def rotate_again_and_again(rows: list[int], rounds: int, by_copy_engines: bool =
     expected, _ = ring_call(case)
     rotations = [Rotation(each) for each in rows]
     order = random.Random(0)
-    with hostile_transfers(seed=this().rank):
+    with inject_transfer_delays(seed=this().rank):
         for number in range(rounds):
             rotation = order.choice(rotations)
             value = rotation.fill(number)
