@@ -10,8 +10,9 @@ import torch.distributed as dist
 from ringattn._distributed.collectives import complete
 from ringattn._distributed.groups import Group, resolve_group
 
-_GROWTH = 1.5  # how much larger a rank's storage becomes when it is full
-_ROOM, _MIN_ROOM = 1 / 16, 64  # for an unknown number of new tokens: of the prompt's, at least
+_GROWTH = 1.5  # factor by which a full storage grows
+# Room for an unknown number of new tokens: a share of the prompt's tokens, and at least so many.
+_ROOM, _MIN_ROOM = 1 / 16, 64
 
 
 def next_owner(lengths: Sequence[int], targets: Sequence[int]) -> int:
@@ -82,7 +83,7 @@ class ShardedKVCache:
         self.lengths = list(lengths)  # tokens of each rank, [W]
         self.targets = [0] * len(self.lengths) if targets is None else list(targets)
         self.key_lengths = key_lengths
-        # Tokens that the last advance() gave this rank: of its new tokens, [start, start + count).
+        # New tokens of the last advance() that this rank takes: [start, start + count) of them.
         self._start, self._count = 0, 0
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None  # (batch row, token) of each
         self.capacity = _with_room(self.lengths, rank, new_tokens, self.targets)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention functions: what callers may give is checked, the operators do the rest."""
+"""The attention functions: they check arguments and call the operators."""
 
 from typing import Literal, overload
 
@@ -23,7 +23,7 @@ from ringattn.partition import Partition, check_partition, partition_arguments
 
 _ops = torch.ops.ringattn
 
-# What the operators call arguments that have other names here.
+# The operators' names of arguments -> the names here.
 _MERGED = {"out": "out_a", "lse": "lse_a", "other_out": "out_b", "other_lse": "lse_b"}
 _SHARDS = {"k": "k_shard", "v": "v_shard"}
 
@@ -392,5 +392,5 @@ def synchronize(group: Group = None) -> None:
         torch.distributed.DistBackendError: a peer died, never arrived, or made another call.
     """
     ring = resolve_group(group)
-    if ring.process_group is not None:  # a rank without a group has nobody to wait for
+    if ring.process_group is not None:  # one rank without a group waits for no peer
         call(_C.synchronize, ring.name)

@@ -3,7 +3,7 @@
 from the sharded cache.
 
 One rank, the owner of the prompt's last token, computes logits and draws; every rank gets its
-token. So all go on with the same token even where their hardware rounds differently.
+token. All ranks continue with the same token, even where their hardware rounds differently.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def generate(
         seed: makes draws repeatable, on devices of one kind; None takes torch's default generator.
         cuda_graphs: record what lies between two attention calls as CUDA graphs, and replay them
             for each token: the same tokens, in less time. None does so once a generation has gone
-            on for some tokens, on CUDA, if nothing but this package's own layers would run and
-            nobody looks on (hooks); True from the first token on, whatever the layers are.
+            on for some tokens, on CUDA, if the model has this package's own layers only and no
+            hooks; True from the first token on, whatever the layers are.
         on_tokens: called on every rank with each step's tokens, int64 ``[B]`` on the model's
             device, as soon as they are queued there: for streaming and for clocks.
 
@@ -271,7 +271,7 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
 def prefill(
     model: LLaMA, prompt_ids: torch.Tensor, partition: Partition, cache: ShardedKVCache
 ) -> torch.Tensor:
-    """Hidden state of this rank's last token, ``[B, E]``; without tokens, of none, ``[0, E]``."""
+    """Hidden state of this rank's last token, ``[B, E]``; ``[0, E]`` on a rank without tokens."""
     rank = model.ring.rank
     position_ids = partition.position_ids(rank, device=model.device)
     call = model.prefill_call(partition, cache)
@@ -303,7 +303,7 @@ def choose(
     sampling: Sampling,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """The next tokens, int64 ``[B]``: drawn on one rank, the same on all. Where that rank cannot
-    draw, all say why."""
+    """The next tokens, int64 ``[B]``: drawn on rank ``sampler``, the same on all ranks. Errors as
+    in :func:`draw_on_rank`."""
     draw = lambda: sampling.draw(model.project(hidden), generator)  # noqa: E731
     return draw_on_rank(model.ring, sampler, batch, model.device, draw)

@@ -37,8 +37,8 @@ class Padding:
 
     @classmethod
     def of(cls, mask: torch.Tensor) -> Padding | None:
-        """From a mask ``[B, S]``, not 0 where a token is real; None where all are. Reads the mask:
-        on CUDA the host waits for it.
+        """The padding of a mask ``[B, S]``, not 0 where a token is real; None where all tokens are
+        real. Reads the mask: on CUDA the host waits for it.
 
         Raises:
             ValueError: a row whose real tokens are not one run, or without any.
@@ -214,9 +214,9 @@ class ModelCall:
         return _take(x, self._rolled(columns[None, :]))
 
     def select(self, x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """As :meth:`whole`, but of the tokens in ``columns`` only, int64 ``[n]``, counted as the
-        caller counts them: ``[B, n, ...]``. Collective: one all-reduce of these rows, to which each
-        rank gives those that it owns."""
+        """:meth:`whole` for the tokens in ``columns`` only, int64 ``[n]``, in the caller's order:
+        ``[B, n, ...]``. Collective: one all-reduce of these rows, 0 on ranks that do not own
+        them."""
         columns = columns.to(x.device)
         columns = torch.where(columns < 0, columns + self.num_tokens, columns)
         if self.partition is None:

@@ -71,7 +71,7 @@ class Split:
 
     @classmethod
     def of(cls, partition: object, world_size: int) -> Split:
-        """From what callers give as ``partition``, but "auto".
+        """The split that ``partition`` of :func:`parallelize` means, "auto" excepted.
 
         Raises:
             ValueError: another number of ranks, negative lengths or none above 0, another type.
@@ -96,7 +96,7 @@ class Split:
     def partition(self, seq_len: int) -> Partition:
         """The partition of a sequence of ``seq_len`` tokens, at least 1."""
         if seq_len not in self._known:
-            if len(self._known) > 256:  # of calls without a cache, each one token longer
+            if len(self._known) > 256:  # calls without a cache are one token longer each time
                 self._known.clear()
             self._known[seq_len] = self._partition(seq_len)
         return self._known[seq_len]

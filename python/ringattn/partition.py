@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns which tokens.
+"""Partitions: which rank owns which tokens.
 
 The arithmetic is that of ``csrc/partition/partition.cpp``, in plain Python integers so that
 ``torch.compile`` traces it with symbolic lengths; the tests hold the two together.
@@ -34,7 +34,7 @@ def check_layout(layout: object) -> None:
         raise ValueError(f'layout must be "zigzag" or "contiguous", got {got}')
 
 
-_MOST_TOKENS = 2**63 - 1  # positions are 64 bits wide
+_MAX_TOKENS = 2**63 - 1  # positions are 64 bits wide
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Partition:
         if not lengths:
             raise ValueError("lengths must name at least one rank, got none")
         # Sizes of tensors, which is what traced lengths are made of, are in range.
-        if not torch.compiler.is_compiling() and sum(lengths) > _MOST_TOKENS:
+        if not torch.compiler.is_compiling() and sum(lengths) > _MAX_TOKENS:
             raise ValueError(f"lengths must add up to less than 2**63 tokens, got {sum(lengths)}")
         if sorted(order) != list(range(len(lengths))):
             raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast every rank is: measured on all of them at once, so that plans hold where they run."""
+"""Profiles of all ranks, measured at once, so that plans hold under the load of a ring."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simple ways to split a sequence over unequal ranks: what :func:`ringattn.plan` is compared with.
+"""Simple ways to split a sequence over unequal ranks, as a baseline for :func:`ringattn.plan`.
 
 Each gives rank r a share of the tokens proportional to one weight. They come from a study of two
 GPUs, one of them throttled by CUDA MPS (https://github.com/AnshSG13/hetero_gpu_context_parallelism)
@@ -238,7 +238,7 @@ class Regression:
 
     @classmethod
     def read(cls, path: Path | str) -> Regression:
-        """From a file that :meth:`write` made.
+        """The regression in a file that :meth:`write` made.
 
         Raises:
             ValueError: anything but six finite coefficients, and an r_squared that is a number
@@ -255,7 +255,7 @@ class Regression:
         return cls((c[0], c[1], c[2], c[3], c[4], c[5]), r_squared)
 
     def write(self, path: Path | str) -> None:
-        """As JSON."""
+        """Writes the regression as JSON."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 

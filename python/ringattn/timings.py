@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of ring calls goes: one record per visiting block."""
+"""Timings of ring calls: one record per visiting block."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -60,18 +60,18 @@ class Timings:
         }
 
 
-_MOST_OVERHEAD = 0.5  # of what a call took: beyond, the rest says nothing about speed
+_MAX_OVERHEAD = 0.5  # share of a call's time: the rest of it must say something about speed
 
 
 def call_tflops(calls: Sequence[Sequence[StepTiming]], overhead_ms: float) -> list[float]:
-    """How fast attention was in each call that had any, waits excluded and what a call takes
-    whatever it does, TFLOP/s."""
+    """Speed of attention in each call that had any, TFLOP/s, without waits and the constant
+    overhead of a call."""
     speeds = []
     for steps in calls:
         flops = sum(step.flops for step in steps)
         busy_ms = sum(step.attention_ms for step in steps)
         if flops > 0 and busy_ms > 0:
-            speeds.append(flops / (busy_ms - min(overhead_ms, _MOST_OVERHEAD * busy_ms)) / 1e9)
+            speeds.append(flops / (busy_ms - min(overhead_ms, _MAX_OVERHEAD * busy_ms)) / 1e9)
     return speeds
 
 

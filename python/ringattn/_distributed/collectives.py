@@ -25,13 +25,13 @@ def complete(
     device: torch.device,
     begin: Callable[[], Iterable[dist.Work | None]],
 ) -> None:
-    """Begins collectives or messages of torch.distributed's own with tensors on ``device`` and
-    waits for them.
+    """Begins collectives or messages of torch.distributed with tensors on ``device`` and waits for
+    them.
 
-    Where one fails a peer is gone, which the error says of ``operation``, and so does every later
-    call of this group. On CPU the wait ends with Ctrl-C too, where a peer ends the group, and after
-    four fifths of the group's timeout; ``Work.wait()`` can do none of that, so it blocks a thread
-    of its own. On CUDA it does not block the host, and NCCL has a watchdog of its own.
+    A failure means that a peer is gone: the error names ``operation``, and every later call of this
+    group fails too. On CPU the wait also ends with Ctrl-C, where a peer ends the group, and after
+    four fifths of the group's timeout. ``Work.wait()`` does none of that, so it blocks a thread of
+    its own. On CUDA it does not block the host, and NCCL has a watchdog.
     """
     call(_C.check_group, ring.name)
     try:
@@ -63,7 +63,7 @@ def _wait_in_thread(ring: GroupInfo, operation: str, works: Iterable[dist.Work])
 
 
 class _InThread(threading.Thread):
-    """Runs a function; a daemon, so that one which never returns keeps no process alive."""
+    """Runs a function in a daemon thread: a function that never returns keeps no process alive."""
 
     def __init__(self, body: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
@@ -84,7 +84,7 @@ class _InThread(threading.Thread):
 
 
 def gather_objects(ring: GroupInfo, operation: str, own: _Value) -> list[_Value]:
-    """What every rank gives, in rank order. Collective, through the group's store."""
+    """The objects of all ranks, in rank order. Collective, through the group's store."""
     if ring.world_size == 1:
         return [own]
     check_real(operation)
@@ -97,35 +97,41 @@ def gather_objects(ring: GroupInfo, operation: str, own: _Value) -> list[_Value]
 def agree(
     ring: GroupInfo, operation: str, mistake: str | None, facts: Mapping[str, Any], own: Any = None
 ) -> list[Any]:
-    """What every rank gives as ``own``, in rank order, where all may go on. Collective.
+    """The ``own`` objects of all ranks, in rank order, once all ranks agree. Collective.
+
+    Args:
+        ring: the ranks.
+        operation: its name in errors.
+        mistake: why this rank refuses the call; None: it does not.
+        facts: values that must be the same on all ranks, by their names in errors.
+        own: this rank's object.
 
     Raises:
-        ValueError: on every rank, where any has made a mistake, and where facts (by the names that
-            errors call them) are not the same on all.
+        ValueError: on every rank, where any rank has a mistake or facts differ.
     """
-    of_ranks = gather_objects(ring, operation, (mistake, facts, own))
-    for rank, (problem, _, _) in enumerate(of_ranks):
+    gathered = gather_objects(ring, operation, (mistake, facts, own))
+    for rank, (problem, _, _) in enumerate(gathered):
         if problem is not None:
             raise ValueError(problem if rank == ring.rank else f"rank {rank}: {problem}")
-    for name, first in of_ranks[0][1].items():
-        for rank, (_, theirs, _) in enumerate(of_ranks):
+    for name, first in gathered[0][1].items():
+        for rank, (_, theirs, _) in enumerate(gathered):
             if theirs[name] != first:
                 raise ValueError(
                     f"{name} must be the same on all ranks, "
                     f"got {first} on rank 0 and {theirs[name]} on rank {rank}"
                 )
-    return [given for _, _, given in of_ranks]
+    return [given for _, _, given in gathered]
 
 
-def meet(ring: GroupInfo, operation: str) -> None:
-    """Returns once all ranks have come here."""
+def barrier(ring: GroupInfo, operation: str) -> None:
+    """Returns once all ranks have called it."""
     if ring.world_size > 1:
         call(_C.check_group, ring.name)
         call(_C.exchange, ring.name, b"", operation)
 
 
 def checksum(tokens: torch.Tensor) -> torch.Tensor:
-    """int64 without a dimension: equal for equal integers in equal order. Stays on the device."""
+    """A scalar int64 tensor on the same device, equal for equal integers in equal order."""
     flat = tokens.flatten().to(torch.int64)
     places = torch.arange(1, flat.numel() + 1, device=flat.device)
     return ((flat + 1) * places * 0x9E3779B1).sum()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a call: what ``group=`` may be, resolved to a name, a rank and a number of ranks."""
+"""The ranks of a call: ``group=`` resolved to a name, a rank and a number of ranks."""
 
 import os
 from dataclasses import dataclass
@@ -71,15 +71,15 @@ def resolve_group(group: Group) -> GroupInfo:
     if rank < 0:
         raise ValueError(f"group must contain this process, got group {process_group.group_name}")
     name = process_group.group_name
-    # The operators would find whichever group has its name now. So they do where this is compiled:
-    # there it cannot be asked.
+    # The operators would find the group that has this name now. Compiled code finds that group:
+    # names cannot be looked up while compiling.
     if not torch.compiler.is_compiling() and _registered(name) is not process_group:
         raise ValueError(f"group must not have been destroyed, got {name!r}, which has")
     return GroupInfo(name, rank, process_group.size(), process_group)
 
 
 def _check_never_distributed() -> None:
-    """ValueError where this process, which has no default group, is meant to have one.
+    """ValueError where this process has no default group and should have one.
 
     A default group that is gone shows in what ``init_process_group`` leaves behind: c10d's default
     backend, which ``destroy_process_group`` does not reset. A default group that was installed in
@@ -100,7 +100,7 @@ def _check_never_distributed() -> None:
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A mesh knows its group by name, too."""
+    """The group of a mesh, which keeps it by its name."""
     if torch.compiler.is_compiling():
         return mesh.get_group()
     try:
@@ -109,7 +109,7 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
         raise ValueError(
             "group must exist, got a DeviceMesh whose group has been destroyed"
         ) from None
-    # In whatever order the mesh has them.
+    # The order of ranks in the mesh does not matter.
     ranks, others = sorted(mesh.mesh.tolist()), sorted(dist.get_process_group_ranks(group))
     if others != ranks:
         raise ValueError(
@@ -121,11 +121,10 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class GroupByName:
-    """A process group as modules keep it: the one of these ranks that has this name when it is
-    needed.
+    """A process group as modules keep it: a name and ranks, looked up when the group is needed.
 
-    So a module can be copied and pickled, and no group outlives destroy_process_group() in one: its
-    threads may crash as Python ends.
+    A module that keeps it can be copied and pickled, and keeps no group alive after
+    destroy_process_group(): threads of such a group may crash as Python ends.
     """
 
     name: str
@@ -165,24 +164,24 @@ def _find(name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return group
 
 
-# Dynamo takes what it returns as a constant. torch.compiler.assume_constant_result() sets this too,
-# but imports the compiler, a second, also for those who do not compile.
+# Dynamo treats its result as a constant. torch.compiler.assume_constant_result() sets this too, but
+# imports the compiler, which takes a second, in processes that do not compile.
 _find._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def keep(group: Group) -> Group | GroupByName:
-    """``group`` for a module to keep, see :class:`GroupByName`. What is no group of this process is
-    kept as it is, for :func:`resolve_group` to refuse."""
+    """``group`` for a module to keep, see :class:`GroupByName`. A group that this process is not in
+    is kept as it is: :func:`resolve_group` refuses it."""
     if isinstance(group, DeviceMesh) and group.ndim == 1 and group.get_coordinate() is not None:
         group = _group_of(group)
     if not isinstance(group, dist.ProcessGroup):
         return group
-    # Whether it is still there cannot be asked while compiling.
+    # Names cannot be looked up while compiling.
     if torch.compiler.is_compiling() or _registered(group.group_name) is group:
         return GroupByName.of(group)
     return group
 
 
 def kept(group: Group | GroupByName) -> Group:
-    """The group that :func:`keep` was given, or the one of its ranks that has its name now."""
+    """The group that was given to :func:`keep`, or the group of its ranks that has its name now."""
     return group.resolve() if isinstance(group, GroupByName) else group

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of a rank that is measured: which one, what suits it, and what it has."""
+"""The device of a measured rank: which one, its defaults, its hardware and its free memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringattn._distributed.collectives import gather_objects
 from ringattn._distributed.groups import GroupInfo
 from ringattn.profiles import AttentionTile
 
-_MEMORY_SHARE = 0.9  # of the free memory, that tokens may fill
+_MEMORY_SHARE = 0.9  # share of the free memory that tokens may fill
 
 
 def resolve_device(device: torch.device | str | None, ring: GroupInfo) -> torch.device:
@@ -36,12 +36,12 @@ def resolve_device(device: torch.device | str | None, ring: GroupInfo) -> torch.
 
 
 def usual_tokens(device: torch.device) -> int:
-    """Of a shard, where nobody says: enough for a call to take longer than what is around it."""
+    """Default tokens of a measured shard: enough for a call to outlast its overhead."""
     return 8192 if device.type == "cuda" else 256
 
 
 def settling_seconds(device: torch.device, seconds: float | None) -> float:
-    """How long a device computes before its speed counts, None being what suits it.
+    """How long a device computes before its speed counts; None means the device's default.
 
     Raises:
         ValueError: seconds that are not finite and positive.
@@ -61,7 +61,7 @@ def hardware(device: torch.device) -> str:
 def attention_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[AttentionTile, ...]:
-    """In which the device's attention computes."""
+    """The tiles in which attention computes on the device."""
     tiles = _C.attention_tiles(str(device), str(dtype).removeprefix("torch."), head_dim)
     names = [field.name for field in fields(AttentionTile)]
     return tuple(AttentionTile(**{name: getattr(tile, name) for name in names}) for tile in tiles)
@@ -82,7 +82,7 @@ def spare_bytes(ring: GroupInfo, device: torch.device) -> int:
 
 
 def _free_host_memory() -> int:
-    """Bytes that the host can give without swapping."""
+    """Bytes that can be allocated on the host without swapping."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -12,7 +12,7 @@ from ringattn._checks import is_number
 from ringattn._profiling.timers import Spread
 from ringattn.profiles import AttentionTile, RankProfile
 
-#: Relative difference of two speeds that is none, see :func:`equalize`.
+#: Relative difference of two speeds that counts as noise, see :func:`equalize`.
 NOISE = 0.05
 
 _COMPUTE = ("attention_tflops", "linear_tflops")
@@ -20,9 +20,9 @@ _COMPUTE = ("attention_tflops", "linear_tflops")
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """What one rank measured, under the names of :class:`ringattn.RankProfile`."""
+    """The measurements of one rank, with the names of :class:`ringattn.RankProfile`."""
 
-    device: str  # ranks with equal ones have equal hardware: model, multiprocessors in use
+    device: str  # hardware: model and multiprocessors in use, equal where the hardware is
     attention_tflops: Spread
     linear_tflops: Spread
     overhead_ms: Spread

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast blocks come to a rank, while all ranks send."""
+"""Speed of the transfer of blocks to a rank, while all ranks send."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from ringattn._distributed.collectives import meet
+from ringattn._distributed.collectives import barrier
 from ringattn._distributed.groups import GroupInfo
 from ringattn._profiling.timers import Spread, bursts
 from ringattn._profiling.workloads import ProbeWorkload
@@ -22,22 +22,22 @@ def measure_link(ring: GroupInfo, probe: ProbeWorkload, transport: str) -> tuple
         partition = Partition.contiguous([num_tokens] * ring.world_size)
         return lambda: rotate_kv(kv, partition, group=ring.group, transport=transport).wait()
 
-    # Large blocks may travel in another way than small ones: what bytes cost is the difference of
-    # two that are large.
+    # Large blocks may be sent in another way than small ones, so the cost of bytes is the
+    # difference of two large blocks.
     half = probe.num_tokens // 2
     small, medium, large = hop(1), hop(half), hop(probe.num_tokens)
     for first_call in (large, medium, small):
         first_call()
 
     def together() -> None:
-        for _ in range(ring.world_size):  # after so many hops, every rank has waited for all others
+        for _ in range(ring.world_size):  # after W hops, every rank has waited for all others
             small()
 
-    meet(ring, "measure_profiles")
+    barrier(ring, "measure_profiles")
     latency = Spread.of([1e3 * ms for ms in bursts(small, probe.device, together)])
     medium_ms = Spread.of(bursts(medium, probe.device, together)).median
     large_ms = bursts(large, probe.device, together)
-    # Noise may make the longer hop the faster one: a tenth of its time is the least that counts.
+    # Noise may make the longer hop the faster one: at least a tenth of its time counts.
     transfer = [1e-3 * max(ms - medium_ms, 0.1 * ms) for ms in large_ms]
     num_bytes = (probe.num_tokens - half) * probe.token_bytes
     return Spread.of([1e-9 * num_bytes / seconds for seconds in transfer]), latency

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of how fast a device is under MPS percentages, as CSV files and as :mod:`strategies` look
-them up."""
+"""Tables of a device's speed under MPS percentages: CSV files and lookups of :mod:`strategies`."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ _Row = TypeVar("_Row", LatencyRow, MatmulRow)
 
 
 def matmul_table(percentages: Sequence[float], tflops: Sequence[float]) -> list[MatmulRow]:
-    """The table of ranks as they were measured: of one percentage, all have their mean.
+    """The table of measured ranks; ranks with the same percentage have their mean.
 
     Args:
         percentages: of each rank, ``[W]``.
@@ -57,7 +56,7 @@ def matmul_table(percentages: Sequence[float], tflops: Sequence[float]) -> list[
     measured: dict[float, list[float]] = {}
     for percentage, speed in zip(percentages, tflops, strict=True):
         measured.setdefault(percentage, []).append(speed)
-    # Of one size, whatever it is, it is the nearest to every sequence.
+    # All rows have one size, so this size is the nearest to every sequence.
     return [
         MatmulRow(mps_pct=percentage, size=1, tflops=statistics.fmean(speeds))
         for percentage, speeds in measured.items()
@@ -125,9 +124,9 @@ def _row(kind: type[_Row], path: Path | str, line: int, cells: dict[str, str]) -
             or (value == 0 and field.name != "bg_streams")
             or (is_whole and value != int(value))
         ):
-            kind_of = "a positive whole number" if is_whole else "positive"
+            rule = "a positive whole number" if is_whole else "positive"
             raise ValueError(
-                f"{field.name} in line {line} of {path} must be {kind_of}, got {text or 'nothing'}"
+                f"{field.name} in line {line} of {path} must be {rule}, got {text or 'nothing'}"
             )
         values[field.name] = int(value) if is_whole else value
     return kind(**values)  # type: ignore[arg-type]
@@ -151,13 +150,13 @@ def check_table(table: Table) -> None:
 
 
 def look_up(table: Table, seq_len: int, percentage: float) -> float:
-    """The weight of a rank with this percentage."""
+    """The weight of a rank with this percentage, see :func:`ringattn.strategies.lut`."""
     latencies = [(row.mps_pct, row.latency_ms) for row in table if isinstance(row, LatencyRow)]
     if latencies:
         return 1.0 / _interpolate(_by_percentage(latencies), percentage)
     rows = [row for row in table if isinstance(row, MatmulRow)]
 
-    # Several loads beside them: the least one counts, as a rank has the device to itself.
+    # With several background loads the smallest counts: a rank has the device to itself.
     def preference(place: tuple[int, int]) -> tuple[bool, int, int, int]:
         bg_streams, size = place
         compares = len({row.mps_pct for row in rows if (row.bg_streams, row.size) == place}) > 1

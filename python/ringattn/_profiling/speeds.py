@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a rank is: by itself, while all others are at the same, and in a ring."""
+"""Speeds of a rank: alone, while all ranks measure the same, and in a ring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ringattn._distributed.collectives import meet
+from ringattn._distributed.collectives import barrier
 from ringattn._distributed.groups import GroupInfo
 from ringattn._profiling.devices import attention_tiles, hardware, spare_bytes
 from ringattn._profiling.equalize import RankMeasurement, equalize
@@ -22,13 +22,13 @@ from ringattn.planning import ModelCost, plan, predict, work_in_tiles
 from ringattn.profiles import RankProfile
 from ringattn.timings import call_tflops, record_timings
 
-_FEWEST_CALLS = 3  # of a ring
+_MIN_CALLS = 3  # of a ring
 
 
 def measure_alone(
     ring: GroupInfo, probe: ProbeWorkload, seconds: float, transport: str
 ) -> RankMeasurement:
-    """All but the speed in a ring, while every rank measures the same. Collective."""
+    """All quantities but the speed in a ring, while every rank measures the same. Collective."""
     # The links come first: what they allocate is not free afterwards.
     link_gbps, link_latency_us = None, None
     if ring.world_size > 1:
@@ -41,10 +41,10 @@ def measure_alone(
     large = 2**28 if probe.device.type == "cuda" else 2**24
     decode, decode_bytes = probe.decode(large // probe.token_bytes + 1)
     one_token, _ = probe.attention(1, transport)
-    for work in (linear, decode, one_token, attention):  # what only a first call does
+    for work in (linear, decode, one_token, attention):  # one-time costs of a first call
         work()
-    meet(ring, "measure_profiles")
-    # Attention in one go: after any lighter work, clocks are higher for a while than they stay.
+    barrier(ring, "measure_profiles")
+    # Attention in one stretch: after lighter work, clocks are above their steady level for a while.
     attention_ms = _settled(attention, probe.device, seconds, seconds)
     linear_ms = _settled(linear, probe.device, seconds / 4, seconds / 2)
     decode_ms = _settled(decode, probe.device, seconds / 4, seconds / 2)
@@ -73,13 +73,13 @@ def measure_in_ring(
     transport: str,
     measured: Sequence[RankMeasurement],
 ) -> RankMeasurement:
-    """What this rank has measured, with the speed of its attention in a ring that is balanced by
-    what all have: everybody at work, on the kernels that rings have. Collective."""
+    """This rank's measurement with the speed of its attention in a ring that is balanced by all
+    measurements: all ranks busy, with the kernels of rings. Collective."""
     cost = ModelCost.attention_only(
         probe.num_heads, probe.head_dim, num_kv_heads=probe.num_kv_heads, dtype=probe.dtype
     )
     profiles = equalize(measured)
-    # Every rank is to show its speed, whatever a call, a hop, or room for all layers costs.
+    # Every rank gets tokens, whatever a call, a hop, or room for all layers costs.
     bare = [RankProfile(of.attention_tflops, of.linear_tflops, tiles=of.tiles) for of in profiles]
     planned = plan(probe.num_tokens * ring.world_size, bare, cost)
     own, overhead_ms = measured[ring.rank], profiles[ring.rank].overhead_ms
@@ -90,16 +90,16 @@ def measure_in_ring(
     def call() -> Any:
         return ring_attention(q, k, v, planned.partition, group=ring.group, transport=transport)
 
-    # By number and not by the clock: all ranks make the same calls.
+    # A number of calls and not a time: all ranks must make the same calls.
     call_ms = max(predict(planned.partition, profiles, cost))
-    calls = max(_FEWEST_CALLS, math.ceil(1e3 * seconds / call_ms))
-    meet(ring, "measure_profiles")
+    calls = max(_MIN_CALLS, math.ceil(1e3 * seconds / call_ms))
+    barrier(ring, "measure_profiles")
     repeat(call, probe.device, 0.0, at_least=calls)
     with record_timings(by_block=False) as timings:
         repeat(call, probe.device, 0.0, at_least=calls)
     speeds = call_tflops(timings.calls, overhead_ms)
     if not speeds:
-        return own  # too slow for a token
+        return own  # the plan gave it no token
     in_tiles = work_in_tiles(planned.partition, ring.rank, cost, own.tiles)
     return replace(own, attention_tflops=Spread.of([in_tiles * speed for speed in speeds]))
 
@@ -107,6 +107,6 @@ def measure_in_ring(
 def _settled(
     work: Callable[[], Any], device: torch.device, settling: float, seconds: float
 ) -> list[float]:
-    """Milliseconds of each call in so many seconds, after as many as it takes to settle."""
+    """Milliseconds of each call in ``seconds``, after ``settling`` seconds of calls."""
     repeat(work, device, settling, at_least=1)
     return repeat(work, device, seconds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long work takes on a device, in milliseconds, while all ranks are at it."""
+"""Times of work on a device, in milliseconds, while all ranks are busy."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Spread:
         return cls(median, low, high)
 
     def explains(self, other: Spread) -> bool:
-        """Whether the other's median lies between the quartiles, as half of these samples do."""
+        """Whether the median of ``other`` lies between these quartiles, as half the samples do."""
         return self.low <= other.median <= self.high
 
 
 def repeat(
     work: Callable[[], Any], device: torch.device, seconds: float, at_least: int = 3
 ) -> list[float]:
-    """The time of each call in about so many seconds, of some calls at least.
+    """The time of each call during about ``seconds``, of ``at_least`` calls.
 
-    By the clock and not by number: ranks that begin together end together, so that none is timed
-    while another is idle.
+    The duration is fixed and not the number: ranks that begin together end together, so that no
+    rank is timed while another is idle.
     """
     end = time.perf_counter() + seconds
     if device.type != "cuda":
@@ -56,7 +56,7 @@ def repeat(
     while len(marks) <= at_least or time.perf_counter() < end:
         work()
         marks.append(_mark())
-        if len(marks) > _BURST:  # the host stays a few calls ahead, and no more
+        if len(marks) > _BURST:  # the host stays a few calls ahead of the device
             marks[-_BURST].synchronize()
     marks[-1].synchronize()
     return [before.elapsed_time(after) for before, after in pairwise(marks)]
@@ -65,12 +65,12 @@ def repeat(
 def bursts(
     work: Callable[[], Any], device: torch.device, before: Callable[[], Any] = lambda: None
 ) -> list[float]:
-    """The time of a call too short to be timed alone, from a few bursts of them. ``before`` is
-    called before each burst and not timed."""
+    """The time of a call that is too short to be timed alone, from a few bursts of calls.
+    ``before`` is called before each burst and not timed."""
     times = []
     for _ in range(_BURST):
         if device.type == "cuda":
-            # What is timed is the device: everything is queued while it sleeps.
+            # Everything is queued while the device sleeps, so that the device is timed.
             torch.cuda._sleep(_SLEEP_CYCLES)
             before()
             start = _mark()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank works on while its speed is measured."""
+"""The work of a rank while its speed is measured."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ProbeWorkload:
         dtype: torch.dtype | None,
         **sizes: int,
     ) -> ProbeWorkload:
-        """With what suits the device where None is given."""
+        """A workload for ``device``, with the device's defaults where None is given."""
         if num_tokens is None:
             num_tokens = usual_tokens(device)
         if dtype is None:
@@ -61,7 +61,7 @@ class ProbeWorkload:
 
     @property
     def token_bytes(self) -> int:
-        """One token's keys and values in one layer."""
+        """Bytes of one token's keys and values in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def random(self, *sizes: int) -> torch.Tensor:

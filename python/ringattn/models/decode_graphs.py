@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ringattn.model_call import ModelCall
 from ringattn.models.llama import GatedLinearUnit, LLaMAAttention, LLaMABlock, LLaMAHeadless
 
-# What the layers of a model are made of, as it comes from this package.
+# Types of the modules that models of this package are made of.
 _OWN_PARTS = (
     *(nn.Embedding, nn.Linear, nn.ModuleList, nn.RMSNorm),
     *(LLaMAHeadless, LLaMABlock, LLaMAAttention, GatedLinearUnit),
@@ -23,8 +23,8 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v of one layer
 
 
 def replayable(model: LLaMAHeadless) -> bool:
-    """Whether a replay does all that ``model`` does: no part of it is a caller's own, and nobody
-    looks on (hooks, dispatch modes such as FlopCounterMode) or changes dtypes (autocast)."""
+    """Whether a replay does all that ``model`` does: all modules come from this package, no hook or
+    dispatch mode (such as FlopCounterMode) observes them, and autocast is off."""
     if _get_current_dispatch_mode() is not None or torch.is_autocast_enabled("cuda"):
         return False
     if module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks:
@@ -37,8 +37,8 @@ def replayable(model: LLaMAHeadless) -> bool:
 
 
 def record(model: LLaMAHeadless, batch: int) -> DecodeGraphs | None:
-    """:class:`DecodeGraphs`, or None where tokens have to go through the model itself: on a CPU,
-    where the model is not :func:`replayable`, and where recording fails (no memory is left)."""
+    """:class:`DecodeGraphs`; None where the model itself has to run: on a CPU, where the model is
+    not :func:`replayable`, and where recording fails (no memory is left)."""
     if model.embedding.weight.device.type != "cuda" or not replayable(model):
         return None
     try:
@@ -48,8 +48,8 @@ def record(model: LLaMAHeadless, batch: int) -> DecodeGraphs | None:
 
 
 class DecodeGraphs:
-    """A token's way through a model, recorded: what lies between two attention calls is one launch
-    instead of about fifteen.
+    """The forward pass of one token as CUDA graphs: the kernels between two attention calls are one
+    launch instead of about fifteen.
 
     Attention itself stays outside, because its keys grow and ranks meet in it. The graphs hold the
     addresses of the weights: a model whose weights are replaced needs new ones. Not thread safe;
@@ -68,7 +68,7 @@ class DecodeGraphs:
         self._token_ids = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)
         self._position_ids = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self._attended = weight.new_zeros(batch, 1, config.nheads * config.head_dim)
-        # What each stretch hands to the next: kept alive, so that no graph reuses its memory.
+        # Outputs of each stretch, read by the next one: kept alive, so that no graph reuses them.
         self._x: list[torch.Tensor] = []  # [B, 1, E]
         self._heads: list[Heads] = []
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -79,7 +79,7 @@ class DecodeGraphs:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for index in range(config.nlayers + 1):
-                self._run(index)  # libraries set themselves up outside of a recording
+                self._run(index)  # one-time setup of libraries, outside of a recording
             self._x.clear()
             self._heads.clear()
             for index in range(config.nlayers + 1):
@@ -88,7 +88,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def __call__(self, token_ids: torch.Tensor, call: ModelCall) -> torch.Tensor:
-        """As :meth:`LLaMAHeadless.forward` of one new token: ``token_ids`` int64 ``[B, 1]``."""
+        """:meth:`LLaMAHeadless.forward` for one new token: ``token_ids`` int64 ``[B, 1]``."""
         self._token_ids.copy_(token_ids)
         self._position_ids.fill_(call.num_before)
         for index, block in enumerate(self._blocks):
