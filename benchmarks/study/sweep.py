@@ -28,7 +28,7 @@ from study.workloads import Workload, workload
 
 _RECORDED_CALLS = 3  # whose steps are taken apart; one, where a call takes long
 _LONG_MS = 100.0
-_FEWEST_ROUNDS = 3
+_MIN_ROUNDS = 3
 _TRIAL = 4  # requests until the rebalancer has judged a new plan
 _ALONE = "every rank alone"
 # Everything is timed for at least so long, after as long: power and clocks of a GPU swing for some
@@ -191,7 +191,7 @@ def _timings(
         )
         round_s += 2e-3 * lasts_ms
     affordable = math.floor(settings.cell_seconds / round_s + 1e-6)  # not one less by rounding
-    rounds = min(settings.rounds, max(_FEWEST_ROUNDS, affordable))
+    rounds = min(settings.rounds, max(_MIN_ROUNDS, affordable))
     return measure(sustained, device, rounds=rounds, warmup=0)
 
 

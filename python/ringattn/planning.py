@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank should own how many tokens, when the ranks are not equally fast.
+"""Plans: how many tokens each rank should own when ranks are not equally fast.
 
 The arithmetic is ``csrc/planner/planner.cpp``.
 """
@@ -36,11 +36,10 @@ _CONFIG_FIELDS = (  # our names and those of Hugging Face
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What one layer asks for, forward.
+    """Operations and bytes of one layer, forward.
 
     Args:
-        attention_flops: operations for every pair of a query and a key that it sees,
-            ``4 * H * D``.
+        attention_flops: operations for every visible pair of a query and a key, ``4 * H * D``.
         linear_flops: operations of all matrix products for every token.
         kv_bytes: key and value of one token, in bytes.
 
@@ -66,7 +65,7 @@ class ModelCost:
         num_kv_heads: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> ModelCost:
-        """Ring attention and nothing around it.
+        """The cost of ring attention alone.
 
         Args:
             num_heads: H.
@@ -87,7 +86,8 @@ class ModelCost:
 
     @classmethod
     def from_config(cls, config: Any, *, dtype: torch.dtype = torch.bfloat16) -> ModelCost:
-        """One layer of a LLaMA: attention, its four projections, and the gated feed-forward layer.
+        """The cost of one layer of a LLaMA: attention, its four projections, and the gated
+        feed-forward layer.
 
         Args:
             config: :class:`ringattn.models.LLaMAConfig`, or Hugging Face's ``LlamaConfig``.
@@ -113,18 +113,17 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class Plan:
-    """A partition and what is expected of it, for one layer and one sequence. ``print`` shows it as
-    a table.
+    """A partition and its predicted times, for one layer and one sequence. ``print`` shows a table.
 
     Args:
         partition: who owns which tokens.
         depth: how many blocks should be under way ahead of the one being attended to.
-        least_depth: how many would do for these lengths, as far as the profiles tell: with fewer,
-            ranks wait longer for each other.
+        least_depth: the smallest depth at which, by the profiles, ranks wait no longer for each
+            other than at ``depth``.
         rank_ms: time of each rank, ``[W]``; 0 for one without tokens.
-        ideal_ms: the same without overheads, limits of memory, and rounding to whole tokens.
+        ideal_ms: time without overheads, limits of memory, and rounding to whole tokens.
         memory_bytes: key/value buffers of a ring call on each rank, ``[W]``: its own block as it is
-            sent, and those that visit it.
+            sent, and the visiting ones.
     """
 
     partition: Partition
@@ -187,24 +186,23 @@ def plan(
 ) -> Plan:
     """The partition whose slowest rank is fastest.
 
-    A rank takes its overhead, for each token the time of the matrix products and of attention to
-    half the sequence (zigzag, causal), to the tokens before it (contiguous, causal) or to all of
-    it, and what it waits for blocks that its computation does not hide. Where nobody waits, no
-    partition into whole tokens is more than 0.5 % faster than the planned one, and none at all for
-    sequences below 512 tokens a rank: longer ones are dealt out in units of 16, 64 or 256 tokens
-    where that costs no more. Where kernels compute whole tiles (``RankProfile.tiles``), what
-    they compute for nothing counts too, lengths that fill them are searched for, and taken where
-    they are predicted to gain a hundredth over even ones. Where the bandwidth of links (their
-    latency is predicted, but moves no tokens) or a small ``depth`` has ranks wait, lengths that
-    wait less are searched for; the best are found up to a percent for two or three ranks in most
-    cases, for more often up to some percent. The even partition is taken wherever it is as
-    fast, and kept for equal ranks that wait, or whose tiles it does not fill, unless another is a
-    tenth faster. A rank that does not pay, for its overhead or for the bandwidth of its link, gets
-    no tokens.
+    The time of a rank is its overhead; for each token the matrix products, and attention to half
+    the sequence (zigzag, causal), to the tokens before it (contiguous, causal) or to all tokens;
+    and its waits for blocks that computation does not hide. Where no rank waits, no partition into
+    whole tokens is more than 0.5 % faster than the planned one, and none is faster at all for
+    sequences below 512 tokens a rank; longer ones are split in units of 16, 64 or 256 tokens where
+    that costs no more. Where kernels compute whole tiles (``RankProfile.tiles``), the time includes
+    the padding; lengths that fill tiles are searched for, and taken where they are predicted to
+    gain 1 % over even ones. Where the bandwidth of links or a small ``depth`` makes ranks wait,
+    lengths with shorter waits are searched for; for two or three ranks the result is within 1 % of
+    the best in most cases, for more ranks often within a few percent. The latency of links is
+    predicted, but moves no tokens. The even partition is taken wherever it is as fast, and kept for
+    equal ranks that wait, or whose tiles it does not fill, unless another is 10 % faster. A rank
+    whose overhead or link costs more than it contributes gets no tokens.
 
-    Contiguous and causal, the order of the ranks is chosen too, among all orders up to 8 ranks;
-    above, it is from fast to slow. Under zigzag it costs nothing by itself, and is the one that
-    lets the least depth do. Where ranks wait, the order is part of the search.
+    Contiguous and causal, the order of the ranks is chosen too: among all orders up to 8 ranks,
+    above that from fast to slow. Under zigzag the order does not change times without waits, and
+    the one with the smallest ``least_depth`` is chosen. Where ranks wait, it is searched as well.
 
     Args:
         seq_len: S.
@@ -212,8 +210,8 @@ def plan(
         cost: of one layer.
         causal: a query sees the keys at its own and at earlier positions.
         layout: "zigzag" or "contiguous".
-        depth: how many blocks may be under way; None: all, W - 1, so that no rank waits for one
-            that computes. Fewer take less memory, see ``Plan.least_depth``.
+        depth: how many blocks may be under way; None: all, W - 1, so that no rank waits for a peer
+            that computes. A smaller depth takes less memory, see ``Plan.least_depth``.
         training: forward and backward, 3.5 times the attention and 3 times the matrix products of
             forward alone (https://arxiv.org/abs/2307.08691, section 4.1).
 
@@ -253,8 +251,8 @@ def predict(
     depth: int | None = None,
     training: bool = False,
 ) -> tuple[float, ...]:
-    """What :func:`plan` expects of any partition: milliseconds of each rank, ``[W]``, waits for
-    blocks included. Arguments as there.
+    """The times that :func:`plan` predicts for any partition: milliseconds of each rank, ``[W]``,
+    waits for blocks included. Arguments as there.
 
     Raises:
         ValueError: another number of profiles than ranks, a depth below 1.
@@ -282,8 +280,8 @@ def work_in_tiles(
     *,
     causal: bool = True,
 ) -> float:
-    """What attention of a rank computes, whole tiles, over what its rows see: a tile that is not
-    full is no slowness."""
+    """Computed over visible work of a rank's attention, at least 1: attention computes whole tiles,
+    and padding of a tile does not make a rank slow."""
     if not tiles or partition.lengths[rank] == 0:
         return 1.0
     attention = replace(cost, linear_flops=0.0, kv_bytes=0)
@@ -300,9 +298,9 @@ def work_in_tiles(
 
 
 def plan_cache(num_tokens: int, profiles: Sequence[RankProfile], cost: ModelCost) -> list[int]:
-    """How many cached keys each rank should hold, so that decoding waits least for the slowest
-    reader: in proportion to ``memory_gbps``, within ``max_tokens``; evenly where that is as fast,
-    and where no bandwidth is known.
+    """How many cached keys each rank should hold, so that decoding is fastest on the slowest rank:
+    in proportion to ``memory_gbps``, within ``max_tokens``; evenly where that is as fast, and where
+    no bandwidth is known.
 
     Args:
         num_tokens: of the prompt and of what will follow it.
