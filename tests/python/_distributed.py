@@ -147,7 +147,7 @@ def _serve(
                 seconds=time.monotonic() - start,
             )
         connection.send_bytes(pickle.dumps(outcome))
-    # No orderly end of the group: peers may be gone, and nobody is to be waited for.
+    # No orderly end of the group: peers may be gone, and this process must not wait for them.
     os._exit(0)
 
 

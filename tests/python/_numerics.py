@@ -36,7 +36,7 @@ _BACKENDS = [
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """New tensors that nobody has written to hold NaN: who reads them is found out."""
+    """New tensors hold NaN until they are written to, so that reads of unwritten memory show."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory

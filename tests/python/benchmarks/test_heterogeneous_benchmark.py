@@ -253,7 +253,7 @@ def test_a_rank_that_fails_ends_the_run_and_is_heard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "after_s"),
     [(signal.SIGTERM, 0), (signal.SIGKILL, 6)],  # while they start, and while they compute
-    ids=["told to", "killed"],
+    ids=["terminated", "killed"],
 )
 def test_ranks_end_with_the_command(how: signal.Signals, after_s: float) -> None:
     command = ["benchmarks/heterogeneous.py", "sweep", *SMALL, "--seq-lens", "64"]

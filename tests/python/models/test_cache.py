@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sharded cache: who holds a token, and that no token is copied for another."""
+"""The sharded cache: which rank holds a token, and that no token is copied for another."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def new_cache(
 
 
 def rows(first: int, count: int, layer: int) -> torch.Tensor:
-    """[B, count, H_kv, D]: rows that tell token and layer."""
+    """[B, count, H_kv, D]: rows that encode token and layer."""
     values = torch.arange(first, first + count, dtype=torch.float32) + 1000 * layer
     return values[None, :, None, None].expand(BATCH, count, KV_HEADS, HEAD_DIM).contiguous()
 

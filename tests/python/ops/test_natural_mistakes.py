@@ -211,7 +211,7 @@ def with_wrong_rows(heads_first_in_memory: bool) -> dict[str, str]:
         swapped = [x.transpose(1, 2).contiguous() for x in shards]
     else:
         swapped = [x.transpose(1, 2) for x in shards]
-    longer = Partition.even(SEQ_LEN + 4, 2)  # neither dimension fits: only strides can tell
+    longer = Partition.even(SEQ_LEN + 4, 2)  # neither dimension fits: only strides differ
     return errors(
         {
             "[B, H, S, D]": lambda: ringattn.ring_attention(*swapped, partition),

@@ -18,12 +18,12 @@ def even(world_size: int, rows: int = 6) -> Case:
 
 @pytest.fixture
 def shared_ring(own_pool) -> RankPool:
-    """Whose ranks have not agreed on anything that is refused here."""
+    """Two ranks that have not agreed on any call of this file yet."""
     return own_pool(2)
 
 
 def operator_with_grad(culprit: int) -> None:
-    rows = 23  # of which nobody knows yet that all ranks agree on it
+    rows = 23  # a signature that the ranks have not agreed on yet
     q, k, v = even(this().world_size, rows=rows).local_inputs()
     if this().rank != culprit:
         ringattn.ring_attention(q, k, v, even(this().world_size, rows=rows).partition)

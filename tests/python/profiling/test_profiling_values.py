@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles to the last digit, where clock and memory say what they are told to."""
+"""Profiles to the last digit, with a scripted clock and a scripted memory."""
 
 import platform
 from collections.abc import Callable, Sequence
@@ -37,18 +37,18 @@ def probe(dtype: torch.dtype = torch.float32) -> ProbeWorkload:
 # ---- speeds ------------------------------------------------------------------------------------
 
 
-def told(answers: Sequence[Any]) -> Callable[..., Any]:
-    """A clock that answers in this order, whatever it is to time."""
+def scripted(answers: Sequence[Any]) -> Callable[..., Any]:
+    """A function that returns these answers in order, whatever its arguments."""
     left = iter(answers)
     return lambda *_: next(left)
 
 
 def profiles_of_times() -> list[ringattn.RankProfile]:
-    """Of a ring whose ranks all took these milliseconds."""
+    """Profiles of a ring whose ranks all took these milliseconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speeds, "_settled", told([[9.0, 2.0, 1.0], [5.0], [4.0]]))
+        patch.setattr(speeds, "_settled", scripted([[9.0, 2.0, 1.0], [5.0], [4.0]]))
         patch.setattr(speeds, "measure_link", lambda *_: (Spread.of([3.0]), Spread.of([7.0])))
-        patch.setattr(speeds, "bursts", told([[0.5, 0.25, 8.0]]))
+        patch.setattr(speeds, "bursts", scripted([[0.5, 0.25, 8.0]]))
         patch.setattr(speeds, "call_tflops", lambda *_: [0.125])
         patch.setattr(speeds, "spare_bytes", lambda *_: 11 * 3 * KV_BYTES - 1)
         return ringattn.measure_profiles(device="cpu", seconds=0.01, **SMALL)
@@ -96,7 +96,7 @@ def test_shards_that_are_measured_are_as_long_as_the_longest(
 
 
 def test_a_sweep_writes_medians(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    times = told([[], [6.0, 2.0, 90.0], [3.0, 1.5, 80.0], [0.5], [0.25, 0.125, 70.0]])
+    times = scripted([[], [6.0, 2.0, 90.0], [3.0, 1.5, 80.0], [0.5], [0.25, 0.125, 70.0]])
     monkeypatch.setattr(command, "repeat", lambda *_, **__: times())
     monkeypatch.setattr(command, "bursts", lambda *_: times())
     arguments = ["--device", "cpu", "--slowdowns", "4", "--sizes", "64,32", "--out", str(tmp_path)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks are made unequal as they are told to, and nothing of it stays behind."""
+"""Throttles slow ranks by the factor that was asked for, and leave nothing behind."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from ringattn.__main__ import main
 from ringattn.testing import MPS
 from torch.utils.flop_counter import FlopCounterMode
 
-# A daemon as far as anybody can tell: it keeps a file while it runs, and its environment.
+# Stands for the daemon: it keeps a file while it runs, and its environment.
 DAEMON = """#!/bin/sh
 if [ "$1" = -d ]; then
   [ -e "$0.broken" ] && echo "no device" && exit 3
@@ -137,7 +137,7 @@ def test_percentages_out_of_range_are_refused(daemon: Path, percentage: float) -
 
 
 def cpu_ms(work: Callable[[], object]) -> float:
-    """What a call costs this thread, whoever else keeps the cores busy."""
+    """CPU time of a call in this thread, whatever else keeps the cores busy."""
     times = []
     for _ in range(15):
         start = time.thread_time()

@@ -42,8 +42,8 @@ def test_pages_tell_no_history(page: str) -> None:
         for word in re.findall(r"\b[0-9a-f]{7,40}\b", text)
         if re.search(r"\d", word) and re.search("[a-f]", word)
     ]
-    told = re.findall(r"aimed at|earlier (?:commit|version)|by commit|of commit", text, re.I)
-    assert (hashes, told) == ([], [])
+    history = re.findall(r"aimed at|earlier (?:commit|version)|by commit|of commit", text, re.I)
+    assert (hashes, history) == ([], [])
 
 
 def test_the_readme_is_read_in_minutes() -> None:

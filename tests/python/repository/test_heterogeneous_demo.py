@@ -50,9 +50,9 @@ def test_it_runs_on_ranks_of_any_number_and_length() -> None:
     assert "3 ranks on cpu, 48 tokens" in done.stdout
     assert "even zigzag" in done.stdout and "rebalanced" in done.stdout
     # What the last rank did, or why that could not be seen.
-    told = done.stdout.partition("from request 12 on the last rank runs at 0.8")[2].splitlines()
-    assert len(told[1].split()) == demo.REQUESTS
-    assert all(line.startswith("note: timings on this machine were too") for line in told[2:])
+    report = done.stdout.partition("from request 12 on the last rank runs at 0.8")[2].splitlines()
+    assert len(report[1].split()) == demo.REQUESTS
+    assert all(line.startswith("note: timings on this machine were too") for line in report[2:])
 
 
 def test_ranks_that_were_measured_as_equal_are_noticed() -> None:

@@ -222,10 +222,10 @@ def test_a_wheel_with_a_file_missing_or_changed_is_found_out(tmp_path):
     record = "ringattn-0.1.0.dist-info/RECORD"
     digest = base64.urlsafe_b64encode(hashlib.sha256(b"x").digest()).rstrip(b"=").decode()
     rows = [f"{name},sha256={digest},1" for name in files]
-    for told, number in ([*rows, f"{record},,"], 0), ([rows[0], f"{record},,"], 1):
+    for lines, number in ([*rows, f"{record},,"], 0), ([rows[0], f"{record},,"], 1):
         path = tmp_path / f"{number}.whl"
         with zipfile.ZipFile(path, "w") as wheel:
-            for name, data in {**files, record: "\n".join(told).encode()}.items():
+            for name, data in {**files, record: "\n".join(lines).encode()}.items():
                 wheel.writestr(name, data)
         with zipfile.ZipFile(path) as wheel:
             assert len(check_wheel.record_faults(wheel)) == number

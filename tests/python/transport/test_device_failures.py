@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A peer that dies or is late while the host has moved on: on CUDA a call returns before its data
-has come. The waits are released, the results are NaN, and the next call or synchronize() tells."""
+has come. The waits are released, the results are NaN, and the next call or synchronize() raises."""
 
 import os
 import re
@@ -111,7 +111,7 @@ def test_a_lost_rank_is_named_and_its_results_are_nan(die, call, transport):
 
 def lose_a_rank_and_launch_what_is_new(absent: int) -> dict[str, object]:
     """The survivor's own kernels wait on the device, and meanwhile its host launches kernels that
-    have never been loaded: the driver may keep everybody else out until what runs has ended."""
+    have never been loaded: the driver may block until the running kernels have ended."""
     case = even("symmetric")
     ring_call(case)
     torch.cuda.synchronize()
@@ -201,7 +201,7 @@ def test_ranks_in_different_calls_are_told_so(world_size, calls):
         for outcome in pool.outcomes(make_another_call, lonely, *calls):
             assert outcome.ok, outcome.traceback
             value = outcome.value
-            assert value["named_s"] < TIMEOUT_S / 2  # nobody waits in vain first
+            assert value["named_s"] < TIMEOUT_S / 2  # no timeout passes first
             other = lonely if outcome.rank != lonely else r"\d"
             expected = (
                 rf"ranks must make the same calls in the same order, (got another one on rank "

@@ -259,7 +259,7 @@ def disagree_later() -> None:
 
 
 def test_ranks_that_disagree_where_one_repeats_itself_all_get_an_error(own_pool):
-    """One rank repeats a signature and asks nobody; the other one compares a new one."""
+    """One rank repeats a signature, which exchanges nothing; the other one compares a new one."""
     ring = own_pool(2)
     for outcome in ring.outcomes(disagree_later):
         assert outcome.error == "ValueError", outcome
@@ -313,7 +313,7 @@ def test_a_rank_missing_from_the_other_collectives_is_named(function_name):
         assert_named(outcomes, 2, TIMEOUT_S + GRACE_S)
 
 
-# ---- a call that one rank refuses while the others, who know its like, are already in it -------
+# ---- a repeated call that one rank refuses while the others are already in it ------------------
 
 
 def refused_by_one(operation: str, wrong: str) -> list[str]:

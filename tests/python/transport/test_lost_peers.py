@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer that goes while other collectives than the ring run, and results that nobody waits for."""
+"""A peer that dies in other collectives than the ring, and results that are never waited for."""
 
 import os
 import re
@@ -20,12 +20,12 @@ from ringattn.models import load_model
 
 TIMEOUT_S = 4.0
 #: How much later than the group's timeout an error may come, on a busy machine. A rank that waits
-#: twice, for what never comes and for who has not said so, is later than that.
+#: for two timeouts in a row is later than that.
 GRACE_S = 3.0
 
 
 def lose_a_rank_in(function_name: str, victim: int) -> str:
-    """A warm collective that one rank dies before; what the others are told."""
+    """A warm collective that one rank dies before; the error of the others."""
     x = torch.zeros(1, 3, 2, 8)
     partition = Partition.even(3 * this().world_size, this().world_size)
     calls = {
@@ -88,8 +88,8 @@ def test_a_rank_that_dies_is_named_by_the_other_collectives(function_name, world
 def lose_a_rank_beside_the_ring(
     name: str, folder: Path, victim: int, dies: bool
 ) -> tuple[list[str], list[float]]:
-    """A collective of torch.distributed's own that one rank does not come to: what the others are
-    told, by it and by the next call, and how many seconds each took."""
+    """A collective of torch.distributed that one rank does not enter: the errors of the others, of
+    it and of the next call, and how many seconds each took."""
     size, rank = this().world_size, this().rank
     x = torch.zeros(1, 3, 2, 8)
     cost = ringattn.ModelCost.attention_only(num_heads=2, head_dim=8)

@@ -134,7 +134,7 @@ def ring(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 def under_stress(cases: list[Case], rounds: int) -> None:
     """Late copies and late words into poisoned memory, other tensors and another kind of call each
     time, beside NCCL that needs multiprocessors too."""
-    # Each kind with two sets of tensors: who reads the block of the call before is found out.
+    # Each kind with two sets of tensors: a read of the previous call's block shows.
     calls = [replace(case, seed=seed) for case in cases for seed in (11, 12)]
     inputs = [(case.local_inputs(), case) for case in calls]
     expected = [ring(case) for case in calls]

@@ -78,7 +78,8 @@ CALLS = ["ring", "new ring", "decode", "rotate", "gather", "observe", "rebalance
 
 def interrupted(name: str) -> tuple[float, str]:
     """Rank 0 waits for the others, which are late, and is interrupted: seconds until it has the
-    exception, and what its next call says. The others: seconds until they are told, and what."""
+    exception, and the error of its next call. The others: seconds until their error, and the
+    error."""
     call, ring = calls()[name], calls()["ring"]
     ring()
     if name in ("decode", "rotate", "gather"):
@@ -86,10 +87,10 @@ def interrupted(name: str) -> tuple[float, str]:
     if this().rank != 0:
         time.sleep(LATE_S)
         start = time.monotonic()
-        with pytest.raises(dist.DistBackendError) as told:
+        with pytest.raises(dist.DistBackendError) as reported:
             for later in (call, ring, ring):  # what rank 0 sent before may complete the first
                 later()
-        return time.monotonic() - start, str(told.value)
+        return time.monotonic() - start, str(reported.value)
     sent = []
 
     def press_ctrl_c() -> None:
@@ -109,10 +110,10 @@ def interrupted(name: str) -> tuple[float, str]:
 @pytest.mark.parametrize("name", CALLS)
 def test_ctrl_c_ends_a_wait_on_the_cpu_and_the_peers_are_told(name):
     with RankPool(2) as ring:
-        (interrupt_s, said), (told_s, told) = ring.run(interrupted, name)
+        (interrupt_s, own), (reported_s, reported) = ring.run(interrupted, name)
     assert interrupt_s < INTERRUPTED_S
-    assert re.match(r"rank 0 was interrupted in step \d of \w+; the group cannot be used", said)
-    assert told.strip() == said.strip() and told_s < INTERRUPTED_S
+    assert re.match(r"rank 0 was interrupted in step \d of \w+; the group cannot be used", own)
+    assert reported.strip() == own.strip() and reported_s < INTERRUPTED_S
 
 
 # ---- lines about waits and about what runs -----------------------------------------------------
@@ -225,8 +226,8 @@ def test_last_transport_of_a_process_by_itself_is_none():
 
 
 def two_known_calls(about: str) -> tuple[str, float]:
-    """What a rank is told when the last one makes another call than the rest, all of them known to
-    all; then the ranks make the same call again."""
+    """The error of a rank when the last rank makes another call than the rest, both known to all;
+    then the ranks make the same call again."""
     size, rank = this().world_size, this().rank
     case = even(size, rows=12)
     q, k, v = case.local_inputs()
