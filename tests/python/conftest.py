@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests share: devices, and process groups of 1 to 4 ranks that are started once."""
+"""Fixtures of all tests: devices, and process groups of 1 to 4 ranks that are started once."""
 
 import os
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 # Before torch is imported, here and in the processes of the pools: all ranks share few cores.
@@ -29,8 +30,8 @@ def _parameters(item: pytest.Item) -> dict[str, object]:
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
-#: Files whose tests mostly wait for timeouts.
-WAITING = tuple(f"transport/test_{name}.py" for name in ("errors", "groups", "lost_peers", "waits"))
+#: Rooms whose tests mostly wait, for timeouts or for ranks that start; half of the suite's time.
+WAITING = ("integrations", "transport")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -42,13 +43,14 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Two workers: one runs the files that mostly wait, the other one all others, some of which
+    """Two workers: one runs the rooms that mostly wait, the other one all others, some of which
     measure time."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByWaiting(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "waits" if nodeid.partition("::")[0].endswith(WAITING) else "computes"
+            room = Path(nodeid.partition("::")[0]).parent.name
+            return "waits" if room in WAITING else "computes"
 
     return ByWaiting(config, log)
 
@@ -90,7 +92,7 @@ _FAILED = pytest.StashKey[bool]()
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Tells fixtures that their test has failed."""
+    """Records in the item whether its test has failed, for the fixtures."""
     report = yield
     item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
     return report
@@ -109,7 +111,7 @@ def _pools_of_the_module() -> Iterator[RankPools]:
 
 
 def _lent(pools: RankPools, request: pytest.FixtureRequest) -> Iterator[Callable[..., RankPool]]:
-    """To one test. Its ranks may be out of step where it fails: the next test gets others."""
+    """The pools, for one test. Where it fails its ranks may be out of step: they are replaced."""
     yield pools
     if request.node.stash.get(_FAILED, False):
         pools.close()
@@ -128,8 +130,8 @@ def rank_pool(
 def own_pool(
     _pools_of_the_module: RankPools, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., RankPool]]:
-    """As ``rank_pool``, with pools that the tests of other files do not use: what their ranks agree
-    on, they ask each other for the first time."""
+    """As ``rank_pool``, with pools that the tests of other files do not use: their ranks have not
+    agreed on any call yet."""
     yield from _lent(_pools_of_the_module, request)
 
 
