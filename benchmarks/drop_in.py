@@ -106,7 +106,7 @@ def own_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterato
         yield Way("own", ranks(), own_step(model, options.tokens), alone=False)
 
 
-def transformers_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterator[Way]:
+def transformers_model(config: LLaMAConfig, device: torch.device, options: Any) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     theirs = LlamaConfig(
@@ -123,7 +123,11 @@ def transformers_ways(config: LLaMAConfig, device: torch.device, options: Any) -
     with device:
         dtype = DTYPES[options.dtype]
         model = AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")
-    model = seeded(model)
+    return seeded(model)
+
+
+def transformers_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterator[Way]:
+    model = transformers_model(config, device, options)
 
     def step_of(model: Any) -> Step:
         def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
@@ -136,7 +140,7 @@ def transformers_ways(config: LLaMAConfig, device: torch.device, options: Any) -
     yield from three_ways("transformers", model, step_of)
 
 
-def fms_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterator[Way]:
+def fms_model(config: LLaMAConfig, device: torch.device, options: Any) -> Any:
     from fms.models.llama import LLaMA as FMSLLaMA
     from fms.models.llama import LLaMAConfig as FMSConfig
 
@@ -162,7 +166,11 @@ def fms_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterato
             model.post_init()
     finally:
         torch.set_default_dtype(default)
-    model = seeded(model)
+    return seeded(model)
+
+
+def fms_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterator[Way]:
+    model = fms_model(config, device, options)
 
     def step_of(model: Any) -> Step:
         def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:

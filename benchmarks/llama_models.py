@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One LLaMA, of this package, of transformers or of FMS, with regular attention and over the ring.
+
+Both strategies share the weights. Regular attention is PyTorch's, on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import drop_in
+import harness
+import ringattn
+import torch
+from decode import random_model
+from peers import torch_sdpa
+from ringattn import ModelCost, Partition
+from ringattn.model_call import ModelCall
+from ringattn.models import LLaMA, LLaMAConfig, load_model
+from ringattn.models.graphs import DecodeGraphs, record
+from ringattn.models.loading import config_from_hf, read_json
+from ringattn.parallel import Split
+from ringattn.profiling import measure_profiles, tokens_to_measure
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+REGULAR, RING = "regular", "ring"
+#: One call of a model: token ids [B, T] and what the call before returned as its state.
+Step = Callable[[torch.Tensor, Any], tuple[torch.Tensor, Any]]  # -> logits [B, V], the next state
+#: Who owns which tokens of a prompt of so many.
+SplitOf = Callable[[int], Partition]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A model and how its attention is computed."""
+
+    name: str  # REGULAR or RING
+    step: Step
+    split: SplitOf
+
+    @property
+    def alone(self) -> bool:
+        """Whether rank 0 runs it while the others wait."""
+        return self.name == REGULAR
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.alone else harness.world_size()
+
+
+class RegularCall(ModelCall):
+    """The call of a model on one rank whose attention is PyTorch's."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        assert self.cache is not None
+        if self.is_prefill:
+            self.cache.store(layer, k, v)
+        else:
+            k, v = self.cache.append(layer, k, v)
+        grouped = q.size(2) != k.size(2)
+        return torch_sdpa.attend(q, k, v, self.is_prefill, grouped)
+
+
+def regular_attention(flash: bool) -> contextlib.AbstractContextManager[None]:
+    """Around a prompt: PyTorch's fastest kernel, or with ``flash=False`` its fastest one but
+    FlashAttention's and cuDNN's."""
+    if flash:
+        return drop_in.best_attention()
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True)
+
+
+def config_of(options: argparse.Namespace, shapes: dict[str, LLaMAConfig]) -> LLaMAConfig:
+    """The shape that the command line asks for."""
+    if options.model is not None:
+        return config_from_hf(read_json(options.model / "config.json"))
+    changes = {
+        "emb_dim": options.dim,
+        "nlayers": options.n_layers,
+        "nheads": options.n_heads,
+        "kvheads": options.n_kv_heads,
+    }
+    given = {name: value for name, value in changes.items() if value is not None}
+    if "emb_dim" in given:
+        given["hidden_dim"] = 7 * given["emb_dim"] // 2  # as in LLaMA-3-8B
+    if "emb_dim" in given or "nheads" in given:
+        given["head_dim"] = 0  # follows from the others
+    if "nheads" in given and "kvheads" not in given:
+        given["kvheads"] = 0  # as many
+    return shapes[options.shape].updated(**given)
+
+
+def model_text(config: LLaMAConfig, options: argparse.Namespace) -> str:
+    """As headers name it."""
+    return (
+        f"{options.model.name if options.model else options.shape}: "
+        f"{config.nlayers} layers of {config.emb_dim} and {config.hidden_dim}, "
+        f"{config.nheads}/{config.kvheads} heads of {config.head_dim}"
+    )
+
+
+def strategies(
+    config: LLaMAConfig, device: torch.device, options: argparse.Namespace
+) -> list[Strategy]:
+    """Those that the command line asks for, regular attention first."""
+    makers = {"own": own, "transformers": of_transformers, "fms": of_fms}
+    regular, ring, split = makers[options.library](config, device, options)
+    whole: SplitOf = lambda seq_len: Partition.even(seq_len, 1)  # noqa: E731
+    found = {REGULAR: Strategy(REGULAR, regular, whole), RING: Strategy(RING, ring, split)}
+    return [found[name] for name in options.strategies]
+
+
+def split_of(config: LLaMAConfig, device: torch.device, options: argparse.Namespace) -> SplitOf:
+    """Even, or planned from profiles that are measured now. Collective."""
+    size = harness.world_size()
+    if options.partition == "even" or size == 1:
+        return Split(size).partition
+    profiles = profiles_of(config, device, options, max(options.seq_lens))
+    dtype = harness.DTYPES[options.dtype]
+    cost = ModelCost.from_config(config, dtype=dtype)
+    return Split(size, profiles=tuple(profiles), cost=cost).partition
+
+
+def profiles_of(
+    config: LLaMAConfig, device: torch.device, options: argparse.Namespace, seq_len: int
+) -> list[ringattn.RankProfile]:
+    """Of the ranks, for prompts of about ``seq_len`` tokens. Collective."""
+    return measure_profiles(
+        num_heads=config.nheads,
+        num_kv_heads=config.kvheads,
+        head_dim=config.head_dim,
+        num_layers=config.nlayers,
+        num_tokens=tokens_to_measure(seq_len, harness.world_size(), device),
+        dtype=harness.DTYPES[options.dtype],
+        device=device,
+    )
+
+
+# ---- this package's model -----------------------------------------------------------------------
+
+
+def own_model(config: LLaMAConfig, device: torch.device, options: argparse.Namespace) -> LLaMA:
+    dtype = harness.DTYPES[options.dtype]
+    if options.model is not None:
+        return load_model(options.model, device=device, dtype=dtype)
+    return random_model(config, device, dtype)
+
+
+def own(config: LLaMAConfig, device: torch.device, options: Any) -> tuple[Step, Step, SplitOf]:
+    model = own_model(config, device, options)
+    split = split_of(config, device, options)
+    whole: SplitOf = lambda seq_len: Partition.even(seq_len, 1)  # noqa: E731
+    regular = own_step(model.alone(), options.tokens, whole, RegularCall)
+    return regular, own_step(model, options.tokens, split), split
+
+
+def own_step(
+    model: LLaMA, new_tokens: int, split: SplitOf, call_type: type[ModelCall] = ModelCall
+) -> Step:
+    recorded: dict[int, DecodeGraphs | None] = {}  # by batch
+
+    def prompt(ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        ring, partition = model.ring, split(ids.size(1))
+        cache = model.new_cache(partition, new_tokens=new_tokens)
+        call = call_type.prefill(ring, partition, cache=cache)
+        positions = partition.position_ids(ring.rank, ids.device)
+        hidden = model.base_model(partition.shard(ids, ring.rank), positions, call)
+        return model.project(call.last(hidden, 1)[:, 0]), cache
+
+    def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+        if cache is None:
+            return prompt(ids)
+        call = call_type.decode(model.ring, cache)
+        if ids.size(0) not in recorded:
+            recorded[ids.size(0)] = record(model.base_model, ids.size(0))
+        graphs = recorded[ids.size(0)]
+        if graphs is not None:
+            hidden = graphs(ids, call)
+        else:
+            positions = torch.full((1,), call.num_before, device=ids.device)
+            hidden = model.base_model(ids, positions, call)
+        return model.project(hidden[:, 0]), cache
+
+    return step
+
+
+# ---- models of other libraries ------------------------------------------------------------------
+
+
+def of_transformers(config: LLaMAConfig, device: torch.device, options: Any) -> Any:
+    if options.model is None:
+        model = drop_in.transformers_model(config, device, options)
+    else:
+        from transformers import AutoModelForCausalLM
+
+        dtype = harness.DTYPES[options.dtype]
+        model = AutoModelForCausalLM.from_pretrained(
+            options.model, dtype=dtype, attn_implementation="sdpa"
+        )
+        model = model.to(device).eval().requires_grad_(False)
+
+    def step_of(model: Any) -> Step:
+        def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+            out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).to_tuple()
+            return out[0][:, -1], out[1]
+
+        return step
+
+    return both(model, config, device, options, step_of)
+
+
+def of_fms(config: LLaMAConfig, device: torch.device, options: Any) -> Any:
+    if options.model is None:
+        model = drop_in.fms_model(config, device, options)
+    else:
+        from ringattn.integrations.fms import get_model
+
+        # Over the ring first: only then does FMS get the rotary embedding of Hugging Face's config.
+        model = get_model(
+            "hf_pretrained",
+            model_path=str(options.model),
+            device_type=device.type,
+            data_type=harness.DTYPES[options.dtype],
+            distributed_strategy="ring",
+        )
+        model = ringattn.unparallelize(model.to(device)).eval().requires_grad_(False)
+
+    def step_of(model: Any) -> Step:
+        def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+            logits, cache = model(ids, past_key_value_states=cache, use_cache=True, last_n_tokens=1)
+            return logits[:, -1], cache
+
+        return step
+
+    return both(model, config, device, options, step_of)
+
+
+def both(
+    model: Any,
+    config: LLaMAConfig,
+    device: torch.device,
+    options: argparse.Namespace,
+    step_of: Callable[[Any], Step],
+) -> tuple[Step, Step, SplitOf]:
+    over_ring = drop_in.sharing_weights(model)
+    split = split_of(config, device, options)
+    if options.partition == "even":
+        ringattn.parallelize(over_ring)
+    else:
+        # The lengths of the longest prompt serve shorter ones as shares.
+        ringattn.parallelize(over_ring, partition=split(max(options.seq_lens)))
+        split = Split.of(split(max(options.seq_lens)), harness.world_size()).partition
+    return step_of(model), step_of(over_ring), split
+
+
+def model_folder(text: str) -> Path:
+    """A type of arguments: a folder with a config.json."""
+    folder = Path(text)
+    if not (folder / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"must be a folder with config.json, got {text}")
+    return folder
