@@ -34,7 +34,7 @@ def path_with(folder: Path, python3: str) -> str:
     "name",
     [
         *("demo.sh", "demo_heterogeneous.sh", "gpu_results.sh", "lint.sh", "sanitize.sh"),
-        *("setup.sh", "study_heterogeneous.sh", "test.sh"),
+        *("run_all_benchmarks.sh", "setup.sh", "study_heterogeneous.sh", "test.sh"),
     ],
 )
 def test_help_is_given(name: str) -> None:
@@ -51,6 +51,9 @@ def test_help_is_given(name: str) -> None:
         ("demo_heterogeneous.sh --ranks 0", "--ranks must be a number from 1 on, got 0; usage: "),
         ("gpu_results.sh", "usage: scripts/gpu_results.sh OUT [stage...]"),
         ("lint.sh pylint", "lint: tool must be one of these, got pylint; usage: "),
+        ("run_all_benchmarks.sh fast", "mode must be ring, regular or both, got fast; usage: "),
+        ("run_all_benchmarks.sh --nproc 0", "--nproc must be a number from 1 on, got 0; usage: "),
+        ("run_all_benchmarks.sh --out", "--out must be followed by a value, got none; usage: "),
         ("sanitize.sh all", "usage: scripts/sanitize.sh"),
         ("setup.sh --extras", "setup: extras must be as in pyproject.toml, got --extras; usage: "),
         ("setup.sh test catch", "clang-format, clang-tidy, got catch; usage: "),
