@@ -14,6 +14,8 @@
 #   decode     an 8B-shaped model, on one GPU and on all
 #   models     the same model of Hugging Face transformers and of FMS, unmodified and through the ring;
 #              a transformer of diffusers (needs the three packages)
+#   llama      an 8B-shaped model beside itself with regular attention, 8K to 128K tokens
+#   scaling    attention on 1, 2, 4, 8 GPUs, and its roofline
 #
 # A stage that fails does not keep the others from running; the exit status says whether one did.
 
@@ -23,7 +25,7 @@ export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" # multicast needs rights that n
 export PYTHONUNBUFFERED=1
 
 case "${1:-}" in
-  -h | --help) sed -n '4,18s/^# \{0,1\}//p' "$0" && exit ;;
+  -h | --help) sed -n '4,20s/^# \{0,1\}//p' "$0" && exit ;;
   '' | -*)
     echo "usage: scripts/gpu_results.sh OUT [stage...]" >&2
     exit 2
@@ -32,7 +34,7 @@ esac
 out="$(realpath -m "$1")"
 shift
 stages=("$@")
-[ ${#stages[@]} -eq 0 ] && stages=(tests attention ring long transport decode models)
+[ ${#stages[@]} -eq 0 ] && stages=(tests attention ring long transport decode models llama scaling)
 mkdir -p "$out"
 
 num_gpus="$(nvidia-smi --list-gpus | wc -l)"
@@ -162,9 +164,17 @@ stage_models() {
     --grids 32x32x32,21x45x80 --rounds 5 --out "$(name diffusers "$num_gpus")"
 }
 
+stage_llama() {
+  ranks "$num_gpus" 300 llama benchmarks/llama.py --out "$(name llama "$num_gpus")"
+}
+
+stage_scaling() {
+  ranks "$num_gpus" 200 scaling benchmarks/scaling.py --out "$(name scaling "$num_gpus")"
+}
+
 for stage in "${stages[@]}"; do
   if ! declare -F "stage_$stage" >/dev/null; then
-    echo "gpu_results: stage must be tests, attention, ring, long, transport, decode or models, got $stage" >&2
+    echo "gpu_results: stage must be tests, attention, ring, long, transport, decode, models, llama or scaling, got $stage" >&2
     exit 2
   fi
 done
