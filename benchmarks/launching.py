@@ -8,7 +8,7 @@ import os
 import sys
 
 import torch
-from harness import at_least
+from lib.cli import at_least
 from torch.distributed import run
 
 

@@ -43,7 +43,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import harness
 import launching
 import llama_requests
 import prompts
@@ -51,10 +50,14 @@ import roofline
 import torch
 import torch.distributed as dist
 from decode import SHAPES
+from lib.cli import at_least, common_arguments, counts, parse
+from lib.problem import DTYPES
+from lib.ranks import from_all_ranks, process_group, rank
+from lib.report import Report, environment
+from lib.timing import Timing
 from llama_models import REGULAR, RING, Strategy, config_of, model_folder, model_text
 from llama_models import strategies as make_strategies
 from llama_timing import PARTS, Generation, Look, attempt, generation
-from report import Report, environment
 from tqdm import tqdm
 
 MODES = {"vanilla": [REGULAR], "regular": [REGULAR], "ring": [RING]}
@@ -75,7 +78,7 @@ class Comparison:
     ) -> None:
         self.strategies, self.config, self.device = strategies, config, device
         self.options = options
-        self.peak = roofline.peak_rates(device, harness.DTYPES[options.dtype], options)
+        self.peak = roofline.peak_rates(device, DTYPES[options.dtype], options)
         self.prompts = prompts.Prompts.of(options.data, config.src_vocab_size)
         self.ran_out: dict[str, int] = {}  # strategy -> the length that it ran out of memory at
         facts = environment(device) | {
@@ -93,7 +96,7 @@ class Comparison:
         """Takes over the rows that an earlier run of the same settings has written. Collective."""
         found: list[Any] = [None]
         stem = self.options.out
-        if self.options.resume and harness.rank() == 0 and Path(f"{stem}.json").exists():
+        if self.options.resume and rank() == 0 and Path(f"{stem}.json").exists():
             found = [[json.loads(Path(f"{name}.json").read_text()) for name in stems(stem)]]
         if dist.is_initialized():
             dist.broadcast_object_list(found, 0)
@@ -158,7 +161,7 @@ class Comparison:
                     idle = [0.0] * (1 + self.options.tokens)
                     own[strategy.name] += shown.times if shown else idle
         return {
-            name: harness.from_all_ranks(times).amax(0).view(self.options.iterations, -1).tolist()
+            name: from_all_ranks(times).amax(0).view(self.options.iterations, -1).tolist()
             for name, times in own.items()
         }
 
@@ -167,7 +170,7 @@ class Comparison:
         found: dict[str, Any] = {"tensor_core_share": look and look.tensor_core_share}
         if strategy.name == RING:
             assert look is not None
-            layers = harness.from_all_ranks(look.layers).amax(0).view(-1, len(PARTS)).tolist()
+            layers = from_all_ranks(look.layers).amax(0).view(-1, len(PARTS)).tolist()
             own, remote, transfer, wait = map(sum, zip(*layers, strict=True))
             found |= {"comm_time_ms": transfer, "wait_ms": wait}
             found["compute_comm_ratio"] = (own + remote) / transfer if transfer else None
@@ -179,7 +182,7 @@ class Comparison:
 
     def _timed(self, strategy: Strategy, seq_len: int, samples: Any) -> dict[str, Any]:
         of_strategy = samples[strategy.name]
-        timing = harness.Timing([times[0] for times in of_strategy], [])
+        timing = Timing([times[0] for times in of_strategy], [])
         flops = roofline.prefill_flops(self.config, strategy.split(seq_len), self.options.batch)
         peak = self.peak and self.peak.tflops
         return {
@@ -194,7 +197,7 @@ class Comparison:
 
     def _compared(self, strategy: Strategy, first: Any, samples: Any) -> dict[str, Any]:
         shown, regular = first[strategy.name], first.get(REGULAR)
-        peak = harness.from_all_ranks([(shown and shown.peak_gib) or 0.0]).max().item()
+        peak = from_all_ranks([(shown and shown.peak_gib) or 0.0]).max().item()
         found: dict[str, Any] = {"peak_gib": peak or None}
         if REGULAR in first:
             ms = {name: statistics.median(t[0] for t in samples[name]) for name in first}
@@ -212,10 +215,9 @@ def stems(stem: str | None) -> list[str | None]:
 
 def parser() -> argparse.ArgumentParser:
     """Flags of earlier benchmarks of this kind keep their meaning."""
-    made = harness.common_arguments(__doc__)
+    made = common_arguments(__doc__)
     launching.add_world_size(made)
     roofline.add_peak_arguments(made)
-    at_least = harness.at_least
     made.add_argument("--mode", choices=MODES, default="compare", help="(default: compare)")
     libraries = ["own", "transformers", "fms"]
     made.add_argument("--library", choices=libraries, default="own", help="(default: own)")
@@ -224,7 +226,7 @@ def parser() -> argparse.ArgumentParser:
     for name, what in (("dim", "E"), ("n-layers", "L"), ("n-heads", "H"), ("n-kv-heads", "H_kv")):
         made.add_argument(f"--{name}", type=at_least(1), metavar=what, help="in place of --shape's")
     lengths = ("--seq-len", "--seq-lens", "--num-tokens", "--num_tokens")
-    made.add_argument(*lengths, dest="seq_lens", type=harness.counts, metavar="S,S,...")
+    made.add_argument(*lengths, dest="seq_lens", type=counts, metavar="S,S,...")
     made.add_argument("--batch-size", dest="batch", type=at_least(1), default=1, metavar="B")
     tokens = ("--tokens", "--num-decode-tokens", "--num_decode_tokens")
     made.add_argument(
@@ -249,7 +251,7 @@ def parser() -> argparse.ArgumentParser:
 
 def settled(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line, with what follows from the device."""
-    options = harness.parse(parser)
+    options = parse(parser)
     on_cuda = options.device == "cuda"
     options.strategies = MODES[options.mode]
     options.dtype = options.dtype or ("bfloat16" if on_cuda or options.bf16 else "float32")
@@ -273,7 +275,7 @@ def main() -> None:
     # Note: before the group is made: torch.distributed.nn, which these libraries load, keeps it.
     if options.library != "own":
         importlib.import_module(f"ringattn.integrations.{options.library}")
-    with harness.process_group(options.device) as device, torch.inference_mode():
+    with process_group(options.device) as device, torch.inference_mode():
         config = config_of(options, SHAPES)
         if options.requests is not None:
             llama_requests.replay(config, device, options)
@@ -281,7 +283,7 @@ def main() -> None:
         comparison = Comparison(make_strategies(config, device, options), config, device, options)
         comparison.resume()
         comparison.report.start()
-        with tqdm(options.seq_lens, unit="prompt", disable=harness.rank() != 0) as lengths:
+        with tqdm(options.seq_lens, unit="prompt", disable=rank() != 0) as lengths:
             for seq_len in lengths:
                 lengths.set_postfix_str(f"{seq_len} tokens")
                 if not comparison.has(seq_len):

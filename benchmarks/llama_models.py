@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import drop_in
-import harness
 import ringattn
 import torch
 from decode import random_model
+from lib.problem import DTYPES
+from lib.ranks import world_size
 from peers import torch_sdpa
 from ringattn import ModelCost, Partition
 from ringattn.model_call import ModelCall
 from ringattn.models import LLaMA, LLaMAConfig, load_model
-from ringattn.models.graphs import DecodeGraphs, record
+from ringattn.models.decode_graphs import DecodeGraphs, record
 from ringattn.models.loading import config_from_hf, read_json
 from ringattn.parallel import Split
 from ringattn.profiling import measure_profiles, tokens_to_measure
@@ -50,7 +51,7 @@ class Strategy:
 
     @property
     def ranks(self) -> int:
-        return 1 if self.alone else harness.world_size()
+        return 1 if self.alone else world_size()
 
 
 class RegularCall(ModelCall):
@@ -118,11 +119,11 @@ def strategies(
 
 def split_of(config: LLaMAConfig, device: torch.device, options: argparse.Namespace) -> SplitOf:
     """Even, or planned from profiles that are measured now. Collective."""
-    size = harness.world_size()
+    size = world_size()
     if options.partition == "even" or size == 1:
         return Split(size).partition
     profiles = profiles_of(config, device, options, max(options.seq_lens))
-    dtype = harness.DTYPES[options.dtype]
+    dtype = DTYPES[options.dtype]
     cost = ModelCost.from_config(config, dtype=dtype)
     return Split(size, profiles=tuple(profiles), cost=cost).partition
 
@@ -136,8 +137,8 @@ def profiles_of(
         num_kv_heads=config.kvheads,
         head_dim=config.head_dim,
         num_layers=config.nlayers,
-        num_tokens=tokens_to_measure(seq_len, harness.world_size(), device),
-        dtype=harness.DTYPES[options.dtype],
+        num_tokens=tokens_to_measure(seq_len, world_size(), device),
+        dtype=DTYPES[options.dtype],
         device=device,
     )
 
@@ -146,7 +147,7 @@ def profiles_of(
 
 
 def own_model(config: LLaMAConfig, device: torch.device, options: argparse.Namespace) -> LLaMA:
-    dtype = harness.DTYPES[options.dtype]
+    dtype = DTYPES[options.dtype]
     if options.model is not None:
         return load_model(options.model, device=device, dtype=dtype)
     return random_model(config, device, dtype)
@@ -199,7 +200,7 @@ def of_transformers(config: LLaMAConfig, device: torch.device, options: Any) -> 
     else:
         from transformers import AutoModelForCausalLM
 
-        dtype = harness.DTYPES[options.dtype]
+        dtype = DTYPES[options.dtype]
         model = AutoModelForCausalLM.from_pretrained(
             options.model, dtype=dtype, attn_implementation="sdpa"
         )
@@ -226,7 +227,7 @@ def of_fms(config: LLaMAConfig, device: torch.device, options: Any) -> Any:
             "hf_pretrained",
             model_path=str(options.model),
             device_type=device.type,
-            data_type=harness.DTYPES[options.dtype],
+            data_type=DTYPES[options.dtype],
             distributed_strategy="ring",
         )
         model = ringattn.unparallelize(model.to(device)).eval().requires_grad_(False)
@@ -255,7 +256,7 @@ def both(
     else:
         # The lengths of the longest prompt serve shorter ones as shares.
         ringattn.parallelize(over_ring, partition=split(max(options.seq_lens)))
-        split = Split.of(split(max(options.seq_lens)), harness.world_size()).partition
+        split = Split.of(split(max(options.seq_lens)), world_size()).partition
     return step_of(model), step_of(over_ring), split
 
 

@@ -26,13 +26,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import harness
 import ringattn
 import torch
 import torch.distributed as dist
+from lib.cli import at_least, counts
+from lib.problem import DTYPES
+from lib.ranks import from_all_ranks, rank, world_size
+from lib.report import Report, environment
 from llama_models import model_text, own_model, own_step, profiles_of
 from prompts import Prompts
-from report import Report, environment
 from ringattn import ModelCost, Partition, Rebalancer
 from ringattn.testing import slowdown
 from tqdm import tqdm
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--percentages",
-        type=harness.counts,
+        type=counts,
         metavar="P,P,...",
         help="speeds of the ranks, by repeated work, with --requests (default: as they are)",
     )
@@ -62,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def request_lengths(text: str) -> list[int] | int:
     """A type of arguments: lengths, or how many to draw."""
     if text.startswith("draw:"):
-        return harness.at_least(1)(text.removeprefix("draw:"))
-    return harness.counts(text)
+        return at_least(1)(text.removeprefix("draw:"))
+    return counts(text)
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -117,7 +119,7 @@ class Policy:
             logits, _ = step_with(partition)(ids, None)
             logits.argmax(-1).tolist()
             ms = 1e3 * (time.perf_counter() - start)
-        self.times.append(harness.from_all_ranks([ms]).max().item())
+        self.times.append(from_all_ranks([ms]).max().item())
         if self.rebalancer is not None:
             self.rebalancer.observe(to)
         return logits
@@ -140,9 +142,9 @@ def policies(
     config: Any, device: torch.device, options: argparse.Namespace, lengths: list[int]
 ) -> list[Policy]:
     """Even, planned and rebalanced. Collective."""
-    size = harness.world_size()
+    size = world_size()
     profiles = profiles_of(config, device, options, round(statistics.mean(lengths)))
-    cost = ModelCost.from_config(config, dtype=harness.DTYPES[options.dtype])
+    cost = ModelCost.from_config(config, dtype=DTYPES[options.dtype])
     rebalancer = Rebalancer(profiles, cost)
     return [
         Policy("even", lambda seq_len: Partition.even(seq_len, size)),
@@ -153,7 +155,7 @@ def policies(
 
 def replay(config: Any, device: torch.device, options: argparse.Namespace) -> None:
     """Serves all requests with each policy. Collective."""
-    size = harness.world_size()
+    size = world_size()
     percentages = options.percentages or [100] * size
     if len(percentages) != size:
         raise ValueError(f"--percentages must be {size}, one for each rank, got {len(percentages)}")
@@ -172,12 +174,12 @@ def replay(config: Any, device: torch.device, options: argparse.Namespace) -> No
     def step_with(partition: Partition) -> Any:
         return own_step(model, 1, lambda _: partition)
 
-    slow = percentages[harness.rank()] < 100
-    with slowdown(100 / percentages[harness.rank()]) if slow else contextlib.nullcontext():
+    slow = percentages[rank()] < 100
+    with slowdown(100 / percentages[rank()]) if slow else contextlib.nullcontext():
         compared = policies(config, device, options, lengths)
         for seq_len in sorted(set(lengths)):  # what only the first prompt of a length costs
             step_with(Partition.even(seq_len, size))(prompts.draw(1, seq_len).to(device), None)
-        for seq_len in tqdm(lengths, unit="request", disable=harness.rank() != 0):
+        for seq_len in tqdm(lengths, unit="request", disable=rank() != 0):
             ids = prompts.draw(1, seq_len).to(device)
             right: torch.Tensor | None = None
             for policy in compared:

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import harness
 import ringattn
 import torch
 import torch.distributed as dist
+from lib.ranks import rank
 from llama_models import RING, Strategy, regular_attention
-from ringattn._calls import gather_objects, tell_peers
-from ringattn._group import resolve_group
+from ringattn._distributed.collectives import gather_objects
+from ringattn._distributed.errors import report_to_peers
+from ringattn._distributed.groups import resolve_group
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 #: What a layer's time over the ring is made of.
@@ -43,7 +44,7 @@ def generation(strategy: Strategy, ids: torch.Tensor, options: Any) -> Generatio
     """A prompt ``[B, S]`` and tokens after it; None on ranks without a part in it. Collective."""
     if dist.is_initialized():
         dist.barrier()
-    if strategy.alone and harness.rank() != 0:
+    if strategy.alone and rank() != 0:
         return None
     if ids.is_cuda:
         torch.cuda.synchronize()
@@ -85,7 +86,7 @@ def attempt(strategy: Strategy, work: Callable[[], _Value]) -> tuple[bool, _Valu
     except torch.OutOfMemoryError as error:
         ran_out = True
         if not strategy.alone:
-            tell_peers(ring, error)  # they may wait for a block of this rank
+            report_to_peers(ring, error)  # they may wait for a block of this rank
     except (RuntimeError, ValueError) as error:  # of a peer that ran out, perhaps
         problem = error
     if any(gather_objects(ring, "benchmarks/llama.py", ran_out)):
@@ -107,7 +108,7 @@ class Look:
     @classmethod
     def into(cls, strategy: Strategy, ids: torch.Tensor, options: Any) -> Look | None:
         """One of a prompt; None on ranks that have no part in it."""
-        if strategy.alone and harness.rank() != 0:
+        if strategy.alone and rank() != 0:
             return None
         layers = layers_of(strategy, ids) if strategy.name == RING else []
         return cls(layers, tensor_core_share(strategy, ids, options))

@@ -36,15 +36,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import harness
 import launching
 import ringattn
 import roofline
 import torch
 import torch.distributed as dist
-from harness import Contestant, Problem
+from lib.cli import counts, names_of, parse, timing_arguments
+from lib.problem import DTYPES, Problem
+from lib.ranks import from_all_ranks, process_group, rank, world_size
+from lib.report import Report, environment
+from lib.timing import Contestant, max_error, measure
 from peers import torch_sdpa
-from report import Report, environment
 from ring import singles
 from ringattn import Partition
 
@@ -60,7 +62,7 @@ SAMPLED_ROWS = 8  # of each rank
 
 @dataclass(frozen=True)
 class Heads:
-    """What problems of any length share, a harness.Shape."""
+    """What problems of any length share, a Shape."""
 
     heads: int
     kv_heads: int
@@ -91,7 +93,7 @@ class Groups:
     @classmethod
     def made(cls, sizes: list[int]) -> Groups:
         """Collective: every rank makes every group."""
-        groups: dict[int, Any] = {1: "single", harness.world_size(): None}
+        groups: dict[int, Any] = {1: "single", world_size(): None}
         for size in sizes:
             if size not in groups:
                 groups[size] = dist.new_group(list(range(size)))
@@ -99,15 +101,15 @@ class Groups:
 
     def ring(self, problem: Problem, size: int) -> Contestant:
         """The problem over the first ``size`` ranks; the others do nothing."""
-        if harness.rank() >= size:
+        if rank() >= size:
             return Contestant(f"{size}", lambda: problem.q, torch.empty(0, dtype=torch.int64))
         partition = Partition.even(problem.seq_len, size)
-        q, k, v = (partition.shard(x, harness.rank()) for x in problem.tensors)
+        q, k, v = (partition.shard(x, rank()) for x in problem.tensors)
         group, causal = self.groups[size], problem.causal
         return Contestant(
             f"{size}",
             lambda: ringattn.ring_attention(q, k, v, partition, group=group, causal=causal),
-            partition.position_ids(harness.rank(), problem.q.device),
+            partition.position_ids(rank(), problem.q.device),
         )
 
 
@@ -128,15 +130,15 @@ def problems(device: torch.device) -> Iterator[tuple[Heads, Problem]]:
 
 def check(report: Report, groups: Groups, device: torch.device) -> bool:
     """A row for each problem. Whether all are right."""
-    right, size = True, harness.world_size()
+    right, size = True, world_size()
     for shape, problem in problems(device):
         ring = groups.ring(problem, size)
         of_torch = torch.empty_like(problem.q)
-        if harness.rank() == 0:
+        if rank() == 0:
             of_torch = torch_sdpa.attend(*problem.tensors, problem.causal, False).contiguous()
         if size > 1:
             dist.broadcast(of_torch, 0)
-        error, torch_error = harness.from_all_ranks(
+        error, torch_error = from_all_ranks(
             [
                 problem.max_error(out, ring.positions, SAMPLED_ROWS)
                 for out in (ring.call(), of_torch[:, ring.positions])
@@ -183,14 +185,14 @@ def time_all(report: Report, groups: Groups, device: torch.device, options: Any)
     """Rows of the other parts."""
     for name in options.shapes:
         shape = SHAPES[name]
-        peak = roofline.peak_rates(device, harness.DTYPES[shape.dtype], options)
+        peak = roofline.peak_rates(device, DTYPES[shape.dtype], options)
         for seq_len, wanted in rows_wanted(options).items():
             problem = Problem.of(shape, seq_len, device, causal=not options.no_causal)
             sizes = sorted({size for _, size in wanted})
             rings = {size: groups.ring(problem, size) for size in sizes}
             alone = singles(problem)
-            errors = {size: harness.max_error(rings[size], problem) for size in sizes}
-            timings = harness.measure(
+            errors = {size: max_error(rings[size], problem) for size in sizes}
+            timings = measure(
                 [*rings.values(), *alone], device, rounds=options.rounds, warmup=options.warmup
             )
             best = min(alone, key=lambda item: timings[item.name].median).name
@@ -225,13 +227,12 @@ def time_all(report: Report, groups: Groups, device: torch.device, options: Any)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = harness.timing_arguments(__doc__)
+    made = timing_arguments(__doc__)
     launching.add_world_size(made)
     roofline.add_peak_arguments(made)
-    counts = harness.counts
-    parts = harness.names_of(*PARTS)
+    parts = names_of(*PARTS)
     made.add_argument("--parts", type=parts, default=list(PARTS), help="with commas (default: all)")
-    shapes = harness.names_of(*SHAPES)
+    shapes = names_of(*SHAPES)
     made.add_argument("--shapes", type=shapes, help=f"of {', '.join(SHAPES)} (CPU: tiny)")
     sizes = ("--world-sizes", "--world_sizes")
     made.add_argument(*sizes, type=counts, metavar="W,...", help="(default: 1,2,4,...)")
@@ -245,7 +246,7 @@ def parser() -> argparse.ArgumentParser:
 
 def settled(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line, with what follows from the device and from each other."""
-    options = harness.parse(parser)
+    options = parse(parser)
     on_cuda = options.device == "cuda"
     given = options.world_sizes
     if given is not None and options.world_size is None:
@@ -265,8 +266,8 @@ def main() -> None:
     options = settled(arguments)
     if not launching.under_launcher(arguments, options):
         return
-    with harness.process_group(options.device) as device:
-        size = harness.world_size()
+    with process_group(options.device) as device:
+        size = world_size()
         if options.world_sizes is None:
             options.world_sizes = [2**i for i in range(size.bit_length()) if 2**i <= size]
         header = environment(device) | {
@@ -282,7 +283,7 @@ def main() -> None:
             right = check(report, groups, device)
         time_all(report, groups, device, options)
         report.write(options.out)
-        if options.save_fig is not None and harness.rank() == 0:
+        if options.save_fig is not None and rank() == 0:
             import plot_scaling
 
             plot_scaling.write(report.rows, options.save_fig)

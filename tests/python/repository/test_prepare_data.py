@@ -11,7 +11,7 @@ import pytest
 import torch
 from prompts import Prompts
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import plot_llama
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NOTEBOOK = ROOT / "docs/analysis.ipynb"
 
 
