@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-p = ringattn.Partition.zigzag([500, 300, 201])  # who owns how many tokens: any numbers
+p = ringattn.Partition.zigzag([500, 300, 201])  # how many tokens each rank owns: any numbers
 torch.manual_seed(0)
 q, k, v = (torch.randn(1, p.seq_len, heads, 64) for heads in (8, 2, 2))  # [B, S, H, D], whole
 

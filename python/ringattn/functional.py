@@ -105,9 +105,9 @@ def ring_attention(
             "contiguous". Tensors ``[B, H, S_r, D]`` need their ``transpose(1, 2)``.
         k: keys of this rank, ``[B, S_r, H_kv, D]``, ``H % H_kv == 0``, dtype and device of ``q``.
         v: values of this rank, like ``k``.
-        partition: who owns which tokens, the same on all ranks, such as ``Partition.even(S, W)``.
-            None, all tokens on this rank, is for a single rank alone: the length of a shard does
-            not tell whose tokens it holds.
+        partition: which rank owns which tokens, the same on all ranks, such as
+            ``Partition.even(S, W)``. None, all tokens on this rank, is for a single rank alone:
+            the length of a shard does not show which rank's tokens it holds.
         group: ProcessGroup, one-dimensional DeviceMesh, None for the default group, or "single" for
             this process alone, whatever groups there are. None means this process alone too where
             there never was a default group and ``WORLD_SIZE`` is not above 1.

@@ -56,7 +56,7 @@ def generate(
         model: from :func:`ringattn.models.load_model`.
         prompt_ids: int64 ``[B, T]``, the whole prompt on every rank, prompts of one length.
         max_new_tokens: N, how many tokens follow at most.
-        partition: who owns which tokens of the prompt; None is the even zigzag partition.
+        partition: which rank owns which tokens of the prompt; None is the even zigzag partition.
         cache_lengths: how many keys and values each rank shall hold in the end, T + N - 1 together,
             as from :func:`ringattn.plan_cache`: ranks with more of the prompt give some to others
             once, and new tokens go where the most are lacking. None: nothing moves, new tokens go

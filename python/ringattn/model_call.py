@@ -123,7 +123,7 @@ class ModelCall:
 
         Args:
             ring: the ranks.
-            partition: who owns which of the S tokens, after rows have been rolled.
+            partition: which rank owns which of the S tokens, after rows have been rolled.
             cache: empty, from :meth:`new_cache`; None: keys are not kept.
             padding: where rows have fewer than S tokens.
             transport: as in :func:`ringattn.ring_attention`.

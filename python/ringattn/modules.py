@@ -16,7 +16,7 @@ class RingAttention(nn.Module):
 
     Args:
         group: as in :func:`ringattn.ring_attention`; None is looked up in each call.
-        partition: who owns which tokens, for calls without a partition of their own.
+        partition: which rank owns which tokens, for calls without a partition of their own.
         causal: a query sees the keys at its own and at earlier positions.
         scale: of the scores; None means ``1 / sqrt(D)``.
         transport: how blocks travel, see :func:`ringattn.ring_attention`.

@@ -148,9 +148,9 @@ def parallelize(
     Args:
         model: with the same weights on every rank, on one device. Its parameters and its state dict
             stay as they are; it gets a copy of its config.
-        partition: who owns which tokens: a :class:`ringattn.Partition`, a list of lengths, "even",
-            which None means too, or "auto", planned from profiles that are measured now. A
-            list, or a Partition of another length than the call's, serves as weights; the layout
+        partition: which rank owns which tokens: a :class:`ringattn.Partition`, a list of lengths,
+            "even" (which None means too), or "auto", planned from profiles that are measured now.
+            A list, or a Partition of another length than the call's, serves as weights; the layout
             and the order are kept.
         group: as in :func:`ringattn.ring_attention`.
         transport: as in :func:`ringattn.ring_attention`.

@@ -116,7 +116,7 @@ class Plan:
     """A partition and its predicted times, for one layer and one sequence. ``print`` shows a table.
 
     Args:
-        partition: who owns which tokens.
+        partition: which rank owns which tokens.
         depth: how many blocks should be under way ahead of the one being attended to.
         least_depth: the smallest depth at which, by the profiles, ranks wait no longer for each
             other than at ``depth``.

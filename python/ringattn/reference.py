@@ -82,7 +82,7 @@ def rank_attention(
 
     Args:
         q: the whole sequence, ``[B, S, H, D]``; so are k and v, ``[B, S, H_kv, D]``.
-        partition: who owns which tokens.
+        partition: which rank owns which tokens.
         rank: whose rows are computed.
         causal: a query sees the keys at its own and at earlier positions.
         scale: of the scores; None means ``1 / sqrt(D)``.

@@ -40,7 +40,7 @@ def rotate_kv(
     Args:
         kv: keys and values stacked, ``[2, B, S_r, H_kv, D]``; they are copied, so it may be written
             to as soon as this returns.
-        partition: who owns which tokens.
+        partition: which rank owns which tokens.
         group: as in :func:`ring_attention`.
         transport: as in :func:`ring_attention`.
 

@@ -236,7 +236,7 @@ class LLaMA(nn.Module):
         Args:
             token_ids: int64, the whole sequence ``[B, S]`` on every rank, or with ``sharded`` this
                 rank's tokens ``[B, S_r]`` in position order.
-            partition: who owns which tokens; None is the even zigzag partition, and with
+            partition: which rank owns which tokens; None is the even zigzag partition, and with
                 ``sharded`` an error where there is more than one rank.
             sharded: whether ``token_ids`` are this rank's own already.
 

@@ -36,7 +36,7 @@ class RingAttentionStrategy(DistributedStrategy):
     this module.
 
     Args:
-        partition: who owns which tokens, as in :func:`ringattn.parallelize`.
+        partition: which rank owns which tokens, as in :func:`ringattn.parallelize`.
         block_lens: another name of ``partition``.
         group: as in :func:`ringattn.ring_attention`.
         transport: likewise.
@@ -135,7 +135,7 @@ def get_model(
             "tp" among it, which this function passes on.
         checkpoint_sharding: as for ``fms.models.get_model``.
         group: of the ring; of a strategy its own.
-        block_lens: who owns which tokens, for "ring": as ``partition`` of
+        block_lens: which rank owns which tokens, for "ring": as ``partition`` of
             :func:`ringattn.parallelize`.
         kwargs: as for ``fms.models.get_model``.
 
