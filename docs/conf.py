@@ -20,6 +20,7 @@ include_patterns = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "tests/README.md",
     "docs/**",
     "benchmarks/results/*.md",
 ]

@@ -37,8 +37,8 @@ def equalize(measured: Sequence[RankMeasurement], noise: float = NOISE) -> list[
     """Profiles from measurements, with differences that are noise removed.
 
     For each quantity, ranks whose medians are close, and ranks whose median lies between the
-    quartiles of the other, are equal (:func:`snap_equal`). Medians are close that are less than
-    ``noise`` below the other, with two exceptions:
+    quartiles of the other, are equal and get the mean of their medians. Medians are close that are
+    less than ``noise`` below the other, with two exceptions:
 
     * ``2 * noise`` for ranks on the same model of device with as many multiprocessors: under load,
       speeds of equal GPUs drift apart and back by that much, and a plan that follows them is slower
