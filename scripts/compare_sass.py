@@ -9,6 +9,9 @@ A build is an object file, a library or a build folder. A folder stands for libr
 below it, or else for all CUDA objects (*.cu.o) below it. Kernels are compared by architecture and
 name. Names of internal linkage hold the name of the source file and a hash of its path: both are
 left out.
+
+With --renamed, kernels whose names are in one build only are paired by their code: a mangled name
+changes with every identifier in it. Kernels without a partner of the same code fail as before.
 """
 
 import argparse
@@ -129,12 +132,39 @@ def differences(old: Kernels, new: Kernels) -> list[tuple[str, str, str, str]]:
     return found
 
 
+def pair_renamed(old: Kernels, new: Kernels) -> int:
+    """Removes kernels of the same architecture and code whose names are in one build only, pair by
+    pair, and returns how many pairs."""
+    by_code: dict[tuple[str, tuple[str, ...]], list[tuple[str, str]]] = collections.defaultdict(
+        list
+    )
+    for key in new.keys() - old.keys():
+        for listing in new[key]:
+            by_code[key[0], listing].append(key)
+    pairs = 0
+    for key in old.keys() - new.keys():
+        for listing in list(old[key]):
+            partners = by_code[key[0], listing]
+            if not partners:
+                continue
+            partner = partners.pop()
+            for kernels, name in ((old, key), (new, partner)):
+                kernels[name].remove(listing)
+                if not kernels[name]:
+                    del kernels[name]
+            pairs += 1
+    return pairs
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("old", type=pathlib.Path, help="a build: folder, library or object file")
     parser.add_argument("new", type=pathlib.Path, help="the build to compare with it")
+    parser.add_argument(
+        "--renamed", action="store_true", help="pair kernels that have new names by their code"
+    )
     parser.add_argument("--cuobjdump", help="the program to disassemble with, if not the one found")
     arguments = parser.parse_args()
     for build in (arguments.old, arguments.new):
@@ -147,15 +177,17 @@ def main() -> int:
         old, new = (kernels_of(build, cuobjdump) for build in (arguments.old, arguments.new))
     except ValueError as error:
         parser.error(str(error))
+    numbers = [sum(map(len, kernels.values())) for kernels in (old, new)]
+    pairs = pair_renamed(old, new) if arguments.renamed else 0
     found = differences(old, new)
     readable = demangle([name for _, _, name, _ in found])
     for what, architecture, name, detail in found:
         print(f"{what:<8} {architecture:<7} {readable[name]}" + (f"\n  {detail}" if detail else ""))
     counts = collections.Counter(what for what, _, _, _ in found)
-    numbers = [sum(map(len, kernels.values())) for kernels in (old, new)]
     print(
         f"compare_sass: {numbers[0]} kernels in OLD, {numbers[1]} in NEW: "
         f"{counts['differs']} differ, {counts['missing']} missing, {counts['new']} new"
+        + (f", {pairs} renamed" if arguments.renamed else "")
     )
     return 1 if found else 0
 

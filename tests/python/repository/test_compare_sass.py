@@ -29,7 +29,7 @@ def sass(*listings: str, architectures: tuple[str, ...] = ("sm_80", "sm_90a")) -
 BASE = sass(listing(STAGE, "LDG R1", "EXIT"), listing(MERGE, "FADD R1", "EXIT"))
 
 
-def compare(folder: Path, old: str, new: str) -> subprocess.CompletedProcess[str]:
+def compare(folder: Path, old: str, new: str, *options: str) -> subprocess.CompletedProcess[str]:
     """The script on two builds: their objects hold what the cuobjdump, which is `cat`, prints."""
     cuobjdump = folder / "cuobjdump"
     cuobjdump.write_text('#!/bin/sh\nexec cat "$2"\n')
@@ -38,7 +38,7 @@ def compare(folder: Path, old: str, new: str) -> subprocess.CompletedProcess[str
         (folder / name).mkdir()
         (folder / name / "kernels.cu.o").write_text(text)
     command = [sys.executable, str(ROOT / "scripts/compare_sass.py"), f"--cuobjdump={cuobjdump}"]
-    command += [str(folder / "old"), str(folder / "new")]
+    command += [*options, str(folder / "old"), str(folder / "new")]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -100,6 +100,28 @@ def test_other_code_fails(tmp_path: Path, new: str, said: list[str], counts: str
     printed = re.sub(" +", " ", done.stdout)
     assert all(text in printed for text in said), done.stdout
     assert done.stdout.endswith(f": {counts}\n")
+
+
+def test_kernels_of_new_names_are_paired_by_their_code(tmp_path: Path) -> None:
+    fold, other = "_ZN8ringattn4cuda4foldEv", "_ZN8ringattn4cuda9fold_rowsEv"
+    renamed = sass(listing(STAGE, "LDG R1", "EXIT"), listing(fold, "FADD R1", "EXIT"))
+    changed = sass(listing(STAGE, "LDG R1", "EXIT"), listing(fold, "FADD R2", "EXIT"))
+    twice = sass(
+        *(listing(STAGE, "LDG R1", "EXIT"), listing(fold, "FADD R1", "EXIT")),
+        listing(other, "FADD R1", "EXIT"),
+    )
+    results = {
+        "renamed": (renamed, ["--renamed"], 0, "0 differ, 0 missing, 0 new, 2 renamed"),
+        "not asked for": (renamed, [], 1, "0 differ, 2 missing, 2 new"),
+        "changed": (changed, ["--renamed"], 1, "0 differ, 2 missing, 2 new, 0 renamed"),
+        "two for one": (twice, ["--renamed"], 1, "0 differ, 0 missing, 2 new, 2 renamed"),
+    }
+    for name, (new, options, status, counts) in results.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        done = compare(folder, BASE, new, *options)
+        assert (done.returncode, done.stderr) == (status, ""), name
+        assert done.stdout.endswith(f": {counts}\n"), name
 
 
 @pytest.mark.parametrize(
