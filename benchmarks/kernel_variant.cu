@@ -79,21 +79,21 @@ EXPORTED int attend(void* q, void* k, void* v, void* out, void* state, float* ls
 
 namespace {
 
-/// Of device memory; before the first call as prepare_words leaves them.
-struct RankWords {
-  uint32_t failed;  // not 0: nobody waits any more
+/// In device memory, initialised by prepare_signals.
+struct RankSignals {
+  uint32_t failed;  // not 0: ends all waits
   uint32_t calls;
-  uint32_t staged[Notices::kMaxPeers];
-  uint32_t read[Notices::kMaxPeers];
-  uint32_t tags[Notices::kMaxPeers];
+  uint32_t staged[PeerSignals::kMaxPeers];
+  uint32_t read[PeerSignals::kMaxPeers];
+  uint32_t tags[PeerSignals::kMaxPeers];
   uint32_t blocks_done[cuda::kStageCounters];
-  uint32_t launch[LaunchWords::kFirstArrival];
+  uint32_t scratch[LaunchScratch::kFirstArrival];
   uint32_t arrivals[4096];
 };
 
-/// Of host memory that the device writes to.
-struct ShownWords {
-  uint32_t calls, phase, unlike;
+/// In host memory that the device writes.
+struct HostMirrors {
+  uint32_t calls, phase, mismatch;
 };
 
 /// What one rank of a ring does. Blocks [H_kv, 2, B, S_r, D]: keys and values of a head next to
@@ -104,21 +104,21 @@ struct RankCall {
   float* lse;        // [B, H, S_r]
   void* staged;      // its block, for others to read
   void* blocks[16];  // of the others, by rank
-  void* brought;     // memory for all of these; null: they are attended to where they lie
-  RankWords* words;
-  ShownWords* shown;
+  void* fetched;     // memory for all of these; null: they are attended in place
+  RankSignals* signals;
+  HostMirrors* host;
   int64_t lengths[16];  // of the shards of an even or uneven zigzag
   int world_size, rank, batch, num_heads, num_kv_heads, head_dim, causal, tile_rows;
   float scale;
 };
 
-/// What a rank and its peers say to each other, it says to itself: who the others are does not
-/// matter to it, only when they say it, and all ranks are at the same point here.
+/// The rank's own pad stands for those of its peers: their signals matter only by their timing, and
+/// all ranks are at the same point here.
 cuda::StageParams staging(const RankCall& call, const Partition& partition) {
-  const int64_t pieces_of_row = int64_t{call.head_dim} * kElementBytes;
+  const int64_t row_bytes = int64_t{call.head_dim} * kElementBytes;
   const auto source = [&](const void* data) {
-    const int64_t row = call.num_kv_heads * pieces_of_row;
-    return cuda::StageSource{data, partition.length(call.rank) * row, row, pieces_of_row};
+    const int64_t row = call.num_kv_heads * row_bytes;
+    return cuda::StageSource{data, partition.length(call.rank) * row, row, row_bytes};
   };
   cuda::StageParams params;
   params.k = source(call.k);
@@ -127,57 +127,58 @@ cuda::StageParams staging(const RankCall& call, const Partition& partition) {
   params.batch = call.batch;
   params.staged_rows = static_cast<int>(partition.length(call.rank));
   params.num_kv_heads = call.num_kv_heads;
-  params.row_bytes = pieces_of_row;
+  params.row_bytes = row_bytes;
   params.kernel_fetches = true;
   for (int64_t other = 0; other < call.world_size; ++other) {
     if (other == call.rank) continue;
-    const int64_t rows = rows_seen(partition, other, call.rank, call.causal != 0);
+    const int64_t rows = rows_used(partition, other, call.rank, call.causal != 0);
     params.rows = std::max(params.rows, static_cast<int>(rows));
-    params.taken_back[params.num_signals] = &call.words->read[other];
-    params.signals[params.num_signals++] = &call.words->staged[other];
-    params.tags.told[params.num_awaited] = &call.words->tags[other];
-    params.tags.theirs[params.num_awaited] = &call.words->tags[other];
-    params.awaited[params.num_awaited++] = &call.words->staged[other];
+    params.own_read[params.num_peers] = &call.signals->read[other];
+    params.peer_staged[params.num_peers++] = &call.signals->staged[other];
+    params.tags.peer[params.num_awaited] = &call.signals->tags[other];
+    params.tags.own[params.num_awaited] = &call.signals->tags[other];
+    params.own_staged[params.num_awaited++] = &call.signals->staged[other];
   }
-  params.tags.unlike = &call.shown->unlike;
-  params.failed = &call.words->failed;
-  params.blocks_done = call.words->blocks_done;
-  params.calls = &call.words->calls;
-  params.calls_shown = &call.shown->calls;
-  params.phase_shown = &call.shown->phase;
+  params.tags.mismatch = &call.host->mismatch;
+  params.failed = &call.signals->failed;
+  params.blocks_done = call.signals->blocks_done;
+  params.calls = &call.signals->calls;
+  params.calls_mirror = &call.host->calls;
+  params.phase_mirror = &call.host->phase;
   return params;
 }
 
-Bringing bringing(const RankCall& call) {
-  Bringing bringing;
-  bringing.words = {call.words->launch, static_cast<int32_t>(std::size(call.words->arrivals))};
-  if (call.brought == nullptr) return bringing;
-  bringing.failed = &call.words->failed;
-  Notices& notices = bringing.notices;
+RemoteFetch remote_fetch(const RankCall& call) {
+  RemoteFetch remote_fetch;
+  remote_fetch.scratch = {call.signals->scratch,
+                          static_cast<int32_t>(std::size(call.signals->arrivals))};
+  if (call.fetched == nullptr) return remote_fetch;
+  remote_fetch.failed = &call.signals->failed;
+  PeerSignals& signals = remote_fetch.signals;
   for (int64_t other = 0; other < call.world_size; ++other) {
     if (other == call.rank) continue;
-    notices.staged[notices.num_peers] = &call.words->staged[other];
-    notices.read_here[notices.num_peers] = &call.words->read[other];
-    notices.read[notices.num_peers++] = &call.words->read[other];
+    signals.staged[signals.num_peers] = &call.signals->staged[other];
+    signals.own_read[signals.num_peers] = &call.signals->read[other];
+    signals.peer_read[signals.num_peers++] = &call.signals->read[other];
   }
-  notices.phase = &call.shown->phase;
-  bringing.follows_staging = true;
-  return bringing;
+  signals.phase = &call.host->phase;
+  remote_fetch.follows_staging = true;
+  return remote_fetch;
 }
 
 }  // namespace
 
 /// Bytes of what is shared with Python.
 EXPORTED int rank_call_bytes() { return sizeof(RankCall); }
-EXPORTED int rank_words_bytes() { return sizeof(RankWords); }
-EXPORTED int shown_words_bytes() { return sizeof(ShownWords); }
+EXPORTED int rank_signals_bytes() { return sizeof(RankSignals); }
+EXPORTED int host_mirrors_bytes() { return sizeof(HostMirrors); }
 
 /// Returns a cudaError_t.
-EXPORTED int prepare_words(RankWords* words) {
-  const cudaError_t error = cudaMemset(words, 0, sizeof(RankWords));
+EXPORTED int prepare_signals(RankSignals* signals) {
+  const cudaError_t error = cudaMemset(signals, 0, sizeof(RankSignals));
   if (error != cudaSuccess) return error;
-  const std::vector<uint32_t> read(Notices::kMaxPeers, 1);  // whatever was staged before
-  return cudaMemcpy(words->read, read.data(), sizeof(words->read), cudaMemcpyHostToDevice);
+  const std::vector<uint32_t> read(PeerSignals::kMaxPeers, 1);  // nothing is staged yet
+  return cudaMemcpy(signals->read, read.data(), sizeof(signals->read), cudaMemcpyHostToDevice);
 }
 
 /// Has the current device read memory of another one. Returns a cudaError_t.
@@ -187,17 +188,17 @@ EXPORTED int reach(int other) {
   return cudaGetLastError() == error ? cudaSuccess : error;
 }
 
-/// One rank's call of a ring, staging included where blocks are brought, as the one-sided transport
-/// makes it. Returns a cudaError_t.
+/// One rank's call of a ring as the one-sided transport makes it, staging included where blocks are
+/// fetched. Returns a cudaError_t.
 EXPORTED int attend_as_rank(const RankCall* call, void* stream) {
-  if (!holds(call->head_dim) || call->world_size < 2 || call->world_size > Notices::kMaxPeers)
+  if (!holds(call->head_dim) || call->world_size < 2 || call->world_size > PeerSignals::kMaxPeers)
     return cudaErrorInvalidValue;
   const Partition partition(Layout::kZigzag, {call->lengths, call->lengths + call->world_size});
   const int rows = static_cast<int>(partition.length(call->rank));
   const int64_t head_dim = call->head_dim, batch = call->batch;
 
   std::vector<KeySegment> segments;
-  auto* brought = static_cast<char*>(call->brought);
+  auto* fetched = static_cast<char*>(call->fetched);
   for (const Visit& visit : schedule(partition, call->rank, call->causal != 0)) {
     if (!visit.visible()) continue;
     KeySegment& segment = segments.emplace_back();
@@ -210,14 +211,14 @@ EXPORTED int attend_as_rank(const RankCall* call, void* stream) {
       continue;
     }
     const int64_t block_rows = partition.length(visit.source);
-    const bool is_there = brought == nullptr;
-    const int64_t plane = (is_there ? block_rows : visit.key_end) * head_dim;
-    char* const to = is_there ? static_cast<char*>(call->blocks[visit.source]) : brought;
+    const bool is_local = fetched == nullptr;
+    const int64_t plane = (is_local ? block_rows : visit.key_end) * head_dim;
+    char* const to = is_local ? static_cast<char*>(call->blocks[visit.source]) : fetched;
     segment.k = {to, plane, head_dim, 2 * batch * plane};
     segment.v = {to + batch * plane * kElementBytes, plane, head_dim, 2 * batch * plane};
-    if (is_there) continue;
+    if (is_local) continue;
     segment.source = {call->blocks[visit.source], block_rows};
-    brought += 2 * batch * call->num_kv_heads * block_rows * head_dim * kElementBytes;
+    fetched += 2 * batch * call->num_kv_heads * block_rows * head_dim * kElementBytes;
   }
 
   BlockAttentionParams params;
@@ -228,7 +229,7 @@ EXPORTED int attend_as_rank(const RankCall* call, void* stream) {
   params.lse_batch_stride = int64_t{call->num_heads} * rows;
   params.segments = segments.data();
   params.num_segments = static_cast<int>(segments.size());
-  params.bringing = bringing(*call);
+  params.remote_fetch = remote_fetch(*call);
   params.batch = call->batch;
   params.num_queries = rows;
   params.num_heads = call->num_heads;
@@ -238,7 +239,7 @@ EXPORTED int attend_as_rank(const RankCall* call, void* stream) {
   params.scale = call->scale;
   params.dtype = DataType::kBFloat16;
   params.tile_rows = call->tile_rows;
-  if (call->brought != nullptr) {
+  if (call->fetched != nullptr) {
     const cudaError_t error =
         cuda::stage(staging(*call, partition), static_cast<cudaStream_t>(stream));
     if (error != cudaSuccess) return error;

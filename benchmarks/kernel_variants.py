@@ -52,7 +52,7 @@ _MOST_IN_A_ROW = 50  # which the host enqueues while the device is kept busy
 _PATIENCE = 60.0  # seconds, with one rank of a ring
 _FLAGS = ["-O3", "-DNDEBUG", "-std=c++20", "-gencode=arch=compute_90a,code=sm_90a"]
 _FLAGS += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
-_EXPORTS = ["attend", "attend_as_rank", "prepare_words", "reach", "*_bytes"]
+_EXPORTS = ["attend", "attend_as_rank", "prepare_signals", "reach", "*_bytes"]
 
 
 def library(name: str, head_dim: int) -> Path:

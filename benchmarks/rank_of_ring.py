@@ -21,7 +21,7 @@ class RankCall(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "staged")),
         ("blocks", ctypes.c_void_p * MOST_RANKS),
-        *((name, ctypes.c_void_p) for name in ("brought", "words", "shown")),
+        *((name, ctypes.c_void_p) for name in ("fetched", "signals", "host")),
         ("lengths", ctypes.c_int64 * MOST_RANKS),
         *(
             (name, ctypes.c_int)
@@ -67,22 +67,24 @@ class _OnDevice:
         staged = torch.zeros(k.size(2), 2, *(batch, rows, head_dim), dtype=k.dtype, device=device)
         blocks = {r: block(r) for r in range(partition.world_size) if r != rank}
         largest = max(partition.lengths) * len(blocks)
-        brought = torch.zeros(
+        fetched = torch.zeros(
             2 * batch * k.size(2) * largest * head_dim, dtype=k.dtype, device=device
         )
-        self._words = torch.empty(kernel.rank_words_bytes() // 4, dtype=torch.int32, device=device)
+        self._signals = torch.empty(
+            kernel.rank_signals_bytes() // 4, dtype=torch.int32, device=device
+        )
         with torch.cuda.device(device):
-            words = ctypes.c_void_p(self._words.data_ptr())
-            _check(kernel.prepare_words(words), "preparing a rank's words")
-        shown = torch.zeros(kernel.shown_words_bytes() // 4, dtype=torch.int32).pin_memory()
+            signals = ctypes.c_void_p(self._signals.data_ptr())
+            _check(kernel.prepare_signals(signals), "preparing a rank's signals")
+        host = torch.zeros(kernel.host_mirrors_bytes() // 4, dtype=torch.int32).pin_memory()
         # Alive as long as the call is.
-        self._memory = (q, k, v, lse, staged, brought, shown, *blocks.values())
+        self._memory = (q, k, v, lse, staged, fetched, host, *blocks.values())
 
         self._call = RankCall(
             *(x.data_ptr() for x in (q, k, v, self.out, lse, staged)),
-            brought=None if there else brought.data_ptr(),
-            words=self._words.data_ptr(),
-            shown=shown.data_ptr(),
+            fetched=None if there else fetched.data_ptr(),
+            signals=self._signals.data_ptr(),
+            host=host.data_ptr(),
             world_size=partition.world_size,
             rank=rank,
             batch=batch,
@@ -109,7 +111,7 @@ class _OnDevice:
     def give_up(self) -> None:
         """Kernels of this rank wait for nothing any more. By a copy engine: they hold the rest."""
         with torch.cuda.stream(self._side):
-            self._words[:1].copy_(self._one, non_blocking=True)
+            self._signals[:1].copy_(self._one, non_blocking=True)
 
 
 class RankOfRing:
@@ -117,7 +119,7 @@ class RankOfRing:
     second one the same rank there: each has the blocks of the others on the other device.
 
     name: of the variant; kernel: its library. there: blocks lie on the device itself and are not
-    brought.
+    fetched.
     """
 
     def __init__(

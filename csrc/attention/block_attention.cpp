@@ -26,15 +26,15 @@ at::ScalarType state_dtype(at::ScalarType dtype) {
 namespace {
 
 void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
-                          const AttentionResult& result, const Bringing& bringing) {
+                          const AttentionResult& result, const RemoteFetch& remote_fetch) {
   TORCH_INTERNAL_ASSERT(!blocks.empty());
   const int64_t num_queries = q.size(1);
-  const at::Tensor queries = kernel_ready(q);
+  const at::Tensor queries = as_kernel_input(q);
   bool copied = !queries.is_same(q);
-  std::vector<at::Tensor> ready;  // alive until the launch
+  std::vector<at::Tensor> inputs;  // alive until the launch
   std::vector<KeySegment> segments;
   for (const KeyBlock& block : blocks) {
-    const at::Tensor keys = kernel_ready(block.k), values = kernel_ready(block.v);
+    const at::Tensor keys = as_kernel_input(block.k), values = as_kernel_input(block.v);
     TORCH_INTERNAL_ASSERT(block.source.data == nullptr ||
                           (keys.is_same(block.k) && values.is_same(block.v)));
     const int64_t num_keys = keys.size(1);
@@ -46,17 +46,17 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
     segment.first_query = block.first_query;
     segment.source = block.source;
     segments.push_back(segment);
-    ready.insert(ready.end(), {keys, values});
+    inputs.insert(inputs.end(), {keys, values});
     copied = copied || !keys.is_same(block.k) || !values.is_same(block.v);
   }
-  // A kernel in between would be the one that this launch begins beside.
-  TORCH_INTERNAL_ASSERT(!bringing.follows_staging || !copied);
+  // A copy's kernel would run between the staging kernel and this launch, which must follow it.
+  TORCH_INTERNAL_ASSERT(!remote_fetch.follows_staging || !copied);
 
   BlockAttentionParams params;
   params.q = strided(queries);
   params.segments = segments.data();
   params.num_segments = segments.size();
-  params.bringing = bringing;
+  params.remote_fetch = remote_fetch;
   params.batch = q.size(0);
   params.num_queries = num_queries;
   params.num_heads = q.size(2);
@@ -77,28 +77,29 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
   params.lse_batch_stride = lse.tensor().stride(0);
   params.lse_head_stride = lse.tensor().stride(1);
   check_launch(cuda::block_attention(params, current_stream(q)), "block_attention");
-  log_info_once(cuda::attends_segments(params) ? "attention kernels: sm90, sm80 for short calls"
-                                               : "attention kernels: sm80");
+  log_info_once(cuda::supports_segment_lists(params)
+                    ? "attention kernels: sm90, sm80 for short calls"
+                    : "attention kernels: sm80");
 }
 
 }  // namespace
 #endif
 
-at::Tensor attendable(const at::Tensor& x) {
+at::Tensor as_attention_input(const at::Tensor& x) {
 #ifdef RINGATTN_WITH_CUDA
-  if (x.is_cuda()) return kernel_ready(x);
+  if (x.is_cuda()) return as_kernel_input(x);
 #endif
   return x;
 }
 
-bool attends_lists(const at::Tensor& q, int64_t num_blocks) {
+bool supports_segment_lists(const at::Tensor& q, int64_t num_blocks) {
 #ifdef RINGATTN_WITH_CUDA
   if (!q.is_cuda() || q.numel() == 0) return false;
   BlockAttentionParams params;
   params.num_segments = num_blocks;
   params.head_dim = q.size(3);
   params.dtype = data_type(q.scalar_type());
-  return cuda::attends_segments(params);
+  return cuda::supports_segment_lists(params);
 #else
   return false;
 #endif
@@ -116,10 +117,10 @@ std::vector<AttentionTile> attention_tiles(c10::Device device, at::ScalarType dt
 }
 
 void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
-                     const AttentionResult& result, const Bringing& bringing) {
+                     const AttentionResult& result, const RemoteFetch& remote_fetch) {
   if (q.numel() == 0) return;
 #ifdef RINGATTN_WITH_CUDA
-  if (q.is_cuda()) return block_attention_cuda(q, blocks, scale, result, bringing);
+  if (q.is_cuda()) return block_attention_cuda(q, blocks, scale, result, remote_fetch);
 #endif
   TORCH_INTERNAL_ASSERT(blocks.size() == 1);
   const KeyBlock& block = blocks.front();

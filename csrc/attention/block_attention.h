@@ -22,8 +22,8 @@ namespace ringattn {
 /// result.
 RINGATTN_API at::ScalarType state_dtype(at::ScalarType dtype);
 
-/// Where the result of one call goes, and what it is merged with. Shapes are those of the call's
-/// rows.
+/// Where the result of one call is written, and what it is merged with. Shapes are those of the
+/// call's rows.
 struct AttentionResult {
   at::Tensor out;    // [B, S_q, H, D], q's dtype: rows [final_begin, final_end) are written;
                      // undefined if none
@@ -40,26 +40,26 @@ struct KeyBlock {
   at::Tensor k;  // [B, S_k, H_kv, D]
   at::Tensor v;
   std::optional<int64_t> diagonal;  // query row i sees key j when j - i <= diagonal; absent: all
-  int64_t first_query = 0;          // rows before it see nothing of this block
-  RemoteKeys source = {};           // see KeySegment; without data: the keys are there
+  int64_t first_query = 0;          // rows before it see none of the keys
+  RemoteBlock source = {};          // see KeySegment; without data: a local block
 };
 
-/// Whether one call can attend q to a list of `num_blocks` blocks, and bring them by itself.
-RINGATTN_API bool attends_lists(const at::Tensor& q, int64_t num_blocks);
+/// Whether one call can attend q to a list of `num_blocks` blocks, and fetch them by itself.
+RINGATTN_API bool supports_segment_lists(const at::Tensor& q, int64_t num_blocks);
 
 /// The tiles in which a device's kernel computes calls of many rows, the fastest first. None: it
-/// computes what is there.
+/// has no tiles, and computes exactly the rows and keys of the call.
 RINGATTN_API std::vector<AttentionTile> attention_tiles(c10::Device device, at::ScalarType dtype,
                                                         int64_t head_dim);
 
 /// x [B, S, H, D] itself, or a copy where its strides or address do not suit the kernels.
-RINGATTN_API at::Tensor attendable(const at::Tensor& x);
+RINGATTN_API at::Tensor as_attention_input(const at::Tensor& x);
 
-/// Attends q to a list of blocks, in its order, in one launch; more than one only where
-/// attends_lists says so.
+/// Attends q to a list of blocks, in its order, in one launch; more than one block only where
+/// supports_segment_lists.
 RINGATTN_API void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks,
                                   double scale, const AttentionResult& result,
-                                  const Bringing& bringing = {});
+                                  const RemoteFetch& remote_fetch = {});
 
 /// Attends q [B, S_q, H, D] to k, v [B, S_k, H_kv, D] under `diagonal`, folds the earlier state in
 /// where there is one, and writes `result`. Any strides. On CUDA: runs on the current stream.
@@ -67,7 +67,7 @@ RINGATTN_API void block_attention(const at::Tensor& q, const at::Tensor& k, cons
                                   double scale, std::optional<int64_t> diagonal,
                                   const AttentionResult& result);
 
-/// The same, alone: out [B, S_q, H, D] in `out_dtype` and lse [B, H, S_q].
+/// The same without an earlier state: out [B, S_q, H, D] in `out_dtype` and lse [B, H, S_q].
 RINGATTN_API std::pair<at::Tensor, at::Tensor> block_attention(const at::Tensor& q,
                                                                const at::Tensor& k,
                                                                const at::Tensor& v, double scale,

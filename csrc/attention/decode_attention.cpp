@@ -38,7 +38,8 @@ at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Te
   const at::Tensor out = outs.select(0, 0), lse = lses.select(0, 0);
 #ifdef RINGATTN_WITH_CUDA
   if (q.is_cuda()) {
-    const at::Tensor queries = kernel_ready(q), keys = kernel_ready(k), values = kernel_ready(v);
+    const at::Tensor queries = as_kernel_input(q), keys = as_kernel_input(k),
+                     values = as_kernel_input(v);
     DecodeAttentionParams params;
     params.q = strided(queries);
     params.k = strided(keys);

@@ -15,7 +15,7 @@ namespace ringattn {
 #ifdef RINGATTN_WITH_CUDA
 namespace {
 
-// What every merge says: into out, from the states of which the first is given.
+// Parameters of every merge: into out, from states of which the first is given.
 MergeStatesParams merge_params(const at::Tensor& out, const at::Tensor& state,
                                const at::Tensor& state_lse) {
   MergeStatesParams params;
@@ -41,7 +41,8 @@ void merge_states_(const at::Tensor& out, const at::Tensor& lse, const at::Tenso
 #ifdef RINGATTN_WITH_CUDA
   if (out.is_cuda()) {
     const InPlace folded_out(out), folded_lse(lse);
-    const at::Tensor added_out = kernel_ready(other_out), added_lse = unit_last_stride(other_lse);
+    const at::Tensor added_out = as_kernel_input(other_out),
+                     added_lse = unit_last_stride(other_lse);
     MergeStatesParams params = merge_params(folded_out.tensor(), added_out, added_lse);
     params.lse = folded_lse.tensor().data_ptr<float>();
     params.lse_batch_stride = folded_lse.tensor().stride(0);

@@ -6,8 +6,8 @@
 #include "core/shape.h"
 #include "peer_sync/protocol.h"
 
-// What a kernel is told. Plain data: no torch, no CUDA types, so that every kernel family and every
-// host of one can include it.
+// Parameters of the kernels. Plain data without torch or CUDA types, so that every kernel family
+// and its host code can include it.
 
 namespace ringattn {
 
@@ -21,26 +21,26 @@ struct Strided {
   int64_t head_stride = 0;
 };
 
-/// Keys under one diagonal.
+/// A list of keys under one diagonal.
 struct KeySegment {
   Strided k;                // [B, S_k, H_kv, D], dtype
   Strided v;                // [B, S_k, H_kv, D], dtype
   int32_t num_keys = 0;     // S_k
   int32_t diagonal = 0;     // row i sees key j when j - i <= diagonal; in [-S_q, S_k]; S_k: no mask
-  int32_t first_query = 0;  // rows before it see nothing of the segment; 0, or the same in all
-                            // segments of a call where it is not 0
-  /// With data: the launch brings the keys from there, and `k` and `v` are where to, the planes of
-  /// one memory [H_kv, 2, B, num_keys, D]. Without: the keys are there.
-  RemoteKeys source;
+  int32_t first_query = 0;  // rows before it see none of the keys; 0, or the same value in all
+                            // segments of a call in which it is not 0
+  /// With data, a remote segment: the launch fetches the keys from there to `k` and `v`, the planes
+  /// of one buffer [H_kv, 2, B, num_keys, D]. Without: a local segment.
+  RemoteBlock source;
 };
 
-/// One call of block attention: S_q query rows against a list of key segments, folded into a state
-/// where there is one. Segments are attended in the order of the list.
+/// One call of block attention: S_q query rows against a list of key segments, in the order of the
+/// list, folded into a state where there is one.
 ///
 /// Every row's result goes to exactly one place: rows in [final_begin, final_end) are rounded to
 /// `dtype` and written to `out`; the others are written to `state`, in float32. With `fold`, state
-/// and lse already hold earlier keys and the result of each row is merged with them first (also of
-/// the rows that then leave through `out`).
+/// and lse hold the result over earlier keys, and each row's result is merged with it first, also
+/// where the row is then written to `out`.
 struct BlockAttentionParams {
   Strided q;    // [B, S_q, H, D], dtype
   Strided out;  // [B, S_q, H, D], dtype; null data when no row is final
@@ -52,11 +52,11 @@ struct BlockAttentionParams {
   const KeySegment* segments = nullptr;  // [num_segments], host memory, read during the call
   int32_t num_segments = 0;
 
-  /// Where there are words, tiles are handed out as thread blocks come to ask, otherwise they are
-  /// shared out beforehand: better where nothing else runs on the device. With `failed`, which
-  /// needs words, the launch brings the segments that have a source, and gives notice also where
-  /// there are none.
-  Bringing bringing;
+  /// With scratch, work tiles are dispatched dynamically to the thread blocks that are free.
+  /// Without, they are assigned beforehand, which is faster where nothing else runs on the device.
+  /// With `failed`, which needs scratch, the launch fetches the remote segments and gives the
+  /// signals of peer_sync/protocol.h, also where there is no remote segment.
+  RemoteFetch remote_fetch;
 
   int32_t batch = 0;
   int32_t num_queries = 0;   // S_q
@@ -68,9 +68,9 @@ struct BlockAttentionParams {
   float scale = 1.0f;  // finite, any sign, 0 included
   DataType dtype = DataType::kBFloat16;
   bool fold = false;
-  /// Of kernels whose thread blocks stay, one on each multiprocessor: no more of them.
+  /// Persistent kernels have one thread block on each multiprocessor: at most so many.
   int32_t max_blocks = INT32_MAX;
-  /// Of kernels with tiles of several sizes: the one of so many rows. 0: they choose.
+  /// Rows of a query tile, for kernels with tiles of several sizes. 0: the kernel chooses.
   int32_t tile_rows = 0;
 };
 
@@ -96,15 +96,14 @@ struct DecodeAttentionParams {
   DataType dtype = DataType::kBFloat16;
 };
 
-/// Folds `num_states` states, one after the other in order, into one: the cross-rank merge of
-/// decode (in memory one behind the other) and merge_states_.
+/// Folds `num_states` states, in order, into one: the merge of decode across ranks, whose states
+/// are adjacent in memory, and merge_states_.
 struct MergeStatesParams {
   Strided out;           // [B, S_q, H, D], out_dtype
-  float* lse = nullptr;  // [B, H, S_q], may be null: nobody asks for it
+  float* lse = nullptr;  // [B, H, S_q], may be null: not written
   int64_t lse_batch_stride = 0;
   int64_t lse_head_stride = 0;
-  bool fold =
-      false;  // out (then float32) and lse hold a state that comes before the first of `states`
+  bool fold = false;  // out (then float32) and lse hold a state that precedes the first of `states`
 
   Strided states;                     // [B, S_q, H, D], float32, the first state
   const float* states_lse = nullptr;  // [B, H, S_q], of the first state

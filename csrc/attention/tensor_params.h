@@ -9,7 +9,7 @@
 #include "attention/cuda/alignment.h"
 #include "attention/params.h"
 
-// From tensors to what kernels are told. Only for builds with CUDA.
+// From tensors to parameters of kernels. Only for builds with CUDA.
 
 namespace ringattn {
 
@@ -30,15 +30,15 @@ inline Strided strided(const at::Tensor& x) {  // [B, S, H, D]
   return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }
 
-/// Whether kernels can read x [B, S, H, D] as it lies.
-inline bool is_kernel_ready(const at::Tensor& x) {
+/// Whether the strides and address of x [B, S, H, D] suit the kernels.
+inline bool is_kernel_input(const at::Tensor& x) {
   return x.stride(3) == 1 && cuda::rows_are_aligned(strided(x), static_cast<int>(x.element_size()),
                                                     x.size(0), x.size(1), x.size(2));
 }
 
 /// x itself, or a copy where its strides or address do not suit the kernels.
-inline at::Tensor kernel_ready(const at::Tensor& x) {
-  return x.numel() == 0 || is_kernel_ready(x) ? x : x.clone(at::MemoryFormat::Contiguous);
+inline at::Tensor as_kernel_input(const at::Tensor& x) {
+  return x.numel() == 0 || is_kernel_input(x) ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
 inline at::Tensor unit_last_stride(const at::Tensor& x) {
@@ -51,7 +51,7 @@ class InPlace {
  public:
   explicit InPlace(const at::Tensor& x)
       : target_(x),
-        tensor_(x.numel() == 0 || (x.dim() == 4 ? is_kernel_ready(x) : x.stride(-1) == 1)
+        tensor_(x.numel() == 0 || (x.dim() == 4 ? is_kernel_input(x) : x.stride(-1) == 1)
                     ? x
                     : x.clone(at::MemoryFormat::Contiguous)) {}
   ~InPlace() noexcept(false) {

@@ -174,16 +174,17 @@ PYBIND11_MODULE(_C, m) {
         py::arg("rank"), py::arg("causal"));
 
   py::class_<AttentionTile>(m, "AttentionTile")
-      .def(py::init([](int rows, int keys, int part_rows, int time, int more_keys) {
-             return AttentionTile{rows, keys, part_rows, time, more_keys};
+      .def(py::init([](int rows, int keys, int rows_per_warpgroup, int relative_cost,
+                       int overhead_keys) {
+             return AttentionTile{rows, keys, rows_per_warpgroup, relative_cost, overhead_keys};
            }),
-           py::kw_only(), py::arg("rows"), py::arg("keys"), py::arg("part_rows"), py::arg("time"),
-           py::arg("more_keys"))
+           py::kw_only(), py::arg("rows"), py::arg("keys"), py::arg("rows_per_warpgroup"),
+           py::arg("relative_cost"), py::arg("overhead_keys"))
       .def_readonly("rows", &AttentionTile::rows)
       .def_readonly("keys", &AttentionTile::keys)
-      .def_readonly("part_rows", &AttentionTile::part_rows)
-      .def_readonly("time", &AttentionTile::time)
-      .def_readonly("more_keys", &AttentionTile::more_keys);
+      .def_readonly("rows_per_warpgroup", &AttentionTile::rows_per_warpgroup)
+      .def_readonly("relative_cost", &AttentionTile::relative_cost)
+      .def_readonly("overhead_keys", &AttentionTile::overhead_keys);
   m.def("attention_tiles", &tiles_of, py::arg("device"), py::arg("dtype"), py::arg("head_dim"));
 
   py::class_<RankProfile>(m, "RankProfile")
@@ -207,7 +208,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("lengths", [](const Plan& plan) { return plan.partition.lengths(); })
       .def_property_readonly("order", [](const Plan& plan) { return plan.partition.order(); })
       .def_readonly("depth", &Plan::depth)
-      .def_readonly("least_depth", &Plan::least_depth)
+      .def_readonly("min_depth", &Plan::min_depth)
       .def_readonly("rank_ms", &Plan::rank_ms)
       .def_readonly("ideal_ms", &Plan::ideal_ms)
       .def_readonly("memory_bytes", &Plan::memory_bytes);
@@ -224,7 +225,7 @@ PYBIND11_MODULE(_C, m) {
       .def("speeds", &Controller::speeds)
       .def("should_replan", &Controller::should_replan, py::arg("excess"), py::arg("slowest"))
       .def("copy", [](const Controller& controller) { return controller; })
-      .def("regret", &Controller::regret, py::arg("excess"))
+      .def("record_failed_replan", &Controller::record_failed_replan, py::arg("excess"))
       .def("jumps", &Controller::jumps);
 
   py::class_<StepTiming>(m, "StepTiming")
@@ -299,7 +300,7 @@ PYBIND11_MODULE(_C, m) {
         if (const auto group = RingGroup::find(group_name)) group->synchronize();
       },
       py::arg("group_name"), py::call_guard<py::gil_scoped_release>());
-  m.def("set_hostile_transfers", &set_hostile_transfers, py::arg("seed"));
+  m.def("inject_transfer_delays", &inject_transfer_delays, py::arg("seed"));
   m.def("transports", &transports);
   m.def("build_info", &build_info);
 }

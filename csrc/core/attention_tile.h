@@ -3,17 +3,17 @@
 
 namespace ringattn {
 
-/// What an attention kernel computes together, whatever of it is there, and how long that takes:
-/// what the kernel's own order of work, and plans for several ranks, go by.
+/// A tile of an attention kernel: rows and keys that it computes together, whether they exist or
+/// not, and how long that takes. The kernel's own scheduler and the planner both use it.
 struct AttentionTile {
   int rows = 1;
   int keys = 1;
-  int part_rows = 1;  // of which `rows` are a multiple: parts that work side by side
-  int time = 1;       // of a whole one, in any unit
-  int more_keys = 0;  // that rows would see in the time that they take to begin and to end
+  int rows_per_warpgroup = 1;  // divides `rows`: rows that are computed side by side
+  int relative_cost = 1;       // of a full tile, in any unit
+  int overhead_keys = 0;       // keys that rows could attend in the time of prologue and epilogue
 };
 
-/// How long a tile takes of which so many parts have rows, in the time that each of them adds.
-constexpr int time_of_parts(int parts) { return parts + 2; }
+/// The cost of a tile of which `warpgroups` have rows, in units of what each of them adds.
+constexpr int warpgroups_cost(int warpgroups) { return warpgroups + 2; }
 
 }  // namespace ringattn

@@ -137,8 +137,8 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
       return asked;
     });
     message.step = 1;
-    message.destination = partition->neighbour(group.rank(), 1);
-    message.source = partition->neighbour(group.rank(), -1);
+    message.destination = partition->rank_after(group.rank(), 1);
+    message.source = partition->rank_after(group.rank(), -1);
     const auto& all_rows = partition->lengths();
     const int64_t row_bytes = 2 * kv.size(1) * kv.size(3) * kv.size(4) * kv.element_size();
     message.largest = *std::max_element(all_rows.begin(), all_rows.end()) * row_bytes;

@@ -17,7 +17,7 @@ bool is_permutation(std::vector<int64_t> ranks, int64_t world_size) {
   return ranks == all;
 }
 
-// As Python writes it: [0, 1].
+// As Python prints it: [0, 1].
 std::string as_list(const std::vector<int64_t>& values) {
   std::string text;
   for (const int64_t value : values) text += (text.empty() ? "" : ", ") + std::to_string(value);
@@ -56,29 +56,30 @@ Partition::Partition(Layout layout, std::vector<int64_t> lengths, std::vector<in
   }
   place_.resize(world_size);
   for (int64_t place = 0; place < world_size; ++place) place_[order_[place]] = place;
-  round_ = order_;
+  visit_order_ = order_;
   const auto owns = [&](int64_t rank) { return lengths_[rank] > 0; };
-  num_owners_ = std::stable_partition(round_.begin(), round_.end(), owns) - round_.begin();
-  round_place_.resize(world_size);
-  for (int64_t place = 0; place < world_size; ++place) round_place_[round_[place]] = place;
+  num_owners_ =
+      std::stable_partition(visit_order_.begin(), visit_order_.end(), owns) - visit_order_.begin();
+  visit_place_.resize(world_size);
+  for (int64_t place = 0; place < world_size; ++place) visit_place_[visit_order_[place]] = place;
 }
 
 int64_t Partition::head_length(int64_t rank) const {
   return layout_ == Layout::kZigzag ? length(rank) / 2 : 0;
 }
 
-int64_t Partition::neighbour(int64_t rank, int64_t distance) const {
+int64_t Partition::rank_after(int64_t rank, int64_t distance) const {
   const int64_t world_size = this->world_size();
   return order_[((place(rank) + distance) % world_size + world_size) % world_size];
 }
 
-int64_t Partition::in_round(int64_t rank, int64_t distance) const {
+int64_t Partition::in_visit_order(int64_t rank, int64_t distance) const {
   const int64_t world_size = this->world_size();
-  const int64_t at = round_place_.at(rank);
+  const int64_t at = visit_place_.at(rank);
   const int64_t all = at < num_owners_ ? num_owners_ : world_size;
-  if (std::abs(distance) >= all) return round_[std::abs(distance)];
+  if (std::abs(distance) >= all) return visit_order_[std::abs(distance)];
   const int64_t there = at + distance;
-  return round_[there < 0 ? there + all : there < all ? there : there - all];
+  return visit_order_[there < 0 ? there + all : there < all ? there : there - all];
 }
 
 std::vector<Segment> Partition::segments(int64_t rank) const {
@@ -100,8 +101,8 @@ std::vector<Segment> Partition::segments(int64_t rank) const {
     owned.push_back({seq_len_ - after - tail, seq_len_ - after});
   }
   std::vector<Segment> segments;
-  for (const Segment& piece : owned) {
-    if (piece.begin < piece.end) segments.push_back(piece);
+  for (const Segment& segment : owned) {
+    if (segment.begin < segment.end) segments.push_back(segment);
   }
   return segments;
 }

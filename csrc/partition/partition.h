@@ -22,11 +22,11 @@ struct Segment {
   int64_t end = 0;
 };
 
-/// Who owns which tokens.
+/// Which rank owns which tokens.
 ///
-/// contiguous: the ranks own one piece each, one after the other in `order`.
-/// zigzag: the ranks are nested, the first in `order` outermost. Each owns a piece of the head of
-/// the sequence, S_r / 2 tokens, and the mirror piece at the tail, the rest of its S_r tokens.
+/// contiguous: each rank owns one segment, in the order of `order`.
+/// zigzag: the ranks are nested, the first in `order` outermost. Each owns a segment of the head of
+/// the sequence, S_r / 2 tokens, and the mirror segment at the tail, the rest of its S_r tokens.
 /// Causal work of rank i's queries on rank j's keys is then S_i * S_j / 2, whatever the lengths.
 class RINGATTN_API Partition {
  public:
@@ -42,30 +42,30 @@ class RINGATTN_API Partition {
 
   /// Tokens of `rank`.
   int64_t length(int64_t rank) const { return lengths_.at(rank); }
-  /// Tokens of `rank` that lie in the head piece (zigzag), 0 under contiguous.
+  /// Tokens of `rank` in the head segment (zigzag), 0 under contiguous.
   int64_t head_length(int64_t rank) const;
-  /// Where `rank` stands in `order`.
+  /// The position of `rank` in `order`.
   int64_t place(int64_t rank) const { return place_.at(rank); }
   /// The rank `distance` places after `rank` in `order`, cyclic; negative distances go back.
-  int64_t neighbour(int64_t rank, int64_t distance) const;
-  /// The rank whose block visits `rank` at `step` of a ring, 0 .. W-1: its own, then those of the
-  /// ranks before it in `order`, cyclic. Ranks without tokens have nothing to give or to ask for,
-  /// and come last: nobody spends a step on them.
-  int64_t visitor(int64_t rank, int64_t step) const { return in_round(rank, -step); }
-  /// And the rank that its own block visits, if both have tokens: others exchange nothing.
-  int64_t visited(int64_t rank, int64_t step) const { return in_round(rank, step); }
-  /// What `rank` owns, ascending; empty pieces are left out.
+  int64_t rank_after(int64_t rank, int64_t distance) const;
+  /// The rank whose block `rank` attends at `step` of a ring, 0 .. W-1: its own, then those of the
+  /// ranks before it in `order`, cyclic. Ranks without tokens come last, since they exchange
+  /// nothing: no other rank loses a step to them.
+  int64_t source_at(int64_t rank, int64_t step) const { return in_visit_order(rank, -step); }
+  /// The rank that attends the block of `rank` at `step`, if both have tokens.
+  int64_t destination_at(int64_t rank, int64_t step) const { return in_visit_order(rank, step); }
+  /// What `rank` owns, ascending; empty segments are left out.
   std::vector<Segment> segments(int64_t rank) const;
 
  private:
-  int64_t in_round(int64_t rank, int64_t distance) const;
+  int64_t in_visit_order(int64_t rank, int64_t distance) const;
 
   Layout layout_;
   std::vector<int64_t> lengths_;      // [W], tokens of each rank
   std::vector<int64_t> order_;        // [W], ranks
   std::vector<int64_t> place_;        // [W], inverse of order_
-  std::vector<int64_t> round_;        // [W], order_, but ranks without tokens last
-  std::vector<int64_t> round_place_;  // [W], inverse of round_
+  std::vector<int64_t> visit_order_;  // [W], order_, but ranks without tokens last
+  std::vector<int64_t> visit_place_;  // [W], inverse of visit_order_
   int64_t num_owners_ = 0;            // ranks with tokens
   int64_t seq_len_ = 0;
 };

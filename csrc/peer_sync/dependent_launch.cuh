@@ -1,25 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A kernel that is launched to follow another one closely has its thread blocks set up as soon as
-// all of that one's have ended or let it begin, before what they wrote has been flushed.
+// Programmatic dependent launch: the thread blocks of a kernel start once all of the previous
+// kernel's have ended or triggered it, before that kernel's writes have been flushed.
 //
-// Note: while one of a kernel's blocks waits for other ranks, it does not let the next one begin,
-// whose blocks would hold multiprocessors meanwhile that those ranks may need where they share the
-// device.
+// Note: a thread block that waits for other ranks does not trigger the next kernel before. Its
+// thread blocks would occupy multiprocessors that those ranks may need where they share the device.
 
 namespace ringattn::cuda {
 
-/// Until the kernel before this one has ended and what it wrote is visible; for others, nothing.
-/// Code for devices that cannot follow closely has nothing to wait for.
-__device__ __forceinline__ void wait_for_kernel_before() {
+/// Waits until the previous kernel has ended and its writes are visible. Without effect in a launch
+/// that is not dependent, and on devices before compute capability 9.0.
+__device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// Lets the kernel behind this one begin, when all thread blocks have called it or ended.
-__device__ __forceinline__ void let_next_kernel_begin() {
+/// Lets the next kernel start once all thread blocks have called it or ended.
+__device__ __forceinline__ void trigger_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

@@ -7,8 +7,8 @@
 
 namespace ringattn::cuda {
 
-/// Whether this is the last one of so many thread blocks to come here: what they did before is
-/// visible to it. `counter` is 0 before and after.
+/// Whether this thread block is the last of `blocks` that calls it. What the others wrote before
+/// their calls is visible to the last one. `counter` is 0 before and after.
 __device__ __forceinline__ bool is_last_block(uint32_t blocks, uint32_t* counter) {
   __shared__ bool is_last;
   __syncthreads();

@@ -7,22 +7,22 @@
 
 namespace ringattn::cuda {
 
-/// Whether the code that the device has been given for a kernel waits for the kernel before it
-/// (peer_sync/dependent_launch.cuh). What was compiled for an older one runs on a newer one too,
-/// but does not.
+/// Whether the code that the current device runs for a kernel has the instructions of
+/// dependent_launch.cuh. Code compiled for an older architecture runs on a newer device too,
+/// without them.
 template <auto kKernel>
-bool can_be_early() {
-  static const bool can = [] {
+bool supports_dependent_launch() {
+  static const bool supported = [] {
     cudaFuncAttributes attributes = {};
     return cudaFuncGetAttributes(&attributes, kKernel) == cudaSuccess &&
            attributes.ptxVersion >= 90;
   }();
-  return can;
+  return supported;
 }
 
-/// `early`: set up while the kernel before it ends, where it can be.
+/// `dependent`: a programmatic dependent launch, where the kernel supports it.
 template <auto kKernel, typename Params>
-cudaError_t launch(const Params& params, int64_t blocks, int threads, bool early,
+cudaError_t launch(const Params& params, int64_t blocks, int threads, bool dependent,
                    cudaStream_t stream) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -32,11 +32,11 @@ cudaError_t launch(const Params& params, int64_t blocks, int threads, bool early
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = early && can_be_early<kKernel>() ? 1 : 0;
+  config.numAttrs = dependent && supports_dependent_launch<kKernel>() ? 1 : 0;
   return cudaLaunchKernelEx(&config, kKernel, params);
 }
 
-/// Of the current device.
+/// Multiprocessors of the current device.
 inline cudaError_t count_multiprocessors(int& count) {
   int device = 0;
   const cudaError_t error = cudaGetDevice(&device);
@@ -44,9 +44,9 @@ inline cudaError_t count_multiprocessors(int& count) {
   return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
 }
 
-/// How many of so many multiprocessors copy where something is to run beside them: a quarter copies
+/// How many of a device's multiprocessors copy while another kernel runs beside: a quarter copies
 /// nearly as fast as all of them, since memory or links are the limit.
-inline int64_t beside_others(int multiprocessors) {
+inline int64_t num_copying_multiprocessors(int multiprocessors) {
   return multiprocessors < 4 ? 1 : multiprocessors / 4;
 }
 

@@ -3,87 +3,138 @@
 
 #include <cstdint>
 
-// What a kernel needs to bring keys and values, or whatever else is staged, from other devices by
-// itself: transports provide it, kernels use it. Plain data.
+// The protocol by which kernels and streams of the ranks of one host order staging, fetching and
+// reuse of each other's memory. This page is its specification; transports provide the data below,
+// kernels use it. Plain data.
+//
+// Every rank has a signal pad in device memory and a mirror of it in host memory; all ranks map
+// both. A signal is a 32-bit value in the pad of one rank that another rank writes. A rank cannot
+// know whether a peer waits in a kernel or in a stream, so `staged` and `read` are written to both
+// memories in each call: kernels wait for the device's, streams for the mirror.
+//
+// Signals of a call in the pad of rank r. p: a peer. "staging": the staging kernel; "fetching": the
+// kernel that fetches, on r the one that follows its staging kernel; "stream": r's stream where
+// copy engines fetch. Orders are PTX's, all of system scope. Stream operations are ordered by their
+// stream, a write behind everything that the stream did before it.
+//
+//   signal            writer, order               value               waiter
+//   ----------------  --------------------------  ------------------  ---------------------------
+//   tag[p]            staging of p, relaxed,      hash of the call,   staging of r reads it once
+//                     before staged[p]            or kMismatchTag     staged[p] is not 0
+//   staged[p]         staging of p, release       kBeingStaged, then  staging of r: not 0
+//                                                 staged_heads(n)     fetching of r: enough heads
+//   staged_mirror[p]  staging of p, release,      tag                 stream of r: equal to tag
+//                     after all heads                                 fetching of r, at its end
+//   read[p]           fetching of p, release,     1                   fetching of r, at its end
+//                     or a copy on p's stream                         next staging of r
+//   read_mirror[p]    fetching of p, relaxed,     1                   stream of r
+//                     or p's stream,
+//                     before read[p]
+//
+//   signal            cleared to 0 by
+//   ----------------  -----------------------------------------------------------------------------
+//   tag[p]            nothing: the next call writes over it
+//   staged[p],        r: its fetching kernel once it has read everything and both are set, or its
+//   staged_mirror[p]  stream once the mirror is set; before r writes read[r] of p, so that p cannot
+//                     have set them for the next call yet
+//   read[p]           staging of r in the next call, before it writes staged[r] of p
+//   read_mirror[p]    staging of r in the next call, after it has written staged[r] of p
+//
+// Write order: `staged` before staged_mirror, read_mirror before `read`. A waiter for the signal
+// that is written second knows that both are set. A waiter for the one that is written first waits
+// for both before it clears any: the kernel that has read everything, and the next staging kernel.
+//
+// Both `read` are 1 before the first call. No signal counts calls: a captured call can be replayed.
+// A call ends for its stream when all peers have read what the rank staged, so that what stages
+// next need not ask.
+//
+// Failure. `failed` (device memory of a rank) is set once, to kGivenUp or kCallMismatch, and ends
+// all waits of that rank's kernels: results are NaN, nothing more is read from peers.
+//
+//   failed = kGivenUp       written by the host's watchdog, by a waiting kernel (from given_up) or
+//                           by the staging kernel (from given_up_copy). The rank stages nothing
+//                           and signals nothing from then on.
+//   failed = kCallMismatch  written by the staging kernel that reads a tag unlike its own. The rank
+//                           goes on staging, under kMismatchTag, so that peers detect it too.
+//   given_up                host memory, written by the watchdog before it sets all other signals
+//   given_up_copy           device memory, copied from given_up by a stream at its end
+//
+// What a kernel may wait for: signals that peers write while they stage, for which they need
+// nothing else; and, with one thread block of the staging kernel and the last warp of the fetching
+// one, for what peers have yet to begin. No rank waits for a peer's multiprocessors while it holds
+// more than two of its own.
 
 namespace ringattn {
 
 /// A block in memory of another device that this one can read: [H_kv, 2, B, num_rows, D], keys
 /// and values of a head next to each other.
-struct RemoteKeys {
+struct RemoteBlock {
   const void* data = nullptr;
   int64_t num_rows = 0;
 };
 
-/// Words of device memory, [kFirstArrival + num_arrivals] of them, that are 0 when a launch begins
-/// and that it leaves 0 behind: a captured launch can be replayed. Launches that overlap need words
-/// of their own each.
-struct LaunchWords {
-  static constexpr int kTurnsTaken = 0;
+/// Counters of one launch in device memory, uint32 [kFirstArrival + num_arrivals]. They are 0 when
+/// the launch begins, and it leaves them 0: a captured launch can be replayed. Launches that
+/// overlap need counters of their own.
+struct LaunchScratch {
+  static constexpr int kWorkTilesTaken = 0;
   static constexpr int kWarpsDone = 1;
-  static constexpr int kPiecesTaken = 2;
-  static constexpr int kPiecesBrought = 3;
+  static constexpr int kChunksTaken = 2;
+  static constexpr int kChunksFetched = 3;
   static constexpr int kFirstArrival = 4;
 
   uint32_t* data = nullptr;
-  int32_t num_arrivals = 0;  // room for so many counts of what has been brought
+  int32_t num_arrivals = 0;  // counters of fetched chunks
 
   constexpr uint32_t* arrivals() const { return data + kFirstArrival; }
 };
 
-/// What a rank says of the block that others read: nothing (0), that it is being staged, so that it
-/// will come whatever else happens, and the number of KV heads that may be read.
+/// Values of `staged`: 0 before, kBeingStaged once all copying thread blocks of the staging kernel
+/// run, so that the block will come whatever else happens, then staged_heads(KV heads to be read).
 constexpr uint32_t kBeingStaged = 1;
 constexpr uint32_t staged_heads(uint32_t heads) { return kBeingStaged + heads; }
 
-/// Said, for the kind of its call, by who has seen somebody in another one.
-constexpr uint32_t kNoCall = 0xffffffff;
+/// Tag published by a rank that has detected a call mismatch. It equals no real call's tag.
+constexpr uint32_t kMismatchTag = 0xffffffff;
 
-/// What the word `failed` of a rank is where calls come to nothing: the host has given up, or a
-/// rank has been seen in another call. Staging goes on then, lest others do not see it.
+/// Values of `failed` other than 0.
 constexpr uint32_t kGivenUp = 1;
-constexpr uint32_t kInAnotherCall = 2;
+constexpr uint32_t kCallMismatch = 2;
 
-/// What a launch that brings what is staged and its peers tell each other.
-struct Notices {
+/// The signals that a fetching launch reads and writes; "own": in this rank's pad, "peer": in the
+/// pad of a peer.
+struct PeerSignals {
   static constexpr int kMaxPeers = 16;
 
-  // Of this device: what each peer has staged, as above.
-  uint32_t* staged[kMaxPeers] = {};
-  // When all has been read, first `staged` is set to 0, then these, of others, to 1.
-  uint32_t* read[kMaxPeers] = {};
-  // The same for who waits in streams, in host memory: what each peer has said to them here is set
-  // to 0, too, and `read` told first there. Null: nobody does.
-  uint32_t* staged_for_streams[kMaxPeers] = {};
-  uint32_t* read_for_streams[kMaxPeers] = {};
-  // It ends when these, of this device, are not 0 any more: the others have read what is here.
-  const uint32_t* read_here[kMaxPeers] = {};
+  uint32_t* staged[kMaxPeers] = {};            // own: waited for, then cleared
+  uint32_t* peer_read[kMaxPeers] = {};         // peer: set to 1 when everything has been read
+  uint32_t* staged_mirror[kMaxPeers] = {};     // own, host memory: as `staged`; null: no mirrors
+  uint32_t* peer_read_mirror[kMaxPeers] = {};  // peer, host memory: set before peer_read
+  const uint32_t* own_read[kMaxPeers] = {};    // own: the launch ends when all are set
   int32_t num_peers = 0;
 
-  uint32_t* phase = nullptr;    // a word of the host's; null: nobody asks
-  uint32_t phase_working = 0;   // written there when the launch begins, when all has been read, and
-                                // when it has waited at its end,
-  uint32_t phase_bringing = 0;  // when it waits for long for what a peer stages,
-  uint32_t phase_told = 0;      // or for that to be told to streams, too,
-  uint32_t phase_waiting = 0;   // and when nothing is left but to wait until the others have read
+  // Host memory where the launch shows its watchdog what it waits for; null: it shows nothing.
+  uint32_t* phase = nullptr;
+  uint32_t phase_working = 0;         // at its begin, once everything is read, and after its waits
+  uint32_t phase_until_staged = 0;    // while it waits for long for heads that a peer stages
+  uint32_t phase_until_mirrored = 0;  // while it waits for staged_mirror
+  uint32_t phase_until_read = 0;      // while only own_read is left to wait for
 };
 
-/// What a launch needs beside where the keys are, to bring them.
-struct Bringing {
-  LaunchWords words;
-  /// Device memory: where it is not 0, nothing is read any more, and the results and lse of what is
-  /// finished from then on are NaN (kGivenUp, kInAnotherCall).
+/// What a launch needs to fetch blocks of peers by itself, beside their addresses.
+struct RemoteFetch {
+  LaunchScratch scratch;
+  /// Device memory. Where it is not 0, nothing more is fetched, and the rows and lse that are
+  /// finished from then on are NaN.
   uint32_t* failed = nullptr;
-  /// A word of the host's, which who waits for long looks at, and sets `failed` where it is not 0:
-  /// the driver may keep the host from the device until that has done what waits. Null: nobody
-  /// looks.
+  /// Host memory. A thread that waits for long reads it, and sets `failed` where it is not 0: the
+  /// driver may keep the host from the device until the waiting kernel has ended. Null: not read.
   const uint32_t* given_up = nullptr;
-  Notices notices;
-  /// The kernel before is the one that stages this rank's block: it says when this one may begin
-  /// beside it.
+  PeerSignals signals;
+  /// The previous kernel of the stream stages this rank's block and triggers this launch.
   bool follows_staging = false;
-  /// For tests: not 0, what is brought is late by random times drawn from it.
-  uint32_t lateness = 0;
+  /// For tests: if not 0, chunks are delayed by random times drawn from it.
+  uint32_t delay_seed = 0;
 };
 
 }  // namespace ringattn

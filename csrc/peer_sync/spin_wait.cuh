@@ -6,35 +6,37 @@
 #include "peer_sync/memory_order.cuh"
 #include "peer_sync/protocol.h"
 
-// Waiting for words of global memory.
+// Waits of one thread for a value in global memory.
 
 namespace ringattn::cuda {
 
-/// Until so many have been counted.
-__device__ __forceinline__ void wait_for_count(const uint32_t* word, uint32_t count) {
-  while (load_acquire(word) < count) __nanosleep(64);
+/// Until the counter is at least `count`.
+__device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t count) {
+  while (load_acquire(counter) < count) __nanosleep(64);
 }
 
-constexpr uint32_t kLong = 1024;  // looks: a millisecond, about
+/// Polls between two reads of host memory: about a millisecond.
+constexpr uint32_t kPollsPerHostRead = 1024;
 
-/// For who has waited for so many looks: whether to go on in vain (Bringing::failed, given_up).
+/// Whether a wait that has polled so often is in vain: `failed` is set, or the host has given up,
+/// which sets it.
 __device__ __forceinline__ bool has_failed(uint32_t* failed, const uint32_t* given_up,
-                                           uint32_t looks) {
+                                           uint32_t polls) {
   if (load_relaxed_system(failed) != 0) return true;
-  // The host's word is far.
-  if (looks % kLong != 0 || given_up == nullptr || load_relaxed_system(given_up) == 0) {
+  // Host memory is far.
+  if (polls % kPollsPerHostRead != 0 || given_up == nullptr || load_relaxed_system(given_up) == 0) {
     return false;
   }
   store_relaxed_system(failed, kGivenUp);
   return true;
 }
 
-/// Until it is not 0, or the host has given up: false.
-__device__ __forceinline__ bool wait_for_word(const uint32_t* word, uint32_t* failed,
-                                              const uint32_t* given_up) {
+/// Until the signal is not 0. False: it has not come, and the wait is in vain.
+__device__ __forceinline__ bool wait_for_signal(const uint32_t* signal, uint32_t* failed,
+                                                const uint32_t* given_up) {
 #pragma unroll 1
-  for (uint32_t looks = 1; load_acquire_system(word) == 0; ++looks) {
-    if (has_failed(failed, given_up, looks)) return false;
+  for (uint32_t polls = 1; load_acquire_system(signal) == 0; ++polls) {
+    if (has_failed(failed, given_up, polls)) return false;
     __nanosleep(64);
   }
   return true;

@@ -10,15 +10,16 @@ namespace ringattn {
 namespace {
 
 constexpr int64_t kUnits[] = {256, 64, 16};
-constexpr int64_t kUnitsPerRank = 32;  // a unit is at most this part of the mean share
+constexpr int64_t kUnitsPerRank = 32;  // a unit is at most this fraction of the mean share
 
-// Up to so many ranks, all orders of a contiguous partition are looked at.
+// Up to so many ranks, all orders of a contiguous partition are tried.
 constexpr int64_t kMaxOrderedRanks = 8;
-constexpr double kOrderTolerance = 1e-9;  // relative, of what an order gains
+constexpr double kOrderTolerance = 1e-9;  // relative gain of an order
 
-// The least number above 0, up to `high`, that is enough; `high` is. What is enough stays so.
+// The smallest number in (0, high] that is enough, by bisection. `enough` is monotonic, and true
+// for `high`.
 template <typename Enough>
-double least(double high, const Enough& enough) {
+double smallest(double high, const Enough& enough) {
   double low = 0.0;
   while (true) {
     const double middle = low + (high - low) / 2;
@@ -27,14 +28,14 @@ double least(double high, const Enough& enough) {
   }
 }
 
-// One rank after the other takes what it can within `limit_ms`. The further the ranks before have
-// come, the further comes the next: so no other lengths in this order come further.
-Ranks fill(const std::vector<RankTime>& times, const Ranks& order, int64_t seq_len, int64_t unit,
-           double limit_ms) {
+// Greedy: one rank after the other takes as many tokens as it can within `limit_ms`. The more
+// tokens precede a rank, the further it ends, so no other lengths in this order cover more tokens.
+Ranks greedy_fill(const std::vector<RankTime>& times, const Ranks& order, int64_t seq_len,
+                  int64_t unit, double limit_ms) {
   Ranks lengths(times.size());
   int64_t before = 0;
   for (const int64_t rank : order) {
-    lengths[rank] = times[rank].most(before, seq_len - before, unit, limit_ms);
+    lengths[rank] = times[rank].max_tokens_within(before, seq_len - before, unit, limit_ms);
     before += lengths[rank];
   }
   return lengths;
@@ -44,36 +45,37 @@ int64_t total(const Ranks& lengths) {
   return std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
 }
 
-// More than any rank takes for whatever it may be given.
+// An upper bound of the time of any rank for any number of tokens.
 double enough_for_all(const std::vector<RankTime>& times, int64_t seq_len) {
   double limit = 0.0;
-  for (const RankTime& time : times) limit = std::max(limit, time.of(seq_len, seq_len));
+  for (const RankTime& time : times) limit = std::max(limit, time.time_ms(seq_len, seq_len));
   return limit;
 }
 
 }  // namespace
 
-double RankTime::of(int64_t before, int64_t tokens) const {
+double RankTime::time_ms(int64_t before, int64_t tokens) const {
   if (tokens == 0) return 0.0;
   const double n = static_cast<double>(tokens);
   return overhead_ms + n * (token_ms + pair_ms * (static_cast<double>(before) + n / 2));
 }
 
-double RankTime::within(double before, double limit_ms) const {
+double RankTime::tokens_within(double before, double limit_ms) const {
   const double budget = limit_ms - overhead_ms;
   if (budget <= 0.0) return 0.0;
   const double slope = token_ms + pair_ms * before;
   return 2 * budget / (slope + std::sqrt(slope * slope + 2 * pair_ms * budget));
 }
 
-int64_t RankTime::most(int64_t before, int64_t left, int64_t unit, double limit_ms) const {
+int64_t RankTime::max_tokens_within(int64_t before, int64_t left, int64_t unit,
+                                    double limit_ms) const {
   const int64_t room = std::min(max_tokens, left);
-  if (of(before, room) <= limit_ms) return room;
+  if (time_ms(before, room) <= limit_ms) return room;
   const double guess =
-      std::min(within(static_cast<double>(before), limit_ms), static_cast<double>(room));
+      std::min(tokens_within(static_cast<double>(before), limit_ms), static_cast<double>(room));
   int64_t tokens = static_cast<int64_t>(guess) / unit * unit;
-  while (tokens > 0 && of(before, tokens) > limit_ms) tokens -= unit;
-  while (tokens + unit <= room && of(before, tokens + unit) <= limit_ms) tokens += unit;
+  while (tokens > 0 && time_ms(before, tokens) > limit_ms) tokens -= unit;
+  while (tokens + unit <= room && time_ms(before, tokens + unit) <= limit_ms) tokens += unit;
   return tokens;
 }
 
@@ -109,7 +111,7 @@ std::vector<double> rank_ms(const Partition& partition, const std::vector<RankTi
   std::vector<double> result(times.size());
   int64_t before = 0;
   for (const int64_t rank : partition.order()) {
-    result[rank] = times[rank].of(before, partition.length(rank));
+    result[rank] = times[rank].time_ms(before, partition.length(rank));
     before += partition.length(rank);
   }
   return result;
@@ -159,29 +161,29 @@ Ranks fast_to_slow(const std::vector<RankTime>& times, int64_t seq_len) {
   Ranks order(times.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return times[a].of(0, seq_len) < times[b].of(0, seq_len);
+    return times[a].time_ms(0, seq_len) < times[b].time_ms(0, seq_len);
   });
   return order;
 }
 
 Ranks best_lengths(const std::vector<RankTime>& times, const Ranks& order, int64_t seq_len,
                    int64_t unit) {
-  const auto filled = [&](double limit) { return fill(times, order, seq_len, unit, limit); };
-  return filled(least(enough_for_all(times, seq_len),
-                      [&](double limit) { return total(filled(limit)) == seq_len; }));
+  const auto filled = [&](double limit) { return greedy_fill(times, order, seq_len, unit, limit); };
+  return filled(smallest(enough_for_all(times, seq_len),
+                         [&](double limit) { return total(filled(limit)) == seq_len; }));
 }
 
 namespace {
 
 // Whether a rank's time depends on the tokens before its own.
-bool is_placed(const std::vector<RankTime>& times) {
+bool depends_on_position(const std::vector<RankTime>& times) {
   return std::any_of(times.begin(), times.end(),
                      [](const RankTime& time) { return time.pair_ms > 0.0; });
 }
 
-// The order in which ranks whose time depends on the tokens before them come furthest, as long as
-// there is one that is better than the best known. By sets of ranks: how far a set can come is the
-// furthest that any of its ranks comes after the others.
+// The best order of ranks whose time depends on the tokens before them: improves the best order
+// known until none is better. Dynamic programming over sets of ranks: the tokens that a set can
+// cover are the most that any of its ranks reaches after the others.
 Ranks best_order(const std::vector<RankTime>& times, int64_t seq_len) {
   const int64_t world_size = static_cast<int64_t>(times.size());
   Ranks order = fast_to_slow(times, seq_len);
@@ -195,7 +197,8 @@ Ranks best_order(const std::vector<RankTime>& times, int64_t seq_len) {
       for (int64_t rank = world_size - 1; rank >= 0; --rank) {
         if (!(set >> rank & 1)) continue;
         const int64_t before = reach[set ^ (1u << rank)];
-        const int64_t end = before + times[rank].most(before, seq_len - before, 1, limit);
+        const int64_t end =
+            before + times[rank].max_tokens_within(before, seq_len - before, 1, limit);
         if (end > reach[set]) {
           reach[set] = end;
           last[set] = rank;
@@ -224,10 +227,10 @@ Ranks best_order(const std::vector<RankTime>& times, int64_t seq_len) {
 
 Partition best_partition(const std::vector<RankTime>& times, Layout layout, int64_t seq_len) {
   const int64_t world_size = static_cast<int64_t>(times.size());
-  const bool placed = is_placed(times);
-  const Ranks order = placed ? best_order(times, seq_len) : fast_to_slow(times, seq_len);
+  const bool by_position = depends_on_position(times);
+  const Ranks order = by_position ? best_order(times, seq_len) : fast_to_slow(times, seq_len);
   const auto with = [&](const Ranks& lengths) {
-    return Partition(layout, lengths, placed ? order : Ranks());
+    return Partition(layout, lengths, by_position ? order : Ranks());
   };
   Partition best = with(best_lengths(times, order, seq_len, 1));
   const double limit = slowest(rank_ms(best, times)) * (1 + kUnitTolerance);
@@ -253,15 +256,16 @@ double ideal_ms(std::vector<RankTime> times, const Partition& partition) {
     time.max_tokens = std::numeric_limits<int64_t>::max();
   }
   const auto in_order = [&](const Ranks& order) {
-    return least(enough_for_all(times, partition.seq_len()), [&](double limit) {
+    return smallest(enough_for_all(times, partition.seq_len()), [&](double limit) {
       double before = 0.0;
-      for (const int64_t rank : order) before += times[rank].within(before, limit);
+      for (const int64_t rank : order) before += times[rank].tokens_within(before, limit);
       return before >= seq_len;
     });
   };
-  // Overheads and limits may have asked for another order than is best without.
+  // Without overheads and limits another order may be best.
   const double ms = in_order(partition.order());
-  return is_placed(times) ? std::min(ms, in_order(best_order(times, partition.seq_len()))) : ms;
+  return depends_on_position(times) ? std::min(ms, in_order(best_order(times, partition.seq_len())))
+                                    : ms;
 }
 
 }  // namespace ringattn

@@ -20,7 +20,7 @@ constexpr size_t kFalls = 2;
 constexpr int64_t kFallWindow = 4;  // requests
 constexpr int64_t kPatience = 3;
 constexpr double kAlong = 0.03;  // a deviation that is believed when another rank's is
-constexpr int64_t kMostPatience = 24;
+constexpr int64_t kMaxPatience = 24;
 constexpr int64_t kFlapWindow = 16;  // a fall within so many requests after a rise is flapping
 constexpr int64_t kCalm = 48;        // after so many requests without a jump that is forgotten
 
@@ -56,7 +56,7 @@ void Controller::observe(const std::vector<std::optional<double>>& speeds) {
     }
     if (first == nullptr) first = &ranks_[rank];
     jumped_ = true;
-    regretted_ = 0.0;
+    failed_excess_ = 0.0;
     corrections_ = 0;
     ++jumps_;
   }
@@ -76,13 +76,14 @@ bool Controller::should_replan(double excess, int64_t slowest) {
                                 " ranks, got " + std::to_string(slowest));
   }
   if (++since_plan_ > kCalm) {
-    regretted_ = 0.0;
+    failed_excess_ = 0.0;
     corrections_ = 0;
   }
   const Rank& rank = ranks_[slowest];
   const double uncertainty = std::sqrt(rank.variance / static_cast<double>(rank.observations));
   const double corrected = kGain + kGainPerCorrection * static_cast<double>(corrections_);
-  const double least = regretted_ > 0.0 ? std::max(regretted_ + kGain, corrected) : corrected;
+  const double least =
+      failed_excess_ > 0.0 ? std::max(failed_excess_ + kGain, corrected) : corrected;
   const double gain = std::max(least, kGainSigmas * uncertainty);
   const bool replan = excess > gain && (jumped_ || since_plan_ >= kPause);
   if (replan) {
@@ -93,7 +94,7 @@ bool Controller::should_replan(double excess, int64_t slowest) {
   return replan;
 }
 
-void Controller::regret(double excess) { regretted_ = excess; }
+void Controller::record_failed_replan(double excess) { failed_excess_ = excess; }
 
 bool Controller::update(Rank& rank, double seen) {
   ++rank.request;
@@ -135,7 +136,7 @@ bool Controller::update(Rank& rank, double seen) {
     for (const auto& [request, speed] : rank.falls) sum += speed;
     rank.observations = static_cast<int64_t>(rank.falls.size());
     if (rank.rose && rank.request - rank.last_jump <= kFlapWindow) {
-      rank.patience = std::min(2 * rank.patience, kMostPatience);
+      rank.patience = std::min(2 * rank.patience, kMaxPatience);
     }
   }
   rank.speed = sum / static_cast<double>(rank.observations);

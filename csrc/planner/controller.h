@@ -41,7 +41,7 @@ class RINGATTN_API Controller {
 
   /// A plan that promised to be faster by `excess` was not, and has been given up: until a belief
   /// jumps, or for 48 requests, the next one has to promise 2 % more than that.
-  void regret(double excess);
+  void record_failed_replan(double excess);
 
   /// How often a belief has jumped: what was measured before a jump says nothing of what is after.
   int64_t jumps() const { return jumps_; }
@@ -69,9 +69,9 @@ class RINGATTN_API Controller {
   std::vector<Rank> ranks_;
   bool jumped_ = false;
   int64_t jumps_ = 0;
-  double regretted_ = 0.0;   // excess
-  int64_t corrections_ = 0;  // new plans without a jump, since the last jump
-  int64_t since_plan_ = 0;   // requests
+  double failed_excess_ = 0.0;  // excess
+  int64_t corrections_ = 0;     // new plans without a jump, since the last jump
+  int64_t since_plan_ = 0;      // requests
 };
 
 }  // namespace ringattn

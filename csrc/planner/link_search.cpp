@@ -16,7 +16,7 @@ constexpr int64_t kMaxSubsetRanks = 4;
 constexpr size_t kClimbs = 4;
 constexpr int64_t kMaxOrderedRanks = 3;  // up to so many, every order
 constexpr int64_t kBudget = 1 << 16;     // in blocks that are simulated, W^2 for a partition
-constexpr double kLeastGain = 1e-6;      // of a step, relative
+constexpr double kMinGain = 1e-6;        // of a step, relative
 
 struct Candidate {
   Partition partition;
@@ -93,7 +93,7 @@ class Search {
 
   bool better(Candidate& best, const Partition& partition) {
     Candidate next = weigh(partition);
-    if (!(next.ms < best.ms * (1 - kLeastGain))) return false;
+    if (!(next.ms < best.ms * (1 - kMinGain))) return false;
     best = std::move(next);
     return true;
   }
@@ -238,14 +238,14 @@ Partition search_with_links(const Partition& start, const RingProblem& problem) 
       if (std::find(climbed.begin(), climbed.end(), first.set) != climbed.end()) continue;
       climbed.push_back(first.set);
       Candidate top = search.climb(first, budget);
-      if (top.ms < best.ms * (1 - kLeastGain)) best = std::move(top);
+      if (top.ms < best.ms * (1 - kMinGain)) best = std::move(top);
     }
     // Slow ranks in good places can be worth more than they take, so these come only where they are
     // faster as they are.
     const auto fast = search.starts(start.layout(), fast_sets, order, start.seq_len());
     if (!fast.empty() && fast.front().ms < best.ms) {
       Candidate top = search.climb(fast.front(), budget);
-      if (top.ms < best.ms * (1 - kLeastGain)) best = std::move(top);
+      if (top.ms < best.ms * (1 - kMinGain)) best = std::move(top);
     }
   }
   // The same ranks in finer units, where coarse ones cost too much.

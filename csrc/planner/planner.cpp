@@ -15,10 +15,10 @@
 namespace ringattn {
 namespace {
 
-// Waits below this share of the time are none.
+// Waits below this share of the time count as none.
 constexpr double kWaitTolerance = 1e-3;
-// Lengths that are in tiles gain more than this over even ones, or nothing that is known of.
-constexpr double kLeastGainOfUnequal = 1e-2;
+// Lengths in tiles must gain more than this over even ones; less is within the model's error.
+constexpr double kMinGainOfUnequal = 1e-2;
 
 void check_tiles(const RankProfile& profile) {
   for (const AttentionTile& tile : profile.tiles) {
@@ -26,15 +26,17 @@ void check_tiles(const RankProfile& profile) {
     const auto pairs_in = [](const AttentionTile& some, int time) {
       return int64_t{some.rows} * some.keys * time;
     };
-    const bool is_one = std::min({tile.rows, tile.keys, tile.part_rows, tile.time}) >= 1 &&
-                        tile.rows % std::max(tile.part_rows, 1) == 0 && tile.more_keys >= 0;
+    const bool is_one =
+        std::min({tile.rows, tile.keys, tile.rows_per_warpgroup, tile.relative_cost}) >= 1 &&
+        tile.rows % std::max(tile.rows_per_warpgroup, 1) == 0 && tile.overhead_keys >= 0;
     // Speeds are in whole ones of the first kind: with a faster one, times could be negative.
-    if (is_one && pairs_in(first, tile.time) >= pairs_in(tile, first.time)) continue;
+    if (is_one && pairs_in(first, tile.relative_cost) >= pairs_in(tile, first.relative_cost))
+      continue;
     throw std::invalid_argument(
         "tiles must have rows in equal parts, keys and a time, the fastest first, got " +
-        std::to_string(tile.rows) + " rows in parts of " + std::to_string(tile.part_rows) + ", " +
-        std::to_string(tile.keys) + " and " + std::to_string(tile.more_keys) + " keys, time " +
-        std::to_string(tile.time));
+        std::to_string(tile.rows) + " rows in parts of " + std::to_string(tile.rows_per_warpgroup) +
+        ", " + std::to_string(tile.keys) + " and " + std::to_string(tile.overhead_keys) +
+        " keys, time " + std::to_string(tile.relative_cost));
   }
 }
 
@@ -74,7 +76,7 @@ Partition even_where_as_good(const Partition& partition, const RingProblem& prob
   Ranks as_they_are(even.size());
   std::iota(as_they_are.begin(), as_they_are.end(), 0);
   Partition best = partition;
-  double enough_ms = slowest(problem.rank_ms(partition)) / (1 - kLeastGainOfUnequal);
+  double enough_ms = slowest(problem.rank_ms(partition)) / (1 - kMinGainOfUnequal);
   for (const Ranks& order : {partition.order(), as_they_are}) {
     const Partition in_order(partition.layout(), even, order);
     const double ms = slowest(problem.rank_ms(in_order));
@@ -134,16 +136,16 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
     }
     return best;
   };
-  const auto least_depth_of_orders = [&] {
+  const auto find_min_depth = [&] {
     const double fastest = quickest(deepest).second;
-    int64_t least = 1;
-    while (quickest(least).second > fastest * (1 + kWaitTolerance)) ++least;
-    return least;
+    int64_t found = 1;
+    while (quickest(found).second > fastest * (1 + kWaitTolerance)) ++found;
+    return found;
   };
-  int64_t least_depth = least_depth_of_orders();
+  int64_t min_depth = find_min_depth();
   const int64_t used = depth_used(depth, chosen.world_size());
   const RingProblem problem{times, profiles, cost, workload, used};
-  Partition partition = *quickest(std::min(used, least_depth)).first;
+  Partition partition = *quickest(std::min(used, min_depth)).first;
   // Latencies move no tokens: a hop by itself, which is what is measured, has more of it than a
   // block that follows others in a ring, and a plan must not be slower than the even one for that.
   std::vector<RankProfile> prompt = profiles;
@@ -154,11 +156,11 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
   if (with_waits_ms > slowest(problem.busy_ms(partition)) * (1 + kWaitTolerance)) {
     const Partition found = search_with_links(partition, without_latency);
     const bool is_even = partition.lengths() == even_lengths(seq_len, partition.world_size());
-    const double wanted = is_even && are_equal(times) ? 1 - kLeastGainOverEven : 1.0;
+    const double wanted = is_even && are_equal(times) ? 1 - kMinGainOverEven : 1.0;
     if (slowest(without_latency.rank_ms(found)) < wanted * with_waits_ms) {
       partition = found;
       orders = {partition};
-      least_depth = least_depth_of_orders();
+      min_depth = find_min_depth();
     }
   }
   // Last of all: what takes even lengths for equal ranks above would want a tenth to leave them.
@@ -166,13 +168,13 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
   if (settled.lengths() != partition.lengths()) {
     partition = settled;
     orders = {partition};
-    least_depth = least_depth_of_orders();
+    min_depth = find_min_depth();
   }
   const auto rank_ms = problem.rank_ms(partition);
   // Of short pieces, tiles of another kind than the first can have less to mask than is allowed
   // for.
   const double ideal = std::min(ideal_ms(times, chosen), slowest(rank_ms));
-  Plan plan{partition, used, least_depth, rank_ms, ideal, {}};
+  Plan plan{partition, used, min_depth, rank_ms, ideal, {}};
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
     plan.memory_bytes.push_back(cost.kv_bytes *
                                 buffered_tokens(partition, rank, workload.causal, used));

@@ -9,13 +9,13 @@
 #include "partition/partition.h"
 #include "planner/profile.h"
 
-// How many tokens each of unequal ranks should own, in which order blocks visit them, and how far
-// ahead they should travel.
+// How many tokens each of unequal ranks should own, the order in which they attend blocks, and how
+// many blocks should be in flight ahead.
 
 namespace ringattn {
 
-/// What is to be computed. Training: forward and backward, 3.5 times the attention of a forward
-/// pass (FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4.1) and 3 times its products.
+/// What a call computes. Training: forward and backward, 3.5 times the attention of a forward pass
+/// (FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4.1) and 3 times its products.
 struct Workload {
   bool causal = true;
   bool training = false;
@@ -24,9 +24,9 @@ struct Workload {
 struct Plan {
   Partition partition;
   int64_t depth = 1;                  // blocks in flight ahead of the one being attended
-  int64_t least_depth = 1;            // with which these lengths have nobody wait longer
+  int64_t min_depth = 1;              // the least depth with which no rank waits longer
   std::vector<double> rank_ms;        // [W], predicted, waits for blocks included
-  double ideal_ms = 0.0;              // without overheads, limits of memory, and rounding
+  double ideal_ms = 0.0;              // without overheads, memory limits and rounding
   std::vector<int64_t> memory_bytes;  // [W], key/value buffers of a ring call
 };
 

@@ -89,7 +89,7 @@ int64_t buffered_tokens(const Partition& partition, int64_t rank, bool causal, i
   std::vector<int64_t> buffers(num_buffers);
   int64_t sent = 0;
   for (int64_t step = 1; step <= num_hops; ++step) {
-    sent = std::max(sent, rows_seen(partition, partition.visited(rank, step), rank, causal));
+    sent = std::max(sent, rows_used(partition, partition.destination_at(rank, step), rank, causal));
     int64_t& buffer = buffers[(step - 1) % num_buffers];
     buffer = std::max(buffer, visits[step].key_end);
   }

@@ -12,12 +12,12 @@
 namespace ringattn {
 namespace {
 
-constexpr int64_t kBudget = 1 << 14;        // in blocks that are looked at, W^2 for a partition
-constexpr int64_t kMaxOrderedRanks = 3;     // up to so many, every order
-constexpr double kLeastGain = 1e-6;         // relative
-constexpr double kLeastGainOfOrder = 5e-3;  // less is less than is known of how long tiles take
-constexpr int64_t kStep = 32;               // tokens, in which they are moved
-constexpr int64_t kMostSteps = 16;          // as many as both halves have of a tile of 256 rows
+constexpr int64_t kBudget = 1 << 14;      // in blocks that are looked at, W^2 for a partition
+constexpr int64_t kMaxOrderedRanks = 3;   // up to so many, every order
+constexpr double kMinGain = 1e-6;         // relative
+constexpr double kMinGainOfOrder = 5e-3;  // less is less than is known of how long tiles take
+constexpr int64_t kStep = 32;             // tokens, in which they are moved
+constexpr int64_t kMaxSteps = 16;         // as many as both halves have of a tile of 256 rows
 
 // The sum of (first + i * step) / divisor, rounded down, over `count` numbers i from 0 on.
 int64_t sum_of_quotients(int64_t count, int64_t first, int64_t step, int64_t divisor) {
@@ -54,11 +54,11 @@ double tiles_of(const std::vector<Visit>& visits, int64_t num_rows, const Attent
       of_last += ceil_div(end, tile.keys);
     }
     const int64_t last_rows = end - begin - others * tile.rows;
-    const int parts = static_cast<int>(ceil_div(last_rows, tile.part_rows));
+    const int parts = static_cast<int>(ceil_div(last_rows, tile.rows_per_warpgroup));
     count += static_cast<double>(of_others) +
-             static_cast<double>(of_last * time_of_parts(parts)) /
-                 time_of_parts(tile.rows / tile.part_rows) +
-             static_cast<double>((others + 1) * tile.more_keys) / tile.keys;
+             static_cast<double>(of_last * warpgroups_cost(parts)) /
+                 warpgroups_cost(tile.rows / tile.rows_per_warpgroup) +
+             static_cast<double>((others + 1) * tile.overhead_keys) / tile.keys;
   }
   return count;
 }
@@ -74,7 +74,7 @@ double masked_keys(const AttentionTile& tile) {
 double pairs_without_padding(const std::vector<Visit>& visits, const Partition& partition,
                              int64_t rank, bool causal, const AttentionTile& tile) {
   const double rows = static_cast<double>(partition.length(rank));
-  const double more = rows * static_cast<double>(tile.more_keys);
+  const double more = rows * static_cast<double>(tile.overhead_keys);
   if (causal && partition.layout() == Layout::kZigzag) {
     return rows * (static_cast<double>(partition.seq_len()) / 2 + masked_keys(tile)) + more;
   }
@@ -111,7 +111,8 @@ std::vector<Ranks> orders_of(const Partition& start, bool in_halves) {
 // About the lengths of `start`, in units: each goes to whoever is then done first, so that of
 // equally slow splits it is the one whose other ranks are done earliest. What no unit holds goes to
 // `last`.
-Ranks deal(const Partition& start, const std::vector<RankTime>& times, int64_t unit, int64_t last) {
+Ranks greedy_fill(const Partition& start, const std::vector<RankTime>& times, int64_t unit,
+                  int64_t last) {
   Ranks lengths = start.lengths();
   int64_t left = start.seq_len();
   for (int64_t& length : lengths) {
@@ -123,7 +124,7 @@ Ranks deal(const Partition& start, const std::vector<RankTime>& times, int64_t u
     const auto done = [&](int64_t rank) {
       const int64_t length = lengths[rank] + tokens;
       return length > times[rank].max_tokens ? std::numeric_limits<double>::infinity()
-                                             : times[rank].of(0, length);
+                                             : times[rank].time_ms(0, length);
     };
     int64_t first = last;
     for (int64_t rank = 0; tokens == unit && rank < start.world_size(); ++rank) {
@@ -151,10 +152,10 @@ std::vector<double> padding_ms(const Partition& partition, const Schedules& visi
     const std::vector<Visit>& visits = visits_of[rank];
     double time = std::numeric_limits<double>::infinity();
     for (const AttentionTile& tile : profile.tiles) {
-      time = std::min(time, tile.time * tiles_of(visits, partition.length(rank), tile));
+      time = std::min(time, tile.relative_cost * tiles_of(visits, partition.length(rank), tile));
     }
     const AttentionTile& first = profile.tiles.front();
-    const double pairs = time / first.time * first.rows * first.keys -
+    const double pairs = time / first.relative_cost * first.rows * first.keys -
                          pairs_without_padding(visits, partition, rank, workload.causal, first);
     ms[rank] = pairs * attention_flops(cost, workload) / (profile.attention_tflops * kFlopsPerMs);
   }
@@ -194,8 +195,8 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
     if (!has_room(times, lengths)) return;
     const Partition next(start.layout(), lengths, order);
     auto next_ms = ms_of(next);
-    const double least_gain = order == best.order() ? kLeastGain : kLeastGainOfOrder;
-    if (slowest(next_ms) >= slowest(best_ms) * (1 - least_gain)) return;
+    const double min_gain = order == best.order() ? kMinGain : kMinGainOfOrder;
+    if (slowest(next_ms) >= slowest(best_ms) * (1 - min_gain)) return;
     best = next;
     best_ms = std::move(next_ms);
   };
@@ -216,8 +217,8 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
       }
       // What no unit holds costs least where only one more tile begins, innermost, or, of few
       // tokens, with the fastest rank.
-      take_if_better(deal(start, times, unit, order.back()), order);
-      take_if_better(deal(start, times, unit, fastest), order);
+      take_if_better(greedy_fill(start, times, unit, order.back()), order);
+      take_if_better(greedy_fill(start, times, unit, fastest), order);
     }
   }
   // The slowest rank gives tokens to another one, to who is done first before others.
@@ -232,8 +233,8 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
     by_time.pop_back();
     for (const int64_t taker : by_time) {
       // The last step is all that it has.
-      const int64_t most = std::min(kMostSteps * kStep, from.length(giver) + kStep - 1);
-      for (int64_t step = kStep; step <= most && spent < kBudget; step += kStep) {
+      const int64_t max_step = std::min(kMaxSteps * kStep, from.length(giver) + kStep - 1);
+      for (int64_t step = kStep; step <= max_step && spent < kBudget; step += kStep) {
         const int64_t tokens = std::min(step, from.length(giver));
         Ranks lengths = from.lengths();
         lengths[giver] -= tokens;
@@ -244,7 +245,7 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
     any = best.lengths() != from.lengths();
   }
   const bool is_even = start.lengths() == even && are_equal(times);
-  return is_even && slowest(best_ms) >= start_ms * (1 - kLeastGainOverEven) ? start : best;
+  return is_even && slowest(best_ms) >= start_ms * (1 - kMinGainOverEven) ? start : best;
 }
 
 }  // namespace ringattn

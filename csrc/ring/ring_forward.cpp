@@ -16,46 +16,48 @@
 #include "attention/block_attention.h"
 #include "attention/params.h"
 #include "core/kernel_waits.h"
+#include "ring/launch_plan.h"
 #include "ring/step_recorder.h"
 #include "testing/throttle.h"
 
 namespace ringattn {
 namespace {
 
-// What I give at a step is what the rank that my block visits then will see of it.
-std::vector<Hop> hops(const RingCall& call, const std::vector<Visit>& visits) {
-  std::vector<Hop> hops;
+// Rows sent at a step are the rows that the destination's schedule uses.
+std::vector<HopPlan> plan_hops(const RingCall& call, const std::vector<Visit>& visits) {
+  std::vector<HopPlan> hops;
   for (int64_t step = 1; step < call.partition.world_size(); ++step) {
-    Hop hop;
+    HopPlan hop;
     hop.source = visits[step].source;
     hop.rows_received = visits[step].key_end;
-    hop.destination = call.partition.visited(call.rank, step);
-    hop.rows_sent = rows_seen(call.partition, hop.destination, call.rank, call.causal);
+    hop.destination = call.partition.destination_at(call.rank, step);
+    hop.rows_sent = rows_used(call.partition, hop.destination, call.rank, call.causal);
     hop.source_rows = call.partition.length(hop.source);
     hops.push_back(hop);
   }
   return hops;
 }
 
-// Attends to visiting blocks, one launch for some of them at a time, and keeps the state between
-// launches.
+// Attends the steps of a schedule, one launch for some of them at a time, and keeps the state
+// between launches.
 class Executor {
  public:
   Executor(const at::Tensor& q, const RingCall& call, const std::vector<Visit>& visits)
       : q_(q), call_(call), visits_(visits) {
-    const auto wide = q.options().dtype(state_dtype(q.scalar_type()));
+    const auto state_options = q.options().dtype(state_dtype(q.scalar_type()));
     out_ = at::empty(q.sizes(), q.options());
-    lse_ = at::empty({q.size(0), q.size(2), q.size(1)}, wide);
+    lse_ = at::empty({q.size(0), q.size(2), q.size(1)}, state_options);
   }
 
-  /// The visits [first, last) in one launch; blocks[i] is that of visit first + i.
+  /// The steps [first, last) in one launch; blocks[i] is the block of step first + i. `remote`:
+  /// with kSingle, the sources of the blocks; null otherwise.
   void attend(int64_t first, int64_t last, const std::vector<Block>& blocks,
-              const Gathering* gathering) {
+              const ResidentBlocks* remote) {
     Range range;
     for (int64_t step = first; step < last; ++step) range.add(visits_[step]);
-    if (range.num_visible == 0 && !by_kernel(gathering)) return;
+    if (range.num_visible == 0 && remote == nullptr) return;
 
-    std::vector<KeyBlock> seen;
+    std::vector<KeyBlock> visible;
     for (int64_t step = first; step < last; ++step) {
       const Visit& visit = visits_[step];
       if (!visit.visible()) continue;
@@ -65,12 +67,12 @@ class Executor {
       keys.v = leading(block.v, visit.key_end);
       keys.diagonal = visit.diagonal;
       keys.first_query = visit.query_begin - range.query_begin;
-      if (by_kernel(gathering) && step > 0) keys.source = gathering->sources[step - 1];
-      repeat(visit.query_begin, keys);
-      seen.push_back(std::move(keys));
+      if (remote != nullptr && step > 0) keys.source = remote->sources[step - 1];
+      repeat_for_slowdown(visit.query_begin, keys);
+      visible.push_back(std::move(keys));
     }
-    block_attention(rows(q_, 1, range.query_begin), seen, call_.scale, result(range),
-                    bringing(gathering));
+    block_attention(rows(q_, 1, range.query_begin), visible, call_.scale, result(range),
+                    remote_fetch(remote));
     first_ = false;
   }
 
@@ -78,7 +80,7 @@ class Executor {
   const at::Tensor& lse() const { return lse_; }
 
  private:
-  // What several visits come to.
+  // The rows that several visits have together.
   struct Range {
     int64_t query_begin = 0, query_end = 0;
     int64_t final_begin = 0, final_end = 0;
@@ -94,10 +96,6 @@ class Executor {
       final_end = std::max(final_end, visit.final_end);
     }
   };
-
-  static bool by_kernel(const Gathering* gathering) {
-    return gathering != nullptr && !gathering->sources.empty();
-  }
 
   static at::Tensor leading(const at::Tensor& x, int64_t rows) {
     return rows == x.size(1) ? x : x.narrow(1, 0, rows);
@@ -123,23 +121,23 @@ class Executor {
     return result;
   }
 
-  Bringing bringing(const Gathering* gathering) {
-    if (by_kernel(gathering)) return gathering->bringing;
-    Bringing none;
-    // Transfers may hold some multiprocessors for a while: tiles go to whoever is free.
-    if (visits_.size() > 1 && attends_lists(q_, 1)) {
-      if (!words_.defined()) {
-        words_ = at::zeros({LaunchWords::kFirstArrival}, q_.options().dtype(at::kInt));
+  RemoteFetch remote_fetch(const ResidentBlocks* remote) {
+    if (remote != nullptr) return remote->remote_fetch;
+    RemoteFetch none;
+    // Transfers may occupy some multiprocessors for a while: work tiles are dispatched dynamically.
+    if (visits_.size() > 1 && supports_segment_lists(q_, 1)) {
+      if (!scratch_.defined()) {
+        scratch_ = at::zeros({LaunchScratch::kFirstArrival}, q_.options().dtype(at::kInt));
       }
-      none.words.data = static_cast<uint32_t*>(words_.mutable_data_ptr());
+      none.scratch.data = static_cast<uint32_t*>(scratch_.mutable_data_ptr());
     }
     return none;
   }
 
-  // testing.slowdown: the same work again, as much of it as the factor asks for, into nothing. The
-  // first rows stand for a share of the work: under a triangle that share grows with the square of
-  // their number.
-  void repeat(int64_t query_begin, const KeyBlock& keys) const {
+  // ringattn.testing.slowdown: repeats the share of the work that the factor asks for and drops the
+  // results. The share is taken as leading rows; under a triangle their work grows with the square
+  // of their number.
+  void repeat_for_slowdown(int64_t query_begin, const KeyBlock& keys) const {
     const auto num_queries = static_cast<double>(q_.size(1) - query_begin);
     for (double extra = slowdown() - 1.0; extra > 0.0; extra -= 1.0) {
       const double share = std::min(extra, 1.0);
@@ -155,10 +153,10 @@ class Executor {
   const at::Tensor& q_;
   const RingCall& call_;
   const std::vector<Visit>& visits_;
-  at::Tensor out_;    // [B, S_r, H, D], q's dtype: completed rows
-  at::Tensor state_;  // [B, S_r, H, D], state dtype: the others, where a launch leaves some
-  at::Tensor lse_;    // [B, H, S_r]
-  at::Tensor words_;  // int32, 0: counters of the kernel's, where it brings nothing
+  at::Tensor out_;      // [B, S_r, H, D], q's dtype: final rows
+  at::Tensor state_;    // [B, S_r, H, D], state dtype: the other rows, if there are any
+  at::Tensor lse_;      // [B, H, S_r]
+  at::Tensor scratch_;  // int32, LaunchScratch of launches that fetch nothing
   bool first_ = true;
 };
 
@@ -167,54 +165,58 @@ class Executor {
 std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const at::Tensor& given_k,
                                                const at::Tensor& given_v, const RingCall& call,
                                                Transport* transport) {
-  // Between staging and the launch that begins beside it nothing may run: copies come first, and
-  // memory, which some have filled.
-  const at::Tensor q = attendable(given_q), k = attendable(given_k), v = attendable(given_v);
+  // No kernel may run between the staging kernel and the launch that follows it: inputs are copied
+  // and memory is allocated before (an allocator may fill it).
+  const at::Tensor q = as_attention_input(given_q), k = as_attention_input(given_k),
+                   v = as_attention_input(given_v);
   const std::vector<Visit> visits = schedule(call.partition, call.rank, call.causal);
   Recorder& recorder = Recorder::get();
   const bool timed = recorder.on();
   const int64_t recorded_call = timed ? recorder.begin_call() : 0;
 
-  // One launch for the whole ring, or for all that visits, takes kernels for lists of blocks. Work
-  // that is repeated goes block by block, and what is to be timed so.
-  const int64_t num_visits = visits.size();
-  const bool by_block = (timed && recorder.by_block()) || slowdown() > 1.0 ||
-                        call.depth < num_visits - 1 || !attends_lists(q, num_visits);
+  // LaunchPlan::kPerBlock: for timings by block, for repeated work, where not all blocks may be in
+  // flight at once, and without kernels for lists of segments.
+  const int64_t num_steps = visits.size();
+  const bool per_block = (timed && recorder.by_block()) || slowdown() > 1.0 ||
+                         call.depth < num_steps - 1 || !supports_segment_lists(q, num_steps);
 
   Executor executor(q, call, visits);
   std::shared_ptr<BlockStream> stream;
-  if (num_visits > 1) {
-    Exchange exchange;
+  if (num_steps > 1) {
+    RingExchangePlan exchange;
     exchange.call = call.number;
     exchange.k = k;
     exchange.v = v;
-    exchange.hops = hops(call, visits);
-    exchange.most_rows =
+    exchange.hops = plan_hops(call, visits);
+    exchange.max_rows =
         *std::max_element(call.partition.lengths().begin(), call.partition.lengths().end());
     exchange.depth = std::min<int64_t>(call.depth, exchange.hops.size());
-    exchange.by_kernel = !by_block && kernels_may_wait();
-    exchange.timed = timed && by_block;
+    exchange.kernel_fetches = !per_block && kernels_may_wait();
+    exchange.timed = timed && per_block;
     stream = transport->open(exchange);
   }
-  const Gathering* gathering = stream && !by_block ? stream->gathering() : nullptr;
-  const bool by_kernel = gathering != nullptr && !gathering->sources.empty();
+  const ResidentBlocks* resident = stream && !per_block ? stream->resident_blocks() : nullptr;
+  const LaunchPlan plan = launch_plan(resident);
+  const ResidentBlocks* remote = plan == LaunchPlan::kSingle ? resident : nullptr;
 
-  std::vector<std::function<StepTiming()>> steps;  // not of a call that fails: they hold its stream
-  for (int64_t first = 0, last; first < num_visits; first = last) {
+  std::vector<std::function<StepTiming()>>
+      steps;  // dropped if the call fails: they hold its stream
+  for (int64_t first = 0, last; first < num_steps; first = last) {
     RECORD_USER_SCOPE("ringattn::ring_step");
-    last = by_kernel || (gathering != nullptr && first > 0) ? num_visits : first + 1;
-    std::optional<Stamp> before, ready, after;
+    last = launch_end(plan, first, num_steps);
+    std::optional<EventTimer> before, ready, after;
     if (timed) before.emplace(q.device());
     std::vector<Block> blocks;
     for (int64_t step = first; step < last; ++step) {
-      blocks.push_back(step == 0 ? Block{k, v}
-                                 : (by_kernel ? gathering->blocks[step - 1] : stream->wait(step)));
+      blocks.push_back(step == 0           ? Block{k, v}
+                       : remote != nullptr ? remote->blocks[step - 1]
+                                           : stream->wait(step));
     }
     if (timed) ready.emplace(q.device());
-    executor.attend(first, last, blocks, gathering);
+    executor.attend(first, last, blocks, remote);
     if (timed) {
       after.emplace(q.device());
-      // Two products of a multiplication and an addition for every pair.
+      // For every pair, two products of D multiplications and additions.
       const double pair_flops = 4.0 * static_cast<double>(q.size(0) * q.size(2) * q.size(3));
       double flops = 0.0;
       for (int64_t step = first; step < last; ++step) {
@@ -228,7 +230,7 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const 
         timing.flops = flops;
         timing.wait_ms = step == 0 ? 0.0 : before->until(*ready);
         timing.attention_ms = flops > 0.0 ? ready->until(*after) : 0.0;
-        timing.transfer_ms = step == 0 || !by_block ? 0.0 : stream->transfer_ms(step);
+        timing.transfer_ms = step == 0 || !per_block ? 0.0 : stream->transfer_ms(step);
         return timing;
       });
     }

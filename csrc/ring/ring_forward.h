@@ -12,7 +12,7 @@
 
 namespace ringattn {
 
-/// One ring call, from the view of `rank`.
+/// One ring call as `rank` runs it.
 struct RingCall {
   const Partition& partition;
   int64_t rank = 0;
@@ -26,8 +26,8 @@ struct RingCall {
 ///
 /// q [B, S_r, H, D], k, v [B, S_r, H_kv, D]: this rank's rows in position order. `transport` may be
 /// null for a single rank. Returns out like q, contiguous, and lse [B, H, S_r]. Partial results
-/// stay in the state's dtype from the first block to the last; every row is rounded once, by the
-/// last call that visits it.
+/// stay in the state's dtype from the first block to the last; every row is rounded once, in
+/// the last launch that has it.
 RINGATTN_API std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& q,
                                                             const at::Tensor& k,
                                                             const at::Tensor& v,

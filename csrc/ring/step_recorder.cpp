@@ -11,13 +11,13 @@
 
 namespace ringattn {
 
-Stamp::Stamp(c10::Device device) : time_(std::chrono::steady_clock::now()) {
+EventTimer::EventTimer(c10::Device device) : time_(std::chrono::steady_clock::now()) {
   if (device.is_cpu()) return;
   event_ = std::make_shared<c10::Event>(device.type(), c10::EventFlag::BACKEND_DEFAULT);
   event_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
-double Stamp::until(const Stamp& later) const {
+double EventTimer::until(const EventTimer& later) const {
   if (!event_) return std::chrono::duration<double, std::milli>(later.time_ - time_).count();
   later.event_->synchronize();
   return event_->elapsedTime(*later.event_);

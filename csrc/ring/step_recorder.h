@@ -16,48 +16,49 @@
 
 #include "core/export.h"
 
-// What a ring did, step by step. Off, it costs one test of a flag per call.
+// Timings of ring calls, step by step. Off, the recorder costs one test of a flag per call.
 
 namespace ringattn {
 
-/// One visiting block, or all that one launch attends to, named by the first. As plain values.
+/// The timing of one launch: of one block, or of several, named by the first.
 struct StepTiming {
   int64_t call = 0;           // 0, 1, ...: ring calls since recording began
-  int64_t source = 0;         // the rank whose block it was
+  int64_t source = 0;         // the rank that owns the block
   bool own = false;           // the block was this rank's own
   double attention_ms = 0.0;  // 0 where nothing was visible
   double transfer_ms = 0.0;   // from the start of the block's transfer to its arrival
-  double wait_ms = 0.0;       // how long attention stood still for the block
+  double wait_ms = 0.0;       // how long the stream waited for the block
   double flops = 0.0;         // operations of the attention
 };
 
 /// A point in time of the current stream (an accelerator) or of this thread (CPU).
-class Stamp {
+class EventTimer {
  public:
-  explicit Stamp(c10::Device device);
+  explicit EventTimer(c10::Device device);
   /// Milliseconds from this point to `later`; waits for the stream to reach it.
-  double until(const Stamp& later) const;
+  double until(const EventTimer& later) const;
 
  private:
   std::shared_ptr<c10::Event> event_;  // null on CPU
   std::chrono::steady_clock::time_point time_;
 };
 
-/// Collects the timings of the ring calls of this process while recording is on. Thread-safe.
+/// Collects the timings of this process's ring calls while recording is on. Thread-safe.
 class RINGATTN_API Recorder {
  public:
   static Recorder& get();
 
-  /// `by_block`: calls go block by block, each timed; otherwise as they would by themselves.
+  /// `by_block`: calls use LaunchPlan::kPerBlock, so that each block is timed; otherwise their own
+  /// plan.
   void start(bool by_block);
-  /// Ends recording; waits for the streams. Returns what was recorded since start().
+  /// Ends recording and waits for the streams. Returns the timings since start().
   std::vector<StepTiming> stop();
   bool on() const { return on_; }
   bool by_block() const { return by_block_; }
 
-  /// Number of the ring call that begins now.
+  /// Returns the number of a ring call that begins.
   int64_t begin_call() { return num_calls_++; }
-  /// The steps of a call that has been made; each computes its timing when stop() is called.
+  /// Adds the steps of a call; stop() calls them for their timings.
   void add(std::vector<std::function<StepTiming()>> steps);
 
  private:

@@ -6,19 +6,19 @@
 namespace ringattn {
 namespace {
 
-std::mutex mutex;  // guards chosen
-std::optional<uint64_t> chosen;
+std::mutex mutex;  // guards seed_in_force
+std::optional<uint64_t> seed_in_force;
 
 }  // namespace
 
-void set_hostile_transfers(std::optional<uint64_t> seed) {
+void inject_transfer_delays(std::optional<uint64_t> seed) {
   const std::lock_guard<std::mutex> lock(mutex);
-  chosen = seed;
+  seed_in_force = seed;
 }
 
-std::optional<uint64_t> hostile_transfers() {
+std::optional<uint64_t> transfer_delay_seed() {
   const std::lock_guard<std::mutex> lock(mutex);
-  return chosen;
+  return seed_in_force;
 }
 
 }  // namespace ringattn

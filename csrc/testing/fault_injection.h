@@ -6,11 +6,14 @@
 
 #include "core/export.h"
 
+// Hooks of ringattn.testing.
+
 namespace ringattn {
 
-/// For tests: from now on memory for visiting blocks is filled with NaN before each call, and
-/// one-sided copies are late by random amounts, drawn from `seed`. Absent: as usual.
-RINGATTN_API void set_hostile_transfers(std::optional<uint64_t> seed);
-RINGATTN_API std::optional<uint64_t> hostile_transfers();
+/// From now on memory for fetched blocks is filled with NaN before each call, and one-sided
+/// transfers are delayed by random times drawn from `seed`. Absent: no longer.
+RINGATTN_API void inject_transfer_delays(std::optional<uint64_t> seed);
+/// The seed; absent where no delays are injected.
+RINGATTN_API std::optional<uint64_t> transfer_delay_seed();
 
 }  // namespace ringattn

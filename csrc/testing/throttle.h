@@ -6,7 +6,7 @@
 
 #include "core/export.h"
 
-// For the study of unequal ranks (ringattn.testing): how much slower this process is to be.
+// Hooks of ringattn.testing: make this process slower, for the study of unequal ranks.
 
 namespace ringattn {
 
@@ -14,7 +14,7 @@ namespace ringattn {
 RINGATTN_API void set_slowdown(double factor);
 RINGATTN_API double slowdown();
 
-/// Kernels whose thread blocks stay on their multiprocessors use no more of them; none: all.
+/// Persistent kernels occupy at most `num_sms` multiprocessors; absent: all of them.
 RINGATTN_API void set_sm_cap(std::optional<int32_t> num_sms);
 RINGATTN_API int32_t sm_cap();
 

@@ -6,11 +6,11 @@ namespace {
 
 class LoopbackStream : public BlockStream {
  public:
-  LoopbackStream(const std::vector<Block>& blocks, std::vector<Hop> hops)
+  LoopbackStream(const std::vector<Block>& blocks, std::vector<HopPlan> hops)
       : blocks_(blocks), hops_(std::move(hops)) {}
 
   Block wait(int64_t step) override {
-    const Hop& hop = hops_.at(step - 1);
+    const HopPlan& hop = hops_.at(step - 1);
     const Block& block = blocks_.at(hop.source);
     return {block.k.narrow(1, 0, hop.rows_received), block.v.narrow(1, 0, hop.rows_received)};
   }
@@ -20,12 +20,12 @@ class LoopbackStream : public BlockStream {
 
  private:
   const std::vector<Block>& blocks_;
-  std::vector<Hop> hops_;
+  std::vector<HopPlan> hops_;
 };
 
 }  // namespace
 
-std::unique_ptr<BlockStream> LoopbackTransport::open(const Exchange& exchange) {
+std::unique_ptr<BlockStream> LoopbackTransport::open(const RingExchangePlan& exchange) {
   return std::make_unique<LoopbackStream>(blocks_, exchange.hops);
 }
 

@@ -13,7 +13,7 @@ class RINGATTN_API LoopbackTransport : public Transport {
   /// blocks[r]: keys and values of rank r.
   explicit LoopbackTransport(std::vector<Block> blocks) : blocks_(std::move(blocks)) {}
 
-  std::unique_ptr<BlockStream> open(const Exchange& exchange) override;
+  std::unique_ptr<BlockStream> open(const RingExchangePlan& exchange) override;
 
  private:
   std::vector<Block> blocks_;

@@ -37,7 +37,7 @@ class RINGATTN_API Transfer {
 /// are the same for all of these (p2p_block_stream.cpp); they differ in how one message moves.
 class RINGATTN_API MessageTransport : public Transport {
  public:
-  std::unique_ptr<BlockStream> open(const Exchange& exchange) override;
+  std::unique_ptr<BlockStream> open(const RingExchangePlan& exchange) override;
 
   /// Starts a message and returns at once. On CUDA it reads `send` and writes `receive` after the
   /// work that the current stream holds now.

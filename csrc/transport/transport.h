@@ -11,68 +11,70 @@
 #include "core/shape.h"
 #include "peer_sync/protocol.h"
 
-// How key/value blocks travel. The ring loop sees Transport and BlockStream and nothing below them.
+// How blocks of keys and values move between ranks. The ring loop sees Transport and BlockStream,
+// and nothing below them.
 
 namespace ringattn {
 
-/// What this rank gives and gets at one step of the schedule (step 1 .. W-1; step 0 is its own
-/// block).
-struct Hop {
-  int64_t destination = 0;  // the rank that my block visits
-  int64_t source = 0;       // the rank whose block visits me
-  int64_t rows_sent = 0;    // leading rows of my block that it sees; 0: nothing is sent
+/// What this rank sends and receives at one step, 1 .. W-1. (At step 0 it attends its own block.)
+struct HopPlan {
+  int64_t destination = 0;  // the rank that this rank's block goes to
+  int64_t source = 0;       // the rank whose block comes here
+  int64_t rows_sent = 0;  // leading rows of this rank's block that the destination's schedule uses;
+                          // 0: nothing is sent
   int64_t rows_received = 0;
-  int64_t source_rows = 0;  // of the whole block
+  int64_t source_rows = 0;  // rows of the whole block
 };
 
 /// One rank's part in a ring call.
-struct Exchange {
+struct RingExchangePlan {
   int64_t call = 0;  // number of the call in its group
   at::Tensor k;      // [B, S_r, H_kv, D]
   at::Tensor v;
-  std::vector<Hop> hops;  // [W - 1]; hops[i] belongs to step i + 1
-  int64_t most_rows = 0;  // of any rank's block
-  int64_t depth = 1;      // blocks that may be in flight or waiting ahead of the one being attended
-  bool by_kernel = false;  // one kernel attends to all blocks and brings them by itself, if it can
-  bool timed = false;      // record how long transfers take
+  std::vector<HopPlan> hops;  // [W - 1]; hops[i] belongs to step i + 1
+  int64_t max_rows = 0;       // of the blocks of all ranks
+  int64_t depth = 1;  // blocks that may be in flight or waiting ahead of the one being attended
+  bool kernel_fetches =
+      false;           // one kernel attends all blocks, and fetches them if the transport can
+  bool timed = false;  // record how long transfers take
 };
 
-/// A visiting block.
+/// The block of another rank.
 struct Block {
   at::Tensor k;  // [B, rows_received, H_kv, D], any strides
   at::Tensor v;
 };
 
-/// All visiting blocks of a call in memory that holds them at once, each where it will arrive.
-struct Gathering {
-  std::vector<Block> blocks;  // [W - 1]; blocks[i] visits at step i + 1
+/// All blocks of a call in memory that holds them at the same time.
+struct ResidentBlocks {
+  std::vector<Block> blocks;  // [W - 1]; blocks[i] belongs to step i + 1
 
-  // Where the kernel brings them by itself (Exchange::by_kernel); otherwise empty.
-  std::vector<RemoteKeys> sources;  // [W - 1]
-  Bringing bringing;
+  // Where the kernel fetches the blocks (RingExchangePlan::kernel_fetches); otherwise empty.
+  std::vector<RemoteBlock> sources;  // [W - 1]
+  RemoteFetch remote_fetch;
 };
 
-/// The blocks of the other ranks, arriving in schedule order.
+/// The blocks of the other ranks, arriving in the order of the schedule.
 ///
-/// One thread calls wait(1), release(1), wait(2), ... and finish() at the end. On CUDA nothing here
-/// blocks the host: "ready" and "done with" are orders on the current stream.
+/// One thread calls wait(1), release(1), wait(2), ... and finish() at the end. On CUDA no function
+/// blocks the host: they order work on the current stream.
 class RINGATTN_API BlockStream {
  public:
   virtual ~BlockStream() = default;
 
-  /// The block of `step`, ready for the current stream (CUDA) or for this thread (CPU). Throws when
-  /// the source is gone or late.
+  /// The block of `step`, which work on the current stream (CUDA) or of this thread (CPU) may read
+  /// from now on. Throws where the source has failed or is late.
   virtual Block wait(int64_t step) = 0;
-  /// Where every block has a place of its own: all of them. What has sources is not waited for
-  /// here.
-  virtual const Gathering* gathering() const { return nullptr; }
-  /// What reads the block of `step` has been launched: its memory may be filled again. Step 0 is
-  /// this rank's own block.
+  /// All blocks, where each has memory of its own; null otherwise. Blocks with sources need no
+  /// wait().
+  virtual const ResidentBlocks* resident_blocks() const { return nullptr; }
+  /// The work that reads the block of `step` has been launched: its memory may be reused after that
+  /// work. Step 0 is this rank's own block.
   virtual void release(int64_t step) = 0;
-  /// All blocks have been waited for. `results` were computed from them: should a transfer fail
+  /// Called after the last block. `results` were computed from the blocks: if a transfer fails
   /// after the call has returned, they are filled with NaN.
   virtual void finish(const std::vector<at::Tensor>& results) = 0;
-  /// How long the block of `step` was on its way; after the stream has been synchronised.
+  /// How long the transfer of the block of `step` took; after the stream has been synchronised.
   virtual double transfer_ms(int64_t step) = 0;
 };
 
@@ -80,7 +82,7 @@ class RINGATTN_API BlockStream {
 class RINGATTN_API Transport {
  public:
   virtual ~Transport() = default;
-  virtual std::unique_ptr<BlockStream> open(const Exchange& exchange) = 0;
+  virtual std::unique_ptr<BlockStream> open(const RingExchangePlan& exchange) = 0;
 };
 
 }  // namespace ringattn

@@ -118,7 +118,7 @@ class Plan:
     Args:
         partition: which rank owns which tokens.
         depth: how many blocks should be under way ahead of the one being attended to.
-        least_depth: the smallest depth at which, by the profiles, ranks wait no longer for each
+        min_depth: the smallest depth at which, by the profiles, ranks wait no longer for each
             other than at ``depth``.
         rank_ms: time of each rank, ``[W]``; 0 for one without tokens.
         ideal_ms: time without overheads, limits of memory, and rounding to whole tokens.
@@ -128,7 +128,7 @@ class Plan:
 
     partition: Partition
     depth: int
-    least_depth: int
+    min_depth: int
     rank_ms: tuple[float, ...]
     ideal_ms: float
     memory_bytes: tuple[int, ...]
@@ -163,7 +163,7 @@ class Plan:
         lines = [
             f"{partition.seq_len} tokens, {partition.layout}, "
             f"order {' '.join(map(str, partition.order))}, depth {self.depth} "
-            f"(at least {self.least_depth}): "
+            f"(at least {self.min_depth}): "
             f"{self.predicted_ms:.3f} ms a layer, {100 * self.efficiency:.1f} % of ideal "
             f"({self.ideal_ms:.3f} ms)"
         ]
@@ -211,7 +211,7 @@ def plan(
         causal: a query sees the keys at its own and at earlier positions.
         layout: "zigzag" or "contiguous".
         depth: how many blocks may be under way; None: all, W - 1, so that no rank waits for a peer
-            that computes. A smaller depth takes less memory, see ``Plan.least_depth``.
+            that computes. A smaller depth takes less memory, see ``Plan.min_depth``.
         training: forward and backward, 3.5 times the attention and 3 times the matrix products of
             forward alone (https://arxiv.org/abs/2307.08691, section 4.1).
 
@@ -235,7 +235,7 @@ def plan(
     return Plan(
         Partition(layout, tuple(planned.lengths), tuple(planned.order)),
         planned.depth,
-        planned.least_depth,
+        planned.min_depth,
         tuple(planned.rank_ms),
         planned.ideal_ms,
         tuple(planned.memory_bytes),

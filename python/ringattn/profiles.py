@@ -22,41 +22,43 @@ MAX_TILE = 2**16  # tokens, far beyond any kernel's
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """What an attention kernel computes together, whatever of it is there, and how long that takes.
+    """Rows and keys that an attention kernel computes together, whether they exist or not, and how
+    long that takes.
 
     Args:
-        rows: of queries.
-        keys: and values.
-        part_rows: of the parts of a tile that work side by side, of which ``rows`` are a multiple:
-            a tile of which only some parts have rows takes ``(some + 2) / (all + 2)`` of the time.
-            None: one part.
-        time: of a whole tile, relative to a kernel's other tiles.
-        more_keys: that rows would see in the time that they take to begin and to end.
+        rows: query rows of a tile.
+        keys: keys and values of a tile.
+        rows_per_warpgroup: rows that are computed side by side, a divisor of ``rows``. A tile of
+            whose n warpgroups only m have rows takes ``(m + 2) / (n + 2)`` of the time. None:
+            ``rows``.
+        relative_cost: time of a full tile, relative to the kernel's other tiles.
+        overhead_keys: keys that rows could attend in the time of a tile's prologue and epilogue.
 
     Raises:
-        ValueError: numbers that are not integers or not in 1..65536 (``more_keys``: 0..65536),
-            ``part_rows`` of which ``rows`` are no multiple.
+        ValueError: numbers that are not integers or not in 1..65536 (``overhead_keys``: 0..65536),
+            ``rows_per_warpgroup`` of which ``rows`` are no multiple.
     """
 
     rows: int
     keys: int
     _: KW_ONLY
-    part_rows: int | None = None
-    time: int = 1
-    more_keys: int = 0
+    rows_per_warpgroup: int | None = None
+    relative_cost: int = 1
+    overhead_keys: int = 0
 
     def __post_init__(self) -> None:
-        if self.part_rows is None:
-            object.__setattr__(self, "part_rows", self.rows)
-        for name in ("rows", "keys", "part_rows", "time", "more_keys"):
+        if self.rows_per_warpgroup is None:
+            object.__setattr__(self, "rows_per_warpgroup", self.rows)
+        for name in ("rows", "keys", "rows_per_warpgroup", "relative_cost", "overhead_keys"):
             value = check_integer(name, getattr(self, name))
-            least = 0 if name == "more_keys" else 1
+            least = 0 if name == "overhead_keys" else 1
             if not least <= value <= MAX_TILE:
                 raise ValueError(f"{name} must lie in {least}..{MAX_TILE}, got {value}")
             object.__setattr__(self, name, value)
-        if self.rows % cast(int, self.part_rows) != 0:
+        if self.rows % cast(int, self.rows_per_warpgroup) != 0:
             raise ValueError(
-                f"rows must be a multiple of part_rows, got {self.rows} and {self.part_rows}"
+                f"rows must be a multiple of rows_per_warpgroup, got {self.rows} and "
+                f"{self.rows_per_warpgroup}"
             )
 
 
@@ -112,7 +114,7 @@ class RankProfile:
         ):
             raise ValueError(f"tiles must be a sequence of AttentionTile, got {self.tiles!r}")
         object.__setattr__(self, "tiles", tuple(self.tiles))
-        times = [tile.time / (tile.rows * tile.keys) for tile in self.tiles]
+        times = [tile.relative_cost / (tile.rows * tile.keys) for tile in self.tiles]
         if times and min(times) < times[0]:
             raise ValueError(f"tiles must have the fastest kind first, got {self.tiles!r}")
 

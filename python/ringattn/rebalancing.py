@@ -223,7 +223,7 @@ class Rebalancer:
         if outcome <= 1 + _WORSE:
             return False
         self._controller = trial.controller
-        self._controller.regret(trial.excess)
+        self._controller.record_failed_replan(trial.excess)
         self._in_use, self._history = trial.profiles, trial.history
         return True
 

@@ -300,8 +300,8 @@ def inject_transfer_delays(seed: int = 0) -> Iterator[None]:
     Raises:
         ValueError: a seed that is no integer or negative.
     """
-    _C.set_hostile_transfers(check_int64("seed", seed, least=0))
+    _C.inject_transfer_delays(check_int64("seed", seed, least=0))
     try:
         yield
     finally:
-        _C.set_hostile_transfers(None)
+        _C.inject_transfer_delays(None)

@@ -39,7 +39,7 @@ struct Segment {
   at::Tensor k, v;  // [B, S_k, H_kv, D], with NaN behind them
   int64_t diagonal;
   int64_t first_query;
-  at::Tensor source = {};  // [H_kv, 2, B, at least S_k, D]: k and v are brought from there
+  at::Tensor source = {};  // [H_kv, 2, B, at least S_k, D]: k and v are fetched from there
 };
 
 /// x with rows of NaN behind those of each batch entry.
@@ -98,17 +98,19 @@ struct Results {
         lse(at::full({kBatch, problem.q.size(2), problem.q.size(1)}, kNaN, problem.wide())) {}
 };
 
-/// What a launch over a list is told beside its tensors.
+/// Rows of Launch::signals; the phase takes the first element of its row.
+enum Signal { kStaged, kPeerRead, kOwnRead, kPhase, kStagedMirror, kPeerReadMirror, kNumSignals };
+
+/// Parameters of a launch over a list, beside its tensors.
 struct Launch {
   int64_t final_begin = 0, final_end = 0;
   bool fold = false;
   bool with_state = true;  // false: all rows are final
-  at::Tensor words;        // int32 [kFirstArrival + num_arrivals]
+  at::Tensor scratch;      // int32 [kFirstArrival + num_arrivals]
   at::Tensor failed;       // int32 [1]
   at::Tensor given_up;     // int32 [1], of the host's
-  at::Tensor notices;      // int32 [6, peers]: staged, read, read here; the phase; the first two
-                           // for streams
-  uint32_t lateness = 0;
+  at::Tensor signals;      // int32 [6, peers]: see Signal
+  uint32_t delay_seed = 0;
   int32_t max_blocks = std::numeric_limits<int32_t>::max();
 };
 
@@ -150,43 +152,43 @@ inline bool pairs_row_tiles(const Problem& problem) {
   const BlockAttentionParams params = params_of(problem, segments);
   const int rows = params.tile_rows == 192 ? 192 : 128;
   const int keys = params.tile_rows == 128 ? 128 : 80;
-  return cuda::sm90::shape_of_pairs(params, rows, keys).row_tiles == 2;
+  return cuda::sm90::pair_shape(params, rows, keys).row_tiles == 2;
 }
 
-/// Whether keys are brought in such numbers that parcels want room.
-inline bool brings_much(const Problem& problem) {
+/// Whether a call is fetch-bound.
+inline bool is_fetch_bound(const Problem& problem) {
   const std::vector<KeySegment> segments = segments_of(problem);
-  return cuda::sm90::brings_much(params_of(problem, segments));
+  return cuda::sm90::is_fetch_bound(params_of(problem, segments));
 }
 
 inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Results& results) {
-  const auto words_of = [](const at::Tensor& x) {
+  const auto pointer_to = [](const at::Tensor& x) {
     return reinterpret_cast<uint32_t*>(x.data_ptr());
   };
-  Bringing bringing;
-  if (launch.words.defined()) {
-    bringing.words.data = words_of(launch.words);
-    bringing.words.num_arrivals = launch.words.numel() - LaunchWords::kFirstArrival;
+  RemoteFetch remote_fetch;
+  if (launch.scratch.defined()) {
+    remote_fetch.scratch.data = pointer_to(launch.scratch);
+    remote_fetch.scratch.num_arrivals = launch.scratch.numel() - LaunchScratch::kFirstArrival;
   }
-  if (launch.failed.defined()) bringing.failed = words_of(launch.failed);
-  if (launch.given_up.defined()) bringing.given_up = words_of(launch.given_up);
-  if (launch.notices.defined()) {
-    Notices& notices = bringing.notices;
-    for (int64_t peer = 0; peer < launch.notices.size(1); ++peer) {
-      notices.staged[peer] = words_of(launch.notices[0][peer]);
-      notices.read[peer] = words_of(launch.notices[1][peer]);
-      notices.read_here[peer] = words_of(launch.notices[2][peer]);
-      notices.staged_for_streams[peer] = words_of(launch.notices[4][peer]);
-      notices.read_for_streams[peer] = words_of(launch.notices[5][peer]);
+  if (launch.failed.defined()) remote_fetch.failed = pointer_to(launch.failed);
+  if (launch.given_up.defined()) remote_fetch.given_up = pointer_to(launch.given_up);
+  if (launch.signals.defined()) {
+    PeerSignals& signals = remote_fetch.signals;
+    for (int64_t peer = 0; peer < launch.signals.size(1); ++peer) {
+      signals.staged[peer] = pointer_to(launch.signals[kStaged][peer]);
+      signals.peer_read[peer] = pointer_to(launch.signals[kPeerRead][peer]);
+      signals.own_read[peer] = pointer_to(launch.signals[kOwnRead][peer]);
+      signals.staged_mirror[peer] = pointer_to(launch.signals[kStagedMirror][peer]);
+      signals.peer_read_mirror[peer] = pointer_to(launch.signals[kPeerReadMirror][peer]);
     }
-    notices.num_peers = launch.notices.size(1);
-    notices.phase = words_of(launch.notices[3]);
-    notices.phase_working = 5;
-    notices.phase_bringing = 6;
-    notices.phase_waiting = 7;
-    notices.phase_told = 8;
+    signals.num_peers = launch.signals.size(1);
+    signals.phase = pointer_to(launch.signals[kPhase]);
+    signals.phase_working = 5;
+    signals.phase_until_staged = 6;
+    signals.phase_until_read = 7;
+    signals.phase_until_mirrored = 8;
   }
-  bringing.lateness = launch.lateness;
+  remote_fetch.delay_seed = launch.delay_seed;
   const std::vector<KeySegment> segments = segments_of(problem);
   BlockAttentionParams params = params_of(problem, segments);
   params.out = ringattn::strided(results.out);
@@ -194,7 +196,7 @@ inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Res
   params.lse = results.lse.data_ptr<float>();
   params.lse_batch_stride = results.lse.stride(0);
   params.lse_head_stride = results.lse.stride(1);
-  params.bringing = bringing;
+  params.remote_fetch = remote_fetch;
   params.final_begin = launch.final_begin;
   params.final_end = launch.final_end;
   params.fold = launch.fold;
@@ -289,8 +291,8 @@ inline const std::vector<Shape> kOddZigzag = {
 inline const std::vector<Shape> kDiagonals = {
     {400, -290, 0}, {500, 77, 0}, {129, -100, 200}, {64, -300, 0}, {300, 0, 200}};
 
-inline at::Tensor no_words(int64_t num_arrivals = 0) {
-  return at::zeros({LaunchWords::kFirstArrival + num_arrivals},
+inline at::Tensor zero_scratch(int64_t num_arrivals = 0) {
+  return at::zeros({LaunchScratch::kFirstArrival + num_arrivals},
                    at::TensorOptions(at::kCUDA).dtype(at::kInt));
 }
 

@@ -11,30 +11,30 @@
 
 namespace ringattn::testing {
 
-/// How what waits comes to its end: what it waits for comes, or the host gives up, in a word of the
-/// device's or in one of its own.
+/// How a waiting kernel ends: by the signal that it waits for, or after a failure that the host
+/// writes to device memory (`failed`) or to its own (`given_up`).
 enum class Ends { kByItself, kFailed, kGivenUp };
 
-/// What others do while the default stream runs a kernel.
-class Meanwhile {
+/// Copies on a second stream while the default stream runs a kernel.
+class SideStream {
  public:
-  Meanwhile() {
+  SideStream() {
     REQUIRE(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking) == cudaSuccess);
   }
-  ~Meanwhile() { cudaStreamDestroy(stream_); }
-  Meanwhile(const Meanwhile&) = delete;
-  Meanwhile& operator=(const Meanwhile&) = delete;
+  ~SideStream() { cudaStreamDestroy(stream_); }
+  SideStream(const SideStream&) = delete;
+  SideStream& operator=(const SideStream&) = delete;
 
   bool ends_soon() const {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     return cudaStreamQuery(nullptr) != cudaErrorNotReady;
   }
-  int read(const at::Tensor& word) const {
+  int read(const at::Tensor& signal) const {
     int value = 0;
-    copy(&value, word.data_ptr());
+    copy(&value, signal.data_ptr());
     return value;
   }
-  void write(const at::Tensor& word, int value) const { copy(word.data_ptr(), &value); }
+  void write(const at::Tensor& signal, int value) const { copy(signal.data_ptr(), &value); }
   void copy(const at::Tensor& to, const at::Tensor& from) const {
     copy(to.data_ptr(), from.data_ptr(), from.nbytes());
   }

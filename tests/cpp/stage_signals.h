@@ -12,47 +12,47 @@ namespace ringattn::testing {
 constexpr int kPeers = 3;
 constexpr int kTag = 77;
 
-inline bool all_are(const at::Tensor& words, uint32_t value) {
-  return words.eq(static_cast<int>(value)).all().item<bool>();
+inline bool all_are(const at::Tensor& values, uint32_t value) {
+  return values.eq(static_cast<int>(value)).all().item<bool>();
 }
 
-/// The words of a call on one device, whose own stand for those of other ranks.
-struct Words {
+/// The signals of a call on one device: its own pad stands for those of its peers.
+struct Pad {
   at::Tensor all = at::zeros({7 * kPeers + cuda::kStageCounters + 5},
                              at::TensorOptions(at::kCUDA).dtype(at::kInt));
-  at::Tensor signals = all.narrow(0, 0, kPeers);
-  at::Tensor taken_back = all.narrow(0, kPeers, kPeers).fill_(1);
-  at::Tensor awaited = all.narrow(0, 2 * kPeers, kPeers);
-  at::Tensor told = all.narrow(0, 3 * kPeers, kPeers);
-  at::Tensor theirs = all.narrow(0, 4 * kPeers, kPeers).fill_(kTag);
-  at::Tensor for_streams = all.narrow(0, 5 * kPeers, kPeers);
-  at::Tensor back_for_streams = all.narrow(0, 6 * kPeers, kPeers).fill_(1);
+  at::Tensor peer_staged = all.narrow(0, 0, kPeers);
+  at::Tensor own_read = all.narrow(0, kPeers, kPeers).fill_(1);
+  at::Tensor own_staged = all.narrow(0, 2 * kPeers, kPeers);
+  at::Tensor peer_tag = all.narrow(0, 3 * kPeers, kPeers);
+  at::Tensor own_tag = all.narrow(0, 4 * kPeers, kPeers).fill_(kTag);
+  at::Tensor peer_staged_mirror = all.narrow(0, 5 * kPeers, kPeers);
+  at::Tensor own_read_mirror = all.narrow(0, 6 * kPeers, kPeers).fill_(1);
   at::Tensor counters = all.narrow(0, 7 * kPeers, cuda::kStageCounters);
-  // failed, calls, both shown, unlike
+  // failed, calls, calls_mirror, phase_mirror, mismatch
   at::Tensor others = all.narrow(0, 7 * kPeers + cuda::kStageCounters, 5);
 
-  static uint32_t* word(const at::Tensor& x, int64_t i) {
+  static uint32_t* at(const at::Tensor& x, int64_t i) {
     return reinterpret_cast<uint32_t*>(x.data_ptr<int>()) + i;
   }
-  void give(cuda::StageParams& params) const {
+  void add_to(cuda::StageParams& params) const {
     for (int i = 0; i < kPeers; ++i) {
-      params.signals[i] = word(signals, i);
-      params.taken_back[i] = word(taken_back, i);
-      params.signals_for_streams[i] = word(for_streams, i);
-      params.taken_back_for_streams[i] = word(back_for_streams, i);
-      params.awaited[i] = word(awaited, i);
-      params.tags.told[i] = word(told, i);
-      params.tags.theirs[i] = word(theirs, i);
+      params.peer_staged[i] = at(peer_staged, i);
+      params.own_read[i] = at(own_read, i);
+      params.peer_staged_mirror[i] = at(peer_staged_mirror, i);
+      params.own_read_mirror[i] = at(own_read_mirror, i);
+      params.own_staged[i] = at(own_staged, i);
+      params.tags.peer[i] = at(peer_tag, i);
+      params.tags.own[i] = at(own_tag, i);
     }
-    params.tags.own = kTag;
-    params.tags.unlike = word(others, 4);
-    params.num_signals = kPeers;
+    params.tags.value = kTag;
+    params.tags.mismatch = at(others, 4);
+    params.num_peers = kPeers;
     params.num_awaited = params.kernel_fetches ? kPeers : 0;
-    params.blocks_done = word(counters, 0);
-    params.failed = word(others, 0);
-    params.calls = word(others, 1);
-    params.calls_shown = word(others, 2);
-    params.phase_shown = word(others, 3);
+    params.blocks_done = at(counters, 0);
+    params.failed = at(others, 0);
+    params.calls = at(others, 1);
+    params.calls_mirror = at(others, 2);
+    params.phase_mirror = at(others, 3);
     params.phase = 9;
   }
 };

@@ -8,9 +8,9 @@
 
 #include "catch.h"
 
-// The kernel that fetches, the device code itself, on threads for lanes. Note: under another name,
-// since the library that the tests link has the one for devices.
-#define ringattn ringattn_on_lanes
+// The fetching kernel's device code, with a host thread for each device thread. Note: in a
+// namespace of another name, since the library that the tests link has the kernel for devices.
+#define ringattn ringattn_emulated
 #include "transport/symmetric/kernels/fetch.cu"
 
 namespace {
@@ -20,39 +20,39 @@ using namespace ringattn::cuda;
 
 constexpr int kPeers = 3;
 constexpr uint8_t kNothing = 0xff;
-constexpr uint32_t kWorking = 11, kBringing = 12, kTold = 13, kWaiting = 14;
+constexpr uint32_t kNotWaiting = 11, kUntilStaged = 12, kUntilMirrored = 13, kUntilRead = 14;
 
-bool all_are(const uint32_t* words, uint32_t value) {
-  return std::all_of(words, words + kPeers, [&](uint32_t word) { return word == value; });
+bool all_are(const uint32_t* values, uint32_t value) {
+  return std::all_of(values, values + kPeers, [&](uint32_t each) { return each == value; });
 }
 
-// A block of so many bytes on its way, which all have staged and read.
+// The fetch of a block that all peers have staged, while they have read this rank's.
 struct Call {
   explicit Call(int64_t bytes)
-      : bytes(bytes), from(bytes + 2 * kStagePiece), to(bytes + 2 * kStagePiece, kNothing) {
+      : bytes(bytes), from(bytes + 2 * kVectorBytes), to(bytes + 2 * kVectorBytes, kNothing) {
     fill();
     params.from = from.data();
     params.to = to.data();
     params.bytes = bytes;
-    Bringing& bringing = params.bringing;
-    bringing.words.data = words;
-    bringing.failed = &failed;
-    bringing.given_up = &given_up;
-    bringing.follows_staging = true;
-    Notices& notices = bringing.notices;
-    notices.num_peers = kPeers;
+    RemoteFetch& remote_fetch = params.remote_fetch;
+    remote_fetch.scratch.data = scratch;
+    remote_fetch.failed = &failed;
+    remote_fetch.given_up = &given_up;
+    remote_fetch.follows_staging = true;
+    PeerSignals& signals = remote_fetch.signals;
+    signals.num_peers = kPeers;
     for (int i = 0; i < kPeers; ++i) {
-      notices.staged[i] = &staged[i];
-      notices.read[i] = &read[i];
-      notices.staged_for_streams[i] = &staged_for_streams[i];
-      notices.read_for_streams[i] = &read_for_streams[i];
-      notices.read_here[i] = &read_here[i];
+      signals.staged[i] = &staged[i];
+      signals.peer_read[i] = &peer_read[i];
+      signals.staged_mirror[i] = &staged_mirror[i];
+      signals.peer_read_mirror[i] = &peer_read_mirror[i];
+      signals.own_read[i] = &own_read[i];
     }
-    notices.phase = &phase;
-    notices.phase_working = kWorking;
-    notices.phase_bringing = kBringing;
-    notices.phase_told = kTold;
-    notices.phase_waiting = kWaiting;
+    signals.phase = &phase;
+    signals.phase_working = kNotWaiting;
+    signals.phase_until_staged = kUntilStaged;
+    signals.phase_until_mirrored = kUntilMirrored;
+    signals.phase_until_read = kUntilRead;
   }
   ~Call() { on_store_release = nullptr; }
   Call(const Call&) = delete;
@@ -63,67 +63,67 @@ struct Call {
       from[i] = static_cast<uint8_t>((i * 40503u >> 3) % 251);
   }
   // And nothing behind it.
-  bool has_come() const {
+  bool has_arrived() const {
     return std::equal(to.begin(), to.begin() + bytes, from.begin()) &&
            std::all_of(to.begin() + bytes, to.end(), [](uint8_t byte) { return byte == kNothing; });
   }
-  bool nothing_has_come() const {
+  bool nothing_has_arrived() const {
     return std::all_of(to.begin(), to.end(), [](uint8_t byte) { return byte == kNothing; });
   }
-  // Whether everybody has been told, and all is as the next call needs it.
+  // Whether all peers are signalled, and all is as the next call needs it.
   bool is_over() const {
-    return all_are(staged, 0) && all_are(staged_for_streams, 0) && all_are(read, 1) &&
-           all_are(read_for_streams, 1) && words[LaunchWords::kWarpsDone] == 0;
+    return all_are(staged, 0) && all_are(staged_mirror, 0) && all_are(peer_read, 1) &&
+           all_are(peer_read_mirror, 1) && scratch[LaunchScratch::kWarpsDone] == 0;
   }
 
-  // A peer signals once this device has shown a phase for a while, after 10 s in any case. Returns
-  // the phase that the device showed then.
-  uint32_t hears(uint32_t& word, uint32_t value, uint32_t expected) {
+  // A peer signals once this device shows the expected phase, after 10 s in any case. Returns the
+  // phase that the device showed then.
+  uint32_t receives(uint32_t& signal, uint32_t value, uint32_t expected) {
     uint32_t shown = kNothing;
-    for (int tries = 0; tries < 50; ++tries) {  // a loaded machine may not have come that far
+    for (int tries = 0; tries < 50; ++tries) {  // a loaded machine takes its time
       std::this_thread::sleep_for(std::chrono::milliseconds(200));
       shown = __atomic_load_n(&phase, __ATOMIC_RELAXED);
       if (shown == expected) break;
     }
     comes = true;
-    __atomic_store_n(&word, value, __ATOMIC_RELEASE);
+    __atomic_store_n(&signal, value, __ATOMIC_RELEASE);
     return shown;
   }
 
-  std::atomic<bool> comes{false};  // what hears() waits with
+  std::atomic<bool> comes{false};  // what receives() waits with
   int64_t bytes;
   std::vector<uint8_t> from, to;
-  uint32_t words[LaunchWords::kFirstArrival] = {};
+  uint32_t scratch[LaunchScratch::kFirstArrival] = {};
   uint32_t staged[kPeers] = {staged_heads(1), staged_heads(1), staged_heads(1)};
-  uint32_t staged_for_streams[kPeers] = {7, 7, 7}, read[kPeers] = {}, read_for_streams[kPeers] = {};
-  uint32_t read_here[kPeers] = {1, 1, 1}, failed = 0, given_up = 0, phase = 0;
+  uint32_t staged_mirror[kPeers] = {7, 7, 7}, peer_read[kPeers] = {}, peer_read_mirror[kPeers] = {};
+  uint32_t own_read[kPeers] = {1, 1, 1}, failed = 0, given_up = 0, phase = 0;
   FetchParams params;
 };
 
 }  // namespace
 
-TEST_CASE("on lanes: what a peer has staged is fetched, and all are told when it is there") {
-  // Four thread blocks of 512 threads with eight pieces each: some rounds, some pieces, none.
-  lanes::multiprocessors = 16;
+TEST_CASE("emulated: what a peer has staged is fetched, and then all peers are signalled") {
+  // Four thread blocks of 512 threads with eight vectors each: several rounds, one, none.
+  emulator::multiprocessors = 16;
   for (const int64_t bytes : {0, 1, 16, 8191, 8192, 100003, 262144, 600001}) {
     INFO(bytes << " bytes");
     Call call(bytes);
     std::atomic<bool> too_early{false};
-    on_store_release = [&](const uint32_t* word, uint32_t) {
-      const int64_t peer = word - call.read;
+    on_store_release = [&](const uint32_t* signal, uint32_t) {
+      const int64_t peer = signal - call.peer_read;
       const bool is_read = 0 <= peer && peer < kPeers;
-      if (!is_read || !call.has_come() || call.staged[peer] != 0) too_early = true;
+      if (!is_read || !call.has_arrived() || call.staged[peer] != 0) too_early = true;
     };
     REQUIRE(fetch(call.params, nullptr) == cudaSuccess);
-    CHECK(call.has_come());
+    CHECK(call.has_arrived());
     CHECK_FALSE(too_early);
     CHECK(call.is_over());
-    CHECK(call.phase == kWorking);
+    CHECK(call.phase == kNotWaiting);
   }
 }
 
-TEST_CASE("on lanes: nothing is fetched before all peers have staged") {
-  lanes::multiprocessors = 8;
+TEST_CASE("emulated: nothing is fetched before all peers have staged") {
+  emulator::multiprocessors = 8;
   for (const int late : {0, kPeers - 1}) {
     Call call(5000);
     call.staged[late] = kBeingStaged;
@@ -132,63 +132,64 @@ TEST_CASE("on lanes: nothing is fetched before all peers have staged") {
     std::thread peer([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       call.fill();
-      shown = call.hears(call.staged[late], staged_heads(1), kBringing);
+      shown = call.receives(call.staged[late], staged_heads(1), kUntilStaged);
     });
     const cudaError_t error = fetch(call.params, nullptr);
     peer.join();
     CHECK(error == cudaSuccess);
-    CHECK(shown == kBringing);
-    CHECK(call.has_come());
+    CHECK(shown == kUntilStaged);
+    CHECK(call.has_arrived());
     CHECK(call.is_over());
   }
 }
 
-TEST_CASE("on lanes: what streams are told of a fetched block is taken back when it has come") {
-  lanes::multiprocessors = 4;
+TEST_CASE("emulated: the mirror of `staged` is awaited before it is cleared") {
+  emulator::multiprocessors = 4;
   Call call(5000);
-  call.staged_for_streams[1] = 0;
+  call.staged_mirror[1] = 0;
   std::atomic<bool> too_early{false};
-  on_store_release = [&](const uint32_t* word, uint32_t) {
-    if (word == &call.read[1] && !call.comes) too_early = true;
+  on_store_release = [&](const uint32_t* signal, uint32_t) {
+    if (signal == &call.peer_read[1] && !call.comes) too_early = true;
   };
   uint32_t shown = 0;
-  std::thread peer([&] { shown = call.hears(call.staged_for_streams[1], 7, kTold); });
+  std::thread peer([&] { shown = call.receives(call.staged_mirror[1], 7, kUntilMirrored); });
   const cudaError_t error = fetch(call.params, nullptr);
   peer.join();
   CHECK(error == cudaSuccess);
-  CHECK(shown == kTold);
-  CHECK(call.phase == kWorking);
+  CHECK(shown == kUntilMirrored);
+  CHECK(call.phase == kNotWaiting);
   CHECK_FALSE(too_early);
   CHECK(call.is_over());
 }
 
-TEST_CASE("on lanes: who has fetched tells the others, and then waits until they have") {
-  lanes::multiprocessors = 4;
+TEST_CASE(
+    "emulated: a kernel that has fetched signals its peers, then waits until they have read") {
+  emulator::multiprocessors = 4;
   Call call(5000);
-  call.read_here[2] = 0;
+  call.own_read[2] = 0;
   uint32_t shown = 0;
-  std::thread peer([&] { shown = call.hears(call.read_here[2], 1, kWaiting); });
+  std::thread peer([&] { shown = call.receives(call.own_read[2], 1, kUntilRead); });
   const cudaError_t error = fetch(call.params, nullptr);
   const bool has_come = call.comes;
   peer.join();
   CHECK(error == cudaSuccess);
-  CHECK(shown == kWaiting);
+  CHECK(shown == kUntilRead);
   CHECK(has_come);
-  CHECK(call.has_come());
+  CHECK(call.has_arrived());
   CHECK(call.is_over());
-  CHECK(call.phase == kWorking);
+  CHECK(call.phase == kNotWaiting);
 }
 
-TEST_CASE("on lanes: where calls come to nothing nothing is fetched, and nobody waits") {
-  lanes::multiprocessors = 8;
+TEST_CASE("emulated: after a failure nothing is fetched, and the kernel does not wait") {
+  emulator::multiprocessors = 8;
   enum class Known { kFailed, kByTheHost };
   for (const Known known : {Known::kFailed, Known::kByTheHost}) {
     Call call(5000);
     (known == Known::kFailed ? call.failed : call.given_up) = kGivenUp;
     call.staged[1] = 0;
-    call.read_here[1] = 0;
+    call.own_read[1] = 0;
     REQUIRE(fetch(call.params, nullptr) == cudaSuccess);
-    CHECK(call.nothing_has_come());
+    CHECK(call.nothing_has_arrived());
     CHECK(call.failed == kGivenUp);
   }
 }

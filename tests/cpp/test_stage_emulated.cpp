@@ -11,9 +11,9 @@
 
 #include "catch.h"
 
-// The staging kernel, the device code itself, on threads for lanes. Note: under another name, since
-// the library that the tests link has the one for devices.
-#define ringattn ringattn_on_lanes
+// The staging kernel's device code, with a host thread for each device thread. Note: in a namespace
+// of another name, since the library that the tests link has the kernel for devices.
+#define ringattn ringattn_emulated
 #include "transport/symmetric/kernels/stage.cu"
 
 namespace {
@@ -30,13 +30,14 @@ struct Shape {
   int staged_rows;  // `rows` or more
 };
 
-// The words of a call.
-struct Words {
-  uint32_t signals[kPeers] = {}, taken_back[kPeers] = {1, 1, 1}, awaited[kPeers] = {1, 1, 1};
-  uint32_t for_streams[kPeers] = {}, back_for_streams[kPeers] = {1, 1, 1};
-  uint32_t told[kPeers] = {}, theirs[kPeers] = {kTag, kTag, kTag}, unlike = 0;
+// The signals of a call: this rank's pad stands for those of its peers.
+struct Pad {
+  uint32_t peer_staged[kPeers] = {}, own_read[kPeers] = {1, 1, 1}, own_staged[kPeers] = {1, 1, 1};
+  uint32_t peer_staged_mirror[kPeers] = {}, own_read_mirror[kPeers] = {1, 1, 1};
+  uint32_t peer_tag[kPeers] = {}, own_tag[kPeers] = {kTag, kTag, kTag}, mismatch = 0;
   uint32_t counters[kStageCounters] = {};
-  uint32_t failed = 0, given_up = 0, seen = 0, calls = 6, calls_shown = 0, phase_shown = 0;
+  uint32_t failed = 0, given_up = 0, given_up_copy = 0, calls = 6, calls_mirror = 0,
+           phase_mirror = 0;
 };
 
 // k and v [B, rows, 3 * H + 1, D], of which H heads each are given, and where they are staged.
@@ -60,26 +61,26 @@ class Call {
     params.num_kv_heads = shape.heads;
     params.row_bytes = 2 * shape.head_dim;
     for (int i = 0; i < kPeers; ++i) {
-      params.signals[i] = &words.signals[i];
-      params.taken_back[i] = &words.taken_back[i];
-      params.signals_for_streams[i] = &words.for_streams[i];
-      params.taken_back_for_streams[i] = &words.back_for_streams[i];
-      params.awaited[i] = &words.awaited[i];
-      params.tags.told[i] = &words.told[i];
-      params.tags.theirs[i] = &words.theirs[i];
+      params.peer_staged[i] = &pad.peer_staged[i];
+      params.own_read[i] = &pad.own_read[i];
+      params.peer_staged_mirror[i] = &pad.peer_staged_mirror[i];
+      params.own_read_mirror[i] = &pad.own_read_mirror[i];
+      params.own_staged[i] = &pad.own_staged[i];
+      params.tags.peer[i] = &pad.peer_tag[i];
+      params.tags.own[i] = &pad.own_tag[i];
     }
-    params.tags.own = kTag;
-    params.tags.unlike = &words.unlike;
-    params.num_signals = kPeers;
+    params.tags.value = kTag;
+    params.tags.mismatch = &pad.mismatch;
+    params.num_peers = kPeers;
     params.kernel_fetches = kernel_fetches;
     params.num_awaited = kernel_fetches ? kPeers : 0;
-    params.failed = &words.failed;
-    params.given_up = &words.given_up;
-    params.seen = &words.seen;
-    params.blocks_done = words.counters;
-    params.calls = &words.calls;
-    params.calls_shown = &words.calls_shown;
-    params.phase_shown = &words.phase_shown;
+    params.failed = &pad.failed;
+    params.given_up = &pad.given_up;
+    params.given_up_copy = &pad.given_up_copy;
+    params.blocks_done = pad.counters;
+    params.calls = &pad.calls;
+    params.calls_mirror = &pad.calls_mirror;
+    params.phase_mirror = &pad.phase_mirror;
     params.phase = 9;
   }
   Call(const Call&) = delete;
@@ -114,7 +115,7 @@ class Call {
   }
 
   StageParams params;
-  Words words;
+  Pad pad;
 
  private:
   int heads_given() const { return 3 * shape_.heads + 1; }
@@ -127,73 +128,74 @@ class Call {
   std::vector<uint16_t> given_, staged_;
 };
 
-// What goes wrong while a launch runs, where no test may say so.
+// Counts what goes wrong while a launch runs.
 struct Faults {
-  std::atomic<int> early_heads{0}, early_word{0}, early_tag{0}, early_for_streams{0};
-  std::atomic<int> begins_early{0}, falls_back{0};
+  std::atomic<int> early_heads{0}, early_signal{0}, early_tag{0}, early_mirror{0};
+  std::atomic<int> triggers_early{0}, falls_back{0};
 
-  // Watches a call's launch until it is destroyed.
+  // Watches a call's launch for as long as it exists.
   Faults(const Call& call, unsigned blocks) {
-    on_store_release = [this, &call](const uint32_t* word, uint32_t value) {
-      if (value <= __atomic_load_n(word, __ATOMIC_RELAXED)) ++falls_back;
-      const int64_t of_stream = word - call.words.for_streams;
+    on_store_release = [this, &call](const uint32_t* signal, uint32_t value) {
+      if (value <= __atomic_load_n(signal, __ATOMIC_RELAXED)) ++falls_back;
+      const int64_t of_stream = signal - call.pad.peer_staged_mirror;
       if (0 <= of_stream && of_stream < kPeers) {
         const uint32_t all = staged_heads(call.params.num_kv_heads);
-        const uint32_t told = __atomic_load_n(&call.words.signals[of_stream], __ATOMIC_RELAXED);
-        if (told != all || call.words.back_for_streams[of_stream] != 0) ++early_for_streams;
+        const uint32_t staged = __atomic_load_n(&call.pad.peer_staged[of_stream], __ATOMIC_RELAXED);
+        if (staged != all || call.pad.own_read_mirror[of_stream] != 0) ++early_mirror;
         return;
       }
-      const int64_t peer = word - call.words.signals;
-      if (value == kBeingStaged && call.words.taken_back[peer] != 0) ++early_word;
-      if (value == kBeingStaged && call.words.told[peer] != kTag) ++early_tag;
+      const int64_t peer = signal - call.pad.peer_staged;
+      if (value == kBeingStaged && call.pad.own_read[peer] != 0) ++early_signal;
+      if (value == kBeingStaged && call.pad.peer_tag[peer] != kTag) ++early_tag;
       if (value > kBeingStaged) {
         const int heads = static_cast<int>(value - kBeingStaged);
         if (!call.has_staged(0, heads)) ++early_heads;
       }
     };
-    on_let_next_begin = [this, &call, blocks] {
+    on_trigger_next = [this, &call, blocks] {
       const std::lock_guard<std::mutex> lock(mutex_);
-      const bool is_first = beginning_.insert(blockIdx.x).second;
-      if (!is_first || beginning_.size() < blocks) return;
-      for (const uint32_t& word : call.words.taken_back) {
-        if (__atomic_load_n(&word, __ATOMIC_RELAXED) != 0) ++begins_early;
+      const bool is_first = triggering_.insert(blockIdx.x).second;
+      if (!is_first || triggering_.size() < blocks) return;
+      for (const uint32_t& read : call.pad.own_read) {
+        if (__atomic_load_n(&read, __ATOMIC_RELAXED) != 0) ++triggers_early;
       }
     };
   }
   ~Faults() {
     on_store_release = nullptr;
-    on_let_next_begin = nullptr;
+    on_trigger_next = nullptr;
   }
 
-  bool lets_begin(unsigned blocks) const { return beginning_.size() == blocks; }
+  bool triggers(unsigned blocks) const { return triggering_.size() == blocks; }
 
  private:
   std::mutex mutex_;
-  std::set<unsigned> beginning_;
+  std::set<unsigned> triggering_;
 };
 
-bool all_are(const uint32_t* words, int count, uint32_t value) {
-  return std::all_of(words, words + count, [&](uint32_t word) { return word == value; });
+bool all_are(const uint32_t* values, int count, uint32_t value) {
+  return std::all_of(values, values + count, [&](uint32_t each) { return each == value; });
 }
 
-// Callbacks of this test, and of no other.
+// Resets the callbacks at the end of a test.
 struct Callbacks {
   ~Callbacks() {
     on_store_release = nullptr;
-    on_let_next_begin = nullptr;
+    on_trigger_next = nullptr;
   }
 };
 
 unsigned copying_blocks(const Shape& shape, bool kernel_fetches) {
-  const int64_t plane = int64_t{shape.rows} * ((2 * shape.head_dim + 15) / 16);  // pieces
-  const int64_t runs = shape.heads * 2 * shape.batch * ((plane + 255) / 256);
-  const int64_t most = kernel_fetches ? lanes::multiprocessors / 4 : lanes::multiprocessors;
-  return static_cast<unsigned>(std::clamp<int64_t>((runs + 31) / 32, 1, most));
+  const int64_t plane = int64_t{shape.rows} * ((2 * shape.head_dim + 15) / 16);  // vectors
+  const int64_t chunks = shape.heads * 2 * shape.batch * ((plane + 255) / 256);
+  const int64_t max_blocks =
+      kernel_fetches ? emulator::multiprocessors / 4 : emulator::multiprocessors;
+  return static_cast<unsigned>(std::clamp<int64_t>((chunks + 31) / 32, 1, max_blocks));
 }
 
 }  // namespace
 
-TEST_CASE("on lanes: heads are told of when they are staged, and counters are 0 again") {
+TEST_CASE("emulated: heads are signalled once they are staged, and counters are 0 again") {
   const std::vector<Shape> shapes = {{1, 1, 1, 8, 1},
                                      {2, 257, 5, 72, 300},
                                      {1, 0, 4, 64, 10},
@@ -201,7 +203,7 @@ TEST_CASE("on lanes: heads are told of when they are staged, and counters are 0 
                                      {1, 33, 33, 200, 40}};
   for (const Shape& shape : shapes) {
     for (const bool kernel_fetches : {false, true}) {
-      lanes::multiprocessors = kernel_fetches ? 8 : 2;
+      emulator::multiprocessors = kernel_fetches ? 8 : 2;
       INFO("B " << shape.batch << " S " << shape.rows << " H " << shape.heads << " D "
                 << shape.head_dim << ", a kernel fetches: " << kernel_fetches);
       Call call(shape, kernel_fetches);
@@ -209,62 +211,62 @@ TEST_CASE("on lanes: heads are told of when they are staged, and counters are 0 
       const Faults faults(call, blocks);
       REQUIRE(stage(call.params, nullptr) == cudaSuccess);
       CHECK(call.has_staged(0, shape.heads));
-      CHECK(all_are(call.words.signals, kPeers, staged_heads(shape.heads)));
-      CHECK(all_are(call.words.told, kPeers, kTag));
-      CHECK(all_are(call.words.for_streams, kPeers, kTag));
-      CHECK(all_are(call.words.back_for_streams, kPeers, 0));
-      CHECK(all_are(call.words.taken_back, kPeers, 0));
-      CHECK(all_are(call.words.counters, kStageCounters, 0));
-      CHECK(call.words.calls_shown == 7);
-      CHECK(call.words.phase_shown == 9);
+      CHECK(all_are(call.pad.peer_staged, kPeers, staged_heads(shape.heads)));
+      CHECK(all_are(call.pad.peer_tag, kPeers, kTag));
+      CHECK(all_are(call.pad.peer_staged_mirror, kPeers, kTag));
+      CHECK(all_are(call.pad.own_read_mirror, kPeers, 0));
+      CHECK(all_are(call.pad.own_read, kPeers, 0));
+      CHECK(all_are(call.pad.counters, kStageCounters, 0));
+      CHECK(call.pad.calls_mirror == 7);
+      CHECK(call.pad.phase_mirror == 9);
       CHECK(faults.early_heads == 0);
-      CHECK(faults.early_word == 0);
+      CHECK(faults.early_signal == 0);
       CHECK(faults.early_tag == 0);
-      CHECK(faults.early_for_streams == 0);
-      CHECK(call.words.unlike == 0);
-      CHECK(call.words.failed == 0);
+      CHECK(faults.early_mirror == 0);
+      CHECK(call.pad.mismatch == 0);
+      CHECK(call.pad.failed == 0);
       CHECK(faults.falls_back == 0);
-      CHECK(faults.begins_early == 0);
-      CHECK(faults.lets_begin(blocks));
+      CHECK(faults.triggers_early == 0);
+      CHECK(faults.triggers(blocks));
     }
   }
 }
 
-TEST_CASE("on lanes: many heads are told of part by part") {
-  lanes::multiprocessors = 4;
+TEST_CASE("emulated: many heads are signalled group by group") {
+  emulator::multiprocessors = 4;
   Call call({1, 700, 9, 128, 700}, /*kernel_fetches=*/true);
-  std::set<uint32_t> told;
+  std::set<uint32_t> signalled;
   const Callbacks callbacks;
-  on_store_release = [&](const uint32_t* word, uint32_t value) {
-    if (word == call.words.signals) told.insert(value);
+  on_store_release = [&](const uint32_t* signal, uint32_t value) {
+    if (signal == call.pad.peer_staged) signalled.insert(value);
   };
   REQUIRE(stage(call.params, nullptr) == cudaSuccess);
-  // Of one thread block, 32 runs a round: 44 runs a plane, 18 planes, in parts of two heads.
-  CHECK(told == std::set<uint32_t>{kBeingStaged, staged_heads(2), staged_heads(4), staged_heads(6),
-                                   staged_heads(8), staged_heads(9)});
+  // One thread block copies 32 chunks a round; 18 planes of 44 chunks make groups of two heads.
+  CHECK(signalled == std::set<uint32_t>{kBeingStaged, staged_heads(2), staged_heads(4),
+                                        staged_heads(6), staged_heads(8), staged_heads(9)});
 }
 
-TEST_CASE("on lanes: who has given up stages nothing and tells nobody") {
-  lanes::multiprocessors = 8;
+TEST_CASE("emulated: a rank that has given up stages nothing and signals nothing") {
+  emulator::multiprocessors = 8;
   for (const bool kernel_fetches : {true, false}) {
-    for (const bool known_to_streams : {true, false}) {
+    for (const bool known_by_copy : {true, false}) {
       Call call({1, 300, 3, 64, 300}, kernel_fetches);
-      (known_to_streams ? call.words.seen : call.words.failed) = kGivenUp;
+      (known_by_copy ? call.pad.given_up_copy : call.pad.failed) = kGivenUp;
       REQUIRE(stage(call.params, nullptr) == cudaSuccess);
       CHECK(call.has_staged_nothing());
-      CHECK(all_are(call.words.signals, kPeers, 0));
-      CHECK(all_are(call.words.taken_back, kPeers, 1));
-      CHECK(all_are(call.words.for_streams, kPeers, 0));
-      CHECK(all_are(call.words.back_for_streams, kPeers, 1));
+      CHECK(all_are(call.pad.peer_staged, kPeers, 0));
+      CHECK(all_are(call.pad.own_read, kPeers, 1));
+      CHECK(all_are(call.pad.peer_staged_mirror, kPeers, 0));
+      CHECK(all_are(call.pad.own_read_mirror, kPeers, 1));
     }
   }
 }
 
-TEST_CASE("on lanes: nobody is told anything before the last call's words are all there") {
-  lanes::multiprocessors = 4;
+TEST_CASE("emulated: no signal is given before all signals of the last call have arrived") {
+  emulator::multiprocessors = 4;
   for (const bool kernel_fetches : {true, false}) {
     Call call({1, 64, 2, 64, 64}, kernel_fetches);
-    call.words.taken_back[1] = 0;  // under way
+    call.pad.own_read[1] = 0;  // in flight
     std::atomic<bool> comes{false}, too_early{false};
     const Callbacks callbacks;
     on_store_release = [&](const uint32_t*, uint32_t) {
@@ -273,123 +275,124 @@ TEST_CASE("on lanes: nobody is told anything before the last call's words are al
     std::thread peer([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(200));
       comes = true;
-      __atomic_store_n(&call.words.taken_back[1], 1, __ATOMIC_RELEASE);
+      __atomic_store_n(&call.pad.own_read[1], 1, __ATOMIC_RELEASE);
     });
     const cudaError_t error = stage(call.params, nullptr);
     peer.join();
     CHECK(error == cudaSuccess);
     CHECK_FALSE(too_early);
-    CHECK(all_are(call.words.taken_back, kPeers, 0));
-    CHECK(all_are(call.words.for_streams, kPeers, kTag));
+    CHECK(all_are(call.pad.own_read, kPeers, 0));
+    CHECK(all_are(call.pad.peer_staged_mirror, kPeers, kTag));
   }
 }
 
-TEST_CASE("on lanes: what streams know to be given up the kernel behind knows before it begins") {
-  lanes::multiprocessors = 8;
+TEST_CASE("emulated: `failed` is set from given_up_copy before the next kernel is triggered") {
+  emulator::multiprocessors = 8;
   Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
-  call.words.seen = kGivenUp;
+  call.pad.given_up_copy = kGivenUp;
   std::atomic<bool> too_early{false};
   const Callbacks callbacks;
-  on_let_next_begin = [&] {
+  on_trigger_next = [&] {
     const bool waits = blockIdx.x == gridDim.x - 1;
-    if (waits && threadIdx.x == 0 && call.words.failed == 0) too_early = true;
+    if (waits && threadIdx.x == 0 && call.pad.failed == 0) too_early = true;
   };
   REQUIRE(stage(call.params, nullptr) == cudaSuccess);
   CHECK_FALSE(too_early);
-  CHECK(call.words.failed == kGivenUp);
+  CHECK(call.pad.failed == kGivenUp);
 }
 
-TEST_CASE("on lanes: a rank in another call is seen before the kernel behind begins") {
-  lanes::multiprocessors = 8;
+TEST_CASE("emulated: a peer in another call is detected before the next kernel is triggered") {
+  emulator::multiprocessors = 8;
   for (const int other : {0, kPeers - 1}) {
-    for (const uint32_t tag : {kTag + 1, kNoCall}) {
+    for (const uint32_t tag : {kTag + 1, kMismatchTag}) {
       Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
-      Words& words = call.words;
-      words.theirs[other] = tag;
+      Pad& pad = call.pad;
+      pad.own_tag[other] = tag;
       std::atomic<bool> too_early{false};
       const Callbacks callbacks;
-      on_let_next_begin = [&] {
+      on_trigger_next = [&] {
         const bool waits = blockIdx.x == gridDim.x - 1;
-        if (waits && threadIdx.x == 0 && words.failed == 0) too_early = true;
+        if (waits && threadIdx.x == 0 && pad.failed == 0) too_early = true;
       };
       REQUIRE(stage(call.params, nullptr) == cudaSuccess);
       CHECK_FALSE(too_early);
-      CHECK(words.failed == kInAnotherCall);
-      CHECK(words.unlike == 1u + other + (tag == kNoCall ? kMaxSignals : 0));
-      // The others are to see it, too, whichever thread block is first.
-      CHECK((all_are(words.told, kPeers, kTag) || all_are(words.told, kPeers, kNoCall)));
-      CHECK(all_are(words.signals, kPeers, staged_heads(2)));
+      CHECK(pad.failed == kCallMismatch);
+      CHECK(pad.mismatch == 1u + other + (tag == kMismatchTag ? kMaxPeers : 0));
+      // Peers can detect it too, whichever thread block comes first.
+      CHECK((all_are(pad.peer_tag, kPeers, kTag) || all_are(pad.peer_tag, kPeers, kMismatchTag)));
+      CHECK(all_are(pad.peer_staged, kPeers, staged_heads(2)));
     }
   }
 }
 
-TEST_CASE("on lanes: a word that does not come is not taken back, and who would set it not told") {
-  lanes::multiprocessors = 4;
+TEST_CASE("emulated: a signal that does not arrive is not cleared, and its writer gets none") {
+  emulator::multiprocessors = 4;
   Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/false);
-  Words& words = call.words;
-  words.taken_back[1] = 0;
+  Pad& pad = call.pad;
+  pad.own_read[1] = 0;
   std::thread host([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
-    __atomic_store_n(&words.given_up, kGivenUp, __ATOMIC_RELEASE);
+    __atomic_store_n(&pad.given_up, kGivenUp, __ATOMIC_RELEASE);
   });
   const cudaError_t error = stage(call.params, nullptr);
   host.join();
   CHECK(error == cudaSuccess);
-  CHECK(words.failed == kGivenUp);
-  CHECK(words.told[1] == 0);
-  CHECK(words.back_for_streams[1] == 1);
-  CHECK(words.back_for_streams[2] == 0);
+  CHECK(pad.failed == kGivenUp);
+  CHECK(pad.peer_tag[1] == 0);
+  CHECK(pad.own_read_mirror[1] == 1);
+  CHECK(pad.own_read_mirror[2] == 0);
 }
 
-TEST_CASE("on lanes: who has seen a rank in another call says so in the next one") {
-  lanes::multiprocessors = 8;
+TEST_CASE("emulated: a rank that has detected a mismatch publishes it in its next call") {
+  emulator::multiprocessors = 8;
   Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
-  call.words.failed = kInAnotherCall;
-  call.words.awaited[1] = 0;  // nobody is waited for
-  call.words.theirs[0] = kTag + 1;
+  call.pad.failed = kCallMismatch;
+  call.pad.own_staged[1] = 0;  // not waited for
+  call.pad.own_tag[0] = kTag + 1;
   REQUIRE(stage(call.params, nullptr) == cudaSuccess);
-  CHECK(all_are(call.words.told, kPeers, kNoCall));
-  CHECK(all_are(call.words.for_streams, kPeers, kNoCall));
-  CHECK(all_are(call.words.signals, kPeers, staged_heads(2)));
-  CHECK(call.words.failed == kInAnotherCall);
-  CHECK(call.words.unlike == 0);
+  CHECK(all_are(call.pad.peer_tag, kPeers, kMismatchTag));
+  CHECK(all_are(call.pad.peer_staged_mirror, kPeers, kMismatchTag));
+  CHECK(all_are(call.pad.peer_staged, kPeers, staged_heads(2)));
+  CHECK(call.pad.failed == kCallMismatch);
+  CHECK(call.pad.mismatch == 0);
 }
 
-TEST_CASE("on lanes: where no kernel fetches nobody looks at tags, but they are told") {
-  lanes::multiprocessors = 2;
+TEST_CASE("emulated: where no kernel fetches, tags are published but not compared") {
+  emulator::multiprocessors = 2;
   Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/false);
-  call.words.theirs[1] = kTag + 1;
+  call.pad.own_tag[1] = kTag + 1;
   REQUIRE(stage(call.params, nullptr) == cudaSuccess);
-  CHECK(call.words.failed == 0);
-  CHECK(all_are(call.words.told, kPeers, kTag));
+  CHECK(call.pad.failed == 0);
+  CHECK(all_are(call.pad.peer_tag, kPeers, kTag));
 }
 
-TEST_CASE("on lanes: the kernel behind begins when all others are staging, or the host gives up") {
-  lanes::multiprocessors = 4;
+TEST_CASE(
+    "emulated: the next kernel is triggered when all peers are staging or the host gives up") {
+  emulator::multiprocessors = 4;
   enum class Ends { kByItself, kFailed, kGivenUp };
   for (const Ends ends : {Ends::kByItself, Ends::kFailed, Ends::kGivenUp}) {
     Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
-    Words& words = call.words;
-    words.awaited[1] = 0;
+    Pad& pad = call.pad;
+    pad.own_staged[1] = 0;
     std::atomic<bool> comes{false}, too_early{false};
     const Callbacks callbacks;
-    on_let_next_begin = [&] {
-      if (blockIdx.x == 1 && !comes) too_early = true;  // the thread block that waits
+    on_trigger_next = [&] {
+      if (blockIdx.x == 1 && !comes) too_early = true;  // the waiting thread block
     };
     std::thread host([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(200));
       comes = true;
-      uint32_t& word = ends == Ends::kByItself ? words.awaited[1]
-                       : ends == Ends::kFailed ? words.failed
-                                               : words.given_up;
+      uint32_t& signal = ends == Ends::kByItself ? pad.own_staged[1]
+                         : ends == Ends::kFailed ? pad.failed
+                                                 : pad.given_up;
       const uint32_t value = ends == Ends::kByItself ? kBeingStaged : kGivenUp;
-      __atomic_store_n(&word, value, __ATOMIC_RELEASE);
+      __atomic_store_n(&signal, value, __ATOMIC_RELEASE);
     });
     const cudaError_t error = stage(call.params, nullptr);
     host.join();
     CHECK(error == cudaSuccess);
     CHECK_FALSE(too_early);
-    CHECK((words.failed != 0) == (ends != Ends::kByItself));
+    CHECK((pad.failed != 0) == (ends != Ends::kByItself));
     if (ends == Ends::kByItself) CHECK(call.has_staged(0, 2));
   }
 }

@@ -23,16 +23,16 @@ cudaError_t dispatch_head_dim(const BlockAttentionParams& p, cudaStream_t stream
   return cudaErrorInvalidValue;
 }
 
-/// RINGATTN_KERNEL_FAMILY, for tests and debugging: "sm80" has the portable family take every call,
-/// "sm90" makes it an error when the Hopper family does not run a call that is for it. Unset: the
-/// best for the device.
+/// RINGATTN_KERNEL_FAMILY, for tests and debugging. "sm80": the portable family takes every call.
+/// "sm90": an error where the Hopper family supports a call but does not run it. Unset: the best
+/// for the device.
 bool wants(const char* family, bool unless_set) {
   const char* wanted = std::getenv("RINGATTN_KERNEL_FAMILY");
   return wanted == nullptr || *wanted == 0 ? unless_set : std::strcmp(wanted, family) == 0;
 }
 
-/// Calls in which the Hopper family's setting up takes longer than the work: there the portable
-/// family takes 14 to 37 % less time; from 128 rows on the Hopper family takes less.
+/// Calls whose setup by the Hopper family takes longer than the work: the portable family takes 14
+/// to 37 % less time there; from 128 rows on the Hopper family takes less.
 bool is_short(const BlockAttentionParams& p) {
   constexpr int kRows = 64;
   return sm80::supports(p) && p.num_queries <= kRows && p.segments[0].num_keys <= kRows;
@@ -40,7 +40,7 @@ bool is_short(const BlockAttentionParams& p) {
 
 }  // namespace
 
-bool attends_segments(const BlockAttentionParams& p) {
+bool supports_segment_lists(const BlockAttentionParams& p) {
   return sm90::supports(p) && sm90::available() && wants("sm90", /*unless_set=*/true);
 }
 
@@ -49,7 +49,7 @@ std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim) {
   p.dtype = dtype;
   p.head_dim = head_dim;
   p.num_segments = 1;
-  if (attends_segments(p)) return sm90::attention_tiles(head_dim);
+  if (supports_segment_lists(p)) return sm90::attention_tiles(head_dim);
   return {sm80::attention_tile(dtype, head_dim)};
 }
 

@@ -11,17 +11,17 @@
 
 namespace ringattn::cuda {
 
-/// Whether the current device has kernels for more than one segment that is there when the launch
-/// begins, in calls like this one: compute capability 9.0, 16-bit types.
-RINGATTN_API bool attends_segments(const BlockAttentionParams& p);
+/// Whether the current device has kernels for calls like this one with more than one segment, or
+/// with remote ones: compute capability 9.0, 16-bit types.
+RINGATTN_API bool supports_segment_lists(const BlockAttentionParams& p);
 
 /// The tiles in which calls of many rows are computed on the current device, the fastest first.
 RINGATTN_API std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim);
 
 /// Block attention on the current device, enqueued on `stream`. Needs compute capability 8.0 and
 /// aligned rows (alignment.h). The same inputs give the same bits. cudaErrorNotSupported, with
-/// nothing enqueued, for lists of segments where attends_segments is not true. A call without
-/// queries launches nothing, and leaves the words as they are.
+/// nothing enqueued, for lists of segments where supports_segment_lists is false. A call without
+/// queries launches nothing, and leaves the scratch as it is.
 RINGATTN_API cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream);
 
 }  // namespace ringattn::cuda

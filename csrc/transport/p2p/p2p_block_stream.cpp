@@ -25,10 +25,10 @@ at::Tensor to_wire(const at::Tensor& k, const at::Tensor& v, int64_t rows) {
 
 class MessageStream : public BlockStream {
  public:
-  MessageStream(MessageTransport& transport, const Exchange& exchange)
+  MessageStream(MessageTransport& transport, const RingExchangePlan& exchange)
       : transport_(transport), exchange_(exchange), transfers_(exchange.hops.size()) {
     int64_t rows_sent = 0;
-    for (const Hop& hop : exchange_.hops) rows_sent = std::max(rows_sent, hop.rows_sent);
+    for (const HopPlan& hop : exchange_.hops) rows_sent = std::max(rows_sent, hop.rows_sent);
     if (rows_sent > 0) mine_ = to_wire(exchange_.k, exchange_.v, rows_sent);
     exchange_.k.reset();
     exchange_.v.reset();
@@ -77,7 +77,7 @@ class MessageStream : public BlockStream {
 
   void start(int64_t step) {
     if (step > static_cast<int64_t>(exchange_.hops.size())) return;
-    const Hop& hop = exchange_.hops[step - 1];
+    const HopPlan& hop = exchange_.hops[step - 1];
     if (hop.rows_sent == 0 && hop.rows_received == 0) return;
     Message message;
     message.call = exchange_.call;
@@ -91,7 +91,7 @@ class MessageStream : public BlockStream {
   }
 
   MessageTransport& transport_;
-  Exchange exchange_;
+  RingExchangePlan exchange_;
   at::Tensor mine_;                  // [rows, 2, B, H_kv, D], my block, as many rows as anyone sees
   std::vector<at::Tensor> buffers_;  // [rows, 2, B, H_kv, D] each, visiting blocks in turn
   std::vector<std::unique_ptr<Transfer>> transfers_;  // [W - 1]; null: nothing travels
@@ -99,7 +99,7 @@ class MessageStream : public BlockStream {
 
 }  // namespace
 
-std::unique_ptr<BlockStream> MessageTransport::open(const Exchange& exchange) {
+std::unique_ptr<BlockStream> MessageTransport::open(const RingExchangePlan& exchange) {
   return std::make_unique<MessageStream>(*this, exchange);
 }
 

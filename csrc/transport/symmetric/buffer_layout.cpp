@@ -10,19 +10,19 @@ int64_t row_bytes(const at::Tensor& k) {  // keys and values of a row, all heads
   return 2 * k.size(0) * k.size(2) * k.size(3) * static_cast<int64_t>(k.element_size());
 }
 
-// Ahead of the block being attended there are up to `depth` others: so many places, used in turn.
-// The first byte of each, and behind the last.
-std::vector<int64_t> places(const Exchange& exchange) {
+// There are up to `depth` blocks ahead of the one being attended: depth + 1 buffers, reused in
+// rotation. Returns the first byte of each buffer, and the end of the last.
+std::vector<int64_t> buffer_offsets(const RingExchangePlan& exchange) {
   const int64_t num_hops = exchange.hops.size();
-  const int64_t num_places = std::min(num_hops, exchange.depth + 1);
-  std::vector<int64_t> rows(num_places, 0);
+  const int64_t num_buffers = std::min(num_hops, exchange.depth + 1);
+  std::vector<int64_t> rows(num_buffers, 0);
   for (int64_t i = 0; i < num_hops; ++i) {
-    rows[i % num_places] = std::max(rows[i % num_places], exchange.hops[i].rows_received);
+    rows[i % num_buffers] = std::max(rows[i % num_buffers], exchange.hops[i].rows_received);
   }
   constexpr int64_t kAlignment = 1024;
   std::vector<int64_t> begin = {0};
-  for (const int64_t some : rows) {
-    const int64_t bytes = some * row_bytes(exchange.k);
+  for (const int64_t buffer_rows : rows) {
+    const int64_t bytes = buffer_rows * row_bytes(exchange.k);
     begin.push_back(begin.back() + (bytes + kAlignment - 1) / kAlignment * kAlignment);
   }
   return begin;
@@ -37,61 +37,62 @@ cuda::StageSource stage_source(const at::Tensor& x) {
   return {x.const_data_ptr(), bytes(0), bytes(1), bytes(2)};
 }
 
-at::Tensor stageable(const at::Tensor& x) {
+at::Tensor as_stage_input(const at::Tensor& x) {
   const cuda::StageSource source = stage_source(x);
   const bool aligned =
       (reinterpret_cast<uintptr_t>(source.data) | static_cast<uintptr_t>(source.batch_stride) |
        static_cast<uintptr_t>(source.row_stride) | static_cast<uintptr_t>(source.head_stride)) %
-          cuda::kStagePiece ==
+          cuda::kVectorBytes ==
       0;
   if (x.numel() == 0 || (x.stride(3) == 1 && aligned)) return x;
   return x.clone(at::MemoryFormat::Contiguous);
 }
 
-std::vector<int64_t> plan_key(const Exchange& exchange) {
+std::vector<int64_t> plan_key(const RingExchangePlan& exchange) {
   const at::Tensor& k = exchange.k;
   std::vector<int64_t> key = {k.size(0),      k.size(2),
                               k.size(3),      static_cast<int64_t>(k.scalar_type()),
-                              exchange.depth, exchange.by_kernel};
-  for (const Hop& hop : exchange.hops) {
+                              exchange.depth, exchange.kernel_fetches};
+  for (const HopPlan& hop : exchange.hops) {
     key.insert(key.end(), {hop.source, hop.rows_received, hop.source_rows});
   }
   return key;
 }
 
-int64_t gathered_bytes(const Exchange& exchange) { return places(exchange).back(); }
+int64_t fetched_bytes(const RingExchangePlan& exchange) { return buffer_offsets(exchange).back(); }
 
-std::unique_ptr<MemoryPlan> plan_memory(const Exchange& exchange, const SharedMemory& staged,
-                                        const at::Tensor& gathered, const Handshake& handshake) {
+std::unique_ptr<MemoryPlan> plan_memory(const RingExchangePlan& exchange,
+                                        const PeerDeviceMemory& staged, const at::Tensor& fetched,
+                                        const SignalPad& signal_pad) {
   const at::Tensor& k = exchange.k;
   const int64_t batch = k.size(0), kv_heads = k.size(2), head_dim = k.size(3);
   const int64_t num_hops = exchange.hops.size(), bytes = k.element_size();
-  const std::vector<int64_t> begin = places(exchange);
+  const std::vector<int64_t> begin = buffer_offsets(exchange);
 
   auto plan = std::make_unique<MemoryPlan>();
-  plan->memory = gathered;
-  Gathering& gathering = plan->gathering;
-  if (exchange.by_kernel) gathering.bringing = handshake.bringing(kv_heads);
+  plan->memory = fetched;
+  ResidentBlocks& resident = plan->resident;
+  if (exchange.kernel_fetches) resident.remote_fetch = signal_pad.remote_fetch(kv_heads);
 
-  const at::Tensor elements = gathered.view(k.scalar_type());
+  const at::Tensor elements = fetched.view(k.scalar_type());
   auto step_of_rank = std::make_shared<std::vector<int64_t>>(num_hops + 1, 0);
   for (int64_t i = 0; i < num_hops; ++i) {
-    const Hop& hop = exchange.hops[i];
+    const HopPlan& hop = exchange.hops[i];
     (*step_of_rank)[hop.source] = i + 1;
-    const int64_t place = begin[i % (static_cast<int64_t>(begin.size()) - 1)];  // bytes
-    const int64_t plane = hop.rows_received * head_dim;                         // elements
+    const int64_t buffer = begin[i % (static_cast<int64_t>(begin.size()) - 1)];  // bytes
+    const int64_t plane = hop.rows_received * head_dim;                          // elements
     const auto view = [&](int64_t offset) {
       return elements.as_strided({batch, hop.rows_received, kv_heads, head_dim},
-                                 {plane, head_dim, 2 * batch * plane, 1}, place / bytes + offset);
+                                 {plane, head_dim, 2 * batch * plane, 1}, buffer / bytes + offset);
     };
-    gathering.blocks.push_back({view(0), view(batch * plane)});
-    if (exchange.by_kernel) {
-      gathering.sources.push_back({staged.of(hop.source), hop.source_rows});
+    resident.blocks.push_back({view(0), view(batch * plane)});
+    if (exchange.kernel_fetches) {
+      resident.sources.push_back({staged.of(hop.source), hop.source_rows});
       continue;
     }
-    Copy copy;
+    CopyPlan copy;
     copy.from = static_cast<const char*>(staged.of(hop.source));
-    copy.to = static_cast<char*>(gathered.mutable_data_ptr()) + place;
+    copy.to = static_cast<char*>(fetched.mutable_data_ptr()) + buffer;
     copy.planes = 2 * kv_heads * batch;
     copy.plane_bytes = plane * bytes;
     copy.pitch = hop.source_rows * head_dim * bytes;

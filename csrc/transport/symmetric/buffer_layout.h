@@ -12,42 +12,43 @@
 #include "transport/symmetric/signal_pad.h"
 #include "transport/transport.h"
 
-// Where the blocks of a one-sided ring lie, and how they are copied. A block, staged or visiting,
-// is [H_kv, 2, B, rows, D]: any range of heads is contiguous.
+// Where the blocks of a one-sided ring lie, and how they are copied. A block, staged or fetched, is
+// [H_kv, 2, B, rows, D]: any range of heads is contiguous.
 
 namespace ringattn {
 
-/// Rows of a block, all planes (a head of a batch, keys or values), from where its owner has staged
-/// it to where this rank attends to it.
-struct Copy {
+/// The copy of a block's leading rows from where its owner has staged them to this rank. A plane:
+/// the rows of one head and batch entry, keys or values.
+struct CopyPlan {
   const char* from = nullptr;
   char* to = nullptr;
-  size_t plane_bytes = 0;  // that are copied
-  size_t pitch = 0;        // of the staged block
+  size_t plane_bytes = 0;  // copied of each plane
+  size_t pitch = 0;        // bytes between planes of the staged block
   size_t planes = 0;
 };
 
-/// What a kind of ring call does with memory. Addresses do not change from call to call.
+/// The memory of one kind of ring call. Addresses do not change from call to call.
 struct MemoryPlan {
-  at::Tensor memory;  // the visiting blocks, bytes
-  Gathering gathering;
-  std::vector<Copy> copies;  // [W - 1]; none where a kernel brings the blocks
+  at::Tensor memory;  // the fetched blocks, bytes
+  ResidentBlocks resident;
+  std::vector<CopyPlan> copies;  // [W - 1]; empty where a kernel fetches the blocks
   std::shared_ptr<const std::vector<int64_t>> step_of_rank;
 };
 
-/// k or v [B, S_r, H_kv, D] for the staging kernel. `x` must be stageable.
+/// k or v [B, S_r, H_kv, D] for the staging kernel. `x` must be as as_stage_input returns it.
 cuda::StageSource stage_source(const at::Tensor& x);
-/// x itself, or a copy where its rows are not whole aligned pieces of memory.
-at::Tensor stageable(const at::Tensor& x);
+/// x itself, or a copy where its strides or address are no multiples of kVectorBytes.
+at::Tensor as_stage_input(const at::Tensor& x);
 
-/// What distinguishes one kind of call from another.
-std::vector<int64_t> plan_key(const Exchange& exchange);
+/// Equal for calls of one kind: the key of their MemoryPlan.
+std::vector<int64_t> plan_key(const RingExchangePlan& exchange);
 
-/// Memory for visiting blocks: up to depth + 1 at a time.
-int64_t gathered_bytes(const Exchange& exchange);
+/// Bytes for fetched blocks, up to depth + 1 at a time.
+int64_t fetched_bytes(const RingExchangePlan& exchange);
 
-/// `gathered`: at least gathered_bytes(). For a kernel, sources in place of copies.
-std::unique_ptr<MemoryPlan> plan_memory(const Exchange& exchange, const SharedMemory& staged,
-                                        const at::Tensor& gathered, const Handshake& handshake);
+/// `fetched`: at least fetched_bytes(). Where a kernel fetches, sources instead of copies.
+std::unique_ptr<MemoryPlan> plan_memory(const RingExchangePlan& exchange,
+                                        const PeerDeviceMemory& staged, const at::Tensor& fetched,
+                                        const SignalPad& signal_pad);
 
 }  // namespace ringattn

@@ -9,8 +9,8 @@
 
 namespace ringattn {
 
-/// Calls that share memory follow each other, also from stream to stream, and within a capture.
-/// What has been captured is ordered by whoever replays it.
+/// Orders calls that share memory one after the other, also between streams, and within a capture.
+/// Replays of a captured call are ordered by their caller.
 class CallOrder {
  public:
   void begin_on(c10::cuda::CUDAStream stream) {
@@ -28,14 +28,14 @@ class CallOrder {
     if (capturing()) last_capture_ = capture_;
   }
 
-  /// Whether the call that has begun is being captured.
+  /// Whether the present call is being captured.
   bool capturing() const { return capture_ != 0; }
-  /// Whether some call was.
+  /// Whether any call has been.
   bool captured() const { return captured_; }
-  /// Whether some call was not.
+  /// Whether any call has not been.
   bool any() const { return last_stream_.has_value(); }
 
-  /// The end of the last call that was not captured; if there was any().
+  /// Waits for the end of the last call that was not captured; requires any().
   void synchronize() { end_.synchronize(); }
   bool done() { return end_.query(); }
 
@@ -48,11 +48,11 @@ class CallOrder {
     return status == cudaStreamCaptureStatusNone ? 0 : capture;
   }
 
-  std::optional<c10::cuda::CUDAStream> last_stream_;  // of the last call that was not captured,
-  at::cuda::CUDAEvent end_;                           // and its end there
-  unsigned long long capture_ = 0;       // that the call is part of which is being made; 0: none
-  unsigned long long last_capture_ = 0;  // that the last captured call was part of,
-  at::cuda::CUDAEvent captured_end_;     // and its end there
+  std::optional<c10::cuda::CUDAStream> last_stream_;  // of the last call that was not captured
+  at::cuda::CUDAEvent end_;                           // its end
+  unsigned long long capture_ = 0;                    // of the present call; 0: none
+  unsigned long long last_capture_ = 0;               // of the last captured call
+  at::cuda::CUDAEvent captured_end_;                  // its end
   bool captured_ = false;
 };
 

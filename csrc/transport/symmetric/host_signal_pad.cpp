@@ -5,47 +5,48 @@
 
 namespace ringattn {
 
-HostSignals::HostSignals(std::vector<HostWords*> of_ranks, int64_t rank)
-    : of_ranks_(std::move(of_ranks)), rank_(rank) {}
+HostSignalPads::HostSignalPads(std::vector<HostSignalPad*> pads, int64_t rank)
+    : pads_(std::move(pads)), rank_(rank) {}
 
-std::vector<uint32_t> HostSignals::come(Phase::Kind kind) const {
-  const HostWords& words = own();
-  std::vector<uint32_t> come;
-  for (size_t rank = 0; rank < of_ranks_.size(); ++rank) {
-    const uint32_t staged = words.staged[rank];
-    come.push_back(kind == Phase::kStreamUntilRead ? words.read[rank].load()
-                   : kind == Phase::kUntilTold     ? staged != 0
-                                                   : staged == words.kind);
+std::vector<uint32_t> HostSignalPads::progress(Phase::Kind kind) const {
+  const HostSignalPad& pad = own();
+  std::vector<uint32_t> progress;
+  for (size_t rank = 0; rank < pads_.size(); ++rank) {
+    const uint32_t staged = pad.staged[rank];
+    progress.push_back(kind == Phase::kStreamUntilRead ? pad.read[rank].load()
+                       : kind == Phase::kUntilMirrored ? staged != 0
+                                                       : staged == pad.call_tag);
   }
-  return come;
+  return progress;
 }
 
-std::optional<WatchedWords::Unlike> HostSignals::unlike_seen() const {
-  const HostWords& words = own();
-  if (const uint32_t seen = words.unlike) {
-    // By its place among the others.
-    const int64_t place = (seen - 1) % HostWords::kRanks;
-    return WatchedWords::Unlike{place + (place >= rank_ ? 1 : 0), seen > HostWords::kRanks};
+std::optional<WatchedSignals::CallMismatch> HostSignalPads::call_mismatch() const {
+  const HostSignalPad& pad = own();
+  if (const uint32_t reported = pad.mismatch) {
+    // By its index among the peers.
+    const int64_t peer = (reported - 1) % HostSignalPad::kMaxRanks;
+    return WatchedSignals::CallMismatch{peer + (peer >= rank_ ? 1 : 0),
+                                        reported > HostSignalPad::kMaxRanks};
   }
-  const uint32_t calls = words.calls, phase = words.phase, kind = words.kind;
-  if (Phase::from(phase).kind != Phase::kStreamUntilStaged) return {};
-  for (size_t rank = 0; rank < of_ranks_.size(); ++rank) {
-    const uint32_t staged = words.staged[rank];
-    if (staged == 0 || staged == kind) continue;
-    // Nobody stages for the next call before this one is over, but it may be by now.
-    if (words.phase != phase || words.staged[rank] != staged) return {};
-    if (words.kind != kind || words.calls != calls) return {};
-    return WatchedWords::Unlike{static_cast<int64_t>(rank), staged == kNoCall};
+  const uint32_t calls = pad.calls, phase = pad.phase, call_tag = pad.call_tag;
+  if (Phase::decode(phase).kind != Phase::kStreamUntilStaged) return {};
+  for (size_t rank = 0; rank < pads_.size(); ++rank) {
+    const uint32_t staged = pad.staged[rank];
+    if (staged == 0 || staged == call_tag) continue;
+    // No rank stages for the next call before this one is over, but it may be over by now.
+    if (pad.phase != phase || pad.staged[rank] != staged) return {};
+    if (pad.call_tag != call_tag || pad.calls != calls) return {};
+    return WatchedSignals::CallMismatch{static_cast<int64_t>(rank), staged == kMismatchTag};
   }
   return {};
 }
 
-void HostSignals::give_up() {
-  HostWords& words = own();
-  words.given_up = kGivenUp;  // first: who passes must know
-  for (size_t rank = 0; rank < of_ranks_.size(); ++rank) {
-    words.staged[rank] = words.kind.load();
-    words.read[rank] = 1;
+void HostSignalPads::give_up() {
+  HostSignalPad& pad = own();
+  pad.given_up = kGivenUp;  // first: a stream that passes copies it
+  for (size_t rank = 0; rank < pads_.size(); ++rank) {
+    pad.staged[rank] = pad.call_tag.load();
+    pad.read[rank] = 1;
   }
 }
 

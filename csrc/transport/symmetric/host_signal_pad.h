@@ -12,42 +12,42 @@
 
 namespace ringattn {
 
-/// Words of one rank in host memory that all ranks and their devices see: what its device shows its
-/// watchdog, and what its streams wait for. The watchdog reads and sets them without the device:
-/// under MPS, for one, a process has so few queues that nothing which it asks of the device may get
-/// past a stream that waits.
-struct HostWords {
-  using Word = std::atomic<uint32_t>;
-  static_assert(sizeof(Word) == sizeof(uint32_t) && Word::is_always_lock_free);
-  static constexpr int64_t kRanks = Notices::kMaxPeers;
+/// The signal pad of one rank in host memory that all ranks and their devices map: the mirrors that
+/// streams wait for (peer_sync/protocol.h), and what the device shows its watchdog. The watchdog
+/// reads and sets them without the device: under MPS, for one, a process has so few queues that no
+/// operation which it asks of the device may get past a stream that waits.
+struct HostSignalPad {
+  using Signal = std::atomic<uint32_t>;
+  static_assert(sizeof(Signal) == sizeof(uint32_t) && Signal::is_always_lock_free);
+  static constexpr int64_t kMaxRanks = PeerSignals::kMaxPeers;
 
-  // Set by this rank's device.
-  Word phase{Phase{}.word()};  // what is waited for
-  Word calls{0};               // that have been staged
-  Word unlike{0};              // CallTags::unlike
-  Word kind{0};                // of the call in which a stream waits, or did last
-  // Set by its host.
-  Word given_up{0};
-  // Set by the rank in whose place they are; its own are not used.
-  Word staged[kRanks] = {};  // everything, for a call of this kind; taken back to 0
-  Word read[kRanks] = {};    // what this rank has staged; 1 or, taken back, 0
+  // Written by this rank's device, read by its watchdog.
+  Signal phase{Phase{}.encoded()};  // what is waited for
+  Signal calls{0};                  // that have been staged
+  Signal mismatch{0};               // CallTags::mismatch
+  Signal call_tag{0};               // of the call in which a stream waits, or waited last
+  // Written by its host.
+  Signal given_up{0};
+  // Written by the rank of the index; a rank's own are not used.
+  Signal staged[kMaxRanks] = {};  // staged_mirror: the tag
+  Signal read[kMaxRanks] = {};    // read_mirror: 1
 };
 
-/// What one rank sees in the words of all, and says there.
-class RINGATTN_API HostSignals {
+/// The host pads of all ranks, as one of them sees them.
+class RINGATTN_API HostSignalPads {
  public:
-  HostSignals(std::vector<HostWords*> of_ranks, int64_t rank);
+  HostSignalPads(std::vector<HostSignalPad*> pads, int64_t rank);
 
-  HostWords& of(int64_t rank) const { return *of_ranks_[rank]; }
-  HostWords& own() const { return of(rank_); }
+  HostSignalPad& of(int64_t rank) const { return *pads_[rank]; }
+  HostSignalPad& own() const { return of(rank_); }
 
-  // As WatchedWords has them, for words of host memory.
-  std::vector<uint32_t> come(Phase::Kind kind) const;
-  std::optional<WatchedWords::Unlike> unlike_seen() const;
+  // As in WatchedSignals, for signals in host memory.
+  std::vector<uint32_t> progress(Phase::Kind kind) const;
+  std::optional<WatchedSignals::CallMismatch> call_mismatch() const;
   void give_up();
 
  private:
-  std::vector<HostWords*> of_ranks_;
+  std::vector<HostSignalPad*> pads_;
   int64_t rank_;
 };
 

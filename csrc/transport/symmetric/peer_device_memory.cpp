@@ -17,26 +17,26 @@
 namespace ringattn {
 namespace {
 
-// What a rank tells the others of its memory.
-struct Offer {
-  char host[64] = {};     // which boot of which machine
-  char reason[160] = {};  // why there is none; empty: there is
+// What a rank publishes about its memory.
+struct MemoryHandle {
+  char host[64] = {};     // machine and boot
+  char reason[160] = {};  // why there is none; empty: `handle` is valid
   cudaIpcMemHandle_t handle = {};
 };
 
-std::string to_word(const Offer& offer) {
-  return {reinterpret_cast<const char*>(&offer), sizeof(offer)};
+std::string to_bytes(const MemoryHandle& handle) {
+  return {reinterpret_cast<const char*>(&handle), sizeof(handle)};
 }
 
-Offer to_offer(const std::string& word) {
-  Offer offer;
-  TORCH_INTERNAL_ASSERT(word.size() == sizeof(offer));
-  std::memcpy(&offer, word.data(), sizeof(offer));
-  return offer;
+MemoryHandle from_bytes(const std::string& bytes) {
+  MemoryHandle handle;
+  TORCH_INTERNAL_ASSERT(bytes.size() == sizeof(handle));
+  std::memcpy(&handle, bytes.data(), sizeof(handle));
+  return handle;
 }
 
 template <size_t kSize>
-void put(char (&to)[kSize], const std::string& text) {
+void copy_text(char (&to)[kSize], const std::string& text) {
   text.copy(to, kSize - 1);
 }
 
@@ -48,7 +48,7 @@ std::string host_name() {
   return boot.substr(0, 36) + " " + name;
 }
 
-// Sub-allocations of the driver share a mapping; whole pages of its own have none to share with.
+// Small allocations of the driver share a mapping; whole pages are mapped alone.
 size_t whole_pages(size_t bytes) {
   constexpr size_t kPage = size_t{2} << 20;
   return (std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
@@ -56,37 +56,38 @@ size_t whole_pages(size_t bytes) {
 
 }  // namespace
 
-SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes)
+PeerDeviceMemory::PeerDeviceMemory(RingGroup& group, c10::Device device, size_t bytes)
     : device_(device),
       rank_(group.rank()),
       bytes_(whole_pages(bytes)),
       memory_(group.size(), nullptr) {}
 
-// What throws from here on frees what there is.
-SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes, std::string refusal)
-    : SharedMemory(group, device, bytes) {
+// The delegated constructor has ended: an exception from here on runs the destructor.
+PeerDeviceMemory::PeerDeviceMemory(RingGroup& group, c10::Device device, size_t bytes,
+                                   std::string refusal)
+    : PeerDeviceMemory(group, device, bytes) {
   const c10::cuda::CUDAGuard guard(device);
-  Offer mine;
-  put(mine.host, host_name());
+  MemoryHandle mine;
+  copy_text(mine.host, host_name());
   cudaError_t error = cudaMalloc(&memory_[rank_], bytes_);
-  if (error == cudaErrorMemoryAllocation) {  // PyTorch may hold what nobody uses
+  if (error == cudaErrorMemoryAllocation) {  // PyTorch's cache may hold unused memory
     c10::cuda::CUDACachingAllocator::emptyCache();
     error = cudaMalloc(&memory_[rank_], bytes_);
   }
   if (error == cudaSuccess) error = cudaIpcGetMemHandle(&mine.handle, memory_[rank_]);
   if (refusal.empty() && error != cudaSuccess) refusal = cudaGetErrorString(error);
-  cudaGetLastError();  // a failure here is not the next caller's
-  put(mine.reason, refusal);
+  cudaGetLastError();  // the error is reported here, not by the next call
+  copy_text(mine.reason, refusal);
 
-  const auto words = group.exchange(to_word(mine));
+  const auto published = group.exchange(to_bytes(mine));
   for (int64_t rank = 0; rank < group.size(); ++rank) {
-    const Offer offer = to_offer(words[rank]);
-    if (rank == rank_ || !refusal.empty() || offer.reason[0] != '\0') continue;
-    if (std::strcmp(offer.host, mine.host) != 0) {
+    const MemoryHandle theirs = from_bytes(published[rank]);
+    if (rank == rank_ || !refusal.empty() || theirs.reason[0] != '\0') continue;
+    if (std::strcmp(theirs.host, mine.host) != 0) {
       refusal = "it does not share a host with rank " + std::to_string(rank);
       continue;
     }
-    error = cudaIpcOpenMemHandle(&memory_[rank], offer.handle, cudaIpcMemLazyEnablePeerAccess);
+    error = cudaIpcOpenMemHandle(&memory_[rank], theirs.handle, cudaIpcMemLazyEnablePeerAccess);
     if (error == cudaSuccess) continue;
     cudaGetLastError();
     memory_[rank] = nullptr;
@@ -96,8 +97,8 @@ SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes, s
   const auto refusals = group.exchange(refusal);
   for (int64_t rank = 0; rank < group.size(); ++rank) {
     if (refusals[rank].empty()) continue;
-    close_others();
-    group.exchange("");  // nobody sees it any more
+    close_peers();
+    group.exchange("");  // all ranks have unmapped it
     TORCH_CHECK(false,
                 "ringattn: ranks must be on one host and reach each other's device memory for "
                 "transport \"symmetric\", got rank ",
@@ -105,12 +106,12 @@ SharedMemory::SharedMemory(RingGroup& group, c10::Device device, size_t bytes, s
   }
 }
 
-SharedMemory::~SharedMemory() {
-  close_others();
+PeerDeviceMemory::~PeerDeviceMemory() {
+  close_peers();
   on_device(device_, [&] { cudaFree(memory_[rank_]); });
 }
 
-void SharedMemory::close_others() noexcept {
+void PeerDeviceMemory::close_peers() noexcept {
   on_device(device_, [&] {
     for (int64_t rank = 0; rank < static_cast<int64_t>(memory_.size()); ++rank) {
       if (rank == rank_ || memory_[rank] == nullptr) continue;

@@ -15,40 +15,39 @@ namespace ringattn {
 
 class RingGroup;
 
-/// For destructors: `body` on this device, or nothing where CUDA is gone, at the end of the
-/// process.
+/// For destructors: runs `body` on this device; nothing where CUDA has been shut down, at the end
+/// of the process.
 template <typename Body>
 void on_device(c10::Device device, const Body& body) noexcept {
   try {
-    // Note: this one does not make a context on the device that it comes back to.
+    // Note: this guard makes no context on the device that it restores.
     const c10::cuda::CUDAGuard guard(device);
     body();
   } catch (const std::exception&) {
-    // CUDA has taken everything with it.
+    // CUDA has freed everything itself.
   }
 }
 
-/// Device memory of every rank that all others can read and write: CUDA IPC, between processes of
-/// one host whose devices reach each other.
-class SharedMemory {
+/// Device memory of every rank that all ranks can read and write: CUDA IPC, between processes of
+/// one host whose devices have peer access.
+class PeerDeviceMemory {
  public:
-  /// Collective; every rank asks for `bytes` of its own. Where a rank's memory cannot be shared, or
-  /// it has a reason of its own not to, it throws on all ranks alike, saying whose and why, and the
-  /// group works on.
-  SharedMemory(RingGroup& group, c10::Device device, size_t bytes, std::string refusal);
-  ~SharedMemory();
-  SharedMemory(const SharedMemory&) = delete;
-  SharedMemory& operator=(const SharedMemory&) = delete;
+  /// Collective; each rank allocates `bytes`. Where a rank's memory cannot be shared, or `refusal`
+  /// of a rank is not empty, it throws on all ranks with the rank and the reason; the group goes
+  /// on.
+  PeerDeviceMemory(RingGroup& group, c10::Device device, size_t bytes, std::string refusal);
+  ~PeerDeviceMemory();
+  PeerDeviceMemory(const PeerDeviceMemory&) = delete;
+  PeerDeviceMemory& operator=(const PeerDeviceMemory&) = delete;
 
   size_t bytes() const { return bytes_; }
-  /// The memory of `rank`, as this process sees it; this rank's own included.
+  /// The address of `rank`'s memory in this process, this rank's own included.
   void* of(int64_t rank) const { return memory_[rank]; }
-  /// This process does not see the others' memory any more. Memory must not be freed while others
-  /// see it.
-  void close_others() noexcept;
+  /// Unmaps the peers' memory. Memory must not be freed while a peer has it mapped.
+  void close_peers() noexcept;
 
  private:
-  SharedMemory(RingGroup& group, c10::Device device, size_t bytes);  // of nobody yet
+  PeerDeviceMemory(RingGroup& group, c10::Device device, size_t bytes);  // nothing allocated
 
   c10::Device device_;
   int64_t rank_;

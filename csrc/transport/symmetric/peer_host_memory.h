@@ -10,25 +10,25 @@ namespace ringattn {
 
 class RingGroup;
 
-/// Host memory that all ranks of a group and their devices can read and write, 0 to begin with:
+/// Host memory that all ranks of a group and their devices can read and write, zeroed at first:
 /// POSIX shared memory, between processes of one host.
-class SharedHostMemory {
+class PeerHostMemory {
  public:
-  /// Collective; all ranks ask for as many bytes. Where a rank cannot have it, it throws on all
-  /// ranks alike, saying which and why, and the group works on.
-  SharedHostMemory(RingGroup& group, c10::Device device, size_t bytes);
-  ~SharedHostMemory();
-  SharedHostMemory(const SharedHostMemory&) = delete;
-  SharedHostMemory& operator=(const SharedHostMemory&) = delete;
+  /// Collective; `bytes` is the same on all ranks. Where a rank cannot map it, it throws on all
+  /// ranks with the rank and the reason; the group goes on.
+  PeerHostMemory(RingGroup& group, c10::Device device, size_t bytes);
+  ~PeerHostMemory();
+  PeerHostMemory(const PeerHostMemory&) = delete;
+  PeerHostMemory& operator=(const PeerHostMemory&) = delete;
 
-  /// As this process sees it.
+  /// Its address in this process.
   void* data() const { return data_; }
-  /// As its device does: where what lies at `data` lies.
+  /// The address at which the device sees what the host sees at `data`.
   void* on_device(const void* data) const;
 
  private:
   std::string map(const std::string& name, bool is_new);
-  std::string show_device();
+  std::string map_on_device();
   void unmap() noexcept;
 
   c10::Device device_;

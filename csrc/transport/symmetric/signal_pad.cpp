@@ -23,62 +23,66 @@
 namespace ringattn {
 namespace {
 
-// What a rank has in shared device memory, in words.
+// The pad of a rank in shared device memory, and counters of its kernels. Offsets in uint32.
 struct Layout {
-  static constexpr int64_t kRanks = cuda::kMaxSignals;
+  static constexpr int64_t kRanks = cuda::kMaxPeers;
   static constexpr int64_t kStaged = 0;
   static constexpr int64_t kRead = kStaged + kRanks;
   static constexpr int64_t kTag = kRead + kRanks;
   static constexpr int64_t kBlocksDone = kTag + kRanks;
   static constexpr int64_t kCalls = kBlocksDone + cuda::kStageCounters;
   static constexpr int64_t kFailed = kCalls + 1;
-  static constexpr int64_t kSeen = kFailed + 1;  // of HostWords::given_up, by streams
-  static constexpr int64_t kOne = kSeen + 1;     // a 1 to copy from
+  static constexpr int64_t kGivenUpCopy = kFailed + 1;  // of HostSignalPad::given_up, by streams
+  static constexpr int64_t kOne = kGivenUpCopy + 1;     // a 1 to copy from
   static constexpr int64_t kLaunch = kOne + 1;
   static constexpr int64_t kArrivals = 4096;
-  static constexpr int64_t kWords = kLaunch + LaunchWords::kFirstArrival + kArrivals;
+  static constexpr int64_t kSize = kLaunch + LaunchScratch::kFirstArrival + kArrivals;
 };
 
-constexpr uint32_t kNotWaiting = Phase{}.word();
-constexpr uint32_t kUntilRead = Phase{Phase::kUntilRead, 1}.word();
-constexpr uint32_t until_staged(uint32_t least) { return Phase{Phase::kUntilStaged, least}.word(); }
-constexpr uint32_t kStreamUntilRead = Phase{Phase::kStreamUntilRead, 1}.word();
-constexpr uint32_t kStreamUntilStaged = Phase{Phase::kStreamUntilStaged, 1}.word();
+constexpr uint32_t kNotWaiting = Phase{}.encoded();
+constexpr uint32_t kUntilRead = Phase{Phase::kUntilRead, 1}.encoded();
+constexpr uint32_t until_staged(uint32_t least) {
+  return Phase{Phase::kUntilStaged, least}.encoded();
+}
+constexpr uint32_t kStreamUntilRead = Phase{Phase::kStreamUntilRead, 1}.encoded();
+constexpr uint32_t kStreamUntilStaged = Phase{Phase::kStreamUntilStaged, 1}.encoded();
 
-// What streams wait for is 0 before.
-uint32_t as_word(int32_t kind) { return std::max<uint32_t>(static_cast<uint32_t>(kind), 1); }
+// Streams wait for it where 0 was: never 0.
+uint32_t as_signal(int32_t call_tag) {
+  return std::max<uint32_t>(static_cast<uint32_t>(call_tag), 1);
+}
 
 // What a rank needs beside shared memory.
-struct OwnParts {
+struct LocalResources {
   c10::Device device;
-  cudaStream_t releasing = nullptr;  // past everything that waits
-  std::string refusal;               // why it cannot have that, or nothing
+  cudaStream_t releasing = nullptr;  // for copies that must not queue behind waits
+  std::string refusal;               // why the rank cannot have it; empty: it has
 
-  explicit OwnParts(c10::Device device) : device(device) {
-    if (!cuda::StreamWords::available()) {
+  explicit LocalResources(c10::Device device) : device(device) {
+    if (!cuda::StreamMemOps::available()) {
       refusal = "its driver has no stream memory operations";
       return;
     }
     const c10::cuda::CUDAGuard guard(device);
     const cudaError_t error = cudaStreamCreateWithFlags(&releasing, cudaStreamNonBlocking);
     if (error == cudaSuccess) return;
-    cudaGetLastError();  // it is not the next caller's
+    cudaGetLastError();  // the error is reported here, not by the next call
     refusal = cudaGetErrorString(error);
   }
-  ~OwnParts() {
+  ~LocalResources() {
     on_device(device, [&] {
       if (releasing != nullptr) cudaStreamDestroy(releasing);
     });
   }
-  OwnParts(const OwnParts&) = delete;
-  OwnParts& operator=(const OwnParts&) = delete;
+  LocalResources(const LocalResources&) = delete;
+  LocalResources& operator=(const LocalResources&) = delete;
 };
 
-// Collective. Where ranks are refused it, nobody sees the others' device memory any more either.
-std::unique_ptr<SharedHostMemory> share_host_memory(RingGroup& group, c10::Device device,
-                                                    SharedMemory& device_memory) {
+// Collective. Where a rank is refused it, all ranks unmap the peers' device memory too.
+std::unique_ptr<PeerHostMemory> share_host_memory(RingGroup& group, c10::Device device,
+                                                  PeerDeviceMemory& device_memory) {
   try {
-    return std::make_unique<SharedHostMemory>(group, device, group.size() * sizeof(HostWords));
+    return std::make_unique<PeerHostMemory>(group, device, group.size() * sizeof(HostSignalPad));
   } catch (const c10::DistBackendError&) {
     throw;  // a rank is gone
   } catch (const c10::Error&) {
@@ -88,37 +92,37 @@ std::unique_ptr<SharedHostMemory> share_host_memory(RingGroup& group, c10::Devic
   }
 }
 
-// The words of each rank, this rank's own made anew.
-std::vector<HostWords*> host_words(void* memory, int64_t rank, int64_t num_ranks) {
-  auto* const words = static_cast<HostWords*>(memory);
-  new (words + rank) HostWords;
-  for (int64_t other = 0; other < num_ranks; ++other) words[rank].read[other] = 1;
-  std::vector<HostWords*> of_ranks;
-  for (int64_t other = 0; other < num_ranks; ++other) of_ranks.push_back(words + other);
-  return of_ranks;
+// The pads of all ranks; constructs this rank's own.
+std::vector<HostSignalPad*> host_pads(void* memory, int64_t rank, int64_t num_ranks) {
+  auto* const first = static_cast<HostSignalPad*>(memory);
+  new (first + rank) HostSignalPad;
+  for (int64_t other = 0; other < num_ranks; ++other) first[rank].read[other] = 1;
+  std::vector<HostSignalPad*> pads;
+  for (int64_t other = 0; other < num_ranks; ++other) pads.push_back(first + other);
+  return pads;
 }
 
 }  // namespace
 
-/// The words in device memory, and those in host memory.
-class Handshake::Words : public WatchedWords {
+/// The pads in device memory, and those in host memory.
+class SignalPad::Signals : public WatchedSignals {
  public:
   /// Collective.
-  Words(RingGroup& group, c10::Device device)
+  Signals(RingGroup& group, c10::Device device)
       : rank_(group.rank()),
         others_(group.others()),
         device_(device),
-        own_(device),
-        shared_(group, device, Layout::kWords * sizeof(uint32_t), own_.refusal),
+        local_(device),
+        shared_(group, device, Layout::kSize * sizeof(uint32_t), local_.refusal),
         host_memory_(share_host_memory(group, device, shared_)),
-        host_(host_words(host_memory_->data(), rank_, group.size()), rank_) {
+        host_(host_pads(host_memory_->data(), rank_, group.size()), rank_) {
     const c10::cuda::CUDAGuard guard(device);
-    std::vector<uint32_t> initial(Layout::kWords, 0);
+    std::vector<uint32_t> initial(Layout::kSize, 0);
     for (int64_t rank = 0; rank < group.size(); ++rank) initial[Layout::kRead + rank] = 1;
     initial[Layout::kOne] = 1;
     C10_CUDA_CHECK(cudaMemcpy(at(0), initial.data(), initial.size() * sizeof(uint32_t),
                               cudaMemcpyHostToDevice));
-    group.exchange("");  // nobody signals before all words are in place
+    group.exchange("");  // all pads are initialised before any rank signals
   }
 
   int64_t rank() const { return rank_; }
@@ -127,24 +131,24 @@ class Handshake::Words : public WatchedWords {
   uint32_t* at(int64_t rank, int64_t index) const {
     return static_cast<uint32_t*>(shared_.of(rank)) + index;
   }
-  HostWords& host() const { return host_.own(); }
-  HostWords& host(int64_t rank) const { return host_.of(rank); }
-  /// As the device sees it.
-  uint32_t* shown(const HostWords::Word& word) const {
-    return static_cast<uint32_t*>(host_memory_->on_device(&word));
+  HostSignalPad& host() const { return host_.own(); }
+  HostSignalPad& host(int64_t rank) const { return host_.of(rank); }
+  /// The address at which the device sees a signal in host memory.
+  uint32_t* on_device(const HostSignalPad::Signal& signal) const {
+    return static_cast<uint32_t*>(host_memory_->on_device(&signal));
   }
 
   uint32_t phase() const override { return host().phase; }
   uint32_t calls() const override { return host().calls; }
-  std::optional<Unlike> unlike_seen() const override { return host_.unlike_seen(); }
+  std::optional<CallMismatch> call_mismatch() const override { return host_.call_mismatch(); }
   void give_up() override { host_.give_up(); }
 
-  std::vector<uint32_t> come(Phase::Kind kind) override {
-    if (Phase{kind}.in_host_memory()) return host_.come(kind);
-    std::vector<uint32_t> words(others_.size() + 1, 0);
+  std::vector<uint32_t> progress(Phase::Kind kind) override {
+    if (Phase{kind}.in_host_memory()) return host_.progress(kind);
+    std::vector<uint32_t> progress(others_.size() + 1, 0);
     const int64_t first = kind == Phase::kUntilRead ? Layout::kRead : Layout::kStaged;
-    copy(words.data(), at(first), words.size());
-    return words;
+    copy(progress.data(), at(first), progress.size());
+    return progress;
   }
 
   void release() override {
@@ -152,157 +156,161 @@ class Handshake::Words : public WatchedWords {
       const std::vector<uint32_t> values(count, value);
       copy(at(index), values.data(), count);
     };
-    set(Layout::kFailed, 1, kGivenUp);  // first: who passes must know
+    set(Layout::kFailed, 1, kGivenUp);  // first: a kernel that passes reads it
     set(Layout::kStaged, Layout::kRanks, INT32_MAX);
     set(Layout::kRead, Layout::kRanks, 1);
   }
 
  private:
-  // On a thread of an errand's own, past everything that waits. Where the device is lost nothing
-  // waits there any more.
+  // Called on a thread of its own (asking_). Errors are ignored: on a lost device nothing waits.
   void copy(uint32_t* to, const uint32_t* from, size_t count) const {
     const c10::cuda::CUDAGuard guard(device_);
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // captures are others' business
+    cudaStreamCaptureMode mode =
+        cudaStreamCaptureModeRelaxed;  // a capture of another thread goes on
     cudaThreadExchangeStreamCaptureMode(&mode);
-    cudaMemcpyAsync(to, from, count * sizeof(uint32_t), cudaMemcpyDefault, own_.releasing);
-    cudaStreamSynchronize(own_.releasing);
+    cudaMemcpyAsync(to, from, count * sizeof(uint32_t), cudaMemcpyDefault, local_.releasing);
+    cudaStreamSynchronize(local_.releasing);
   }
 
   const int64_t rank_;
   const std::vector<int64_t> others_;
   c10::Device device_;
-  OwnParts own_;
-  SharedMemory shared_;
-  std::unique_ptr<SharedHostMemory> host_memory_;
-  HostSignals host_;
+  LocalResources local_;
+  PeerDeviceMemory shared_;
+  std::unique_ptr<PeerHostMemory> host_memory_;
+  HostSignalPads host_;
 };
 
 namespace {
 
-// Looks after a handshake for as long as it lives.
-class Lookout : public Watched {
+// Polls a pad's watchdog until it is closed.
+class WatchedPad : public Watched {
  public:
-  explicit Lookout(std::shared_ptr<SignalWatch> watch) : watch_(std::move(watch)) {}
-  const void* owner() const override { return watch_.get(); }
-  bool look() override { return watch_->look(); }
+  explicit WatchedPad(std::shared_ptr<SignalWatchdog> watchdog) : watchdog_(std::move(watchdog)) {}
+  const void* owner() const override { return watchdog_.get(); }
+  bool look() override { return watchdog_->poll(); }
 
  private:
-  std::shared_ptr<SignalWatch> watch_;
+  std::shared_ptr<SignalWatchdog> watchdog_;
 };
 
 }  // namespace
 
-Handshake::Handshake(RingGroup& group, c10::Device device) {
-  TORCH_CHECK(group.size() <= cuda::kMaxSignals,
-              "ringattn: transport \"symmetric\" must have at most ", cuda::kMaxSignals,
+SignalPad::SignalPad(RingGroup& group, c10::Device device) {
+  TORCH_CHECK(group.size() <= cuda::kMaxPeers,
+              "ringattn: transport \"symmetric\" must have at most ", cuda::kMaxPeers,
               " ranks, got ", group.size());
-  words_ = std::make_shared<Words>(group, device);
-  watch_ = std::make_shared<SignalWatch>(group, words_);
-  Watchdog::get().watch(std::make_unique<Lookout>(watch_));
+  signals_ = std::make_shared<Signals>(group, device);
+  watchdog_ = std::make_shared<SignalWatchdog>(group, signals_);
+  Watchdog::get().watch(std::make_unique<WatchedPad>(watchdog_));
 }
 
-Handshake::~Handshake() { watch_->close(); }
+SignalPad::~SignalPad() { watchdog_->close(); }
 
-bool Handshake::all_read() { return watch_->all_read(); }
+bool SignalPad::all_read() { return watchdog_->all_read(); }
 
-void Handshake::notice() { watch_->notice(); }
+void SignalPad::check_mismatch() { watchdog_->check_mismatch(); }
 
-void Handshake::give_signals(cuda::StageParams& params, int32_t kind) const {
-  HostWords& host = words_->host();
-  params.tags.own = as_word(kind);
-  params.tags.unlike = words_->shown(host.unlike);
-  for (const int64_t rank : words_->others()) {
-    const int place = params.num_signals++;
-    params.taken_back_for_streams[place] = words_->shown(host.read[rank]);
-    params.signals_for_streams[place] = words_->shown(words_->host(rank).staged[words_->rank()]);
-    params.tags.told[place] = words_->at(rank, Layout::kTag + words_->rank());
-    params.tags.theirs[place] = words_->at(Layout::kTag + rank);
-    params.taken_back[place] = words_->at(Layout::kRead + rank);
-    params.signals[place] = words_->at(rank, Layout::kStaged + words_->rank());
+void SignalPad::add_signals(cuda::StageParams& params, int32_t call_tag) const {
+  HostSignalPad& host = signals_->host();
+  params.tags.value = as_signal(call_tag);
+  params.tags.mismatch = signals_->on_device(host.mismatch);
+  for (const int64_t rank : signals_->others()) {
+    const int peer = params.num_peers++;
+    params.own_read_mirror[peer] = signals_->on_device(host.read[rank]);
+    params.peer_staged_mirror[peer] =
+        signals_->on_device(signals_->host(rank).staged[signals_->rank()]);
+    params.tags.peer[peer] = signals_->at(rank, Layout::kTag + signals_->rank());
+    params.tags.own[peer] = signals_->at(Layout::kTag + rank);
+    params.own_read[peer] = signals_->at(Layout::kRead + rank);
+    params.peer_staged[peer] = signals_->at(rank, Layout::kStaged + signals_->rank());
     if (!params.kernel_fetches) continue;
-    params.awaited[params.num_awaited++] = words_->at(Layout::kStaged + rank);
+    params.own_staged[params.num_awaited++] = signals_->at(Layout::kStaged + rank);
   }
-  params.blocks_done = words_->at(Layout::kBlocksDone);
-  params.failed = words_->at(Layout::kFailed);
-  params.seen = words_->at(Layout::kSeen);
-  params.given_up = words_->shown(host.given_up);
-  params.calls = words_->at(Layout::kCalls);
-  params.calls_shown = words_->shown(host.calls);
-  params.phase_shown = words_->shown(host.phase);
-  params.phase = until_staged(kBeingStaged);  // streams say what they wait for by themselves
+  params.blocks_done = signals_->at(Layout::kBlocksDone);
+  params.failed = signals_->at(Layout::kFailed);
+  params.given_up_copy = signals_->at(Layout::kGivenUpCopy);
+  params.given_up = signals_->on_device(host.given_up);
+  params.calls = signals_->at(Layout::kCalls);
+  params.calls_mirror = signals_->on_device(host.calls);
+  params.phase_mirror = signals_->on_device(host.phase);
+  params.phase = until_staged(kBeingStaged);  // a stream that waits writes its own phase
 }
 
-void Handshake::wait_until_staged(int32_t kind, cudaStream_t stream) {
-  HostWords& host = words_->host();
-  cuda::StreamWords words;
-  words.write(words_->shown(host.kind), as_word(kind));
-  words.write(words_->shown(host.phase), kStreamUntilStaged);
-  for (const int64_t rank : words_->others()) {
-    words.wait_until(words_->shown(host.staged[rank]), as_word(kind));
+void SignalPad::wait_until_staged(int32_t call_tag, cudaStream_t stream) {
+  HostSignalPad& host = signals_->host();
+  cuda::StreamMemOps operations;
+  operations.write(signals_->on_device(host.call_tag), as_signal(call_tag));
+  operations.write(signals_->on_device(host.phase), kStreamUntilStaged);
+  for (const int64_t rank : signals_->others()) {
+    operations.wait_until(signals_->on_device(host.staged[rank]), as_signal(call_tag));
   }
-  // What kernels wait for was told before that.
-  for (const int64_t rank : words_->others()) {
-    words.write(words_->shown(host.staged[rank]), 0);
-    words.write(words_->at(Layout::kStaged + rank), 0);
+  // The signals in device memory were set before their mirrors.
+  for (const int64_t rank : signals_->others()) {
+    operations.write(signals_->on_device(host.staged[rank]), 0);
+    operations.write(signals_->at(Layout::kStaged + rank), 0);
   }
-  words.write(words_->shown(host.phase), kNotWaiting);
-  C10_CUDA_CHECK(words.enqueue(stream));
+  operations.write(signals_->on_device(host.phase), kNotWaiting);
+  C10_CUDA_CHECK(operations.enqueue(stream));
 }
 
-void Handshake::tell_read(int64_t other, cudaStream_t stream) {
-  cuda::StreamWords words;
-  uint32_t* const read = words_->shown(words_->host(other).read[words_->rank()]);
-  words.write(read, 1);
-  words.wait_until(read, 1);  // it is there, not only under way: nobody takes it back before
-  C10_CUDA_CHECK(words.enqueue(stream));
-  // Note: a copy, since it goes to another device: a front end writes to its own.
-  C10_CUDA_CHECK(cudaMemcpyAsync(words_->at(other, Layout::kRead + words_->rank()),
-                                 words_->at(Layout::kOne), sizeof(uint32_t), cudaMemcpyDefault,
+void SignalPad::signal_read(int64_t peer, cudaStream_t stream) {
+  cuda::StreamMemOps operations;
+  uint32_t* const read = signals_->on_device(signals_->host(peer).read[signals_->rank()]);
+  operations.write(read, 1);
+  operations.wait_until(read,
+                        1);  // set, not in flight: the peer clears it only after `read` is set
+  C10_CUDA_CHECK(operations.enqueue(stream));
+  // Note: a copy, since a device's front end writes only to that device.
+  C10_CUDA_CHECK(cudaMemcpyAsync(signals_->at(peer, Layout::kRead + signals_->rank()),
+                                 signals_->at(Layout::kOne), sizeof(uint32_t), cudaMemcpyDefault,
                                  stream));
 }
 
-void Handshake::wait_until_read(cudaStream_t stream) {
-  HostWords& host = words_->host();
-  cuda::StreamWords words;
-  words.write(words_->shown(host.phase), kStreamUntilRead);
-  for (const int64_t rank : words_->others()) words.wait_until(words_->shown(host.read[rank]), 1);
-  words.write(words_->shown(host.phase), kNotWaiting);
-  C10_CUDA_CHECK(words.enqueue(stream));
-  // Who has been let pass must know before anything is staged or handed out.
-  C10_CUDA_CHECK(cudaMemcpyAsync(words_->at(Layout::kSeen), words_->shown(host.given_up),
-                                 sizeof(uint32_t), cudaMemcpyDefault, stream));
+void SignalPad::wait_until_read(cudaStream_t stream) {
+  HostSignalPad& host = signals_->host();
+  cuda::StreamMemOps operations;
+  operations.write(signals_->on_device(host.phase), kStreamUntilRead);
+  for (const int64_t rank : signals_->others())
+    operations.wait_until(signals_->on_device(host.read[rank]), 1);
+  operations.write(signals_->on_device(host.phase), kNotWaiting);
+  C10_CUDA_CHECK(operations.enqueue(stream));
+  // A stream that the watchdog let pass reads it before anything is staged or returned.
+  C10_CUDA_CHECK(cudaMemcpyAsync(signals_->at(Layout::kGivenUpCopy),
+                                 signals_->on_device(host.given_up), sizeof(uint32_t),
+                                 cudaMemcpyDefault, stream));
 }
 
-Bringing Handshake::bringing(int64_t num_kv_heads) const {
-  Bringing bringing;
-  bringing.words = {words_->at(Layout::kLaunch), static_cast<int32_t>(Layout::kArrivals)};
-  bringing.failed = words_->at(Layout::kFailed);
-  bringing.given_up = words_->shown(words_->host().given_up);
-  Notices& notices = bringing.notices;
-  for (const int64_t rank : words_->others()) {
-    notices.staged[notices.num_peers] = words_->at(Layout::kStaged + rank);
-    notices.read_here[notices.num_peers] = words_->at(Layout::kRead + rank);
-    notices.staged_for_streams[notices.num_peers] = words_->shown(words_->host().staged[rank]);
-    notices.read_for_streams[notices.num_peers] =
-        words_->shown(words_->host(rank).read[words_->rank()]);
-    notices.read[notices.num_peers++] = words_->at(rank, Layout::kRead + words_->rank());
+RemoteFetch SignalPad::remote_fetch(int64_t num_kv_heads) const {
+  RemoteFetch remote_fetch;
+  remote_fetch.scratch = {signals_->at(Layout::kLaunch), static_cast<int32_t>(Layout::kArrivals)};
+  remote_fetch.failed = signals_->at(Layout::kFailed);
+  remote_fetch.given_up = signals_->on_device(signals_->host().given_up);
+  PeerSignals& signals = remote_fetch.signals;
+  for (const int64_t rank : signals_->others()) {
+    signals.staged[signals.num_peers] = signals_->at(Layout::kStaged + rank);
+    signals.own_read[signals.num_peers] = signals_->at(Layout::kRead + rank);
+    signals.staged_mirror[signals.num_peers] = signals_->on_device(signals_->host().staged[rank]);
+    signals.peer_read_mirror[signals.num_peers] =
+        signals_->on_device(signals_->host(rank).read[signals_->rank()]);
+    signals.peer_read[signals.num_peers++] = signals_->at(rank, Layout::kRead + signals_->rank());
   }
-  notices.phase = words_->shown(words_->host().phase);
-  notices.phase_working = kNotWaiting;
-  notices.phase_bringing = until_staged(staged_heads(static_cast<uint32_t>(num_kv_heads)));
-  notices.phase_told = Phase{Phase::kUntilTold, 1}.word();
-  notices.phase_waiting = kUntilRead;
-  bringing.follows_staging = true;
-  return bringing;
+  signals.phase = signals_->on_device(signals_->host().phase);
+  signals.phase_working = kNotWaiting;
+  signals.phase_until_staged = until_staged(staged_heads(static_cast<uint32_t>(num_kv_heads)));
+  signals.phase_until_mirrored = Phase{Phase::kUntilMirrored, 1}.encoded();
+  signals.phase_until_read = kUntilRead;
+  remote_fetch.follows_staging = true;
+  return remote_fetch;
 }
 
-void Handshake::poison_if_failed(const std::vector<at::Tensor>& results) const {
-  static_assert(Layout::kSeen == Layout::kFailed + 1);
-  ringattn::poison_if_failed(results, words_->at(Layout::kFailed), 2);
+void SignalPad::poison_if_failed(const std::vector<at::Tensor>& results) const {
+  static_assert(Layout::kGivenUpCopy == Layout::kFailed + 1);
+  ringattn::poison_if_failed(results, signals_->at(Layout::kFailed), 2);
 }
 
-void Handshake::describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank) {
-  watch_->describe(call, std::move(step_of_rank));
+void SignalPad::describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank) {
+  watchdog_->describe(call, std::move(step_of_rank));
 }
 
 }  // namespace ringattn

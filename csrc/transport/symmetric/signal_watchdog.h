@@ -18,93 +18,89 @@ namespace ringattn {
 
 class RingGroup;
 
-/// What a kernel or a stream is waiting for: words of one kind that are not as large yet.
+/// What a kernel or a stream is waiting for: signals of one kind to reach a value.
 struct Phase {
   enum Kind : uint32_t {
     kNotWaiting = 0,
-    kUntilRead = 1,  // a kernel: words of device memory
+    kUntilRead = 1,  // a kernel, signals in device memory
     kUntilStaged = 2,
-    kUntilTold = 3,        // a kernel: those of host memory that say the same to streams
-    kStreamUntilRead = 4,  // words of host memory
+    kUntilMirrored = 3,    // a kernel, mirrors of `staged` in host memory
+    kStreamUntilRead = 4,  // a stream, mirrors in host memory
     kStreamUntilStaged = 5,
   };
   Kind kind = kNotWaiting;
   uint32_t least = 0;
 
-  constexpr bool in_host_memory() const { return kind >= kUntilTold; }
+  constexpr bool in_host_memory() const { return kind >= kUntilMirrored; }
 
-  // In one word, which the device writes and the watchdog reads.
+  // As the 32-bit value that the device writes and the watchdog reads.
   static constexpr uint32_t kKinds = 8;
-  constexpr uint32_t word() const { return kKinds * least + kind; }
-  static constexpr Phase from(uint32_t word) {
-    return {static_cast<Kind>(word % kKinds), word / kKinds};
+  constexpr uint32_t encoded() const { return kKinds * least + kind; }
+  static constexpr Phase decode(uint32_t encoded) {
+    return {static_cast<Kind>(encoded % kKinds), encoded / kKinds};
   }
 };
 
-/// The words by which a rank's kernels and streams wait for other ranks, for who watches over that.
-/// Thread-safe.
-class WatchedWords {
+/// The signals that a rank's kernels and streams wait for, as its watchdog reads and sets them.
+/// Thread-safe. "At once": without the device, which may not answer.
+class WatchedSignals {
  public:
-  virtual ~WatchedWords() = default;
+  virtual ~WatchedSignals() = default;
 
-  /// What is waited for (Phase::word), and how many calls have begun. At once.
+  /// What is waited for (Phase::encoded), and how many calls have begun. At once.
   virtual uint32_t phase() const = 0;
   virtual uint32_t calls() const = 0;
-  /// How far each rank has come with what is waited for, [W]. For words of device memory it asks
-  /// the device, which may not answer; for others, at once.
-  virtual std::vector<uint32_t> come(Phase::Kind kind) = 0;
-  /// A rank in a call of another kind than this rank's.
-  struct Unlike {
+  /// The signals of this kind, one of each rank, [W]. Those in host memory at once.
+  virtual std::vector<uint32_t> progress(Phase::Kind kind) = 0;
+  /// A peer in another call than this rank.
+  struct CallMismatch {
     int64_t rank = 0;
-    bool heard = false;  // it is not in one, but has seen another rank that is
+    bool reported_by_peer = false;  // the peer is in the same call, but has detected a mismatch
   };
-  /// One that a kernel has seen, or that a stream waits for. At once.
-  virtual std::optional<Unlike> unlike_seen() const = 0;
-  /// Tells kernels that their waits are in vain, and lets streams pass: calls that the host made
-  /// before it knew are still to come, and it is done again and again. At once.
+  /// The mismatch that a kernel has detected, or that a stream waits behind. At once.
+  virtual std::optional<CallMismatch> call_mismatch() const = 0;
+  /// Sets given_up and the signals that streams wait for. Repeated, since calls that the host made
+  /// before it knew are still to come. At once.
   virtual void give_up() = 0;
-  /// The same for all that waits for device memory. What it computes is NaN. Asks the device.
+  /// Sets `failed` and the signals that kernels wait for; what they compute is NaN.
   virtual void release() = 0;
 };
 
-/// Sees to it that waits for other ranks come to an end: where one takes the group's timeout it
-/// ends the group, names who did not come, and has everything pass. So it does where a rank is in
-/// another call. Thread-safe.
-class RINGATTN_API SignalWatch {
+/// Ends waits for other ranks: where one takes the group's timeout, or where a rank is in another
+/// call, it ends the group with an error that names the rank, and lets all waits pass. Thread-safe.
+class RINGATTN_API SignalWatchdog {
  public:
   using Clock = std::chrono::steady_clock;
 
-  SignalWatch(RingGroup& group, std::shared_ptr<WatchedWords> words,
-              std::function<Clock::time_point()> now = &Clock::now);
+  SignalWatchdog(RingGroup& group, std::shared_ptr<WatchedSignals> signals,
+                 std::function<Clock::time_point()> now = &Clock::now);
 
-  /// Called many times a second, from the watchdog's thread. Whether there is nothing to look at
-  /// any more.
-  bool look();
-  /// The part of it that needs no answer to judge, from any thread: ends the group where a rank has
-  /// been seen in another call.
-  void notice();
-  /// There is not.
+  /// Called many times a second by the watchdog's thread. True: it has been closed.
+  bool poll();
+  /// The part of poll() that needs no device, from any thread: ends the group where a rank is in
+  /// another call.
+  void check_mismatch();
+  /// Nothing is watched any more.
   void close();
 
-  /// For errors: the number of the latest call, and the step at which the block of each rank visits
-  /// in it.
+  /// For errors: the number of the latest call, and the step of each rank's block in it.
   void describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank);
 
-  /// Whether the other ranks have read everything that this one has staged, or will not any more.
+  /// Whether all peers have read what this rank has staged, or will not any more.
   bool all_read();
 
  private:
-  void watch_anew();
-  void look_for_news(Phase phase);
+  void restart();
+  void check_peers(Phase phase);
   void give_up(Phase phase);
-  void end_for(const WatchedWords::Unlike& unlike);
+  void end_for(const WatchedSignals::CallMismatch& mismatch);
   void end(const std::function<std::string(RingGroup&)>& why);
-  std::optional<std::vector<uint32_t>> look_at(Phase phase);
+  std::optional<std::vector<uint32_t>> progress(Phase phase);
   void release();
-  std::chrono::milliseconds soon() const;
+  std::chrono::milliseconds device_timeout() const;
 
   const std::weak_ptr<RingGroup> group_;
-  const std::shared_ptr<WatchedWords> words_;
+  const std::shared_ptr<WatchedSignals> signals_;
   const std::vector<int64_t> others_;
   const std::chrono::milliseconds patience_;
   const std::function<Clock::time_point()> now_;
@@ -113,15 +109,15 @@ class RINGATTN_API SignalWatch {
   int64_t call_ = 0;
   std::shared_ptr<const std::vector<int64_t>> step_of_rank_;
   bool closed_ = false, given_up_ = false;
-  uint32_t last_phase_ = Phase{}.word(), last_calls_ = 0;
-  Clock::time_point since_ = now_();                // nothing has moved, or nobody waits
-  Clock::time_point next_look_ = since_;            // at what peers have published
-  WaitReport report_;                               // of a wait since since_
-  bool suspected_ = false;                          // somebody, by the last look
+  uint32_t last_phase_ = Phase{}.encoded(), last_calls_ = 0;
+  Clock::time_point since_ = now_();                // of the present wait; now where nothing waits
+  Clock::time_point next_check_ = since_;           // of what peers have published
+  WaitReport report_;                               // of the present wait
+  bool suspected_ = false;                          // the last poll found a late rank
   std::optional<Clock::time_point> silent_since_;   // the device does not answer
   std::optional<Clock::time_point> leaving_since_;  // the group is gone, and not all has been read
-  Clock::time_point released_;                      // what waits, last; long ago: never
-  Errand asking_;                                   // the device
+  Clock::time_point released_;                      // the last release(); long ago: never
+  Errand asking_;                                   // calls of the device
 };
 
 }  // namespace ringattn

@@ -11,18 +11,18 @@
 
 namespace ringattn::cuda {
 
-/// Waits for and writes of 32-bit words in the order of a stream, done by the device's front end:
-/// no multiprocessor and no host thread takes part. A write makes what the stream did before it
-/// visible first.
+/// Stream memory operations: waits for and writes of 32-bit signals in the order of a stream,
+/// performed by the device's front end, without a multiprocessor or a host thread. A write makes
+/// what the stream did before it visible first.
 ///
 /// Operations are collected and handed to the stream in one call.
-class RINGATTN_API StreamWords {
+class RINGATTN_API StreamMemOps {
  public:
   /// Whether the driver has such operations.
   static bool available();
 
-  void wait_until(const uint32_t* word, uint32_t value);  // until *word is that
-  void write(uint32_t* word, uint32_t value);
+  void wait_until(const uint32_t* signal, uint32_t value);  // until *signal equals value
+  void write(uint32_t* signal, uint32_t value);
   /// Appends everything collected to the stream, in order. May be called again.
   cudaError_t enqueue(cudaStream_t stream);
 

@@ -9,9 +9,9 @@ namespace ringattn {
 
 class RingGroup;
 
-/// One-sided, between devices of one host: every rank stages its block in memory that the others
-/// can read, and readers fetch it from there: the kernel that attends to it, or copy engines.
-/// Collective; throws on all ranks where they do not share memory.
+/// One-sided, between devices of one host: every rank stages its block in memory that all ranks can
+/// read, and readers fetch it from there: the attention kernel itself, or copy engines. Collective;
+/// throws on all ranks where they do not share memory.
 std::unique_ptr<MessageTransport> make_symmetric_transport(RingGroup& group, c10::Device device);
 
 }  // namespace ringattn

@@ -5,39 +5,46 @@
 #include <algorithm>
 #include <vector>
 
-#include "meanwhile.h"
 #include "segment_lists.h"
+#include "side_stream.h"
 
-// What a launch does with its words: tiles handed out one by one, keys that it brings while it
+// What a launch does with its scratch: work tiles dispatched one by one, keys fetched while it
 // runs.
 
-using ringattn::LaunchWords;
+using ringattn::LaunchScratch;
 using ringattn::testing::attend_list;
-using ringattn::testing::brings_much;
 using ringattn::testing::can_run;
 using ringattn::testing::Dim;
 using ringattn::testing::Ends;
 using ringattn::testing::Heads;
+using ringattn::testing::is_fetch_bound;
 using ringattn::testing::kAll;
 using ringattn::testing::kDims;
 using ringattn::testing::kLongZigzag;
 using ringattn::testing::kNaN;
+using ringattn::testing::kNumSignals;
 using ringattn::testing::kOddZigzag;
+using ringattn::testing::kOwnRead;
+using ringattn::testing::kPeerRead;
+using ringattn::testing::kPeerReadMirror;
+using ringattn::testing::kPhase;
+using ringattn::testing::kStaged;
+using ringattn::testing::kStagedMirror;
 using ringattn::testing::kZigzag;
 using ringattn::testing::Launch;
-using ringattn::testing::Meanwhile;
-using ringattn::testing::no_words;
 using ringattn::testing::pairs_row_tiles;
 using ringattn::testing::Problem;
 using ringattn::testing::Results;
 using ringattn::testing::same_bits;
 using ringattn::testing::Segment;
 using ringattn::testing::Shape;
+using ringattn::testing::SideStream;
+using ringattn::testing::zero_scratch;
 
 namespace {
 
-/// Has keys and values of all segments but the first brought, into memory that holds NaN, from
-/// where more rows lie than are asked for, NaN as well.
+/// Makes all segments but the first remote: fetched into memory that holds NaN, from blocks with
+/// more rows than are visible, NaN too.
 class Remote {
  public:
   explicit Remote(Problem& problem) {
@@ -56,8 +63,8 @@ class Remote {
   void forget() const {
     for (const at::Tensor& to : to_) to.fill_(kNaN);
   }
-  /// NaN in place of a head of all sources, and what was there, in memory of the host: from there a
-  /// copy engine brings it back while a launch holds every multiprocessor.
+  /// Replaces a head of all sources by NaN and returns it in host memory, from where a copy engine
+  /// restores it while a launch occupies every multiprocessor.
   std::vector<at::Tensor> take_away(int64_t head) const {
     std::vector<at::Tensor> taken;
     for (const at::Tensor& source : sources_) {
@@ -66,12 +73,11 @@ class Remote {
     }
     return taken;
   }
-  void give_back(int64_t head, const std::vector<at::Tensor>& taken,
-                 const Meanwhile& meanwhile) const {
-    for (size_t i = 0; i < taken.size(); ++i) meanwhile.copy(sources_[i][head], taken[i]);
+  void give_back(int64_t head, const std::vector<at::Tensor>& taken, const SideStream& side) const {
+    for (size_t i = 0; i < taken.size(); ++i) side.copy(sources_[i][head], taken[i]);
   }
 
-  bool nothing_came() const {
+  bool nothing_arrived() const {
     return std::all_of(to_.begin(), to_.end(),
                        [](const at::Tensor& to) { return to.isnan().all().item<bool>(); });
   }
@@ -88,50 +94,50 @@ struct Case {
   Heads heads;
 };
 
-/// A launch of thread blocks alone, all keys being there.
+/// A launch of unpaired thread blocks, with all keys local.
 Launch alone() {
   Launch launch;
   launch.max_blocks = 7;
   return launch;
 }
 
-/// As another call begins: the peers have staged everything, and nobody has been told that it has
-/// been read.
+/// The signals at the begin of the next call: peers have staged everything, none has a read signal.
 void stage_again(const Problem& problem, const Launch& launch) {
-  launch.notices[0].fill_(static_cast<int>(ringattn::staged_heads(problem.heads().kv)));
-  launch.notices[4].fill_(77);  // a kind of call
-  for (const int told : {1, 5}) launch.notices[told].fill_(0);
+  launch.signals[kStaged].fill_(static_cast<int>(ringattn::staged_heads(problem.heads().kv)));
+  launch.signals[kStagedMirror].fill_(77);  // a tag
+  for (const int read : {kPeerRead, kPeerReadMirror}) launch.signals[read].fill_(0);
 }
 
-/// A launch that brings keys, of as many peers.
-Launch bringing(const Problem& problem, int64_t num_peers, int64_t room) {
+/// A launch that fetches keys of `num_peers` peers.
+Launch fetching_launch(const Problem& problem, int64_t num_peers, int64_t room) {
   Launch launch;
-  launch.words = no_words(room);
-  launch.failed = at::zeros({1}, launch.words.options());
+  launch.scratch = zero_scratch(room);
+  launch.failed = at::zeros({1}, launch.scratch.options());
   launch.given_up = at::zeros({1}, at::TensorOptions(at::kInt).pinned_memory(true));
-  launch.notices = at::zeros({6, num_peers}, launch.words.options());
-  launch.notices[2].fill_(1);
+  launch.signals = at::zeros({kNumSignals, num_peers}, launch.scratch.options());
+  launch.signals[kOwnRead].fill_(1);
   stage_again(problem, launch);
   return launch;
 }
 
-void give_up(const Launch& launch, Ends ends, const Meanwhile& meanwhile) {
-  if (ends == Ends::kFailed) meanwhile.write(launch.failed, 1);
+void give_up(const Launch& launch, Ends ends, const SideStream& side) {
+  if (ends == Ends::kFailed) side.write(launch.failed, 1);
   if (ends == Ends::kGivenUp) launch.given_up.fill_(1);
 }
 
-/// What is left when it is over: words as they were, the others told.
-bool has_told(const Launch& launch) {
-  const auto all_are = [&](int notice, int value) {
-    return launch.notices[notice].eq(value).all().item<bool>();
+/// At the end: scratch is 0 again, the peers are signalled.
+bool has_signalled(const Launch& launch) {
+  const auto all_are = [&](int signal, int value) {
+    return launch.signals[signal].eq(value).all().item<bool>();
   };
-  return launch.words.eq(0).all().item<bool>() && all_are(0, 0) && all_are(1, 1) && all_are(4, 0) &&
-         all_are(5, 1) && launch.notices[3][0].item<int>() == 5;
+  return launch.scratch.eq(0).all().item<bool>() && all_are(kStaged, 0) && all_are(kPeerRead, 1) &&
+         all_are(kStagedMirror, 0) && all_are(kPeerReadMirror, 1) &&
+         launch.signals[kPhase][0].item<int>() == 5;
 }
 
 }  // namespace
 
-TEST_CASE("tiles handed out one by one give the same bits, launch after launch") {
+TEST_CASE("work tiles dispatched one by one give the same bits, launch after launch") {
   if (!can_run()) return;
   const std::vector<Case> cases = {{{{300, 0, 0}}, 300, {}},
                                    {kZigzag, 300, {}},
@@ -144,19 +150,19 @@ TEST_CASE("tiles handed out one by one give the same bits, launch after launch")
       Results shared_out(problem);
       REQUIRE(attend_list(problem, {}, shared_out) == cudaSuccess);
       Launch launch;
-      launch.words = no_words();
+      launch.scratch = zero_scratch();
       for (int repeat = 0; repeat < 20; ++repeat) {
         Results results(problem);
         REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
         REQUIRE(same_bits(results.state, shared_out.state));
         REQUIRE(same_bits(results.lse, shared_out.lse));
-        REQUIRE(launch.words.eq(0).all().item<bool>());
+        REQUIRE(launch.scratch.eq(0).all().item<bool>());
       }
     }
   }
 }
 
-TEST_CASE("keys that a launch brings, late ones too, are waited for, and the words are set back") {
+TEST_CASE("fetched keys, delayed ones too, are waited for, and scratch is 0 again") {
   if (!can_run()) return;
   const std::vector<Case> cases = {{kZigzag, 300, {}},
                                    {kLongZigzag, 300, {}},
@@ -171,21 +177,21 @@ TEST_CASE("keys that a launch brings, late ones too, are waited for, and the wor
         const Remote remote(problem);
         const bool odd = heads.query / heads.kv % 2 != 0;
         if (dim.tile_rows != 192) REQUIRE(pairs_row_tiles(problem) == odd);
-        for (const int64_t slices : {1, 2, 4}) {
-          Launch launch = bringing(problem, 3, slices * static_cast<int64_t>(shapes.size()));
+        for (const int64_t groups : {1, 2, 4}) {
+          Launch launch = fetching_launch(problem, 3, groups * static_cast<int64_t>(shapes.size()));
           launch.max_blocks = max_blocks;
-          for (const uint32_t lateness : {0, 0, 1, 2, 3}) {
+          for (const uint32_t delay_seed : {0, 0, 1, 2, 3}) {
             INFO("D " << dim.head_dim << " in tiles of " << dim.tile_rows << ", " << heads.query
-                      << " heads, " << max_blocks << " blocks, late " << lateness);
+                      << " heads, " << max_blocks << " blocks, late " << delay_seed);
             Results results(problem);
             remote.forget();
             stage_again(problem, launch);
-            launch.lateness = lateness;
+            launch.delay_seed = delay_seed;
             REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
             REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
             REQUIRE(same_bits(results.state, there.state));
             REQUIRE(same_bits(results.lse, there.lse));
-            REQUIRE(has_told(launch));
+            REQUIRE(has_signalled(launch));
           }
         }
       }
@@ -193,7 +199,7 @@ TEST_CASE("keys that a launch brings, late ones too, are waited for, and the wor
   }
 }
 
-TEST_CASE("large blocks, of many pieces, are brought whole") {
+TEST_CASE("large blocks, of many chunks, are fetched whole") {
   if (!can_run()) return;
   for (const Dim& dim : kDims) {
     const std::vector<Shape> shapes = {{2300, 0, 0}, {2100, kAll, 1024}, {1111, kAll, 0}};
@@ -201,7 +207,7 @@ TEST_CASE("large blocks, of many pieces, are brought whole") {
     Results there(problem);
     REQUIRE(attend_list(problem, alone(), there) == cudaSuccess);
     const Remote remote(problem);
-    const Launch launch = bringing(problem, 2, 4096);
+    const Launch launch = fetching_launch(problem, 2, 4096);
     for (int repeat = 0; repeat < 10; ++repeat) {
       Results results(problem);
       remote.forget();
@@ -209,22 +215,22 @@ TEST_CASE("large blocks, of many pieces, are brought whole") {
       REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
       REQUIRE(same_bits(results.state, there.state));
       REQUIRE(same_bits(results.lse, there.lse));
-      REQUIRE(has_told(launch));
+      REQUIRE(has_signalled(launch));
     }
   }
 }
 
-TEST_CASE("much is brought in large parcels, little in small ones, and comes whole") {
+TEST_CASE("fetch-bound and other calls, with large and small fetch buffers, fetch whole blocks") {
   if (!can_run()) return;
   struct Case {
     int64_t num_queries;
     std::vector<Shape> shapes;
-    bool much;
+    bool fetch_bound;
   };
   const std::vector<Case> cases = {
       {300, kZigzag, true}, {2300, {{2300, 0, 0}, {2100, kAll, 1024}, {1111, kAll, 0}}, false}};
   for (const Dim& dim : {Dim(128, 128), Dim(128, 192)}) {
-    for (const auto& [num_queries, shapes, much] : cases) {
+    for (const auto& [num_queries, shapes, fetch_bound] : cases) {
       Problem problem(num_queries, shapes, dim, at::kBFloat16);
       const int64_t last = shapes.front().num_keys;
       Launch launch;
@@ -233,145 +239,147 @@ TEST_CASE("much is brought in large parcels, little in small ones, and comes who
       Results there(problem);
       REQUIRE(attend_list(problem, launch, there) == cudaSuccess);
       const Remote remote(problem);
-      REQUIRE(brings_much(problem) == much);
-      launch = bringing(problem, 2, 4096);
+      REQUIRE(is_fetch_bound(problem) == fetch_bound);
+      launch = fetching_launch(problem, 2, 4096);
       launch.with_state = false;
       launch.final_end = last;
-      for (const uint32_t lateness : {0, 1, 2, 3}) {
+      for (const uint32_t delay_seed : {0, 1, 2, 3}) {
         Results results(problem);
         remote.forget();
         stage_again(problem, launch);
-        launch.lateness = lateness;
+        launch.delay_seed = delay_seed;
         REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
         REQUIRE(same_bits(results.out, there.out));
         REQUIRE(same_bits(results.lse, there.lse));
-        REQUIRE(has_told(launch));
+        REQUIRE(has_signalled(launch));
       }
     }
   }
 }
 
-TEST_CASE("a launch without anything to bring tells the others all the same") {
+TEST_CASE("a launch with nothing to fetch signals its peers all the same") {
   if (!can_run()) return;
   const Problem problem(300, {{300, 0, 0}}, 128, at::kBFloat16);
   Results results(problem);
-  const Launch launch = bringing(problem, 3, 16);
+  const Launch launch = fetching_launch(problem, 3, 16);
   REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
-  CHECK(has_told(launch));
+  CHECK(has_signalled(launch));
 }
 
-TEST_CASE("a launch that brings keys ends when the others have read what is here, or is given up") {
+TEST_CASE("a fetching launch ends when its peers have read, or the call has failed") {
   if (!can_run()) return;
   Problem problem(300, kZigzag, 128, at::kBFloat16);
   const Remote remote(problem);
   Results results(problem);
-  const Meanwhile meanwhile;
+  const SideStream side;
   for (const Ends ends : {Ends::kByItself, Ends::kFailed, Ends::kGivenUp}) {
-    const Launch launch = bringing(problem, 3, 64);
-    launch.notices[2][1].fill_(0);
+    const Launch launch = fetching_launch(problem, 3, 64);
+    launch.signals[kOwnRead][1].fill_(0);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
-    CHECK_FALSE(meanwhile.ends_soon());
-    CHECK(meanwhile.read(launch.notices[3]) == 7);
-    if (ends == Ends::kByItself) meanwhile.write(launch.notices[2][1], 1);
-    give_up(launch, ends, meanwhile);
+    CHECK_FALSE(side.ends_soon());
+    CHECK(side.read(launch.signals[kPhase]) == 7);
+    if (ends == Ends::kByItself) side.write(launch.signals[kOwnRead][1], 1);
+    give_up(launch, ends, side);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-    CHECK(has_told(launch));
+    CHECK(has_signalled(launch));
     CHECK((launch.failed.item<int>() == 1) == (ends != Ends::kByItself));
   }
 }
 
-TEST_CASE("heads that a peer has yet to stage are not read, and waited for until they are staged") {
+TEST_CASE("heads that a peer has yet to stage are not read before they are staged") {
   if (!can_run()) return;
   for (const Dim& dim : kDims) {
     Problem problem(700, kLongZigzag, dim, at::kBFloat16, {3, 3});
     Results there(problem);
     REQUIRE(attend_list(problem, alone(), there) == cudaSuccess);
     const Remote remote(problem);
-    const Meanwhile meanwhile;
+    const SideStream side;
     for (const Ends ends : {Ends::kByItself, Ends::kFailed, Ends::kGivenUp}) {
       INFO("D " << dim.head_dim << " in tiles of " << dim.tile_rows);
       const bool gives_up = ends != Ends::kByItself;
-      const Launch launch = bringing(problem, 3, 64);
-      launch.notices[0][1].fill_(static_cast<int>(ringattn::kBeingStaged));
+      const Launch launch = fetching_launch(problem, 3, 64);
+      launch.signals[kStaged][1].fill_(static_cast<int>(ringattn::kBeingStaged));
       Results results(problem);
       remote.forget();
       const std::vector<at::Tensor> last_heads = remote.take_away(2);
       REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
       REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
-      CHECK_FALSE(meanwhile.ends_soon());
-      CHECK(meanwhile.read(launch.notices[3]) == 6);
-      CHECK(meanwhile.read(launch.notices[1][0]) == 0);  // nobody has been told that all is read
+      CHECK_FALSE(side.ends_soon());
+      CHECK(side.read(launch.signals[kPhase]) == 6);
+      CHECK(side.read(launch.signals[kPeerRead][0]) ==
+            0);  // not signalled before everything is read
       if (gives_up) {
-        give_up(launch, ends, meanwhile);
+        give_up(launch, ends, side);
       } else {
         // Two of three heads: what is left is waited for all the same.
-        meanwhile.write(launch.notices[0][1], ringattn::staged_heads(2));
-        CHECK_FALSE(meanwhile.ends_soon());
-        CHECK(meanwhile.read(launch.notices[1][0]) == 0);
-        remote.give_back(2, last_heads, meanwhile);
-        meanwhile.write(launch.notices[0][1], ringattn::staged_heads(3));
+        side.write(launch.signals[kStaged][1], ringattn::staged_heads(2));
+        CHECK_FALSE(side.ends_soon());
+        CHECK(side.read(launch.signals[kPeerRead][0]) == 0);
+        remote.give_back(2, last_heads, side);
+        side.write(launch.signals[kStaged][1], ringattn::staged_heads(3));
       }
       REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-      CHECK(has_told(launch));
+      CHECK(has_signalled(launch));
       if (gives_up) {
-        CHECK(remote.nothing_came());
+        CHECK(remote.nothing_arrived());
       } else {
         CHECK(same_bits(results.state, there.state));
         CHECK(same_bits(results.lse, there.lse));
       }
-      remote.give_back(2, last_heads, meanwhile);
+      remote.give_back(2, last_heads, side);
     }
   }
 }
 
-TEST_CASE("words are taken back only when every peer has staged everything, read or not") {
+TEST_CASE("signals are cleared only when every peer has staged everything, read or not") {
   if (!can_run()) return;
-  const Problem problem(300, {{300, 0, 0}}, 128, at::kBFloat16);  // nothing to bring
+  const Problem problem(300, {{300, 0, 0}}, 128, at::kBFloat16);  // nothing to fetch
   Results results(problem);
-  const Meanwhile meanwhile;
-  const Launch launch = bringing(problem, 3, 16);
-  launch.notices[0][2].fill_(static_cast<int>(ringattn::kBeingStaged));
+  const SideStream side;
+  const Launch launch = fetching_launch(problem, 3, 16);
+  launch.signals[kStaged][2].fill_(static_cast<int>(ringattn::kBeingStaged));
   REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
   REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
-  CHECK_FALSE(meanwhile.ends_soon());
-  const int all = meanwhile.read(launch.notices[0][0]);
+  CHECK_FALSE(side.ends_soon());
+  const int all = side.read(launch.signals[kStaged][0]);
   CHECK(all != 0);
-  CHECK(meanwhile.read(launch.notices[1][0]) == 0);
-  meanwhile.write(launch.notices[0][2], all);
+  CHECK(side.read(launch.signals[kPeerRead][0]) == 0);
+  side.write(launch.signals[kStaged][2], all);
   REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-  CHECK(has_told(launch));
+  CHECK(has_signalled(launch));
 }
 
-TEST_CASE("what streams are told is waited for before it is taken back, or the host gives up") {
+TEST_CASE("mirrors are waited for before they are cleared, or the host gives up") {
   if (!can_run()) return;
   const Problem problem(300, {{300, 0, 0}}, 128, at::kBFloat16);
   for (const Ends ends : {Ends::kByItself, Ends::kFailed, Ends::kGivenUp}) {
     Results results(problem);
-    const Meanwhile meanwhile;
-    const Launch launch = bringing(problem, 3, 16);
-    launch.notices[4][1].fill_(0);
+    const SideStream side;
+    const Launch launch = fetching_launch(problem, 3, 16);
+    launch.signals[kStagedMirror][1].fill_(0);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
-    CHECK_FALSE(meanwhile.ends_soon());
-    CHECK(meanwhile.read(launch.notices[3]) == 8);
-    CHECK(meanwhile.read(launch.notices[4][0]) == 77);
-    for (const int told : {1, 5}) CHECK(meanwhile.read(launch.notices[told][2]) == 0);
-    if (ends == Ends::kByItself) meanwhile.write(launch.notices[4][1], 77);
-    give_up(launch, ends, meanwhile);
+    CHECK_FALSE(side.ends_soon());
+    CHECK(side.read(launch.signals[kPhase]) == 8);
+    CHECK(side.read(launch.signals[kStagedMirror][0]) == 77);
+    for (const int read : {kPeerRead, kPeerReadMirror})
+      CHECK(side.read(launch.signals[read][2]) == 0);
+    if (ends == Ends::kByItself) side.write(launch.signals[kStagedMirror][1], 77);
+    give_up(launch, ends, side);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-    CHECK(has_told(launch));
+    CHECK(has_signalled(launch));
   }
 }
 
-TEST_CASE("a launch that has been given up reads nothing and leaves NaN") {
+TEST_CASE("a launch after a failure fetches nothing and leaves NaN") {
   if (!can_run()) return;
   for (const Dim& dim : kDims) {
     const auto& shapes = dim.head_dim == 128 ? kLongZigzag : kZigzag;
     Problem problem(300, shapes, dim, at::kBFloat16);
     const Remote remote(problem);
     remote.forget();
-    Launch launch = bringing(problem, 3, 64);
+    Launch launch = fetching_launch(problem, 3, 64);
     launch.final_end = 300;
     launch.failed.fill_(1);
     Results results(problem);
@@ -380,8 +388,8 @@ TEST_CASE("a launch that has been given up reads nothing and leaves NaN") {
     REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
     CHECK(results.out.isnan().all().item<bool>());
     CHECK(results.lse.isnan().all().item<bool>());
-    CHECK(remote.nothing_came());
-    CHECK(has_told(launch));
+    CHECK(remote.nothing_arrived());
+    CHECK(has_signalled(launch));
     launch.failed.zero_();
     stage_again(problem, launch);
     REQUIRE(attend_list(problem, launch, results) == cudaSuccess);

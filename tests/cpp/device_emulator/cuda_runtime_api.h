@@ -7,10 +7,9 @@
 #include <random>
 #include <vector>
 
-#include "lanes.h"
+#include "device_emulator.h"
 
-// In place of CUDA's runtime where a test launches device code on lanes.h: as much of it as that
-// code calls.
+// In place of CUDA's runtime where a test emulates device code: as much of it as that code calls.
 
 enum cudaError_t { cudaSuccess, cudaErrorInvalidConfiguration };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
@@ -40,17 +39,17 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
-namespace lanes {
+namespace emulator {
 inline int multiprocessors = 4;
 inline std::mt19937 block_order;
-}  // namespace lanes
+}  // namespace emulator
 
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = lanes::multiprocessors;
+  *value = emulator::multiprocessors;
   return cudaSuccess;
 }
 template <typename Kernel>
@@ -65,10 +64,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                const Argument& argument) {
   std::vector<unsigned> blocks(config->gridDim.x);
   std::iota(blocks.begin(), blocks.end(), 0);
-  std::shuffle(blocks.begin(), blocks.end(), lanes::block_order);
+  std::shuffle(blocks.begin(), blocks.end(), emulator::block_order);
   for (const unsigned block : blocks) {
-    lanes::run_block(block, config->gridDim.x, static_cast<int>(config->blockDim.x),
-                     [&](int) { kernel(argument); });
+    emulator::run_block(block, config->gridDim.x, static_cast<int>(config->blockDim.x),
+                        [&](int) { kernel(argument); });
   }
   return cudaSuccess;
 }

@@ -12,8 +12,9 @@
 #include <thread>
 #include <vector>
 
-// Device code of a thread block on the host: a thread for each of its own. What threads of a warp
-// exchange goes through memory, between barriers. One thread block at a time: __shared__ is static.
+// Runs the device code of a thread block on the host, with a host thread for each device thread.
+// Threads of a warp exchange values through memory, between barriers. One thread block at a time:
+// __shared__ is static.
 
 #define __device__
 #define __forceinline__ inline
@@ -22,11 +23,11 @@
 #define __launch_bounds__(threads)
 #define __shared__ static
 
-namespace lanes {
+namespace emulator {
 
-constexpr int kLanes = 32;
+constexpr int kWarpSize = 32;
 
-/// All of so many threads wait for each other.
+/// `threads` threads wait for each other.
 class Barrier {
  public:
   explicit Barrier(int threads) : threads_(threads) {}
@@ -34,8 +35,8 @@ class Barrier {
   void wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     const int64_t round = round_;
-    if (++come_ == threads_) {
-      come_ = 0;
+    if (++arrived_ == threads_) {
+      arrived_ = 0;
       ++round_;
       all_.notify_all();
     } else {
@@ -47,18 +48,18 @@ class Barrier {
   const int threads_;
   std::mutex mutex_;
   std::condition_variable all_;
-  int come_ = 0;
+  int arrived_ = 0;
   int64_t round_ = 0;
 };
 
 struct Warp {
-  Barrier barrier{kLanes};
-  float exchanged[kLanes] = {};
-  uint32_t words[kLanes] = {};
+  Barrier barrier{kWarpSize};
+  float exchanged[kWarpSize] = {};
+  uint32_t values[kWarpSize] = {};
 };
 
 struct Block {
-  explicit Block(int threads) : barrier(threads), votes(threads), warps(threads / kLanes) {
+  explicit Block(int threads) : barrier(threads), votes(threads), warps(threads / kWarpSize) {
     for (auto& warp : warps) warp = std::make_unique<Warp>();
   }
   Barrier barrier;
@@ -74,11 +75,11 @@ inline thread_local Index this_thread, this_block;
 inline thread_local Block* block = nullptr;
 inline thread_local Warp* warp = nullptr;
 
-}  // namespace lanes
+}  // namespace emulator
 
-inline thread_local lanes::Index lanes_grid;
+inline thread_local emulator::Index emulated_grid;
 
-namespace lanes {
+namespace emulator {
 
 /// Runs `thread` on so many, whole warps, as thread block `number` of `blocks`.
 inline void run_block(unsigned number, unsigned blocks, int num_threads,
@@ -90,9 +91,9 @@ inline void run_block(unsigned number, unsigned blocks, int num_threads,
     threads.emplace_back([&, i] {
       this_thread.x = i;
       this_block.x = number;
-      lanes_grid.x = blocks;
+      emulated_grid.x = blocks;
       block = &shared;
-      warp = shared.warps[i / kLanes].get();
+      warp = shared.warps[i / kWarpSize].get();
       thread(i);
     });
   }
@@ -100,22 +101,22 @@ inline void run_block(unsigned number, unsigned blocks, int num_threads,
 }
 
 /// Runs `lane` on 32 of them.
-inline void run(const std::function<void(int)>& lane) { run_block(0, 1, kLanes, lane); }
+inline void run(const std::function<void(int)>& lane) { run_block(0, 1, kWarpSize, lane); }
 
-/// Every lane's `word`, by lane.
-inline std::vector<uint32_t> exchange(uint32_t word) {
-  warp->words[this_thread.x % kLanes] = word;
+/// Every lane's `value`, by lane.
+inline std::vector<uint32_t> exchange(uint32_t value) {
+  warp->values[this_thread.x % kWarpSize] = value;
   warp->barrier.wait();
-  std::vector<uint32_t> all(warp->words, warp->words + kLanes);
+  std::vector<uint32_t> all(warp->values, warp->values + kWarpSize);
   warp->barrier.wait();
   return all;
 }
 
-}  // namespace lanes
+}  // namespace emulator
 
-#define threadIdx lanes::this_thread
-#define blockIdx lanes::this_block
-#define gridDim lanes_grid  // a launch's configuration has a member of this name
+#define threadIdx emulator::this_thread
+#define blockIdx emulator::this_block
+#define gridDim emulated_grid  // a launch's configuration has a member of this name
 
 using std::isinf;
 using std::min;
@@ -123,37 +124,37 @@ using std::min;
 inline float __fmul_rn(float a, float b) { return a * b; }
 
 inline float __shfl_xor_sync(uint32_t, float x, int mask) {
-  const int lane = static_cast<int>(threadIdx.x % lanes::kLanes);
-  lanes::warp->exchanged[lane] = x;
-  lanes::warp->barrier.wait();
-  const float other = lanes::warp->exchanged[lane ^ mask];
-  lanes::warp->barrier.wait();
+  const int lane = static_cast<int>(threadIdx.x % emulator::kWarpSize);
+  emulator::warp->exchanged[lane] = x;
+  emulator::warp->barrier.wait();
+  const float other = emulator::warp->exchanged[lane ^ mask];
+  emulator::warp->barrier.wait();
   return other;
 }
 
-inline uint32_t __shfl_sync(uint32_t, uint32_t x, int lane) { return lanes::exchange(x)[lane]; }
+inline uint32_t __shfl_sync(uint32_t, uint32_t x, int lane) { return emulator::exchange(x)[lane]; }
 
 inline uint32_t __ballot_sync(uint32_t, bool vote) {
-  const std::vector<uint32_t> votes = lanes::exchange(vote);
+  const std::vector<uint32_t> votes = emulator::exchange(vote);
   uint32_t all = 0;
-  for (int lane = 0; lane < lanes::kLanes; ++lane) all |= votes[lane] << lane;
+  for (int lane = 0; lane < emulator::kWarpSize; ++lane) all |= votes[lane] << lane;
   return all;
 }
 
 inline bool __any_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 inline bool __all_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vote) == mask; }
 
-inline void __syncwarp() { lanes::warp->barrier.wait(); }
+inline void __syncwarp() { emulator::warp->barrier.wait(); }
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
-inline void __syncthreads() { lanes::block->barrier.wait(); }
+inline void __syncthreads() { emulator::block->barrier.wait(); }
 
 inline bool __syncthreads_or(bool vote) {
-  lanes::block->votes[threadIdx.x] = vote;
-  lanes::block->barrier.wait();
-  const auto& votes = lanes::block->votes;
+  emulator::block->votes[threadIdx.x] = vote;
+  emulator::block->barrier.wait();
+  const auto& votes = emulator::block->votes;
   const bool any = std::find(votes.begin(), votes.end(), 1) != votes.end();
-  lanes::block->barrier.wait();
+  emulator::block->barrier.wait();
   return any;
 }
 

@@ -57,9 +57,9 @@ TEST_CASE("the order says who is outermost") {
   const Partition partition(Layout::kZigzag, {2, 4}, {1, 0});
   CHECK(partition.segments(1)[0].begin == 0);
   CHECK(partition.segments(0)[0].begin == 2);
-  CHECK(partition.neighbour(1, 1) == 0);
-  CHECK(partition.neighbour(1, -1) == 0);
-  CHECK(partition.neighbour(0, 2) == 0);
+  CHECK(partition.rank_after(1, 1) == 0);
+  CHECK(partition.rank_after(1, -1) == 0);
+  CHECK(partition.rank_after(0, 2) == 0);
 }
 
 TEST_CASE("what is not a partition is refused") {

@@ -88,7 +88,7 @@ TEST_CASE("blocks of ranks without tokens visit last, and each visit is a hop of
     std::sort(all.begin(), all.end());
     CHECK(all == std::vector<int64_t>{0, 1, 2, 3, 4});
     for (int64_t step = 0; step < 5; ++step) {
-      const int64_t other = partition.visited(rank, step);
+      const int64_t other = partition.destination_at(rank, step);
       if (partition.length(rank) == 0 || partition.length(other) == 0) continue;
       CHECK(sources(other)[step] == rank);
     }

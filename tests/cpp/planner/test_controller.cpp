@@ -225,7 +225,7 @@ TEST_CASE("after 48 requests under one plan, the next has to promise 2 % again")
     return any;
   };
   CHECK(replans(0.5, 4));
-  controller.regret(0.5);
+  controller.record_failed_replan(0.5);
   CHECK(!replans(0.5, 47));
   CHECK(!replans(0.019, 2));
   CHECK(replans(0.021, 1));
@@ -342,7 +342,7 @@ TEST_CASE("after a plan that was no better, the next has to promise more, until 
     return any;
   };
   CHECK(replans(0.03));
-  controller.regret(0.03);
+  controller.record_failed_replan(0.03);
   CHECK(!replans(0.04));
   CHECK(replans(0.06));
   CHECK(!replans(0.04));

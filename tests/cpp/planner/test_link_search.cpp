@@ -6,7 +6,7 @@
 
 #include "catch.h"
 #include "planner/planner.h"
-#include "plans.h"
+#include "planning.h"
 
 using ringattn::Layout;
 using ringattn::ModelCost;

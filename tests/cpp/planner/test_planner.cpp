@@ -8,7 +8,7 @@
 #include "catch.h"
 #include "planner/planner.h"
 #include "planner/ring_simulation.h"
-#include "plans.h"
+#include "planning.h"
 
 using ringattn::Layout;
 using ringattn::ModelCost;
@@ -231,14 +231,14 @@ TEST_CASE("the least depth makes nobody wait") {
   const auto planned = [](const std::vector<double>& speeds, std::optional<int64_t> depth = {}) {
     return make_plan(1 << 20, with_speeds(speeds), kAttention, Layout::kZigzag, {}, depth);
   };
-  CHECK(planned({1.0}).least_depth == 1);
-  CHECK(planned({1.0, 0.1}).least_depth == 1);
-  CHECK(planned({1.0, 1.0, 1.0, 1.0}).least_depth == 1);
-  CHECK(planned({1.0, 0.1, 0.1, 0.1}).least_depth == 3);
+  CHECK(planned({1.0}).min_depth == 1);
+  CHECK(planned({1.0, 0.1}).min_depth == 1);
+  CHECK(planned({1.0, 1.0, 1.0, 1.0}).min_depth == 1);
+  CHECK(planned({1.0, 0.1, 0.1, 0.1}).min_depth == 3);
   // Planned for one block ahead, the lengths are others, which need no more.
-  CHECK(planned({1.0, 0.1, 0.1, 0.1}, 1).least_depth == 1);
+  CHECK(planned({1.0, 0.1, 0.1, 0.1}, 1).min_depth == 1);
   // Two slow ranks are put apart.
-  CHECK(planned({1.0, 1.0, 0.25, 0.25}).least_depth == 1);
+  CHECK(planned({1.0, 1.0, 0.25, 0.25}).min_depth == 1);
   CHECK(planned({1.0, 1.0, 0.25, 0.25}).partition.order() == Lengths{0, 3, 1, 2});
   CHECK(planned({1.0, 1.0, 0.25, 0.25}, 1).partition.order() == Lengths{0, 3, 1, 2});
   CHECK(planned({1.0, 1.0, 1.0, 0.25}).partition.order() == Lengths{0, 1, 2, 3});

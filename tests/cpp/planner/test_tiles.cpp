@@ -9,7 +9,7 @@
 #include "catch.h"
 #include "partition/schedule.h"
 #include "planner/planner.h"
-#include "plans.h"
+#include "planning.h"
 
 using ringattn::AttentionTile;
 using ringattn::Layout;
@@ -56,17 +56,17 @@ double time_computed(const Partition& partition, int64_t rank, bool causal,
   for (const auto& visit : visits) split = std::max(split, visit.query_begin);
   for (int64_t row = 0, end; row < partition.length(rank); row = end) {
     end = std::min(row + tile.rows, row < split ? split : partition.length(rank));
-    int parts = 0, all_parts = tile.rows / tile.part_rows;
-    for (int64_t part = row; part < end; part += tile.part_rows) ++parts;
+    int parts = 0, all_parts = tile.rows / tile.rows_per_warpgroup;
+    for (int64_t part = row; part < end; part += tile.rows_per_warpgroup) ++parts;
     for (const auto& visit : visits) {
       for (int64_t key = 0; key < visit.key_end; key += tile.keys) {
         const bool sees = !visit.diagonal || end - 1 >= key;
         if (sees && visit.query_begin <= row) time += (parts + 2.0) / (all_parts + 2.0);
       }
     }
-    time += static_cast<double>(tile.more_keys) / tile.keys;
+    time += static_cast<double>(tile.overhead_keys) / tile.keys;
   }
-  return time * tile.time;
+  return time * tile.relative_cost;
 }
 
 }  // namespace
@@ -77,13 +77,13 @@ TEST_CASE("a plan counts the tiles that kernels compute") {
     const int64_t world_size = 1 + random() % 4;
     Tiles tiles;
     for (int kinds = 1 + random() % 2; kinds > 0; --kinds) {
-      const int part_rows = 1 + random() % 3;
-      tiles.push_back({part_rows * static_cast<int>(1 + random() % 4),
-                       static_cast<int>(1 + random() % 9), part_rows,
+      const int rows_per_warpgroup = 1 + random() % 3;
+      tiles.push_back({rows_per_warpgroup * static_cast<int>(1 + random() % 4),
+                       static_cast<int>(1 + random() % 9), rows_per_warpgroup,
                        static_cast<int>(1 + random() % 5), static_cast<int>(random() % 9)});
     }
     std::sort(tiles.begin(), tiles.end(), [](const AttentionTile& a, const AttentionTile& b) {
-      return a.time * b.rows * b.keys < b.time * a.rows * a.keys;
+      return a.relative_cost * b.rows * b.keys < b.relative_cost * a.rows * a.keys;
     });
     const Layout layout = kLayouts[random() % 2];
     const bool causal = random() % 4 != 0;
@@ -113,8 +113,8 @@ TEST_CASE("a plan counts the tiles that kernels compute") {
       }
       // Half a pair of each row with itself is seen, half is masked.
       const double more = causal ? static_cast<double>(masked) / rows - 0.5 : 0.0;
-      const double expected = time / first.time * first.rows * first.keys -
-                              static_cast<double>(lengths[rank]) * (first.more_keys + more);
+      const double expected = time / first.relative_cost * first.rows * first.keys -
+                              static_cast<double>(lengths[rank]) * (first.overhead_keys + more);
       CHECK(ms[rank] * 600e9 == Approx(expected).margin(1e-6));
     }
   }

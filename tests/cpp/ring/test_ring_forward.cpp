@@ -58,7 +58,7 @@ void check_ring(const Partition& partition, bool causal) {
 class FailingTransport : public ringattn::Transport {
  public:
   explicit FailingTransport(bool& closed) : closed_(closed) {}
-  std::unique_ptr<ringattn::BlockStream> open(const ringattn::Exchange& exchange) override {
+  std::unique_ptr<ringattn::BlockStream> open(const ringattn::RingExchangePlan& exchange) override {
     return std::make_unique<Stream>(closed_);
   }
 

@@ -222,15 +222,15 @@ def test_nothing_to_do_is_ideal():
 
 def test_depth_is_all_there_is_or_what_is_asked():
     one_fast = ringattn.plan(2**16, ranks(1, 0.1, 0.1, 0.1), ATTENTION)
-    assert (one_fast.depth, one_fast.least_depth) == (3, 3)
+    assert (one_fast.depth, one_fast.min_depth) == (3, 3)
     equal = ringattn.plan(2**16, ranks(1, 1, 1, 1), ATTENTION)
-    assert (equal.depth, equal.least_depth) == (3, 1)
+    assert (equal.depth, equal.min_depth) == (3, 1)
     assert ringattn.plan(2**16, ranks(1, 1, 1, 1), ATTENTION, depth=2).depth == 2
     assert ringattn.plan(2**16, ranks(1, 1), ATTENTION, depth=9).depth == 1
     # Two slow ranks are put apart, so that depth 1 is enough.
     two_slow = ringattn.plan(2**16, ranks(1, 1, 0.25, 0.25), ATTENTION)
     order = two_slow.partition.order
-    assert two_slow.least_depth == 1 and abs(order.index(2) - order.index(3)) == 2
+    assert two_slow.min_depth == 1 and abs(order.index(2) - order.index(3)) == 2
 
 
 def test_memory_is_the_buffers_of_the_depth():

@@ -20,7 +20,10 @@ def test_profiles_come_back_from_a_file(tmp_path):
             memory_gbps=1e3,
             link_gbps=300,
             link_latency_us=15,
-            tiles=(AttentionTile(192, 80, part_rows=64, time=9), AttentionTile(128, 128, time=10)),
+            tiles=(
+                AttentionTile(192, 80, rows_per_warpgroup=64, relative_cost=9),
+                AttentionTile(128, 128, relative_cost=10),
+            ),
         ),
     ]
     ringattn.save_profiles(path, profiles)
@@ -92,10 +95,13 @@ def test_files_that_are_no_profiles_are_refused(tmp_path, text, message):
         (lambda: AttentionTile(0, 128), "rows must lie in 1..65536, got 0"),
         (lambda: AttentionTile(128, 1.5), "keys must be an integer, got 1.5"),
         (lambda: AttentionTile(2**17, 1), "rows must lie in 1..65536, got 131072"),
-        (lambda: AttentionTile(1, 1, more_keys=-1), "more_keys must lie in 0..65536, got -1"),
         (
-            lambda: AttentionTile(128, 128, part_rows=48),
-            "rows must be a multiple of part_rows, got 128 and 48",
+            lambda: AttentionTile(1, 1, overhead_keys=-1),
+            "overhead_keys must lie in 0..65536, got -1",
+        ),
+        (
+            lambda: AttentionTile(128, 128, rows_per_warpgroup=48),
+            "rows must be a multiple of rows_per_warpgroup, got 128 and 48",
         ),
     ],
 )

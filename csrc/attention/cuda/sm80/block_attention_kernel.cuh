@@ -63,17 +63,17 @@ struct TileFor<float, 192> : BlockAttentionTile<float, 192, 64, 32, 4, 1, 2> {};
 template <>
 struct TileFor<float, 256> : BlockAttentionTile<float, 256, 64, 16, 4, 1, 2> {};
 
-/// The order in which thread blocks take (query tile, head): slices of heads whose keys and values
-/// fit L2 together; within a slice the longest tiles first; then the heads of a key head next to
+/// The order in which thread blocks take (query tile, head): groups of heads whose keys and values
+/// fit L2 together; within a group the longest tiles first; then the heads of a KV head next to
 /// each other.
 struct TileOrder {
   int query_tiles;
   int heads;            // B * H
-  int heads_per_slice;  // a multiple of H / H_kv
+  int heads_per_group;  // a multiple of H / H_kv
 };
 
-/// blockIdx.x, in a way that the compiler cannot foresee: what follows from it is computed anew
-/// where it is needed and keeps no registers in the loop.
+/// blockIdx.x, hidden from the compiler: values derived from it are recomputed where they are
+/// needed and keep no registers in the loop.
 __device__ __forceinline__ int block_index_again() {
   int block;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
@@ -87,13 +87,13 @@ struct TilePosition {
 
   __device__ __forceinline__ TilePosition(const BlockAttentionParams& p, const TileOrder& order,
                                           int block) {
-    const int slice_blocks = order.query_tiles * order.heads_per_slice;
-    const int slice_head = block / slice_blocks * order.heads_per_slice;
-    const int slice_heads = min(order.heads_per_slice, order.heads - slice_head);
-    const int in_slice = block % slice_blocks;
-    query_tile = order.query_tiles - 1 - in_slice / slice_heads;
-    batch = (slice_head + in_slice % slice_heads) / p.num_heads;
-    head = (slice_head + in_slice % slice_heads) % p.num_heads;
+    const int group_blocks = order.query_tiles * order.heads_per_group;
+    const int group_head = block / group_blocks * order.heads_per_group;
+    const int group_heads = min(order.heads_per_group, order.heads - group_head);
+    const int in_group = block % group_blocks;
+    query_tile = order.query_tiles - 1 - in_group / group_heads;
+    batch = (group_head + in_group % group_heads) / p.num_heads;
+    head = (group_head + in_group % group_heads) % p.num_heads;
   }
 };
 
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 }
 
 /// Heads whose keys and values take a third of L2 or less, whole groups of them.
-inline cudaError_t heads_per_slice(const BlockAttentionParams& p, int element_bytes, int& heads) {
+inline cudaError_t heads_per_group(const BlockAttentionParams& p, int element_bytes, int& heads) {
   int device = 0, l2_bytes = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   const cudaError_t error = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device);
@@ -216,7 +216,7 @@ cudaError_t launch_tile(const BlockAttentionParams& p, cudaStream_t stream) {
   TileOrder order;
   order.query_tiles = (p.num_queries + Tile::kBlockQ - 1) / Tile::kBlockQ;
   order.heads = p.batch * p.num_heads;
-  cudaError_t error = heads_per_slice(p, sizeof(Element), order.heads_per_slice);
+  cudaError_t error = heads_per_group(p, sizeof(Element), order.heads_per_group);
   if (error != cudaSuccess) return error;
   const int64_t blocks = int64_t{order.query_tiles} * order.heads;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;

@@ -11,8 +11,8 @@
 
 // Decode attention: the tokens and heads that share a key head are packed into the 16 rows of one
 // product, so keys and values are read once for all of them. A thread block takes one split of the
-// keys; its warps take turns at chunks of 16 keys, each with a ring of stages of its own, and need
-// each other only to merge at the end.
+// keys; its warps take chunks of 16 keys in rotation, each with a ring of stages of its own, and
+// synchronise only to merge at the end.
 
 namespace ringattn::cuda::sm80 {
 

@@ -11,7 +11,7 @@
 
 namespace ringattn::cuda::sm80 {
 
-/// Where the eight rows of a step lie: the warp's own piece of shared memory, [8, kHeadDim]
+/// The eight rows of a step, in shared memory of the warp, [8, kHeadDim]
 /// float32. Chunks are permuted so that accumulators of either layout of products.cuh come in
 /// without bank conflicts.
 template <int kHeadDim>

@@ -19,11 +19,12 @@
 #include "attention/cuda/sm90/softmax.cuh"
 #include "attention/cuda/sm90/tile.cuh"
 
-// Block attention for Hopper, after FlashAttention-3 (Shah et al., arXiv:2407.08608). One thread
-// block stays on each SM. Its first warpgroup copies; each of the others keeps 64 query rows and
-// walks over the keys in tiles of kBlockK, last tile first, so that the tiles under the mask come
-// first. The products of tile j and the values of tile j + 1 are issued together; the softmax of
-// tile j runs under the products of the other consumers:
+// Block attention for Hopper, after FlashAttention-3 (Shah et al., arXiv:2407.08608). The kernel is
+// persistent: one thread block on each SM. Its first warpgroup, the producer, copies; each consumer
+// warpgroup keeps 64 query rows and processes the keys in tiles of kBlockK, last tile first, so
+// that the tiles under the mask come first. The scores of tile j and the values of tile j + 1 are
+// issued together; the softmax of tile j runs under the products of the other consumers
+// (ping-pong):
 //
 //   consumer 0   q k(j), p v(j+1) | softmax(j) ........... | q k(j-1), p v(j) | softmax(j-1)
 //   consumer 1   ... softmax(j+1) | q k(j), p v(j+1)       | softmax(j) ..... | q k(j-1), p v(j)
@@ -31,14 +32,14 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// q = -q in the warpgroup's 64 rows, for a negative scale: online softmax wants the largest score.
+/// q = -q in the warpgroup's 64 rows, for a negative scale: online softmax needs the largest score.
 template <typename Tile>
 __device__ __forceinline__ void negate_queries(uint32_t queries, int barrier) {
-  constexpr int kChunks = kConsumerRows * kColumnBlockPitch / 16;  // of a column block
+  constexpr int kVectors = kConsumerRows * kColumnBlockPitch / 16;  // of a column block
 #pragma unroll 1
-  for (int i = threadIdx.x % kWarpgroupSize; i < Tile::kColumnBlocks * kChunks;
+  for (int i = threadIdx.x % kWarpgroupSize; i < Tile::kColumnBlocks * kVectors;
        i += kWarpgroupSize) {
-    const uint32_t at = queries + i / kChunks * Tile::kQueryBlockBytes + i % kChunks * 16;
+    const uint32_t at = queries + i / kVectors * Tile::kQueryBlockBytes + i % kVectors * 16;
     uint32_t x[4];
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -51,7 +52,7 @@ __device__ __forceinline__ void negate_queries(uint32_t queries, int barrier) {
   named_barrier_wait(barrier, kWarpgroupSize);
 }
 
-/// A group of products: s = q @ k.T, of 64 query rows with a tile of keys.
+/// Issues a group of products: s = q @ k.T, of 64 query rows with a tile of keys.
 template <typename Element, typename Tile>
 __device__ __forceinline__ void issue_scores(float (&s)[Tile::kBlockK / 2], uint32_t queries,
                                              uint32_t keys) {
@@ -68,7 +69,7 @@ __device__ __forceinline__ void issue_scores(float (&s)[Tile::kBlockK / 2], uint
   commit_products();
 }
 
-/// A group of products: out += p @ v.
+/// Issues a group of products: out += p @ v.
 template <typename Element, typename Tile>
 __device__ __forceinline__ void issue_values(float (&out)[Tile::kHeadDim / 2],
                                              const uint32_t (&p)[Tile::kBlockK / 4],
@@ -84,7 +85,7 @@ __device__ __forceinline__ void issue_values(float (&out)[Tile::kHeadDim / 2],
   commit_products();
 }
 
-/// A consumer warpgroup: attends 64 rows of one tile after the other.
+/// A consumer warpgroup: attends its 64 rows of one query tile after the other.
 template <typename Element, typename Tile, int kSegments>
 __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
                                         const SharedMemory<Tile>& shared, int consumer) {
@@ -95,17 +96,17 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
   const uint32_t queries = shared.queries(consumer);
   const int own_barrier = kWarpgroupBarrier + consumer;
 
-  // Consumers take turns, one for each tile of keys, so that one's products run under another's
-  // softmax. A turn ends when its products are issued.
-  constexpr int kTurnThreads = 2 * kWarpgroupSize;  // one consumer waits, another one arrives
-  const int my_turn = kTurnBarrier + consumer;
-  const int next_turn = kTurnBarrier + (consumer + 1) % Tile::kConsumers;
-  if (consumer == 0) named_barrier_arrive(my_turn, kTurnThreads);
+  // Ping-pong: for each tile of keys a consumer waits for its barrier, issues its products and
+  // arrives at the next consumer's barrier, so that products run under another consumer's softmax.
+  constexpr int kPingPongThreads = 2 * kWarpgroupSize;  // one consumer waits, another arrives
+  const int own_ping_pong = kPingPongBarrier + consumer;
+  const int next_ping_pong = kPingPongBarrier + (consumer + 1) % Tile::kConsumers;
+  if (consumer == 0) named_barrier_arrive(own_ping_pong, kPingPongThreads);
 
   RingPosition<Tile::kKeyStages> keys_at;
   RingPosition<Tile::kValueStages> values_at;
   uint32_t queries_parity = 0;
-  // Each warp by itself: it may have read keys outside the products of its warpgroup.
+  // Each warp for itself: it may have read keys outside the products of its warpgroup.
   const auto free_keys = [&] {
     __syncwarp();
     if (is_first_lane) arrive(shared.free(kKeys, keys_at.stage));
@@ -115,15 +116,16 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
     if (is_first_thread) arrive(shared.free(kValues, values_at.stage));
     values_at.advance();
   };
-  /// So many tiles of keys that others attend to. Freed behind the turn, for which all warps wait:
-  /// one that came later would miss the phase of a buffer that is full already with other keys.
-  const auto pass = [&](int key_tiles) {
+  /// Skips tiles of keys that only other consumers attend. They are freed after the ping-pong
+  /// barrier, where all warps wait: a warp that came later would miss the phase of a buffer that is
+  /// full again.
+  const auto skip = [&](int key_tiles) {
 #pragma unroll 1
     for (; key_tiles > 0; --key_tiles) {
       wait(shared.full(kKeys, keys_at.stage), keys_at.parity);
       wait(shared.full(kValues, values_at.stage), values_at.parity);
-      named_barrier_wait(my_turn, kTurnThreads);
-      named_barrier_arrive(next_turn, kTurnThreads);
+      named_barrier_wait(own_ping_pong, kPingPongThreads);
+      named_barrier_arrive(next_ping_pong, kPingPongThreads);
       free_keys();
       free_values();
     }
@@ -133,7 +135,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
     wait(shared.queries_full(consumer), queries_parity);
     QueryTile tile = shared.tile(consumer, queries_parity);
     int segment;
-    SeenKeys seen = shared.first_seen(consumer, queries_parity, segment);
+    VisibleTiles visible = shared.first_visible(consumer, queries_parity, segment);
     if (!tile.exists()) break;
     const int first_row = tile.first_row + consumer * kConsumerRows;
     float out[Tile::kHeadDim / 2] = {};
@@ -141,17 +143,18 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
     RowResults rows;
     const auto finish_rows = [&] {
       bool failed = false;
-      if constexpr (p.kBringing) {
-        failed = p.bringing.failed != nullptr && load_relaxed_system(p.bringing.failed) != 0;
+      if constexpr (p.kFetches) {
+        failed =
+            p.remote_fetch.failed != nullptr && load_relaxed_system(p.remote_fetch.failed) != 0;
       }
-      if (is_first_thread) wait_for_stores_to_read();  // of the tile before
+      if (is_first_thread) wait_for_stores_to_read();  // of the previous tile
       rows.finish(p, tile, tile.first_row + lane_row, softmax, failed);
-      // All threads may write results where those were, and queries have been.
+      // From here on all threads may overwrite the previous results, and these queries.
       named_barrier_wait(own_barrier, kWarpgroupSize);
     };
     if (p.fold) prefetch_lse(p, tile, tile.first_row + lane_row);
     const bool sees_keys = segment < p.num_segments;
-    /// Unless results leave through their memory.
+    /// Not where results leave through the memory of the queries.
     const auto free_queries = [&] {
       __syncwarp();  // all lanes have read the tile
       if (is_first_lane &&
@@ -169,33 +172,33 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
                     p.keys[segment].num_keys - first_key);
       };
 
-      // The first tile of keys: nothing to overlap it with yet.
-      int key_tile = max(seen.own, 1) - 1;
-      pass(seen.tiles - 1 - key_tile);
+      // The first tile of keys: there is nothing to overlap it with.
+      int key_tile = max(visible.own, 1) - 1;
+      skip(visible.tiles - 1 - key_tile);
       {
         float scores[Tile::kBlockK / 2];
         wait(shared.full(kKeys, keys_at.stage), keys_at.parity);
-        named_barrier_wait(my_turn, kTurnThreads);
+        named_barrier_wait(own_ping_pong, kPingPongThreads);
         issue_scores<Element, Tile>(scores, queries, shared.buffer(kKeys, keys_at.stage));
         wait_for_products<0>();
-        named_barrier_arrive(next_turn, kTurnThreads);
+        named_barrier_arrive(next_ping_pong, kPingPongThreads);
         free_keys();
-        if (key_tile >= seen.unmasked) mask(scores, key_tile);
+        if (key_tile >= visible.unmasked) mask(scores, key_tile);
         softmax.exponentiate(scores, p.scale_log2);
         round_probabilities<Element>(scores, probabilities);
         --key_tile;
       }
 
-      // scores of this tile of keys, and values of the one before it.
+      // Scores of this tile of keys, and values of the previous one.
       const auto attend = [&](int key_tile, auto masked) {
         float scores[Tile::kBlockK / 2];
         const uint32_t keys = shared.buffer(kKeys, keys_at.stage);
         wait(shared.full(kKeys, keys_at.stage), keys_at.parity);
-        named_barrier_wait(my_turn, kTurnThreads);
+        named_barrier_wait(own_ping_pong, kPingPongThreads);
         issue_scores<Element, Tile>(scores, queries, keys);
         wait(shared.full(kValues, values_at.stage), values_at.parity);
         issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
-        named_barrier_arrive(next_turn, kTurnThreads);
+        named_barrier_arrive(next_ping_pong, kPingPongThreads);
         wait_for_products<1>();
 
         if constexpr (decltype(masked)::value) {
@@ -226,27 +229,27 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
       };
       for (;;) {
 #pragma unroll 1
-        for (; key_tile >= seen.unmasked; --key_tile) attend(key_tile, std::true_type{});
+        for (; key_tile >= visible.unmasked; --key_tile) attend(key_tile, std::true_type{});
 #pragma unroll 1
         for (; key_tile >= 0; --key_tile) attend(key_tile, std::false_type{});
         if constexpr (kSegments == 1) break;
-        segment = seen_segment<Tile>(p, tile, segment + 1);
+        segment = visible_segment<Tile>(p, tile, segment + 1);
         if (segment == p.num_segments) break;
-        seen = seen_keys<Tile>(p.keys[segment], tile, first_row);
-        key_tile = seen.tiles - 1;
+        visible = visible_tiles<Tile>(p.keys[segment], tile, first_row);
+        key_tile = visible.tiles - 1;
       }
 
-      tile = shared.tile(consumer, queries_parity);  // again: it need not stay in registers
+      tile = shared.tile(consumer, queries_parity);  // read again: it need not stay in registers
       free_queries();
       wait(shared.full(kValues, values_at.stage), values_at.parity);
       issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
-      finish_rows();  // meanwhile
+      finish_rows();  // while the products run
       wait_for_products<0>();
       free_values();
       rows.clear_empty(out);
     } else {
       for (; segment < p.num_segments; ++segment) {
-        pass(tiles_seen<Tile>(p.keys[segment], tile, tile.turn_end));
+        skip(visible_key_tiles<Tile>(p.keys[segment], tile, tile.work_tile_end));
       }
       free_queries();
       finish_rows();
@@ -255,7 +258,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
     if (sees_keys && goes_through_shared<Tile>(p, tile)) {
       store_through_shared<Element>(p, tile, shared, consumer, rows, out);
       if (!Tile::kSeparateOut && is_first_lane) {
-        wait_for_stores_to_read();  // those of this thread, if it is the one that issued them
+        wait_for_stores_to_read();  // of this thread, if it has issued any
         arrive(shared.queries_free(consumer));
       }
     } else {
@@ -263,7 +266,7 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
     }
     queries_parity ^= 1;
   }
-  if (is_first_thread) wait_for_stores_to_read();  // shared memory goes with the thread block
+  if (is_first_thread) wait_for_stores_to_read();  // shared memory is freed with the thread block
 }
 
 template <typename Element, typename Tile, int kSegments>
@@ -271,7 +274,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     block_attention_kernel(const __grid_constant__ SegmentedParams<kSegments> p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   const SharedMemory<Tile> shared(dynamic_shared);
-  // Exchanged, so that the compiler knows it to be the same in all lanes.
+  // The shuffle tells the compiler that it is the same in all lanes.
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroupSize, 0);
 
   if (threadIdx.x == 0) shared.init_barriers();
@@ -288,7 +291,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     take_registers<Tile::kConsumerRegisters>();
     consume<Element, Tile>(p, shared, warpgroup - 1);
   }
-  // Shared memory goes with the thread block, and the other one may still arrive there.
+  // Shared memory is freed with the thread block, and the other thread block may still arrive
+  // there.
   if (cluster_size() > 1) cluster_barrier();
 }
 

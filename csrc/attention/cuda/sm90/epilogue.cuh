@@ -11,8 +11,8 @@
 #include "attention/cuda/sm90/softmax.cuh"
 #include "attention/cuda/sm90/tile.cuh"
 
-// From a warpgroup's accumulators to memory: through the copy engine where it can, which brings the
-// state early and takes results away late, so that nobody waits for memory; otherwise each lane
+// From a warpgroup's accumulators to memory. Where possible through the copy engine, which loads
+// the state early and stores results late, so that no warp waits for memory; otherwise each lane
 // loads, merges and stores what it holds.
 
 namespace ringattn::cuda::sm90 {
@@ -21,7 +21,7 @@ __device__ __forceinline__ float* lse_of_head(const KernelParams& p, const Query
   return p.lse + tile.batch * p.lse_batch_stride + tile.head * p.lse_head_stride;
 }
 
-/// Has the lse of a lane's row fetched into L2, while the tile is attended.
+/// Prefetches the lse of a lane's row into L2 while the tile is attended.
 __device__ __forceinline__ void prefetch_lse(const KernelParams& p, const QueryTile& tile,
                                              int row) {
   if (row < tile.rows_end) {
@@ -29,16 +29,16 @@ __device__ __forceinline__ void prefetch_lse(const KernelParams& p, const QueryT
   }
 }
 
-/// What a lane's two rows need to be finished.
+/// Factors and lse of a lane's two rows.
 struct RowResults {
   int row[2];
   int rows_end;
-  float keep[2];  // of the state
-  float norm[2];  // of the accumulators
-  bool empty[2];  // nothing was seen
+  float keep[2];  // factor of the state
+  float norm[2];  // factor of the accumulators
+  bool empty[2];  // no key was visible
 
-  /// Also writes lse. In steps, each of both rows, whose latencies overlap.
-  ///   first_row: of the lane
+  /// Computes them and writes lse. Each step handles both rows, so that their latencies overlap.
+  ///   first_row  the lane's first row
   __device__ __forceinline__ void finish(const KernelParams& p, const QueryTile& tile,
                                          int first_row, const OnlineSoftmax& softmax, bool failed) {
     float* lse = lse_of_head(p, tile);
@@ -89,9 +89,8 @@ __device__ __forceinline__ bool all_final(const KernelParams& p, const QueryTile
   return tile.first_row >= p.final_begin && tile.rows_end <= p.final_end;
 }
 
-/// Whether the tile's results go through the copy engine, and its state comes through it: it has
-/// rows, all of them go the same way, and those that its boxes have more than the tile are past the
-/// tensor's end.
+/// Whether the copy engine loads the tile's state and stores its results: the tile has rows, all of
+/// them go to the same tensor, and rows of its boxes beyond the tile are past the tensor's end.
 template <typename Tile>
 __device__ __forceinline__ bool goes_through_shared(const KernelParams& p, const QueryTile& tile) {
   const bool none_final = tile.rows_end <= p.final_begin || tile.first_row >= p.final_end;
@@ -101,7 +100,7 @@ __device__ __forceinline__ bool goes_through_shared(const KernelParams& p, const
           (tile.rows_end == p.num_queries && tile.first_row < p.num_queries));
 }
 
-/// Merges the warpgroup's 64 rows with the state, which the copy engine has brought, rounds them
+/// Merges the warpgroup's 64 rows with the state, which the copy engine has fetched, rounds them
 /// where they are final, and has the engine store them; returns before it has. The memory that
 /// results leave through must be free: the engine has read those of the tile before, and at D 256
 /// the tensor cores the queries, and all threads know.
@@ -115,12 +114,12 @@ __device__ __forceinline__ void store_through_shared(const KernelParams& p, cons
   const uint32_t results = shared.results(consumer);
   const int barrier = kWarpgroupBarrier + consumer;
 
-  // The swizzle: chunks of 16 bytes change places within a row, by the row.
+  // The swizzle: vectors of 16 bytes are permuted within a row, by the row's number.
   const uint32_t state_row = results + (thread / 32 * 16 + lane / 4) * kColumnBlockPitch;
   const auto state_at = [&](int half, int tile_of_8) {
-    const int chunk = tile_of_8 % 4 * 2 + lane % 4 / 2;
+    const int vector = tile_of_8 % 4 * 2 + lane % 4 / 2;
     return state_row + tile_of_8 / 4 * Tile::kResultBlockBytes + half * 8 * kColumnBlockPitch +
-           (chunk ^ (lane / 4)) * 16 + lane % 2 * 8;
+           (vector ^ (lane / 4)) * 16 + lane % 2 * 8;
   };
 
   if (Tile::kStateThroughShared && p.fold) {
@@ -132,7 +131,7 @@ __device__ __forceinline__ void store_through_shared(const KernelParams& p, cons
       out[at] = fmaf(before.x, rows.keep[half], out[at] * rows.norm[half]);
       out[at + 1] = fmaf(before.y, rows.keep[half], out[at + 1] * rows.norm[half]);
     }
-    __syncwarp();  // all lanes have read what they share with others when results are rounded
+    __syncwarp();  // all lanes have read the state before rounded results overwrite it
   } else {
 #pragma unroll
     for (int i = 0; i < Tile::kHeadDim / 2; ++i) out[i] *= rows.norm[i / 2 % 2];
@@ -144,9 +143,9 @@ __device__ __forceinline__ void store_through_shared(const KernelParams& p, cons
     const int row = thread / 32 * 16 + lane % 16;
 #pragma unroll
     for (int n = 0; n < Tile::kHeadDim / 8; n += 2) {
-      const int chunk = n % 8 + lane / 16;
+      const int vector = n % 8 + lane / 16;
       const uint32_t to = results + n / 8 * Tile::kOutBlockBytes + row * kColumnBlockPitch +
-                          (chunk ^ (row % 8)) * 16;
+                          (vector ^ (row % 8)) * 16;
       const float* x = out + 4 * n;
       store_matrices(to, pack<Element>(x[0], x[1]), pack<Element>(x[2], x[3]),
                      pack<Element>(x[4], x[5]), pack<Element>(x[6], x[7]));
@@ -182,7 +181,7 @@ __device__ __forceinline__ void store_through_shared(const KernelParams& p, cons
 }
 
 /// Merges with the state where there is one; each row goes to `out` or to `state`. Addresses are
-/// found once for each row: for each pair of columns they would be most of the instructions.
+/// computed once for each row: for each pair of columns they would be most of the instructions.
 template <typename Element, typename Tile>
 __device__ __forceinline__ void store_directly(const KernelParams& p, const QueryTile& tile,
                                                const RowResults& rows,
@@ -196,7 +195,7 @@ __device__ __forceinline__ void store_directly(const KernelParams& p, const Quer
   };
   float2* state[2];
   uint32_t* rounded[2];
-  int num_tiles[2];  // that this lane has a pair of columns of
+  int num_tiles[2];  // tiles in which this lane has a pair of columns
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = rows.row[half];

@@ -27,7 +27,7 @@ struct DeviceLimits {
 };
 
 inline cudaError_t device_limits(int device, DeviceLimits& limits) {
-  // Asked for in every call, and always the same: what this thread asked for last is kept.
+  // Needed in every call, and constant: each thread caches the values of its latest device.
   static thread_local int known_device = -1;
   static thread_local DeviceLimits known;
   if (device != known_device) {
@@ -44,11 +44,11 @@ inline cudaError_t device_limits(int device, DeviceLimits& limits) {
   return cudaSuccess;
 }
 
-/// A launch of as many thread blocks in clusters; without that attribute where a cluster is one
-/// block, which would cost 1 %. `early`: it begins when the kernel before it lets it
-/// (let_next_kernel_begin). `attributes` must live as long.
+/// A launch of `blocks` thread blocks in clusters; without the cluster attribute, which costs 1 %,
+/// where a cluster is one block. `dependent`: a programmatic dependent launch
+/// (trigger_next_kernel). `attributes` must outlive the launch.
 template <typename Tile>
-cudaLaunchConfig_t launch_config(int blocks, int cluster, bool early,
+cudaLaunchConfig_t launch_config(int blocks, int cluster, bool dependent,
                                  std::array<cudaLaunchAttribute, 2>& attributes) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
@@ -63,15 +63,15 @@ cudaLaunchConfig_t launch_config(int blocks, int cluster, bool early,
   if (cluster > 1) {
     add(cudaLaunchAttributeClusterDimension).clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   }
-  if (early) {
+  if (dependent) {
     add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed =
         1;
   }
   return config;
 }
 
-/// Of the current device: the kernel's shared memory is allowed. `pairs`: so many clusters of two
-/// can run at one time.
+/// Raises the kernel's limit of shared memory on the current device. `pairs`: how many clusters of
+/// two can run at the same time.
 template <auto kKernel, typename Tile>
 cudaError_t prepare(int device, int& pairs) {
   static thread_local int prepared_device = -1, known_pairs = 0;
@@ -83,8 +83,8 @@ cudaError_t prepare(int device, int& pairs) {
       std::array<cudaLaunchAttribute, 2> attributes;
       const cudaLaunchConfig_t config = launch_config<Tile>(2, 2, false, attributes);
       if (cudaOccupancyMaxActiveClusters(&known_pairs, kKernel, &config) != cudaSuccess) {
-        known_pairs = 0;     // a part of a device, perhaps: blocks work alone too
-        cudaGetLastError();  // it is not the next caller's
+        known_pairs = 0;     // a part of a device, perhaps: blocks work unpaired too
+        cudaGetLastError();  // not reported by the next call
       }
     }
     prepared_device = device;
@@ -93,57 +93,58 @@ cudaError_t prepare(int device, int& pairs) {
   return cudaSuccess;
 }
 
-/// Pairs, where all blocks can be in pairs.
+/// Pairs where all thread blocks can be in pairs.
 template <typename Tile>
-TurnShape choose_turn_shape(const BlockAttentionParams& p, int most_blocks, int pairs) {
-  const bool possible = Tile::kInPairs && most_blocks % 2 == 0 && 2 * pairs >= most_blocks;
-  return possible ? shape_of_pairs(p, Tile::kBlockQ, Tile::kBlockK) : TurnShape{};
+WorkTileShape choose_work_tile_shape(const BlockAttentionParams& p, int max_blocks, int pairs) {
+  const bool possible = Tile::kInPairs && max_blocks % 2 == 0 && 2 * pairs >= max_blocks;
+  return possible ? pair_shape(p, Tile::kBlockQ, Tile::kBlockK) : WorkTileShape{};
 }
 
-/// What is brought, and in which order: `heads_per_slice` KV heads, then the next ones.
+/// The remote segments, and the order in which they are fetched.
 template <typename Tile, int kSegments>
-cudaError_t add_sources(const BlockAttentionParams& p, int64_t heads_per_slice,
-                        SegmentedParams<kSegments>& params) {
+cudaError_t add_remote_segments(const BlockAttentionParams& p, int64_t heads_per_group,
+                                SegmentedParams<kSegments>& params) {
   constexpr int64_t kElementBytes = 2;
-  params.bringing = p.bringing;
-  BringOrder& bring = params.bring;
-  bring.num_kv_heads = p.num_kv_heads;
-  bring.heads_per_slice = static_cast<uint32_t>(heads_per_slice);
-  bring.planes_per_head = 2 * p.batch;
-  const int64_t room = std::max(p.bringing.words.num_arrivals / std::max(p.num_segments, 1), 1);
+  params.remote_fetch = p.remote_fetch;
+  FetchOrder& fetch_order = params.fetch_order;
+  fetch_order.num_kv_heads = p.num_kv_heads;
+  fetch_order.heads_per_group = static_cast<uint32_t>(heads_per_group);
+  fetch_order.planes_per_head = 2 * p.batch;
+  const int64_t room =
+      std::max(p.remote_fetch.scratch.num_arrivals / std::max(p.num_segments, 1), 1);
   const int64_t heads_per_arrival = ceil_div(p.num_kv_heads, room);
-  bring.heads_per_arrival = static_cast<uint32_t>(heads_per_arrival);
-  int64_t pieces_per_head = 0;
+  fetch_order.heads_per_arrival = static_cast<uint32_t>(heads_per_arrival);
+  int64_t chunks_per_head = 0;
   int segment = 0, num_arrivals = 0;
   for (int i = 0; i < p.num_segments; ++i) {
     const KeySegment& from = p.segments[i];
     if (from.num_keys == 0) continue;
-    BroughtKeys& keys = params.brought[segment++];
+    RemoteSegment& remote = params.remote[segment++];
     if (from.source.data == nullptr) continue;
-    const int64_t row_units = p.head_dim * kElementBytes / kUnitBytes;
-    const int64_t plane_units = from.num_keys * row_units;
-    const int64_t pieces_per_plane = ceil_div(plane_units, kUnitsPerPiece<Tile>);
-    const int64_t pieces = pieces_per_plane * bring.planes_per_head;
-    if (from.source.num_rows * row_units > INT32_MAX) return cudaErrorInvalidConfiguration;
-    keys.from = static_cast<const uint4*>(from.source.data);
-    keys.to = static_cast<uint4*>(from.k.data);
-    keys.from_pitch = static_cast<uint32_t>(from.source.num_rows * row_units);
-    keys.plane_units = static_cast<uint32_t>(plane_units);
-    keys.pieces_per_plane = static_cast<uint32_t>(pieces_per_plane);
-    keys.pieces_per_head = static_cast<uint32_t>(pieces);
-    keys.arrivals = p.bringing.words.arrivals() + num_arrivals;
+    const int64_t row_vectors = p.head_dim * kElementBytes / kVectorBytes;
+    const int64_t plane_vectors = from.num_keys * row_vectors;
+    const int64_t chunks_per_plane = ceil_div(plane_vectors, kVectorsPerChunk<Tile>);
+    const int64_t segment_chunks = chunks_per_plane * fetch_order.planes_per_head;
+    if (from.source.num_rows * row_vectors > INT32_MAX) return cudaErrorInvalidConfiguration;
+    remote.from = static_cast<const uint4*>(from.source.data);
+    remote.to = static_cast<uint4*>(from.k.data);
+    remote.from_pitch = static_cast<uint32_t>(from.source.num_rows * row_vectors);
+    remote.plane_vectors = static_cast<uint32_t>(plane_vectors);
+    remote.chunks_per_plane = static_cast<uint32_t>(chunks_per_plane);
+    remote.chunks_per_head = static_cast<uint32_t>(segment_chunks);
+    remote.arrivals = p.remote_fetch.scratch.arrivals() + num_arrivals;
     num_arrivals += static_cast<int>(ceil_div(p.num_kv_heads, heads_per_arrival));
-    pieces_per_head += pieces;
+    chunks_per_head += segment_chunks;
   }
-  // Counted in 32 bits, and everybody counts once past the end.
-  if (pieces_per_head * p.num_kv_heads > INT32_MAX) return cudaErrorInvalidConfiguration;
-  bring.pieces_per_slice = static_cast<uint32_t>(pieces_per_head * heads_per_slice);
-  bring.pieces = static_cast<uint32_t>(pieces_per_head * p.num_kv_heads);
-  params.bringing.words.num_arrivals = num_arrivals;  // of the room that there is, this much
+  // Chunk numbers are 32 bits wide, including one past the end for each thread block.
+  if (chunks_per_head * p.num_kv_heads > INT32_MAX) return cudaErrorInvalidConfiguration;
+  fetch_order.chunks_per_group = static_cast<uint32_t>(chunks_per_head * heads_per_group);
+  fetch_order.chunks = static_cast<uint32_t>(chunks_per_head * p.num_kv_heads);
+  params.remote_fetch.scratch.num_arrivals = num_arrivals;  // those that are used
   return cudaSuccess;
 }
 
-/// Maps of queries, results and state.
+/// Tensor maps of queries, results and state.
 inline cudaError_t make_query_maps(const BlockAttentionParams& p, KernelParams& params) {
   const auto map = [&](const Strided& x, DataType dtype, CUtensorMap& to) {
     return make_tensor_map(x, dtype, p.batch, p.num_queries, p.num_heads, p.head_dim, kConsumerRows,
@@ -159,8 +160,8 @@ inline cudaError_t make_query_maps(const BlockAttentionParams& p, KernelParams& 
   return error;
 }
 
-/// The segments that have keys. Each has maps of its own, which end where it ends: what lies behind
-/// it is never read.
+/// The segments that have keys. Each has tensor maps of its own, which end with its keys: memory
+/// behind them is never read.
 template <typename Tile, int kSegments>
 cudaError_t add_segments(const BlockAttentionParams& p, SegmentedParams<kSegments>& params) {
   for (int i = 0; i < p.num_segments; ++i) {
@@ -179,75 +180,75 @@ cudaError_t add_segments(const BlockAttentionParams& p, SegmentedParams<kSegment
   return cudaSuccess;
 }
 
-/// What was found for the latest kinds of launches; each takes a part of a millisecond to find.
-template <typename Found>
-class LatestKinds {
+/// A cache of results by key, the oldest of which is replaced; each takes a part of a millisecond
+/// to compute.
+template <typename Result>
+class RecentResults {
  public:
-  template <typename Find>
-  const Found& find(std::vector<int> kind, const Find& find_it) {
-    const auto known = std::find_if(kinds_.begin(), kinds_.end(),
-                                    [&](const auto& some) { return some.first == kind; });
-    if (known != kinds_.end()) return known->second;
-    if (kinds_.size() == kMostKinds) kinds_.pop_front();
-    kinds_.emplace_back(std::move(kind), find_it());
-    return kinds_.back().second;
+  template <typename Compute>
+  const Result& get(std::vector<int> key, const Compute& compute) {
+    const auto known = std::find_if(results_.begin(), results_.end(),
+                                    [&](const auto& some) { return some.first == key; });
+    if (known != results_.end()) return known->second;
+    if (results_.size() == kMaxResults) results_.pop_front();
+    results_.emplace_back(std::move(key), compute());
+    return results_.back().second;
   }
 
  private:
-  static constexpr size_t kMostKinds = 32;
-  std::deque<std::pair<std::vector<int>, Found>> kinds_;
+  static constexpr size_t kMaxResults = 32;
+  std::deque<std::pair<std::vector<int>, Result>> results_;
 };
 
-/// What decides how long the turns of a call are, and in which order they lie.
-inline std::vector<int> kind_of(const BlockAttentionParams& p) {
-  std::vector<int> kind = {p.batch, p.num_queries, p.num_heads, p.num_kv_heads, p.head_dim};
+/// Everything that the durations of a call's work tiles, and their order, depend on.
+inline std::vector<int> shape_key(const BlockAttentionParams& p) {
+  std::vector<int> key = {p.batch, p.num_queries, p.num_heads, p.num_kv_heads, p.head_dim};
   for (int i = 0; i < p.num_segments; ++i) {
     const KeySegment& keys = p.segments[i];
-    kind.insert(kind.end(), {keys.num_keys, keys.diagonal, keys.first_query,
-                             static_cast<int>(keys.source.data != nullptr)});
+    key.insert(key.end(), {keys.num_keys, keys.diagonal, keys.first_query,
+                           static_cast<int>(keys.source.data != nullptr)});
   }
-  return kind;
+  return key;
 }
 
-/// An order of the last turns, where they are handed out, with which all end at about the same
-/// time.
+/// The order of the tail, where work tiles are dispatched dynamically.
 template <typename Tile, int kSegments>
-void order_last_turns(const BlockAttentionParams& p, bool much, int blocks,
-                      SegmentedParams<kSegments>& params) {
-  params.first_last_turn = INT32_MAX;
-  constexpr int kMostTurns = 1 << 14;  // of so many, how the last ones end hardly matters
-  const TileOrder& order = params.order;
-  if (params.bringing.words.data == nullptr || order.turns > kMostTurns) return;
-  const int clusters = blocks / order.shape.blocks();
-  const int64_t most = most_last_turns(order.turns, clusters);
-  if (most == 0) return;
+void order_tail(const BlockAttentionParams& p, bool fetch_bound, int blocks,
+                SegmentedParams<kSegments>& params) {
+  params.first_tail_tile = INT32_MAX;
+  constexpr int kMaxTiles = 1 << 14;  // with more, idle time at the end hardly matters
+  const TileScheduler& scheduler = params.scheduler;
+  if (params.remote_fetch.scratch.data == nullptr || scheduler.num_tiles > kMaxTiles) return;
+  const int clusters = blocks / scheduler.shape.blocks();
+  const int64_t max_tail = max_tail_tiles(scheduler.num_tiles, clusters);
+  if (max_tail == 0) return;
 
-  const int heads_per_slice = static_cast<int>(params.bring.heads_per_slice);
-  std::vector<int> kind = kind_of(p);
-  kind.insert(kind.end(), {blocks, order.turns, order.shape.heads, order.shape.row_tiles,
-                           order.bundles_per_slice, heads_per_slice, static_cast<int>(much)});
-  static thread_local LatestKinds<std::vector<uint16_t>> known;
-  const std::vector<uint16_t>& last = known.find(std::move(kind), [&] {
-    const std::vector<Turn> turns =
-        turns_in_order(p, order, heads_per_slice, much, Tile::kBlockQ, Tile::kBlockK, blocks);
-    return order_of_last_turns(turns, clusters, most);
+  const int heads_per_group = static_cast<int>(params.fetch_order.heads_per_group);
+  std::vector<int> key = shape_key(p);
+  key.insert(key.end(),
+             {blocks, scheduler.num_tiles, scheduler.shape.heads, scheduler.shape.row_tiles,
+              scheduler.bundles_per_group, heads_per_group, static_cast<int>(fetch_bound)});
+  static thread_local RecentResults<std::vector<uint16_t>> known;
+  const std::vector<uint16_t>& tail = known.get(std::move(key), [&] {
+    const std::vector<WorkTile> tiles = timed_work_tiles(p, scheduler, heads_per_group, fetch_bound,
+                                                         Tile::kBlockQ, Tile::kBlockK, blocks);
+    return rebalance_tail(tiles, clusters, max_tail);
   });
-  if (last.empty()) return;
-  params.first_last_turn = order.turns - static_cast<int>(last.size());
-  std::copy(last.begin(), last.end(), params.last_turns);
+  if (tail.empty()) return;
+  params.first_tail_tile = scheduler.num_tiles - static_cast<int>(tail.size());
+  std::copy(tail.begin(), tail.end(), params.tail_order);
 }
 
-/// `much`: brings_much.
 template <typename Element, typename Tile, int kSegments>
-cudaError_t launch_segmented(const BlockAttentionParams& p, bool much, cudaStream_t stream) {
+cudaError_t launch_segmented(const BlockAttentionParams& p, bool fetch_bound, cudaStream_t stream) {
   const int64_t query_tiles = ceil_div(p.num_queries, Tile::kBlockQ) + 1;
-  // Numbers of tiles are 32 bits wide, those that pairs lack and the first one past the end of a
-  // block's turns included.
+  // Tile numbers are 32 bits wide, including the missing tiles of pairs and the first one past the
+  // end.
   if (query_tiles * p.batch * p.num_heads > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
-  // Without words nobody would bring keys, or tell the others.
-  if ((brings(p) || p.bringing.failed != nullptr) &&
-      (p.bringing.failed == nullptr || p.bringing.words.data == nullptr ||
-       p.bringing.words.num_arrivals < p.num_segments)) {
+  // Without scratch no thread block would fetch keys or signal the peers.
+  if ((has_remote_segments(p) || p.remote_fetch.failed != nullptr) &&
+      (p.remote_fetch.failed == nullptr || p.remote_fetch.scratch.data == nullptr ||
+       p.remote_fetch.scratch.num_arrivals < p.num_segments)) {
     return cudaErrorInvalidValue;
   }
 
@@ -266,15 +267,16 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool much, cudaStrea
   int pairs = 0;
   error = prepare<kKernel, Tile>(device, pairs);
   if (error != cudaSuccess) return error;
-  const int most_blocks = std::min(limits.multiprocessors, p.max_blocks);
-  const TurnShape shape = choose_turn_shape<Tile>(p, most_blocks, pairs);
+  const int max_blocks = std::min(limits.multiprocessors, p.max_blocks);
+  const WorkTileShape shape = choose_work_tile_shape<Tile>(p, max_blocks, pairs);
   const int cluster = shape.blocks();
   int64_t heads_at_once = 0;
-  params.order = tile_order(p, shape, Tile::kBlockQ, limits.l2_bytes, most_blocks, heads_at_once);
-  // The first tiles want the segments of all their heads one after the other. Where that takes
-  // long, ranks that bring unequal parts fall out of step, and several read one owner while nobody
-  // reads another: of a head at a time, they come to all owners again and again.
-  error = add_sources<Tile>(p, much ? 1 : heads_at_once, params);
+  params.scheduler =
+      make_tile_scheduler(p, shape, Tile::kBlockQ, limits.l2_bytes, max_blocks, heads_at_once);
+  // The first tiles need the segments of all their heads one after the other. Where that takes
+  // long, ranks that fetch unequal amounts fall out of step, and several read one owner while
+  // another is idle. In groups of one head, each rank returns to every owner often.
+  error = add_remote_segments<Tile>(p, fetch_bound ? 1 : heads_at_once, params);
   if (error != cudaSuccess) return error;
   params.out_memory = p.out;
   params.state_memory = p.state;
@@ -287,24 +289,25 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool much, cudaStrea
   params.head_dim = p.head_dim;
   params.final_begin = p.final_begin;
   params.final_end = p.final_end;
-  // Away from 0, so that a masked score (-inf) times it is -inf. Queries carry the sign.
+  // Not 0, so that a masked score (-inf) times it is -inf. Queries carry the sign.
   params.scale_log2 = std::max(std::fabs(p.scale) * kLog2E, FLT_MIN);
   params.negative_scale = p.scale < 0.0f;
   params.fold = p.fold;
 
-  // Who has no tile left to take can bring keys.
-  const int bringers = static_cast<int>(
-      std::min<int64_t>(most_blocks, ceil_div(params.bring.pieces, cluster) * cluster));
-  const int blocks = std::max(std::min(most_blocks, params.order.turns * cluster), bringers);
-  if constexpr (params.kBringing) order_last_turns<Tile>(p, much, blocks, params);
+  // Thread blocks without a work tile can still fetch keys.
+  const int fetching_blocks = static_cast<int>(
+      std::min<int64_t>(max_blocks, ceil_div(params.fetch_order.chunks, cluster) * cluster));
+  const int blocks =
+      std::max(std::min(max_blocks, params.scheduler.num_tiles * cluster), fetching_blocks);
+  if constexpr (params.kFetches) order_tail<Tile>(p, fetch_bound, blocks, params);
   std::array<cudaLaunchAttribute, 2> attributes;
-  const bool early = params.kBringing && p.bringing.follows_staging;
-  cudaLaunchConfig_t config = launch_config<Tile>(blocks, cluster, early, attributes);
+  const bool dependent = params.kFetches && p.remote_fetch.follows_staging;
+  cudaLaunchConfig_t config = launch_config<Tile>(blocks, cluster, dependent, attributes);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kKernel, params);
 }
 
-/// Which tiles a call takes, of head dimensions from 65 to 128.
+/// Whether a call takes small tiles; for head dimensions from 65 to 128.
 inline cudaError_t choose_tile_size(const BlockAttentionParams& p, bool& small) {
   small = p.tile_rows == kSmallTile.rows;
   if (p.tile_rows != 0 || p.num_queries == 0 || has_many_tiles(p)) return cudaSuccess;
@@ -313,10 +316,10 @@ inline cudaError_t choose_tile_size(const BlockAttentionParams& p, bool& small) 
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = device_limits(device, limits);
   if (error != cudaSuccess) return error;
-  std::vector<int> kind = kind_of(p);
-  kind.insert(kind.end(), {limits.multiprocessors, limits.l2_bytes});
-  static thread_local LatestKinds<bool> known;
-  small = known.find(std::move(kind), [&] {
+  std::vector<int> key = shape_key(p);
+  key.insert(key.end(), {limits.multiprocessors, limits.l2_bytes});
+  static thread_local RecentResults<bool> known;
+  small = known.get(std::move(key), [&] {
     return small_tiles_are_faster(p, limits.l2_bytes, limits.multiprocessors);
   });
   return cudaSuccess;
@@ -324,12 +327,12 @@ inline cudaError_t choose_tile_size(const BlockAttentionParams& p, bool& small) 
 
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
-  const bool much = brings_much(p);
+  const bool fetch_bound = is_fetch_bound(p);
   const auto launch = [&](auto tile) {
     using Tile = decltype(tile);
-    return p.num_segments == 1 && p.bringing.failed == nullptr
-               ? launch_segmented<Element, Tile, 1>(p, much, stream)
-               : launch_segmented<Element, Tile, kMaxSegments>(p, much, stream);
+    return p.num_segments == 1 && p.remote_fetch.failed == nullptr
+               ? launch_segmented<Element, Tile, 1>(p, fetch_bound, stream)
+               : launch_segmented<Element, Tile, kMaxSegments>(p, fetch_bound, stream);
   };
   if constexpr (kHeadDim <= 64) {
     return launch(Tile64{});
@@ -340,11 +343,12 @@ cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t s
     if (p.state.data != nullptr) {
       return small ? launch(SmallTile128WithState{}) : launch(Tile128WithState{});
     }
-    if (!much) return small ? launch(SmallTile128{}) : launch(Tile128{});
-    const auto launch_bringing = [&](auto tile) {
-      return launch_segmented<Element, decltype(tile), kMaxSegments>(p, much, stream);
+    if (!fetch_bound) return small ? launch(SmallTile128{}) : launch(Tile128{});
+    const auto launch_fetch_bound = [&](auto tile) {
+      return launch_segmented<Element, decltype(tile), kMaxSegments>(p, fetch_bound, stream);
     };
-    return small ? launch_bringing(SmallTile128WithRoom{}) : launch_bringing(Tile128WithRoom{});
+    return small ? launch_fetch_bound(SmallTile128FetchBound{})
+                 : launch_fetch_bound(Tile128FetchBound{});
   } else {
     return launch(Tile256{});
   }

@@ -12,44 +12,53 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// The order in which keys are brought: slices of KV heads, of each all segments that have a
-/// source, plane by plane, in pieces (remote_fetch.cuh). Pieces are counted by segments and heads.
-struct BringOrder {
-  uint32_t num_kv_heads;
-  uint32_t heads_per_slice;
-  uint32_t heads_per_arrival;  // that are counted together: 1 where there are words enough
-  uint32_t planes_per_head;    // keys and values of all batch entries
-  uint32_t pieces_per_slice;   // of a whole one
-  uint32_t pieces;
+// Sizes in which keys are fetched from peers, from small to large:
+//
+//   vector        16 bytes
+//   fetch buffer  shared memory of a thread block that a part of a chunk passes through (tile.cuh)
+//   chunk         8 fetch buffers: what a thread block takes from the list at a time
+//   plane         keys or values of one head and batch entry: [num_keys, D]
+//   head group    KV heads that are fetched together: for each group all remote segments
+//   segment       keys of one block under one diagonal (KeySegment)
 
-  /// Of part `i` of so many heads each: the last one may have fewer.
-  constexpr uint32_t heads_of(uint32_t i, uint32_t heads_per_part) const {
-    const uint32_t left = num_kv_heads - i * heads_per_part;
-    return left < heads_per_part ? left : heads_per_part;
+/// The order in which keys are fetched: group after group, for each group segment after segment,
+/// plane after plane, in chunks. Arrived chunks are counted by segment and head.
+struct FetchOrder {
+  uint32_t num_kv_heads;
+  uint32_t heads_per_group;
+  uint32_t heads_per_arrival;  // heads with one counter: 1 if there are enough counters
+  uint32_t planes_per_head;    // keys and values of all batch entries
+  uint32_t chunks_per_group;   // of a full group
+  uint32_t chunks;             // of all groups
+
+  /// Heads in group `i` of `group_size` heads; the last group may have fewer.
+  constexpr uint32_t heads_in(uint32_t i, uint32_t group_size) const {
+    const uint32_t left = num_kv_heads - i * group_size;
+    return left < group_size ? left : group_size;
   }
 };
 
-/// A segment that is brought; in units of 16 bytes.
-struct BroughtKeys {
-  const uint4* from;  // null: it is there already
+/// The source of a segment; sizes in vectors.
+struct RemoteSegment {
+  const uint4* from;  // null: the segment is local
   uint4* to;
-  uint32_t from_pitch;  // from plane to plane
-  uint32_t plane_units;
-  uint32_t pieces_per_plane;
-  uint32_t pieces_per_head;  // 0 where it is there already
-  uint32_t* arrivals;        // [H_kv / heads_per_arrival]: pieces that have come
+  uint32_t from_pitch;  // from one plane to the next
+  uint32_t plane_vectors;
+  uint32_t chunks_per_plane;
+  uint32_t chunks_per_head;  // 0 where the segment is local
+  uint32_t* arrivals;        // [H_kv / heads_per_arrival]: arrived chunks
 };
 
-/// What the kernel is told. Maps of memory: (D, rows, heads, batch).
+/// Parameters of the kernel. Tensor maps: (D, rows, heads, batch).
 struct KernelParams {
   CUtensorMap q;      // in boxes of [64, 64]
-  CUtensorMap out;    // [64, 64]; only where rows are final
-  CUtensorMap state;  // [64, 32]; only where rows are not, or with fold
+  CUtensorMap out;    // [64, 64]; valid where rows are final
+  CUtensorMap state;  // [64, 32]; valid where rows are not final, or with fold
 
-  TileOrder order;
+  TileScheduler scheduler;
   int num_segments;
-  Bringing bringing;
-  BringOrder bring;
+  RemoteFetch remote_fetch;
+  FetchOrder fetch_order;
 
   Strided out_memory;    // [B, S_q, H, D], 16-bit
   Strided state_memory;  // [B, S_q, H, D], float32
@@ -68,27 +77,28 @@ struct KernelParams {
   bool fold;
 };
 
-/// What a kernel for up to kSegments of them is told. One segment alone is there when the launch
-/// begins; more may be brought meanwhile.
+/// Parameters of a kernel for up to kSegments segments. A single segment is local; of several, some
+/// may be fetched.
 template <int kSegments>
 struct SegmentedParams : KernelParams {
-  static constexpr bool kBringing = kSegments > 1;
+  static constexpr bool kFetches = kSegments > 1;
 
   struct Maps {
     CUtensorMap k;  // [kBlockK, 64]
     CUtensorMap v;  // [kBlockK, 64]
   } maps[kSegments];
   KeyBounds keys[kSegments];
-  BroughtKeys brought[kSegments];
+  RemoteSegment remote[kSegments];
 
-  /// Where turns are handed out: from the first of these on, they are taken in this order
-  /// (makespan.h).
-  static constexpr int kRoomForTurns = kBringing ? kMostLastTurns : 1;
-  int first_last_turn;
-  uint16_t last_turns[kRoomForTurns];
+  /// Where work tiles are dispatched dynamically, those from first_tail_tile on are taken in this
+  /// order (rebalance_tail).
+  static constexpr int kTailCapacity = kFetches ? kMaxTailTiles : 1;
+  int first_tail_tile;
+  uint16_t tail_order[kTailCapacity];
 
-  constexpr int reordered(int turn) const {
-    return turn < first_last_turn ? turn : first_last_turn + last_turns[turn - first_last_turn];
+  constexpr int reordered(int work_tile) const {
+    return work_tile < first_tail_tile ? work_tile
+                                       : first_tail_tile + tail_order[work_tile - first_tail_tile];
   }
 };
 
@@ -97,11 +107,11 @@ constexpr int kMaxSegments = 16;
 /// Whether the current device is of compute capability 9.0: code for sm_90a runs nowhere else.
 bool available();
 
-/// Whether this family is for such calls: 16-bit types, kMaxSegments segments at most.
+/// Whether this family has a kernel for the call: 16-bit types, at most kMaxSegments segments.
 bool supports(const BlockAttentionParams& p);
 
 /// Enqueues p, which must be aligned and supported, on an available device. cudaErrorNotSupported,
-/// with nothing enqueued, where the copy engine cannot describe the tensors.
+/// with nothing enqueued, where the tensors have no tensor map.
 cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream);
 
 /// kHeadDim in {64, 128, 256}: the smallest that holds p.head_dim.

@@ -10,45 +10,47 @@
 #include "attention/cuda/sm90/remote_fetch.cuh"
 #include "attention/cuda/sm90/tile.cuh"
 
-// The copying warpgroup: a thread of each warp does one thing for all the tiles, as far ahead as
-// there are free buffers.
+// The producer warpgroup: one thread of each warp performs one kind of copy for all tiles, as far
+// ahead as there are free buffers.
 
 namespace ringattn::cuda::sm90 {
 
-/// One thread of a cluster asks for turns and tells all its copying threads.
+/// One thread of a cluster takes work tiles and sends them to all copying threads of the cluster.
 template <typename Tile>
-class TurnsHandedOut {
+class WorkTileDispatcher {
  public:
-  __device__ __forceinline__ TurnsHandedOut(const KernelParams& p, const SharedMemory<Tile>& shared)
+  __device__ __forceinline__ WorkTileDispatcher(const KernelParams& p,
+                                                const SharedMemory<Tile>& shared)
       : p_(p), shared_(shared) {}
 
-  /// If the next one is asked for.
-  __device__ __forceinline__ void hand_out_one() {
-    if (!over_ && has_passed(shared_.turn_free(), round_ % 2 ^ 1)) hand_out();
+  /// The next one, if all copying threads have read the last.
+  __device__ __forceinline__ void dispatch_one() {
+    if (!over_ && has_passed(shared_.work_tile_free(), round_ % 2 ^ 1)) dispatch();
   }
-  /// All that are left.
-  __device__ __forceinline__ void hand_out_all() {
+  /// All remaining ones.
+  __device__ __forceinline__ void dispatch_all() {
     while (!over_) {
-      wait(shared_.turn_free(), round_ % 2 ^ 1);
-      hand_out();
+      wait(shared_.work_tile_free(), round_ % 2 ^ 1);
+      dispatch();
     }
   }
 
  private:
-  __device__ __forceinline__ void hand_out() {
-    const int turn = atomicAdd(p_.bringing.words.data + LaunchWords::kTurnsTaken, 1);
+  __device__ __forceinline__ void dispatch() {
+    const int work_tile =
+        atomicAdd(p_.remote_fetch.scratch.data + LaunchScratch::kWorkTilesTaken, 1);
     if (cluster_size() == 1) {
-      shared_.set_turn(turn);
-      arrive(shared_.turn_full());
+      shared_.set_work_tile(work_tile);
+      arrive(shared_.work_tile_full());
     } else {
       for (uint32_t rank = 0; rank < cluster_size(); ++rank) {
-        const uint32_t full = address_in_rank(shared_.turn_full(), rank);
-        arrive_expecting_in_cluster(full, sizeof(turn));
-        send_word(address_in_rank(shared_.turn_word(), rank), turn, full);
+        const uint32_t full = address_in_rank(shared_.work_tile_full(), rank);
+        arrive_expecting_in_cluster(full, sizeof(work_tile));
+        send_value(address_in_rank(shared_.work_tile_slot(), rank), work_tile, full);
       }
     }
     ++round_;
-    over_ = turn >= p_.order.turns;
+    over_ = work_tile >= p_.scheduler.num_tiles;
   }
 
   const KernelParams& p_;
@@ -57,16 +59,16 @@ class TurnsHandedOut {
   bool over_ = false;
 };
 
-/// Fetches into L2 the state that a tile's results are folded into, where lanes load it themselves:
-/// a part with each of the tiles of keys before the last one. All thread blocks want theirs at
-/// about the same time, and it comes from memory under products.
+/// Prefetches into L2 the state that a tile's results are folded into, where lanes load it
+/// themselves: one part with each tile of keys before the last. All thread blocks need theirs at
+/// about the same time, and memory delivers it while products run.
 template <typename Tile>
-__device__ __forceinline__ void fetch_state_ahead(const KernelParams& p, const QueryTile& tile,
-                                                  int key_tiles, int key_tile) {
+__device__ __forceinline__ void prefetch_state(const KernelParams& p, const QueryTile& tile,
+                                               int key_tiles, int key_tile) {
   constexpr int kParts = 8, kPartBlocks = Tile::kStateBlocks / kParts;
   static_assert(Tile::kStateBlocks % kParts == 0);
   const int part = key_tile - 1;
-  // Of fewer tiles, products take no longer than the fetching.
+  // With fewer tiles, products take no longer than the prefetch.
   if (!p.fold || key_tiles <= kParts || part < 0 || part >= kParts) return;
 #pragma unroll 1
   for (int i = 0; i < kPartBlocks * Tile::kConsumers; ++i) {
@@ -77,28 +79,29 @@ __device__ __forceinline__ void fetch_state_ahead(const KernelParams& p, const Q
   }
 }
 
-/// Keys or values of one tile after the other. One thread block of a cluster brings them for all;
-/// the others tell it when they can take them.
+/// Loads keys or values of one tile after the other. One thread block of a cluster loads them for
+/// all; the others signal to it when their buffers are free.
 template <Operand kOperand, typename Tile, int kSegments>
-__device__ __forceinline__ void bring(const SegmentedParams<kSegments>& p,
-                                      const SharedMemory<Tile>& shared) {
+__device__ __forceinline__ void load_operand(const SegmentedParams<kSegments>& p,
+                                             const SharedMemory<Tile>& shared) {
   const uint32_t ranks = cluster_size(), from_rank = kOperand == kKeys ? 0 : ranks - 1;
   const bool is_here = cluster_rank() == from_rank;
   RingPosition<kOperand == kKeys ? Tile::kKeyStages : Tile::kValueStages> ring;
-  TurnsTaken turns;
-  SeenArrivals<kSegments> arrived;
+  WorkTileReader work_tiles;
+  KnownArrivals<kSegments> arrived;
   prefetch_map(kOperand == kKeys ? p.maps[0].k : p.maps[0].v);
 
-  for (int turn = turns.read(p, shared); turn < p.order.turns; turn = turns.read(p, shared)) {
-    if constexpr (kOperand == kValues) turns.free(p, shared);
-    const QueryTile tile = query_tile<Tile>(p, turn);
+  for (int work_tile = work_tiles.read(p, shared); work_tile < p.scheduler.num_tiles;
+       work_tile = work_tiles.read(p, shared)) {
+    if constexpr (kOperand == kValues) work_tiles.free(p, shared);
+    const QueryTile tile = query_tile<Tile>(p, work_tile);
     const int kv_head = tile.head / p.heads_per_kv_head;
-    if constexpr (p.kBringing) arrived.go_to(kv_head / p.bring.heads_per_arrival);
+    if constexpr (p.kFetches) arrived.go_to(kv_head / p.fetch_order.heads_per_arrival);
 #pragma unroll 1
     for (int segment = 0; segment < p.num_segments; ++segment) {
-      const int key_tiles = tiles_seen<Tile>(p.keys[segment], tile, tile.turn_end);
+      const int key_tiles = visible_key_tiles<Tile>(p.keys[segment], tile, tile.work_tile_end);
       if (key_tiles == 0) continue;
-      if constexpr (p.kBringing) {
+      if constexpr (p.kFetches) {
         if (is_here) arrived.wait_for(p, segment);
       }
       const CUtensorMap& from = kOperand == kKeys ? p.maps[segment].k : p.maps[segment].v;
@@ -111,7 +114,7 @@ __device__ __forceinline__ void bring(const SegmentedParams<kSegments>& p,
           return BoxOrigin{block * kColumnBlock, key_tile * Tile::kBlockK, kv_head, tile.batch};
         };
         if constexpr (kOperand == kValues && Tile::kStateThroughL2) {
-          if (segment == p.num_segments - 1) fetch_state_ahead<Tile>(p, tile, key_tiles, key_tile);
+          if (segment == p.num_segments - 1) prefetch_state<Tile>(p, tile, key_tiles, key_tile);
         }
         wait(shared.free(kOperand, ring.stage), ring.parity ^ 1);
         arrive_expecting(full, Tile::kKeyBytes);
@@ -134,33 +137,33 @@ __device__ __forceinline__ void bring(const SegmentedParams<kSegments>& p,
         ring.advance();
       }
     }
-    // The next tile is asked for when this one's end is near: who waits for an arrival keeps none
-    // from the others. The answer comes while the last keys are attended to.
-    if constexpr (kOperand == kKeys) turns.free(p, shared);
+    // The next tile is requested when this one's end is near, so that a cluster that waits for keys
+    // takes no tile that another could. The answer comes while the last keys are attended.
+    if constexpr (kOperand == kKeys) work_tiles.free(p, shared);
   }
 }
 
-/// Queries of one tile after the other, and the state that its results are folded into.
+/// Loads queries of one tile after the other, and the state that their results are folded into.
 template <typename Tile, int kSegments>
-__device__ __forceinline__ void bring_queries(const SegmentedParams<kSegments>& p,
-                                              const SharedMemory<Tile>& shared) {
+__device__ __forceinline__ void load_queries(const SegmentedParams<kSegments>& p,
+                                             const SharedMemory<Tile>& shared) {
   uint32_t parity = 0;  // of the next tile's queries
-  uint32_t states = 0;  // that were loaded
-  TurnsTaken turns;
+  uint32_t states = 0;  // loaded so far
+  WorkTileReader work_tiles;
   prefetch_map(p.q);
 
-  /// Each consumer's queries as soon as it has done with those before. None where none are
-  /// attended.
+  /// Each consumer's queries as soon as it has freed the previous ones; none where no keys are
+  /// visible.
   const auto announce = [&](const QueryTile& tile, int segment) {
     const bool sees_keys = segment < p.num_segments;
 #pragma unroll 1
     for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
       const int first_row = tile.first_row + consumer * kConsumerRows;
       const uint32_t full = shared.queries_full(consumer);
-      SeenKeys seen = {};
-      if (sees_keys) seen = seen_keys<Tile>(p.keys[segment], tile, first_row);
-      // Its place was last read for the tile before the last one, whose queries are free.
-      shared.set_tile(consumer, parity, tile, states % 2, segment, seen);
+      VisibleTiles visible = {};
+      if (sees_keys) visible = visible_tiles<Tile>(p.keys[segment], tile, first_row);
+      // Its slot was last read for the tile before the previous one, whose queries are free.
+      shared.set_tile(consumer, parity, tile, states % 2, segment, visible);
       wait(shared.queries_free(consumer), parity ^ 1);
       arrive_expecting(full, sees_keys ? Tile::kQueryBytes / Tile::kConsumers : 0);
       if (!sees_keys) continue;
@@ -174,10 +177,11 @@ __device__ __forceinline__ void bring_queries(const SegmentedParams<kSegments>& 
     parity ^= 1;
   };
 
-  for (int turn = turns.read(p, shared); turn < p.order.turns; turn = turns.read(p, shared)) {
-    turns.free(p, shared);
-    const QueryTile tile = query_tile<Tile>(p, turn);
-    const int segment = seen_segment<Tile>(p, tile, 0);
+  for (int work_tile = work_tiles.read(p, shared); work_tile < p.scheduler.num_tiles;
+       work_tile = work_tiles.read(p, shared)) {
+    work_tiles.free(p, shared);
+    const QueryTile tile = query_tile<Tile>(p, work_tile);
+    const int segment = visible_segment<Tile>(p, tile, 0);
     announce(tile, segment);
     if (!Tile::kStateThroughShared || segment == p.num_segments || !p.fold ||
         !goes_through_shared<Tile>(p, tile)) {
@@ -199,39 +203,39 @@ __device__ __forceinline__ void bring_queries(const SegmentedParams<kSegments>& 
   announce({-1, 0, 0, 0, 0, 0}, p.num_segments);
 }
 
-/// All of it, by the warps of one warpgroup.
+/// The producer warpgroup.
 template <typename Tile, int kSegments>
 __device__ __forceinline__ void copy(const SegmentedParams<kSegments>& p,
                                      const SharedMemory<Tile>& shared) {
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   const bool elected = elect_one_lane();
   constexpr uint32_t kFinishing = 3;
-  // The launch may have begun beside the staging kernel. What kernels before that one wrote is in
-  // L2, since it has waited for their end, and is read through L2 alone: by the engine, from here
-  // on, and by loads of words. No state is folded in there.
-  if constexpr (p.kBringing) fence_async_global();
+  // The launch may run beside the staging kernel. That kernel has waited for the end of its
+  // predecessors, so what they wrote is in L2, and it is read through L2 alone: by the copy engine,
+  // after this fence, and by loads of signals. No state is folded in there.
+  if constexpr (p.kFetches) fence_async_global();
   if (warp == 0) {
-    if (elected) bring_queries<Tile>(p, shared);
+    if (elected) load_queries<Tile>(p, shared);
     return;
   }
   if (warp == 1) {
-    if (elected) bring<kKeys, Tile>(p, shared);
+    if (elected) load_operand<kKeys, Tile>(p, shared);
   } else if (warp == 2) {
-    if (elected) bring<kValues, Tile>(p, shared);
-  } else if (elected && p.bringing.words.data != nullptr) {
-    const bool hands_out = cluster_rank() == 0;
-    TurnsHandedOut<Tile> turns(p, shared);
-    if constexpr (p.kBringing) {
-      if (p.bringing.failed != nullptr) {
-        bring_pieces(p, shared, [&] {
-          if (hands_out) turns.hand_out_one();
+    if (elected) load_operand<kValues, Tile>(p, shared);
+  } else if (elected && p.remote_fetch.scratch.data != nullptr) {
+    const bool dispatches = cluster_rank() == 0;
+    WorkTileDispatcher<Tile> dispatcher(p, shared);
+    if constexpr (p.kFetches) {
+      if (p.remote_fetch.failed != nullptr) {
+        fetch_chunks(p, shared, [&] {
+          if (dispatches) dispatcher.dispatch_one();
         });
       }
     }
-    if (hands_out) turns.hand_out_all();
+    if (dispatches) dispatcher.dispatch_all();
   }
   __syncwarp();
-  finish(p, kFinishing);
+  finish_launch(p, kFinishing);
 }
 
 }  // namespace ringattn::cuda::sm90

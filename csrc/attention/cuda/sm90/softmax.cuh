@@ -31,7 +31,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[kScores], int last_key, i
   }
 }
 
-/// A number for each of the two rows of which a lane holds parts.
+/// A number for each of a lane's two rows.
 struct RowPair {
   float of[2];
 
@@ -43,13 +43,13 @@ struct RowFlags {
   __device__ __forceinline__ bool operator[](int half) const { return of[half]; }
 };
 
-/// Whether a lane of this one's quad says so.
+/// Whether `mine` is true in any lane of the quad.
 __device__ __forceinline__ bool any_in_quad(bool mine) {
   const uint32_t quad = 0xfu << (threadIdx.x % 32 & 28);
   return (__ballot_sync(0xffffffff, mine) & quad) != 0;
 }
 
-/// The largest in each row. Two chains for each: a maximum waits for the one before it.
+/// The maximum of each row, in two chains of dependent instructions.
 template <int kScores>
 __device__ __forceinline__ RowPair row_max(const float (&s)[kScores]) {
   RowPair even = {{-INFINITY, -INFINITY}}, odd = even;

@@ -10,19 +10,19 @@
 
 namespace ringattn::cuda {
 
-/// What one peer has staged on its way to memory of this device. The kernel follows the one that
-/// stages (StageParams::kernel_fetches).
+/// What one peer has staged, on its way to memory of this device. The launch follows the staging
+/// kernel (StageParams::kernel_fetches).
 struct FetchParams {
-  const void* from = nullptr;  // of the peer; both at whole pieces of kStagePiece bytes
+  const void* from = nullptr;  // memory of the peer; both addresses are multiples of kVectorBytes
   void* to = nullptr;
-  int64_t bytes = 0;  // 0: nothing is read, and the peers are told all the same
-  /// Every peer stages one head, as it were. When all have, and it is read, they are told; the
-  /// kernel ends when they have read what is here.
-  Bringing bringing;
+  int64_t bytes = 0;  // 0: nothing is read, the signals are given all the same
+  /// Peers stage one "head". Once all have, and it has been read, the kernel signals that to them;
+  /// it ends when they have read this rank's block.
+  RemoteFetch remote_fetch;
 };
 
-/// Before the kernel that stages is launched: the driver may let nobody load another one until that
-/// one has ended, which waits for other ranks.
+/// Loads the kernel. To be called before the staging kernel is launched: that kernel waits for
+/// other ranks, and the driver may load no other kernel before it has ended.
 RINGATTN_API void load_fetch();
 RINGATTN_API cudaError_t fetch(const FetchParams& params, cudaStream_t stream);
 

@@ -10,11 +10,12 @@
 
 namespace ringattn::cuda {
 
-constexpr int kMaxSignals = Notices::kMaxPeers;
-constexpr int kStagePiece = 16;  // bytes that are read and written at once
-/// Peers are told of some heads at a time, and in so many parts at most.
-constexpr int kMostStagedParts = 8;
-constexpr int kStageCounters = 1 + kMostStagedParts;
+constexpr int kMaxPeers = PeerSignals::kMaxPeers;
+/// What one load or store moves.
+constexpr int kVectorBytes = 16;
+/// KV heads are signalled in groups, at most so many.
+constexpr int kMaxHeadGroups = 8;
+constexpr int kStageCounters = 1 + kMaxHeadGroups;
 
 /// Strided memory of shape [B, rows, H_kv, D]; strides in bytes, rows of D contiguous.
 struct StageSource {
@@ -24,63 +25,59 @@ struct StageSource {
   int64_t head_stride = 0;
 };
 
-/// What kind of call each rank is in: it says so before it says that it stages, and nothing is
-/// fetched from who is in another one.
+/// Tags of the call (protocol.h). Nothing is fetched from a rank whose tag differs.
 struct CallTags {
-  uint32_t own = 0;                  // the same on all ranks, not 0; another one in other kinds
-  uint32_t* told[kMaxSignals] = {};  // of other ranks: where this one says it
-  const uint32_t* theirs[kMaxSignals] = {};  // of this rank: what they have said
-  /// Host memory: the place in `theirs`, from 1 on, of one in another call; kMaxSignals more where
-  /// it says kNoCall.
-  uint32_t* unlike = nullptr;
+  uint32_t value = 0;                   // of this rank; not 0
+  uint32_t* peer[kMaxPeers] = {};       // in the pads of the peers: where this rank writes its tag
+  const uint32_t* own[kMaxPeers] = {};  // in this rank's pad: the tags of the peers
+  /// Host memory: 1 + the index of a peer in another call, or kMaxPeers more where that peer has
+  /// only reported a mismatch (kMismatchTag).
+  uint32_t* mismatch = nullptr;
 };
 
-/// A block on its way to memory that other ranks read, and whom to tell.
+/// A block on its way to memory that peers read, and the signals about it. "own": in this rank's
+/// pad, "peer": in the pad of a peer; the columns of protocol.h.
 ///
-/// There it lies as [H_kv, 2, B, rows, D]: any range of key heads, keys and values, is contiguous.
+/// Staged, the block is [H_kv, 2, B, rows, D]: any range of KV heads, keys and values, is
+/// contiguous.
 struct StageParams {
-  StageSource k, v;        // rows of D, address and strides in whole pieces of kStagePiece bytes
+  StageSource k, v;        // rows of D; addresses and strides are multiples of kVectorBytes
   void* staged = nullptr;  // [H_kv, 2, B, staged_rows, D]: the first `rows` rows are written
   int batch = 1;
   int rows = 0;  // 0: nothing is copied, the signals are given all the same
   int staged_rows = 0;
   int num_kv_heads = 1;
-  int64_t row_bytes = 0;   // of D elements; a last piece may be cut short, and is copied whole
+  int64_t row_bytes = 0;   // of D elements; a last vector may be cut short, and is copied whole
   bool keys_only = false;  // there are no values: [H_kv, B, rows, D]
 
-  /// Of this rank; 1, or about to be, and set to 0 before.
-  uint32_t* taken_back[kMaxSignals] = {};
-  /// These, of other ranks, say how much is staged (protocol.h), first when all thread blocks
-  /// that copy run: from then on it needs nothing more.
-  uint32_t* signals[kMaxSignals] = {};
-  /// The same for who waits in streams: of this rank, set to 0; of other ranks, set to tags.own
-  /// behind everything else. Null: nobody does.
-  uint32_t* taken_back_for_streams[kMaxSignals] = {};
-  uint32_t* signals_for_streams[kMaxSignals] = {};
-  int num_signals = 0;
+  uint32_t* own_read[kMaxPeers] = {};            // waited for, then cleared
+  uint32_t* peer_staged[kMaxPeers] = {};         // set when all copying thread blocks run, and then
+                                                 // for each group of heads
+  uint32_t* own_read_mirror[kMaxPeers] = {};     // host memory: cleared; null: no mirrors
+  uint32_t* peer_staged_mirror[kMaxPeers] = {};  // host memory: set to the tag, after all heads
+  int num_peers = 0;
 
-  /// A kernel fetches what others stage, the next one on the stream. This one leaves most of the
-  /// device to it, which begins when none of `awaited`, of this rank, is 0 any more. One thread
-  /// block waits for that, and then looks at their tags. Where copy engines fetch, streams wait.
+  /// A kernel fetches what peers stage, the next one on the stream. This one leaves most of the
+  /// device to it, and triggers it once all of `own_staged` are set: one thread block waits for
+  /// that, and then compares the peers' tags. Where copy engines fetch, streams wait instead.
   bool kernel_fetches = false;
-  /// It may be set up while what comes before it on its stream ends: worth it behind kernels.
+  /// Programmatic dependent launch: of use behind kernels.
   bool follows_closely = false;
-  const uint32_t* awaited[kMaxSignals] = {};
-  int num_awaited = 0;
+  const uint32_t* own_staged[kMaxPeers] = {};
+  int num_awaited = 0;  // num_peers, or 0 where no kernel fetches
 
-  CallTags tags;  // of the ranks that are signalled, in their order
-  /// kGivenUp: nothing is written and nobody told. kInAnotherCall is written here by who sees it.
+  CallTags tags;  // of the peers, in the same order
+  /// kGivenUp: nothing is written and nothing signalled. kCallMismatch is written here.
   uint32_t* failed = nullptr;
-  const uint32_t* given_up = nullptr;  // of the host's (protocol.h)
-  /// What streams have last seen there: not 0, as kGivenUp. Null: none do.
-  const uint32_t* seen = nullptr;
-  uint32_t* blocks_done = nullptr;  // [kStageCounters], 0 before and after
-  uint32_t* calls = nullptr;        // goes up by one for each call,
-  uint32_t* calls_shown = nullptr;  // and is written here, to host memory,
-  uint32_t* phase_shown = nullptr;  // as `phase` is here
+  const uint32_t* given_up = nullptr;       // host memory
+  const uint32_t* given_up_copy = nullptr;  // not 0: as kGivenUp; null: no stream copies
+  uint32_t* blocks_done = nullptr;          // [kStageCounters], 0 before and after
+  uint32_t* calls = nullptr;                // incremented in each call,
+  uint32_t* calls_mirror = nullptr;         // and copied here, to host memory,
+  uint32_t* phase_mirror = nullptr;         // as `phase` is here
   uint32_t phase = 0;
-  /// For tests: not 0, heads are late by random times drawn from it.
-  uint32_t lateness = 0;
+  /// For tests: if not 0, heads are delayed by random times drawn from it.
+  uint32_t delay_seed = 0;
 };
 
 RINGATTN_API cudaError_t stage(const StageParams& params, cudaStream_t stream);

@@ -23,25 +23,25 @@ constexpr int kThreads = 128;
 constexpr int kRounds = 40;
 constexpr int kBoxRows = 64, kBoxElements = kBoxRows * kSwizzledColumns;
 constexpr int kBoxBytes = 2 * kBoxElements;
-constexpr int kParcelBytes = 1024, kParcels = kBoxBytes / kParcelBytes;
+constexpr int kFetchBufferBytes = 1024, kFetchBuffers = kBoxBytes / kFetchBufferBytes;
 
 /// Box after box, parcel after parcel through shared memory, each counted when it is there.
 __device__ void bring(const uint16_t* from, uint16_t* to, uint32_t* counts) {
-  __shared__ __align__(128) unsigned char parcel[kParcelBytes];
+  __shared__ __align__(128) unsigned char parcel[kFetchBufferBytes];
   __shared__ uint64_t barrier_memory;
   const uint32_t barrier = shared_address(&barrier_memory);
   init_barrier(barrier, 1);
   publish_barriers();
-  for (int i = 0; i < kRounds * kParcels; ++i) {
-    if (i % kParcels == 0) __nanosleep(i / kParcels % 4 * 20000);
-    const int64_t at = int64_t{i} * (kParcelBytes / 2);
-    arrive_expecting(barrier, kParcelBytes);
-    load_bytes(shared_address(parcel), from + at, kParcelBytes, barrier);
+  for (int i = 0; i < kRounds * kFetchBuffers; ++i) {
+    if (i % kFetchBuffers == 0) __nanosleep(i / kFetchBuffers % 4 * 20000);
+    const int64_t at = int64_t{i} * (kFetchBufferBytes / 2);
+    arrive_expecting(barrier, kFetchBufferBytes);
+    load_bytes(shared_address(parcel), from + at, kFetchBufferBytes, barrier);
     wait(barrier, i % 2);
-    store_bytes(to + at, shared_address(parcel), kParcelBytes);
+    store_bytes(to + at, shared_address(parcel), kFetchBufferBytes);
     commit_stores();
     wait_for_stores<0>();
-    add_release(counts + i / kParcels, 1);
+    add_release(counts + i / kFetchBuffers, 1);
   }
 }
 
@@ -66,7 +66,7 @@ __global__ void receive(const __grid_constant__ CUtensorMap map, const uint16_t*
     const int round = load % kRounds;
     if (threadIdx.x == 0) {
       if (load >= kRounds) {
-        wait_for_count(counts + round, kParcels);
+        wait_for_count(counts + round, kFetchBuffers);
         fence_async_global();
       }
       arrive_expecting(barrier, kBoxBytes);
@@ -83,7 +83,7 @@ __global__ void receive(const __grid_constant__ CUtensorMap map, const uint16_t*
 
 }  // namespace
 
-TEST_CASE("sm90: a box that has been counted whole is the one that was brought") {
+TEST_CASE("sm90: a box that has been counted whole is the one that was fetched") {
   if (!has_hopper()) return;
   std::vector<uint16_t> sent(kRounds * kBoxElements);
   std::mt19937 generator(1);
@@ -106,5 +106,5 @@ TEST_CASE("sm90: a box that has been counted whole is the one that was brought")
       expected[box + swizzled(row % kBoxRows, column)] = sent[row * kSwizzledColumns + column];
     }
   CHECK((boxes == expected));
-  CHECK(counts.values() == std::vector<uint32_t>(kRounds, kParcels));
+  CHECK(counts.values() == std::vector<uint32_t>(kRounds, kFetchBuffers));
 }

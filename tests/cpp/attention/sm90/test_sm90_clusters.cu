@@ -70,7 +70,7 @@ __global__ void reach(const __grid_constant__ CUtensorMap map, uint16_t ranks, T
       const uint32_t full = address_in_rank(word_full, 1);
       arrive_expecting_in_cluster(full, sizeof(word));
       __nanosleep(2000);
-      send_word(address_in_rank(shared_address(&word), 1), kWord, full);
+      send_value(address_in_rank(shared_address(&word), 1), kWord, full);
       wait(answered, 0);
       mine.came_too_early |= started[1] == 0;
     } else {

@@ -10,7 +10,7 @@
 
 #include "attention/cuda/sm90/softmax.cuh"
 #include "catch.h"
-#include "lanes.h"
+#include "device_emulator.h"
 
 // The Hopper kernel's online softmax, the device code itself, on threads for lanes: one warp, 16
 // rows, values of one column.
@@ -65,7 +65,7 @@ Results attend(const Problem& problem) {
   std::atomic<int> risen{0}, overflowed{0};
   const int num_keys = problem.num_keys(), num_tiles = (num_keys + kTile - 1) / kTile;
   const int unmasked = problem.seen(0) / kTile;
-  lanes::run([&](int lane) {
+  emulator::run([&](int lane) {
     const int row = lane / 4;  // and 8 below
     const float scale_log2 = problem.scale * kLog2E;
     OnlineSoftmax softmax;

@@ -9,23 +9,23 @@
 
 using ringattn::BlockAttentionParams;
 using ringattn::KeySegment;
-using ringattn::Turn;
+using ringattn::WorkTile;
 using ringattn::cuda::sm90::has_many_tiles;
-using ringattn::cuda::sm90::kAloneCosts;
 using ringattn::cuda::sm90::kLargeTile;
 using ringattn::cuda::sm90::kSmallTile;
+using ringattn::cuda::sm90::kUnpairedCost;
+using ringattn::cuda::sm90::make_tile_scheduler;
 using ringattn::cuda::sm90::small_tiles_are_faster;
-using ringattn::cuda::sm90::tile_order;
-using ringattn::cuda::sm90::TileOrder;
+using ringattn::cuda::sm90::TileScheduler;
 using ringattn::cuda::sm90::time_in_tiles;
-using ringattn::cuda::sm90::turns_in_order;
-using ringattn::cuda::sm90::TurnShape;
+using ringattn::cuda::sm90::timed_work_tiles;
+using ringattn::cuda::sm90::WorkTileShape;
 using ringattn::testing::call;
 using ringattn::testing::kL2Bytes;
 using ringattn::testing::kNoMask;
 using ringattn::testing::segment;
 
-TEST_CASE("a call's time is that of its turns, of a ring's that of turns put in order") {
+TEST_CASE("a call's time is that of its work tiles, a ring's that of rebalanced ones") {
   const auto time = [](const std::vector<KeySegment>& segments, int num_heads, int num_kv_heads,
                        int multiprocessors) {
     BlockAttentionParams p = call(segments, 128, num_heads, num_kv_heads);
@@ -34,33 +34,33 @@ TEST_CASE("a call's time is that of its turns, of a ring's that of turns put in 
   };
   const std::vector<KeySegment> one = {segment(2048, kNoMask, 0)};
   const std::vector<KeySegment> two = {segment(1024, kNoMask, 0), segment(1024, kNoMask, 0)};
-  const int64_t turn = 2 * 16 + 3, unit = kSmallTile.time;
-  const auto alone = [](int64_t time) { return time + time / kAloneCosts; };
-  CHECK(time(one, 4, 4, 2) == alone(2 * turn * unit));
-  CHECK(time(two, 4, 4, 2) == alone(2 * turn * unit));
-  CHECK(time(two, 1, 1, 1) == alone(turn * unit));
+  const int64_t tile = 2 * 16 + 3, unit = kSmallTile.relative_cost;
+  const auto alone = [](int64_t time) { return time + time / kUnpairedCost; };
+  CHECK(time(one, 4, 4, 2) == alone(2 * tile * unit));
+  CHECK(time(two, 4, 4, 2) == alone(2 * tile * unit));
+  CHECK(time(two, 1, 1, 1) == alone(tile * unit));
   // The last of three is cut in two, of a consumer each.
   const int64_t part = 2 * 16 * 3 / 4 + 3;
-  CHECK(time(one, 3, 3, 2) == alone((turn + part) * unit));
-  CHECK(time(two, 3, 3, 2) == alone((turn + part) * unit));
+  CHECK(time(one, 3, 3, 2) == alone((tile + part) * unit));
+  CHECK(time(two, 3, 3, 2) == alone((tile + part) * unit));
   // Heads in pairs, where multiprocessors are even in number.
-  CHECK(time(one, 10, 5, 6) == 2 * turn * unit);
-  CHECK(time(one, 10, 5, 5) == alone(2 * turn * unit));  // in pairs on two clusters, three times
+  CHECK(time(one, 10, 5, 6) == 2 * tile * unit);
+  CHECK(time(one, 10, 5, 5) == alone(2 * tile * unit));  // in pairs on two clusters, three times
 }
 
-TEST_CASE("of a ring, turns that can be put in order end sooner than they lie") {
+TEST_CASE("a ring's work tiles end sooner once their tail is rebalanced") {
   // The last of two ranks: 16384 tokens, of the other block all rows see the first half.
   const std::vector<KeySegment> segments = {segment(8192, 0, 0), segment(4096, kNoMask, 0)};
   BlockAttentionParams p = call(segments, 8192, 32, 8);
   p.batch = 1;
-  const TurnShape pairs = {2, 1};
+  const WorkTileShape pairs = {2, 1};
   int64_t heads_at_once = 0;
-  const TileOrder order = tile_order(p, pairs, 192, kL2Bytes, 132, heads_at_once);
-  const std::vector<Turn> turns = turns_in_order(p, order, 8, false, 192, 80, 132);
+  const TileScheduler scheduler = make_tile_scheduler(p, pairs, 192, kL2Bytes, 132, heads_at_once);
+  const std::vector<WorkTile> tiles = timed_work_tiles(p, scheduler, 8, false, 192, 80, 132);
   int64_t sum = 0;
-  for (const Turn& turn : turns) sum += turn.length;
-  const int64_t even = sum / 66, natural = ringattn::time_of_turns(turns, 66);
-  const int64_t in_order = time_in_tiles(p, kLargeTile, kL2Bytes, 132) / kLargeTile.time;
+  for (const WorkTile& tile : tiles) sum += tile.duration;
+  const int64_t even = sum / 66, natural = ringattn::makespan(tiles, 66);
+  const int64_t in_order = time_in_tiles(p, kLargeTile, kL2Bytes, 132) / kLargeTile.relative_cost;
   CHECK(natural > even + even / 50);
   CHECK(in_order < even + even / 200);
 }
@@ -117,7 +117,7 @@ TEST_CASE("calls take small tiles where large ones would leave much of the devic
   CHECK_FALSE(ring_small(131072));
   CHECK_FALSE(ring_small(65536));
   CHECK(ring_small(8192));
-  // With a KV head for each head, it would: keys that are brought are shared by row tiles that
+  // With a KV head for each head, it would: keys that are fetched are shared by row tiles that
   // otherwise would not.
   for (int rows = 1024; rows <= 4096; rows += 64) {
     INFO(rows << " rows");

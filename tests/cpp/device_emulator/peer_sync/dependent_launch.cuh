@@ -3,16 +3,16 @@
 
 #include <functional>
 
-// In place of csrc/peer_sync/dependent_launch.cuh where a test runs device code on lanes.h.
+// In place of csrc/peer_sync/dependent_launch.cuh where a test emulates device code.
 
 namespace ringattn::cuda {
 
-/// Called by every thread that lets the next kernel begin. A thread block counts with its first.
-inline std::function<void()> on_let_next_begin;
+/// Called by every thread that triggers the next kernel. A thread block counts with its first.
+inline std::function<void()> on_trigger_next;
 
-inline void wait_for_kernel_before() {}
-inline void let_next_kernel_begin() {
-  if (on_let_next_begin) on_let_next_begin();
+inline void wait_for_previous_kernel() {}
+inline void trigger_next_kernel() {
+  if (on_trigger_next) on_trigger_next();
 }
 
 }  // namespace ringattn::cuda

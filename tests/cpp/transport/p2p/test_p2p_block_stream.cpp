@@ -53,8 +53,8 @@ class NotingTransport : public MessageTransport {
 };
 
 // Five ranks; the block of 4 rows is seen in parts by others, and one of them sees nothing of it.
-Exchange exchange_of(int64_t depth) {
-  Exchange exchange;
+RingExchangePlan exchange_of(int64_t depth) {
+  RingExchangePlan exchange;
   exchange.call = 7;
   exchange.k = at::randn({2, 4, 3, 8});
   exchange.v = at::randn({2, 4, 3, 8});
@@ -87,14 +87,14 @@ TEST_CASE("messages are as many ahead as the depth says, and none is sent for no
 
 TEST_CASE("a message has the rows that its reader sees, keys and values of each row together") {
   NotingTransport transport;
-  const Exchange exchange = exchange_of(4);
+  const RingExchangePlan exchange = exchange_of(4);
   const auto stream = transport.open(exchange);
   REQUIRE(transport.noted.size() == 3);
   const auto& hops = exchange.hops;
   const std::vector<size_t> hop_of = {0, 1, 3};
   for (size_t i = 0; i < hop_of.size(); ++i) {
     const Message& message = transport.noted[i]->message;
-    const Hop& hop = hops[hop_of[i]];
+    const HopPlan& hop = hops[hop_of[i]];
     CHECK(message.call == 7);
     CHECK(message.timed);
     CHECK(message.destination == hop.destination);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks say to each other in host memory, seen by the host of one of them.
+// The signal pads in host memory, as the host of one rank sees them.
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -7,86 +7,87 @@
 #include "catch.h"
 #include "transport/symmetric/host_signal_pad.h"
 
-using ringattn::HostSignals;
-using ringattn::HostWords;
+using ringattn::HostSignalPad;
+using ringattn::HostSignalPads;
 using ringattn::kGivenUp;
-using ringattn::kNoCall;
+using ringattn::kMismatchTag;
 using ringattn::Phase;
-using ringattn::WatchedWords;
+using ringattn::WatchedSignals;
 
 namespace {
 
-constexpr uint32_t kKind = 77, kOtherKind = 78;
+constexpr uint32_t kTag = 77, kOtherTag = 78;
 
 // Three ranks, as rank 1 sees them.
 struct Ranks {
-  HostWords words[3];
-  HostSignals signals{{&words[0], &words[1], &words[2]}, 1};
-  HostWords& own = words[1];
+  HostSignalPad pads[3];
+  HostSignalPads view{{&pads[0], &pads[1], &pads[2]}, 1};
+  HostSignalPad& own = pads[1];
 
-  void wait(Phase::Kind kind) { own.phase = Phase{kind, 1}.word(); }
+  void wait(Phase::Kind kind) { own.phase = Phase{kind, 1}.encoded(); }
 };
 
-bool is(const std::optional<WatchedWords::Unlike>& unlike, int64_t rank, bool heard) {
-  return unlike && unlike->rank == rank && unlike->heard == heard;
+bool is(const std::optional<WatchedSignals::CallMismatch>& mismatch, int64_t rank,
+        bool reported_by_peer) {
+  return mismatch && mismatch->rank == rank && mismatch->reported_by_peer == reported_by_peer;
 }
 
 }  // namespace
 
-TEST_CASE("who has staged for a call of this kind has come, and who has read") {
+TEST_CASE("progress: peers that have staged under this tag, and peers that have read") {
   Ranks ranks;
-  ranks.own.kind = kKind;
-  ranks.own.staged[0] = kKind;
-  ranks.own.staged[2] = kOtherKind;
+  ranks.own.call_tag = kTag;
+  ranks.own.staged[0] = kTag;
+  ranks.own.staged[2] = kOtherTag;
   ranks.own.read[2] = 1;
-  CHECK(ranks.signals.come(Phase::kStreamUntilStaged) == std::vector<uint32_t>{1, 0, 0});
-  CHECK(ranks.signals.come(Phase::kStreamUntilRead) == std::vector<uint32_t>{0, 0, 1});
-  CHECK(ranks.signals.come(Phase::kUntilTold) == std::vector<uint32_t>{1, 0, 1});
+  CHECK(ranks.view.progress(Phase::kStreamUntilStaged) == std::vector<uint32_t>{1, 0, 0});
+  CHECK(ranks.view.progress(Phase::kStreamUntilRead) == std::vector<uint32_t>{0, 0, 1});
+  CHECK(ranks.view.progress(Phase::kUntilMirrored) == std::vector<uint32_t>{1, 0, 1});
 }
 
-TEST_CASE("a rank that has staged for another call is seen, and one that is in none") {
+TEST_CASE("a peer that has staged under another tag is a mismatch, or has reported one") {
   Ranks ranks;
-  ranks.own.kind = kKind;
-  ranks.own.staged[0] = kKind;
+  ranks.own.call_tag = kTag;
+  ranks.own.staged[0] = kTag;
   ranks.wait(Phase::kStreamUntilStaged);
-  CHECK_FALSE(ranks.signals.unlike_seen());
-  ranks.own.staged[2] = kOtherKind;
-  CHECK(is(ranks.signals.unlike_seen(), 2, false));
-  ranks.own.staged[2] = kNoCall;
-  CHECK(is(ranks.signals.unlike_seen(), 2, true));
+  CHECK_FALSE(ranks.view.call_mismatch());
+  ranks.own.staged[2] = kOtherTag;
+  CHECK(is(ranks.view.call_mismatch(), 2, false));
+  ranks.own.staged[2] = kMismatchTag;
+  CHECK(is(ranks.view.call_mismatch(), 2, true));
 }
 
-TEST_CASE("who is not waited for may be in the next call") {
+TEST_CASE("a peer that is not waited for may be in its next call") {
   Ranks ranks;
-  ranks.own.kind = kKind;
-  ranks.own.staged[0] = kOtherKind;
+  ranks.own.call_tag = kTag;
+  ranks.own.staged[0] = kOtherTag;
   for (const auto kind :
        {Phase::kNotWaiting, Phase::kUntilRead, Phase::kUntilStaged, Phase::kStreamUntilRead}) {
     ranks.wait(kind);
-    CHECK_FALSE(ranks.signals.unlike_seen());
+    CHECK_FALSE(ranks.view.call_mismatch());
   }
 }
 
-TEST_CASE("what a kernel has seen counts the others alone") {
+TEST_CASE("a mismatch that a kernel reports is an index among the peers") {
   Ranks ranks;
-  ranks.own.unlike = 1;
-  CHECK(is(ranks.signals.unlike_seen(), 0, false));
-  ranks.own.unlike = 2;
-  CHECK(is(ranks.signals.unlike_seen(), 2, false));
-  ranks.own.unlike = 2 + HostWords::kRanks;
-  CHECK(is(ranks.signals.unlike_seen(), 2, true));
+  ranks.own.mismatch = 1;
+  CHECK(is(ranks.view.call_mismatch(), 0, false));
+  ranks.own.mismatch = 2;
+  CHECK(is(ranks.view.call_mismatch(), 2, false));
+  ranks.own.mismatch = 2 + HostSignalPad::kMaxRanks;
+  CHECK(is(ranks.view.call_mismatch(), 2, true));
 }
 
-TEST_CASE("giving up lets this rank's streams pass, whatever they wait for, and nobody else's") {
+TEST_CASE("giving up sets all signals of this rank's pad, and no peer's") {
   Ranks ranks;
-  ranks.own.kind = kKind;
-  ranks.signals.give_up();
+  ranks.own.call_tag = kTag;
+  ranks.view.give_up();
   CHECK(ranks.own.given_up == kGivenUp);
   for (int rank = 0; rank < 3; ++rank) {
-    CHECK(ranks.own.staged[rank] == kKind);
+    CHECK(ranks.own.staged[rank] == kTag);
     CHECK(ranks.own.read[rank] == 1);
-    CHECK(ranks.words[0].staged[rank] == 0);
-    CHECK(ranks.words[2].read[rank] == 0);
+    CHECK(ranks.pads[0].staged[rank] == 0);
+    CHECK(ranks.pads[2].read[rank] == 0);
   }
-  CHECK(ranks.words[0].given_up == 0);
+  CHECK(ranks.pads[0].given_up == 0);
 }

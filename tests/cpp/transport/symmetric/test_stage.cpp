@@ -7,24 +7,24 @@
 
 #include "catch.h"
 #include "device.h"
-#include "meanwhile.h"
 #include "peer_sync/protocol.h"
-#include "stage_words.h"
+#include "side_stream.h"
+#include "stage_signals.h"
 #include "transport/symmetric/kernels/stage.h"
 
-// One device, whose own words stand for those of other ranks.
+// One device: its own pad stands for those of its peers.
 
 using ringattn::kBeingStaged;
-using ringattn::kInAnotherCall;
+using ringattn::kCallMismatch;
 using ringattn::staged_heads;
-using ringattn::cuda::kStagePiece;
+using ringattn::cuda::kVectorBytes;
 using ringattn::cuda::StageParams;
 using ringattn::cuda::StageSource;
 using ringattn::testing::all_are;
 using ringattn::testing::Ends;
 using ringattn::testing::kTag;
-using ringattn::testing::Meanwhile;
-using ringattn::testing::Words;
+using ringattn::testing::Pad;
+using ringattn::testing::SideStream;
 
 namespace {
 
@@ -83,34 +83,34 @@ const std::vector<Shape> kShapes = {
 
 }  // namespace
 
-TEST_CASE("a block is staged whole, its heads are told of, and counters are 0 again") {
+TEST_CASE("a block is staged whole, its heads are signalled, and counters are 0 again") {
   if (!has_device()) return;
   for (const Shape& shape : kShapes) {
     for (const bool kernel_fetches : {false, true}) {
       INFO("B " << shape.batch << " S " << shape.rows << " H " << shape.heads << " D "
                 << shape.head_dim << ", a kernel fetches: " << kernel_fetches);
       const Block block(shape);
-      const Words words;
+      const Pad pad;
       for (int call = 1; call <= 3; ++call) {
         block.staged.fill_(kNaN);
-        words.signals.zero_();
-        words.taken_back.fill_(1);
-        words.for_streams.zero_();
-        words.back_for_streams.fill_(1);
-        words.awaited.fill_(1);
+        pad.peer_staged.zero_();
+        pad.own_read.fill_(1);
+        pad.peer_staged_mirror.zero_();
+        pad.own_read_mirror.fill_(1);
+        pad.own_staged.fill_(1);
         StageParams params = block.params(kernel_fetches);
-        words.give(params);
-        params.lateness = call == 3 ? 77 : 0;
+        pad.add_to(params);
+        params.delay_seed = call == 3 ? 77 : 0;
         REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
         REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
         CHECK(block.is_staged());
-        CHECK(all_are(words.signals, staged_heads(shape.heads)));
-        CHECK(all_are(words.for_streams, kTag));
-        CHECK(all_are(words.back_for_streams, 0));
-        CHECK(all_are(words.taken_back, 0));
-        CHECK(all_are(words.counters, 0));
-        CHECK(words.others[2].item<int>() == call);
-        CHECK(words.others[3].item<int>() == 9);
+        CHECK(all_are(pad.peer_staged, staged_heads(shape.heads)));
+        CHECK(all_are(pad.peer_staged_mirror, kTag));
+        CHECK(all_are(pad.own_read_mirror, 0));
+        CHECK(all_are(pad.own_read, 0));
+        CHECK(all_are(pad.counters, 0));
+        CHECK(pad.others[2].item<int>() == call);
+        CHECK(pad.others[3].item<int>() == 9);
       }
     }
   }
@@ -120,78 +120,78 @@ TEST_CASE("a message is staged as one row of bytes") {
   if (!has_device()) return;
   for (const int64_t bytes : {1, 16, 1000, 5 << 20}) {
     const auto options = at::TensorOptions(at::kCUDA).dtype(at::kByte);
-    const int64_t whole = (bytes + kStagePiece - 1) / kStagePiece * kStagePiece;
+    const int64_t whole = (bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
     const at::Tensor message = at::randint(256, {whole}, options), to = at::zeros({whole}, options);
-    const Words words;
+    const Pad pad;
     StageParams params;
     params.k.data = message.data_ptr();
     params.keys_only = true;
     params.rows = params.staged_rows = 1;
     params.row_bytes = bytes;
     params.staged = to.data_ptr();
-    words.give(params);
+    pad.add_to(params);
     REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(at::equal(to.narrow(0, 0, bytes), message.narrow(0, 0, bytes)));
-    CHECK(all_are(words.signals, staged_heads(1)));
-    CHECK(all_are(words.for_streams, kTag));
+    CHECK(all_are(pad.peer_staged, staged_heads(1)));
+    CHECK(all_are(pad.peer_staged_mirror, kTag));
   }
 }
 
-TEST_CASE("everything is staged and told of while others have yet to begin; the kernel waits") {
+TEST_CASE("everything is staged and signalled before peers begin; the kernel waits for them") {
   if (!has_device()) return;
-  const Meanwhile meanwhile;
+  const SideStream side;
   const Block block({1, 1000, 9, 128, 1000});
   const at::Tensor given_up = at::zeros({1}, at::TensorOptions(at::kInt).pinned_memory(true));
   for (const Ends ends : {Ends::kByItself, Ends::kFailed, Ends::kGivenUp}) {
     block.staged.fill_(kNaN);
-    const Words words;
-    words.awaited.fill_(static_cast<int>(kBeingStaged));
-    words.awaited[1].zero_();
+    const Pad pad;
+    pad.own_staged.fill_(static_cast<int>(kBeingStaged));
+    pad.own_staged[1].zero_();
     StageParams params = block.params(/*kernel_fetches=*/true);
-    words.give(params);
+    pad.add_to(params);
     params.given_up = reinterpret_cast<const uint32_t*>(given_up.data_ptr<int>());
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
-    CHECK_FALSE(meanwhile.ends_soon());
-    CHECK(meanwhile.read(words.signals) == static_cast<int>(staged_heads(9)));
-    if (ends == Ends::kByItself) meanwhile.write(words.awaited[1], 1);
-    if (ends == Ends::kFailed) meanwhile.write(words.others[0], 1);
+    CHECK_FALSE(side.ends_soon());
+    CHECK(side.read(pad.peer_staged) == static_cast<int>(staged_heads(9)));
+    if (ends == Ends::kByItself) side.write(pad.own_staged[1], 1);
+    if (ends == Ends::kFailed) side.write(pad.others[0], 1);
     if (ends == Ends::kGivenUp) given_up.fill_(1);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(block.is_staged());
-    CHECK((words.others[0].item<int>() == 1) == (ends != Ends::kByItself));
+    CHECK((pad.others[0].item<int>() == 1) == (ends != Ends::kByItself));
   }
 }
 
-TEST_CASE("a rank in another call is seen by the kernel that waits for it") {
+TEST_CASE("a peer in another call is detected by the kernel that waits for it") {
   if (!has_device()) return;
   for (const bool kernel_fetches : {true, false}) {
-    const Words words;
-    words.awaited.fill_(static_cast<int>(kBeingStaged));
-    words.theirs[1].fill_(kTag + 1);
+    const Pad pad;
+    pad.own_staged.fill_(static_cast<int>(kBeingStaged));
+    pad.own_tag[1].fill_(kTag + 1);
     const Block block({1, 300, 3, 64, 300});
     StageParams params = block.params(kernel_fetches);
-    words.give(params);
+    pad.add_to(params);
     REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-    CHECK(all_are(words.signals, staged_heads(3)));
-    CHECK(words.others[0].item<int>() == (kernel_fetches ? static_cast<int>(kInAnotherCall) : 0));
-    CHECK(words.others[4].item<int>() == (kernel_fetches ? 2 : 0));
-    if (!kernel_fetches) CHECK(all_are(words.told, kTag));
+    CHECK(all_are(pad.peer_staged, staged_heads(3)));
+    CHECK(pad.others[0].item<int>() == (kernel_fetches ? static_cast<int>(kCallMismatch) : 0));
+    CHECK(pad.others[4].item<int>() == (kernel_fetches ? 2 : 0));
+    if (!kernel_fetches) CHECK(all_are(pad.peer_tag, kTag));
   }
 }
 
-TEST_CASE("who has given up stages nothing and tells nobody") {
+TEST_CASE("a rank that has given up stages nothing and signals nothing") {
   if (!has_device()) return;
   const Block block({1, 1000, 9, 128, 1000});
-  const Words words;
-  words.others[0].fill_(1);
+  const Pad pad;
+  pad.others[0].fill_(1);
   StageParams params = block.params(/*kernel_fetches=*/true);
-  words.give(params);
+  pad.add_to(params);
   REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
   REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
   CHECK(block.staged.isnan().all().item<bool>());
-  CHECK(all_are(words.signals, 0));
-  CHECK(all_are(words.taken_back, 1));
+  CHECK(all_are(pad.peer_staged, 0));
+  CHECK(all_are(pad.own_read, 1));
 }

@@ -13,7 +13,7 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// Of this thread block within its cluster.
+/// The rank of this thread block within its cluster.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -26,8 +26,8 @@ __device__ __forceinline__ uint32_t cluster_size() {
   return size;
 }
 
-/// Until all threads of the cluster that have not ended have come. Says nothing about what they
-/// wrote: barriers that have been published, and engines' work, need no more.
+/// Waits for all threads of the cluster that have not ended. Relaxed: it does not order memory.
+/// Published barriers and the work of copy engines need no more.
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile(
       "barrier.cluster.arrive.relaxed;\n"
@@ -35,15 +35,14 @@ __device__ __forceinline__ void cluster_barrier() {
           : "memory");
 }
 
-/// Where `rank` has what lies at `address` in the caller's shared memory: the same place of its
-/// own.
+/// The address in the shared memory of `rank` that corresponds to `address` in the caller's.
 __device__ __forceinline__ uint32_t address_in_rank(uint32_t address, uint32_t rank) {
   uint32_t mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
 }
 
-// At a barrier that any thread block of the cluster has (address_in_rank).
+// Arrivals at a barrier of any thread block of the cluster (address_in_rank).
 
 __device__ __forceinline__ void arrive_in_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -55,16 +54,16 @@ __device__ __forceinline__ void arrive_expecting_in_cluster(uint32_t barrier, ui
                : "memory");
 }
 
-/// Writes a word, 4 bytes that are reported at a barrier of the same thread block.
-__device__ __forceinline__ void send_word(uint32_t to, uint32_t word, uint32_t barrier) {
+/// Stores 4 bytes, which are counted at a barrier of the destination's thread block.
+__device__ __forceinline__ void send_value(uint32_t to, uint32_t value, uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
-      "r"(word), "r"(barrier)
+      "r"(value), "r"(barrier)
       : "memory");
 }
 
-/// load_box for several thread blocks at once: the box is read once and written to the same place
-/// in each rank whose bit is set, and its bytes are reported at the same barrier of each.
+/// load_box with multicast: the box is read once and written to the same address in each rank whose
+/// bit is set, and its bytes are counted at the same barrier of each.
 __device__ __forceinline__ void load_box_in_ranks(uint32_t to, const CUtensorMap& map, BoxOrigin at,
                                                   uint32_t barrier, uint16_t ranks,
                                                   L2Policy policy) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The sixteen barriers of a thread block; __syncthreads is number 0. A phase ends when `threads`
-// threads have come, those that wait and those that only arrive taken together.
+// The sixteen named barriers of a thread block; __syncthreads uses number 0. A phase ends when
+// `threads` threads have arrived, including those that do not wait.
 
 namespace ringattn::cuda::sm90 {
 

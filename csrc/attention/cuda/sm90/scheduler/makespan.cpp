@@ -11,25 +11,26 @@
 namespace ringattn {
 namespace {
 
-constexpr int kMostExchanges = 1000;
-constexpr int64_t kLeastGain = 200;    // one of so many
-constexpr int64_t kEvenEnough = 1000;  // one of so many above the mean
-constexpr int kMostTries = 3;
+constexpr int kMaxExchanges = 1000;
+constexpr int64_t kMinGain = 200;      // 1 / 200 of the makespan
+constexpr int64_t kEvenEnough = 1000;  // at most 1 / 1000 above the mean
+constexpr int kMaxTries = 3;
 
-// Who is free when; the one that is free first, and of those the first, takes the next turn.
-class Takers {
+// When each worker is free. The worker that is free first, the first of several, takes the next
+// tile.
+class Workers {
  public:
-  explicit Takers(int64_t count) {
+  explicit Workers(int64_t count) {
     for (int64_t i = 0; i < count; ++i) free_.emplace(0, i);
   }
-  // Who, and when it will be free again.
-  std::pair<int64_t, int64_t> take(const Turn& turn) {
-    const auto [time, taker] = free_.top();
+  // Returns the worker, and when it will be free again.
+  std::pair<int64_t, int64_t> assign(const WorkTile& tile) {
+    const auto [time, worker] = free_.top();
     free_.pop();
-    const int64_t end = std::max<int64_t>(time + turn.length, turn.earliest_end);
-    free_.emplace(end, taker);
+    const int64_t end = std::max<int64_t>(time + tile.duration, tile.earliest_end);
+    free_.emplace(end, worker);
     end_ = std::max(end_, end);
-    return {taker, end};
+    return {worker, end};
   }
   int64_t end() const { return end_; }
 
@@ -40,21 +41,21 @@ class Takers {
 };
 
 struct Share {
-  int64_t before = 0;  // what it has done when the last turns begin
-  int64_t load = 0;    // and what it will have done in the end
-  std::vector<int> turns;
+  int64_t before = 0;  // time at which the worker starts its tail
+  int64_t load = 0;    // time at which it ends it
+  std::vector<int> tiles;
 };
 
 struct Exchange {
-  int64_t load = 0;  // of the busier of the two afterwards
+  int64_t load = 0;  // of the busier of the two workers afterwards
   size_t with = 0;
   size_t given = 0;
   size_t taken = 0;  // of `with`; past the end: nothing
 };
 
-// The best that the busiest can do with one other.
+// The best exchange of the busiest worker with one other.
 Exchange best_exchange(const std::vector<Share>& shares, size_t busiest,
-                       const std::vector<Turn>& turns) {
+                       const std::vector<WorkTile>& tiles) {
   std::vector<size_t> by_load(shares.size());
   std::iota(by_load.begin(), by_load.end(), 0);
   std::sort(by_load.begin(), by_load.end(), [&](size_t a, size_t b) {
@@ -64,13 +65,13 @@ Exchange best_exchange(const std::vector<Share>& shares, size_t busiest,
   Exchange best{busy.load, busiest, 0, 0};
   for (const size_t with : by_load) {
     const Share& other = shares[with];
-    // With nobody can it do better than to share evenly, and those that follow have more.
+    // An exchange can at best share evenly, and the workers that follow have more load.
     if (busy.load + other.load >= 2 * best.load) break;
     const int64_t gap = busy.load - other.load;
-    for (size_t given = 0; given < busy.turns.size(); ++given) {
-      for (size_t taken = 0; taken <= other.turns.size(); ++taken) {
-        const int64_t back = taken < other.turns.size() ? turns[other.turns[taken]].length : 0;
-        const int64_t moved = turns[busy.turns[given]].length - back;
+    for (size_t given = 0; given < busy.tiles.size(); ++given) {
+      for (size_t taken = 0; taken <= other.tiles.size(); ++taken) {
+        const int64_t back = taken < other.tiles.size() ? tiles[other.tiles[taken]].duration : 0;
+        const int64_t moved = tiles[busy.tiles[given]].duration - back;
         if (moved <= 0 || moved >= gap) continue;
         const int64_t load = std::max(busy.load - moved, other.load + moved);
         if (load < best.load) best = {load, with, given, taken};
@@ -80,98 +81,100 @@ Exchange best_exchange(const std::vector<Share>& shares, size_t busiest,
   return best;
 }
 
-void even_out(std::vector<Share>& shares, const std::vector<Turn>& turns) {
+// Local search: the busiest worker exchanges one tile for none or a shorter one, until no exchange
+// helps.
+void exchange_tiles(std::vector<Share>& shares, const std::vector<WorkTile>& tiles) {
   const auto lighter = [](const Share& a, const Share& b) { return a.load < b.load; };
   int64_t sum = 0;
   for (const Share& share : shares) sum += share.load;
   const int64_t even = sum / static_cast<int64_t>(shares.size());
-  for (int i = 0; i < kMostExchanges; ++i) {
+  for (int i = 0; i < kMaxExchanges; ++i) {
     const size_t busiest = std::max_element(shares.begin(), shares.end(), lighter) - shares.begin();
     if (shares[busiest].load <= even + even / kEvenEnough) return;
-    const Exchange best = best_exchange(shares, busiest, turns);
+    const Exchange best = best_exchange(shares, busiest, tiles);
     if (best.with == busiest) return;
     Share &busy = shares[busiest], &other = shares[best.with];
-    const int given = busy.turns[best.given];
-    int64_t moved = turns[given].length;
-    busy.turns.erase(busy.turns.begin() + best.given);
-    if (best.taken < other.turns.size()) {
-      const int taken = other.turns[best.taken];
-      moved -= turns[taken].length;
-      other.turns.erase(other.turns.begin() + best.taken);
-      busy.turns.push_back(taken);
+    const int given = busy.tiles[best.given];
+    int64_t moved = tiles[given].duration;
+    busy.tiles.erase(busy.tiles.begin() + best.given);
+    if (best.taken < other.tiles.size()) {
+      const int taken = other.tiles[best.taken];
+      moved -= tiles[taken].duration;
+      other.tiles.erase(other.tiles.begin() + best.taken);
+      busy.tiles.push_back(taken);
     }
-    other.turns.push_back(given);
+    other.tiles.push_back(given);
     busy.load -= moved;
     other.load += moved;
   }
 }
 
-// With turns before `first` where they are. How long that takes: `end`.
-std::vector<uint16_t> evened_out(const std::vector<Turn>& turns, int64_t num_takers, int64_t first,
-                                 int64_t& end) {
-  const int64_t count = turns.size();
-  std::vector<Share> shares(num_takers);
-  Takers takers(num_takers);
-  for (int64_t turn = 0; turn < count; ++turn) {
-    const auto [taker, taken_until] = takers.take(turns[turn]);
-    Share& share = shares[taker];
-    if (turn < first) {
-      share.before = share.load = taken_until;
+// An order of the tiles from `first` on; `end`: its makespan.
+std::vector<uint16_t> rebalanced(const std::vector<WorkTile>& tiles, int64_t num_workers,
+                                 int64_t first, int64_t& end) {
+  const int64_t count = tiles.size();
+  std::vector<Share> shares(num_workers);
+  Workers workers(num_workers);
+  for (int64_t tile = 0; tile < count; ++tile) {
+    const auto [worker, busy_until] = workers.assign(tiles[tile]);
+    Share& share = shares[worker];
+    if (tile < first) {
+      share.before = share.load = busy_until;
     } else {
-      share.load += turns[turn].length;
-      share.turns.push_back(static_cast<int>(turn));
+      share.load += tiles[tile].duration;
+      share.tiles.push_back(static_cast<int>(tile));
     }
   }
-  even_out(shares, turns);
+  exchange_tiles(shares, tiles);
 
-  // Handed out in the order in which they begin, turns go to whom they were given.
+  // Taken in the order in which they start, tiles go to the workers that the search gave them to.
   std::vector<std::pair<int64_t, int>> begins;
   for (Share& share : shares) {
-    std::sort(share.turns.begin(), share.turns.end());
+    std::sort(share.tiles.begin(), share.tiles.end());
     int64_t begin = share.before;
-    for (const int turn : share.turns) {
-      begins.emplace_back(begin, turn);
-      begin += turns[turn].length;
+    for (const int tile : share.tiles) {
+      begins.emplace_back(begin, tile);
+      begin += tiles[tile].duration;
     }
   }
   std::sort(begins.begin(), begins.end());
-  // Of equal turns, the first comes first: what it needs has been there for longest.
+  // Of equal tiles the first comes first: its keys arrive first.
   std::map<int, std::vector<int64_t>> equal;
-  for (int64_t turn = count - 1; turn >= first; --turn) equal[turns[turn].length].push_back(turn);
+  for (int64_t tile = count - 1; tile >= first; --tile) equal[tiles[tile].duration].push_back(tile);
   std::vector<uint16_t> order;
-  std::vector<Turn> reordered(turns.begin(), turns.begin() + first);
-  for (const auto& [begin, turn] : begins) {
-    std::vector<int64_t>& left = equal[turns[turn].length];
+  std::vector<WorkTile> reordered(tiles.begin(), tiles.begin() + first);
+  for (const auto& [begin, tile] : begins) {
+    std::vector<int64_t>& left = equal[tiles[tile].duration];
     order.push_back(static_cast<uint16_t>(left.back() - first));
-    reordered.push_back(turns[left.back()]);
+    reordered.push_back(tiles[left.back()]);
     left.pop_back();
   }
-  end = time_of_turns(reordered, num_takers);
+  end = makespan(reordered, num_workers);
   return order;
 }
 
 }  // namespace
 
-int64_t time_of_turns(const std::vector<Turn>& turns, int64_t num_takers) {
-  Takers takers(num_takers);
-  for (const Turn& turn : turns) takers.take(turn);
-  return takers.end();
+int64_t makespan(const std::vector<WorkTile>& tiles, int64_t num_workers) {
+  Workers workers(num_workers);
+  for (const WorkTile& tile : tiles) workers.assign(tile);
+  return workers.end();
 }
 
-std::vector<uint16_t> order_of_last_turns(const std::vector<Turn>& turns, int64_t num_takers,
-                                          int64_t most) {
-  const int64_t count = turns.size();
-  int64_t first = std::max<int64_t>(0, count - std::min<int64_t>(most, UINT16_MAX));
+std::vector<uint16_t> rebalance_tail(const std::vector<WorkTile>& tiles, int64_t num_workers,
+                                     int64_t max_tail) {
+  const int64_t count = tiles.size();
+  int64_t first = std::max<int64_t>(0, count - std::min<int64_t>(max_tail, UINT16_MAX));
   std::vector<uint16_t> best;
-  int64_t best_end = time_of_turns(turns, num_takers);
-  const auto gains = [&](int64_t end) { return (best_end - end) * kLeastGain > best_end; };
+  int64_t best_end = makespan(tiles, num_workers);
+  const auto gains = [&](int64_t end) { return (best_end - end) * kMinGain > best_end; };
   int64_t sum = 0;
-  for (const Turn& turn : turns) sum += turn.length;
-  const int64_t even = sum / num_takers;  // no order ends sooner
-  // The more may be moved, the more evenly they end, but what a turn needs may not be there yet.
-  for (int i = 0; i < kMostTries && first < count && gains(even); ++i, first += num_takers) {
+  for (const WorkTile& tile : tiles) sum += tile.duration;
+  const int64_t even = sum / num_workers;  // no order has a smaller makespan
+  // With more tiles to exchange workers end more evenly, but keys of a tile may not have arrived.
+  for (int i = 0; i < kMaxTries && first < count && gains(even); ++i, first += num_workers) {
     int64_t end = 0;
-    std::vector<uint16_t> order = evened_out(turns, num_takers, first, end);
+    std::vector<uint16_t> order = rebalanced(tiles, num_workers, first, end);
     if (!gains(end)) continue;
     best = std::move(order);
     best_end = end;
@@ -179,11 +182,11 @@ std::vector<uint16_t> order_of_last_turns(const std::vector<Turn>& turns, int64_
   return best;
 }
 
-std::vector<Turn> with_last_in_order(const std::vector<Turn>& turns,
-                                     const std::vector<uint16_t>& order) {
-  std::vector<Turn> result(turns.begin(), turns.end() - order.size());
+std::vector<WorkTile> with_tail_order(const std::vector<WorkTile>& tiles,
+                                      const std::vector<uint16_t>& order) {
+  std::vector<WorkTile> result(tiles.begin(), tiles.end() - order.size());
   const size_t first = result.size();
-  for (const uint16_t i : order) result.push_back(turns[first + i]);
+  for (const uint16_t i : order) result.push_back(tiles[first + i]);
   return result;
 }
 

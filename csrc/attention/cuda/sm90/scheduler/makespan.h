@@ -6,30 +6,30 @@
 
 #include "core/export.h"
 
-// Turns of a kernel whose thread blocks stay: each is handed out, in order, to whoever is free
-// first.
+// The schedule of a persistent kernel: work tiles in a list, each taken, in order, by the worker (a
+// cluster of thread blocks) that is free first. That is list scheduling (Graham, "Bounds on
+// multiprocessing timing anomalies", 1969), and with tiles from long to short its LPT rule.
 
 namespace ringattn {
 
 /// Times are in any unit.
-struct Turn {
-  int length;
-  int earliest_end = 0;  // whenever it begins: what it needs comes while others are taken
+struct WorkTile {
+  int duration;
+  int earliest_end = 0;  // whenever it starts: its keys arrive while other tiles are computed
 };
 
-/// How long it is until all turns are done.
-RINGATTN_API int64_t time_of_turns(const std::vector<Turn>& turns, int64_t num_takers);
+/// The time until all tiles are done.
+RINGATTN_API int64_t makespan(const std::vector<WorkTile>& tiles, int64_t num_workers);
 
-/// Turns taken in the order in which they lie end unevenly: of a few long ones each, who is done
-/// last has a good part of one left when the others have nothing more to take. An order of the last
-/// of them, `most` at the most, with which they end more evenly, found by a search: the i-th of
-/// these is turn turns.size() - result.size() + result[i]. Empty where it would gain a two
-/// hundredth or less.
-RINGATTN_API std::vector<uint16_t> order_of_last_turns(const std::vector<Turn>& turns,
-                                                       int64_t num_takers, int64_t most);
+/// An order of the last tiles, at most `max_tail`, with a smaller makespan, found by a local
+/// search: with few long tiles for each worker, the last worker to end otherwise has a good part of
+/// a tile left when the others find none. The i-th of the tail is tile tiles.size() - result.size()
+/// + result[i]. Empty where the gain would be 1 / 200 or less.
+RINGATTN_API std::vector<uint16_t> rebalance_tail(const std::vector<WorkTile>& tiles,
+                                                  int64_t num_workers, int64_t max_tail);
 
-/// Turns with the last of them in the order that order_of_last_turns found.
-RINGATTN_API std::vector<Turn> with_last_in_order(const std::vector<Turn>& turns,
-                                                  const std::vector<uint16_t>& order);
+/// The tiles with their tail in the order that rebalance_tail found.
+RINGATTN_API std::vector<WorkTile> with_tail_order(const std::vector<WorkTile>& tiles,
+                                                   const std::vector<uint16_t>& order);
 
 }  // namespace ringattn

@@ -8,69 +8,72 @@
 #include "attention/cuda/sm90/scheduler/makespan.h"
 #include "attention/cuda/sm90/scheduler/tile_scheduler.h"
 
-// How long turns are, and how early they can end. Plain C++.
+// Durations of work tiles, and how early they can end. Plain C++.
 
 namespace ringattn::cuda::sm90 {
 
-/// In halves of the time of a tile of block_q rows and its keys. (2 us, H200.)
-constexpr int begin_and_end(int block_q) { return block_q > 128 ? 4 : 3; }
+/// Prologue and epilogue of a query tile, in halves of the time it takes with one tile of keys. (2
+/// us, H200.)
+constexpr int tile_overhead(int block_q) { return block_q > 128 ? 4 : 3; }
 
-/// Turns as they lie in `order`, in halves of the time that a tile of block_q rows takes with
-/// block_k keys; one of fewer rows, for which not all consumers have something to do, takes less.
-/// Keys come in slices of `heads_per_slice` KV heads, of each all segments that are brought;
-/// `much`: brings_much.
-inline std::vector<Turn> turns_in_order(const BlockAttentionParams& p, const TileOrder& order,
-                                        int64_t heads_per_slice, bool much, int block_q,
-                                        int block_k, int64_t blocks) {
-  // Rows attended to a key by all blocks while one is brought: at D 128 on 132 SMs, 290 and 240
-  // GB/s.
-  const int64_t rows_per_brought = much ? 2560 : 3072;
+/// The work tiles in the scheduler's order, in halves of the time that block_q rows take with
+/// block_k keys; fewer rows, which leave consumers idle, take less. Keys are fetched by groups of
+/// `heads_per_group` KV heads, for each group all remote segments.
+inline std::vector<WorkTile> timed_work_tiles(const BlockAttentionParams& p,
+                                              const TileScheduler& scheduler,
+                                              int64_t heads_per_group, bool fetch_bound,
+                                              int block_q, int block_k, int64_t blocks) {
+  // Rows that all thread blocks attend to a key while one key is fetched: at D 128 on 132 SMs, 290
+  // and 240 GB/s.
+  const int64_t rows_per_fetched_key = fetch_bound ? 2560 : 3072;
   const int consumers = block_q / kConsumerRows;
-  const auto is_brought = [&](int i) { return p.segments[i].source.data != nullptr; };
+  const auto is_remote = [&](int i) { return p.segments[i].source.data != nullptr; };
   const auto arrival = [&](int segment, int64_t kv_head) {
-    const int64_t slice_begin = kv_head / heads_per_slice * heads_per_slice;
-    const int64_t heads = std::min(heads_per_slice, p.num_kv_heads - slice_begin);
-    int64_t keys = 0;  // brought by then
+    const int64_t group_begin = kv_head / heads_per_group * heads_per_group;
+    const int64_t heads = std::min(heads_per_group, p.num_kv_heads - group_begin);
+    int64_t keys = 0;  // fetched before
     for (int i = 0; i < p.num_segments; ++i) {
-      if (!is_brought(i)) continue;
-      const int64_t of_slice = i < segment ? heads : i == segment ? kv_head + 1 - slice_begin : 0;
-      keys += p.segments[i].num_keys * (slice_begin + of_slice);
+      if (!is_remote(i)) continue;
+      const int64_t of_group = i < segment ? heads : i == segment ? kv_head + 1 - group_begin : 0;
+      keys += p.segments[i].num_keys * (group_begin + of_group);
     }
-    return 2 * keys * p.batch * rows_per_brought / (int64_t{block_q} * block_k * blocks);
+    return 2 * keys * p.batch * rows_per_fetched_key / (int64_t{block_q} * block_k * blocks);
   };
 
-  std::vector<Turn> turns;
-  turns.reserve(order.turns);
-  for (int i = 0; i < order.turns; ++i) {
-    const TileOrder::Taken taken = order.taken(i, 0, block_q, p.num_queries);
-    const int64_t kv_head = taken.head / (p.num_heads / p.num_kv_heads) / p.batch;
-    const int rows = std::min(block_q, taken.turn_end - taken.first_row);
+  std::vector<WorkTile> tiles;
+  tiles.reserve(scheduler.num_tiles);
+  for (int i = 0; i < scheduler.num_tiles; ++i) {
+    const TileScheduler::Assignment assigned = scheduler.assignment(i, 0, block_q, p.num_queries);
+    const int64_t kv_head = assigned.head / (p.num_heads / p.num_kv_heads) / p.batch;
+    const int rows = std::min(block_q, assigned.work_tile_end - assigned.first_row);
     const int active = (rows + kConsumerRows - 1) / kConsumerRows;
-    Turn turn = {begin_and_end(block_q)};
-    // From the last segment on: what is left when it has come.
+    WorkTile tile = {tile_overhead(block_q)};
+    // From the last segment back: the duration is what remains to be done once the segment is
+    // there.
     for (int segment = p.num_segments - 1; segment >= 0; --segment) {
       const KeySegment& keys = p.segments[segment];
       const KeyBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
-      const int tiles = bounds.tiles_seen(taken.first_row, taken.turn_end, block_k);
-      if (tiles == 0) continue;
-      turn.length += 2 * tiles * time_of_parts(active) / time_of_parts(consumers);
-      if (!is_brought(segment)) continue;
-      const int64_t end = arrival(segment, kv_head) + turn.length;
-      turn.earliest_end =
-          std::max(turn.earliest_end, static_cast<int>(std::min<int64_t>(end, INT32_MAX)));
+      const int key_tiles =
+          bounds.visible_tiles(assigned.first_row, assigned.work_tile_end, block_k);
+      if (key_tiles == 0) continue;
+      tile.duration += 2 * key_tiles * warpgroups_cost(active) / warpgroups_cost(consumers);
+      if (!is_remote(segment)) continue;
+      const int64_t end = arrival(segment, kv_head) + tile.duration;
+      tile.earliest_end =
+          std::max(tile.earliest_end, static_cast<int>(std::min<int64_t>(end, INT32_MAX)));
     }
-    turns.push_back(turn);
+    tiles.push_back(tile);
   }
-  return turns;
+  return tiles;
 }
 
-/// How many turns at the end may change places. First come as many as are taken at one time, as
-/// they lie. Of many turns most do: those taken at one time are about the same heads, whose keys L2
+/// How many work tiles at the end rebalance_tail may reorder: not those that clusters take first,
+/// and of many tiles only the last. Tiles that run at the same time share heads, whose keys L2
 /// holds.
-inline int64_t most_last_turns(int64_t turns, int64_t clusters) {
-  constexpr int64_t kLastOfEach = 8;
+inline int64_t max_tail_tiles(int64_t num_tiles, int64_t clusters) {
+  constexpr int64_t kTailTilesPerCluster = 8;
   return std::max<int64_t>(
-      std::min({int64_t{kMostLastTurns}, kLastOfEach * clusters, turns - clusters}), 0);
+      std::min({int64_t{kMaxTailTiles}, kTailTilesPerCluster * clusters, num_tiles - clusters}), 0);
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -8,8 +8,8 @@
 #include "core/attention_tile.h"
 #include "core/ceil_div.h"
 
-// Which tiles of queries are attended together, and in which order all of them are. Plain C++: the
-// host decides, the kernel looks up.
+// Which tiles of queries run together, and in which order. Plain C++: the host computes the order,
+// the kernel looks it up.
 
 namespace ringattn::cuda::sm90 {
 
@@ -19,93 +19,95 @@ struct KeyBounds {
   int diagonal;
   int first_query;
 
-  /// That rows up to `rows_end` see something of, all of them on the side of `first_query` that
-  /// `row` is on.
-  constexpr int seen(int row, int rows_end) const {
+  /// Keys visible to rows up to `rows_end`, all of them on the side of `first_query` that `row` is
+  /// on.
+  constexpr int visible(int row, int rows_end) const {
     const int end = rows_end + diagonal;
     return row < first_query || end < 0 ? 0 : end < num_keys ? end : num_keys;
   }
   /// The same, in tiles of `block_k` keys.
-  constexpr int tiles_seen(int row, int rows_end, int block_k) const {
-    return (seen(row, rows_end) + block_k - 1) / block_k;
+  constexpr int visible_tiles(int row, int rows_end, int block_k) const {
+    return (visible(row, rows_end) + block_k - 1) / block_k;
   }
 };
 
-/// So many turns at the end, at the most, are taken in an order of their own (tile_cost.h).
-constexpr int kMostLastTurns = 1024;
+/// The most work tiles that rebalance_tail reorders.
+constexpr int kMaxTailTiles = 1024;
 
-constexpr int kConsumerRows = 64;  // of queries, that a warpgroup attends
+constexpr int kConsumerRows = 64;  // query rows of a warpgroup
 
-/// What a cluster takes in one turn, a tile for each of its thread blocks. All of them want the
-/// same keys, which come once: those that the last row sees something of.
-struct TurnShape {
-  int heads = 1;      // of one KV head: "a bundle"
-  int row_tiles = 1;  // of a head, next to each other
+/// A work tile: what a cluster takes at a time, one query tile for each of its thread blocks. All
+/// of them walk over the same keys, those visible to the last row, which are loaded once.
+struct WorkTileShape {
+  int heads = 1;      // a bundle: heads of one KV head
+  int row_tiles = 1;  // adjacent query tiles of a head
 
   constexpr int blocks() const { return heads * row_tiles; }
 };
 
-/// The order in which turns are taken. Queries from `split` on, which see more segments than those
-/// before it, come first; no turn has queries of both sides. Both parts go by slices of heads whose
-/// keys and values fit L2 together and, unless much is brought, arrive together; within a slice by
-/// length, the slice's heads next to each other. The last ones may be cut into parts of fewer rows:
-/// their first parts, then their second ones, and so on.
-struct TileOrder {
-  TurnShape shape;
-  int turns;              // of all clusters together, each part by itself
-  int whole_turns;        // those before the parts
-  int cut_turns;          // so many are
-  int part_rows;          // of one that is cut
-  int split;              // where the late part begins
-  int late_turns;         // from the split on
-  int late_row_turns;     // of one bundle, from the split on
-  int early_row_turns;    // of one bundle, before the split
-  int bundles;            // B * H / shape.heads
-  int bundles_per_slice;  // whole groups of H / H_kv heads
-  int slices;
+/// The order of the work tiles. Rows from `split` on ("late"), which see more segments than those
+/// before it ("early"), come first; no work tile has rows of both. Both go by groups of heads whose
+/// keys and values fit L2 together and, unless the call is fetch-bound, arrive together; within a
+/// group by duration, with the group's heads next to each other. The last work tiles may be cut
+/// into parts of fewer rows: all first parts, then all second ones, and so on.
+struct TileScheduler {
+  WorkTileShape shape;
+  int num_tiles;        // work tiles of all clusters; each part counts
+  int num_whole_tiles;  // before the parts
+  int num_cut_tiles;    // cut into parts
+  int cut_rows;         // of a part
+  int split;            // first late row
+  int num_late_tiles;
+  int late_tiles_per_bundle;
+  int early_tiles_per_bundle;
+  int num_bundles;        // B * H / shape.heads
+  int bundles_per_group;  // all heads of its KV heads
+  int num_groups;
 
-  struct Taken {
-    int first_row;  // of the tile; not before turn_end: the tile has no rows
-    int turn_end;   // of all the turn's rows
-    int head;       // of B * H
+  /// The query tile of one thread block.
+  struct Assignment {
+    int first_row;      // work_tile_end or more: it has no rows
+    int work_tile_end;  // end of the work tile's rows
+    int head;           // of B * H
   };
-  /// The tile that thread block `rank` of a cluster takes, of a turn that there is.
-  constexpr Taken taken(int turn, int rank, int block_q, int num_queries) const {
+  /// For thread block `rank` of the cluster that takes `work_tile`, in [0, num_tiles).
+  constexpr Assignment assignment(int work_tile, int rank, int block_q, int num_queries) const {
     int part = 0;
-    for (; turn >= whole_turns + cut_turns; turn -= cut_turns) ++part;
-    const bool is_cut = turn >= whole_turns;
-    const bool is_late = turn < late_turns;
-    const int in_part = is_late ? turn : turn - late_turns;
-    const int row_turns = is_late ? late_row_turns : early_row_turns;
-    const int slice = in_part / (bundles_per_slice * row_turns);
-    const int in_slice = in_part - slice * bundles_per_slice * row_turns;
-    const int first_bundle = slice * bundles_per_slice;
-    const int left = bundles - first_bundle;
-    const int in_row = bundles_per_slice < left ? bundles_per_slice : left;
-    const int turns_before = in_slice / in_row;
-    // Slices are walked longest tile first, shortest first, and so on; the last one longest first.
-    const bool longest_first = (slices - 1 - slice) % 2 == 0;
-    const int row_turn = longest_first ? row_turns - 1 - turns_before : turns_before;
-    const int bundle = first_bundle + in_slice - turns_before * in_row;
-    const int turn_rows = shape.row_tiles * block_q;
-    const int whole_begin = (is_late ? split : 0) + row_turn * turn_rows;
-    const int turn_begin = whole_begin + part * part_rows;
-    int turn_end = is_late ? num_queries : split;
-    if (turn_end > whole_begin + turn_rows) turn_end = whole_begin + turn_rows;
-    if (is_cut && turn_end > turn_begin + part_rows) turn_end = turn_begin + part_rows;
+    for (; work_tile >= num_whole_tiles + num_cut_tiles; work_tile -= num_cut_tiles) ++part;
+    const bool is_cut = work_tile >= num_whole_tiles;
+    const bool is_late = work_tile < num_late_tiles;
+    const int in_half = is_late ? work_tile : work_tile - num_late_tiles;
+    const int tiles_per_bundle = is_late ? late_tiles_per_bundle : early_tiles_per_bundle;
+    const int group = in_half / (bundles_per_group * tiles_per_bundle);
+    const int in_group = in_half - group * bundles_per_group * tiles_per_bundle;
+    const int first_bundle = group * bundles_per_group;
+    const int left = num_bundles - first_bundle;
+    const int in_row = bundles_per_group < left ? bundles_per_group : left;
+    const int tiles_before = in_group / in_row;
+    // Groups go alternately from the longest tile to the shortest and back; the last one begins
+    // with its longest.
+    const bool longest_first = (num_groups - 1 - group) % 2 == 0;
+    const int bundle_tile = longest_first ? tiles_per_bundle - 1 - tiles_before : tiles_before;
+    const int bundle = first_bundle + in_group - tiles_before * in_row;
+    const int work_tile_rows = shape.row_tiles * block_q;
+    const int whole_begin = (is_late ? split : 0) + bundle_tile * work_tile_rows;
+    const int begin = whole_begin + part * cut_rows;
+    int end = is_late ? num_queries : split;
+    if (end > whole_begin + work_tile_rows) end = whole_begin + work_tile_rows;
+    if (is_cut && end > begin + cut_rows) end = begin + cut_rows;
     const int row_tile = rank / shape.heads;
-    return {turn_begin + row_tile * block_q, turn_end,
-            bundle * shape.heads + rank - row_tile * shape.heads};
+    return {begin + row_tile * block_q, end, bundle * shape.heads + rank - row_tile * shape.heads};
   }
 };
 
-/// In so many parts of one size, the last one perhaps smaller: the size.
-inline int64_t in_equal_parts(int64_t all, int64_t part) {
-  return ceil_div(all, ceil_div(all, part));
+/// The size of a part when `all` is divided into equal parts of at most `max_part`; the last one
+/// may be smaller.
+inline int64_t equal_part(int64_t all, int64_t max_part) {
+  return ceil_div(all, ceil_div(all, max_part));
 }
 
-/// Whether keys are brought while the kernel runs.
-inline bool brings(const BlockAttentionParams& p) {
+/// Whether the kernel fetches keys while it runs.
+inline bool has_remote_segments(const BlockAttentionParams& p) {
   return std::any_of(p.segments, p.segments + p.num_segments,
                      [](const KeySegment& keys) { return keys.source.data != nullptr; });
 }
@@ -117,133 +119,141 @@ inline int split_of(const BlockAttentionParams& p) {
   return std::min(split, p.num_queries);
 }
 
-/// Tiles of keys that thread blocks walk over for all rows of one head.
+/// Tiles of keys that thread blocks process for all rows of one head.
 inline int64_t tiles_walked(const BlockAttentionParams& p, int row_tiles, int block_q,
                             int block_k) {
-  const int split = split_of(p), turn_rows = row_tiles * block_q;
+  const int split = split_of(p), work_tile_rows = row_tiles * block_q;
   int64_t walked = 0;
   for (int begin = 0, end; begin < p.num_queries; begin = end) {
-    end = begin + std::min(turn_rows, (begin < split ? split : p.num_queries) - begin);
+    end = begin + std::min(work_tile_rows, (begin < split ? split : p.num_queries) - begin);
     for (int i = 0; i < p.num_segments; ++i) {
       const KeySegment& keys = p.segments[i];
       const KeyBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
-      walked += int64_t{row_tiles} * bounds.tiles_seen(begin, end, block_k);
+      walked += int64_t{row_tiles} * bounds.visible_tiles(begin, end, block_k);
     }
   }
   return walked;
 }
 
-/// Whether keys are brought in such numbers that the kernel might wait for them: for every so many
-/// tiles of 128 rows and keys that are walked over, one. (At D 128 on 132 SMs, 160 and 96 GB/s.) Of
-/// few keys altogether, the first ones are what is waited for.
-inline bool brings_much(const BlockAttentionParams& p) {
-  constexpr int64_t kWalkedPerBrought = 36, kWalkedPerBroughtOfMany = 60;
+/// Whether the kernel may wait for fetched keys: one tile of them for at most so many tiles of 128
+/// rows and keys that it processes. (At D 128 on 132 SMs, 160 and 96 GB/s.) With few keys in all,
+/// only the first ones are waited for.
+inline bool is_fetch_bound(const BlockAttentionParams& p) {
+  constexpr int64_t kWalkedPerFetched = 36, kWalkedPerFetchedOfMany = 60;
   constexpr int64_t kManyBytes = int64_t{64} << 20, kElementBytes = 2;
   constexpr int kTile = 128;
-  int64_t brought = 0;  // of a KV head
+  int64_t fetched = 0;  // tiles of a KV head
   for (int i = 0; i < p.num_segments; ++i) {
-    if (p.segments[i].source.data != nullptr) brought += ceil_div(p.segments[i].num_keys, kTile);
+    if (p.segments[i].source.data != nullptr) fetched += ceil_div(p.segments[i].num_keys, kTile);
   }
-  const int64_t bytes = brought * kTile * p.head_dim * kElementBytes * 2 * p.num_kv_heads * p.batch;
-  const int64_t most_walked =
-      brought * (bytes < kManyBytes ? kWalkedPerBrought : kWalkedPerBroughtOfMany);
-  return most_walked > tiles_walked(p, 1, kTile, kTile) * (p.num_heads / p.num_kv_heads);
+  const int64_t bytes = fetched * kTile * p.head_dim * kElementBytes * 2 * p.num_kv_heads * p.batch;
+  const int64_t max_walked =
+      fetched * (bytes < kManyBytes ? kWalkedPerFetched : kWalkedPerFetchedOfMany);
+  return max_walked > tiles_walked(p, 1, kTile, kTile) * (p.num_heads / p.num_kv_heads);
 }
 
-/// A tile alone takes one of so many parts longer than one that shares its keys.
-constexpr int64_t kAloneCosts = 32;
+/// A tile alone takes 1 / 32 longer than one of a pair that shares keys.
+constexpr int64_t kUnpairedCost = 32;
 
-/// What two thread blocks that share keys and values take: two heads of one KV head, or, where
-/// these are odd in number, two row tiles of a head. One tile alone where sharing would not pay.
-inline TurnShape shape_of_pairs(const BlockAttentionParams& p, int block_q, int block_k) {
-  constexpr int64_t kFewestKeys = 2048;
+/// The work tile of two thread blocks that share keys and values: two heads of one KV head or,
+/// where their number is odd, two row tiles of a head. A single tile where sharing would not pay.
+inline WorkTileShape pair_shape(const BlockAttentionParams& p, int block_q, int block_k) {
+  constexpr int64_t kMinKeys = 2048;
   int64_t num_keys = 0;
   for (int i = 0; i < p.num_segments; ++i) num_keys += p.segments[i].num_keys;
-  if (num_keys < kFewestKeys) return {};
+  if (num_keys < kMinKeys) return {};
   if (p.num_heads / p.num_kv_heads % 2 == 0) return {2, 1};
-  // The tile with the earlier rows walks over keys that only the other one sees, and of an odd
-  // number of tiles one has no other. That may cost what sharing saves, and several times that
-  // where L2 is busy with keys that are brought.
-  const int64_t most_more = brings(p) ? 4 : kAloneCosts;
+  // The tile with the earlier rows processes keys that only the other one sees, and an odd number
+  // of tiles leaves one unpaired. That may cost what sharing saves, and several times that where L2
+  // is busy with fetched keys.
+  const int64_t max_extra = has_remote_segments(p) ? 4 : kUnpairedCost;
   const int64_t alone = tiles_walked(p, 1, block_q, block_k);
   const int64_t in_pairs = tiles_walked(p, 2, block_q, block_k);
-  return (in_pairs - alone) * most_more <= alone ? TurnShape{1, 2} : TurnShape{};
+  return (in_pairs - alone) * max_extra <= alone ? WorkTileShape{1, 2} : WorkTileShape{};
 }
 
-/// Whether all turns walk over all keys.
-inline bool all_see_all(const BlockAttentionParams& p, const TileOrder& order, int block_q) {
-  const int first_end = std::min(order.shape.row_tiles * block_q, p.num_queries);
-  return order.split == 0 &&
+/// Whether all work tiles process all keys.
+inline bool all_see_all(const BlockAttentionParams& p, const TileScheduler& scheduler,
+                        int block_q) {
+  const int first_end = std::min(scheduler.shape.row_tiles * block_q, p.num_queries);
+  return scheduler.split == 0 &&
          std::all_of(p.segments, p.segments + p.num_segments, [&](const KeySegment& keys) {
            const KeyBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
-           return bounds.seen(0, first_end) == keys.num_keys;
+           return bounds.visible(0, first_end) == keys.num_keys;
          });
 }
 
-/// Turns that are all equally long leave clusters idle when the last ones are taken, unless they
-/// come to whole rounds. Cut, these are done sooner, by all: in parts of as few rows as there are
-/// clusters for. Not for all consumers of a part there is something to do, so in the rounds before
-/// it would not pay.
-inline void cut_last_turns(const BlockAttentionParams& p, int block_q, int blocks,
-                           TileOrder& order) {
-  const int clusters = blocks / order.shape.blocks(), last = order.turns % clusters;
-  if (last == 0 || order.shape.row_tiles > 1 || !all_see_all(p, order, block_q)) return;
-  // Turns that rows do not fill, one for each bundle, stay as they are: the first ones of a slice.
-  const int last_bundles = order.bundles - (order.slices - 1) * order.bundles_per_slice;
+/// Equally long work tiles leave clusters idle in the last round, unless it is a full one. Cut into
+/// parts, of as few rows as there are clusters for, the last tiles are done sooner by all clusters.
+/// Parts leave consumers idle, so that cutting would not pay in earlier rounds.
+inline void cut_tail(const BlockAttentionParams& p, int block_q, int blocks,
+                     TileScheduler& scheduler) {
+  const int clusters = blocks / scheduler.shape.blocks(), last = scheduler.num_tiles % clusters;
+  if (last == 0 || scheduler.shape.row_tiles > 1 || !all_see_all(p, scheduler, block_q)) return;
+  // Tiles that rows do not fill, one for each bundle, are not cut: they come first in their group.
+  const int last_bundles =
+      scheduler.num_bundles - (scheduler.num_groups - 1) * scheduler.bundles_per_group;
   if (last > last_bundles * (p.num_queries / block_q)) return;
   const int consumers = block_q / kConsumerRows, left_rows = p.num_queries % block_q;
-  const int idle = left_rows == 0 ? 0 : (block_q - left_rows) / kConsumerRows;  // in one of these
+  const int idle =
+      left_rows == 0 ? 0 : (block_q - left_rows) / kConsumerRows;  // consumers in one of these
   for (int active = 1; active < consumers; ++active) {
     const int parts = static_cast<int>(ceil_div(consumers, active));
-    // Whole, the last ones would begin earlier by what these save, shared among them; parts end
-    // earlier by what they save.
-    if (last * parts > clusters || last * (consumers - active) <= order.bundles * idle) continue;
-    order.whole_turns = order.turns - last;
-    order.cut_turns = last;
-    order.part_rows = active * kConsumerRows;
-    order.turns = order.whole_turns + last * parts;
+    // Whole tiles would start earlier by the share of time that the unfilled ones save; parts end
+    // earlier by what cutting saves.
+    if (last * parts > clusters || last * (consumers - active) <= scheduler.num_bundles * idle)
+      continue;
+    scheduler.num_whole_tiles = scheduler.num_tiles - last;
+    scheduler.num_cut_tiles = last;
+    scheduler.cut_rows = active * kConsumerRows;
+    scheduler.num_tiles = scheduler.num_whole_tiles + last * parts;
     return;
   }
 }
 
-/// Slices of equal numbers of KV heads whose keys and values take a third of L2 or less. Where keys
-/// are brought: none wider than what the first tiles, of `blocks` thread blocks, are about
-/// (`heads_at_once`).
-inline TileOrder tile_order(const BlockAttentionParams& p, TurnShape shape, int block_q,
-                            int l2_bytes, int blocks, int64_t& heads_at_once) {
+/// Groups of equal numbers of KV heads whose keys and values take a third of L2 or less. With
+/// remote segments, a group has at most the KV heads (`heads_at_once`) that the first tiles of
+/// `blocks` thread blocks cover.
+inline TileScheduler make_tile_scheduler(const BlockAttentionParams& p, WorkTileShape shape,
+                                         int block_q, int l2_bytes, int blocks,
+                                         int64_t& heads_at_once) {
   constexpr int kElementBytes = 2;
   int64_t num_keys = 1;
   for (int i = 0; i < p.num_segments; ++i) num_keys += p.segments[i].num_keys;
-  const int turn_rows = shape.row_tiles * block_q;
-  TileOrder order;
-  order.shape = shape;
-  order.split = split_of(p);
-  order.late_row_turns = static_cast<int>(ceil_div(p.num_queries - order.split, turn_rows));
-  order.early_row_turns = static_cast<int>(ceil_div(order.split, turn_rows));
+  const int work_tile_rows = shape.row_tiles * block_q;
+  TileScheduler scheduler;
+  scheduler.shape = shape;
+  scheduler.split = split_of(p);
+  scheduler.late_tiles_per_bundle =
+      static_cast<int>(ceil_div(p.num_queries - scheduler.split, work_tile_rows));
+  scheduler.early_tiles_per_bundle = static_cast<int>(ceil_div(scheduler.split, work_tile_rows));
 
   const int heads_per_kv_head = p.num_heads / p.num_kv_heads;
   heads_at_once = p.num_kv_heads;
-  if (brings(p)) {
-    const int64_t row_tiles = int64_t{std::max(order.late_row_turns, 1)} * shape.row_tiles;
+  if (has_remote_segments(p)) {
+    const int64_t row_tiles =
+        int64_t{std::max(scheduler.late_tiles_per_bundle, 1)} * shape.row_tiles;
     const int64_t tiles = row_tiles * heads_per_kv_head * p.batch;  // of a KV head
     heads_at_once = std::clamp<int64_t>((blocks + tiles / 2) / tiles, 1, p.num_kv_heads);
-    heads_at_once = in_equal_parts(p.num_kv_heads, heads_at_once);
+    heads_at_once = equal_part(p.num_kv_heads, heads_at_once);
   }
   const int64_t kv_head_bytes = int64_t{2} * num_keys * p.head_dim * kElementBytes;
   const int64_t fitting =
       std::clamp<int64_t>(l2_bytes / 3 / kv_head_bytes, 1, p.batch * heads_at_once);
-  const int64_t kv_heads_per_slice = in_equal_parts(int64_t{p.batch} * p.num_kv_heads, fitting);
+  const int64_t kv_heads_per_group = equal_part(int64_t{p.batch} * p.num_kv_heads, fitting);
 
   const int bundles_per_kv_head = heads_per_kv_head / shape.heads;
-  order.bundles = p.batch * p.num_kv_heads * bundles_per_kv_head;
-  order.bundles_per_slice = static_cast<int>(kv_heads_per_slice) * bundles_per_kv_head;
-  order.slices = (order.bundles + order.bundles_per_slice - 1) / order.bundles_per_slice;
-  order.late_turns = order.late_row_turns * order.bundles;
-  order.turns = order.late_turns + order.early_row_turns * order.bundles;
-  order.whole_turns = order.turns;
-  order.cut_turns = order.part_rows = 0;
-  cut_last_turns(p, block_q, blocks, order);
-  return order;
+  scheduler.num_bundles = p.batch * p.num_kv_heads * bundles_per_kv_head;
+  scheduler.bundles_per_group = static_cast<int>(kv_heads_per_group) * bundles_per_kv_head;
+  scheduler.num_groups =
+      (scheduler.num_bundles + scheduler.bundles_per_group - 1) / scheduler.bundles_per_group;
+  scheduler.num_late_tiles = scheduler.late_tiles_per_bundle * scheduler.num_bundles;
+  scheduler.num_tiles =
+      scheduler.num_late_tiles + scheduler.early_tiles_per_bundle * scheduler.num_bundles;
+  scheduler.num_whole_tiles = scheduler.num_tiles;
+  scheduler.num_cut_tiles = scheduler.cut_rows = 0;
+  cut_tail(p, block_q, blocks, scheduler);
+  return scheduler;
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -4,10 +4,10 @@
 #include <cmath>
 #include <cstdint>
 
-#include "lanes.h"
+#include "device_emulator.h"
 
-// In place of csrc/attention/cuda/numeric.cuh where a test runs device code on lanes.h:
-// instructions of the device that a host does not have.
+// In place of csrc/attention/cuda/numeric.cuh where a test emulates device code: instructions of
+// the device that a host does not have.
 
 namespace ringattn::cuda {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 // In place of csrc/attention/cuda/sm90/ptx/instruction_order.cuh where a test runs device code on
-// lanes.h.
+// device_emulator.h.
 
 namespace ringattn::cuda::sm90 {
 
