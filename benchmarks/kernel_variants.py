@@ -119,7 +119,7 @@ class Case:
     causal: bool
     fold: bool = False
     ranks: int = 1
-    there: bool = False  # a ring's blocks need not be brought
+    there: bool = False  # a ring's blocks are local, not fetched
 
     @classmethod
     def of(cls, text: str) -> Case:

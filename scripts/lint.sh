@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# scripts/lint.sh [--fix] [tool] [files]: clang-format, ruff (check and format), mypy on the package and
-# the include rule; every file unless some are named. `scripts/lint.sh clang-tidy` is apart: it takes
-# minutes, and needs the compile_commands.json of a build.
+# scripts/lint.sh [--fix] [tool] [files]: clang-format, ruff (check and format), mypy on the package, the
+# include rule and the retired words; every file unless some are named. `scripts/lint.sh clang-tidy` is
+# apart: it takes minutes, and needs the compile_commands.json of a build.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-usage="usage: scripts/lint.sh [--fix] [clang-format|ruff|mypy|includes|clang-tidy] [files]"
+usage="usage: scripts/lint.sh [--fix] [clang-format|ruff|mypy|includes|words|clang-tidy] [files]"
 fix=
 if [ "${1:-}" = --fix ]; then
   fix=1
   shift
 fi
-tools=(clang-format ruff mypy includes)
+tools=(clang-format ruff mypy includes words)
 case "${1:-}" in
   '') ;;
-  clang-format | ruff | mypy | includes | clang-tidy) tools=("$1") && shift ;;
+  clang-format | ruff | mypy | includes | words | clang-tidy) tools=("$1") && shift ;;
   -h | --help) echo "$usage" && exit ;;
   *)
     echo "lint: tool must be one of these, got $1; $usage" >&2
@@ -70,6 +70,8 @@ run_mypy() {
 }
 
 run_includes() { python3 scripts/check_includes.py; }
+
+run_words() { python3 scripts/check_words.py; }
 
 # A limit on the whole run: a slow machine is no reason to fail.
 run_clang_tidy() {

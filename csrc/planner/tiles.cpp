@@ -231,14 +231,14 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
                      [&](int64_t a, int64_t b) { return best_ms[a] < best_ms[b]; });
     const int64_t giver = by_time.back();
     by_time.pop_back();
-    for (const int64_t taker : by_time) {
+    for (const int64_t receiver : by_time) {
       // The last step is all that it has.
       const int64_t max_step = std::min(kMaxSteps * kStep, from.length(giver) + kStep - 1);
       for (int64_t step = kStep; step <= max_step && spent < kBudget; step += kStep) {
         const int64_t tokens = std::min(step, from.length(giver));
         Ranks lengths = from.lengths();
         lengths[giver] -= tokens;
-        lengths[taker] += tokens;
+        lengths[receiver] += tokens;
         take_if_better(lengths, from.order());
       }
     }

@@ -20,7 +20,7 @@ class StepTiming:
     source: int  #: the rank that owns the block
     kind: str  #: "own" or "remote"
     attention_ms: float  #: computing; 0 where nothing is visible
-    transfer_ms: float  #: bringing the block here; 0 for the own one
+    transfer_ms: float  #: of the transfer of the block; 0 for the own one
     wait_ms: float  #: attention stood still because the block was not here yet
     flops: float = 0.0  #: operations of the attention; repetitions do not count
 

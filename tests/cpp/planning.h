@@ -23,9 +23,9 @@ constexpr Layout kLayouts[] = {Layout::kZigzag, Layout::kContiguous};
 /// Of 8 ranks and a million tokens; with sanitizers, which slow everything down, much less is
 /// asked.
 #ifdef __SANITIZE_ADDRESS__
-constexpr double kMostPlanningMs = 50.0;
+constexpr double kMaxPlanningMs = 50.0;
 #else
-constexpr double kMostPlanningMs = 5.0;
+constexpr double kMaxPlanningMs = 5.0;
 #endif
 
 inline double slowest(const std::vector<double>& ms) {

@@ -269,7 +269,7 @@ inline bool can_run() {
     params.segments = &segment;
     params.num_segments = 1;
     params.head_dim = 64;
-    if (ringattn::cuda::attends_segments(params)) return true;
+    if (ringattn::cuda::supports_segment_lists(params)) return true;
   }
   WARN("no device with kernels for lists of segments: skipped");
   return false;

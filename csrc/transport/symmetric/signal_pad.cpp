@@ -86,7 +86,7 @@ std::unique_ptr<PeerHostMemory> share_host_memory(RingGroup& group, c10::Device 
   } catch (const c10::DistBackendError&) {
     throw;  // a rank is gone
   } catch (const c10::Error&) {
-    device_memory.close_others();
+    device_memory.close_peers();
     group.exchange("");
     throw;
   }

@@ -11,7 +11,7 @@
 #include "peer_sync/spin_wait.cuh"
 #include "swizzle.h"
 
-// A thread block reads what another one brings while both run.
+// A thread block reads what another one fetches while both run.
 
 namespace {
 
@@ -25,9 +25,9 @@ constexpr int kBoxRows = 64, kBoxElements = kBoxRows * kSwizzledColumns;
 constexpr int kBoxBytes = 2 * kBoxElements;
 constexpr int kFetchBufferBytes = 1024, kFetchBuffers = kBoxBytes / kFetchBufferBytes;
 
-/// Box after box, parcel after parcel through shared memory, each counted when it is there.
-__device__ void bring(const uint16_t* from, uint16_t* to, uint32_t* counts) {
-  __shared__ __align__(128) unsigned char parcel[kFetchBufferBytes];
+/// Box after box through a fetch buffer in shared memory, each counted once it has arrived.
+__device__ void fetch_boxes(const uint16_t* from, uint16_t* to, uint32_t* counts) {
+  __shared__ __align__(128) unsigned char buffer[kFetchBufferBytes];
   __shared__ uint64_t barrier_memory;
   const uint32_t barrier = shared_address(&barrier_memory);
   init_barrier(barrier, 1);
@@ -36,16 +36,16 @@ __device__ void bring(const uint16_t* from, uint16_t* to, uint32_t* counts) {
     if (i % kFetchBuffers == 0) __nanosleep(i / kFetchBuffers % 4 * 20000);
     const int64_t at = int64_t{i} * (kFetchBufferBytes / 2);
     arrive_expecting(barrier, kFetchBufferBytes);
-    load_bytes(shared_address(parcel), from + at, kFetchBufferBytes, barrier);
+    load_bytes(shared_address(buffer), from + at, kFetchBufferBytes, barrier);
     wait(barrier, i % 2);
-    store_bytes(to + at, shared_address(parcel), kFetchBufferBytes);
+    store_bytes(to + at, shared_address(buffer), kFetchBufferBytes);
     commit_stores();
     wait_for_stores<0>();
     add_release(counts + i / kFetchBuffers, 1);
   }
 }
 
-/// The second thread block brings. The first loads every box once, so that caches hold what was
+/// The second thread block fetches. The first loads every box once, so that caches hold what was
 /// there before; then each one when it has been counted whole, out of shared memory into
 /// `received`.
 __global__ void receive(const __grid_constant__ CUtensorMap map, const uint16_t* from,
@@ -53,7 +53,7 @@ __global__ void receive(const __grid_constant__ CUtensorMap map, const uint16_t*
   __shared__ __align__(1024) uint16_t box[kBoxElements];
   __shared__ uint64_t barrier_memory;
   if (blockIdx.x == 1) {
-    if (threadIdx.x == 0) bring(from, memory, counts);
+    if (threadIdx.x == 0) fetch_boxes(from, memory, counts);
     return;
   }
   const uint32_t barrier = shared_address(&barrier_memory);
