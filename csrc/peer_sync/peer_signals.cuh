@@ -11,7 +11,8 @@
 
 namespace ringattn::cuda {
 
-/// Until the signal is at least `least`. Returns the signal, or `least` where the wait is in vain.
+/// Waits until the signal is at least `least`. Returns the signal, or `least` where the wait is in
+/// vain.
 template <typename Between>
 __device__ __forceinline__ uint32_t wait_until_at_least(const uint32_t* signal, uint32_t least,
                                                         const RemoteFetch& fetch, uint32_t phase,
@@ -31,8 +32,8 @@ __device__ __forceinline__ uint32_t wait_until_at_least(const uint32_t* signal, 
   return value;
 }
 
-/// Until every peer has staged `heads` KV heads, or the wait is in vain. Returns how many heads all
-/// peers have staged.
+/// Waits until every peer has staged `heads` KV heads, or the wait is in vain. Returns how many
+/// heads all peers have staged.
 template <typename Between>
 __device__ __forceinline__ uint32_t wait_until_staged(const RemoteFetch& fetch, uint32_t heads,
                                                       const Between& between) {
@@ -49,8 +50,8 @@ __device__ __forceinline__ uint32_t wait_until_staged(const RemoteFetch& fetch, 
 // The next two are called by one thread for all peers (first 0, threads 1), or by the lanes of a
 // warp, each for the peers first, first + threads, ...
 
-/// Until the mirrors of `staged`, which peers write last, are set: no peer writes to either any
-/// more in this call.
+/// Waits until the mirrors of `staged`, which peers write last, are set: no peer writes to either
+/// any more in this call.
 template <typename Between>
 __device__ __forceinline__ void wait_until_mirrored(const RemoteFetch& fetch, int first,
                                                     int threads, const Between& between) {
@@ -82,7 +83,7 @@ __device__ __forceinline__ void clear_staged_and_signal_read(const RemoteFetch& 
   }
 }
 
-/// By a warp: until all peers have read this rank's block.
+/// By a warp: waits until all peers have read this rank's block.
 __device__ __forceinline__ void wait_until_read(const RemoteFetch& fetch) {
   const PeerSignals& signals = fetch.signals;
   const int lane = threadIdx.x % 32;

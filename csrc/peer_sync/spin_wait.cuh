@@ -10,7 +10,7 @@
 
 namespace ringattn::cuda {
 
-/// Until the counter is at least `count`.
+/// Waits until the counter is at least `count`.
 __device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t count) {
   while (load_acquire(counter) < count) __nanosleep(64);
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool has_failed(uint32_t* failed, const uint32_t* giv
   return true;
 }
 
-/// Until the signal is not 0. False: it has not come, and the wait is in vain.
+/// Waits until the signal is not 0. False: it has not come, and the wait is in vain.
 __device__ __forceinline__ bool wait_for_signal(const uint32_t* signal, uint32_t* failed,
                                                 const uint32_t* given_up) {
 #pragma unroll 1

@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
   for (int tile = key_tiles - 1; tile >= 0; --tile) {
     wait_for_copies<0>();
-    __syncthreads();  // this tile has arrived, and nobody reads the one before it any more
+    __syncthreads();  // this tile has arrived, and no thread reads the previous one any more
     if constexpr (Tile::kStages == 1) {
       load_v(tile);
     } else if (tile > 0) {
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     Gemm::scores(scores, shared_q + warp_row * Tile::CopyQ::kRowPitch, stage(tile), p.head_dim);
     if constexpr (Tile::kStages == 1) {
       wait_for_copies<0>();
-      __syncthreads();  // the values have arrived, and nobody reads the keys any more
+      __syncthreads();  // the values have arrived, and no thread reads the keys any more
       if (tile > 0) load_k(tile - 1);
       commit_copies();
     }

@@ -24,7 +24,7 @@ constexpr int kPitch =
 /// Copies 16 bytes asynchronously; where not `item < num_items`, writes zeros and reads nothing.
 __device__ __forceinline__ void copy_chunk_async(uint32_t shared, const void* global, int item,
                                                  int num_items) {
-  // Note: the comparison is made here so that nobody keeps its results in registers across a loop.
+  // Note: compared here, so that the results are not kept in registers across a loop.
   asm volatile(
       "{\n"
       ".reg .pred valid;\n"
@@ -76,11 +76,11 @@ struct TileCopy {
     num_lines = (head_bytes - column_byte + kLineBytes - 1) / kLineBytes;
   }
 
-  /// Of this thread: its row in a tile's first pass, its chunk in a line.
+  /// This thread's row in a tile's first pass, and its chunk in a line.
   __device__ static int first_row() { return threadIdx.x % kThreads / 8; }
   __device__ static int chunk() { return threadIdx.x % 8; }
 
-  /// Where a chunk of a tile's row lies.
+  /// The address of a chunk of a tile's row.
   __host__ __device__ static constexpr uint32_t offset(unsigned row, unsigned chunk) {
     return row * kRowPitch + ((chunk ^ (row % 8)) * kChunkBytes);
   }

@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   int stage = 0;
   for (int key = first_key; key < end; key += kStride) {
     wait_for_copies<Tile::kStages - 2>();
-    __syncwarp();  // this chunk has arrived, and nobody reads the one before it any more
+    __syncwarp();  // this chunk has arrived, and no lane reads the previous one any more
     load(key + (Tile::kStages - 1) * kStride, (stage + Tile::kStages - 1) % Tile::kStages);
     const uint32_t k = stages + stage * Tile::kStageBytes;
     typename Gemm::Scores scores;

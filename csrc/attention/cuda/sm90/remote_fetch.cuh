@@ -22,12 +22,12 @@
 namespace ringattn::cuda::sm90 {
 
 constexpr uint32_t kVectorBytes = 16;
-/// Of a plane: what one thread fetches before it takes more.
+/// The size of a chunk: what one thread fetches before it takes more.
 template <typename Tile>
 constexpr uint32_t kVectorsPerChunk = 8 * Tile::kFetchBufferBytes / kVectorBytes;
 
-/// What a loading thread knows to have arrived: for the KV heads of one counter, a bit for each
-/// segment.
+/// Segments that a loading thread knows to have arrived, one bit for each, for the KV heads of one
+/// counter.
 template <int kSegments>
 struct KnownArrivals {
   static_assert(kSegments <= 32);

@@ -151,7 +151,7 @@ struct OnlineSoftmax {
   /// Whether a probability in this lane's part of a row may be one to re-centre on. A NaN is. Rows
   /// without one that dominates pass in nearly all tiles but the second and the third.
   __device__ __forceinline__ bool has_risen(const RowPair& sums, int half) const {
-    // Of a row whose weight is spread, a lane has a quarter.
+    // A lane has a quarter of a row whose weight is spread.
     constexpr float kLaneDominance = 4.0f * kDominance;
     return !(sums[half] <= fminf(kMaxTileSum, fmaf(kLaneDominance, sum[half], 1.0f)));
   }

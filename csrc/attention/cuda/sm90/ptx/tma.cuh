@@ -77,12 +77,12 @@ __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/// Until the calling thread's stores have read their shared memory.
+/// Waits until the calling thread's stores have read their shared memory.
 __device__ __forceinline__ void wait_for_stores_to_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-/// Until all but the last kGroups groups of the calling thread's stores have been done.
+/// Waits until all but the last kGroups groups of the calling thread's stores have been done.
 template <int kGroups>
 __device__ __forceinline__ void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroups) : "memory");

@@ -21,7 +21,7 @@ __device__ __forceinline__ void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-/// Until at most kPending groups, the latest ones, are unfinished.
+/// Waits until at most kPending groups, the latest ones, are unfinished.
 template <int kPending>
 __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
