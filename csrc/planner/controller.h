@@ -10,14 +10,15 @@
 
 namespace ringattn {
 
-/// Follows the speeds of ranks through noise, and says when it pays to plan anew.
+/// Follows the speeds of ranks through noise, and decides when a new plan pays.
 ///
-/// Small deviations are averaged. A large one is believed when it is seen again: a fall after two
-/// in four requests, a rise after three in a row, because a rank that is given too much holds all
-/// others up while one that is given too little only idles. A rank that falls soon after a rise
-/// flaps: each time, its next rise has to last twice as long. When one is believed, so is what
-/// other ranks have shown in the same requests, if they went the same way: clocks of all devices
-/// fall and rise together, and ranks that follow one after the other would look unequal between.
+/// Small deviations are averaged. A large one changes the belief when it is observed again: a fall
+/// after two in four requests, a rise after three in a row, because a rank with too many tokens
+/// delays all others while one with too few only idles. A rank that falls soon after a rise flaps:
+/// each time, its next rise has to last twice as long. When the belief about one rank jumps, the
+/// beliefs about others follow what they showed in the same requests, if in the same direction:
+/// clocks of all devices fall and rise together, and ranks that followed one by one would look
+/// unequal in between.
 ///
 /// Equal observations give equal decisions on every rank, bit for bit: nothing but additions,
 /// multiplications, divisions, square roots and comparisons, which IEEE 754 rounds one way.
@@ -25,25 +26,26 @@ class RINGATTN_API Controller {
  public:
   explicit Controller(int64_t world_size) : ranks_(world_size) {}
 
-  /// One request: each rank's speed in it, relative to that of its profile; absent for a rank that
-  /// had nothing to do. Throws std::invalid_argument for another number of ranks, and for speeds
-  /// that are not finite and positive.
+  /// One request: each rank's speed in it, relative to its profile; absent for a rank without work.
+  /// Throws std::invalid_argument for another number of ranks, and for speeds that are not finite
+  /// and positive.
   void observe(const std::vector<std::optional<double>>& speeds);
 
-  /// What is believed, relative to the profiles, [W].
+  /// The believed speeds relative to the profiles, [W].
   std::vector<double> speeds() const;
 
-  /// Once after each request: whether the plan in use should be replaced. Under it all wait for the
-  /// rank `slowest`, and it takes `excess` longer than the best plan at the speeds believed: 0.02
-  /// is 2 %, and the least that counts; 1 % more with each plan since a belief has jumped, until
-  /// one has been in use for 48 requests. Throws std::invalid_argument for a rank that is none.
+  /// Called once after each request: whether to replace the plan in use. Under it all ranks wait
+  /// for the rank `slowest`, and it takes `excess` longer than the best plan at the believed
+  /// speeds: 0.02 is 2 %, the least that counts; 1 % more with each plan since a belief has jumped,
+  /// until one has been in use for 48 requests. Throws std::invalid_argument for a rank that is
+  /// none.
   bool should_replan(double excess, int64_t slowest);
 
   /// A plan that promised to be faster by `excess` was not, and has been given up: until a belief
   /// jumps, or for 48 requests, the next one has to promise 2 % more than that.
   void record_failed_replan(double excess);
 
-  /// How often a belief has jumped: what was measured before a jump says nothing of what is after.
+  /// How often a belief has jumped: measurements before a jump do not apply after it.
   int64_t jumps() const { return jumps_; }
 
  private:
@@ -60,10 +62,10 @@ class RINGATTN_API Controller {
     bool rose = false;      // and whether it rose
   };
 
-  // Whether the belief has jumped.
+  // Returns whether the belief has jumped.
   static bool update(Rank& rank, double seen);
 
-  // Has a rank follow one that has just jumped, where it went the same way in the same requests.
+  // Lets a rank follow one that has just jumped, where it moved in the same direction.
   static void follow(Rank& rank, const Rank& first);
 
   std::vector<Rank> ranks_;

@@ -11,18 +11,18 @@
 namespace ringattn {
 namespace {
 
-// Up to so many ranks every set of them is tried and the best few are improved, above only one.
+// Up to so many ranks every set is tried and the best few are improved; above, only one.
 constexpr int64_t kMaxSubsetRanks = 4;
 constexpr size_t kClimbs = 4;
 constexpr int64_t kMaxOrderedRanks = 3;  // up to so many, every order
-constexpr int64_t kBudget = 1 << 16;     // in blocks that are simulated, W^2 for a partition
+constexpr int64_t kBudget = 1 << 16;     // simulated blocks, W^2 for a partition
 constexpr double kMinGain = 1e-6;        // of a step, relative
 
 struct Candidate {
   Partition partition;
   std::vector<double> rank_ms;
   double ms;
-  size_t set = 0;  // of ranks, which it started from
+  size_t set = 0;  // the set of ranks that it started from
 };
 
 class Search {
@@ -37,8 +37,8 @@ class Search {
     return {partition, std::move(rank_ms), ms};
   }
 
-  // Lengths that end together if nobody waits, of each of these sets of ranks in this order; the
-  // fastest first.
+  // Lengths that end together without waits, for each set of ranks in this order; the fastest
+  // first.
   std::vector<Candidate> starts(Layout layout, const std::vector<Ranks>& sets, const Ranks& order,
                                 int64_t seq_len) {
     std::vector<Candidate> starts;
@@ -52,7 +52,7 @@ class Search {
       const auto lengths = balanced(active, order, seq_len);
       starts.push_back(weigh(Partition(layout, lengths, order)));
       starts.back().set = i;
-      // Of few ranks, that order comes anyway.
+      // With few ranks, all orders are tried anyway.
       const bool has_orders_left = static_cast<int64_t>(order.size()) > kMaxOrderedRanks;
       if (layout == Layout::kZigzag && has_orders_left) {
         starts.push_back(weigh(Partition(layout, lengths, alternating(lengths))));
@@ -64,7 +64,7 @@ class Search {
     return starts;
   }
 
-  // Moves tokens between ranks, fewer and fewer, and ranks between places, while that helps.
+  // Moves tokens between ranks, in smaller and smaller steps, and exchanges ranks while that helps.
   Candidate climb(Candidate best, int64_t budget) {
     const int64_t limit = spent_ + budget;
     const int64_t seq_len = best.partition.seq_len();
@@ -80,7 +80,7 @@ class Search {
   }
 
  private:
-  // Lengths that end together, of the ranks that have any.
+  // Lengths that end together, for the ranks with tokens.
   Ranks balanced(const Ranks& lengths, const Ranks& order, int64_t seq_len) const {
     auto times = problem_.times;
     int64_t active = 0;
@@ -137,12 +137,12 @@ class Search {
   }
 
   const RingProblem& problem_;
-  const int64_t cost_of_one_;  // tiles are counted too
+  const int64_t cost_of_one_;  // with tiles, padding is computed too
   int64_t spent_ = 0;
 };
 
-// Those at the slowest links first, by what a block of the mean length takes; of these, the
-// slowest.
+// Ranks by the time of a block of mean length over their links, the slowest first; equal ones by
+// speed.
 Ranks by_links(const RingProblem& problem, int64_t seq_len) {
   const double bytes = static_cast<double>(problem.cost.kv_bytes) * static_cast<double>(seq_len) /
                        static_cast<double>(problem.profiles.size());
@@ -157,8 +157,8 @@ Ranks by_links(const RingProblem& problem, int64_t seq_len) {
   return ranks;
 }
 
-// Every set of ranks; of many ranks, those without the k at the slowest links, and each alone.
-std::vector<Ranks> sets_of_ranks(const RingProblem& problem, int64_t seq_len) {
+// Every set of ranks; with many ranks, all but the k with the slowest links, and each rank alone.
+std::vector<Ranks> rank_sets(const RingProblem& problem, int64_t seq_len) {
   const int64_t world_size = static_cast<int64_t>(problem.profiles.size());
   std::vector<Ranks> sets;
   if (world_size > kMaxSubsetRanks) {
@@ -178,8 +178,8 @@ std::vector<Ranks> sets_of_ranks(const RingProblem& problem, int64_t seq_len) {
   return sets;
 }
 
-// Of many ranks, those without the k slowest.
-std::vector<Ranks> sets_of_fast_ranks(const RingProblem& problem, int64_t seq_len) {
+// With many ranks, all but the k slowest.
+std::vector<Ranks> fast_rank_sets(const RingProblem& problem, int64_t seq_len) {
   const int64_t world_size = static_cast<int64_t>(problem.profiles.size());
   std::vector<Ranks> sets;
   if (world_size <= kMaxSubsetRanks) return sets;
@@ -190,8 +190,8 @@ std::vector<Ranks> sets_of_fast_ranks(const RingProblem& problem, int64_t seq_le
   return sets;
 }
 
-// This order and its reverse; of few ranks, every order.
-std::vector<Ranks> orders_of_ranks(const Ranks& order) {
+// This order and its reverse; with few ranks, every order.
+std::vector<Ranks> rank_orders(const Ranks& order) {
   std::vector<Ranks> orders = {order, {order.rbegin(), order.rend()}};
   if (static_cast<int64_t>(order.size()) > kMaxOrderedRanks) return orders;
   orders.clear();
@@ -223,12 +223,12 @@ Partition search_with_links(const Partition& start, const RingProblem& problem) 
   Candidate best = search.weigh(start);
   const Partition even(start.layout(), even_lengths(start.seq_len(), start.world_size()));
   if (has_room(problem.times, even.lengths())) {
-    Candidate of_even = search.weigh(even);
-    if (of_even.ms <= best.ms) best = std::move(of_even);
+    Candidate even_candidate = search.weigh(even);
+    if (even_candidate.ms <= best.ms) best = std::move(even_candidate);
   }
-  const auto sets = sets_of_ranks(problem, start.seq_len());
-  const auto fast_sets = sets_of_fast_ranks(problem, start.seq_len());
-  const auto orders = orders_of_ranks(start.order());
+  const auto sets = rank_sets(problem, start.seq_len());
+  const auto fast_sets = fast_rank_sets(problem, start.seq_len());
+  const auto orders = rank_orders(start.order());
   const size_t climbs = start.world_size() <= kMaxSubsetRanks ? kClimbs : 1;
   const int64_t budget = kBudget / static_cast<int64_t>(climbs * orders.size());
   for (const Ranks& order : orders) {
@@ -240,8 +240,8 @@ Partition search_with_links(const Partition& start, const RingProblem& problem) 
       Candidate top = search.climb(first, budget);
       if (top.ms < best.ms * (1 - kMinGain)) best = std::move(top);
     }
-    // Slow ranks in good places can be worth more than they take, so these come only where they are
-    // faster as they are.
+    // Slow ranks in good places can gain more than they cost, so the fast ones alone are improved
+    // only where they are faster from the start.
     const auto fast = search.starts(start.layout(), fast_sets, order, start.seq_len());
     if (!fast.empty() && fast.front().ms < best.ms) {
       Candidate top = search.climb(fast.front(), budget);
@@ -255,8 +255,8 @@ Partition search_with_links(const Partition& start, const RingProblem& problem) 
   }
   const Partition fine = best_partition(times, start.layout(), start.seq_len());
   for (const Ranks& order : {best.partition.order(), fine.order()}) {
-    Candidate of_fine = search.weigh(Partition(start.layout(), fine.lengths(), order));
-    if (of_fine.ms < best.ms * (1 - kUnitTolerance)) best = std::move(of_fine);
+    Candidate fine_candidate = search.weigh(Partition(start.layout(), fine.lengths(), order));
+    if (fine_candidate.ms < best.ms * (1 - kUnitTolerance)) best = std::move(fine_candidate);
   }
   return best.partition;
 }

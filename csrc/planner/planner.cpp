@@ -65,19 +65,19 @@ void check_depth(std::optional<int64_t> depth) {
   }
 }
 
-// `partition`, or even lengths, in its order of the ranks or as they are, where it is not known to
-// gain anything over these.
+// `partition`, or even lengths in its order or in rank order, where `partition` gains too little
+// over these.
 Partition even_where_as_good(const Partition& partition, const RingProblem& problem) {
   const Ranks even = even_lengths(partition.seq_len(), partition.world_size());
   if (!in_tiles(problem.profiles) || partition.lengths() == even ||
       !has_room(problem.times, even)) {
     return partition;
   }
-  Ranks as_they_are(even.size());
-  std::iota(as_they_are.begin(), as_they_are.end(), 0);
+  Ranks rank_order(even.size());
+  std::iota(rank_order.begin(), rank_order.end(), 0);
   Partition best = partition;
   double enough_ms = slowest(problem.rank_ms(partition)) / (1 - kMinGainOfUnequal);
-  for (const Ranks& order : {partition.order(), as_they_are}) {
+  for (const Ranks& order : {partition.order(), rank_order}) {
     const Partition in_order(partition.layout(), even, order);
     const double ms = slowest(problem.rank_ms(in_order));
     if (ms > enough_ms) continue;
@@ -87,7 +87,7 @@ Partition even_where_as_good(const Partition& partition, const RingProblem& prob
   return best;
 }
 
-// Of blocks that may be under way, how many there are.
+// How many blocks are in flight, of the `depth` that may be.
 int64_t depth_used(std::optional<int64_t> depth, int64_t world_size) {
   const int64_t deepest = std::max<int64_t>(1, world_size - 1);
   return std::min(depth.value_or(deepest), deepest);
@@ -146,13 +146,13 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
   const int64_t used = depth_used(depth, chosen.world_size());
   const RingProblem problem{times, profiles, cost, workload, used};
   Partition partition = *quickest(std::min(used, min_depth)).first;
-  // Latencies move no tokens: a hop by itself, which is what is measured, has more of it than a
-  // block that follows others in a ring, and a plan must not be slower than the even one for that.
+  // Latencies move no tokens: a single hop, which is what is measured, has more latency than a
+  // block that follows others in a ring, and a plan must not become slower than the even one by it.
   std::vector<RankProfile> prompt = profiles;
   for (RankProfile& profile : prompt) profile.link_latency_us = {};
   const RingProblem without_latency{times, prompt, cost, workload, used};
   const double with_waits_ms = slowest(without_latency.rank_ms(partition));
-  // Nothing is faster than the chosen lengths where nobody waits.
+  // Where no rank waits, nothing is faster than the chosen lengths.
   if (with_waits_ms > slowest(problem.busy_ms(partition)) * (1 + kWaitTolerance)) {
     const Partition found = search_with_links(partition, without_latency);
     const bool is_even = partition.lengths() == even_lengths(seq_len, partition.world_size());
@@ -163,7 +163,7 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
       min_depth = find_min_depth();
     }
   }
-  // Last of all: what takes even lengths for equal ranks above would want a tenth to leave them.
+  // Last, since the search above leaves even lengths of equal ranks only for a gain of a tenth.
   const Partition settled = even_where_as_good(partition, without_latency);
   if (settled.lengths() != partition.lengths()) {
     partition = settled;
@@ -171,8 +171,8 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
     min_depth = find_min_depth();
   }
   const auto rank_ms = problem.rank_ms(partition);
-  // Of short pieces, tiles of another kind than the first can have less to mask than is allowed
-  // for.
+  // With short segments, tiles of another kind than the first can have less masked work than the
+  // model assumes.
   const double ideal = std::min(ideal_ms(times, chosen), slowest(rank_ms));
   Plan plan{partition, used, min_depth, rank_ms, ideal, {}};
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {

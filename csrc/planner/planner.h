@@ -30,10 +30,10 @@ struct Plan {
   std::vector<int64_t> memory_bytes;  // [W], key/value buffers of a ring call
 };
 
-/// Milliseconds that each rank takes for a layer: overhead + tokens x time per token, which holds
-/// causal attention to half the sequence (zigzag) or to what lies before the token (contiguous);
-/// tiles of attention that its tokens do not fill (`padding_ms`); and what it waits for blocks, by
-/// `simulate_waits`, with so many of them under way (absent: all).
+/// Milliseconds that each rank takes for a layer: overhead + tokens x time per token, which
+/// includes causal attention to half the sequence (zigzag) or to the preceding tokens (contiguous);
+/// the padding of attention tiles (`padding_ms`); and waits for blocks (`simulate_waits`), with
+/// `depth` of them in flight (absent: all).
 RINGATTN_API std::vector<double> predict(const Partition& partition,
                                          const std::vector<RankProfile>& profiles,
                                          const ModelCost& cost, const Workload& workload,
@@ -41,15 +41,14 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 
 /// The partition whose slowest rank is fastest, by `predict`.
 ///
-/// Where nobody waits for blocks, no other partition into whole tokens is faster by more than
-/// 0.5 %, and none at all below 512 tokens a rank: long sequences are dealt out in units of 16, 64
-/// or 256 tokens, which fill the tiles of attention kernels, where that costs no more. Up to 8
-/// ranks this holds over all orders of a contiguous partition, above them for the order from fast
-/// to slow.
+/// Where no rank waits for blocks, no other partition into whole tokens is faster by more than 0.5
+/// %, and none at all below 512 tokens a rank: long sequences are divided in units of 16, 64 or 256
+/// tokens, which fill the tiles of attention kernels, where that costs no more. Up to 8 ranks this
+/// holds over all orders of a contiguous partition, above them for the order from fast to slow.
 ///
 /// Where kernels compute whole tiles (`RankProfile::tiles`), lengths that fill them are taken
-/// instead if they are faster (than even ones: by a hundredth): of three ranks with ten tiles each
-/// the best up to a percent, of a few tiles only nearly so (`fill_tiles`).
+/// instead if they are faster (than even ones: by a hundredth). For three ranks with ten tiles each
+/// the result is within a percent of the best, with a few tiles only nearly so (`fill_tiles`).
 ///
 /// Where these lengths would have ranks wait, for the bandwidth of links (their latency is only
 /// predicted, and moves no tokens) or for want of depth, others are searched
@@ -60,7 +59,7 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 /// The even partition is taken wherever it is as fast, and kept for equal ranks that wait, or whose
 /// tiles it does not fill, unless another is a tenth faster.
 ///
-/// `depth` absent: W - 1, with which nobody waits for a rank that computes. The least depth that
+/// `depth` absent: W - 1, with which no rank waits for one that computes. The least depth that
 /// would do for these lengths is what `simulate_ring` finds as fast; under zigzag, where the order
 /// costs nothing by itself, it is the one that makes that depth least.
 ///

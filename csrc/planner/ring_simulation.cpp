@@ -10,7 +10,7 @@
 namespace ringattn {
 namespace {
 
-// Of a message over the slower of two ranks' links.
+// The time of a message over the slower of two ranks' links.
 double transfer_ms(const RankProfile& from, const RankProfile& to, double bytes) {
   double ms = 0.0;
   for (const RankProfile* end : {&from, &to}) {
@@ -20,7 +20,7 @@ double transfer_ms(const RankProfile& from, const RankProfile& to, double bytes)
   return ms;
 }
 
-// By rank: when it is done with its last block, and how much of that it was at work.
+// For each rank: when it has attended its last block, and how much of that time it computed.
 struct Ends {
   std::vector<double> all_ms, busy_ms;
 };

@@ -12,12 +12,12 @@
 namespace ringattn {
 namespace {
 
-constexpr int64_t kBudget = 1 << 14;      // in blocks that are looked at, W^2 for a partition
+constexpr int64_t kBudget = 1 << 14;      // evaluated blocks, W^2 for a partition
 constexpr int64_t kMaxOrderedRanks = 3;   // up to so many, every order
 constexpr double kMinGain = 1e-6;         // relative
-constexpr double kMinGainOfOrder = 5e-3;  // less is less than is known of how long tiles take
-constexpr int64_t kStep = 32;             // tokens, in which they are moved
-constexpr int64_t kMaxSteps = 16;         // as many as both halves have of a tile of 256 rows
+constexpr double kMinGainOfOrder = 5e-3;  // less is within the model's error
+constexpr int64_t kStep = 32;             // tokens that are moved at a time
+constexpr int64_t kMaxSteps = 16;         // as many as both segments have in a tile of 256 rows
 
 // The sum of (first + i * step) / divisor, rounded down, over `count` numbers i from 0 on.
 int64_t sum_of_quotients(int64_t count, int64_t first, int64_t step, int64_t divisor) {
@@ -26,13 +26,13 @@ int64_t sum_of_quotients(int64_t count, int64_t first, int64_t step, int64_t div
   step %= divisor;
   first %= divisor;
   const int64_t end = first + count * step;
-  // Counted the other way: for each quotient, by how many numbers it is reached.
+  // By the inverse: for each quotient, the number of arguments that reach it.
   if (end >= divisor) sum += sum_of_quotients(end / divisor, end % divisor, divisor, step);
   return sum;
 }
 
-// Tiles that `visits` come to, counted by the time that they take. All visits are one launch, whose
-// tiles of rows do not reach across the row from which on later owners' blocks are seen.
+// The number of tiles of `visits`, weighted by their time. All visits are one launch, whose query
+// tiles do not cross the row from which on later owners' blocks are visible.
 double tiles_of(const std::vector<Visit>& visits, int64_t num_rows, const AttentionTile& tile) {
   int64_t split = 0;
   for (const Visit& visit : visits) split = std::max(split, visit.query_begin);
@@ -63,14 +63,14 @@ double tiles_of(const std::vector<Visit>& visits, int64_t num_rows, const Attent
   return count;
 }
 
-// Keys under the mask of its own block that each row takes time for, whatever the lengths: those
-// behind it up to its tile's last row, and behind that up to the next tile of keys.
+// Masked keys of the own block that each row computes, whatever the lengths: those up to its tile's
+// last row, and from there up to the next tile of keys.
 double masked_keys(const AttentionTile& tile) {
   return static_cast<double>(tile.rows + tile.keys - std::gcd(tile.rows, tile.keys)) / 2;
 }
 
-// Pairs in tiles, if all pieces were whole ones: what `RankTime` counts, what is masked, and what
-// begins and ends take.
+// Pairs in tiles if all segments filled theirs: the pairs of `RankTime`, masked pairs, and the
+// overhead of tiles.
 double pairs_without_padding(const std::vector<Visit>& visits, const Partition& partition,
                              int64_t rank, bool causal, const AttentionTile& tile) {
   const double rows = static_cast<double>(partition.length(rank));
@@ -86,8 +86,8 @@ double pairs_without_padding(const std::vector<Visit>& visits, const Partition& 
   return pairs;
 }
 
-// This order first. Under zigzag, each rank innermost: its halves lie side by side, and one tile
-// may hold an end of both. Of few ranks, every order.
+// The orders to try, that of `start` first. Under zigzag, each rank innermost: its two segments are
+// adjacent there, and one tile may hold an end of both. With few ranks, every order.
 std::vector<Ranks> orders_of(const Partition& start, bool in_halves) {
   const int64_t world_size = start.world_size();
   std::vector<Ranks> orders = {start.order()};
@@ -108,8 +108,8 @@ std::vector<Ranks> orders_of(const Partition& start, bool in_halves) {
   return orders;
 }
 
-// About the lengths of `start`, in units: each goes to whoever is then done first, so that of
-// equally slow splits it is the one whose other ranks are done earliest. What no unit holds goes to
+// Lengths near those of `start`, in units: each unit goes to the rank that then ends first, so that
+// of equally slow splits the one is chosen whose other ranks end earliest. The remainder goes to
 // `last`.
 Ranks greedy_fill(const Partition& start, const std::vector<RankTime>& times, int64_t unit,
                   int64_t last) {
@@ -200,7 +200,7 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
     best = next;
     best_ms = std::move(next_ms);
   };
-  // Under zigzag both halves of a rank's tokens have tiles of their own.
+  // Under zigzag each of a rank's two segments has tiles of its own.
   const bool in_halves = workload.causal && start.layout() == Layout::kZigzag;
   const bool placed = workload.causal && start.layout() == Layout::kContiguous;
   const Ranks even = even_lengths(seq_len, world_size);
@@ -215,13 +215,13 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
         take_if_better(best_lengths(times, order, seq_len, unit), order);
         continue;
       }
-      // What no unit holds costs least where only one more tile begins, innermost, or, of few
-      // tokens, with the fastest rank.
+      // The remainder costs least on the innermost rank, where it starts only one more tile, or,
+      // with few tokens, on the fastest rank.
       take_if_better(greedy_fill(start, times, unit, order.back()), order);
       take_if_better(greedy_fill(start, times, unit, fastest), order);
     }
   }
-  // The slowest rank gives tokens to another one, to who is done first before others.
+  // The slowest rank gives tokens to another one; ranks that end first are tried first.
   spent = 0;
   for (bool any = true; any && spent < kBudget;) {
     const Partition from = best;
@@ -232,7 +232,7 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
     const int64_t giver = by_time.back();
     by_time.pop_back();
     for (const int64_t receiver : by_time) {
-      // The last step is all that it has.
+      // The last step takes all its tokens.
       const int64_t max_step = std::min(kMaxSteps * kStep, from.length(giver) + kStep - 1);
       for (int64_t step = kStep; step <= max_step && spent < kBudget; step += kStep) {
         const int64_t tokens = std::min(step, from.length(giver));

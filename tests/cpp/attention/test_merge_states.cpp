@@ -53,7 +53,7 @@ TEST_CASE("merging the halves of the keys gives attention over all of them, in a
   CHECK(max_error(lse, all_lse) < 1e-12);
 }
 
-TEST_CASE("a row that nobody attended to does not spread its NaN") {
+TEST_CASE("an empty state does not spread the NaN of its rows") {
   const at::Tensor out = at::full({1, 1, 1, 8}, kNaN, at::kFloat),
                    lse = at::full({1, 1, 1}, kEmpty, at::kFloat);
   const at::Tensor other = at::ones({1, 1, 1, 8}), other_lse = at::zeros({1, 1, 1});

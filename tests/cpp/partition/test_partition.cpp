@@ -53,7 +53,7 @@ TEST_CASE("a zigzag rank owns a head piece and its mirror image") {
   CHECK(segments[1].end == 12 - 2);
 }
 
-TEST_CASE("the order says who is outermost") {
+TEST_CASE("the first rank of the order is outermost") {
   const Partition partition(Layout::kZigzag, {2, 4}, {1, 0});
   CHECK(partition.segments(1)[0].begin == 0);
   CHECK(partition.segments(0)[0].begin == 2);

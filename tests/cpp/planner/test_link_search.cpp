@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans where blocks are waited for: links decide who takes part, with how many tokens.
+// Plans where ranks wait for blocks: links decide which ranks take part, with how many tokens.
 #include <algorithm>
 #include <cmath>
 #include <random>
@@ -155,7 +155,7 @@ TEST_CASE("of many ranks, no plan is slower than the fast ones alone") {
   }
 }
 
-TEST_CASE("ranks without tokens hold nobody up") {
+TEST_CASE("ranks without tokens delay no other rank") {
   const auto all = at_links({5, 50, 20, 1, 50});
   const std::vector<RankProfile> owners = {all[0], all[2], all[4]};
   for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) {
@@ -184,7 +184,7 @@ TEST_CASE("a rank at a bad link that memory asks for lies where it costs least")
 }
 
 TEST_CASE("unequal ranks leave even lengths for any gain") {
-  // A limit makes the lengths even that would balance best if nobody waited.
+  // A limit makes the lengths even that would balance best without waits.
   auto profiles = at_links({5, 50});
   profiles[1].linear_tflops = 300.0;
   for (RankProfile& profile : profiles) {
@@ -216,7 +216,7 @@ TEST_CASE("equal ranks at fast equal links keep equal lengths, whatever the late
 }
 
 TEST_CASE("tokens lie where they hide a wait") {
-  // Equal ranks; who waits for the longer transfer owns less.
+  // Equal ranks; the one that waits for the longer transfer owns less.
   const auto profiles = at_links({12, 12});
   const int64_t seq_len = 1 << 14;
   const auto even =

@@ -227,7 +227,7 @@ TEST_CASE("contiguous boundaries lie at the square roots of the speeds' shares")
   }
 }
 
-TEST_CASE("the least depth makes nobody wait") {
+TEST_CASE("with the minimum depth no rank waits") {
   const auto planned = [](const std::vector<double>& speeds, std::optional<int64_t> depth = {}) {
     return make_plan(1 << 20, with_speeds(speeds), kAttention, Layout::kZigzag, {}, depth);
   };
@@ -254,12 +254,12 @@ TEST_CASE("waits for blocks are in the predicted times") {
   CHECK(ms(profiles) == Approx(alone).epsilon(1e-9));  // 4096 tokens of 4 KB: 0.08 ms each
   for (RankProfile& profile : profiles) profile.link_gbps = 0.1;
   const double transfers = 3 * 4096 * 4096 / 0.1e6;  // of the last step's block, half as much
-  const auto of_even = [&](const std::vector<RankProfile>& of_ranks) {
-    return slowest(predict(Partition(Layout::kZigzag, Lengths(4, 1 << 12)), of_ranks, kAttention,
-                           {}, std::nullopt));
+  const auto even_ms = [&](const std::vector<RankProfile>& given) {
+    return slowest(predict(Partition(Layout::kZigzag, Lengths(4, 1 << 12)), given, kAttention, {},
+                           std::nullopt));
   };
-  CHECK(of_even(profiles) > 0.5 * transfers);
-  CHECK(of_even(profiles) < alone + transfers);
+  CHECK(even_ms(profiles) > 0.5 * transfers);
+  CHECK(even_ms(profiles) < alone + transfers);
   // A fast rank among slow ones waits where only one block is under way.
   const auto unequal = with_speeds({1.0, 0.1, 0.1, 0.1});
   const Partition deep = make_plan(1 << 14, unequal, kAttention).partition;

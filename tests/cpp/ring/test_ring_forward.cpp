@@ -93,7 +93,7 @@ TEST_CASE("a ring over 1 to 5 ranks equals attention on one device") {
   }
 }
 
-TEST_CASE("timings have one step for every visiting block, and none when nobody records") {
+TEST_CASE("timings have one step for every block, and none while recording is off") {
   const Partition partition(Layout::kContiguous, {4, 4});
   auto& recorder = ringattn::Recorder::get();
   recorder.start(true);

@@ -9,7 +9,7 @@
 #include "device.h"
 #include "swizzle.h"
 
-// Clusters of two thread blocks: who is who, boxes that are loaded into several of them, words and
+// Clusters of two thread blocks: ranks, boxes that are loaded into several of them, values and
 // arrivals from one to the other.
 
 namespace {
@@ -92,7 +92,7 @@ __global__ void reach(const __grid_constant__ CUtensorMap map, uint16_t ranks, T
 
 }  // namespace
 
-TEST_CASE("sm90: a box comes to each rank that is named, words and arrivals to another rank") {
+TEST_CASE("sm90: a box arrives at each named rank, values and arrivals at another rank") {
   if (!has_hopper()) return;
   const uint16_t ranks = GENERATE(1, 2, 3);
   CAPTURE(ranks);
