@@ -11,15 +11,15 @@ that holds --head-dim), compiled by itself in seconds; variants are loaded side 
 the same rounds. A case is a number of tokens, a mask (causal or dense) and one of
 
     fold           a float32 state that the result is added to
-    ring4          each rank of a ring of four (2 to 16), one after the other: as it stages its
-                   block, brings those of the others and attends to all
-    ring4-there    the same, all blocks being there
+    ring4          each rank of a ring of four (2 to 16), one after the other: it stages its block,
+                   fetches those of the others and attends all
+    ring4-there    the same with local blocks
 
 "ratio" is the time over the first variant's; TFLOP/s of a rank over those of the whole sequence,
 the case without a ring, is its share of the ideal. A rank alone shows what larger rings than there
-are devices will take. It tells itself what its peers would tell it, at the moment at which it would
-tell them. Their blocks lie on the second device, which does the same at the same time with blocks
-on the first one, so that links are as busy as in a ring; where there is one device, on it.
+are devices will take. It gives itself the signals of its peers, at the moment at which it would
+signal to them. Their blocks lie on the second device, which does the same at the same time with
+blocks on the first one, so that links are as busy as in a ring; where there is one device, on it.
 """
 
 from __future__ import annotations

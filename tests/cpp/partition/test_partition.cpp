@@ -43,7 +43,7 @@ TEST_CASE("every position has exactly one owner") {
   }
 }
 
-TEST_CASE("a zigzag rank owns a head piece and its mirror image") {
+TEST_CASE("a zigzag rank owns a head segment and its mirror image") {
   const Partition partition(Layout::kZigzag, {4, 6, 2});
   const auto segments = partition.segments(1);
   REQUIRE(segments.size() == 2);

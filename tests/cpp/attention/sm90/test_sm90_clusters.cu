@@ -22,37 +22,37 @@ constexpr int kRows = 64, kColumns = kSwizzledColumns;
 constexpr int kBytes = kRows * kColumns * 2;
 constexpr int kAlignment = 1024;  // of the swizzle
 constexpr uint16_t kPoison = 0x7F7F;
-constexpr uint32_t kWord = 0xABCD1234;
+constexpr uint32_t kValue = 0xABCD1234;
 
-/// What each rank tells.
-struct Told {
+/// What each rank reports.
+struct Report {
   uint32_t rank, size;
-  uint32_t word;       // that rank 0 sent, in rank 1
+  uint32_t value;      // that rank 0 sent, in rank 1
   int came_too_early;  // something passed a wait before it could have
 };
 
-/// Rank 0 loads a box into the ranks whose bit is set, and sends a word, each behind a late start;
+/// Rank 0 loads a box into the ranks whose bit is set, and sends a value, each behind a late start;
 /// rank 1 answers with an arrival.
-__global__ void reach(const __grid_constant__ CUtensorMap map, uint16_t ranks, Told* told,
+__global__ void reach(const __grid_constant__ CUtensorMap map, uint16_t ranks, Report* reports,
                       uint16_t* loaded, volatile int* started) {
   extern __shared__ unsigned char dynamic[];
   __shared__ uint64_t barriers[3];
-  __shared__ uint32_t word;
+  __shared__ uint32_t value;
   const uint32_t unaligned = shared_address(dynamic);
   auto* const box =
       reinterpret_cast<uint16_t*>(dynamic + (kAlignment - unaligned % kAlignment) % kAlignment);
-  const uint32_t box_full = shared_address(&barriers[0]), word_full = shared_address(&barriers[1]),
+  const uint32_t box_full = shared_address(&barriers[0]), value_full = shared_address(&barriers[1]),
                  answered = shared_address(&barriers[2]), rank = cluster_rank();
   for (int i = threadIdx.x; i < kRows * kColumns; i += kThreads) box[i] = kPoison;
   fence_async_shared();
   if (threadIdx.x == 0) {
-    word = 0;
-    for (uint32_t barrier : {box_full, word_full, answered}) init_barrier(barrier, 1);
+    value = 0;
+    for (uint32_t barrier : {box_full, value_full, answered}) init_barrier(barrier, 1);
     publish_barriers();
   }
   __syncthreads();
   cluster_barrier();
-  Told mine = {rank, cluster_size(), 0, 0};
+  Report mine = {rank, cluster_size(), 0, 0};
   if (threadIdx.x == 0) {
     if (ranks >> rank & 1) arrive_expecting(box_full, kBytes);
     if (rank == 0) {
@@ -67,21 +67,21 @@ __global__ void reach(const __grid_constant__ CUtensorMap map, uint16_t ranks, T
       mine.came_too_early |= started[0] == 0;
     }
     if (rank == 0) {
-      const uint32_t full = address_in_rank(word_full, 1);
-      arrive_expecting_in_cluster(full, sizeof(word));
+      const uint32_t full = address_in_rank(value_full, 1);
+      arrive_expecting_in_cluster(full, sizeof(value));
       __nanosleep(2000);
-      send_value(address_in_rank(shared_address(&word), 1), kWord, full);
+      send_value(address_in_rank(shared_address(&value), 1), kValue, full);
       wait(answered, 0);
       mine.came_too_early |= started[1] == 0;
     } else {
-      wait(word_full, 0);
-      mine.word = *const_cast<volatile uint32_t*>(&word);
+      wait(value_full, 0);
+      mine.value = *const_cast<volatile uint32_t*>(&value);
       __nanosleep(2000);
       started[1] = 1;
       __threadfence();
       arrive_in_cluster(address_in_rank(answered, 0));
     }
-    told[rank] = mine;
+    reports[rank] = mine;
   }
   __syncthreads();
   cluster_barrier();
@@ -101,7 +101,7 @@ TEST_CASE("sm90: a box arrives at each named rank, values and arrivals at anothe
   for (uint16_t& bits : tensor) bits = static_cast<uint16_t>(generator());
   const DeviceArray<uint16_t> memory(tensor),
       loaded(std::vector<uint16_t>(2 * kRows * kColumns, 1));
-  const DeviceArray<Told> told(std::vector<Told>(2));
+  const DeviceArray<Report> reports(std::vector<Report>(2));
   const DeviceArray<int> started(std::vector<int>(2, 0));
   CUtensorMap map;
   REQUIRE(make_tensor_map({memory.data(), 100 * kColumns, kColumns, kColumns}, DataType::kBFloat16,
@@ -116,7 +116,7 @@ TEST_CASE("sm90: a box arrives at each named rank, values and arrivals at anothe
   config.dynamicSmemBytes = kBytes + kAlignment;
   config.attrs = &clusters;
   config.numAttrs = 1;
-  REQUIRE(cudaLaunchKernelEx(&config, reach, map, ranks, told.data(), loaded.data(),
+  REQUIRE(cudaLaunchKernelEx(&config, reach, map, ranks, reports.data(), loaded.data(),
                              static_cast<volatile int*>(started.data())) == cudaSuccess);
   REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
 
@@ -128,11 +128,11 @@ TEST_CASE("sm90: a box arrives at each named rank, values and arrivals at anothe
             tensor[(3 + row) * kColumns + column];
       }
   CHECK((loaded.values() == expected));
-  const std::vector<Told> said = told.values();
+  const std::vector<Report> results = reports.values();
   for (uint32_t rank = 0; rank < 2; ++rank) {
-    CHECK(said[rank].rank == rank);
-    CHECK(said[rank].size == 2);
-    CHECK(said[rank].came_too_early == 0);
+    CHECK(results[rank].rank == rank);
+    CHECK(results[rank].size == 2);
+    CHECK(results[rank].came_too_early == 0);
   }
-  CHECK(said[1].word == kWord);
+  CHECK(results[1].value == kValue);
 }

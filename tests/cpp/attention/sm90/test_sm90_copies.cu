@@ -31,7 +31,7 @@ __device__ unsigned char* aligned(unsigned char* dynamic) {
   return dynamic + (kAlignment - shared_address(dynamic) % kAlignment) % kAlignment;
 }
 
-/// Loads a box behind a late start, and tells what shared memory holds then, a guard behind the box
+/// Loads a box behind a late start, and returns what shared memory holds then, a guard behind the box
 /// included.
 __global__ void load(const __grid_constant__ CUtensorMap map, BoxOrigin at, L2Policy policy,
                      int bytes, unsigned char* loaded, int* waited_too_little) {
