@@ -16,7 +16,7 @@ ttft_ms             time to the first token: the prompt, and the choice of the t
                     p10 and p90
 avg_decode_ms       mean of the tokens after it
 total_time_ms       the first token and those after it; median
-comm_time_ms        bringing blocks to a rank, most of it beside attention
+comm_time_ms        transfers of blocks to a rank, most of it beside attention
 wait_ms             attention stood still because a block was not there
 compute_comm_ratio  time of attention / comm_time_ms. These three are of one more prompt, blocks
                     attended one by one: sums over layers of the slowest rank in each, which

@@ -202,7 +202,7 @@ def plan(
 
     Contiguous and causal, the order of the ranks is chosen too: among all orders up to 8 ranks,
     above that from fast to slow. Under zigzag the order does not change times without waits, and
-    the one with the smallest ``least_depth`` is chosen. Where ranks wait, it is searched as well.
+    the one with the smallest ``min_depth`` is chosen. Where ranks wait, it is searched as well.
 
     Args:
         seq_len: S.
