@@ -80,22 +80,28 @@ def attempt(strategy: Strategy, work: Callable[[], _Value]) -> tuple[bool, _Valu
         RuntimeError, ValueError: what ``work`` raised, where no rank ran out of memory.
     """
     ring = resolve_group(None)
-    done, ran_out, problem = None, False, None
+    done, ran_out = None, False
+    problem: Exception | None = None
     try:
         done = work()
-    except torch.OutOfMemoryError as error:
-        ran_out = True
-        if not strategy.alone:
+    except (RuntimeError, ValueError) as error:
+        problem, ran_out = error, is_out_of_memory(error)
+        if ran_out and not strategy.alone and not str(error).startswith("rank "):
             report_to_peers(ring, error)  # they may wait for a block of this rank
-    except (RuntimeError, ValueError) as error:  # of a peer that ran out, perhaps
-        problem = error
     if any(gather_objects(ring, "benchmarks/llama.py", ran_out)):
+        problem = None  # with the tensors of its frames
         gc.collect()
         torch.cuda.empty_cache()
         return False, None
     if problem is not None:
         raise problem
     return True, done
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Of this rank or, as it was told, of another; also where it was no tensor's memory."""
+    texts = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
 
 
 @dataclass(frozen=True)

@@ -210,37 +210,41 @@ def test_running_out_of_memory_is_a_row_and_longer_prompts_are_not_tried(
     assert again.ran_out == {REGULAR: 32} and all(again.has(s) for s in options.seq_lens)
 
 
-def memory_of_one_rank() -> list[Any]:
+def memory_of_one_rank() -> list[tuple[bool, Any]]:
     """The last rank runs out of memory in the first layer. The others wait for it in the second."""
     model = LLaMA(decode.SHAPES["tiny"]).requires_grad_(False)
     whole = lambda seq_len: Partition.even(seq_len, this().world_size)  # noqa: E731
     strategy = Strategy(RING, own_step(model, 1, whole), whole)
     ids = random_ids(1, 32)
-    layer = model.base_model.layers[0].ff_sub_layer
-    found = []
-    for fails in (True, False):
 
-        def work(fails: bool = fails) -> str:
-            def out(*_: Any) -> None:
-                raise torch.OutOfMemoryError("CUDA out of memory")
+    def out(*_: Any) -> None:
+        if this().rank == this().world_size - 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
-            if fails and this().rank == this().world_size - 1:
-                layer.register_forward_pre_hook(out)
-            strategy.step(ids, None)
-            return "done"
-
-        try:
-            found.append(llama_timing.attempt(strategy, work))
-        except ValueError as error:
-            found.append(str(error))
-    return found
+    hook = model.base_model.layers[0].ff_sub_layer.register_forward_pre_hook(out)
+    work = lambda: strategy.step(ids, None)[0].shape  # noqa: E731
+    found = [llama_timing.attempt(strategy, work)]
+    hook.remove()
+    return [*found, llama_timing.attempt(strategy, work)]
 
 
-def test_ranks_give_up_together_where_one_has_no_memory(
+def test_ranks_give_up_together_where_one_has_no_memory_and_go_on(
     own_pool: Callable[[int], RankPool],
 ) -> None:
-    for first, _ in own_pool(2).run(memory_of_one_rank):
-        assert first == (False, None)
+    for first, second in own_pool(2).run(memory_of_one_rank):
+        assert first == (False, None) and second == (True, (1, 512))
+
+
+def test_other_failures_are_no_lack_of_memory() -> None:
+    strategy = Strategy(REGULAR, None, lambda seq_len: Partition.even(seq_len, 1))
+
+    def fail(message: str) -> None:
+        raise RuntimeError(message)
+
+    for message in ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"):
+        assert llama_timing.attempt(strategy, lambda m=message: fail(m)) == (False, None)
+    with pytest.raises(RuntimeError, match="CUDA error: an illegal memory access"):
+        llama_timing.attempt(strategy, lambda: fail("CUDA error: an illegal memory access"))
 
 
 # ---- what rows are made of ----------------------------------------------------------------------
