@@ -34,9 +34,10 @@
 //   signal            cleared to 0 by
 //   ----------------  -----------------------------------------------------------------------------
 //   tag[p]            nothing: the next call writes over it
-//   staged[p],        r: its fetching kernel once it has read everything and both are set, or its
-//   staged_mirror[p]  stream once the mirror is set; before r writes read[r] of p, so that p cannot
-//                     have set them for the next call yet
+//   staged[p]         fetching of r once it has read everything and both are set, or stream of r
+//                     once the mirror is set; before r writes read[r] of p, so that p cannot have
+//                     set it for the next call yet
+//   staged_mirror[p]  as staged[p]: fetching of r, or stream of r
 //   read[p]           staging of r in the next call, before it writes staged[r] of p
 //   read_mirror[p]    staging of r in the next call, after it has written staged[r] of p
 //
