@@ -10,6 +10,7 @@ import ringattn
 import torch
 from _distributed import this
 from _transformers import CACHE, assert_near, model_of, token_ids
+from ringattn.integrations.transformers.refusals import check_attention_keywords
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import StaticCache
 
@@ -227,3 +228,11 @@ def refused_generations() -> None:
 
 def test_generations_are_refused_on_every_rank(rank_pool: Callable[..., Any]) -> None:
     rank_pool(2).run(refused_generations)
+
+
+def test_keywords_of_a_layer_are_refused_as_those_of_the_functions() -> None:
+    neutral = {"softcap": 0.0, "s_aux": None, "sliding_window": 8, "is_causal": True}
+    check_attention_keywords({**neutral, "layer_idx": 3}, num_keys=8)
+    for name in ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seqlens", "head_mask"):
+        with pytest.raises(ValueError, match=rf"^{name} must be left out \(.*\), got 7$"):
+            check_attention_keywords({name: 7}, num_keys=8)

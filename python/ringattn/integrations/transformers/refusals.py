@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ringattn._checks import check_keywords
 from ringattn.integrations import shared
 
 #: Families whose layers were read: they pass keyword arguments down to the attention function, and
@@ -100,22 +101,14 @@ def _rope_types(config: Any) -> set[str]:
 
 
 def check_attention_keywords(given: Mapping[str, Any], num_keys: int) -> None:
-    """ValueError for what a layer asks of its attention function and this package does not do."""
+    """ValueError for keywords of a layer to its attention function that change what is computed."""
     seen = given.get("sliding_window")
     if seen is not None and seen < num_keys:
         raise ValueError(
             f"sliding_window must cover all {num_keys} keys, got {seen}: windows are not supported"
         )
-    for name, what in (
-        ("softcap", "a softcap of the scores"),
-        ("s_aux", "attention sinks"),
-        ("position_bias", "a bias of the scores"),
-        ("cu_seq_lens_q", "packed sequences"),
-        ("cu_seqlens", "packed sequences"),
-        ("head_mask", "a mask of heads"),
-    ):
-        if given.get(name) is not None:
-            raise ValueError(f"{name} must be None: {what} is not supported")
+    names = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seqlens", "head_mask")
+    check_keywords("attention", {name: given[name] for name in names if name in given})
     if given.get("is_causal") is False:
         raise ValueError("is_causal must be True or None, got False: attention here is causal")
 
