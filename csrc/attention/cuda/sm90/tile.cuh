@@ -61,8 +61,8 @@ struct TileShape {
   static_assert(kKeyStages <= kMaxStages && kValueStages <= kMaxStages);
   /// Chunks from peers pass through two fetch buffers.
   static constexpr int kFetchBuffers = 2;
-  // Barriers (SharedMemory), the first ones of a kind: four that have names of their own, of
-  // queries, of buffers, of pipeline.
+  // Barriers (SharedMemory): four with names of their own, then the first ones of the queries, of
+  // the buffers and of the fetch buffers.
   static constexpr int kQueryBarriers = 4;
   static constexpr int kBufferBarriers = kQueryBarriers + 2 * kConsumers;
   static constexpr int kFetchBufferBarriers = kBufferBarriers + 6 * kMaxStages;
