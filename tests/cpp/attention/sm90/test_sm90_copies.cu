@@ -31,8 +31,8 @@ __device__ unsigned char* aligned(unsigned char* dynamic) {
   return dynamic + (kAlignment - shared_address(dynamic) % kAlignment) % kAlignment;
 }
 
-/// Loads a box behind a late start, and returns what shared memory holds then, a guard behind the box
-/// included.
+/// Loads a box behind a late start, and returns what shared memory holds then, a guard behind the
+/// box included.
 __global__ void load(const __grid_constant__ CUtensorMap map, BoxOrigin at, L2Policy policy,
                      int bytes, unsigned char* loaded, int* waited_too_little) {
   extern __shared__ unsigned char dynamic[];
