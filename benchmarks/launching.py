@@ -15,7 +15,7 @@ from torch.distributed import run
 def add_world_size(parser: argparse.ArgumentParser) -> None:
     """--world-size, for :func:`under_launcher`."""
     parser.add_argument(
-        *("--world-size", "--world_size", "--nproc"),
+        *("--world-size", "--world_size", "--nproc", "--num-ranks", "--num_ranks"),
         dest="world_size",
         type=at_least(1),
         metavar="W",

@@ -40,6 +40,7 @@ import argparse
 import importlib
 import json
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ from lib.report import Report, environment
 from lib.timing import Timing
 from llama_models import REGULAR, RING, Strategy, config_of, model_folder, model_text
 from llama_models import strategies as make_strategies
-from llama_timing import PARTS, Generation, Look, attempt, generation
+from llama_timing import PARTS, Breakdown, Generation, attempt, generation
 from tqdm import tqdm
 
 MODES = {"vanilla": [REGULAR], "regular": [REGULAR], "ring": [RING]}
@@ -126,12 +127,13 @@ class Comparison:
         for strategy in self.strategies:
             if strategy.name in self.ran_out:
                 continue
-            fits, shown = attempt(strategy, lambda s=strategy: generation(s, ids, self.options))
+            fits, shown = attempt(strategy, partial(generation, strategy, ids, self.options))
             if fits:
-                fits, look = attempt(strategy, lambda s=strategy: Look.into(s, ids, self.options))
+                work = partial(Breakdown.of, strategy, ids, self.options)
+                fits, parts = attempt(strategy, work)
             if fits:
                 first[strategy.name] = shown
-                rows[strategy.name] = self._looked_into(strategy, look, seq_len)
+                rows[strategy.name] = self._breakdown_columns(strategy, parts, seq_len)
         samples = self._samples([s for s in self.strategies if s.name in first], ids)
         for strategy in self.strategies:
             row: dict[str, Any] = dict.fromkeys(COLUMNS)
@@ -165,18 +167,20 @@ class Comparison:
             for name, times in own.items()
         }
 
-    def _looked_into(self, strategy: Strategy, look: Look | None, seq_len: int) -> dict[str, Any]:
+    def _breakdown_columns(
+        self, strategy: Strategy, parts: Breakdown | None, seq_len: int
+    ) -> dict[str, Any]:
         """Columns of how a prompt's time is made up; its layers are kept. Collective for a ring."""
-        found: dict[str, Any] = {"tensor_core_share": look and look.tensor_core_share}
+        found: dict[str, Any] = {"tensor_core_share": parts and parts.tensor_core_share}
         if strategy.name == RING:
-            assert look is not None
-            layers = from_all_ranks(look.layers).amax(0).view(-1, len(PARTS)).tolist()
+            assert parts is not None
+            layers = from_all_ranks(parts.layers).amax(0).view(-1, len(PARTS)).tolist()
             own, remote, transfer, wait = map(sum, zip(*layers, strict=True))
             found |= {"comm_time_ms": transfer, "wait_ms": wait}
             found["compute_comm_ratio"] = (own + remote) / transfer if transfer else None
             self.layers.rows += [
-                dict(zip(LAYER_COLUMNS, (seq_len, number, *parts), strict=True))
-                for number, parts in enumerate(layers)
+                dict(zip(LAYER_COLUMNS, (seq_len, number, *times), strict=True))
+                for number, times in enumerate(layers)
             ]
         return found
 
@@ -221,13 +225,17 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--mode", choices=MODES, default="compare", help="(default: compare)")
     libraries = ["own", "transformers", "fms"]
     made.add_argument("--library", choices=libraries, default="own", help="(default: own)")
-    made.add_argument("--model", type=model_folder, metavar="DIR", help="of Hugging Face's format")
+    path = ("--model", "--model-path", "--model_path")
+    made.add_argument(
+        *path, dest="model", type=model_folder, metavar="DIR", help="of Hugging Face's format"
+    )
     made.add_argument("--shape", choices=SHAPES, help="of random weights (default: 8b; CPU: tiny)")
     for name, what in (("dim", "E"), ("n-layers", "L"), ("n-heads", "H"), ("n-kv-heads", "H_kv")):
         made.add_argument(f"--{name}", type=at_least(1), metavar=what, help="in place of --shape's")
     lengths = ("--seq-len", "--seq-lens", "--num-tokens", "--num_tokens")
     made.add_argument(*lengths, dest="seq_lens", type=counts, metavar="S,S,...")
-    made.add_argument("--batch-size", dest="batch", type=at_least(1), default=1, metavar="B")
+    batch = ("--batch-size", "--batch_size")
+    made.add_argument(*batch, dest="batch", type=at_least(1), default=1, metavar="B")
     tokens = ("--tokens", "--num-decode-tokens", "--num_decode_tokens")
     made.add_argument(
         *tokens, dest="tokens", type=at_least(1), default=16, metavar="N", help="after a prompt"
@@ -249,7 +257,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def settled(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line, with what follows from the device."""
     options = parse(parser)
     on_cuda = options.device == "cuda"
@@ -269,7 +277,7 @@ def settled(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parser()
-    options = settled(arguments)
+    options = parse_options(arguments)
     if not launching.under_launcher(arguments, options):
         return
     # Note: before the group is made: torch.distributed.nn, which these libraries load, keeps it.

@@ -7,9 +7,9 @@ prompt's time is until its first token is on the host, the slowest rank's. Colum
 
 p50_ttft_ms, p95_ttft_ms  over the requests
 tokens_per_s              tokens of all prompts over the sum of their times
+shares                    of all tokens in percent, rank by rank
 x_even                    sum of the times with even partitions / sum of these
-plans                     different partitions of one length that were used, less one, over the
-                          lengths: how often the rebalancer changed its mind
+replans                   how often plans changed after a request
 error                     largest difference of a prompt's logits from those with even partitions,
                           over the largest logit
 """
@@ -40,8 +40,8 @@ from ringattn.testing import slowdown
 from tqdm import tqdm
 
 COLUMNS = (
-    *("partition", "requests", "p50_ttft_ms", "p95_ttft_ms", "tokens_per_s", "x_even"),
-    *("plans", "error"),
+    *("partition", "requests", "p50_ttft_ms", "p95_ttft_ms", "tokens_per_s", "shares"),
+    *("x_even", "replans", "error"),
 )
 _SHORTEST = 256  # tokens of a drawn prompt, where the longest has more
 
@@ -102,15 +102,15 @@ class Policy:
     split: Callable[[int], Partition]
     rebalancer: Rebalancer | None = None
     times: list[float] = field(default_factory=list)  # ms of each request, the slowest rank's
-    used: dict[int, list[Partition]] = field(default_factory=dict)  # different ones, by length
+    tokens: list[int] = field(default_factory=list)  # of each rank, over the requests
+    replans: int = 0
     error: float = 0.0
 
     def serve(self, step_with: Any, ids: torch.Tensor) -> torch.Tensor:
         """The logits of a prompt, and its time. Collective."""
         partition = self.split(ids.size(1))
-        known = self.used.setdefault(ids.size(1), [])
-        if partition not in known[-1:]:
-            known.append(partition)
+        held = self.tokens or [0] * partition.world_size
+        self.tokens = [sum(both) for both in zip(held, partition.lengths, strict=True)]
         watched = self.rebalancer is not None
         with ringattn.record_timings(by_block=False) if watched else contextlib.nullcontext() as to:
             if dist.is_initialized():
@@ -121,19 +121,20 @@ class Policy:
             ms = 1e3 * (time.perf_counter() - start)
         self.times.append(from_all_ranks([ms]).max().item())
         if self.rebalancer is not None:
-            self.rebalancer.observe(to)
+            self.replans += self.rebalancer.observe(to)
         return logits
 
-    def row(self, even: Policy, num_tokens: int) -> dict[str, Any]:
-        ordered = sorted(self.times)
+    def row(self, even: Policy) -> dict[str, Any]:
+        ordered, num_tokens = sorted(self.times), sum(self.tokens)
         return {
             "partition": self.name,
             "requests": len(self.times),
             "p50_ttft_ms": statistics.median(ordered),
             "p95_ttft_ms": ordered[math.ceil(0.95 * len(ordered)) - 1],
             "tokens_per_s": 1e3 * num_tokens / sum(self.times),
+            "shares": ",".join(f"{100 * of_rank / num_tokens:.0f}" for of_rank in self.tokens),
             "x_even": sum(even.times) / sum(self.times),
-            "plans": sum(len(known) - 1 for known in self.used.values()),
+            "replans": self.replans,
             "error": self.error,
         }
 
@@ -188,5 +189,5 @@ def replay(config: Any, device: torch.device, options: argparse.Namespace) -> No
                 error = ((logits - right).abs().max() / right.abs().max()).item()
                 policy.error = max(policy.error, error)
     for policy in compared:
-        report.add(policy.row(compared[0], sum(lengths)))
+        report.add(policy.row(compared[0]))
     report.write(options.out)

@@ -87,7 +87,9 @@ def attempt(strategy: Strategy, work: Callable[[], _Value]) -> tuple[bool, _Valu
     except (RuntimeError, ValueError) as error:
         problem, ran_out = error, is_out_of_memory(error)
         if ran_out and not strategy.alone and not str(error).startswith("rank "):
-            report_to_peers(ring, error)  # they may wait for a block of this rank
+            report_to_peers(ring, error)  # a peer may wait for a block of this rank
+    if strategy.alone and dist.is_initialized():
+        dist.barrier()  # waits for rank 0 without a report of the wait
     if any(gather_objects(ring, "benchmarks/llama.py", ran_out)):
         problem = None  # with the tensors of its frames
         gc.collect()
@@ -105,14 +107,14 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 @dataclass(frozen=True)
-class Look:
+class Breakdown:
     """How a prompt's time is made up on this rank."""
 
     layers: list[float]  # PARTS of one layer after the other; empty without a ring
     tensor_core_share: float | None
 
     @classmethod
-    def into(cls, strategy: Strategy, ids: torch.Tensor, options: Any) -> Look | None:
+    def of(cls, strategy: Strategy, ids: torch.Tensor, options: Any) -> Breakdown | None:
         """One of a prompt; None on ranks that have no part in it."""
         if strategy.alone and rank() != 0:
             return None

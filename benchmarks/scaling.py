@@ -20,8 +20,8 @@ ring_ms             median of the slowest rank, with p10 and p90
 ref_ms              the reference's time for the same problem
 speedup             ref_ms / ring_ms; ideal_speedup is world_size, scaling_efficiency their ratio
 ring_tflops         of one rank; ref_tflops of the reference's device. Masked pairs do not count
-flops_per_byte      of a rank: its operations over its queries, its results and everybody's keys and
-                    values
+flops_per_byte      of a rank: its operations over the bytes of its queries and results, and of the
+                    keys and values of all ranks
 error               largest difference from float64 attention over sampled rows; in `correctness`
                     inputs are a tenth of unit normal
 x_torch             error / that of PyTorch's attention on one device in the same rows; 2 at most
@@ -41,7 +41,7 @@ import ringattn
 import roofline
 import torch
 import torch.distributed as dist
-from lib.cli import counts, names_of, parse, timing_arguments
+from lib.cli import at_least, counts, names_of, parse, timing_arguments
 from lib.problem import DTYPES, Problem
 from lib.ranks import from_all_ranks, process_group, rank, world_size
 from lib.report import Report, environment
@@ -183,8 +183,7 @@ def rows_wanted(options: argparse.Namespace) -> dict[int, list[tuple[str, int]]]
 
 def time_all(report: Report, groups: Groups, device: torch.device, options: Any) -> None:
     """Rows of the other parts."""
-    for name in options.shapes:
-        shape = SHAPES[name]
+    for shape in options.shapes:
         peak = roofline.peak_rates(device, DTYPES[shape.dtype], options)
         for seq_len, wanted in rows_wanted(options).items():
             problem = Problem.of(shape, seq_len, device, causal=not options.no_causal)
@@ -234,6 +233,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--parts", type=parts, default=list(PARTS), help="with commas (default: all)")
     shapes = names_of(*SHAPES)
     made.add_argument("--shapes", type=shapes, help=f"of {', '.join(SHAPES)} (CPU: tiny)")
+    heads = ("--num-heads", "--num_heads")
+    made.add_argument(*heads, type=at_least(1), metavar="H", help="one shape, in place of --shapes")
+    made.add_argument(
+        "--head-dim", "--head_dim", type=at_least(1), default=64, help="(default: 64)"
+    )
+    made.add_argument("--dtype", choices=DTYPES, default="float16", help="of that shape")
+    rounds = {"dest": "rounds", "type": at_least(1), "default": argparse.SUPPRESS}
+    made.add_argument("--iters", **rounds, metavar="N", help="as --rounds")
     sizes = ("--world-sizes", "--world_sizes")
     made.add_argument(*sizes, type=counts, metavar="W,...", help="(default: 1,2,4,...)")
     made.add_argument("--seq-lens", "--seq_lens", type=counts, metavar="S,...", help="of roofline")
@@ -244,7 +251,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def settled(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line, with what follows from the device and from each other."""
     options = parse(parser)
     on_cuda = options.device == "cuda"
@@ -253,7 +260,11 @@ def settled(parser: argparse.ArgumentParser) -> argparse.Namespace:
         options.world_size = max(given)
     if given is not None and max(given) > options.world_size:
         parser.error(f"--world-sizes must be {options.world_size} ranks at most, got {max(given)}")
-    options.shapes = options.shapes or (["h16d64", "h32d128", "gqa"] if on_cuda else ["tiny"])
+    names = options.shapes or (["h16d64", "h32d128", "gqa"] if on_cuda else ["tiny"])
+    options.shapes = [SHAPES[name] for name in names]
+    if options.num_heads is not None:
+        heads, head_dim = options.num_heads, options.head_dim
+        options.shapes = [Heads(heads, heads, head_dim, options.dtype)]
     powers = [2**i for i in range(9, 16)]  # 512 to 32768
     options.seq_lens = options.seq_lens or (powers[:6] if on_cuda else [256, 512])
     options.strong_seqs = options.strong_seqs or (powers[3:] if on_cuda else [512, 1024])
@@ -263,7 +274,7 @@ def settled(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parser()
-    options = settled(arguments)
+    options = parse_options(arguments)
     if not launching.under_launcher(arguments, options):
         return
     with process_group(options.device) as device:

@@ -141,23 +141,24 @@ def test_it_starts_its_ranks_itself_and_reads_prepared_text(tmp_path: Path) -> N
 def test_requests_are_served_by_three_partitions(tmp_path: Path) -> None:
     stem = tmp_path / "requests"
     shape = ["--dim", "256", "--n-heads", "8", "--n-kv-heads", "2"]
-    speeds = ["--percentages", "100,25", "--partition", "auto"]
+    speeds = ["--percentages", "100,10", "--partition", "auto"]
     rows = run("--requests", "512,96,512,97", *shape, *speeds, "--out", stem)
     assert [row["partition"] for row in rows] == ["even", "planned", "rebalanced"]
     for row in rows:
         assert row["requests"] == 4 and row["error"] < 1e-4
         assert 0 < row["p50_ttft_ms"] <= row["p95_ttft_ms"]
-    assert rows[0]["x_even"] == 1 and rows[0]["plans"] == rows[1]["plans"] == 0
-    # Alike partitions would be 1; the faster rank has up to four times as many tokens.
-    assert rows[1]["x_even"] > 1.05
+    assert rows[0]["x_even"] == 1 and rows[0]["replans"] == rows[1]["replans"] == 0
+    shares = [[int(share) for share in row["shares"].split(",")] for row in rows]
+    assert shares[0] == [50, 50] and shares[1][0] > 60 and shares[2][0] > 50
 
 
-def test_percentiles_are_of_the_requests_and_plans_are_counted() -> None:
+def test_percentiles_are_of_the_requests_and_lengths_are_drawn_alike() -> None:
     even = llama_requests.Policy("even", lambda _: Partition.even(8, 1), times=[2.0] * 20)
     policy = llama_requests.Policy("planned", even.split, times=[1.0] * 18 + [5.0, 9.0])
-    policy.used = {8: [Partition.even(8, 1)] * 3, 9: [Partition.even(9, 1)]}
-    row = policy.row(even, 64)
-    assert (row["p50_ttft_ms"], row["p95_ttft_ms"], row["plans"]) == (1.0, 5.0, 2)
+    policy.tokens = [48, 16]
+    row = policy.row(even)
+    assert row["shares"] == "75,25"
+    assert (row["p50_ttft_ms"], row["p95_ttft_ms"], row["requests"]) == (1.0, 5.0, 20)
     assert row["x_even"] == 40 / 32 and row["tokens_per_s"] == 2000
     lengths = llama_requests.drawn(50, 4096)
     assert lengths == llama_requests.drawn(50, 4096) and 256 <= min(lengths) < 512
@@ -167,9 +168,9 @@ def test_percentiles_are_of_the_requests_and_plans_are_counted() -> None:
 # ---- memory -------------------------------------------------------------------------------------
 
 
-def settled(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Namespace:
+def parse_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Namespace:
     monkeypatch.setattr(sys, "argv", ["llama.py", "--device", "cpu", *arguments])
-    return llama.settled(llama.parser())
+    return llama.parse_options(llama.parser())
 
 
 def test_running_out_of_memory_is_a_row_and_longer_prompts_are_not_tried(
@@ -189,7 +190,7 @@ def test_running_out_of_memory_is_a_row_and_longer_prompts_are_not_tried(
 
     split = lambda seq_len: Partition.even(seq_len, 1)  # noqa: E731
     made = [Strategy(REGULAR, step(REGULAR, 16), split), Strategy(RING, step(RING, 64), split)]
-    options = settled(monkeypatch, "--seq-len", "16,32,64", "--out", str(tmp_path / "out"))
+    options = parse_options(monkeypatch, "--seq-len", "16,32,64", "--out", str(tmp_path / "out"))
     config = decode.SHAPES["tiny"]
     compared = llama.Comparison(made, config, torch.device("cpu"), options)
     for seq_len in options.seq_lens:
@@ -306,7 +307,7 @@ def test_a_shape_of_the_command_line_is_llama_3s_where_nothing_is_said() -> None
         ("--seq-len 0", "--num_tokens: must be an integer from 1 on, got '0'"),
         ("--bf16 --dtype float16", "--dtype must be bfloat16 with --bf16, got float16"),
         ("--resume", "--resume must come with --out STEM, got none"),
-        ("--model nowhere", "--model: must be a folder with config.json, got nowhere"),
+        ("--model nowhere", "--model_path: must be a folder with config.json, got nowhere"),
         ("--data nowhere", "--data: must be a folder of scripts/prepare_data.py with meta.json"),
         ("--percentages 50", "--percentages must come with --requests, got no requests"),
         ("--requests draw:0", "--requests: must be an integer from 1 on, got '0'"),
@@ -323,14 +324,22 @@ def test_wrong_usage_is_one_sentence(
     message: str,
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        settled(monkeypatch, *arguments.split())
+        parse_options(monkeypatch, *arguments.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_flags_of_earlier_benchmarks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = "--num_tokens 9,8 --num_decode_tokens 3 --disable_flash --batch_size 2 --nproc 4 --bf16"
+    options = parse_options(monkeypatch, *given.split(), "--mode", "vanilla")
+    assert (options.seq_lens, options.tokens, options.batch) == ([8, 9], 3, 2)
+    assert (options.flash, options.world_size, options.dtype) == (False, 4, "bfloat16")
+    assert options.strategies == [REGULAR] and options.partition == "even"
+
+
 def test_ranks_of_torchrun_are_not_started_again(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    options = settled(monkeypatch, "--world-size", "3")
+    options = parse_options(monkeypatch, "--world-size", "3")
     with pytest.raises(SystemExit):
         llama.launching.under_launcher(llama.parser(), options)
     message = "--world-size must be that of torchrun, 2, got 3"

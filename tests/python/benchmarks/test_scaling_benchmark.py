@@ -115,9 +115,20 @@ def test_wrong_usage_is_one_sentence(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["scaling.py", "--device", "cpu", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
-        scaling.settled(scaling.parser())
+        scaling.parse_options(scaling.parser())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_flags_of_earlier_benchmarks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = "--num_ranks 2 --num_heads 16 --head_dim 128 --dtype bfloat16 --iters 7 --warmup 5"
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--device", "cpu", *given.split()])
+    options = scaling.parse_options(scaling.parser())
+    assert options.shapes == [scaling.Heads(16, 16, 128, "bfloat16")]
+    assert (options.world_size, options.rounds, options.warmup) == (2, 7, 5)
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--device", "cpu"])
+    options = scaling.parse_options(scaling.parser())
+    assert (options.shapes, options.rounds) == ([scaling.SHAPES["tiny"]], 20)
 
 
 def test_another_table_is_not_drawn(tmp_path: Path, monkeypatch, capsys) -> None:

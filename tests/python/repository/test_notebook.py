@@ -32,7 +32,7 @@ def outputs(notebook: dict[str, Any]) -> list[tuple[str, list[str]]]:
 
 def test_the_notebook_runs_and_shows_what_it_holds(execute: Any) -> None:
     drawn = outputs(execute(NOTEBOOK))
-    assert [kind for kind, _ in drawn].count("image/png,text/plain") == 2
+    assert [kind for kind, _ in drawn].count("image/png,text/plain") == 3
     assert drawn == outputs(json.loads(NOTEBOOK.read_text())), (
         "run python scripts/execute_notebook.py docs/analysis.ipynb"
     )
