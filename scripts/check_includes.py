@@ -4,6 +4,7 @@
 
 Kernels do not know torch, the ring does not know the dispatcher, nothing knows Python but bindings.
 What the included headers of the project include counts too: no ban is dodged through a header.
+A header and the source of the same stem are one unit; units must not include each other in a cycle.
 """
 
 import argparse
@@ -89,6 +90,7 @@ ROOMS = {
     ),
     "attention/cuda/sm90/scheduler": Room(rooms=("core", "attention/params.h")),
     "transport": Room(rooms=("core", "peer_sync/protocol.h"), libraries=("torch",)),
+    "transport/registry": Room(rooms=("core",), libraries=("torch",)),
     "transport/runtime": Room(
         rooms=(
             *("core", "transport/p2p_transport.h"),
@@ -98,16 +100,21 @@ ROOMS = {
     ),
     "transport/runtime/fill_nan_if_failed": Room(rooms=("core",), libraries=("cuda",)),
     "transport/group": Room(
-        rooms=("core", "transport/p2p_transport.h", "transport/runtime"), libraries=("torch",)
+        rooms=("core", "transport/p2p_transport.h", "transport/registry.h", "transport/runtime"),
+        libraries=("torch",),
     ),
     "transport/p2p": Room(
-        rooms=("core", "transport/p2p_transport.h", "transport/group", "transport/runtime"),
+        rooms=(
+            *("core", "transport/p2p_transport.h", "transport/registry.h", "transport/runtime"),
+            *("transport/group/rendezvous.h", "transport/group/peer_wait.h"),
+        ),
         libraries=("torch", "cuda"),
     ),
     "transport/symmetric": Room(
         rooms=(
             *("core", "testing", "peer_sync", "transport/transport.h", "transport/p2p_transport.h"),
-            *("transport/group", "transport/runtime", "transport/symmetric/kernels"),
+            *("transport/registry.h", "transport/runtime", "transport/symmetric/kernels"),
+            *("transport/group/rendezvous.h", "transport/group/peer_wait.h"),
             "transport/symmetric/stream_memops.h",
         ),
         libraries=("torch", "cuda"),
@@ -123,7 +130,8 @@ ROOMS = {
     ),
     "ops": Room(
         rooms=(
-            *("core", "partition", "ring", "transport/group", "transport/p2p_transport.h"),
+            *("core", "partition", "ring", "transport/group/group_context.h"),
+            *("transport/p2p_transport.h", "transport/registry.h"),
             *("attention/block_attention.h", "attention/decode_attention.h"),
             "attention/merge_states.h",
         ),
@@ -133,7 +141,8 @@ ROOMS = {
         rooms=(
             *("core", "testing", "partition", "planner"),
             *("attention/block_attention.h", "ring/step_recorder.h"),
-            *("transport/group/peer_wait.h", "transport/group/ring_group.h"),
+            *("transport/group/group_context.h", "transport/group/peer_wait.h"),
+            "transport/registry.h",
         ),
         libraries=("torch", "python"),
     ),
@@ -142,23 +151,29 @@ ROOMS = {
 # Single files that may see one library or one header more, and why. A new line here needs a reason
 # in review.
 EXCEPTIONS = {
-    # Arrows upward. The third has no include: group_backend.h declares find_peers, and
-    # p2p/process_group_backend.cpp defines it.
-    "transport/group/ring_group.cpp": {
-        "transport/p2p/nccl.h": "a group makes its transports by their names",
-        "transport/symmetric/transport.h": "a group makes its transports by their names",
-    },
     "transport/p2p/nccl.cpp": {"nccl": "the only caller of NCCL"},
     "transport/p2p/process_group.h": {"c10d": "what the two files below share"},
     "transport/p2p/process_group.cpp": {"c10d": "the only one that sends through process groups"},
     "transport/p2p/process_group_backend.cpp": {
-        "c10d": "the only one that knows their names and stores"
+        "c10d": "the only one that knows their names and stores",
+        "transport/group/group_backend.h": "implements it",
     },
     "bindings/module.cpp": {
         "cuda": "the version it was built with",
         "nccl": "the version it was built with",
     },
 }
+
+# Units that include each other in a cycle, each with those of its cycle. No new ones.
+CYCLES = (
+    {"attention/block_attention", "attention/cpu/block_attention"},
+    {
+        *("attention/cuda/sm90/block_attention_kernel", "attention/cuda/sm90/epilogue"),
+        *("attention/cuda/sm90/launch", "attention/cuda/sm90/producer", "attention/cuda/sm90/tile"),
+        *("attention/cuda/sm90/recompute_scores", "attention/cuda/sm90/remote_fetch"),
+    },
+    {"planner/balance", "planner/link_search", "planner/planner", "planner/tiles"},
+)
 
 
 def library_of(include: str) -> str | None:
@@ -236,7 +251,80 @@ def violations(sources: Sources) -> list[str]:
         for library, chain in sources.libraries_seen(path).items():
             if library not in allowed:
                 found.append(f"csrc/{path}: {room} may not see {library}: {' -> '.join(chain)}")
-    return found + stale_exceptions(sources)
+    return found + cycles(sources) + stale_exceptions(sources)
+
+
+def unit_of(path: str) -> str:
+    """A path without its suffix: a header and its source are one unit."""
+    return path.rpartition(".")[0]
+
+
+class Units:
+    """What includes what, by units, below `folder` of csrc/ (empty: all of it)."""
+
+    def __init__(self, sources: Sources, folder: str = "") -> None:
+        self.arrows: dict[str, set[str]] = {}
+        self.num_upward = (
+            0  # arrows that a room's list lacks, to a room whose list has the way back
+        )
+        for path, includes in sources.includes.items():
+            if not path.startswith(folder):
+                continue
+            seen = self.arrows.setdefault(unit_of(path), set())
+            targets = {sources.resolve(path, include) for _, include in includes}
+            for target in targets:
+                if target is not None and target.startswith(folder):
+                    seen.add(unit_of(target))
+                    listed = may_include(room_of(path), target)
+                    self.num_upward += not listed and may_include(room_of(target), path)
+            seen.discard(unit_of(path))
+        self.reached = {unit: self._reach(unit) for unit in self.arrows}
+
+    def _reach(self, unit: str) -> set[str]:
+        reached: set[str] = set()
+        queue = [unit]
+        for current in queue:
+            new = self.arrows[current] - reached
+            reached |= new
+            queue += new
+        return reached
+
+    def cycle_of(self, unit: str) -> frozenset[str]:
+        """The units that see `unit` and that it sees; empty without a cycle."""
+        return frozenset(other for other in self.reached[unit] if unit in self.reached[other])
+
+    def cycles(self) -> set[frozenset[str]]:
+        return {cycle for unit in self.arrows if (cycle := self.cycle_of(unit))}
+
+    def num_levels(self) -> int:
+        """Units of the longest chain of arrows; a cycle counts as one."""
+        levels: dict[str, int] = {}
+        for unit in sorted(self.arrows, key=lambda unit: len(self.reached[unit] | {unit})):
+            below = self.reached[unit] - self.cycle_of(unit)
+            levels[unit] = 1 + max((levels[other] for other in below), default=0)
+        return max(levels.values(), default=0)
+
+    def summary(self) -> str:
+        cycles = self.cycles()
+        in_cycles = f" of {sum(map(len, cycles))} units" if cycles else ""
+        return (
+            f"{len(self.arrows)} units, {self.num_levels()} levels, "
+            f"{self.num_upward} upward arrows, {len(cycles)} cycles{in_cycles}"
+        )
+
+
+def cycles(sources: Sources) -> list[str]:
+    """One line per cycle of units that is not in CYCLES, or is not one any more."""
+    listed = {frozenset(cycle) for cycle in CYCLES}
+    found = Units(sources).cycles()
+    breaches = [
+        f"csrc/{min(cycle)}: units include each other in a cycle: {', '.join(sorted(cycle))}"
+        for cycle in found - listed
+    ]
+    return breaches + [
+        f"scripts/check_includes.py: CYCLES names that of {min(cycle)}, which is none any more"
+        for cycle in listed - found
+    ]
 
 
 def stale_exceptions(sources: Sources) -> list[str]:
@@ -264,12 +352,23 @@ def main() -> int:
     parser.add_argument(
         "root", nargs="?", type=pathlib.Path, default=csrc, help="in place of csrc/ of this project"
     )
-    root = parser.parse_args().root
+    parser.add_argument(
+        "--summary",
+        action="store_true",
+        help="print how many levels of units, arrows upward and cycles each folder has",
+    )
+    arguments = parser.parse_args()
+    root = arguments.root
     if not root.is_dir():
         parser.error(f"root must be a folder, got {root}")
     sources = Sources(root)
     breaches = violations(sources)
     print(*breaches, sep="\n", end="\n" if breaches else "")
+    if arguments.summary:
+        folders = sorted({path.partition("/")[0] for path in sources.includes if "/" in path})
+        for folder in folders:
+            print(f"{folder}/: {Units(sources, folder + '/').summary()}")
+        print(f"all: {Units(sources).summary()}")
     print(f"check_includes: {len(sources.includes)} files, {len(breaches)} breaches")
     return 1 if breaches else 0
 

@@ -16,8 +16,9 @@
 #include "ring/step_recorder.h"
 #include "testing/fault_injection.h"
 #include "testing/throttle.h"
+#include "transport/group/group_context.h"
 #include "transport/group/peer_wait.h"
-#include "transport/group/ring_group.h"
+#include "transport/registry.h"
 
 #ifdef RINGATTN_WITH_CUDA
 #include <cuda_runtime_api.h>
@@ -83,10 +84,11 @@ std::vector<AttentionTile> tiles_of(const std::string& device, const std::string
 // A wait of Python's for all other ranks of a group.
 struct GroupWait {
   GroupWait(const std::string& group_name, const std::string& operation)
-      : group(RingGroup::resolve(group_name)),
-        wait(*group, PeerWait::kNoCall, /*step=*/0, group->others(), operation) {}
+      : group(GroupContext::resolve(group_name)),
+        wait(group->rendezvous(), kOutsideCalls, /*step=*/0, group->rendezvous().others(),
+             operation) {}
 
-  std::shared_ptr<RingGroup> group;
+  std::shared_ptr<GroupContext> group;
   PeerWait wait;
 };
 
@@ -142,14 +144,6 @@ py::dict build_info() {
 #endif
   info["kernel_families"] = families;
   return info;
-}
-
-std::vector<std::string> transports() {
-#ifdef RINGATTN_WITH_CUDA
-  return {"process_group", "nccl", "symmetric"};
-#else
-  return {"process_group"};
-#endif
 }
 
 }  // namespace
@@ -249,30 +243,33 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "refuse_call",
       [](const std::string& group_name, const std::string& message) {
-        const auto group = RingGroup::resolve(group_name);
+        const auto group = GroupContext::resolve(group_name);
         if (group->size() > 1) group->refuse_call(message);
       },
       py::arg("group_name"), py::arg("message"), py::call_guard<py::gil_scoped_release>());
   m.def(
       "check_group",
-      [](const std::string& group_name) { RingGroup::resolve(group_name)->throw_if_failed(); },
+      [](const std::string& group_name) {
+        GroupContext::resolve(group_name)->failures().throw_if_failed();
+      },
       py::arg("group_name"), py::call_guard<py::gil_scoped_release>());
   m.def(
       "end_group",
       [](const std::string& group_name, const std::string& operation, const std::string& reason) {
-        RingGroup::resolve(group_name)->end(operation, reason);
+        const auto group = GroupContext::resolve(group_name);
+        group->failures().end(group->latest_call(), operation, reason);
       },
       py::arg("group_name"), py::arg("operation"), py::arg("reason"),
       py::call_guard<py::gil_scoped_release>());
   m.def(
       "exchange",
       [](const std::string& group_name, const std::string& mine, const std::string& operation) {
-        std::vector<std::string> words;
+        std::vector<std::string> said;
         {
           const py::gil_scoped_release no_gil;
-          words = RingGroup::resolve(group_name)->exchange(mine, operation);
+          said = GroupContext::resolve(group_name)->exchange(mine, operation);
         }
-        return std::vector<py::bytes>(words.begin(), words.end());
+        return std::vector<py::bytes>(said.begin(), said.end());
       },
       py::arg("group_name"), py::arg("mine"), py::arg("operation"));
   py::class_<GroupWait>(m, "GroupWait")
@@ -288,7 +285,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "last_transport",
       [](const std::string& group_name) -> std::optional<std::string> {
-        const auto group = RingGroup::find(group_name);
+        const auto group = GroupContext::find(group_name);
         if (!group || group->last_transport().empty()) return {};
         return group->last_transport();
       },
@@ -297,10 +294,10 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "synchronize",
       [](const std::string& group_name) {
-        if (const auto group = RingGroup::find(group_name)) group->synchronize();
+        if (const auto group = GroupContext::find(group_name)) group->synchronize();
       },
       py::arg("group_name"), py::call_guard<py::gil_scoped_release>());
   m.def("inject_transfer_delays", &inject_transfer_delays, py::arg("seed"));
-  m.def("transports", &transports);
+  m.def("transports", &transport_names);
   m.def("build_info", &build_info);
 }

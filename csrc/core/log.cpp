@@ -87,7 +87,7 @@ bool logs_info() {
 
 void log(LogLevel level, const std::string& line) {
   if (installed_sink == nullptr) return write_to_stderr(level, line);
-  process_wide<LogQueue>().push(level, line);
+  process_singleton<LogQueue>().push(level, line);
 }
 
 void log_info_once(const char* line) {
@@ -96,14 +96,14 @@ void log_info_once(const char* line) {
     std::mutex mutex;
     std::set<std::string> lines;
   };
-  Said& said = process_wide<Said>();
+  Said& said = process_singleton<Said>();
   const std::lock_guard<std::mutex> lock(said.mutex);
   if (said.lines.insert(line).second) log(LogLevel::kInfo, line);
 }
 
 void set_log_sink(Sink sink) {
   installed_sink = sink;
-  process_wide<LogQueue>().wait_until_empty();
+  process_singleton<LogQueue>().wait_until_empty();
 }
 
 }  // namespace ringattn

@@ -12,10 +12,10 @@ namespace ringattn {
 /// threads are not forked, whoever held a lock is not there, and what was under way is the
 /// parent's.
 template <typename T>
-T& process_wide() {
+T& process_singleton() {
   static T* const one = [] {
     T* made = new T;
-    pthread_atfork(nullptr, nullptr, [] { new (&process_wide<T>()) T; });
+    pthread_atfork(nullptr, nullptr, [] { new (&process_singleton<T>()) T; });
     return made;
   }();
   return *one;

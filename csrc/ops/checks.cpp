@@ -175,14 +175,14 @@ void check_rows(const at::Tensor& x, const char* name, const Partition& partitio
                  rows_hint(x, name, partition, rank));
 }
 
-void check_capture(const RingGroup& group, const Signature& signature, c10::Device device,
+void check_capture(const GroupContext& group, const Signature& signature, c10::Device device,
                    c10::function_ref<const MessageTransport&()> transport) {
 #ifdef RINGATTN_WITH_CUDA
   if (!device.is_cuda()) return;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
   if (status == cudaStreamCaptureStatusNone) return;
-  RINGATTN_CHECK(group.knows(signature),
+  RINGATTN_CHECK(group.agreement().knows(signature),
                  "a call must have been made once before one of its kind is captured in a CUDA "
                  "graph, got a first one under capture");
   RINGATTN_CHECK(transport().can_be_captured(),

@@ -11,7 +11,7 @@
 
 #include "core/shape.h"
 #include "partition/partition.h"
-#include "transport/group/ring_group.h"
+#include "transport/group/group_context.h"
 #include "transport/p2p_transport.h"
 
 // What operators ask of their arguments, once: below this room nobody checks again. A refusal reads
@@ -47,7 +47,20 @@ void check_rows(const at::Tensor& x, const char* name, const Partition& partitio
 
 /// What is captured in a CUDA graph has been agreed on before: ranks cannot talk then. And its
 /// transport, asked for where there is a capture, can be part of one.
-void check_capture(const RingGroup& group, const Signature& signature, c10::Device device,
+void check_capture(const GroupContext& group, const Signature& signature, c10::Device device,
                    c10::function_ref<const MessageTransport&()> transport);
+
+/// The signature that `check` makes of this rank's arguments. Where it refuses them, the other
+/// ranks are told.
+template <typename Check>
+Signature check_call(GroupContext& group, const Check& check) {
+  group.failures().throw_if_failed();
+  try {
+    return check();
+  } catch (const c10::Error& error) {
+    group.refuse_call(error.what_without_backtrace());
+    throw;
+  }
+}
 
 }  // namespace ringattn

@@ -4,8 +4,10 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <utility>
+
 #include "ops/checks.h"
-#include "transport/group/ring_group.h"
+#include "transport/group/group_context.h"
 
 namespace ringattn {
 namespace {
@@ -39,19 +41,20 @@ OutAndLse decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at
                               double scale, c10::string_view group_name,
                               const std::optional<at::Tensor>& key_lengths) {
   const c10::DeviceGuard guard(q.device());
-  const auto group = group_name.empty() ? nullptr : RingGroup::resolve(std::string(group_name));
+  const auto group = group_name.empty() ? nullptr : GroupContext::resolve(std::string(group_name));
   if (!group || group->size() == 1) {
     check_decode(q, k, v, scale, key_lengths);
     return merge_partials(decode_partial(q, k, v, scale, key_lengths), q);
   }
-  const int64_t call = group->begin_call(q.device().type(), [&] {
+  Signature asked = check_call(*group, [&] {
     check_decode(q, k, v, scale, key_lengths);
     group->check_device(q.device());
-    Signature asked = signature(q, k, scale);
-    check_capture(*group, asked, q.device(),
+    Signature made = signature(q, k, scale);
+    check_capture(*group, made, q.device(),
                   [&]() -> const MessageTransport& { return group->collectives(q.device()); });
-    return asked;
+    return made;
   });
+  const int64_t call = group->begin_call(std::move(asked), /*tagged=*/q.is_cpu());
   return group->run(call, [&]() -> OutAndLse {
     CollectiveTransport& transport = group->collectives(q.device());
     const at::Tensor partial = decode_partial(q, k, v, scale, key_lengths);

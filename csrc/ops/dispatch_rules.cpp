@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "ops/checks.h"
-#include "transport/group/ring_group.h"
+#include "transport/group/group_context.h"
 
 // What PyTorch's transformations do to the operators, for all of them at once.
 
@@ -57,7 +57,7 @@ void telling_peers(const c10::OperatorHandle& op, Stack& stack, const Body& body
     for_each_argument(op, stack, [&](const c10::Argument& argument, const c10::IValue& value) {
       if (traced || argument.name() != "group_name" || value.toStringRef().empty()) return;
       try {
-        const auto group = RingGroup::resolve(value.toStringRef());
+        const auto group = GroupContext::resolve(value.toStringRef());
         if (group->size() > 1) group->refuse_call(refusal.what_without_backtrace());
       } catch (const std::exception&) {
         // no such group, or no store any more: this rank's mistake is still its own

@@ -4,10 +4,11 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "ops/checks.h"
-#include "transport/group/ring_group.h"
+#include "transport/group/group_context.h"
 
 namespace ringattn {
 namespace {
@@ -29,9 +30,9 @@ at::Tensor gather_op(const at::Tensor& rows, at::IntArrayRef lengths, at::IntArr
                      c10::string_view layout_name, int64_t dim, c10::string_view group_name) {
   const c10::DeviceGuard guard(rows.device());
   const std::string layout(layout_name);
-  const auto group = RingGroup::resolve(std::string(group_name));
+  const auto group = GroupContext::resolve(std::string(group_name));
   std::optional<Partition> partition;
-  const int64_t call = group->begin_call(rows.device().type(), [&] {
+  Signature asked = check_call(*group, [&] {
     RINGATTN_CHECK(rows.dim() >= 1, "rows must have a dimension, got none");
     partition = check_partition(lengths.vec(), order.vec(), layout, group->size());
     const int64_t own = partition->length(group->rank());
@@ -40,6 +41,7 @@ at::Tensor gather_op(const at::Tensor& rows, at::IntArrayRef lengths, at::IntArr
     group->check_device(rows.device(), "process_group");
     return signature(rows, *partition, layout, dim);
   });
+  const int64_t call = group->begin_call(std::move(asked), /*tagged=*/rows.is_cpu());
   return group->run(call, [&] {
     auto sizes = rows.sizes().vec();
     sizes[0] = *std::max_element(lengths.begin(), lengths.end());

@@ -5,9 +5,11 @@
 #include <torch/library.h>
 
 #include <tuple>
+#include <utility>
 
 #include "ops/checks.h"
-#include "transport/group/ring_group.h"
+#include "transport/group/group_context.h"
+#include "transport/registry.h"
 
 namespace ringattn {
 namespace {
@@ -64,21 +66,22 @@ std::tuple<at::Tensor, at::Tensor> ring_forward_op(
                        std::string(transport),
                        depth};
   const c10::DeviceGuard guard(q.device());
-  const auto group = group_name.empty() ? nullptr : RingGroup::resolve(std::string(group_name));
+  const auto group = group_name.empty() ? nullptr : GroupContext::resolve(std::string(group_name));
   if (!group || group->size() == 1) {
     const Partition partition = check(args, 0, 1);
     return ring_forward(q, k, v, RingCall{partition, 0, causal, scale}, nullptr);
   }
   std::optional<Partition> partition;
-  const int64_t call = group->begin_call(q.device().type(), [&] {
+  Signature asked = check_call(*group, [&] {
     partition = check(args, group->rank(), group->size());
     group->check_device(q.device(), args.transport);
-    Signature asked = signature(args, *partition);
-    check_capture(*group, asked, q.device(), [&]() -> const MessageTransport& {
+    Signature made = signature(args, *partition);
+    check_capture(*group, made, q.device(), [&]() -> const MessageTransport& {
       return group->transport(args.transport, q.device());
     });
-    return asked;
+    return made;
   });
+  const int64_t call = group->begin_call(std::move(asked), /*tagged=*/q.is_cpu());
   MessageTransport& carrier = group->transport(args.transport, q.device());
   RingCall ring{*partition, group->rank(), causal, scale};
   ring.depth = depth.value_or(group->size());

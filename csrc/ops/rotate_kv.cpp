@@ -16,7 +16,8 @@
 
 #include "core/process_singleton.h"
 #include "ops/checks.h"
-#include "transport/group/ring_group.h"
+#include "transport/group/group_context.h"
+#include "transport/registry.h"
 
 namespace ringattn {
 namespace {
@@ -25,7 +26,7 @@ namespace {
 class Pending {
  public:
   struct Rotation {
-    std::shared_ptr<RingGroup> group;  // first: it must outlive the transfer
+    std::shared_ptr<GroupContext> group;  // first: it must outlive the transfer
     at::Tensor sent;
     at::Tensor received;
     MessageTransport* transport = nullptr;  // of the group
@@ -119,23 +120,24 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
   const c10::DeviceGuard guard(kv.device());
   const std::string transport(transport_name);
   Pending::Rotation rotation;
-  if (!group_name.empty()) rotation.group = RingGroup::resolve(std::string(group_name));
+  if (!group_name.empty()) rotation.group = GroupContext::resolve(std::string(group_name));
   if (!rotation.group || rotation.group->size() == 1) {
     check(kv, lengths.vec(), order.vec(), transport, 0, 1);
     rotation.received = kv.clone(at::MemoryFormat::Contiguous);
   } else {
-    RingGroup& group = *rotation.group;
+    GroupContext& group = *rotation.group;
     std::optional<Partition> partition;
     Message message;
-    message.call = group.begin_call(kv.device().type(), [&] {
+    Signature asked = check_call(group, [&] {
       partition = check(kv, lengths.vec(), order.vec(), transport, group.rank(), group.size());
       group.check_device(kv.device(), transport);
-      Signature asked = signature(kv, *partition, transport);
-      check_capture(group, asked, kv.device(), [&]() -> const MessageTransport& {
+      Signature made = signature(kv, *partition, transport);
+      check_capture(group, made, kv.device(), [&]() -> const MessageTransport& {
         return group.transport(transport, kv.device());
       });
-      return asked;
+      return made;
     });
+    message.call = group.begin_call(std::move(asked), /*tagged=*/kv.is_cpu());
     message.step = 1;
     message.destination = partition->rank_after(group.rank(), 1);
     message.source = partition->rank_after(group.rank(), -1);
@@ -158,13 +160,13 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
   }
   // The caller's, of the same memory: that nobody holds it any more shows in the storage alone.
   const at::Tensor received = rotation.received.detach();
-  process_wide<Pending>().add(std::move(rotation));
+  process_singleton<Pending>().add(std::move(rotation));
   return received;
 }
 
 at::Tensor wait_kv_op(const at::Tensor& received, const at::Tensor& sent) {
   const c10::DeviceGuard guard(received.device());
-  const Pending::Rotation rotation = process_wide<Pending>().take(received);
+  const Pending::Rotation rotation = process_singleton<Pending>().take(received);
   if (rotation.transfer) {
     rotation.transfer->wait();
     rotation.transfer->finish();

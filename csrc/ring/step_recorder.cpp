@@ -23,7 +23,7 @@ double EventTimer::until(const EventTimer& later) const {
   return event_->elapsedTime(*later.event_);
 }
 
-Recorder& Recorder::get() { return process_wide<Recorder>(); }
+Recorder& Recorder::get() { return process_singleton<Recorder>(); }
 
 void Recorder::start(bool by_block) {
   const std::lock_guard<std::mutex> lock(mutex_);

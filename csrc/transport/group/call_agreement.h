@@ -7,9 +7,11 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/export.h"
@@ -26,30 +28,30 @@ class CallLeft : public c10::Error {
 };
 
 /// Ranks compare what they were asked to do before anything is sent, through the group's store. A
-/// signature that was agreed on once costs a look-up from then on.
+/// signature that the ranks have agreed on once costs a look-up from then on.
 ///
-/// Ranks in known calls that differ, and a rank that refuses a known call while its peers are in
-/// it, are found while ranks wait. A rank that has waited for a while publishes what it asks for
-/// (show) and looks at what the ranks that it waits for have published (objection). Why so, and not
-/// by a header on each message: a call without a long wait costs nothing, and the same look tells
-/// why a peer has left the call and whether its group has ended. The longest chain of ranks that
-/// wait for each other passes a word on in a few looks.
+/// Two mistakes are found while ranks wait: known calls that differ, and a rank that refuses a
+/// known call while its peers are in it. A rank that has waited for a while publishes what it asks
+/// for (publish_request) and reads what the ranks that it waits for have published (objection). The
+/// reasons for this and against a header on each message: a call without a long wait costs nothing,
+/// and the same look tells why a peer has left the call and whether its group has ended. The
+/// longest chain of ranks that wait for each other passes a statement on in a few looks.
 ///
-/// Messages on CPU carry a tag of the call's number and signature (tag), so no rank ever takes the
-/// data of one call for that of another, and calls after a refused or a different one need no
+/// Messages on CPU carry a tag of the call's number and signature (message_tag), so no rank takes
+/// the data of one call for that of another, and calls after a refused or a different one need no
 /// comparison. Kernels and NCCL have no such tags. For their calls (`tagged` is false) ranks
 /// compare again after a refusal, and say how many calls they have been in: a rank that refused a
 /// call that others made is out of step there, and the group ends.
 ///
 /// Calls are numbered by the group; all ranks make the same calls in the same order, refused ones
-/// included. Not thread-safe, but for absence(): one call at a time.
-class RINGATTN_API Agreement {
+/// included. Not thread-safe, except for absence(): one call at a time.
+class RINGATTN_API CallAgreement {
  public:
-  /// Kinds of calls that are remembered, the oldest no longer than others. Lengths of shards make a
-  /// kind, and a server sees ever new ones. All ranks forget at the same call.
-  static constexpr size_t kMostAgreed = 4096;
+  /// Signatures that are remembered. Lengths of shards are part of one, and a server sees ever new
+  /// lengths. All ranks forget all signatures at the same call.
+  static constexpr size_t kMaxAgreed = 4096;
 
-  explicit Agreement(Peers& peers) : peers_(peers) {}
+  explicit CallAgreement(std::shared_ptr<GroupBackend> backend) : backend_(std::move(backend)) {}
 
   /// Whether the ranks have agreed on this before.
   bool knows(const Signature& signature) const;
@@ -63,20 +65,16 @@ class RINGATTN_API Agreement {
   void fail(int64_t call, const std::string& reason);
 
   /// Publishes what this rank asks for in `call` and asked for in the one before, unless it has.
-  void show(int64_t call);
+  void publish_request(int64_t call);
   /// Why this rank should leave `call`, by what `peers` have published: one has refused it, has
   /// left it, or asks for something else.
   std::optional<std::string> objection(int64_t call, const std::vector<int64_t>& peers);
   /// Tells the others that this rank has left the call, and why.
   void leave(int64_t call, const std::string& sentence);
 
-  /// What messages at `step` of the latest call are marked with, the same on all ranks and another
-  /// one for calls that are not the same: where a transport can, it pairs only what belongs
-  /// together. Not negative.
-  int32_t tag(int64_t step) const;
-  /// The same on all ranks for calls of the latest one's kind, and another one for other kinds:
-  /// what is marked with it may be replayed, beside a call that is not. Not negative.
-  int32_t kind() const;
+  /// As CallMonitor's.
+  int32_t message_tag(int64_t step) const;
+  int32_t call_tag() const;
   /// The operator of a recent call; nothing for an older one.
   std::optional<std::string> operation(int64_t call) const;
   /// Why a rank does not take part in a call.
@@ -88,7 +86,7 @@ class RINGATTN_API Agreement {
   std::optional<Absence> absence(int64_t call, int64_t rank);
 
  private:
-  using Words = std::vector<std::optional<std::string>>;  // [W]: what each rank has published
+  using Statements = std::vector<std::optional<std::string>>;  // [W]: what each rank has published
   /// What follows from ranks that do not all ask for the same.
   struct Verdict {
     std::string sentence;
@@ -98,10 +96,10 @@ class RINGATTN_API Agreement {
   // A hash of the signature's text, once all ranks have asked for the same.
   uint32_t compare(int64_t call, const Signature& signature, int64_t calls_before,
                    c10::function_ref<void(int64_t)> poll);
-  std::optional<Verdict> judge(const Words& words) const;
-  static std::string word(const Signature& signature, int64_t calls_before);
-  bool differs(const Words& words, const std::string& mine) const;
-  void look(int64_t call, Words& words);
+  std::optional<Verdict> judge(const Statements& statements) const;
+  static std::string statement(const Signature& signature, int64_t calls_before);
+  bool differs(const Statements& statements, const std::string& mine) const;
+  void read_missing(int64_t call, Statements& statements);
   void publish(int64_t call, const std::string& text);
   struct Recent {
     int64_t call = -1;
@@ -110,11 +108,11 @@ class RINGATTN_API Agreement {
   };
   const Recent* recent(int64_t call) const;
 
-  Peers& peers_;
+  const std::shared_ptr<GroupBackend> backend_;
   std::unordered_map<std::string, uint32_t> agreed_;  // by key of a signature: a hash of its text
   bool meet_ = false;                  // untagged calls compare what has been agreed on before, too
-  uint32_t latest_ = 0;                // a hash of the latest call
-  uint32_t latest_kind_ = 0;           // and of its text
+  uint32_t message_hash_ = 0;          // of the latest call's number and text
+  uint32_t call_hash_ = 0;             // of its text
   int64_t untagged_calls_ = 0;         // that this rank has been in
   std::array<Recent, 4> recent_;       // by number of the call
   std::deque<std::string> published_;  // keys of this rank that are in the store

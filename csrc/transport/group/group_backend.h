@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -9,15 +11,17 @@
 #include <string>
 
 #include "core/export.h"
-#include "transport/p2p_transport.h"
 
 namespace ringattn {
 
-/// What a ring needs of a process group: who takes part, a store that all can read, and a
+class MessageTransport;
+struct Rendezvous;
+
+/// What a ring needs of a process group: its ranks, a store that all of them can read, and a
 /// transport. c10d stays behind this interface. Thread-safe.
-class RINGATTN_API Peers {
+class RINGATTN_API GroupBackend {
  public:
-  virtual ~Peers() = default;
+  virtual ~GroupBackend() = default;
 
   virtual int64_t rank() const = 0;
   virtual int64_t size() const = 0;
@@ -49,11 +53,8 @@ class RINGATTN_API Peers {
   /// Whether the group itself moves tensors of this kind.
   virtual bool carries(c10::DeviceType device_type) const = 0;
   /// Messages through the group itself: gloo on CPU, NCCL on CUDA.
-  virtual std::unique_ptr<MessageTransport> transport(class RingGroup& group,
+  virtual std::unique_ptr<MessageTransport> transport(const Rendezvous& rendezvous,
                                                       c10::Device device) = 0;
 };
-
-/// The process group of this name; throws where there is none.
-std::unique_ptr<Peers> find_peers(const std::string& group_name);
 
 }  // namespace ringattn

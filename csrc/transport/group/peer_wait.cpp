@@ -7,21 +7,10 @@
 
 #include "core/interrupt.h"
 #include "core/log.h"
-#include "transport/group/ring_group.h"
 
 namespace ringattn {
 
 using std::chrono::milliseconds;
-
-std::string one_of(std::vector<int64_t> ranks) {
-  std::sort(ranks.begin(), ranks.end());
-  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-  std::string names;
-  for (const int64_t rank : ranks) {
-    names += (names.empty() ? "rank " : " or rank ") + std::to_string(rank);
-  }
-  return names;
-}
 
 milliseconds WaitReport::first_report() {
   static const milliseconds first = [] {
@@ -51,9 +40,9 @@ void WaitReport::log(int64_t rank, const std::vector<int64_t>& peers, const std:
                                         one_of(peers) + " in " + place);
 }
 
-PeerWait::PeerWait(RingGroup& group, int64_t call, int64_t step, std::vector<int64_t> peers,
-                   std::string operation)
-    : group_(group),
+PeerWait::PeerWait(const Rendezvous& rendezvous, int64_t call, int64_t step,
+                   std::vector<int64_t> peers, std::string operation)
+    : rendezvous_(rendezvous),
       call_(call),
       step_(step),
       peers_(std::move(peers)),
@@ -61,15 +50,15 @@ PeerWait::PeerWait(RingGroup& group, int64_t call, int64_t step, std::vector<int
 
 std::string PeerWait::place() const {
   return "step " + std::to_string(step_) + " of " +
-         (operation_.empty() ? group_.operation(call_) : operation_);
+         (operation_.empty() ? rendezvous_.calls->operation(call_) : operation_);
 }
 
 void PeerWait::interrupt() {
-  group_.fail("rank " + std::to_string(group_.rank()) + " was interrupted in " + place() +
-              "; the group cannot be used any more");
+  rendezvous_.calls->fail("rank " + std::to_string(rendezvous_.rank) + " was interrupted in " +
+                          place() + "; the group cannot be used any more");
 }
 
-bool PeerWait::expired() const { return Clock::now() - start_ >= group_.peers().timeout() * 4 / 5; }
+bool PeerWait::expired() const { return Clock::now() - start_ >= rendezvous_.patience(); }
 
 void PeerWait::poll() {
   try {
@@ -78,21 +67,21 @@ void PeerWait::poll() {
     interrupt();
     throw;
   }
-  group_.throw_if_failed();
+  rendezvous_.calls->throw_if_failed();
   const auto now = Clock::now();
   const auto waited = std::chrono::duration_cast<milliseconds>(now - start_);
   if (now >= next_look_) {
-    group_.look_for_news(call_, peers_, place());
+    rendezvous_.calls->look_for_news(call_, peers_, place());
     // A wait that is long already is in no hurry, and the store serves all ranks.
     next_look_ = now + std::clamp(waited / 20, milliseconds(50), milliseconds(500));
   }
   // A message's own wait ends with its connection. One through the store has to ask, and each time
   // leaves a little behind.
-  if (call_ == kNoCall && waited >= next_check_) {
-    group_.check_connections(peers_, place());
+  if (call_ == kOutsideCalls && waited >= next_check_) {
+    rendezvous_.calls->check_connections(peers_, place());
     next_check_ = 2 * waited;
   }
-  if (report_.due(waited)) WaitReport::log(group_.rank(), peers_, place(), waited);
+  if (report_.due(waited)) WaitReport::log(rendezvous_.rank, peers_, place(), waited);
 }
 
 }  // namespace ringattn

@@ -7,10 +7,9 @@
 #include <vector>
 
 #include "core/export.h"
+#include "transport/group/rendezvous.h"
 
 namespace ringattn {
-
-class RingGroup;
 
 /// When to say that a rank waits: RINGATTN_WAIT_REPORT_S seconds after the wait began (10 by
 /// default), then every six times as long.
@@ -33,28 +32,24 @@ class RINGATTN_API WaitReport {
   Milliseconds first_, next_;
 };
 
-/// "rank 1", or "rank 1 or rank 2": each rank once.
-RINGATTN_API std::string one_of(std::vector<int64_t> ranks);
-
 /// A host thread's wait for other ranks. The thread calls poll() every 50 to 200 ms while the wait
 /// lasts. Used by one thread.
 class RINGATTN_API PeerWait {
  public:
   using Clock = std::chrono::steady_clock;
-  static constexpr int64_t kNoCall = -1;  // a wait outside of the group's calls
 
-  /// `operation`: for lines and errors; empty: the operator of the call.
-  PeerWait(RingGroup& group, int64_t call, int64_t step, std::vector<int64_t> peers,
+  /// `rendezvous` must outlive the wait. `operation`: for lines and errors; empty: the operator of
+  /// the call.
+  PeerWait(const Rendezvous& rendezvous, int64_t call, int64_t step, std::vector<int64_t> peers,
            std::string operation = "");
 
   /// Throws where the wait is in vain: a peer has refused or left the call, asks for something
   /// else, or has ended the group; its connection is closed; this group has failed; the user has
-  /// pressed Ctrl-C, which ends the group. Says from time to time that this rank waits.
+  /// pressed Ctrl-C, which ends the group. Logs from time to time that this rank waits.
   void poll();
   /// Ends the group: the user has pressed Ctrl-C.
   void interrupt();
-  /// Whether the wait has taken as long as a rank may keep the others waiting: four fifths of the
-  /// group's timeout, so that by its end all ranks know which one is missing.
+  /// Whether the wait has taken as long as a rank waits (Rendezvous::patience).
   bool expired() const;
   /// Waits for other ranks from now on, since the same time.
   void set_peers(std::vector<int64_t> peers) { peers_ = std::move(peers); }
@@ -62,7 +57,7 @@ class RINGATTN_API PeerWait {
   std::string place() const;
 
  private:
-  RingGroup& group_;
+  const Rendezvous& rendezvous_;
   const int64_t call_, step_;
   std::vector<int64_t> peers_;
   const std::string operation_;

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The only place that knows nccl.h.
 
-#include "transport/p2p/nccl.h"
-
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/ops/empty.h>
@@ -18,7 +16,10 @@
 #include <mutex>
 #include <thread>
 
-#include "transport/group/ring_group.h"
+#include "transport/group/peer_wait.h"
+#include "transport/group/rendezvous.h"
+#include "transport/p2p_transport.h"
+#include "transport/registry.h"
 #include "transport/runtime/cuda_event_transfer.h"
 #include "transport/runtime/stream_pool.h"
 #include "transport/runtime/watchdog.h"
@@ -61,12 +62,10 @@ struct AbortComm {
 };
 using CommHandle = std::unique_ptr<ncclComm, AbortComm>;
 
-constexpr int64_t kNoCall = -1;  // ranks come together before any of their calls sends a thing
-
 // Ends the group because one of `suspects` did not come.
-void give_up(RingGroup& group, const std::vector<int64_t>& suspects, const std::string& reason) {
-  group.fail(group.blame(kNoCall, /*step=*/0, suspects, reason));
-  group.throw_if_failed();
+void give_up(CallMonitor& calls, const std::vector<int64_t>& suspects, const std::string& reason) {
+  calls.fail(calls.blame(kOutsideCalls, /*step=*/0, suspects, reason));
+  calls.throw_if_failed();
 }
 
 // Words of a communicator's own on its device. Note: not a tensor. Every communicator has a stream
@@ -138,34 +137,35 @@ std::future<CommHandle> come_together(const ncclUniqueId& id, int rank, int size
 // The communicator, shared by the transport and by what the watchdog holds. Either may be the last.
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
-  Communicator(RingGroup& group, c10::Device device)
-      : group_(group.weak_from_this()), device_(device) {
+  Communicator(const Rendezvous& rendezvous, c10::Device device)
+      : rank_(rendezvous.rank), calls_(rendezvous.calls), device_(device) {
     const c10::cuda::CUDAGuard guard(device);
     C10_CUDA_CHECK(cudaStreamCreateWithFlags(&telling_, cudaStreamNonBlocking));
-    words_ = new_words(group.size(), telling_);
+    words_ = new_words(rendezvous.size, telling_);
   }
 
   /// Collective; what it leaves on `stream` is for the watchdog to see to. A rank that does not
   /// come within the group's timeout ends the group.
-  void form(RingGroup& group, const c10::cuda::CUDAStream& stream) {
-    const milliseconds patience = group.peers().timeout() * 4 / 5;
-    const auto deadline = std::chrono::steady_clock::now() + patience;
+  void form(const Rendezvous& rendezvous, const c10::cuda::CUDAStream& stream) {
+    const auto deadline = std::chrono::steady_clock::now() + rendezvous.patience();
     ncclUniqueId id;
-    if (group.rank() == 0) {
+    std::string mine;
+    if (rank_ == 0) {
       RINGATTN_NCCL_CHECK(ncclGetUniqueId(&id));
-      group.peers().put("nccl", std::string(id.internal, sizeof(id.internal)));
-    } else {
-      const auto word = group.peers().get("nccl", patience);
-      if (!word || word->size() != sizeof(id.internal)) {
-        give_up(group, {0}, "it sent no NCCL identifier");
-      }
-      std::copy(word->begin(), word->end(), id.internal);
+      mine.assign(id.internal, sizeof(id.internal));
     }
-    auto formed = come_together(id, static_cast<int>(group.rank()), static_cast<int>(group.size()),
+    const std::string first = rendezvous.exchange(mine).front();
+    if (first.size() != sizeof(id.internal)) {
+      give_up(*rendezvous.calls, {0}, "it sent no NCCL identifier");
+    }
+    std::copy(first.begin(), first.end(), id.internal);
+    auto formed = come_together(id, static_cast<int>(rank_), static_cast<int>(rendezvous.size),
                                 words_, stream);
     CommHandle comm;
     if (formed.wait_until(deadline) == std::future_status::ready) comm = formed.get();
-    if (!comm) give_up(group, group.others(), "it was not there for the NCCL communicator");
+    if (!comm) {
+      give_up(*rendezvous.calls, rendezvous.others(), "it was not there for the NCCL communicator");
+    }
     const std::lock_guard<std::mutex> lock(mutex_);
     comm_ = std::move(comm);
   }
@@ -181,11 +181,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   /// Starts to end everything in flight; `failed` first, for those that will read it once they are
   /// released. On a thread of its own: NCCL waits for what it has launched before, which may be
-  /// behind what only the watchdog can end. `group` is let go of there too: it may be the last to
-  /// hold it, and freeing may wait as long.
-  void end(std::shared_ptr<RingGroup> group) {
+  /// behind what only the watchdog can end.
+  void end() {
     if (ending_.exchange(true)) return;
-    std::thread([self = shared_from_this(), group = std::move(group)] { self->fail(); }).detach();
+    std::thread([self = shared_from_this()] { self->fail(); }).detach();
   }
 
   /// Calls NCCL with the communicator. Note: the lock keeps the watchdog from aborting it in the
@@ -194,13 +193,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void use(const Calls& calls) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (comm_ == nullptr) {
-      if (const auto group = group_.lock()) group->throw_if_failed();
+      calls_->throw_if_failed();
       TORCH_CHECK_WITH(DistBackendError, false, "the communicator of this group has been aborted");
     }
     calls(comm_.get());
   }
   const uint32_t* failed() const { return &words_->failed; }
-  std::shared_ptr<RingGroup> group() const { return group_.lock(); }
+  int64_t rank() const { return rank_; }
+  CallMonitor& calls() const { return *calls_; }
 
  private:
   void fail() noexcept {
@@ -223,7 +223,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     return true;
   }
 
-  std::weak_ptr<RingGroup> group_;
+  const int64_t rank_;
+  const std::shared_ptr<CallMonitor> calls_;
   c10::Device device_;
   std::mutex mutex_;  // guards comm_
   CommHandle comm_;
@@ -254,25 +255,21 @@ class WatchedTransfer : public TimeLimited {
     constexpr auto kFirst = milliseconds(100);
     if (waited < next_look_) return;
     next_look_ = waited + std::clamp(waited / 20, kFirst, 5 * kFirst);
-    auto group = transfer_.communicator->group();
-    if (!group) return;
-    if (const auto why = group->ended_by(transfer_.call, transfer_.suspects)) {
-      group->fail(*why);
-      return transfer_.communicator->end(std::move(group));
+    CallMonitor& calls = transfer_.communicator->calls();
+    if (const auto why = calls.ended_by(transfer_.call, transfer_.suspects)) {
+      calls.fail(*why);
+      return transfer_.communicator->end();
     }
     if (report_.due(waited)) {
-      WaitReport::log(group->rank(), transfer_.suspects,
+      WaitReport::log(transfer_.communicator->rank(), transfer_.suspects,
                       "step " + std::to_string(transfer_.step) + " of the ring", waited);
     }
-    Watchdog::get().free_later(std::move(group));  // this may be the last to hold it
   }
   void expire() override {
-    auto group = transfer_.communicator->group();
-    if (group) {
-      group->fail(group->blame(transfer_.call, transfer_.step, transfer_.suspects,
-                               "no data came through NCCL"));
-    }
-    transfer_.communicator->end(std::move(group));
+    CallMonitor& calls = transfer_.communicator->calls();
+    calls.fail(calls.blame(transfer_.call, transfer_.step, transfer_.suspects,
+                           "no data came through NCCL"));
+    transfer_.communicator->end();
   }
 
  private:
@@ -282,18 +279,20 @@ class WatchedTransfer : public TimeLimited {
   WaitReport report_;
 };
 
+// A communicator of its own, on a high-priority side stream of `device`. It is aborted, and its
+// waits released, when a transfer outlasts the group's timeout, and freed with the group.
 class NcclTransport : public CollectiveTransport {
  public:
-  NcclTransport(RingGroup& group, c10::Device device)
-      : group_(group),
-        communicator_(std::make_shared<Communicator>(group, device)),
+  NcclTransport(const Rendezvous& rendezvous, c10::Device device)
+      : rendezvous_(rendezvous),
+        communicator_(std::make_shared<Communicator>(rendezvous, device)),
         side_(take_lane(device)) {
     const auto started = new_event(false), done = new_event(false);
     started->record(side_);
-    communicator_->form(group, side_);
+    communicator_->form(rendezvous, side_);
     done->record(side_);
     last_ = done;
-    watch(started, done, kNoCall, /*step=*/0, group.others());
+    watch(started, done, kOutsideCalls, /*step=*/0, rendezvous.others());
   }
 
   ~NcclTransport() override { give_lane_back(side_); }
@@ -336,7 +335,7 @@ class NcclTransport : public CollectiveTransport {
   bool can_be_captured() const override { return false; }
 
   at::Tensor all_gather(const at::Tensor& mine, int64_t call) override {
-    at::Tensor all = at::empty({group_.size(), mine.numel()}, mine.options());
+    at::Tensor all = at::empty({rendezvous_.size, mine.numel()}, mine.options());
     const auto started = new_event(false), done = new_event(false);
     const auto stream = c10::cuda::getCurrentCUDAStream();
     after_last(stream);
@@ -347,13 +346,15 @@ class NcclTransport : public CollectiveTransport {
     });
     done->record(stream);
     last_ = done;
-    watch(started, done, call, 0, {(group_.rank() + 1) % group_.size()});
+    watch(started, done, call, 0, {(rendezvous_.rank + 1) % rendezvous_.size});
     return all;
   }
 
   void guard(const std::vector<at::Tensor>& results) override {
     poison_if_failed(results, communicator_->failed(), /*num_words=*/1);
   }
+
+  void synchronize() override { Watchdog::get().drain(this); }
 
   bool idle() override { return last_->query(); }
 
@@ -367,20 +368,21 @@ class NcclTransport : public CollectiveTransport {
              std::vector<int64_t> suspects) {
     Watchdog::get().watch(std::make_unique<WatchedTransfer>(
         InFlight{communicator_, std::move(started), std::move(done), call, step,
-                 std::move(suspects), group_.peers().timeout() * 4 / 5},
-        &group_));
+                 std::move(suspects), rendezvous_.patience()},
+        this));
   }
 
-  RingGroup& group_;
+  const Rendezvous rendezvous_;
   std::shared_ptr<Communicator> communicator_;
   c10::cuda::CUDAStream side_;
   std::shared_ptr<at::cuda::CUDAEvent> last_;  // the end of this communicator's last operation
 };
 
+const bool registered = register_transport(
+    {"nccl", /*preference=*/1, c10::kCUDA,
+     [](const Rendezvous& rendezvous, c10::Device device) -> std::unique_ptr<MessageTransport> {
+       return std::make_unique<NcclTransport>(rendezvous, device);
+     }});
+
 }  // namespace
-
-std::unique_ptr<MessageTransport> make_nccl_transport(RingGroup& group, c10::Device device) {
-  return std::make_unique<NcclTransport>(group, device);
-}
-
 }  // namespace ringattn

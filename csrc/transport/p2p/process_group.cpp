@@ -11,7 +11,7 @@
 #include <optional>
 
 #include "transport/group/peer_wait.h"
-#include "transport/group/ring_group.h"
+#include "transport/group/rendezvous.h"
 #include "transport/runtime/wait_ticker.h"
 
 namespace ringattn {
@@ -23,8 +23,9 @@ using Clock = std::chrono::steady_clock;
 // Half of a message, on CPU: the group's own threads (gloo) move the data.
 class CpuOperation : public Wakeable {
  public:
-  CpuOperation(RingGroup& group, std::shared_ptr<Unfinished> unfinished, int64_t call, int64_t step)
-      : group_(group), unfinished_(std::move(unfinished)), call_(call), step_(step) {}
+  CpuOperation(const Rendezvous& rendezvous, std::shared_ptr<Unfinished> unfinished, int64_t call,
+               int64_t step)
+      : rendezvous_(rendezvous), unfinished_(std::move(unfinished)), call_(call), step_(step) {}
   CpuOperation(const CpuOperation&) = delete;
   CpuOperation& operator=(const CpuOperation&) = delete;
   ~CpuOperation() override {
@@ -50,13 +51,14 @@ class CpuOperation : public Wakeable {
 
   void wait() {
     if (!work_) return;
-    PeerWait wait(group_, call_, step_, {other_});
+    PeerWait wait(rendezvous_, call_, step_, {other_});
     const WaitTicker::Registration ticks(*this);
     while (!completed(wait)) {
       wait.poll();
       if (!wait.expired()) continue;
-      group_.fail(group_.blame(call_, wait.place(), {other_}, "no message came"));
-      group_.throw_if_failed();
+      CallMonitor& calls = *rendezvous_.calls;
+      calls.fail(calls.blame(call_, wait.place(), {other_}, "no message came"));
+      calls.throw_if_failed();
     }
     work_.reset();
   }
@@ -75,9 +77,9 @@ class CpuOperation : public Wakeable {
     other_ = other;
     std::vector<at::Tensor> tensors = {tensor};
     try {
-      start(tensors, group_.tag(step_));
+      start(tensors, rendezvous_.calls->message_tag(step_));
     } catch (const std::exception& error) {
-      lose(error, PeerWait(group_, call_, step_, {other}));
+      lose(error, PeerWait(rendezvous_, call_, step_, {other}));
     }
   }
 
@@ -86,7 +88,7 @@ class CpuOperation : public Wakeable {
   bool completed(const PeerWait& wait) {
     constexpr auto kPastTheDeadline = milliseconds(2000);
     try {
-      return work_->wait(group_.peers().timeout() + kPastTheDeadline);
+      return work_->wait(rendezvous_.timeout + kPastTheDeadline);
     } catch (const std::exception& error) {
       lose(error, wait);
       throw;  // never: the line above throws
@@ -94,12 +96,11 @@ class CpuOperation : public Wakeable {
   }
 
   void lose(const std::exception& error, const PeerWait& wait) {
-    const auto* known = dynamic_cast<const c10::Error*>(&error);
-    const std::string reason = known ? known->what_without_backtrace() : error.what();
-    group_.lose(call_, other_, wait.place(), reason.substr(0, reason.find('\n')));
+    const std::string reason = reason_of(error);
+    rendezvous_.calls->lose(call_, other_, wait.place(), reason.substr(0, reason.find('\n')));
   }
 
-  RingGroup& group_;
+  const Rendezvous& rendezvous_;
   const std::shared_ptr<Unfinished> unfinished_;
   const int64_t call_, step_;
   int64_t other_ = 0;
@@ -110,10 +111,10 @@ class CpuOperation : public Wakeable {
 // The group itself, as a transport, on CPU.
 class CpuTransfer : public Transfer {
  public:
-  CpuTransfer(RingGroup& group, c10d::ProcessGroup& process_group,
+  CpuTransfer(const Rendezvous& rendezvous, c10d::ProcessGroup& process_group,
               const std::shared_ptr<Unfinished>& unfinished, const Message& message)
-      : sending_(group, unfinished, message.call, message.step),
-        receiving_(group, unfinished, message.call, message.step),
+      : sending_(rendezvous, unfinished, message.call, message.step),
+        receiving_(rendezvous, unfinished, message.call, message.step),
         receives_(message.receive.defined()),
         start_(Clock::now()) {
     if (message.send.defined()) sending_.send(process_group, message.send, message.destination);
@@ -217,9 +218,9 @@ class DeviceTransfer : public Transfer {
 
 class ProcessGroupTransport : public CollectiveTransport {
  public:
-  ProcessGroupTransport(RingGroup& group, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
-                        c10::Device device)
-      : group_(group), process_group_(std::move(process_group)) {
+  ProcessGroupTransport(const Rendezvous& rendezvous,
+                        c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device)
+      : rendezvous_(rendezvous), process_group_(std::move(process_group)) {
     // Note: NCCL's communicator is made by the first operation, and all ranks must take part in
     // that. A hop may have no message for some of them.
     if (!device.is_cpu()) {
@@ -230,22 +231,26 @@ class ProcessGroupTransport : public CollectiveTransport {
   std::unique_ptr<Transfer> start(const Message& message) override {
     const c10::Device device = (message.send.defined() ? message.send : message.receive).device();
     if (device.is_cpu()) {
-      return std::make_unique<CpuTransfer>(group_, group_process(), unfinished_, message);
+      return std::make_unique<CpuTransfer>(rendezvous_, group_process(), unfinished_, message);
     }
     if (!side_) side_ = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, -1);
     return std::make_unique<DeviceTransfer>(group_process(), *side_, message);
   }
 
   at::Tensor all_gather(const at::Tensor& mine, int64_t call) override {
-    at::Tensor all = at::empty({group_.size(), mine.numel()}, mine.options());
+    at::Tensor all = at::empty({rendezvous_.size, mine.numel()}, mine.options());
     if (mine.is_cpu()) {
       gather_messages(mine, all, call);
       return all;
     }
     at::Tensor flat = all.view(-1), input = mine;
-    group_.blaming(call, 0, group_.others(), [&] {
+    try {
       group_process()._allgather_base(flat, input)->wait();  // of the stream, not of the host
-    });
+    } catch (const std::exception& error) {
+      CallMonitor& calls = *rendezvous_.calls;
+      calls.fail(calls.blame(call, /*step=*/0, rendezvous_.others(), reason_of(error)));
+      calls.throw_if_failed();
+    }
     return all;
   }
 
@@ -253,16 +258,16 @@ class ProcessGroupTransport : public CollectiveTransport {
   // Note: not a collective of gloo's. Those are matched by how many each rank has begun, so a rank
   // that refuses one is out of step with the others for good; messages are matched by their tags.
   void gather_messages(const at::Tensor& mine, const at::Tensor& all, int64_t call) {
-    all[group_.rank()].copy_(mine.view(-1));
+    all[rendezvous_.rank].copy_(mine.view(-1));
     if (mine.numel() == 0) return;
     std::vector<std::unique_ptr<Transfer>> transfers;
-    for (int64_t step = 1; step < group_.size(); ++step) {
+    for (int64_t step = 1; step < rendezvous_.size; ++step) {
       Message message;
       message.call = call;
       message.step = step;
       message.send = mine;
-      message.destination = (group_.rank() + step) % group_.size();
-      message.source = (group_.rank() - step + group_.size()) % group_.size();
+      message.destination = (rendezvous_.rank + step) % rendezvous_.size;
+      message.source = (rendezvous_.rank - step + rendezvous_.size) % rendezvous_.size;
       message.receive = all[message.source];
       transfers.push_back(start(message));
     }
@@ -276,7 +281,7 @@ class ProcessGroupTransport : public CollectiveTransport {
     return *process_group;  // the registry, or whoever made the call, holds it
   }
 
-  RingGroup& group_;
+  const Rendezvous rendezvous_;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group_;
   const std::shared_ptr<Unfinished> unfinished_ = std::make_shared<Unfinished>();  // on CPU
   std::optional<c10::Stream> side_;
@@ -285,8 +290,9 @@ class ProcessGroupTransport : public CollectiveTransport {
 }  // namespace
 
 std::unique_ptr<MessageTransport> make_process_group_transport(
-    RingGroup& group, c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device) {
-  return std::make_unique<ProcessGroupTransport>(group, std::move(process_group), device);
+    const Rendezvous& rendezvous, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+    c10::Device device) {
+  return std::make_unique<ProcessGroupTransport>(rendezvous, std::move(process_group), device);
 }
 
 }  // namespace ringattn

@@ -14,7 +14,7 @@
 
 namespace ringattn {
 
-class RingGroup;
+struct Rendezvous;
 
 /// Messages that nothing waits for any more. Gloo may still read and write their memory, so they
 /// are kept until the group is gone. Note: gloo's connection is stuck once it finds a message
@@ -33,6 +33,7 @@ class Unfinished {
 
 /// Messages through `process_group`: gloo on CPU, NCCL on CUDA.
 std::unique_ptr<MessageTransport> make_process_group_transport(
-    RingGroup& group, c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device);
+    const Rendezvous& rendezvous, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+    c10::Device device);
 
 }  // namespace ringattn

@@ -15,8 +15,8 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "transport/group/group_backend.h"
-#include "transport/group/ring_group.h"
 #include "transport/p2p/process_group.h"
+#include "transport/registry.h"
 
 namespace ringattn {
 namespace {
@@ -75,9 +75,9 @@ class StoreProbe {
   int connection_;
 };
 
-class ProcessGroupPeers : public Peers {
+class ProcessGroupBackend : public GroupBackend {
  public:
-  ProcessGroupPeers(std::string name, c10::intrusive_ptr<c10d::ProcessGroup> group)
+  ProcessGroupBackend(std::string name, c10::intrusive_ptr<c10d::ProcessGroup> group)
       : name_(std::move(name)),
         group_(group),
         rank_(group->getRank()),
@@ -166,8 +166,9 @@ class ProcessGroupPeers : public Peers {
     }
   }
 
-  std::unique_ptr<MessageTransport> transport(RingGroup& group, c10::Device device) override {
-    return make_process_group_transport(group, group_.lock(), device);
+  std::unique_ptr<MessageTransport> transport(const Rendezvous& rendezvous,
+                                              c10::Device device) override {
+    return make_process_group_transport(rendezvous, group_.lock(), device);
   }
 
  private:
@@ -208,10 +209,13 @@ class ProcessGroupPeers : public Peers {
   std::string prefix_;
 };
 
-}  // namespace
-
-std::unique_ptr<Peers> find_peers(const std::string& group_name) {
-  return std::make_unique<ProcessGroupPeers>(group_name, c10d::resolve_process_group(group_name));
+std::shared_ptr<GroupBackend> find_process_group(const std::string& name) {
+  return std::make_shared<ProcessGroupBackend>(name, c10d::resolve_process_group(name));
 }
+
+const bool registered = register_backend(&find_process_group) &&
+                        register_transport({"process_group", /*preference=*/0});
+
+}  // namespace
 
 }  // namespace ringattn

@@ -18,7 +18,7 @@ struct Lanes {
   std::vector<c10::cuda::CUDAStream> idle;
 };
 
-Lanes& lanes() { return process_wide<Lanes>(); }
+Lanes& lanes() { return process_singleton<Lanes>(); }
 
 }  // namespace
 

@@ -7,7 +7,7 @@ namespace ringattn {
 
 using Clock = std::chrono::steady_clock;
 
-WaitTicker& WaitTicker::get() { return process_wide<WaitTicker>(); }
+WaitTicker& WaitTicker::get() { return process_singleton<WaitTicker>(); }
 
 WaitTicker::Registration::Registration(Wakeable& wait)
     : wait_(wait), next_(Clock::now() + kPeriod) {

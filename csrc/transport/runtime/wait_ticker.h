@@ -47,7 +47,7 @@ class RINGATTN_API WaitTicker {
   };
 
  private:
-  friend WaitTicker& process_wide<WaitTicker>();
+  friend WaitTicker& process_singleton<WaitTicker>();
   WaitTicker() = default;
   void run();
 

@@ -21,7 +21,7 @@ struct StopAtExit {
 
 }  // namespace
 
-Watchdog& Watchdog::get() { return process_wide<Watchdog>(); }
+Watchdog& Watchdog::get() { return process_singleton<Watchdog>(); }
 
 void Watchdog::begin_thread(void (Watchdog::*body)()) {
   ++running_;

@@ -59,7 +59,7 @@ class RINGATTN_API Watchdog {
   void every_half_second(void (*task)());
 
  private:
-  friend Watchdog& process_wide<Watchdog>();
+  friend Watchdog& process_singleton<Watchdog>();
   Watchdog() = default;
   void start();
   void look_after();  // the first thread

@@ -12,7 +12,7 @@
 #include <string>
 #include <utility>
 
-#include "transport/group/ring_group.h"
+#include "transport/group/rendezvous.h"
 
 namespace ringattn {
 namespace {
@@ -56,16 +56,16 @@ size_t whole_pages(size_t bytes) {
 
 }  // namespace
 
-PeerDeviceMemory::PeerDeviceMemory(RingGroup& group, c10::Device device, size_t bytes)
+PeerDeviceMemory::PeerDeviceMemory(const Rendezvous& rendezvous, c10::Device device, size_t bytes)
     : device_(device),
-      rank_(group.rank()),
+      rank_(rendezvous.rank),
       bytes_(whole_pages(bytes)),
-      memory_(group.size(), nullptr) {}
+      memory_(rendezvous.size, nullptr) {}
 
 // The delegated constructor has ended: an exception from here on runs the destructor.
-PeerDeviceMemory::PeerDeviceMemory(RingGroup& group, c10::Device device, size_t bytes,
+PeerDeviceMemory::PeerDeviceMemory(const Rendezvous& rendezvous, c10::Device device, size_t bytes,
                                    std::string refusal)
-    : PeerDeviceMemory(group, device, bytes) {
+    : PeerDeviceMemory(rendezvous, device, bytes) {
   const c10::cuda::CUDAGuard guard(device);
   MemoryHandle mine;
   copy_text(mine.host, host_name());
@@ -79,8 +79,8 @@ PeerDeviceMemory::PeerDeviceMemory(RingGroup& group, c10::Device device, size_t 
   cudaGetLastError();  // the error is reported here, not by the next call
   copy_text(mine.reason, refusal);
 
-  const auto published = group.exchange(to_bytes(mine));
-  for (int64_t rank = 0; rank < group.size(); ++rank) {
+  const auto published = rendezvous.exchange(to_bytes(mine));
+  for (int64_t rank = 0; rank < rendezvous.size; ++rank) {
     const MemoryHandle theirs = from_bytes(published[rank]);
     if (rank == rank_ || !refusal.empty() || theirs.reason[0] != '\0') continue;
     if (std::strcmp(theirs.host, mine.host) != 0) {
@@ -94,11 +94,11 @@ PeerDeviceMemory::PeerDeviceMemory(RingGroup& group, c10::Device device, size_t 
     refusal = "it cannot map the memory of rank " + std::to_string(rank) + " (" +
               cudaGetErrorString(error) + ")";
   }
-  const auto refusals = group.exchange(refusal);
-  for (int64_t rank = 0; rank < group.size(); ++rank) {
+  const auto refusals = rendezvous.exchange(refusal);
+  for (int64_t rank = 0; rank < rendezvous.size; ++rank) {
     if (refusals[rank].empty()) continue;
     close_peers();
-    group.exchange("");  // all ranks have unmapped it
+    rendezvous.exchange("");  // all ranks have unmapped it
     TORCH_CHECK(false,
                 "ringattn: ranks must be on one host and reach each other's device memory for "
                 "transport \"symmetric\", got rank ",

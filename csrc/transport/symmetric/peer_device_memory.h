@@ -13,7 +13,7 @@
 
 namespace ringattn {
 
-class RingGroup;
+struct Rendezvous;
 
 /// For destructors: runs `body` on this device; nothing where CUDA has been shut down, at the end
 /// of the process.
@@ -35,7 +35,8 @@ class PeerDeviceMemory {
   /// Collective; each rank allocates `bytes`. Where a rank's memory cannot be shared, or `refusal`
   /// of a rank is not empty, it throws on all ranks with the rank and the reason; the group goes
   /// on.
-  PeerDeviceMemory(RingGroup& group, c10::Device device, size_t bytes, std::string refusal);
+  PeerDeviceMemory(const Rendezvous& rendezvous, c10::Device device, size_t bytes,
+                   std::string refusal);
   ~PeerDeviceMemory();
   PeerDeviceMemory(const PeerDeviceMemory&) = delete;
   PeerDeviceMemory& operator=(const PeerDeviceMemory&) = delete;
@@ -47,7 +48,8 @@ class PeerDeviceMemory {
   void close_peers() noexcept;
 
  private:
-  PeerDeviceMemory(RingGroup& group, c10::Device device, size_t bytes);  // nothing allocated
+  PeerDeviceMemory(const Rendezvous& rendezvous, c10::Device device,
+                   size_t bytes);  // nothing allocated
 
   c10::Device device_;
   int64_t rank_;

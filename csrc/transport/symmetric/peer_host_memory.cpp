@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/group/ring_group.h"
+#include "transport/group/rendezvous.h"
 #include "transport/symmetric/peer_device_memory.h"
 
 namespace ringattn {
@@ -34,20 +34,20 @@ std::string with_reason(const std::string& what, const char* reason) {
 
 }  // namespace
 
-PeerHostMemory::PeerHostMemory(RingGroup& group, c10::Device device, size_t bytes)
+PeerHostMemory::PeerHostMemory(const Rendezvous& rendezvous, c10::Device device, size_t bytes)
     : device_(device), bytes_(bytes) {
   const c10::cuda::CUDAGuard guard(device);
-  const bool creates_it = group.rank() == kCreator;
+  const bool creates_it = rendezvous.rank == kCreator;
   const std::string made = creates_it ? new_name() : "";
   std::string refusal;
   std::string name;
   try {
     if (creates_it) refusal = map(made, /*is_new=*/true);
-    name = group.exchange(refusal.empty() ? made : "")[kCreator];
+    name = rendezvous.exchange(refusal.empty() ? made : "")[kCreator];
     if (!creates_it && !name.empty()) refusal = map(name, /*is_new=*/false);
     if (data_ != nullptr) refusal = map_on_device();
-    const std::vector<std::string> refusals = group.exchange(refusal);
-    for (int64_t rank = 0; rank < group.size(); ++rank) {
+    const std::vector<std::string> refusals = rendezvous.exchange(refusal);
+    for (int64_t rank = 0; rank < rendezvous.size; ++rank) {
       TORCH_CHECK(refusals[rank].empty(),
                   "ringattn: ranks must share host memory for transport \"symmetric\", got rank ",
                   rank, ": ", refusals[rank]);

@@ -8,7 +8,7 @@
 
 namespace ringattn {
 
-class RingGroup;
+struct Rendezvous;
 
 /// Host memory that all ranks of a group and their devices can read and write, zeroed at first:
 /// POSIX shared memory, between processes of one host.
@@ -16,7 +16,7 @@ class PeerHostMemory {
  public:
   /// Collective; `bytes` is the same on all ranks. Where a rank cannot map it, it throws on all
   /// ranks with the rank and the reason; the group goes on.
-  PeerHostMemory(RingGroup& group, c10::Device device, size_t bytes);
+  PeerHostMemory(const Rendezvous& rendezvous, c10::Device device, size_t bytes);
   ~PeerHostMemory();
   PeerHostMemory(const PeerHostMemory&) = delete;
   PeerHostMemory& operator=(const PeerHostMemory&) = delete;

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "peer_sync/protocol.h"
-#include "transport/group/ring_group.h"
+#include "transport/group/rendezvous.h"
 #include "transport/runtime/cuda_event_transfer.h"
 #include "transport/runtime/watchdog.h"
 #include "transport/symmetric/host_signal_pad.h"
@@ -79,15 +79,16 @@ struct LocalResources {
 };
 
 // Collective. Where a rank is refused it, all ranks unmap the peers' device memory too.
-std::unique_ptr<PeerHostMemory> share_host_memory(RingGroup& group, c10::Device device,
+std::unique_ptr<PeerHostMemory> share_host_memory(const Rendezvous& rendezvous, c10::Device device,
                                                   PeerDeviceMemory& device_memory) {
   try {
-    return std::make_unique<PeerHostMemory>(group, device, group.size() * sizeof(HostSignalPad));
+    return std::make_unique<PeerHostMemory>(rendezvous, device,
+                                            rendezvous.size * sizeof(HostSignalPad));
   } catch (const c10::DistBackendError&) {
     throw;  // a rank is gone
   } catch (const c10::Error&) {
     device_memory.close_peers();
-    group.exchange("");
+    rendezvous.exchange("");
     throw;
   }
 }
@@ -108,21 +109,21 @@ std::vector<HostSignalPad*> host_pads(void* memory, int64_t rank, int64_t num_ra
 class SignalPad::Signals : public WatchedSignals {
  public:
   /// Collective.
-  Signals(RingGroup& group, c10::Device device)
-      : rank_(group.rank()),
-        others_(group.others()),
+  Signals(const Rendezvous& rendezvous, c10::Device device)
+      : rank_(rendezvous.rank),
+        others_(rendezvous.others()),
         device_(device),
         local_(device),
-        shared_(group, device, Layout::kSize * sizeof(uint32_t), local_.refusal),
-        host_memory_(share_host_memory(group, device, shared_)),
-        host_(host_pads(host_memory_->data(), rank_, group.size()), rank_) {
+        shared_(rendezvous, device, Layout::kSize * sizeof(uint32_t), local_.refusal),
+        host_memory_(share_host_memory(rendezvous, device, shared_)),
+        host_(host_pads(host_memory_->data(), rank_, rendezvous.size), rank_) {
     const c10::cuda::CUDAGuard guard(device);
     std::vector<uint32_t> initial(Layout::kSize, 0);
-    for (int64_t rank = 0; rank < group.size(); ++rank) initial[Layout::kRead + rank] = 1;
+    for (int64_t rank = 0; rank < rendezvous.size; ++rank) initial[Layout::kRead + rank] = 1;
     initial[Layout::kOne] = 1;
     C10_CUDA_CHECK(cudaMemcpy(at(0), initial.data(), initial.size() * sizeof(uint32_t),
                               cudaMemcpyHostToDevice));
-    group.exchange("");  // all pads are initialised before any rank signals
+    rendezvous.exchange("");  // all pads are initialised before any rank signals
   }
 
   int64_t rank() const { return rank_; }
@@ -196,12 +197,12 @@ class WatchedPad : public Watched {
 
 }  // namespace
 
-SignalPad::SignalPad(RingGroup& group, c10::Device device) {
-  TORCH_CHECK(group.size() <= cuda::kMaxPeers,
+SignalPad::SignalPad(const Rendezvous& rendezvous, c10::Device device) {
+  TORCH_CHECK(rendezvous.size <= cuda::kMaxPeers,
               "ringattn: transport \"symmetric\" must have at most ", cuda::kMaxPeers,
-              " ranks, got ", group.size());
-  signals_ = std::make_shared<Signals>(group, device);
-  watchdog_ = std::make_shared<SignalWatchdog>(group, signals_);
+              " ranks, got ", rendezvous.size);
+  signals_ = std::make_shared<Signals>(rendezvous, device);
+  watchdog_ = std::make_shared<SignalWatchdog>(rendezvous, signals_);
   Watchdog::get().watch(std::make_unique<WatchedPad>(watchdog_));
 }
 

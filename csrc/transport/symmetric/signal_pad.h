@@ -14,7 +14,7 @@
 
 namespace ringattn {
 
-class RingGroup;
+struct Rendezvous;
 class SignalWatchdog;
 
 /// The signal pads of all ranks in device and in host memory, and how one rank uses them: the
@@ -26,14 +26,14 @@ class SignalWatchdog;
 class SignalPad {
  public:
   /// Collective. Throws on all ranks where they do not share memory.
-  SignalPad(RingGroup& group, c10::Device device);
+  SignalPad(const Rendezvous& rendezvous, c10::Device device);
   ~SignalPad();
   SignalPad(const SignalPad&) = delete;
   SignalPad& operator=(const SignalPad&) = delete;
 
   // A call begins with the staging kernel.
   /// Completes its params, kernel_fetches being set, with the signals. Ranks whose calls have
-  /// another tag (Agreement::kind) fail.
+  /// another tag (CallMonitor::call_tag) fail.
   void add_signals(cuda::StageParams& params, int32_t call_tag) const;
 
   // Where copy engines fetch, next, on a stream that follows it, in this order:

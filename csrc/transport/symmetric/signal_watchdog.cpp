@@ -5,17 +5,18 @@
 #include <string>
 #include <utility>
 
-#include "transport/group/ring_group.h"
 #include "transport/runtime/watchdog.h"
 
 namespace ringattn {
 
-SignalWatchdog::SignalWatchdog(RingGroup& group, std::shared_ptr<WatchedSignals> signals,
+SignalWatchdog::SignalWatchdog(const Rendezvous& rendezvous,
+                               std::shared_ptr<WatchedSignals> signals,
                                std::function<Clock::time_point()> now)
-    : group_(group.weak_from_this()),
+    : rank_(rendezvous.rank),
+      monitor_(rendezvous.calls),
       signals_(std::move(signals)),
-      others_(group.others()),
-      patience_(group.peers().timeout() * 4 / 5),
+      others_(rendezvous.others()),
+      patience_(rendezvous.patience()),
       now_(std::move(now)) {}
 
 bool SignalWatchdog::poll() {
@@ -55,9 +56,9 @@ void SignalWatchdog::check_peers(Phase phase) {
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(now - since_);
   if (waited < kFirst || now < next_check_) return;
   next_check_ = now + std::clamp(waited / 20, kFirst, 5 * kFirst);
-  auto group = group_.lock();
-  if (!group) return;
-  const auto why = group->ended_by(call_, others_);
+  auto monitor = monitor_.lock();
+  if (!monitor) return;
+  const auto why = monitor->ended_by(call_, others_);
   if (!why && report_.due(waited)) {
     std::vector<int64_t> late = others_;
     if (phase.in_host_memory()) {  // not worth a call of the device
@@ -67,21 +68,21 @@ void SignalWatchdog::check_peers(Phase phase) {
     }
     const int64_t step = step_of_rank_ && !late.empty() ? (*step_of_rank_)[late.front()] : 1;
     if (!late.empty()) {
-      WaitReport::log(group->rank(), late, "step " + std::to_string(step) + " of the ring", waited);
+      WaitReport::log(rank_, late, "step " + std::to_string(step) + " of the ring", waited);
     }
   }
   // This may be the last reference, and the group's destructor takes this object's lock.
-  Watchdog::get().free_later(std::move(group));
-  if (why) end([&](RingGroup&) { return *why; });
+  Watchdog::get().free_later(std::move(monitor));
+  if (why) end([&](CallMonitor&) { return *why; });
 }
 
 void SignalWatchdog::end_for(const WatchedSignals::CallMismatch& mismatch) {
-  end([&](RingGroup& group) {
+  end([&](CallMonitor&) {
     const std::string other = "rank " + std::to_string(mismatch.rank);
     const std::string what =
         mismatch.reported_by_peer
             ? "and " + other + " has seen one in another call"
-            : "got another one on " + other + " than on rank " + std::to_string(group.rank());
+            : "got another one on " + other + " than on rank " + std::to_string(rank_);
     return "ranks must make the same calls in the same order, " + what +
            "; the group cannot be used any more";
   });
@@ -135,17 +136,17 @@ void SignalWatchdog::give_up(Phase phase) {
     if (!silent_since_) silent_since_ = asked;
     if (now_() - *silent_since_ < device_timeout()) return;
   }
-  end([&](RingGroup& group) {
+  end([&](CallMonitor& monitor) {
     const int64_t step = step_of_rank_ ? (*step_of_rank_)[suspects.front()] : 1;
-    return group.blame(call_, step, suspects, "no signal came through shared memory");
+    return monitor.blame(call_, step, suspects, "no signal came through shared memory");
   });
 }
 
-void SignalWatchdog::end(const std::function<std::string(RingGroup&)>& why) {
-  if (auto group = group_.lock()) {
-    group->fail(why(*group));
+void SignalWatchdog::end(const std::function<std::string(CallMonitor&)>& why) {
+  if (auto monitor = monitor_.lock()) {
+    monitor->fail(why(*monitor));
     // This may be the last reference, and the group's destructor takes this object's lock.
-    Watchdog::get().free_later(std::move(group));
+    Watchdog::get().free_later(std::move(monitor));
   }
   given_up_ = true;
   signals_->give_up();

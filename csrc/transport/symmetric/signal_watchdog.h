@@ -12,11 +12,10 @@
 
 #include "core/export.h"
 #include "transport/group/peer_wait.h"
+#include "transport/group/rendezvous.h"
 #include "transport/runtime/bounded_task.h"
 
 namespace ringattn {
-
-class RingGroup;
 
 /// What a kernel or a stream is waiting for: signals of one kind to reach a value.
 struct Phase {
@@ -72,7 +71,7 @@ class RINGATTN_API SignalWatchdog {
  public:
   using Clock = std::chrono::steady_clock;
 
-  SignalWatchdog(RingGroup& group, std::shared_ptr<WatchedSignals> signals,
+  SignalWatchdog(const Rendezvous& rendezvous, std::shared_ptr<WatchedSignals> signals,
                  std::function<Clock::time_point()> now = &Clock::now);
 
   /// Called many times a second by the watchdog's thread. True: it has been closed.
@@ -94,12 +93,13 @@ class RINGATTN_API SignalWatchdog {
   void check_peers(Phase phase);
   void give_up(Phase phase);
   void end_for(const WatchedSignals::CallMismatch& mismatch);
-  void end(const std::function<std::string(RingGroup&)>& why);
+  void end(const std::function<std::string(CallMonitor&)>& why);
   std::optional<std::vector<uint32_t>> progress(Phase phase);
   void release();
   std::chrono::milliseconds device_timeout() const;
 
-  const std::weak_ptr<RingGroup> group_;
+  const int64_t rank_;
+  const std::weak_ptr<CallMonitor> monitor_;
   const std::shared_ptr<WatchedSignals> signals_;
   const std::vector<int64_t> others_;
   const std::chrono::milliseconds patience_;

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/symmetric/transport.h"
-
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
@@ -16,7 +14,9 @@
 
 #include "core/kernel_waits.h"
 #include "testing/fault_injection.h"
-#include "transport/group/ring_group.h"
+#include "transport/group/rendezvous.h"
+#include "transport/p2p_transport.h"
+#include "transport/registry.h"
 #include "transport/runtime/cuda_event_transfer.h"
 #include "transport/runtime/stream_pool.h"
 #include "transport/symmetric/buffer_layout.h"
@@ -38,12 +38,15 @@ using c10::cuda::getCurrentCUDAStream;
 // leaves few: a kernel fetches what one multiprocessor can.
 constexpr int64_t kMaxFetchedByKernel = int64_t{1} << 20;
 
+// One-sided, between devices of one host: every rank stages its block in memory that all ranks can
+// read, and readers fetch it from there: the attention kernel itself, or copy engines. Making one
+// is collective; it throws on all ranks where they do not share memory.
 class SymmetricTransport : public MessageTransport {
  public:
-  SymmetricTransport(RingGroup& group, c10::Device device)
-      : group_(group),
+  SymmetricTransport(const Rendezvous& rendezvous, c10::Device device)
+      : rendezvous_(rendezvous),
         device_(device),
-        signal_pad_(group, device),
+        signal_pad_(rendezvous, device),
         side_stream_(take_lane(device)) {}
 
   ~SymmetricTransport() override { give_lane_back(side_stream_); }
@@ -99,16 +102,16 @@ class SymmetricTransport : public MessageTransport {
     check_may_grow();
     forget_plans();
     if (staged_) {
-      const auto captured = group_.exchange(calls_.captured() ? "captured" : "");
+      const auto captured = rendezvous_.exchange(calls_.captured() ? "captured" : "");
       if (std::any_of(captured.begin(), captured.end(), [](const auto& c) { return !c.empty(); })) {
         captured_staged_.push_back(std::move(staged_));  // a captured call of any rank reads it
       } else {
         staged_->close_peers();
-        group_.exchange("");  // all ranks have unmapped it
+        rendezvous_.exchange("");  // all ranks have unmapped it
       }
     }
     staged_.reset();
-    staged_ = std::make_unique<PeerDeviceMemory>(group_, device_, bytes, /*refusal=*/"");
+    staged_ = std::make_unique<PeerDeviceMemory>(rendezvous_, device_, bytes, /*refusal=*/"");
   }
 
   void check_may_grow() const {
@@ -120,7 +123,7 @@ class SymmetricTransport : public MessageTransport {
   // Captured calls go on using the memory that they were captured with.
   void forget_plans() {
     synchronize();
-    group_.throw_if_failed();  // peers may not take part in what follows
+    rendezvous_.calls->throw_if_failed();  // peers may not take part in what follows
     if (calls_.captured()) {
       for (auto& [key, plan] : plans_) captured_plans_.push_back(std::move(plan));
     }
@@ -153,12 +156,12 @@ class SymmetricTransport : public MessageTransport {
   void stage(cuda::StageParams params, int64_t call,
              std::shared_ptr<const std::vector<int64_t>> step_of_rank, cudaStream_t stream) {
     signal_pad_.describe(call, std::move(step_of_rank));
-    signal_pad_.add_signals(params, group_.kind());
+    signal_pad_.add_signals(params, rendezvous_.calls->call_tag());
     params.delay_seed = delay_seed();
     C10_CUDA_CHECK(cuda::stage(params, stream));
   }
 
-  RingGroup& group_;
+  const Rendezvous rendezvous_;
   c10::Device device_;
   SignalPad signal_pad_;
   std::unique_ptr<PeerDeviceMemory> staged_;  // the block of each rank
@@ -196,7 +199,7 @@ class SymmetricStream : public BlockStream {
     cuda::StageParams params;
     params.k = stage_source(k);
     params.v = stage_source(v);
-    params.staged = transport_.staged_by(transport_.group_.rank());
+    params.staged = transport_.staged_by(transport_.rendezvous_.rank);
     params.batch = static_cast<int>(k.size(0));
     for (const HopPlan& hop : exchange_.hops) {
       if (k.numel() > 0) params.rows = std::max(params.rows, static_cast<int>(hop.rows_sent));
@@ -216,7 +219,8 @@ class SymmetricStream : public BlockStream {
       return;
     }
     transport_.after(stream_);
-    transport_.signal_pad_.wait_until_staged(transport_.group_.kind(), transport_.side_stream_);
+    transport_.signal_pad_.wait_until_staged(transport_.rendezvous_.calls->call_tag(),
+                                             transport_.side_stream_);
     arrived_.resize(num_hops_);
     for (int64_t step = 1; step <= exchange_.depth; ++step) fetch(step);
   }
@@ -338,7 +342,7 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
   const auto started = new_event(message.timed), done = new_event(message.timed);
   started->record(side_stream_);
   cuda::StageParams params;
-  params.staged = staged_by(group_.rank());
+  params.staged = staged_by(rendezvous_.rank);
   if (message.send.defined()) {
     // One row of bytes. Note: its last vector may reach past its end, not past its allocation.
     params.k.data = message.send.const_data_ptr();
@@ -350,8 +354,8 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
   if (message.receive.defined()) message.receive.record_stream(side_stream_);
   params.kernel_fetches = kernels_may_wait() && message.largest <= kMaxFetchedByKernel;
   if (params.kernel_fetches) cuda::load_fetch();
-  stage(params, message.call, std::make_shared<std::vector<int64_t>>(group_.size(), message.step),
-        side_stream_);
+  stage(params, message.call,
+        std::make_shared<std::vector<int64_t>>(rendezvous_.size, message.step), side_stream_);
   if (params.kernel_fetches) {
     fetch_by_kernel(message);
   } else {
@@ -375,19 +379,20 @@ void SymmetricTransport::fetch_by_kernel(const Message& message) {
 }
 
 void SymmetricTransport::fetch_by_copy_engine(const Message& message) {
-  signal_pad_.wait_until_staged(group_.kind(), side_stream_);
+  signal_pad_.wait_until_staged(rendezvous_.calls->call_tag(), side_stream_);
   if (message.receive.defined()) {
     C10_CUDA_CHECK(cudaMemcpyAsync(message.receive.mutable_data_ptr(), staged_by(message.source),
                                    message.receive.nbytes(), cudaMemcpyDefault, side_stream_));
   }
-  for (const int64_t rank : group_.others()) signal_pad_.signal_read(rank, side_stream_);
+  for (const int64_t rank : rendezvous_.others()) signal_pad_.signal_read(rank, side_stream_);
   signal_pad_.wait_until_read(side_stream_);
 }
 
+const bool registered = register_transport(
+    {"symmetric", /*preference=*/2, c10::kCUDA,
+     [](const Rendezvous& rendezvous, c10::Device device) -> std::unique_ptr<MessageTransport> {
+       return std::make_unique<SymmetricTransport>(rendezvous, device);
+     }});
+
 }  // namespace
-
-std::unique_ptr<MessageTransport> make_symmetric_transport(RingGroup& group, c10::Device device) {
-  return std::make_unique<SymmetricTransport>(group, device);
-}
-
 }  // namespace ringattn

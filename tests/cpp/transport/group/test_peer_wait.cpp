@@ -12,13 +12,13 @@
 
 #include "catch.h"
 #include "core/interrupt.h"
-#include "fake_peers.h"
+#include "fake_backend.h"
+#include "transport/group/group_context.h"
 #include "transport/group/peer_wait.h"
-#include "transport/group/ring_group.h"
 #include "transport/runtime/wait_ticker.h"
 
 using namespace ringattn;
-using ringattn::testing::FakePeers;
+using ringattn::testing::FakeBackend;
 using ringattn::testing::Store;
 using std::chrono::milliseconds;
 
@@ -28,24 +28,24 @@ namespace {
 struct Pair {
   Pair() {
     for (const int64_t rank : {0, 1}) {
-      groups[rank] = std::make_shared<RingGroup>(
-          std::make_unique<FakePeers>(store, rank, /*size=*/2, milliseconds(60000)));
+      groups[rank] = std::make_shared<GroupContext>(
+          std::make_unique<FakeBackend>(store, rank, /*size=*/2, milliseconds(60000)));
     }
     std::thread other([&] { agree(*groups[1]); });
     agree(*groups[0]);
     other.join();
   }
-  static void agree(RingGroup& group) {
+  static void agree(GroupContext& group) {
     begin(group, 4);
     begin(group, 8);
   }
-  static int64_t begin(RingGroup& group, int64_t heads) {
-    return group.begin_call(c10::kCPU, [&] { return Signature("call").add("heads", heads); });
+  static int64_t begin(GroupContext& group, int64_t heads) {
+    return group.begin_call(Signature("call").add("heads", heads), /*tagged=*/true);
   }
-  RingGroup& operator[](int64_t rank) { return *groups[rank]; }
+  GroupContext& operator[](int64_t rank) { return *groups[rank]; }
   // What rank `rank` finds while it waits in a call for the other one: the error's text, or "".
   std::string poll(int64_t rank, int64_t call) {
-    PeerWait wait(*groups[rank], call, /*step=*/1, {1 - rank});
+    PeerWait wait(groups[rank]->rendezvous(), call, /*step=*/1, {1 - rank});
     return said([&] { wait.poll(); });
   }
   static std::string said(const std::function<void()>& body) {
@@ -60,7 +60,7 @@ struct Pair {
   }
 
   Store store;
-  std::shared_ptr<RingGroup> groups[2];
+  std::shared_ptr<GroupContext> groups[2];
 };
 
 }  // namespace
@@ -100,12 +100,12 @@ TEST_CASE("a rank that refuses a known call is heard by one that waits, and the 
   const int64_t call = Pair::begin(pair[0], 4);
   pair[1].refuse_call("ringattn: q must be good, got bad");
   const auto body = [&]() -> int {
-    PeerWait(pair[0], call, /*step=*/1, {1}).poll();
+    PeerWait(pair[0].rendezvous(), call, /*step=*/1, {1}).poll();
     return 0;
   };
   CHECK(Pair::said([&] { pair[0].run(call, body); }) ==
         "ringattn: rank 1: q must be good, got bad");
-  CHECK_NOTHROW(pair[0].throw_if_failed());
+  CHECK_NOTHROW(pair[0].failures().throw_if_failed());
   for (const int64_t rank : {0, 1}) CHECK(Pair::begin(pair[rank], 4) == 3);
 }
 
@@ -123,9 +123,9 @@ TEST_CASE("after a refused call that the other rank completed, both agree on a n
 TEST_CASE("a rank whose group has ended says why to one that waits, whose group ends alike") {
   Pair pair;
   Pair::begin(pair[0], 4);
-  pair[1].fail("rank 1 has had enough");
+  pair[1].failures().fail("rank 1 has had enough");
   CHECK(pair.poll(0, 2) == "rank 1 has had enough");
-  CHECK_THROWS_AS(pair[0].throw_if_failed(), c10::DistBackendError);
+  CHECK_THROWS_AS(pair[0].failures().throw_if_failed(), c10::DistBackendError);
 }
 
 TEST_CASE("a store that is gone ends a wait, with the rank whose connection is closed") {

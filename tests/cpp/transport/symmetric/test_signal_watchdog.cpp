@@ -13,14 +13,14 @@
 #include <vector>
 
 #include "catch.h"
-#include "fake_peers.h"
-#include "transport/group/ring_group.h"
+#include "fake_backend.h"
+#include "transport/group/group_context.h"
 #include "transport/symmetric/signal_watchdog.h"
 
+using ringattn::GroupContext;
 using ringattn::Phase;
-using ringattn::RingGroup;
 using ringattn::SignalWatchdog;
-using ringattn::testing::FakePeers;
+using ringattn::testing::FakeBackend;
 using ringattn::testing::Store;
 using std::chrono::milliseconds;
 
@@ -68,11 +68,11 @@ class FakeSignals : public ringattn::WatchedSignals {
 // Rank 0 of three, and the watchdog of its waits.
 struct Watched {
   Store store;
-  std::shared_ptr<RingGroup> group =
-      std::make_shared<RingGroup>(std::make_unique<FakePeers>(store, 0, 3, kTimeout));
+  std::shared_ptr<GroupContext> group =
+      std::make_shared<GroupContext>(std::make_unique<FakeBackend>(store, 0, 3, kTimeout));
   std::shared_ptr<FakeSignals> signals = std::make_shared<FakeSignals>();
   SignalWatchdog::Clock::time_point now = SignalWatchdog::Clock::now();
-  SignalWatchdog watch{*group, signals, [this] { return now; }};
+  SignalWatchdog watch{group->rendezvous(), signals, [this] { return now; }};
 
   ~Watched() { signals->answers = true; }  // ends the thread that waits for an answer
 
@@ -87,7 +87,7 @@ struct Watched {
   }
   std::string failure() const {
     try {
-      group->throw_if_failed();
+      group->failures().throw_if_failed();
     } catch (const c10::DistBackendError& error) {
       return error.what_without_backtrace();
     }
@@ -316,22 +316,22 @@ TEST_CASE("after giving up, later kernels are released too, but not at every pol
 TEST_CASE("the watchdog may hold the last reference to the group, whose destructor closes it") {
   // The test drops its reference while the store is asked; the group's destructor closes the
   // watchdog.
-  struct LeavingPeers : FakePeers {
-    using FakePeers::FakePeers;
-    ~LeavingPeers() override { at_end(); }
+  struct LeavingBackend : FakeBackend {
+    using FakeBackend::FakeBackend;
+    ~LeavingBackend() override { at_end(); }
     void put(const std::string& key, const std::string& value) override {
-      FakePeers::put(key, value);
+      FakeBackend::put(key, value);
       at_put();
     }
     std::function<void()> at_put, at_end;
   };
   Store store;
-  auto peers = std::make_unique<LeavingPeers>(store, 0, 3, kTimeout);
-  LeavingPeers& hooks = *peers;
-  auto group = std::make_shared<RingGroup>(std::move(peers));
+  auto peers = std::make_unique<LeavingBackend>(store, 0, 3, kTimeout);
+  LeavingBackend& hooks = *peers;
+  auto group = std::make_shared<GroupContext>(std::move(peers));
   const auto signals = std::make_shared<FakeSignals>();
   auto now = SignalWatchdog::Clock::now();
-  SignalWatchdog watch(*group, signals, [&] { return now; });
+  SignalWatchdog watch(group->rendezvous(), signals, [&] { return now; });
   hooks.at_put = [&] { group.reset(); };
   hooks.at_end = [&] { watch.close(); };
   signals->shown_phase = Phase{Phase::kUntilStaged, 9}.encoded();

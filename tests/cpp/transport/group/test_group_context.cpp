@@ -7,14 +7,16 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "catch.h"
-#include "fake_peers.h"
-#include "transport/group/ring_group.h"
+#include "fake_backend.h"
+#include "ops/checks.h"
+#include "transport/group/group_context.h"
 
 using namespace ringattn;
-using ringattn::testing::FakePeers;
+using ringattn::testing::FakeBackend;
 using ringattn::testing::Store;
 using std::chrono::milliseconds;
 
@@ -26,11 +28,11 @@ constexpr auto kLong = milliseconds(60000);
 struct Ranks {
   explicit Ranks(int64_t size, milliseconds timeout = kLong) {
     for (int64_t rank = 0; rank < size; ++rank) {
-      groups.push_back(
-          std::make_shared<RingGroup>(std::make_unique<FakePeers>(store, rank, size, timeout)));
+      groups.push_back(std::make_shared<GroupContext>(
+          std::make_unique<FakeBackend>(store, rank, size, timeout)));
     }
   }
-  RingGroup& operator[](int64_t rank) { return *groups[rank]; }
+  GroupContext& operator[](int64_t rank) { return *groups[rank]; }
 
   // body(rank) on each of `which` at once; what each says when it throws, else "".
   template <typename Body>
@@ -59,13 +61,13 @@ struct Ranks {
   }
 
   Store store;
-  std::vector<std::shared_ptr<RingGroup>> groups;
+  std::vector<std::shared_ptr<GroupContext>> groups;
 };
 
 Signature call(int64_t heads) { return Signature("call").add("heads", heads); }
 
-int64_t begin(RingGroup& group, int64_t heads) {
-  return group.begin_call(c10::kCUDA, [&] { return call(heads); });
+int64_t begin(GroupContext& group, int64_t heads) {
+  return group.begin_call(call(heads), /*tagged=*/false);
 }
 
 bool begins_with(const std::string& text, const std::string& part) {
@@ -83,8 +85,8 @@ const std::vector<std::string> kNothing2 = {"", ""};
 TEST_CASE("a call that the ranks have agreed on needs no word of the others") {
   Ranks ranks(2);
   CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
-  CHECK(ranks[0].knows(call(4)));
-  CHECK(!ranks[0].knows(call(8)));
+  CHECK(ranks[0].agreement().knows(call(4)));
+  CHECK(!ranks[0].agreement().knows(call(8)));
   // Alone: rank 1 has not come, and is not waited for.
   CHECK(begin(ranks[0], 4) == 1);
   CHECK(begin(ranks[1], 4) == 1);
@@ -96,8 +98,8 @@ TEST_CASE("messages of one call are marked alike, and unlike those of others") {
   for (int call = 0; call < 3; ++call) {
     CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
     for (int64_t step = 1; step <= 2; ++step) {
-      CHECK(ranks[0].tag(step) == ranks[1].tag(step));
-      tags.insert(ranks[0].tag(step));
+      CHECK(ranks[0].agreement().message_tag(step) == ranks[1].agreement().message_tag(step));
+      tags.insert(ranks[0].agreement().message_tag(step));
     }
   }
   CHECK(tags.size() == 6);
@@ -108,9 +110,9 @@ TEST_CASE("calls of one kind are marked alike, known or not, and unlike those of
   std::set<int32_t> kinds;
   for (const int64_t heads : {4, 8, 4, 8}) {
     CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], heads); }) == kNothing2);
-    CHECK(ranks[0].kind() == ranks[1].kind());
-    CHECK(ranks[0].kind() >= 0);
-    kinds.insert(ranks[0].kind());
+    CHECK(ranks[0].agreement().call_tag() == ranks[1].agreement().call_tag());
+    CHECK(ranks[0].agreement().call_tag() >= 0);
+    kinds.insert(ranks[0].agreement().call_tag());
   }
   CHECK(kinds.size() == 2);
 }
@@ -127,10 +129,11 @@ TEST_CASE("ranks that ask for different things are all told, and the group works
 TEST_CASE("what one rank refuses all ranks are told, and the group works on") {
   Ranks ranks(3);
   const auto said = ranks.at_once([&](int64_t rank) {
-    ranks[rank].begin_call(c10::kCUDA, [&] {
+    Signature asked = check_call(ranks[rank], [&] {
       TORCH_CHECK(rank != 1, "ringattn: q must be good, got bad");
       return call(4);
     });
+    ranks[rank].begin_call(std::move(asked), /*tagged=*/false);
   });
   CHECK(said[1] == "ringattn: q must be good, got bad");
   CHECK(said[0] == "ringattn: rank 1: q must be good, got bad");
@@ -157,7 +160,7 @@ TEST_CASE("a rank that does not come is named, and the group ends") {
   for (const int64_t rank : {0, 2}) {
     CHECK(said[rank] ==
           "rank 1 did not come to step 0 of call within the group's timeout of 2000 ms");
-    CHECK_THROWS_AS(ranks[rank].throw_if_failed(), c10::DistBackendError);
+    CHECK_THROWS_AS(ranks[rank].failures().throw_if_failed(), c10::DistBackendError);
   }
 }
 
@@ -165,7 +168,7 @@ TEST_CASE("a call that waits in vain says why the group has failed meanwhile") {
   Ranks ranks(2, milliseconds(1000));
   std::thread watchdog([&] {
     std::this_thread::sleep_for(milliseconds(100));
-    ranks[0].fail("rank 1 is in another call");
+    ranks[0].failures().fail("rank 1 is in another call");
   });
   const auto said = ranks.at_once({0}, [&](int64_t rank) { begin(ranks[rank], 4); });
   watchdog.join();
@@ -183,11 +186,11 @@ TEST_CASE("a rank that fails in the middle of a call ends the group, and says so
   const std::string failure =
       "rank 0 failed in a call, and is out of step with the others: out of memory; the group "
       "cannot be used any more";
-  CHECK(ranks.at_once({0}, [&](int64_t) { ranks[0].throw_if_failed(); })[0] == failure);
-  ranks[0].fail("something else");  // the first failure is the one to be told of
-  CHECK(ranks.at_once({0}, [&](int64_t) { ranks[0].throw_if_failed(); })[0] == failure);
+  CHECK(ranks.at_once({0}, [&](int64_t) { ranks[0].failures().throw_if_failed(); })[0] == failure);
+  ranks[0].failures().fail("something else");  // the first failure is the one to be told of
+  CHECK(ranks.at_once({0}, [&](int64_t) { ranks[0].failures().throw_if_failed(); })[0] == failure);
 
-  const std::string blame = ranks[1].blame(calls[1], /*step=*/1, {0}, "no data came");
+  const std::string blame = ranks[1].failures().blame(calls[1], /*step=*/1, {0}, "no data came");
   CHECK(
       blame ==
       "rank 0 did not take part in step 1 of the ring within the group's timeout of 5000 ms, rank "
@@ -198,15 +201,15 @@ TEST_CASE("a rank that alone cannot have a transport ends the group") {
   Ranks ranks(2, milliseconds(5000));
   CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
   CHECK_THROWS_AS(ranks[0].transport("process_group", c10::kCPU), std::runtime_error);
-  CHECK_THROWS_AS(ranks[0].throw_if_failed(), c10::DistBackendError);
-  CHECK(contains(ranks[1].blame(0, 1, {0}, "silence"),
+  CHECK_THROWS_AS(ranks[0].failures().throw_if_failed(), c10::DistBackendError);
+  CHECK(contains(ranks[1].failures().blame(0, 1, {0}, "silence"),
                  "rank 0 failed in the call: no backend today"));
 }
 
 TEST_CASE("a body's result is handed on") {
   Ranks ranks(1);
   CHECK(ranks[0].run(0, [] { return 7; }) == 7);
-  CHECK_NOTHROW(ranks[0].throw_if_failed());
+  CHECK_NOTHROW(ranks[0].failures().throw_if_failed());
 }
 
 TEST_CASE("who is gone is told from who has only not noticed yet") {
@@ -215,7 +218,7 @@ TEST_CASE("who is gone is told from who has only not noticed yet") {
   std::vector<std::string> blamed(4);
   const std::vector<std::vector<int64_t>> suspects = {{2, 3}, {3, 2}, {3}};
   ranks.at_once({0, 1, 2}, [&](int64_t rank) {
-    blamed[rank] = ranks[rank].blame(0, 1, suspects[rank], "silence");
+    blamed[rank] = ranks[rank].failures().blame(0, 1, suspects[rank], "silence");
   });
   for (const int64_t rank : {0, 1, 2}) CHECK(begins_with(blamed[rank], "rank 3 did not take part"));
 }
@@ -226,22 +229,24 @@ TEST_CASE("of those that say nothing, whom most wait for is gone") {
   std::vector<std::string> blamed(4);
   const std::vector<std::vector<int64_t>> suspects = {{3, 2}, {2}};
   ranks.at_once({0, 1}, [&](int64_t rank) {
-    blamed[rank] = ranks[rank].blame(0, 1, suspects[rank], "silence");
+    blamed[rank] = ranks[rank].failures().blame(0, 1, suspects[rank], "silence");
   });
   for (const int64_t rank : {0, 1}) CHECK(begins_with(blamed[rank], "rank 2 did not take part"));
 }
 
 TEST_CASE("where several are as silent all of them are named") {
   Ranks ranks(4, milliseconds(5000));
-  CHECK(begins_with(ranks[0].blame(0, 1, {1, 2}, "silence"), "rank 1 or rank 2 did not take part"));
+  CHECK(begins_with(ranks[0].failures().blame(0, 1, {1, 2}, "silence"),
+                    "rank 1 or rank 2 did not take part"));
 }
 
 TEST_CASE("where everybody has noticed nobody is named, but the only suspect") {
   Ranks ranks(3, milliseconds(10000));
   std::vector<std::string> blamed(3);
   const std::vector<std::vector<int64_t>> suspects = {{1, 2}, {0, 2}, {0}};
-  ranks.at_once(
-      [&](int64_t rank) { blamed[rank] = ranks[rank].blame(0, 1, suspects[rank], "silence"); });
+  ranks.at_once([&](int64_t rank) {
+    blamed[rank] = ranks[rank].failures().blame(0, 1, suspects[rank], "silence");
+  });
   CHECK(begins_with(blamed[0], "a rank did not take part"));
   CHECK(begins_with(blamed[1], "a rank did not take part"));
   CHECK(begins_with(blamed[2], "rank 0 did not take part"));
@@ -250,7 +255,7 @@ TEST_CASE("where everybody has noticed nobody is named, but the only suspect") {
 TEST_CASE("of several suspects the one that refused the call is named") {
   Ranks ranks(3, milliseconds(5000));
   ranks[2].refuse_call("ringattn: kv must be good, got bad");  // call 0
-  const std::string blame = ranks[0].blame(0, 1, {1, 2}, "silence");
+  const std::string blame = ranks[0].failures().blame(0, 1, {1, 2}, "silence");
   CHECK(begins_with(blame, "rank 2 did not take part in step 1 of the ring"));
   CHECK(contains(blame, "rank 2 refused the call: kv must be good, got bad"));
 }
@@ -261,7 +266,7 @@ TEST_CASE("who failed in the call does not cover up for who is gone") {
     ranks[1].run(0, []() -> int { throw std::runtime_error("a link is down"); });
   };
   CHECK_THROWS_AS(fails(), std::runtime_error);
-  const std::string blame = ranks[0].blame(0, 1, {1, 2}, "silence");
+  const std::string blame = ranks[0].failures().blame(0, 1, {1, 2}, "silence");
   CHECK(begins_with(blame, "rank 1 or rank 2 did not take part in step 1 of the ring"));
   CHECK(contains(blame, "rank 1 failed in the call: a link is down"));
 }
@@ -269,10 +274,10 @@ TEST_CASE("who failed in the call does not cover up for who is gone") {
 TEST_CASE("words of a store that somebody else has written to end the group, nothing worse") {
   Ranks ranks(2, milliseconds(5000));
   ranks.store.put("failed/1", "-7 99 junk");
-  CHECK(begins_with(ranks[0].blame(0, 1, {1}, "silence"), "rank 1 did not take part"));
+  CHECK(begins_with(ranks[0].failures().blame(0, 1, {1}, "silence"), "rank 1 did not take part"));
   ranks.store.put("call/0/1", "");
   CHECK_THROWS_AS(begin(ranks[0], 4), c10::DistBackendError);
-  CHECK_THROWS_AS(ranks[0].throw_if_failed(), c10::DistBackendError);
+  CHECK_THROWS_AS(ranks[0].failures().throw_if_failed(), c10::DistBackendError);
 }
 
 TEST_CASE("a collective of another library that fails ends the group with its name") {
@@ -282,8 +287,9 @@ TEST_CASE("a collective of another library that fails ends the group with its na
       "rank 1 did not take part in step 0 of gather within the group's timeout of 5000 ms (it "
       "hung up); the group cannot be used any more";
   for (int times = 0; times < 2; ++times) {  // and so does every later one
-    CHECK(ranks.at_once({0}, [&](int64_t) { ranks[0].end("gather", "it hung up"); })[0] ==
-          sentence);
+    CHECK(ranks.at_once({0}, [&](int64_t) {
+      ranks[0].failures().end(0, "gather", "it hung up");
+    })[0] == sentence);
   }
 }
 
@@ -309,14 +315,14 @@ TEST_CASE("the store keeps one word of agreement for each rank") {
 
 TEST_CASE("kinds of calls without number are agreed on, and not all remembered") {
   Ranks ranks(2);
-  constexpr int64_t kKinds = Agreement::kMostAgreed + 1;
+  constexpr int64_t kKinds = CallAgreement::kMaxAgreed + 1;
   const auto said = ranks.at_once([&](int64_t rank) {
     for (int64_t heads = 1; heads <= kKinds; ++heads) begin(ranks[rank], heads);
   });
   CHECK(said == kNothing2);
   for (const int64_t rank : {0, 1}) {
-    CHECK(ranks[rank].knows(call(kKinds)));
-    CHECK(!ranks[rank].knows(call(1)));
+    CHECK(ranks[rank].agreement().knows(call(kKinds)));
+    CHECK(!ranks[rank].agreement().knows(call(1)));
   }
   CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 1); }) == kNothing2);
 }

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "transport/group/group_backend.h"
+#include "transport/p2p_transport.h"
 
 namespace ringattn::testing {
 
@@ -54,9 +55,9 @@ class Store {
 };
 
 /// A rank of such a group. It carries CPU tensors, but not today.
-class FakePeers : public Peers {
+class FakeBackend : public GroupBackend {
  public:
-  FakePeers(Store& store, int64_t rank, int64_t size, milliseconds timeout)
+  FakeBackend(Store& store, int64_t rank, int64_t size, milliseconds timeout)
       : store_(store), rank_(rank), size_(size), timeout_(timeout) {}
   int64_t rank() const override { return rank_; }
   int64_t size() const override { return size_; }
@@ -70,7 +71,8 @@ class FakePeers : public Peers {
   bool store_is_alive() override { return store_.is_alive(); }
   bool is_connected(int64_t rank) override { return !store_.is_closed(rank); }
   bool carries(c10::DeviceType device_type) const override { return device_type == c10::kCPU; }
-  std::unique_ptr<MessageTransport> transport(RingGroup& group, c10::Device device) override {
+  std::unique_ptr<MessageTransport> transport(const Rendezvous& rendezvous,
+                                              c10::Device device) override {
     throw std::runtime_error("no backend today");
   }
 

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/export.h"
+#include "transport/group/call_agreement.h"
+#include "transport/group/group_backend.h"
+#include "transport/group/rendezvous.h"
+
+namespace ringattn {
+
+/// How a group learns that a wait is in vain, which rank is to blame, and how the group ends. Its
+/// ranks are those of the group. Shared with what watches over transfers, which may outlive the
+/// group.
+class RINGATTN_API FailureDiagnosis : public CallMonitor {
+ public:
+  FailureDiagnosis(std::shared_ptr<GroupBackend> backend, std::shared_ptr<CallAgreement> agreement);
+
+  int32_t message_tag(int64_t step) const override { return agreement_->message_tag(step); }
+  int32_t call_tag() const override { return agreement_->call_tag(); }
+  std::string operation(int64_t call) const override;
+
+  using CallMonitor::blame;
+  void look_for_news(int64_t call, const Ranks& peers, const std::string& place) override;
+  void check_connections(const Ranks& peers, const std::string& place) override;
+  std::optional<std::string> ended_by(int64_t call, const Ranks& peers) override;
+  void lose(int64_t call, int64_t peer, const std::string& place,
+            const std::string& reason) override;
+  std::string blame(int64_t call, const std::string& place, const Ranks& suspects,
+                    const std::string& reason) override;
+  void fail(const std::string& message) override;
+  void throw_if_failed() override;
+
+  /// Ends the group where the process that holds its store is gone, and throws.
+  void check_store(const std::string& place);
+  /// Ends the group: this rank alone failed in `call`, and is out of step with the others.
+  void fail_call(int64_t call, const std::exception& error);
+  /// Throws, with blame: the group ends because a collective that it does not run itself, one of
+  /// c10d's own in `operation` after `call`, failed for `reason`.
+  void end(int64_t call, const std::string& operation, const std::string& reason);
+
+ private:
+  Ranks most_suspected(const Ranks& suspects);
+
+  const std::shared_ptr<GroupBackend> backend_;
+  const std::shared_ptr<CallAgreement> agreement_;
+  const Ranks others_;
+
+  std::mutex mutex_;  // guards failure_
+  std::string failure_;
+  std::atomic<bool> failed_{false};
+};
+
+}  // namespace ringattn

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/export.h"
+#include "transport/group/call_agreement.h"
+#include "transport/group/failure_diagnosis.h"
+#include "transport/group/group_backend.h"
+#include "transport/group/rendezvous.h"
+#include "transport/p2p_transport.h"
+
+namespace ringattn {
+
+/// Everything that ringattn keeps for one process group: the numbers of its calls, what its ranks
+/// have agreed on, why it failed if it did, and its transports. It lives and dies with the group:
+/// see resolve(). Not thread-safe, except for rendezvous() and failures(): one call at a time.
+class RINGATTN_API GroupContext {
+ public:
+  /// The group of this name as it is now. What belonged to groups that have been destroyed since is
+  /// freed.
+  static std::shared_ptr<GroupContext> resolve(const std::string& name);
+  /// The same where a call of it has been made, or nothing. For what one rank may ask alone: groups
+  /// are told from earlier ones of their name by how many this rank has made.
+  static std::shared_ptr<GroupContext> find(const std::string& name);
+  /// Frees what belongs to destroyed groups.
+  static void collect();
+
+  explicit GroupContext(std::shared_ptr<GroupBackend> backend);
+  GroupContext(const GroupContext&) = delete;
+  GroupContext& operator=(const GroupContext&) = delete;
+
+  /// Whether the group's name still means this group.
+  bool is_current() const { return backend_->current(); }
+  int64_t rank() const { return rendezvous_.rank; }
+  int64_t size() const { return rendezvous_.size; }
+  /// All ranks of the group.
+  const Rendezvous& rendezvous() const { return rendezvous_; }
+  const CallAgreement& agreement() const { return *agreement_; }
+  FailureDiagnosis& failures() { return *failures_; }
+
+  /// Begins a collective call: returns its number when all ranks have agreed on what is asked for.
+  /// `tagged`: its messages carry tags (CallAgreement).
+  int64_t begin_call(Signature signature, bool tagged);
+  /// This rank's part in a call whose arguments it refuses: the other ranks are told.
+  void refuse_call(const std::string& message);
+  /// The rest of a call that has begun. A rank that fails here alone is out of step with the
+  /// others: the group ends, and they are told why.
+  template <typename Body>
+  auto run(int64_t call, const Body& body) {
+    try {
+      return body();
+    } catch (const CallLeft&) {
+      throw;  // as its peers do
+    } catch (const std::exception& error) {
+      failures_->fail_call(call, error);
+      throw;
+    }
+  }
+  /// The number of the latest call; negative before any.
+  int64_t latest_call() const { return next_call_ - 1; }
+
+  /// Collective: what every rank has to say, by rank, through the store. A rank that does not come
+  /// ends the group. `operation`: for lines and errors; empty: that of the latest call.
+  std::vector<std::string> exchange(const std::string& mine, const std::string& operation = "");
+
+  /// All calls of a group come with tensors on one device of a type; those that the group itself is
+  /// to carry, on one that it has a backend for.
+  void check_device(c10::Device device, const std::string& transport = "auto") const;
+  /// `name` as the caller gave it ("auto" included), resolved for `device`. Making one is
+  /// collective; where the ranks cannot have it, it throws on all of them and the group works on.
+  MessageTransport& transport(const std::string& name, c10::Device device);
+  /// The name of the transport that the latest call took; empty before any.
+  const std::string& last_transport() const { return last_transport_; }
+  /// For small pieces from everyone to everyone.
+  CollectiveTransport& collectives(c10::Device device);
+  /// Waits until everything that this group has in flight is done or has failed; throws if it has.
+  void synchronize();
+  /// Whether nothing that this group owns is in use on a device.
+  bool idle();
+
+ private:
+  const std::string& choose_transport(c10::Device device);
+
+  const std::shared_ptr<GroupBackend> backend_;
+  const std::shared_ptr<CallAgreement> agreement_;
+  const std::shared_ptr<FailureDiagnosis> failures_;
+  const Rendezvous rendezvous_;
+
+  std::map<std::string, std::unique_ptr<MessageTransport>> transports_;  // by name and device type
+  std::string last_transport_;
+  std::map<c10::DeviceType, std::string> chosen_;  // what "auto" means, once it is known
+  std::map<c10::DeviceType, c10::Device> devices_;
+  int64_t next_call_ = 0;
+  int64_t num_exchanges_ = 0;
+};
+
+}  // namespace ringattn
