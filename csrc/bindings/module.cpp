@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "attention/block_attention.h"
+#include "core/environment.h"
 #include "core/interrupt.h"
 #include "core/log.h"
 #include "partition/schedule.h"
@@ -297,6 +298,7 @@ PYBIND11_MODULE(_C, m) {
         if (const auto group = GroupContext::find(group_name)) group->synchronize();
       },
       py::arg("group_name"), py::call_guard<py::gil_scoped_release>());
+  m.def("reread_environment", &reread_environment);
   m.def("inject_transfer_delays", &inject_transfer_delays, py::arg("seed"));
   m.def("transports", &transport_names);
   m.def("build_info", &build_info);

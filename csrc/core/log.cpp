@@ -4,8 +4,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <deque>
 #include <mutex>
 #include <set>
@@ -13,6 +11,7 @@
 #include <thread>
 #include <utility>
 
+#include "core/environment.h"
 #include "core/process_singleton.h"
 
 namespace ringattn {
@@ -77,13 +76,7 @@ class LogQueue {
 
 }  // namespace
 
-bool logs_info() {
-  static const bool wanted = [] {
-    const char* level = std::getenv("RINGATTN_LOG");
-    return level != nullptr && std::strcmp(level, "info") == 0;
-  }();
-  return wanted;
-}
+bool logs_info() { return environment().logs_info; }
 
 void log(LogLevel level, const std::string& line) {
   if (installed_sink == nullptr) return write_to_stderr(level, line);

@@ -5,11 +5,10 @@
 #include <c10/core/ScalarType.h>
 
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
 #include <stdexcept>
 
 #include "attention/block_attention.h"
+#include "core/environment.h"
 
 #ifdef RINGATTN_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -46,24 +45,6 @@ void check_written(const at::Tensor& x, const char* name) {
                  " must not overlap itself, got strides ", x.strides());
 }
 
-// What is set but means nothing would be taken for the default.
-void check_seconds(const char* variable) {
-  const char* value = std::getenv(variable);
-  if (value == nullptr || *value == 0) return;
-  char* end = nullptr;
-  const double seconds = std::strtod(value, &end);
-  RINGATTN_CHECK(*end == 0 && std::isfinite(seconds) && seconds > 0.0, "environment variable ",
-                 variable, " must be a positive number of seconds, got ", value);
-}
-
-void check_switch(const char* variable, const char* one, const char* other) {
-  const char* value = std::getenv(variable);
-  RINGATTN_CHECK(value == nullptr || *value == 0 || std::strcmp(value, one) == 0 ||
-                     std::strcmp(value, other) == 0,
-                 "environment variable ", variable, " must be ", one, " or ", other, ", got ",
-                 value);
-}
-
 // What follows "got ..." where the heads do not divide: a cache has more rows than heads.
 const char* heads_hint(const at::Tensor& q, const at::Tensor& k) {
   const bool swapped_fit = 0 < k.size(1) && k.size(1) < k.size(2) && q.size(1) % k.size(1) == 0;
@@ -98,11 +79,9 @@ bool has_heads_first(const at::Tensor& x) {
   return !x.is_contiguous() && x.transpose(1, 2).is_contiguous();
 }
 
-void check_switches() {
-  check_switch("RINGATTN_KERNEL_FAMILY", "sm80", "sm90");
-  check_switch("RINGATTN_KERNEL_WAITS", "0", "1");
-  check_switch("RINGATTN_LOG", "info", "warning");
-  check_seconds("RINGATTN_WAIT_REPORT_S");
+void check_environment() {
+  const std::string& error = environment().error;
+  RINGATTN_CHECK(error.empty(), error);
 }
 
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
@@ -127,7 +106,7 @@ void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                  "the number of query heads must be a multiple of the number of key heads, ",
                  k.size(2), ", got ", q.size(2), heads_hint(q, k));
   RINGATTN_CHECK(std::isfinite(scale), "scale must be finite, got ", scale);
-  check_switches();
+  check_environment();
 }
 
 void check_state(const at::Tensor& out, const at::Tensor& lse) {

@@ -23,8 +23,8 @@ namespace ringattn {
 /// As Python writes it: torch.float32.
 std::string dtype_name(at::ScalarType dtype);
 
-/// Environment variables that choose between two ways name one of them.
-void check_switches();
+/// Every environment variable that C++ reads has a meaning.
+void check_environment();
 
 /// q [B, S_q, H, D] and k, v [B, S_k, H_kv, D] fit each other and a kernel.
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale);

@@ -98,7 +98,7 @@ Partition check(const at::Tensor& kv, const std::vector<int64_t>& lengths,
                      ? "; this looks like [2, B, H_kv, S_r, D]: pass kv.transpose(2, 3)"
                      : "");
   check_transport(transport, kv.device().type());
-  check_switches();
+  check_environment();
   return partition;
 }
 

@@ -15,7 +15,7 @@
 
 #include "attention/block_attention.h"
 #include "attention/params.h"
-#include "core/kernel_waits.h"
+#include "core/environment.h"
 #include "ring/launch_plan.h"
 #include "ring/step_recorder.h"
 #include "testing/throttle.h"
@@ -191,7 +191,7 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const 
     exchange.max_rows =
         *std::max_element(call.partition.lengths().begin(), call.partition.lengths().end());
     exchange.depth = std::min<int64_t>(call.depth, exchange.hops.size());
-    exchange.kernel_fetches = !per_block && kernels_may_wait();
+    exchange.kernel_fetches = !per_block && environment().kernels_may_wait;
     exchange.timed = timed && per_block;
     stream = transport->open(exchange);
   }

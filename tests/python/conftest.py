@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from _distributed import RANKS_PER_GPU, RankPool, RankPools
+from ringattn import _C
 
 MAX_WORLD_SIZE = 4
 
@@ -140,3 +141,16 @@ def ring(request: pytest.FixtureRequest, rank_pool: Callable[..., RankPool]) -> 
     """A process group of every size, on every kind of device there is."""
     device_type, world_size = request.param
     return rank_pool(world_size, device_type)
+
+
+@pytest.fixture
+def set_variable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Sets an environment variable that C++ reads at its first use, and has it read again."""
+
+    def set_and_read(name: str, value: str) -> None:
+        monkeypatch.setenv(name, value)
+        _C.reread_environment()
+
+    yield set_and_read
+    monkeypatch.undo()
+    _C.reread_environment()

@@ -2,13 +2,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstdlib>
-#include <cstring>
-
 #include "attention/cuda/block_attention.h"
 #include "attention/cuda/sm80/launch.h"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/scheduler/tile_selection.h"
+#include "core/environment.h"
 
 namespace ringattn::cuda {
 namespace {
@@ -23,12 +21,10 @@ cudaError_t dispatch_head_dim(const BlockAttentionParams& p, cudaStream_t stream
   return cudaErrorInvalidValue;
 }
 
-/// RINGATTN_KERNEL_FAMILY, for tests and debugging. "sm80": the portable family takes every call.
-/// "sm90": an error where the Hopper family supports a call but does not run it. Unset: the best
-/// for the device.
-bool wants(const char* family, bool unless_set) {
-  const char* wanted = std::getenv("RINGATTN_KERNEL_FAMILY");
-  return wanted == nullptr || *wanted == 0 ? unless_set : std::strcmp(wanted, family) == 0;
+/// Whether the Hopper family is asked for (RINGATTN_KERNEL_FAMILY).
+bool wants_sm90(bool unless_set) {
+  const KernelFamily wanted = environment().kernel_family;
+  return wanted == KernelFamily::kBest ? unless_set : wanted == KernelFamily::kSm90;
 }
 
 /// Calls whose setup by the Hopper family takes longer than the work: the portable family takes 14
@@ -41,7 +37,7 @@ bool is_short(const BlockAttentionParams& p) {
 }  // namespace
 
 bool supports_segment_lists(const BlockAttentionParams& p) {
-  return sm90::supports(p) && sm90::available() && wants("sm90", /*unless_set=*/true);
+  return sm90::supports(p) && sm90::available() && wants_sm90(/*unless_set=*/true);
 }
 
 std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim) {
@@ -55,10 +51,10 @@ std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim) {
 
 cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.num_queries == 0 || p.num_heads == 0) return cudaSuccess;
-  if (sm90::supports(p) && wants("sm90", /*unless_set=*/!is_short(p))) {
+  if (sm90::supports(p) && wants_sm90(/*unless_set=*/!is_short(p))) {
     const cudaError_t error =
         sm90::available() ? sm90::block_attention(p, stream) : cudaErrorNotSupported;
-    if (error != cudaErrorNotSupported || wants("sm90", /*unless_set=*/false)) return error;
+    if (error != cudaErrorNotSupported || wants_sm90(/*unless_set=*/false)) return error;
   }
   if (!sm80::supports(p)) return cudaErrorNotSupported;
   switch (p.dtype) {

@@ -2,7 +2,6 @@
 #include "transport/group/peer_wait.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <utility>
 
 #include "core/interrupt.h"
@@ -11,16 +10,6 @@
 namespace ringattn {
 
 using std::chrono::milliseconds;
-
-milliseconds WaitReport::first_report() {
-  static const milliseconds first = [] {
-    constexpr double kDefaultSeconds = 10.0;
-    const char* given = std::getenv("RINGATTN_WAIT_REPORT_S");
-    const double seconds = given != nullptr ? std::atof(given) : 0.0;
-    return milliseconds(static_cast<int64_t>(1e3 * (seconds > 0.0 ? seconds : kDefaultSeconds)));
-  }();
-  return first;
-}
 
 WaitReport::WaitReport(milliseconds first) : first_(first), next_(first) {}
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/environment.h"
 #include "core/export.h"
 #include "transport/group/rendezvous.h"
 
@@ -17,7 +18,7 @@ class RINGATTN_API WaitReport {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  explicit WaitReport(Milliseconds first = first_report());
+  explicit WaitReport(Milliseconds first = environment().wait_report);
   /// Whether a line is due after a wait of `waited`.
   bool due(Milliseconds waited);
   void restart() { next_ = first_; }
@@ -27,8 +28,6 @@ class RINGATTN_API WaitReport {
                   Milliseconds waited);
 
  private:
-  static Milliseconds first_report();
-
   Milliseconds first_, next_;
 };
 

@@ -12,7 +12,7 @@
 #include <random>
 #include <utility>
 
-#include "core/kernel_waits.h"
+#include "core/environment.h"
 #include "testing/fault_injection.h"
 #include "transport/group/rendezvous.h"
 #include "transport/p2p_transport.h"
@@ -352,7 +352,7 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
     message.send.record_stream(side_stream_);
   }
   if (message.receive.defined()) message.receive.record_stream(side_stream_);
-  params.kernel_fetches = kernels_may_wait() && message.largest <= kMaxFetchedByKernel;
+  params.kernel_fetches = environment().kernels_may_wait && message.largest <= kMaxFetchedByKernel;
   if (params.kernel_fetches) cuda::load_fetch();
   stage(params, message.call,
         std::make_shared<std::vector<int64_t>>(rendezvous_.size, message.step), side_stream_);

@@ -220,11 +220,11 @@ def test_wrong_decode_arguments_are_refused(changes, message):
         ("RINGATTN_KERNEL_WAITS", "no", "RINGATTN_KERNEL_WAITS must be 0 or 1, got no"),
     ],
 )
-def test_switches_that_mean_nothing_are_refused(monkeypatch, variable, value, message):
+def test_switches_that_mean_nothing_are_refused(set_variable, variable, value, message):
     x = torch.zeros(1, 2, 1, 8)
-    monkeypatch.setenv(variable, "")  # as if it were not set
+    set_variable(variable, "")  # as if it were not set
     ringattn.ring_attention(x, x, x)
-    monkeypatch.setenv(variable, value)
+    set_variable(variable, value)
     with pytest.raises(ValueError, match=f"^environment variable {message}$"):
         ringattn.ring_attention(x, x, x)
     with pytest.raises(ValueError, match=f"^environment variable {message}$"):

@@ -299,8 +299,10 @@ def test_a_green_context_slows_attention_and_ends() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.hopper
-def test_a_cap_slows_attention_to_the_same_bits_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RINGATTN_KERNEL_FAMILY", "sm90")
+def test_a_cap_slows_attention_to_the_same_bits_and_ends(
+    set_variable: Callable[[str, str], None],
+) -> None:
+    set_variable("RINGATTN_KERNEL_FAMILY", "sm90")
     q = torch.randn(1, 1000, 8, 128, device="cuda", dtype=torch.bfloat16)
     expected = ringattn.block_attention(q, q, q, diagonal=0)
     block_ms()

@@ -211,8 +211,8 @@ def test_the_log_and_last_transport_say_which_way_a_call_went(tmp_path):
         ("RINGATTN_WAIT_REPORT_S", "-1", "a positive number of seconds"),
     ],
 )
-def test_variables_that_mean_nothing_are_refused(variable, value, rule, monkeypatch):
-    monkeypatch.setenv(variable, value)
+def test_variables_that_mean_nothing_are_refused(variable, value, rule, set_variable):
+    set_variable(variable, value)
     x = torch.zeros(1, 4, 1, 8)
     with pytest.raises(ValueError, match=f"{variable} must be {rule}, got {value}"):
         ringattn.ring_attention(x, x, x)
