@@ -264,9 +264,8 @@ class Units:
 
     def __init__(self, sources: Sources, folder: str = "") -> None:
         self.arrows: dict[str, set[str]] = {}
-        self.num_upward = (
-            0  # arrows that a room's list lacks, to a room whose list has the way back
-        )
+        # Arrows that a room's list lacks, to a room whose list has the way back.
+        self.num_upward = 0
         for path, includes in sources.includes.items():
             if not path.startswith(folder):
                 continue

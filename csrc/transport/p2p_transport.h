@@ -20,21 +20,21 @@ struct Message {
   bool timed = false;
 };
 
-/// A message on its way. It keeps both tensors alive for as long as something reads or writes them.
+/// A message in flight. It keeps both tensors alive for as long as something reads or writes them.
 class RINGATTN_API Transfer {
  public:
   virtual ~Transfer() = default;
   /// `receive` is filled, for the current stream (CUDA) or for this thread (CPU). May be called
   /// again.
   virtual void wait() = 0;
-  /// Nothing of this transfer is left for this thread to see to; on CPU, `send` has been sent.
+  /// This thread has nothing left to do for this transfer; on CPU, `send` has been sent.
   virtual void finish() = 0;
-  /// From the start to the end of the transfer, where it was timed, else 0.
+  /// From the start to the end of a timed transfer; 0 for others.
   virtual double elapsed_ms() = 0;
 };
 
-/// A two-sided transport: both ends take part in every message. Block streams, staging and buffers
-/// are the same for all of these (p2p_block_stream.cpp); they differ in how one message moves.
+/// A two-sided transport: both ends take part in every message. All of these share block streams,
+/// staging and buffers (p2p_block_stream.cpp); they differ in how one message moves.
 class RINGATTN_API MessageTransport : public Transport {
  public:
   std::unique_ptr<BlockStream> open(const RingExchangePlan& exchange) override;
@@ -44,18 +44,17 @@ class RINGATTN_API MessageTransport : public Transport {
   virtual std::unique_ptr<Transfer> start(const Message& message) = 0;
   /// Whether a rank without a message to send or receive must start one all the same.
   virtual bool needs_every_rank() const { return false; }
-  /// Whether what it does can be part of a CUDA graph.
+  /// Whether its messages can be part of a CUDA graph.
   virtual bool can_be_captured() const { return true; }
-  /// Sees to it that `results` are NaN if a message that they depend on fails after the host has
-  /// moved on.
+  /// Fills `results` with NaN if a message that they depend on fails after the host has moved on.
   virtual void guard(const std::vector<at::Tensor>& results) {}
-  /// Blocks until everything that was started is done or has been given up.
+  /// Blocks until every message is done or has been given up.
   virtual void synchronize() {}
-  /// Whether nothing uses its memory any more. Asked again and again once the group is gone.
+  /// Whether nothing uses its memory any more. Polled once the group is gone.
   virtual bool idle() { return true; }
 };
 
-/// One whose library has collectives too.
+/// A transport whose library has collectives too.
 class RINGATTN_API CollectiveTransport : public MessageTransport {
  public:
   /// mine [N] of every rank -> [W, N], the same bits on every rank, ready for the current stream.

@@ -68,20 +68,21 @@ void give_up(CallMonitor& calls, const std::vector<int64_t>& suspects, const std
   calls.throw_if_failed();
 }
 
-// Words of a communicator's own on its device. Note: not a tensor. Every communicator has a stream
-// of its own, and PyTorch's allocator keeps two megabytes for each stream that it has served.
-struct DeviceWords {
+// Device memory of one communicator. Note: not a tensor. Every communicator has a stream of its
+// own, and PyTorch's allocator keeps two megabytes for each stream that it has served.
+struct DeviceScratch {
   uint32_t failed;         // whether transfers have been given up
   unsigned char bytes[1];  // sent to and received from each rank when they meet, [2, size]
 };
-using SharedWords = std::shared_ptr<DeviceWords>;
+using SharedScratch = std::shared_ptr<DeviceScratch>;
 
-SharedWords new_words(int64_t size, cudaStream_t stream) {
-  const size_t bytes = sizeof(DeviceWords) + 2 * size;
-  void* words = nullptr;
-  C10_CUDA_CHECK(cudaMalloc(&words, bytes));
-  const SharedWords shared(static_cast<DeviceWords*>(words), [](DeviceWords* x) { cudaFree(x); });
-  C10_CUDA_CHECK(cudaMemsetAsync(words, 0, bytes, stream));
+SharedScratch new_scratch(int64_t size, cudaStream_t stream) {
+  const size_t bytes = sizeof(DeviceScratch) + 2 * size;
+  void* scratch = nullptr;
+  C10_CUDA_CHECK(cudaMalloc(&scratch, bytes));
+  const SharedScratch shared(static_cast<DeviceScratch*>(scratch),
+                             [](DeviceScratch* x) { cudaFree(x); });
+  C10_CUDA_CHECK(cudaMemsetAsync(scratch, 0, bytes, stream));
   C10_CUDA_CHECK(cudaStreamSynchronize(stream));
   return shared;
 }
@@ -89,9 +90,9 @@ SharedWords new_words(int64_t size, cudaStream_t stream) {
 // One byte between every two ranks, and one to all. Note: NCCL connects a pair on its first
 // message, and the host waits for that; it is done here, where all ranks have just come together,
 // and never in the middle of a call.
-ncclResult_t connect(ncclComm_t comm, int rank, int size, const SharedWords& words,
+ncclResult_t connect(ncclComm_t comm, int rank, int size, const SharedScratch& scratch,
                      cudaStream_t stream) {
-  unsigned char* const sent = words->bytes;
+  unsigned char* const sent = scratch->bytes;
   unsigned char* const received = sent + size;
   NcclGroup group;
   for (int other = 0; other < size; ++other) {
@@ -113,7 +114,7 @@ ncclResult_t connect(ncclComm_t comm, int rank, int size, const SharedWords& wor
 // blocks from a thread that it starts for it, and the host must wait for that one before it can
 // record an event: 28 us a message instead of 5.
 std::future<CommHandle> come_together(const ncclUniqueId& id, int rank, int size,
-                                      const SharedWords& words,
+                                      const SharedScratch& scratch,
                                       const c10::cuda::CUDAStream& stream) {
   std::packaged_task<CommHandle()> task([=]() -> CommHandle {
     const c10::cuda::CUDAGuard guard(stream.device());
@@ -124,7 +125,7 @@ std::future<CommHandle> come_together(const ncclUniqueId& id, int rank, int size
     if (made == ncclRemoteError) return nullptr;
     check_nccl(made, "ncclCommInitRankConfig");
     CommHandle handle(comm);
-    const ncclResult_t connected = connect(comm, rank, size, words, stream.stream());
+    const ncclResult_t connected = connect(comm, rank, size, scratch, stream.stream());
     if (connected == ncclRemoteError) return nullptr;
     check_nccl(connected, "connecting an NCCL communicator");
     return handle;
@@ -140,8 +141,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Communicator(const Rendezvous& rendezvous, c10::Device device)
       : rank_(rendezvous.rank), calls_(rendezvous.calls), device_(device) {
     const c10::cuda::CUDAGuard guard(device);
-    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&telling_, cudaStreamNonBlocking));
-    words_ = new_words(rendezvous.size, telling_);
+    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&failing_, cudaStreamNonBlocking));
+    scratch_ = new_scratch(rendezvous.size, failing_);
   }
 
   /// Collective; what it leaves on `stream` is for the watchdog to see to. A rank that does not
@@ -160,7 +161,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     }
     std::copy(first.begin(), first.end(), id.internal);
     auto formed = come_together(id, static_cast<int>(rank_), static_cast<int>(rendezvous.size),
-                                words_, stream);
+                                scratch_, stream);
     CommHandle comm;
     if (formed.wait_until(deadline) == std::future_status::ready) comm = formed.get();
     if (!comm) {
@@ -173,7 +174,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Nothing is thrown: at the end of the process CUDA may be gone too, and takes all of this with
   // it.
   ~Communicator() {
-    if (abort()) cudaStreamDestroy(telling_);
+    if (abort()) cudaStreamDestroy(failing_);
   }
 
   Communicator(const Communicator&) = delete;
@@ -198,7 +199,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     }
     calls(comm_.get());
   }
-  const uint32_t* failed() const { return &words_->failed; }
+  const uint32_t* failed() const { return &scratch_->failed; }
   int64_t rank() const { return rank_; }
   CallMonitor& calls() const { return *calls_; }
 
@@ -206,8 +207,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void fail() noexcept {
     if (cudaSetDevice(device_.index()) != cudaSuccess) return;
     const uint32_t yes = 1;  // copied by an engine: no kernel has to end for it
-    cudaMemcpyAsync(&words_->failed, &yes, sizeof(yes), cudaMemcpyHostToDevice, telling_);
-    cudaStreamSynchronize(telling_);
+    cudaMemcpyAsync(&scratch_->failed, &yes, sizeof(yes), cudaMemcpyHostToDevice, failing_);
+    cudaStreamSynchronize(failing_);
     abort();
   }
 
@@ -228,8 +229,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   c10::Device device_;
   std::mutex mutex_;  // guards comm_
   CommHandle comm_;
-  SharedWords words_;
-  cudaStream_t telling_ = nullptr;  // where words_->failed is written, past everything that waits
+  SharedScratch scratch_;
+  cudaStream_t failing_ = nullptr;  // where scratch_->failed is written, past everything that waits
   std::atomic<bool> ending_{false};
 };
 
@@ -286,7 +287,7 @@ class NcclTransport : public CollectiveTransport {
   NcclTransport(const Rendezvous& rendezvous, c10::Device device)
       : rendezvous_(rendezvous),
         communicator_(std::make_shared<Communicator>(rendezvous, device)),
-        side_(take_lane(device)) {
+        side_(take_stream(device)) {
     const auto started = new_event(false), done = new_event(false);
     started->record(side_);
     communicator_->form(rendezvous, side_);
@@ -295,7 +296,7 @@ class NcclTransport : public CollectiveTransport {
     watch(started, done, kOutsideCalls, /*step=*/0, rendezvous.others());
   }
 
-  ~NcclTransport() override { give_lane_back(side_); }
+  ~NcclTransport() override { return_stream(side_); }
 
   std::unique_ptr<Transfer> start(const Message& message) override {
     const auto started = new_event(message.timed), done = new_event(message.timed);
@@ -351,7 +352,7 @@ class NcclTransport : public CollectiveTransport {
   }
 
   void guard(const std::vector<at::Tensor>& results) override {
-    poison_if_failed(results, communicator_->failed(), /*num_words=*/1);
+    fill_nan_if_failed(results, communicator_->failed(), /*num_flags=*/1);
   }
 
   void synchronize() override { Watchdog::get().drain(this); }

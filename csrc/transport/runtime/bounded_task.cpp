@@ -8,13 +8,13 @@
 
 namespace ringattn {
 
-bool Errand::run(std::chrono::milliseconds patience, std::function<void()> body) {
+bool BoundedTask::run(std::chrono::milliseconds patience, std::function<void()> body) {
   using std::chrono::milliseconds;
   if (done_.valid() && done_.wait_for(milliseconds(0)) != std::future_status::ready) return false;
   std::promise<void> done;
   done_ = done.get_future();
-  // Note: no packaged_task. Its future would keep the body, and what that holds, who may hold this.
-  auto errand = [body = std::move(body), done = std::move(done)]() mutable {
+  // Note: no packaged_task. Its future would keep the body and what that holds, this object even.
+  auto task = [body = std::move(body), done = std::move(done)]() mutable {
     try {
       body();
     } catch (const std::exception&) {
@@ -26,7 +26,7 @@ bool Errand::run(std::chrono::milliseconds patience, std::function<void()> body)
     done.set_value();
   };
   try {
-    std::thread(std::move(errand)).detach();
+    std::thread(std::move(task)).detach();
   } catch (const std::system_error&) {
     done_ = {};
     return false;

@@ -9,13 +9,14 @@
 
 namespace ringattn {
 
-/// One thing at a time that may take for ever, done on a thread of its own. For who must not be
-/// held up: the driver may keep a thread from a device until what runs there has ended.
-class RINGATTN_API Errand {
+/// Runs one possibly blocking call on its own thread and waits for it with a timeout. For threads
+/// that must not be held up: the driver may keep a thread from a device until what runs there has
+/// ended. Used by one thread.
+class RINGATTN_API BoundedTask {
  public:
-  /// Whether `body` was through within `patience`; throws what it threw. False at once, and `body`
-  /// is not run, while an earlier one is under way, or where no thread can be had. What it holds
-  /// has been let go of when it is through.
+  /// Whether `body` returned within `patience`; throws what it threw. False at once, without a call
+  /// of `body`, while an earlier call is under way, or where no thread can be had. What `body`
+  /// holds is freed before this returns true.
   bool run(std::chrono::milliseconds patience, std::function<void()> body);
 
  private:

@@ -38,14 +38,14 @@ class CudaTransfer : public Transfer {
   bool timed_;
 };
 
-/// Fills `results` with NaN if one of the words `failed`, on their device, is not 0 by the time the
+/// Fills `results` with NaN if one of the flags `failed`, on their device, is not 0 by the time the
 /// current stream comes to it.
-inline void poison_if_failed(const std::vector<at::Tensor>& results, const uint32_t* failed,
-                             int num_words) {
+inline void fill_nan_if_failed(const std::vector<at::Tensor>& results, const uint32_t* failed,
+                               int num_flags) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   for (const at::Tensor& result : results) {
-    C10_CUDA_CHECK(cuda::poison_if_failed(result.mutable_data_ptr(), result.nbytes(), failed,
-                                          num_words, stream.stream()));
+    C10_CUDA_CHECK(cuda::fill_nan_if_failed(result.mutable_data_ptr(), result.nbytes(), failed,
+                                            num_flags, stream.stream()));
   }
 }
 

@@ -5,11 +5,11 @@ namespace ringattn::cuda {
 namespace {
 
 // All bits set are a NaN in every floating point type that PyTorch has.
-__global__ void poison(uint8_t* data, int64_t bytes, const uint32_t* failed, int num_words) {
+__global__ void poison(uint8_t* data, int64_t bytes, const uint32_t* failed, int num_flags) {
   // Note: volatile, because they are set while kernels of this stream are waiting.
-  const volatile uint32_t* const words = failed;
+  const volatile uint32_t* const flags = failed;
   bool has_failed = false;
-  for (int i = 0; i < num_words; ++i) has_failed |= words[i] != 0;
+  for (int i = 0; i < num_flags; ++i) has_failed |= flags[i] != 0;
   if (!has_failed) return;
   const int64_t threads = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < bytes; i += threads) {
@@ -19,12 +19,12 @@ __global__ void poison(uint8_t* data, int64_t bytes, const uint32_t* failed, int
 
 }  // namespace
 
-cudaError_t poison_if_failed(void* data, int64_t bytes, const uint32_t* failed, int num_words,
-                             cudaStream_t stream) {
+cudaError_t fill_nan_if_failed(void* data, int64_t bytes, const uint32_t* failed, int num_flags,
+                               cudaStream_t stream) {
   if (bytes == 0) return cudaSuccess;
   constexpr int kThreads = 256;
   constexpr int kBlocks = 32;  // it almost never has work: small, so that it costs little
-  poison<<<kBlocks, kThreads, 0, stream>>>(static_cast<uint8_t*>(data), bytes, failed, num_words);
+  poison<<<kBlocks, kThreads, 0, stream>>>(static_cast<uint8_t*>(data), bytes, failed, num_flags);
   return cudaGetLastError();
 }
 

@@ -9,10 +9,10 @@
 
 namespace ringattn::cuda {
 
-/// Fills data [bytes] with NaN, of any floating point type, if one of the words `failed` is not 0
+/// Fills data [bytes] with NaN, of any floating point type, if one of the flags `failed` is not 0
 /// by the time the stream comes to it. They are device memory: reading the host's here would cost a
 /// quarter of a millisecond in every call.
-RINGATTN_API cudaError_t poison_if_failed(void* data, int64_t bytes, const uint32_t* failed,
-                                          int num_words, cudaStream_t stream);
+RINGATTN_API cudaError_t fill_nan_if_failed(void* data, int64_t bytes, const uint32_t* failed,
+                                            int num_flags, cudaStream_t stream);
 
 }  // namespace ringattn::cuda

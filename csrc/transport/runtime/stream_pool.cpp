@@ -13,25 +13,25 @@
 namespace ringattn {
 namespace {
 
-struct Lanes {
+struct StreamPool {
   std::mutex mutex;
   std::vector<c10::cuda::CUDAStream> idle;
 };
 
-Lanes& lanes() { return process_singleton<Lanes>(); }
+StreamPool& pool() { return process_singleton<StreamPool>(); }
 
 }  // namespace
 
-c10::cuda::CUDAStream take_lane(c10::Device device) {
-  const std::lock_guard<std::mutex> lock(lanes().mutex);
-  auto& idle = lanes().idle;
-  const auto found = std::find_if(idle.begin(), idle.end(), [&](const c10::cuda::CUDAStream& lane) {
-    return lane.device_index() == device.index();
-  });
+c10::cuda::CUDAStream take_stream(c10::Device device) {
+  const std::lock_guard<std::mutex> lock(pool().mutex);
+  auto& idle = pool().idle;
+  const auto found = std::find_if(
+      idle.begin(), idle.end(),
+      [&](const c10::cuda::CUDAStream& stream) { return stream.device_index() == device.index(); });
   if (found != idle.end()) {
-    const c10::cuda::CUDAStream lane = *found;
+    const c10::cuda::CUDAStream stream = *found;
     idle.erase(found);
-    return lane;
+    return stream;
   }
   const c10::cuda::CUDAGuard guard(device);
   int lowest = 0, highest = 0;
@@ -41,9 +41,9 @@ c10::cuda::CUDAStream take_lane(c10::Device device) {
   return c10::cuda::getStreamFromExternal(stream, device.index());
 }
 
-void give_lane_back(c10::cuda::CUDAStream lane) {
-  const std::lock_guard<std::mutex> lock(lanes().mutex);
-  lanes().idle.push_back(lane);
+void return_stream(c10::cuda::CUDAStream stream) {
+  const std::lock_guard<std::mutex> lock(pool().mutex);
+  pool().idle.push_back(stream);
 }
 
 }  // namespace ringattn

@@ -6,13 +6,14 @@
 
 namespace ringattn {
 
-/// A stream of high priority for copies and rotations, that nobody else has until it is given back.
+/// A stream of high priority for copies and rotations, with one owner until it is returned.
+/// Thread-safe.
 ///
-/// Note: none of PyTorch's pool. Two groups that came by the same one would wait for each other's
-/// copies, and their kernels for them. Never destroyed: PyTorch's allocator may come back to a
-/// stream when it frees what was used there.
-c10::cuda::CUDAStream take_lane(c10::Device device);
-/// Everything on it must be done.
-void give_lane_back(c10::cuda::CUDAStream lane);
+/// Note: not a stream of PyTorch's pool. Two groups with the same stream would wait for each
+/// other's copies, and their kernels too. Streams are never destroyed: PyTorch's allocator uses a
+/// stream again when it frees memory that was used there.
+c10::cuda::CUDAStream take_stream(c10::Device device);
+/// Everything on `stream` must be done.
+void return_stream(c10::cuda::CUDAStream stream);
 
 }  // namespace ringattn

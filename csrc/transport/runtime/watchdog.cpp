@@ -14,7 +14,7 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-// What is set up last ends first: destroyed before what was loaded earlier, torch among it.
+// Destroyed before static objects of libraries that were loaded earlier, torch's among them.
 struct StopAtExit {
   ~StopAtExit() { Watchdog::get().stop(); }
 } stop_at_exit;
@@ -36,8 +36,8 @@ void Watchdog::begin_thread(void (Watchdog::*body)()) {
 void Watchdog::start() {
   if (started_ || stopping_) return;
   started_ = true;
-  begin_thread(&Watchdog::look_after);
-  begin_thread(&Watchdog::free_up);
+  begin_thread(&Watchdog::monitor_loop);
+  begin_thread(&Watchdog::reaper_loop);
 }
 
 void Watchdog::stop() {
@@ -48,9 +48,9 @@ void Watchdog::stop() {
   changed_.wait_for(lock, kPatience, [&] { return running_ == 0; });
 }
 
-void Watchdog::watch(std::unique_ptr<Watched> watched) {
-  // CUDA's driver is set up by its first call, later than this library is loaded; by now it is
-  // there, and so it outlives the thread too.
+void Watchdog::watch(std::unique_ptr<WatchedOperation> watched) {
+  // CUDA's driver is set up by its first call, later than this library is loaded. It has been set
+  // up by now, so this static object is destroyed before it.
   static const StopAtExit stop_before_the_driver;
   const std::lock_guard<std::mutex> lock(mutex_);
 #ifdef RINGATTN_WITH_CUDA
@@ -59,8 +59,8 @@ void Watchdog::watch(std::unique_ptr<Watched> watched) {
   owners_.push_back(watched->owner());
   incoming_.push_back(std::move(watched));
   start();
-  // Note: the thread is not woken. It looks soon enough by itself, and waking it in every call
-  // costs more than the rest of this function.
+  // Note: the monitor thread is not woken. It polls soon enough by itself, and waking it in every
+  // call costs more than the rest of this function.
 }
 
 void Watchdog::drain(const void* owner) {
@@ -71,9 +71,9 @@ void Watchdog::drain(const void* owner) {
   --num_drains_;
 }
 
-void Watchdog::free_later(std::shared_ptr<void> something) {
+void Watchdog::defer_free(std::shared_ptr<void> something) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  let_go_.push_back(std::move(something));
+  to_free_.push_back(std::move(something));
   start();
   changed_.notify_all();
 }
@@ -85,7 +85,7 @@ void Watchdog::every_half_second(void (*task)()) {
   changed_.notify_all();
 }
 
-bool TimeLimited::look() {
+bool TimeLimited::poll() {
   if (done()) return true;
   if (expired_ || !started()) return false;
   const auto now = Clock::now();
@@ -99,11 +99,11 @@ bool TimeLimited::look() {
   return false;
 }
 
-bool Watchdog::is_over(Watched& watched) {
+bool Watchdog::is_over(WatchedOperation& watched) {
   try {
-    return watched.look();
+    return watched.poll();
   } catch (const std::exception&) {
-    return true;  // the device has failed: whoever uses it next is told by CUDA itself
+    return true;  // the device has failed: CUDA reports that to its next user
   }
 }
 
@@ -116,28 +116,28 @@ void Watchdog::use_device() {
   if (uses_device || device_ < 0) return;
   uses_device = true;
   cudaSetDevice(device_);
-  // A capture that some other thread has begun is none of this one's business, and must survive it.
+  // Calls of this thread must not invalidate a capture that another thread has begun.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);
 #endif
 }
 
-void Watchdog::look_after() {
-  constexpr auto kGlance = std::chrono::milliseconds(20);
-  constexpr auto kGlanceWhileDraining = std::chrono::milliseconds(1);
+void Watchdog::monitor_loop() {
+  constexpr auto kPeriod = std::chrono::milliseconds(20);
+  constexpr auto kPeriodWhileDraining = std::chrono::milliseconds(1);
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
       if (num_drains_ == 0) {
-        changed_.wait_for(lock, kGlance, [&] { return num_drains_ > 0 || stopping_; });
+        changed_.wait_for(lock, kPeriod, [&] { return num_drains_ > 0 || stopping_; });
       } else {
-        changed_.wait_for(lock, kGlanceWhileDraining);
+        changed_.wait_for(lock, kPeriodWhileDraining);
       }
       if (stopping_) return;
       if (!incoming_.empty()) use_device();
       watched_.splice(watched_.end(), incoming_);
     }
-    std::list<std::unique_ptr<Watched>> over;
+    Operations over;
     for (auto watched = watched_.begin(); watched != watched_.end();) {
       const auto current = watched++;
       if (is_over(**current)) over.splice(over.end(), watched_, current);
@@ -152,25 +152,25 @@ void Watchdog::look_after() {
   }
 }
 
-void Watchdog::free_up() {
+void Watchdog::reaper_loop() {
   constexpr auto kHousekeeping = std::chrono::milliseconds(500);
   auto next_housekeeping = Clock::now();
   for (;;) {
-    std::list<std::unique_ptr<Watched>> over;
-    std::list<std::shared_ptr<void>> let_go;
+    Operations over;
+    std::list<std::shared_ptr<void>> to_free;
     void (*task)() = nullptr;
     {
       std::unique_lock<std::mutex> lock(mutex_);
       changed_.wait_until(lock, next_housekeeping,
-                          [&] { return stopping_ || !over_.empty() || !let_go_.empty(); });
+                          [&] { return stopping_ || !over_.empty() || !to_free_.empty(); });
       if (stopping_) return;
       use_device();
       over.swap(over_);
-      let_go.swap(let_go_);
+      to_free.swap(to_free_);
       task = task_;
     }
     over.clear();
-    let_go.clear();
+    to_free.clear();
     if (Clock::now() < next_housekeeping) continue;
     next_housekeeping = Clock::now() + kHousekeeping;
     if (task != nullptr) task();

@@ -185,11 +185,11 @@ class SignalPad::Signals : public WatchedSignals {
 namespace {
 
 // Polls a pad's watchdog until it is closed.
-class WatchedPad : public Watched {
+class WatchedPad : public WatchedOperation {
  public:
   explicit WatchedPad(std::shared_ptr<SignalWatchdog> watchdog) : watchdog_(std::move(watchdog)) {}
   const void* owner() const override { return watchdog_.get(); }
-  bool look() override { return watchdog_->poll(); }
+  bool poll() override { return watchdog_->poll(); }
 
  private:
   std::shared_ptr<SignalWatchdog> watchdog_;
@@ -307,7 +307,7 @@ RemoteFetch SignalPad::remote_fetch(int64_t num_kv_heads) const {
 
 void SignalPad::poison_if_failed(const std::vector<at::Tensor>& results) const {
   static_assert(Layout::kGivenUpCopy == Layout::kFailed + 1);
-  ringattn::poison_if_failed(results, signals_->at(Layout::kFailed), 2);
+  ringattn::fill_nan_if_failed(results, signals_->at(Layout::kFailed), 2);
 }
 
 void SignalPad::describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank) {

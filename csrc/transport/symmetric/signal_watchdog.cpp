@@ -72,7 +72,7 @@ void SignalWatchdog::check_peers(Phase phase) {
     }
   }
   // This may be the last reference, and the group's destructor takes this object's lock.
-  Watchdog::get().free_later(std::move(monitor));
+  Watchdog::get().defer_free(std::move(monitor));
   if (why) end([&](CallMonitor&) { return *why; });
 }
 
@@ -146,7 +146,7 @@ void SignalWatchdog::end(const std::function<std::string(CallMonitor&)>& why) {
   if (auto monitor = monitor_.lock()) {
     monitor->fail(why(*monitor));
     // This may be the last reference, and the group's destructor takes this object's lock.
-    Watchdog::get().free_later(std::move(monitor));
+    Watchdog::get().defer_free(std::move(monitor));
   }
   given_up_ = true;
   signals_->give_up();

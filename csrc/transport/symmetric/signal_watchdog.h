@@ -117,7 +117,7 @@ class RINGATTN_API SignalWatchdog {
   std::optional<Clock::time_point> silent_since_;   // the device does not answer
   std::optional<Clock::time_point> leaving_since_;  // the group is gone, and not all has been read
   Clock::time_point released_;                      // the last release(); long ago: never
-  Errand asking_;                                   // calls of the device
+  BoundedTask asking_;                              // calls of the device
 };
 
 }  // namespace ringattn

@@ -47,9 +47,9 @@ class SymmetricTransport : public MessageTransport {
       : rendezvous_(rendezvous),
         device_(device),
         signal_pad_(rendezvous, device),
-        side_stream_(take_lane(device)) {}
+        side_stream_(take_stream(device)) {}
 
-  ~SymmetricTransport() override { give_lane_back(side_stream_); }
+  ~SymmetricTransport() override { return_stream(side_stream_); }
 
   std::unique_ptr<BlockStream> open(const RingExchangePlan& exchange) override;
   std::unique_ptr<Transfer> start(const Message& message) override;

@@ -38,7 +38,7 @@ class Fake : public ringattn::TimeLimited {
 };
 
 // Over at once; freeing it takes until `go_on`.
-class SlowToFree : public ringattn::Watched {
+class SlowToFree : public ringattn::WatchedOperation {
  public:
   SlowToFree(std::atomic<bool>& go_on, std::atomic<bool>& freed) : go_on_(go_on), freed_(freed) {}
   ~SlowToFree() override {
@@ -46,7 +46,7 @@ class SlowToFree : public ringattn::Watched {
     freed_ = true;
   }
   const void* owner() const override { return &go_on_; }
-  bool look() override { return true; }
+  bool poll() override { return true; }
 
  private:
   std::atomic<bool>&go_on_, &freed_;
@@ -102,7 +102,7 @@ TEST_CASE("what is let go of is freed soon, and not by who lets go") {
     delete something;
     freed.set_value(std::this_thread::get_id());
   };
-  Watchdog::get().free_later(std::shared_ptr<int>(new int, tell));
+  Watchdog::get().defer_free(std::shared_ptr<int>(new int, tell));
   REQUIRE(by.wait_for(std::chrono::seconds(20)) == std::future_status::ready);
   CHECK(by.get() != std::this_thread::get_id());
 }
