@@ -242,7 +242,7 @@ def test_wrong_arguments_are_refused(
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_rank_that_fails_ends_the_run_and_is_heard(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_run_and_its_error_is_shown(tmp_path: Path) -> None:
     command = ["benchmarks/heterogeneous.py", "sweep", *SMALL, "--seq-lens", "64"]
     done = run(*command, "--transport", "nccl", "--out", tmp_path / "het")
     assert done.returncode == 1
@@ -337,7 +337,7 @@ def test_parts_with_one_stem_have_the_same_settings(
         heterogeneous.parts_of([*part, "--then", *part, "--rounds", "9"])
 
 
-def test_told_to_end_it_reports_what_is_finished(tmp_path: Path) -> None:
+def test_a_terminated_run_reports_its_finished_cells(tmp_path: Path) -> None:
     command = ["benchmarks/heterogeneous.py", "sweep", *SMALL, "--seq-lens", "64,128"]
     command += ["--strategies", "even_zigzag", "--percentages", "50,40,30,20,10"]
     started = subprocess.Popen(

@@ -318,7 +318,7 @@ def test_each_length_of_a_scenario_is_a_trace_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("late", [0, 2, 6])
-def test_a_trace_tells_how_late_the_rebalancer_was(late: int) -> None:
+def test_a_trace_shows_how_late_the_rebalancer_was(late: int) -> None:
     (finding,) = trace_findings(_study.trace(TRACE, 80, late))
     assert finding["requests_to_follow"] == late
     assert (finding["changes"], finding["replans"]) == (2, 2)
@@ -340,7 +340,7 @@ def test_a_trace_tells_how_late_the_rebalancer_was(late: int) -> None:
         ("cuda_runtime", "cudaLaunchKernel", 8.0, None),
     ],
 )
-def test_what_a_device_did_is_told_by_name(
+def test_activities_of_a_device_have_names(
     category: str, name: str, us: float, expected: str | None
 ) -> None:
     assert timeline.kind({"cat": category, "name": name, "dur": us}) == expected

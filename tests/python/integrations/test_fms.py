@@ -309,13 +309,13 @@ def test_every_rank_draws_the_tokens_of_the_first(rank_pool: Pools) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
-def test_ranks_that_draw_their_own_tokens_are_told(rank_pool: Pools, kind: str) -> None:
+def test_ranks_that_draw_their_own_tokens_get_an_error(rank_pool: Pools, kind: str) -> None:
     for outcome in rank_pool(2, kind).outcomes(own_tokens):
         assert outcome.error == "ValueError"
         assert "generate with ringattn.integrations.fms.generate()" in outcome.message
 
 
-def test_ranks_with_other_prompts_are_told(rank_pool: Pools) -> None:
+def test_ranks_with_other_prompts_get_an_error(rank_pool: Pools) -> None:
     rank_pool(2).run(other_prompts)
 
 

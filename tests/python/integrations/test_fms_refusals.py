@@ -105,7 +105,7 @@ def refused_on_every_rank() -> None:
     ringattn.parallelize(model)
 
 
-def test_every_rank_hears_of_a_refused_model(rank_pool: Pools) -> None:
+def test_a_refused_model_fails_every_rank(rank_pool: Pools) -> None:
     first, second = rank_pool(2).outcomes(refused_on_every_rank)
     assert first.message == f"rank 1: {second.message}" and "'ntk'" in second.message
 
@@ -198,7 +198,7 @@ def one_rank_errs() -> None:
         model(prompt(*_IDS), **({"sliding_window": 3} if this().rank == 1 else {}))
 
 
-def test_every_rank_hears_of_a_refused_call(rank_pool: Pools) -> None:
+def test_a_refused_call_fails_every_rank(rank_pool: Pools) -> None:
     first, second = rank_pool(2).outcomes(one_rank_errs)
     assert second.message.startswith("sliding_window must be 0, got 3")
     assert second.message in first.message and "rank 1" in first.message

@@ -192,5 +192,5 @@ def unparallelized() -> None:
         model(token_ids(4))
 
 
-def test_several_ranks_are_told_to_parallelize(rank_pool: Any) -> None:
+def test_the_error_on_several_ranks_names_parallelize(rank_pool: Any) -> None:
     rank_pool(2).run(unparallelized)

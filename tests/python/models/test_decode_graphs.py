@@ -171,7 +171,7 @@ def test_a_model_that_a_caller_has_changed_is_not_replayed(
     assert not replayable(model.base_model)
 
 
-def test_nothing_is_replayed_while_somebody_looks_on(model: LLaMA) -> None:
+def test_nothing_is_replayed_under_hooks_and_dispatch_modes(model: LLaMA) -> None:
     with FlopCounterMode(display=False):
         assert not replayable(model.base_model)
     with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):

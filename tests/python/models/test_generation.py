@@ -59,7 +59,7 @@ def test_rows_end_and_are_padded_as_in_transformers(model: LLaMA) -> None:
     assert ids.size(1) < PROMPT_LEN + NEW_TOKENS  # both ended: no more tokens were computed
 
 
-def test_the_end_token_of_the_config_holds_unless_told_otherwise(tmp_path: Path) -> None:
+def test_the_end_token_of_the_config_holds_unless_another_is_given(tmp_path: Path) -> None:
     plain = reference()
     end = int(plain[0, PROMPT_LEN + 3])
     theirs = tiny_llama(rope_parameters=LLAMA3_ROPE, eos_token_id=end, pad_token_id=98)

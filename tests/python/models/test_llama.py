@@ -127,7 +127,7 @@ def ways_to_travel(folder: Path, options: dict[str, Any]) -> list[tuple[str, int
     return [(call.transport, call.depth) for call in calls]
 
 
-def test_every_call_travels_as_the_model_was_told_to(
+def test_every_call_takes_the_transport_of_the_model(
     folder: Path, rank_pool: Callable[..., RankPool]
 ) -> None:
     for calls in rank_pool(2).run(ways_to_travel, folder, {"transport": "nccl", "depth": 3}):

@@ -318,7 +318,7 @@ def refuse_in_the_module(where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["constructor", "call"])
-def test_the_module_tells_the_peers(rank_pool, where):
+def test_a_refusal_of_the_module_reaches_the_peers(rank_pool, where):
     first, second = rank_pool(2).run(refuse_in_the_module, where)
     assert second.startswith("dropout_p must be left out") and first == f"rank 1: {second}"
 

@@ -50,12 +50,12 @@ def traced_on_one_rank(culprit: int) -> None:
             forward(x.requires_grad_(), x, x, *arguments)
 
 
-def test_what_is_refused_while_tracing_is_told_to_nobody(shared_ring):
+def test_a_refusal_while_tracing_is_not_reported_to_peers(shared_ring):
     shared_ring.run(traced_on_one_rank, 0)
     check_ring(shared_ring, even(shared_ring.world_size, rows=29))
 
 
-def test_what_an_operator_refuses_by_itself_is_told_too(shared_ring):
+def test_a_refusal_of_an_operator_itself_is_reported_to_peers(shared_ring):
     for outcome in shared_ring.outcomes(operator_with_grad, 0):
         assert outcome.error == ("RuntimeError" if outcome.rank == 0 else "ValueError")
         assert "q must not require grad" in outcome.message and outcome.seconds < 5
@@ -103,7 +103,7 @@ def refused_while_compiling() -> list[str]:
     return messages
 
 
-def test_what_is_refused_while_compiling_is_told_in_the_same_sentence(rank_pool):
+def test_a_refusal_while_compiling_has_the_same_sentence(rank_pool):
     for messages in rank_pool(2).run(refused_while_compiling):
         assert "q must be [B, S_r, H, D], got shape [8, 2, 64]" in messages[0]
         assert "depth must be positive, got 0" in messages[1]

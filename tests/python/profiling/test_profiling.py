@@ -200,7 +200,7 @@ def wrong_on_rank_1(wrong: dict[str, Any], recording: bool) -> None:
         ({}, "record_timings must not be nested, got a second recording in this process"),
     ],
 )
-def test_a_mistake_of_one_rank_is_told_to_all(
+def test_a_mistake_of_one_rank_fails_all_ranks(
     rank_pool: Callable[..., RankPool], wrong: dict[str, Any], message: str
 ) -> None:
     outcomes = rank_pool(2).outcomes(wrong_on_rank_1, wrong, not wrong, call_timeout_s=20)

@@ -35,7 +35,7 @@ def cells(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pages_tell_no_history(page: str) -> None:
+def test_pages_have_no_history(page: str) -> None:
     text = text_of(page)
     hashes = [
         word

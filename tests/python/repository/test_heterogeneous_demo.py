@@ -82,7 +82,7 @@ def test_a_change_that_was_not_believed_is_noticed(change, before, after, seen) 
     assert demo.followed(change, before, after) is seen
 
 
-def test_noise_is_told_with_its_size() -> None:
+def test_noise_is_reported_with_its_size() -> None:
     text = demo.noise(["tell the ranks apart"], {"even": [1.0, 1.0, 1.1], "planned": [2, 4, 5]})
     assert text == (
         "note: timings on this machine were too noisy to tell the ranks apart: calls that should "

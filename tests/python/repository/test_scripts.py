@@ -98,7 +98,7 @@ def test_check_includes_gives_help_and_checks_folders(tmp_path: Path) -> None:
     assert done.stdout.startswith("csrc/core/shape.h: core may not see torch: core/shape.h -> ATen")
 
 
-def test_check_includes_tells_rooms_inside_of_another_apart(tmp_path: Path) -> None:
+def test_check_includes_distinguishes_rooms_inside_of_another(tmp_path: Path) -> None:
     (tmp_path / "transport/symmetric").mkdir(parents=True)
     inner, outer = "transport/symmetric/transport.h", "transport/transport.h"
     (tmp_path / inner).write_text(f'#include "{outer}"\n')
@@ -140,7 +140,7 @@ def test_check_includes_allows_an_exception_for_as_long_as_it_is_one(tmp_path: P
     assert lines_about_it() == []
 
 
-def test_setup_is_told_its_extras_wherever_it_is_sourced() -> None:
+def test_setup_gets_its_extras_wherever_it_is_sourced() -> None:
     """Sourced without arguments, a script sees those of the one that sources it."""
     sourced = {
         path.name: re.findall(r"^\. scripts/setup\.sh *(\S*)", path.read_text(), re.MULTILINE)

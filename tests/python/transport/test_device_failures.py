@@ -195,7 +195,7 @@ def make_another_call(lonely: int, usual_call: Call, lonely_call: Call) -> dict[
 @pytest.mark.parametrize(
     "world_size", [2, pytest.param(3, marks=pytest.mark.multi_gpu(3))], ids=lambda size: f"{size}"
 )
-def test_ranks_in_different_calls_are_told_so(world_size, calls):
+def test_ranks_in_different_calls_get_an_error(world_size, calls):
     lonely = world_size - 1
     with RankPool(world_size, "cuda", timeout_s=TIMEOUT_S) as pool:
         for outcome in pool.outcomes(make_another_call, lonely, *calls):

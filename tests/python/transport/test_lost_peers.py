@@ -170,7 +170,7 @@ def test_a_rank_that_is_missing_beside_the_ring_is_named(name, dies, folder):
         assert all(outcome.value[1][0] > 0.7 * TIMEOUT_S for outcome in outcomes)
 
 
-def test_rotations_that_nobody_waits_for_are_freed():
+def test_rotations_without_a_wait_are_freed():
     partition = Partition.even(4000, 1)
     kv = torch.zeros(2, 1, 4000, 8, 64)  # 16 MB
 

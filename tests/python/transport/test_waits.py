@@ -108,7 +108,7 @@ def interrupted(name: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_ctrl_c_ends_a_wait_on_the_cpu_and_the_peers_are_told(name):
+def test_ctrl_c_ends_a_wait_on_the_cpu_and_reaches_the_peers(name):
     with RankPool(2) as ring:
         (interrupt_s, own), (reported_s, reported) = ring.run(interrupted, name)
     assert interrupt_s < INTERRUPTED_S
@@ -258,7 +258,7 @@ def two_known_calls(about: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("about", ["causal", "scale", "lengths", "operator"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_that_make_different_calls_they_know_are_told_so_at_once(world_size, about, own_pool):
+def test_ranks_that_make_different_known_calls_get_an_error_at_once(world_size, about, own_pool):
     said = own_pool(world_size).run(two_known_calls, about)
     last = world_size - 1
     for rank, (sentence, seconds) in enumerate(said):
