@@ -12,8 +12,8 @@ from ringattn import _torch_releases
 
 
 def _installed_folder() -> Path | None:
-    """Where the package is installed. Asked of its metadata and not of ``__file__``: in an editable
-    install the sources and the compiled files are in different folders."""
+    """The folder where the package is installed, from its metadata. ``__file__`` does not do: in an
+    editable install the sources and the compiled files are in different folders."""
     try:
         return Path(str(metadata.distribution("ringattn").locate_file("ringattn")))
     except metadata.PackageNotFoundError:

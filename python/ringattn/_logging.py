@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logger ``ringattn``: what the C++ library says while it works.
+"""The logger ``ringattn``: lines of the C++ library.
 
-A rank that waits for another one says so after ``RINGATTN_WAIT_REPORT_S`` seconds (10 by default),
-then every six times as long, at level WARNING. ``RINGATTN_LOG=info`` adds lines at level INFO: the
-transport chosen, the ring formed, the kernels used.
+A rank that waits for another one writes a line after ``RINGATTN_WAIT_REPORT_S`` seconds (10 by
+default), then every six times as long, at level WARNING. ``RINGATTN_LOG=info`` adds lines at level
+INFO: the transport chosen, the ring formed, the kernels used.
 
 A line goes to the handlers of the logging module where there are any, else to stderr.
 """

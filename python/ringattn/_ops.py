@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators need on the Python side: fake kernels and flop formulas.
+"""The Python side of the operators: fake kernels and flop formulas.
 
 Schemas and kernels are C++ (``csrc/ops/library.cpp``). The group travels as its name.
 """
@@ -23,7 +23,7 @@ def _rank_in(group_name: str) -> int:
 
 
 # Fake kernels: shapes and dtypes without data, for torch.compile, export and FakeTensorMode. They
-# refuse what the operators refuse of these, in the words of csrc/ops/checks.cpp.
+# check shapes and dtypes as the operators do, with the sentences of csrc/ops/checks.cpp.
 
 
 def _check(condition: Any, sentence: Callable[[], str]) -> None:

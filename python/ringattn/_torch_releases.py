@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which releases of torch the package is tested with, and which build of the library goes with one.
+"""Releases of torch that the package is tested with, and the build of the library for each.
 
 The library is built for a release of torch (2.11), not for a version (2.11.1): patch versions keep
 the headers and the binary interface of their release, a new release changes both. Scripts read
@@ -38,7 +38,7 @@ def check_not_older(version: str) -> None:
 
 
 def untested_warning(version: str) -> str | None:
-    """What to warn of where torch is newer than the newest one tested."""
+    """The warning where torch is newer than the newest release tested; None where it is not."""
     if _number(version) <= _number(TESTED[-1]):
         return None
     return (

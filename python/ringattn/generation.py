@@ -188,7 +188,7 @@ class _Request:
         )
 
     def facts(self) -> dict[str, Any]:
-        """What must be equal on all ranks, by the name an error calls it."""
+        """Values that must be equal on all ranks, by their names in errors."""
         return {
             "prompt_ids' shape": tuple(self.prompt_ids.shape),
             "prompt_ids' checksum": int(checksum(self.prompt_ids)),

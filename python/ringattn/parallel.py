@@ -29,7 +29,7 @@ _ADAPTERS = {
 
 
 class Adapter(Protocol):
-    """What a module of :mod:`ringattn.integrations` has for models of its library."""
+    """Interface of the modules of :mod:`ringattn.integrations`: models of one library."""
 
     def handles(self, model: object) -> bool:
         """Whether ``model`` is one of this library's."""
@@ -38,7 +38,7 @@ class Adapter(Protocol):
         """Why ``model`` cannot run over a ring, with every reason; None where it can."""
 
     def cost(self, model: Any) -> ModelCost:
-        """What one layer costs."""
+        """The cost of one layer."""
 
     def attach(self, model: Any, settings: RingSettings) -> None:
         """Puts ``model``, which has been checked, on the ring."""
@@ -49,7 +49,7 @@ class Adapter(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """Who owns which tokens, for sequences of any length.
+    """Which rank owns which tokens, for sequences of any length.
 
     Args:
         world_size: W.
@@ -121,7 +121,7 @@ class Split:
 
 @dataclass(frozen=True)
 class RingSettings:
-    """How the calls of a parallelized model go over the ring; hooks keep it."""
+    """Group, split and transport of a parallelized model's calls; its hooks keep it."""
 
     group: Group | GroupByName
     split: Split

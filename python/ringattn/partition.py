@@ -148,8 +148,8 @@ class Partition:
         return len(self.lengths)
 
     def segments(self, rank: int) -> list[tuple[int, int]]:
-        """What ``rank`` owns: ``[(start, stop), ...]``, ascending, at most two pieces (head and
-        tail) under zigzag and one under contiguous; empty pieces are left out.
+        """The positions of ``rank``: ``[(start, stop), ...]``, ascending, at most two pieces (head
+        and tail) under zigzag and one under contiguous; empty pieces are left out.
 
         Raises:
             ValueError: a rank out of range, or no integer.
@@ -380,5 +380,5 @@ def check_partition_type(partition: object) -> Partition:
 
 
 def partition_arguments(partition: Partition) -> tuple[list[int], list[int], str]:
-    """What the operators take of a partition: lengths, order, layout."""
+    """The operators' arguments for a partition: lengths, order, layout."""
     return list(partition.lengths), list(partition.order), partition.layout

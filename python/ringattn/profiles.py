@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank can do, as plain numbers, and as files of them."""
+"""Profiles of ranks: speeds and limits as plain numbers, and JSON files of them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class AttentionTile:
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What one rank can do.
+    """Speeds and limits of one rank.
 
     Args:
         attention_tflops: speed of its attention, 1e12 operations a second.
@@ -178,7 +178,7 @@ def load_profiles(path: str | Path) -> list[RankProfile]:
 
 
 def _tiles(entries: object) -> tuple[AttentionTile, ...]:
-    """What a file has of them."""
+    """The tiles of a profile in a file."""
     names = {field.name for field in fields(AttentionTile)}
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and {"rows", "keys"} <= set(entry) <= names for entry in entries

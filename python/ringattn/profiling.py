@@ -126,8 +126,8 @@ def measure_ranks(
     transport: str,
     noise: float = NOISE,
 ) -> list[RankMeasurement]:
-    """What :func:`measure_profiles` starts from, noise and all: its arguments, its errors, the same
-    list on every rank. Collective."""
+    """The measurements behind :func:`measure_profiles`, noise included. Arguments and errors as
+    there, the same list on every rank. Collective."""
     ring = resolve_group(group)
     facts, mistake = {}, None
     try:

@@ -50,7 +50,7 @@ def attention(
     diagonal: int | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`ringattn.block_attention` computes: query row i sees key column j when
+    """The results of :func:`ringattn.block_attention`: query row i sees key column j when
     ``j - i <= diagonal``; None masks nothing. Shapes as in :func:`masked_attention`."""
     visible = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device)
     return masked_attention(q, k, v, visible if diagonal is None else visible.tril(diagonal), scale)
@@ -78,7 +78,7 @@ def rank_attention(
     causal: bool = True,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one rank of a ring returns, block after block as they visit.
+    """The results of one rank of a ring, folded block by block in visiting order.
 
     Args:
         q: the whole sequence, ``[B, S, H, D]``; so are k and v, ``[B, S, H_kv, D]``.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a token is drawn from its logits."""
+"""Drawing of tokens from logits."""
 
 import math
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from ringattn._checks import check_int64, is_finite, is_number
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from its logits. Applied in this order, each None is left out.
+    """Options of drawing a token from its logits, applied in this order; None leaves one out.
 
     Args:
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: only the k likeliest tokens stay, and those as likely as the k-th.
         top_p: only the fewest likeliest tokens whose probabilities reach ``top_p`` together stay
             (Holtzman et al., https://arxiv.org/abs/1904.09751).
-        greedy: take the likeliest token, whatever the others say.
+        greedy: take the likeliest token, whatever the other options are.
 
     Raises:
         ValueError: a temperature below 0, not finite or next to 0, top_k below 1, top_p outside

@@ -3,8 +3,8 @@
 
 :func:`slowdown` repeats work and needs nothing; :class:`MPS`, :func:`green_context` and
 :func:`sm_cap` give a process fewer multiprocessors of a CUDA device. None of them touches a setting
-of the device. What a rank is asked for is not what it reaches: :func:`ringattn.measure_profiles`
-says how fast it is.
+of the device. The speed that a rank reaches differs from the requested one:
+:func:`ringattn.measure_profiles` measures it.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class MPS:
         return self
 
     def environment(self, percentage: float) -> dict[str, str]:
-        """What to add to the environment of a process that is to use about ``percentage`` of every
+        """Variables for the environment of a process that is to use about ``percentage`` of every
         device's multiprocessors.
 
         Raises:

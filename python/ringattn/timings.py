@@ -27,7 +27,7 @@ class StepTiming:
 
 @dataclass
 class Timings:
-    """What :func:`record_timings` fills when its context ends."""
+    """Timings of ring calls, filled when the context of :func:`record_timings` ends."""
 
     steps: list[StepTiming] = field(default_factory=list)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way calls went."""
+"""The transport that calls took."""
 
 from ringattn import _C
 from ringattn._distributed.groups import Group, resolve_group

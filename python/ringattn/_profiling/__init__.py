@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What :func:`ringattn.measure_profiles` is made of: timers, workloads, links, devices, speeds."""
+"""Parts of :func:`ringattn.measure_profiles`: timers, workloads, links, devices, speeds."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks have measured, and profiles made of it: which ranks are equal is decided here."""
+"""Measurements of ranks, and profiles made of them. Decides which ranks are equal."""
 
 from __future__ import annotations
 

@@ -103,11 +103,11 @@ class LLaMABlock(nn.Module):
     def before(
         self, x: torch.Tensor, rotation: Rotation
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What comes before attention: q, k and v of ``x``."""
+        """The part of the layer before attention: q, k and v of ``x``."""
         return self.attn.project(self.ln(x), rotation)
 
     def after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """What comes after attention, whose result is ``attended``, ``[B, S_r, H * D]``."""
+        """The part of the layer after attention; ``attended``: its result, ``[B, S_r, H * D]``."""
         x = x + self.attn.dense(attended)
         return x + self.ff_sub_layer(self.ff_ln(x))
 
@@ -216,7 +216,7 @@ class LLaMA(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """The device of the weights."""
         return self.base_model.embedding.weight.device
 
     @property
