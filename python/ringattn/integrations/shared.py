@@ -42,6 +42,15 @@ def head_dim_reasons(head_dims: Iterable[int]) -> Iterator[str]:
             yield f"its head dimension must be {HEAD_DIM_RULE}, got {head_dim}"
 
 
+def check_dropout(dropout: float, option: str) -> None:
+    """ValueError where a layer in training mode drops probabilities; ``option`` of its config."""
+    if dropout:
+        raise ValueError(
+            f"attention dropout must be 0, got {dropout}: call model.eval(), or set {option} to 0 "
+            "in the config"
+        )
+
+
 def device_reasons(model: nn.Module) -> Iterator[str]:
     """For weights on more than one device."""
     devices = sorted({str(parameter.device) for parameter in model.parameters()})

@@ -118,7 +118,7 @@ CALLS: dict[str, tuple[Callable[[], tuple[torch.Tensor, dict[str, Any]]], str]] 
     "op": (lambda: (prompt(*_IDS), {"attn_name": "sdpa_bidirectional"}), "attn_name must be"),
     "causality": (lambda: (prompt(*_IDS), {"is_causal_mask": False}), "is_causal_mask must be"),
     "window": (lambda: (prompt(*_IDS), {"sliding_window": 3}), "sliding_window must be 0, got 3"),
-    "sinks": (lambda: (prompt(*_IDS), {"sinks": torch.ones(4)}), "sinks must be None"),
+    "sinks": (lambda: (prompt(*_IDS), {"sinks": torch.ones(4)}), "sinks must be left out .*Tensor"),
     "length": (
         lambda: (prompt(1, 65), {}),
         "must fit into max_expected_seq_len, 64 tokens, got 65: pass max_expected_seq_len=",

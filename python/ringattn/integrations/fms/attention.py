@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from fms.modules.attention import get_attention_type, register_attention_op
 
+from ringattn.integrations.shared import check_dropout
 from ringattn.model_call import ModelCall
 
 #: The name of this op in ``attn_name=``, and of this strategy in ``distributed_strategy=``.
@@ -72,11 +73,7 @@ def compute(
     """
     if ringattn_call is None:
         raise ValueError(_NOT_ON_A_RING)
-    if p_dropout:
-        raise ValueError(
-            f"attention dropout must be 0, got {p_dropout}: call model.eval(), or set p_dropout to "
-            "0 in the config"
-        )
+    check_dropout(p_dropout, "p_dropout")
     with torch.no_grad():  # the hooks have refused calls whose gradients could be wanted
         return ringattn_call.attend(query, keys, values, scale_factor)
 

@@ -13,6 +13,7 @@ from fms.modules.positions import RotaryEmbedding
 from fms.modules.ssm import SSM
 from torch import nn
 
+from ringattn import _checks
 from ringattn.integrations import shared
 from ringattn.integrations.fms.attention import NAME
 
@@ -78,7 +79,7 @@ def _reasons(model: Any) -> Iterator[str]:
 
 
 def check_keywords(given: Mapping[str, Any]) -> None:
-    """ValueError for what a call asks of its attention op and this package does not do."""
+    """ValueError for keywords of a call to its attention op that change what is computed."""
     name = given.get("attn_name")
     if name is not None and name != NAME:
         raise ValueError(
@@ -92,8 +93,7 @@ def check_keywords(given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"sliding_window must be 0, got {given['sliding_window']}: windows are not supported"
         )
-    if given.get("sinks") is not None:
-        raise ValueError("sinks must be None: attention sinks are not supported")
+    _checks.check_keywords("attention", {"sinks": given.get("sinks")})
 
 
 def check_positions(body: Any, device: torch.device, highest: int) -> None:

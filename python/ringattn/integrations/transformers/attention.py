@@ -12,7 +12,8 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from ringattn._distributed.groups import resolve_group
 from ringattn.functional import block_attention, decode_attention
-from ringattn.integrations.transformers.refusals import check_attention_keywords, check_dropout
+from ringattn.integrations.shared import check_dropout
+from ringattn.integrations.transformers.refusals import check_attention_keywords
 
 #: The name of this implementation in ``attn_implementation=``.
 NAME = "ringattn"
@@ -52,7 +53,7 @@ def attention(
     Returns:
         ``[B, S, H, D]``, and None for the attention weights.
     """
-    check_dropout(dropout)
+    check_dropout(dropout, "attention_dropout")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if ringattn_call is not None:
         layer: Any = module.layer_idx

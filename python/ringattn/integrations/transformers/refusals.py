@@ -113,15 +113,6 @@ def check_attention_keywords(given: Mapping[str, Any], num_keys: int) -> None:
         raise ValueError("is_causal must be True or None, got False: attention here is causal")
 
 
-def check_dropout(dropout: float) -> None:
-    """ValueError where a layer in training mode drops probabilities."""
-    if dropout:
-        raise ValueError(
-            f"attention dropout must be 0, got {dropout}: call model.eval(), or set "
-            "attention_dropout to 0 in the config"
-        )
-
-
 def has_restarts(position_ids: torch.Tensor) -> bool:
     """Whether positions of a row do not follow each other by 1, as those of packed sequences.
     Waits for the device."""
