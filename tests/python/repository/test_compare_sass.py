@@ -111,15 +111,16 @@ def test_kernels_of_new_names_are_paired_by_their_code(tmp_path: Path) -> None:
         listing(other, "FADD R1", "EXIT"),
     )
     results = {
-        "renamed": (renamed, ["--renamed"], 0, "0 differ, 0 missing, 0 new, 2 renamed"),
-        "not asked for": (renamed, [], 1, "0 differ, 2 missing, 2 new"),
-        "changed": (changed, ["--renamed"], 1, "0 differ, 2 missing, 2 new, 0 renamed"),
-        "two for one": (twice, ["--renamed"], 1, "0 differ, 0 missing, 2 new, 2 renamed"),
+        "renamed": (BASE, renamed, ["--renamed"], 0, "0 differ, 0 missing, 0 new, 2 renamed"),
+        "not asked for": (BASE, renamed, [], 1, "0 differ, 2 missing, 2 new"),
+        "changed": (BASE, changed, ["--renamed"], 1, "0 differ, 2 missing, 2 new, 0 renamed"),
+        "two for one": (BASE, twice, ["--renamed"], 1, "0 differ, 0 missing, 2 new, 2 renamed"),
+        "one for two": (twice, BASE, ["--renamed"], 1, "0 differ, 2 missing, 0 new, 2 renamed"),
     }
-    for name, (new, options, status, counts) in results.items():
+    for name, (old, new, options, status, counts) in results.items():
         folder = tmp_path / name
         folder.mkdir()
-        done = compare(folder, BASE, new, *options)
+        done = compare(folder, old, new, *options)
         assert (done.returncode, done.stderr) == (status, ""), name
         assert done.stdout.endswith(f": {counts}\n"), name
 
