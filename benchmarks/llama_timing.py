@@ -137,7 +137,8 @@ def layers_of(strategy: Strategy, ids: torch.Tensor) -> list[float]:
 
 
 def tensor_core_share(strategy: Strategy, ids: torch.Tensor, options: Any) -> float | None:
-    """Of the CUDA time of a prompt on this rank; None on CPU, and in float32."""
+    """Of the CUDA time of a prompt on this rank; None on CPU, in float32, and where the profiler
+    sees no kernel."""
     if not ids.is_cuda or options.dtype not in ("float16", "bfloat16"):
         return None
     with profile(activities=[ProfilerActivity.CUDA]) as profiler, around(strategy, options):
@@ -148,5 +149,11 @@ def tensor_core_share(strategy: Strategy, ids: torch.Tensor, options: Any) -> fl
         for event in profiler.key_averages()
         if event.device_type == DeviceType.CUDA
     ]
-    built_on_them = sum(us for name, us in times if any(part in name for part in TENSOR_CORES))
-    return built_on_them / max(sum(us for _, us in times), 1e-9)
+    return share_on_tensor_cores(times)
+
+
+def share_on_tensor_cores(times: list[tuple[str, float]]) -> float | None:
+    """From the names of kernels, in lower case, and their times; None without any."""
+    total = sum(time for _, time in times)
+    built_on_them = sum(t for name, t in times if any(part in name for part in TENSOR_CORES))
+    return built_on_them / total if total else None

@@ -165,7 +165,7 @@ stage_models() {
 }
 
 stage_llama() {
-  ranks "$num_gpus" 300 llama benchmarks/llama.py --out "$(name llama "$num_gpus")"
+  ranks "$num_gpus" 400 llama benchmarks/llama.py --out "$(name llama "$num_gpus")"
 }
 
 stage_scaling() {

@@ -275,6 +275,18 @@ def test_operations_are_those_that_are_counted() -> None:
     assert roofline.prefill_flops(config, Partition.even(41, 1), 3) == counter.get_total_flops()
 
 
+def test_kernels_on_tensor_cores_are_known_by_their_names() -> None:
+    on_them = (
+        *("nvjet_hsh_256x128_64x4_1x2_h_bz_coopa_nnt", "sm90_xmma_gemm_bf16bf16_bf16f32"),
+        *("void pytorch_flash::flash_fwd_kernel<...>", "cudnn_generated_fort_native_sdpa_sm90"),
+        "void ringattn::sm90::block_attention_kernel<...>",
+    )
+    others = ("void at::native::elementwise_kernel<...>", "memcpy dtod", "rms_norm_kernel")
+    times = [*((name, 2.0) for name in on_them), *((name, 5.0) for name in others)]
+    assert llama_timing.share_on_tensor_cores(times) == 10 / 25
+    assert llama_timing.share_on_tensor_cores([]) is None
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_pairs_of_all_ranks_are_those_of_the_mask(causal: bool) -> None:
     pairs = roofline.num_pairs(Partition.zigzag([5, 0, 8]), causal)
