@@ -129,11 +129,11 @@ class Comparison:
                 continue
             fits, shown = attempt(strategy, partial(generation, strategy, ids, self.options))
             if fits:
+                first[strategy.name], rows[strategy.name] = shown, {}
                 work = partial(Breakdown.of, strategy, ids, self.options)
-                fits, parts = attempt(strategy, work)
-            if fits:
-                first[strategy.name] = shown
-                rows[strategy.name] = self._breakdown_columns(strategy, parts, seq_len)
+                fits, parts = attempt(strategy, work)  # blocks one by one take more memory
+                if fits:
+                    rows[strategy.name] = self._breakdown_columns(strategy, parts, seq_len)
         samples = self._samples([s for s in self.strategies if s.name in first], ids)
         for strategy in self.strategies:
             row: dict[str, Any] = dict.fromkeys(COLUMNS)

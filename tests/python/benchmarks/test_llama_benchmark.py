@@ -176,7 +176,12 @@ def parse_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Namespace
 def test_running_out_of_memory_is_a_row_and_longer_prompts_are_not_tried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(llama_timing, "layers_of", lambda *_: [1.0, 2.0, 3.0, 4.0])
+    def layers_of(_: Strategy, ids: torch.Tensor) -> list[float]:
+        if ids.size(1) == 64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return [1.0, 2.0, 3.0, 4.0]
+
+    monkeypatch.setattr(llama_timing, "layers_of", layers_of)
     asked = []
 
     def step(name: str, most: int) -> Any:
@@ -203,6 +208,7 @@ def test_running_out_of_memory_is_a_row_and_longer_prompts_are_not_tried(
     ]
     assert all(rows[RING, s]["status"] == "ok" for s in (16, 32, 64))
     assert rows[REGULAR, 32]["ttft_ms"] is None and rows[RING, 64]["ttft_ms"] > 0
+    assert [rows[RING, s]["comm_time_ms"] for s in (16, 32, 64)] == [3.0, 3.0, None]
     assert (REGULAR, 64) not in asked and asked.count((REGULAR, 32)) == 1
 
     options.resume = True
