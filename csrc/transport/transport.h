@@ -34,9 +34,8 @@ struct RingExchangePlan {
   std::vector<HopPlan> hops;  // [W - 1]; hops[i] belongs to step i + 1
   int64_t max_rows = 0;       // of the blocks of all ranks
   int64_t depth = 1;  // blocks that may be in flight or waiting ahead of the one being attended
-  bool kernel_fetches =
-      false;           // one kernel attends all blocks, and fetches them if the transport can
-  bool timed = false;  // record how long transfers take
+  bool kernel_fetches = false;  // one kernel attends all blocks, and fetches them where it can
+  bool timed = false;           // record how long transfers take
 };
 
 /// The block of another rank.

@@ -22,11 +22,11 @@ State empty_state(const at::Tensor& q) {
                    options)};
 }
 
-// Fewer keys than a vector of ATen's kernel holds are compared one by one there, which loses a NaN.
+// With fewer keys than a vector holds, ATen's kernel compares them one by one, which loses a NaN.
 constexpr int64_t kFewKeys = 16;
 
 // Plain attention in float64, for few keys. Scores that the state's dtype cannot hold are -inf: a
-// row that has no others weighs nothing.
+// row without other scores has weight 0.
 State dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
                       bool causal) {
   const int64_t group_size = q.size(2) / k.size(2);
@@ -45,8 +45,8 @@ State dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   return {out.transpose(1, 2), lse};
 }
 
-// ATen's CPU flash kernel, q, k and v ready for it; `causal` is diagonal 0. It dies on an empty
-// tensor.
+// ATen's CPU flash kernel; q, k and v have a unit last stride, `causal` is diagonal 0. It crashes
+// on an empty tensor.
 State call_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
                   bool causal) {
   auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
@@ -55,7 +55,7 @@ State call_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   return {out.transpose(1, 2), lse};
 }
 
-// The kernel's lse, as it lies in memory: the tensor operations would take as long as a small call.
+// Reads the kernel's lse in memory order: tensor operations would take as long as a small call.
 bool has_zero(const at::Tensor& lse) {
   TORCH_INTERNAL_ASSERT(lse.is_non_overlapping_and_dense());
   return AT_DISPATCH_FLOATING_TYPES(lse.scalar_type(), "has_zero", [&] {
@@ -65,13 +65,13 @@ bool has_zero(const at::Tensor& lse) {
   });
 }
 
-// Note: the kernel says lse 0 of a row whose scores are all -inf, which finite inputs may overflow
-// to; merged with other keys, such a row would weigh as much as a score of 0 does. Over values of 1
-// every other row is 1, and these rows are 0.
+// Note: the kernel returns lse 0 for a row whose scores are all -inf, to which finite inputs may
+// overflow; merged with other keys, such a row would have the weight of a score of 0. With values
+// of 1 the output of every other row is 1, and that of these rows is 0.
 void empty_rows_without_scores(const State& state, const at::Tensor& q, const at::Tensor& k,
                                double scale, bool causal) {
   if (!has_zero(state.lse)) return;  // the usual case
-  // Under a triangle the first row's only score may well be 0: later rows and keys are left out.
+  // Under a triangle the first row's only score is often 0: later rows and keys are not recomputed.
   const int64_t num_rows = state.lse.eq(0).nonzero().select(1, 2).max().item<int64_t>() + 1;
   const at::Tensor keys = k.narrow(1, 0, causal ? std::min(num_rows, k.size(1)) : k.size(1));
   const State ones = call_kernel(q.narrow(1, 0, num_rows), keys,
@@ -82,7 +82,7 @@ void empty_rows_without_scores(const State& state, const at::Tensor& q, const at
   state.out.narrow(1, 0, num_rows).masked_fill_(empty.unsqueeze(-1), 0.0);
 }
 
-// Attention under diagonal 0 or without any. Every row sees a key here.
+// Attention under diagonal 0 or without a diagonal. Every row sees a key here.
 State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
                       bool causal) {
   if (k.size(1) < kFewKeys) return dense_attention(q, k, v, scale, causal);
@@ -97,8 +97,8 @@ State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   return state;
 }
 
-// Any diagonal is made of at most two calls that the kernel has: rows that see nothing are cut off,
-// and keys that every row sees are split from those under the triangle.
+// Any diagonal takes at most two calls of the kernel: rows that see nothing are cut off, and keys
+// that every row sees are split from those under the triangle.
 //
 //   diagonal < 0: rows i < -diagonal see nothing; the others are the triangle of diagonal 0.
 //   diagonal > 0: every row sees keys j < diagonal; the keys after them are the triangle of

@@ -30,8 +30,7 @@ void merge(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& other
       auto into = out_rows[b][s][h];
       const auto from = other_rows[b][s][h];
       if (other == kEmpty) continue;
-      // Note: an empty state's out is not multiplied by 0: a NaN that nobody attended to would
-      // stay.
+      // Note: an empty state's out is not multiplied by 0, which would keep a NaN in it.
       if (mine == kEmpty) {
         for (int64_t d = 0; d < dim; ++d) into[d] = from[d];
         mine = other;
