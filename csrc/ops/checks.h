@@ -14,8 +14,9 @@
 #include "transport/group/group_context.h"
 #include "transport/p2p_transport.h"
 
-// What operators ask of their arguments, once: below this room nobody checks again. A refusal reads
-// "subject must rule, got value". The prefix tells the Python layer that the caller is to blame.
+// What operators ask of their arguments, once: nothing below this room checks again. A refusal
+// reads "subject must rule, got value". The prefix tells the Python layer that the caller is to
+// blame.
 #define RINGATTN_CHECK(condition, ...) TORCH_CHECK(condition, "ringattn: ", __VA_ARGS__)
 
 namespace ringattn {

@@ -87,7 +87,7 @@ void check_without_gradients(const c10::OperatorHandle& op, Stack* stack) {
 // Nothing that the operator itself calls is differentiated.
 void without_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   telling_peers(op, *stack, [&] { check_without_gradients(op, stack); });
-  // Whoever has saved for a backward what is written to is told so by its version.
+  // A graph that saved a written tensor for its backward detects the write by the version.
   std::vector<at::Tensor> written;
   for_each_argument(op, *stack, [&](const c10::Argument& argument, const c10::IValue& value) {
     const c10::AliasInfo* alias = argument.alias_info();

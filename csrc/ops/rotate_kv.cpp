@@ -45,7 +45,7 @@ class Pending {
       try {
         if (rotation.transfer) rotation.transfer->finish();
       } catch (const std::exception&) {
-        // Nobody waits for it; the next call of its group says what became of the group.
+        // Nothing waits for it; the next call of its group reports what became of the group.
       }
     }
   }
@@ -63,7 +63,7 @@ class Pending {
   }
 
  private:
-  // Results that the caller has let go of: nobody else holds their memory. They must still arrive.
+  // Results that the caller has freed: only this map holds their memory. They must still arrive.
   std::vector<Rotation> take_abandoned() {
     std::vector<Rotation> abandoned;
     for (auto entry = rotations_.begin(); entry != rotations_.end();) {
@@ -90,7 +90,7 @@ Partition check(const at::Tensor& kv, const std::vector<int64_t>& lengths,
                  kv.device());
   RINGATTN_CHECK(kv.is_floating_point(), "kv must be of a floating point dtype, got ",
                  dtype_name(kv.scalar_type()));
-  // Who sends to whom is a matter of the order alone; both layouts have the same.
+  // Destinations depend on the order alone, which both layouts share.
   Partition partition = check_partition(lengths, order, "contiguous", world_size);
   RINGATTN_CHECK(kv.size(2) == partition.length(rank), "kv must have the ", partition.length(rank),
                  " rows that the partition gives rank ", rank, ", got ", kv.size(2),
@@ -158,7 +158,7 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
       }
     });
   }
-  // The caller's, of the same memory: that nobody holds it any more shows in the storage alone.
+  // The caller's tensor shares the memory: its storage's count shows when the caller frees it.
   const at::Tensor received = rotation.received.detach();
   process_singleton<Pending>().add(std::move(rotation));
   return received;

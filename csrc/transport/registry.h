@@ -24,8 +24,8 @@ struct TransportEntry {
   /// "auto" takes the one with the highest preference that the ranks can have. Errors list names
   /// from the lowest on.
   int preference = 0;
-  /// Of the tensors that it moves; none: of all that the group carries. "auto" takes a transport
-  /// for one type of device before one for all.
+  /// The type of device whose tensors it moves; none: every type that the group carries. "auto"
+  /// takes a transport for one type before one for all.
   std::optional<c10::DeviceType> device_type = std::nullopt;
   /// Collective; throws on all ranks where they cannot have it. Null: GroupBackend::transport.
   std::unique_ptr<MessageTransport> (*make)(const Rendezvous& rendezvous,

@@ -141,7 +141,7 @@ std::optional<CallAgreement::Verdict> CallAgreement::judge(const Statements& sta
     const Difference difference = first_difference(one, other);
     const std::string got = ", got " + difference.mine + " on rank " + std::to_string(*first) +
                             " and " + difference.theirs + " on rank " + std::to_string(rank);
-    // What a rank refused and others, who knew it, did not wait for: from there on blocks of one
+    // A rank refused a call that others knew and did not wait for: from there on blocks of one
     // call would be taken for those of another.
     if (first_line(one) != first_line(other)) {
       return Verdict{"ranks must have made the same calls" + got +

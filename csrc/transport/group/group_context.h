@@ -78,7 +78,7 @@ class RINGATTN_API GroupContext {
   MessageTransport& transport(const std::string& name, c10::Device device);
   /// The name of the transport that the latest call took; empty before any.
   const std::string& last_transport() const { return last_transport_; }
-  /// For small pieces from everyone to everyone.
+  /// A transport with collectives, for small tensors.
   CollectiveTransport& collectives(c10::Device device);
   /// Waits until everything that this group has in flight is done or has failed; throws if it has.
   void synchronize();

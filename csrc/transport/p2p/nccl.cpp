@@ -107,8 +107,9 @@ ncclResult_t connect(ncclComm_t comm, int rank, int size, const SharedScratch& s
 
 // The communicator of the ranks that have `id`, all of them connected; null if one went away in the
 // middle. NCCL blocks the host until all have come, for ever if one has died: so a thread of its
-// own does this, and the caller need not wait for it. What gets ready when nobody waits any more is
-// freed; a thread that never gets ready stays until the process ends.
+// own does this, and the caller need not wait for it. A communicator that is
+// made after the caller has given up is freed; a thread that never returns stays until the process
+// ends.
 //
 // Note: not config.blocking = 0. NCCL (2.28) launches each message of a communicator that never
 // blocks from a thread that it starts for it, and the host must wait for that one before it can
@@ -234,7 +235,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::atomic<bool> ending_{false};
 };
 
-// What runs on a stream between two events, and whom it waits for.
+// An operation on a stream between two events, and the ranks that it waits for.
 struct InFlight {
   std::shared_ptr<Communicator> communicator;
   std::shared_ptr<at::cuda::CUDAEvent> started, done;

@@ -278,7 +278,7 @@ class ProcessGroupTransport : public CollectiveTransport {
     const auto process_group = process_group_.lock();
     TORCH_CHECK(process_group,
                 "ringattn: the process group must be alive, got one that was destroyed");
-    return *process_group;  // the registry, or whoever made the call, holds it
+    return *process_group;  // c10d's registry or the caller holds it
   }
 
   const Rendezvous rendezvous_;

@@ -158,7 +158,7 @@ class ProcessGroupBackend : public GroupBackend {
 
   bool carries(c10::DeviceType device_type) const override {
     const auto group = group_.lock();
-    if (!group) return true;  // whoever uses it next is told that it is gone
+    if (!group) return true;  // its next use fails with an error that says so
     try {
       return group->getBackend(device_type).defined();
     } catch (const c10::Error&) {
@@ -172,10 +172,10 @@ class ProcessGroupBackend : public GroupBackend {
   }
 
  private:
-  // A clone has a connection of its own, and one for each thread: whoever waits on it keeps nobody
-  // else from the store, least of all the watchdog. The second thread to come, which is the
-  // watchdog as a rule, finds one that has been made while all was well: whoever has the store may
-  // be who is gone, and connecting takes as long then as the store's own timeout.
+  // Each thread has a clone of the store, with a connection of its own: a thread that waits on one
+  // keeps no other from the store, least of all the watchdog. The second thread, as a rule the
+  // watchdog's, finds a clone that was made while all was well: the rank that holds the store may
+  // be the one that is gone, and then connecting takes as long as the store's own timeout.
   c10d::Store& store() {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& clone = clones_[std::this_thread::get_id()];
