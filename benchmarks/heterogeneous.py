@@ -21,9 +21,8 @@ Finished cells are kept in STEM.cells.jsonl and are not run again; --report-only
 STEM.{csv,json,md} and STEM_findings.{csv,json,md}, of the finished cells where it is interrupted.
 Parts behind --then are further studies of the same command, in order of importance. Cells of all
 parts with the same ranks share the start of these ranks and their profiles. Parts may share a STEM
-if all their settings are the same. SEQ_LEN (or SWEEP_SEQ_LEN) and
-WEAK_GPU_PERCENTAGE (or SWEEP_SLOWDOWN_PCT) of the environment stand in for --seq-lens and
---percentages. STRONG_GPU_PERCENTAGE must be 100: --sets has strong ranks at others ("80,10").
+if all their settings are the same. SEQ_LEN (or SWEEP_SEQ_LEN) and WEAK_GPU_PERCENTAGE (or
+SWEEP_SLOWDOWN_PCT) stand in for --seq-lens and --percentages. STRONG_GPU_PERCENTAGE must be 100.
 """
 
 from __future__ import annotations

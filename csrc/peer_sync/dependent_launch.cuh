@@ -4,8 +4,9 @@
 // Programmatic dependent launch: the thread blocks of a kernel start once all of the previous
 // kernel's have ended or triggered it, before that kernel's writes have been flushed.
 //
-// Note: a thread block that waits for other ranks does not trigger the next kernel before. Its
-// thread blocks would occupy multiprocessors that those ranks may need where they share the device.
+// Note: a thread block that waits for other ranks triggers the next kernel only after its wait. The
+// next kernel's thread blocks would occupy multiprocessors that those ranks may need where they
+// share the device.
 
 namespace ringattn::cuda {
 

@@ -12,7 +12,7 @@
 namespace ringattn::cuda {
 
 /// Waits until the signal is at least `least`. Returns the signal, or `least` where the wait is in
-/// vain.
+/// vain: callers look at `failed` afterwards.
 template <typename Between>
 __device__ __forceinline__ uint32_t wait_until_at_least(const uint32_t* signal, uint32_t least,
                                                         const RemoteFetch& fetch, uint32_t phase,

@@ -12,10 +12,10 @@
 // know whether a peer waits in a kernel or in a stream, so `staged` and `read` are written to both
 // memories in each call: kernels wait for the device's, streams for the mirror.
 //
-// Signals of a call in the pad of rank r. p: a peer. "staging": the staging kernel; "fetching": the
-// kernel that fetches, on r the one that follows its staging kernel; "stream": r's stream where
-// copy engines fetch. Orders are PTX's, all of system scope. Stream operations are ordered by their
-// stream, a write behind everything that the stream did before it.
+// Signals of a call. x[p] of r: in the pad of rank r, written by its peer p. "staging": the staging
+// kernel; "fetching": the kernel that fetches, on r the one that follows its staging kernel;
+// "stream": r's stream where copy engines fetch. Orders are PTX's, all of system scope. Stream
+// operations are ordered by their stream, a write behind everything that the stream did before it.
 //
 //   signal            writer, order               value               waiter
 //   ----------------  --------------------------  ------------------  ---------------------------
@@ -42,28 +42,34 @@
 //   read_mirror[p]    staging of r in the next call, after it has written staged[r] of p
 //
 // Write order: `staged` before staged_mirror, read_mirror before `read`. A waiter for the signal
-// that is written second knows that both are set. A waiter for the one that is written first waits
-// for both before it clears any: the kernel that has read everything, and the next staging kernel.
+// that is written second knows that both are set. A kernel that has read everything waits for
+// staged_mirror, too, before it clears both. A stream waits for read_mirror and clears nothing; the
+// next staging kernel waits for `read` before it clears both.
 //
 // Both `read` are 1 before the first call. No signal counts calls: a captured call can be replayed.
-// A call ends for its stream when all peers have read what the rank staged, so that what stages
-// next need not ask.
+// A call ends for its stream when all peers have read what the rank staged: the next staging kernel
+// waits only for a `read` that is in flight behind its mirror.
 //
 // Failure. `failed` (device memory of a rank) is set once, to kGivenUp or kCallMismatch, and ends
-// all waits of that rank's kernels: results are NaN, nothing more is read from peers.
+// all waits of that rank's kernels: results are NaN, and kernels read nothing more from peers.
+// The host's watchdog then also sets `staged`, `read` and both mirrors of its rank, again and
+// again: calls that were enqueued before clear them.
 //
 //   failed = kGivenUp       written by the host's watchdog, by a waiting kernel (from given_up) or
 //                           by the staging kernel (from given_up_copy). The rank stages nothing
-//                           and signals nothing from then on.
+//                           and writes no tag or `staged` from then on. It still writes
+//                           `read`: it will read no more.
 //   failed = kCallMismatch  written by the staging kernel that reads a tag unlike its own. The rank
 //                           goes on staging, under kMismatchTag, so that peers detect it too.
 //   given_up                host memory, written by the watchdog before it sets all other signals
-//   given_up_copy           device memory, copied from given_up by a stream at its end
+//   given_up_copy           device memory, copied from given_up by the stream, once peers have read
 //
-// What a kernel may wait for: signals that peers write while they stage, for which they need
-// nothing else; and, with one thread block of the staging kernel and the last warp of the fetching
-// one, for what peers have yet to begin. No rank waits for a peer's multiprocessors while it holds
-// more than two of its own.
+// What a kernel may wait for. Signals that peers write while they stage, for which they need
+// nothing else: all thread blocks of the fetching kernel, for `staged`; its last warp, for
+// staged_mirror. Signals that are in flight: the staging kernel, for `read`. What peers have yet to
+// begin: one thread block of the staging kernel that copies nothing, for `staged` to be not 0, and
+// the last warp of the fetching kernel, for `read`. No rank waits for a peer's multiprocessors
+// while it holds more than two of its own.
 
 namespace ringattn {
 

@@ -18,8 +18,8 @@ __device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t
 /// Polls between two reads of host memory: about a millisecond.
 constexpr uint32_t kPollsPerHostRead = 1024;
 
-/// Whether a wait that has polled so often is in vain: `failed` is set, or the host has given up,
-/// which sets it.
+/// Whether a wait that has polled so often is in vain: `failed` is set. Every kPollsPerHostRead-th
+/// poll reads given_up and, where that is not 0, sets `failed`.
 __device__ __forceinline__ bool has_failed(uint32_t* failed, const uint32_t* given_up,
                                            uint32_t polls) {
   if (load_relaxed_system(failed) != 0) return true;

@@ -33,8 +33,8 @@ class RINGATTN_API Transfer {
   virtual double elapsed_ms() = 0;
 };
 
-/// A two-sided transport: both ends take part in every message. All of these share block streams,
-/// staging and buffers (p2p_block_stream.cpp); they differ in how one message moves.
+/// A transport that moves single messages, too. The two-sided ones share block streams, staging and
+/// buffers (p2p_block_stream.cpp); they differ in how one message moves.
 class RINGATTN_API MessageTransport : public Transport {
  public:
   std::unique_ptr<BlockStream> open(const RingExchangePlan& exchange) override;

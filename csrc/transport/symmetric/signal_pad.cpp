@@ -47,7 +47,7 @@ constexpr uint32_t until_staged(uint32_t least) {
 constexpr uint32_t kStreamUntilRead = Phase{Phase::kStreamUntilRead, 1}.encoded();
 constexpr uint32_t kStreamUntilStaged = Phase{Phase::kStreamUntilStaged, 1}.encoded();
 
-// Streams wait for it where 0 was: never 0.
+// At least 1: 0 in a mirror means that nothing has been staged.
 uint32_t as_signal(int32_t call_tag) {
   return std::max<uint32_t>(static_cast<uint32_t>(call_tag), 1);
 }
@@ -259,8 +259,8 @@ void SignalPad::signal_read(int64_t peer, cudaStream_t stream) {
   cuda::StreamMemOps operations;
   uint32_t* const read = signals_->on_device(signals_->host(peer).read[signals_->rank()]);
   operations.write(read, 1);
-  operations.wait_until(read,
-                        1);  // set, not in flight: the peer clears it only after `read` is set
+  // Not only in flight: it could land after the peer, which sees `read`, has cleared the mirror.
+  operations.wait_until(read, 1);
   C10_CUDA_CHECK(operations.enqueue(stream));
   // Note: a copy, since a device's front end writes only to that device.
   C10_CUDA_CHECK(cudaMemcpyAsync(signals_->at(peer, Layout::kRead + signals_->rank()),

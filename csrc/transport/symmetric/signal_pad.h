@@ -19,10 +19,6 @@ class SignalWatchdog;
 
 /// The signal pads of all ranks in device and in host memory, and how one rank uses them: the
 /// protocol is in peer_sync/protocol.h, the host's pads in host_signal_pad.h.
-///
-/// Waiting for what peers have yet to begin is done by streams, or by the last thread block of a
-/// kernel (and the one that shares its keys): no rank waits for a peer's multiprocessors while it
-/// holds more than two of its own.
 class SignalPad {
  public:
   /// Collective. Throws on all ranks where they do not share memory.

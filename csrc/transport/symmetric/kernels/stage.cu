@@ -82,12 +82,13 @@ __device__ __forceinline__ void check_tag(const StageParams& to) {
   __threadfence_system();  // visible to the kernel that is triggered next
 }
 
-// By what streams have copied.
+// Reads the copy of given_up that a stream has made.
 __device__ __forceinline__ bool has_been_given_up(const StageParams& to) {
   return to.given_up_copy != nullptr && load_relaxed_system(to.given_up_copy) != 0;
 }
 
-// By a thread block of its own: until all peers are staging, then triggers the next kernel.
+// One thread block, which copies nothing, waits here until all peers are staging. Then it triggers
+// the next kernel.
 __device__ __forceinline__ void wait_for_peers(const StageParams& to) {
   if (threadIdx.x >= kWarpSize) return;
   const bool given_up = has_been_given_up(to);
@@ -162,8 +163,8 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
       const uint32_t random = (blockIdx.x * kStageCounters + group ^ to.delay_seed) * 2654435761u;
       if (random >> 30 == 0) __nanosleep(random >> 13 & 0x1ffff);
     }
-    // After a failure, blocks stop counting, so no completion is signalled. Groups end one after
-    // the other: the block that ends one signals it before the next one can end.
+    // After a failure, thread blocks stop counting, so no completion is signalled. Groups end one
+    // after the other: the thread block that ends one signals it before the next one can end.
     if (__syncthreads_or(failed)) return;
     if (is_last_block(copying, to.blocks_done + group) && threadIdx.x < to.num_peers) {
       store_release_system(to.peer_staged[threadIdx.x], staged_heads(head));
