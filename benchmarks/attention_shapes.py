@@ -26,6 +26,7 @@ import torch
 from lib.cli import integers, timing_arguments
 from lib.report import Report, environment
 from lib.timing import Contestant, measure
+from ringattn import _C
 
 COLUMNS = ["section", "S", "D", "mask", "what", "ms", "p10", "p90", "TFLOP/s", "ratio"]
 HEADS, KV_HEADS = 32, 8
@@ -69,6 +70,7 @@ def family(name: str) -> Iterator[None]:
     variable = "RINGATTN_KERNEL_FAMILY"
     before = os.environ.get(variable)
     os.environ[variable] = name
+    _C.reread_environment()
     try:
         yield
     finally:
@@ -76,6 +78,7 @@ def family(name: str) -> Iterator[None]:
             del os.environ[variable]
         else:
             os.environ[variable] = before
+        _C.reread_environment()
 
 
 class Sections:

@@ -58,8 +58,8 @@ Signature check_call(GroupContext& group, const Check& check) {
   group.failures().throw_if_failed();
   try {
     return check();
-  } catch (const c10::Error& error) {
-    group.refuse_call(error.what_without_backtrace());
+  } catch (const std::exception& error) {  // whatever it is, peers wait for this rank
+    group.refuse_call(reason_of(error));
     throw;
   }
 }

@@ -9,9 +9,10 @@
 namespace ringattn {
 namespace {
 
-// By preference, the lowest first.
+// By preference, the lowest first. Never destroyed: a thread may still make a call while the
+// process ends.
 std::vector<TransportEntry>& entries() {
-  static std::vector<TransportEntry> entries = {
+  static auto& entries = *new std::vector<TransportEntry>{
 #ifndef RINGATTN_WITH_CUDA
       {"nccl", 1, c10::kCUDA, nullptr, "in a build without CUDA"},
       {"symmetric", 2, c10::kCUDA, nullptr, "in a build without CUDA"},

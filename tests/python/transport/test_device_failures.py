@@ -222,7 +222,8 @@ def agree_and_die(victim: int) -> dict[str, object]:
         key = "ringattn/1/call/0/{}"
         store.wait([key.format(0)])
         store.set(key.format(victim), store.get(key.format(0)))
-        store.wait(["ringattn/1/nccl"])
+        store.wait(["ringattn/1/exchange/0/0"])  # rank 0's identifier; a part of its own, too
+        store.set(f"ringattn/1/exchange/0/{victim}", "")
         os._exit(1)
     start = time.monotonic()
     with pytest.raises(dist.DistBackendError) as raised:
