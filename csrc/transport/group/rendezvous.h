@@ -84,6 +84,6 @@ struct RINGATTN_API Rendezvous {
 RINGATTN_API std::string one_of(std::vector<int64_t> ranks);
 
 /// The text of an error, without a C++ stack.
-std::string reason_of(const std::exception& error);
+RINGATTN_API std::string reason_of(const std::exception& error);
 
 }  // namespace ringattn
