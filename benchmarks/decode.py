@@ -18,14 +18,12 @@ error     largest difference of rank 0's logits from those of rank 0 alone with 
 
 from __future__ import annotations
 
-import argparse
-import math
 import time
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from lib.cli import at_least, counts, names_of, parse, timing_arguments
+from lib.cli import at_least, counts, names_of, parse, positive, timing_arguments
 from lib.problem import DTYPES
 from lib.ranks import from_all_ranks, process_group, rank, world_size
 from lib.report import Report, environment
@@ -163,17 +161,6 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / min(timing.own_samples) / 1e6
 
 
-def bandwidth_gbps(text: str) -> float:
-    """A type of arguments: a positive number."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
-    return number
-
-
 def main() -> None:
     parser = timing_arguments(__doc__)
     shapes = names_of(*SHAPES, "demo")
@@ -182,9 +169,7 @@ def main() -> None:
     parser.add_argument("--batch", type=at_least(1), default=1)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="time tokens without CUDA graphs too")
-    parser.add_argument(
-        "--bandwidth", type=bandwidth_gbps, help="GB/s of the floor (default: of a copy)"
-    )
+    parser.add_argument("--bandwidth", type=positive, help="GB/s of the floor (default: of a copy)")
     options = parse(parser)
     with process_group(options.device) as device, torch.inference_mode():
         header = environment(device)

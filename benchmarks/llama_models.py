@@ -106,13 +106,17 @@ def model_text(config: LLaMAConfig, options: argparse.Namespace) -> str:
     )
 
 
+def whole(seq_len: int) -> Partition:
+    """The split of a prompt on one rank."""
+    return Partition.even(seq_len, 1)
+
+
 def strategies(
     config: LLaMAConfig, device: torch.device, options: argparse.Namespace
 ) -> list[Strategy]:
     """Those that the command line asks for, regular attention first."""
     makers = {"own": own, "transformers": of_transformers, "fms": of_fms}
     regular, ring, split = makers[options.library](config, device, options)
-    whole: SplitOf = lambda seq_len: Partition.even(seq_len, 1)  # noqa: E731
     found = {REGULAR: Strategy(REGULAR, regular, whole), RING: Strategy(RING, ring, split)}
     return [found[name] for name in options.strategies]
 
@@ -156,7 +160,6 @@ def own_model(config: LLaMAConfig, device: torch.device, options: argparse.Names
 def own(config: LLaMAConfig, device: torch.device, options: Any) -> tuple[Step, Step, SplitOf]:
     model = own_model(config, device, options)
     split = split_of(config, device, options)
-    whole: SplitOf = lambda seq_len: Partition.even(seq_len, 1)  # noqa: E731
     regular = own_step(model.alone(), options.tokens, whole, RegularCall)
     return regular, own_step(model, options.tokens, split), split
 

@@ -9,13 +9,12 @@ python benchmarks/plot_llama.py TABLE.csv --out FILE.svg
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from study.style import Row, log_scale, panels, plt, short
+from study.style import Row, log_scale, panels, plt, read_rows, short
 
 #: Colour and marker of each strategy.
 STYLES = {"regular": ("#999999", "s"), "ring": ("#0072B2", "o")}
@@ -29,17 +28,7 @@ def read(path: Path) -> list[Row]:
         OSError: a file that cannot be read.
         ValueError: no rows, or another table's.
     """
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    if not rows or "ttft_ms" not in rows[0]:
-        raise ValueError("no rows with ttft_ms")
-    return [
-        {
-            name: value if name in _TEXTS else float(value) if value else None
-            for name, value in row.items()
-        }
-        for row in rows
-    ]
+    return read_rows(path, "ttft_ms", "no rows with ttft_ms", _TEXTS)
 
 
 def pays_from(rows: Sequence[Row]) -> int | None:

@@ -8,13 +8,12 @@ python benchmarks/plot_scaling.py TABLE.csv --out FOLDER
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from study.style import Row, log_scale, panels, save, short
+from study.style import Row, log_scale, panels, read_rows, save, short
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _TEXTS = ("part", "shape", "mask", "reference")
@@ -27,17 +26,7 @@ def read(path: Path) -> list[Row]:
         OSError: a file that cannot be read.
         ValueError: no rows, or another table's.
     """
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    if not rows or "part" not in rows[0]:
-        raise ValueError("no rows of parts")
-    return [
-        {
-            name: value if name in _TEXTS else float(value) if value else None
-            for name, value in row.items()
-        }
-        for row in rows
-    ]
+    return read_rows(path, "part", "no rows of parts", _TEXTS)
 
 
 def draw(rows: Sequence[Row], shape: str) -> Figure:

@@ -8,10 +8,10 @@ pair and per token are those of :class:`ringattn.ModelCost`.
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import dataclass
 
 import torch
+from lib.cli import positive
 from ringattn import _C, ModelCost, Partition
 from ringattn.models import LLaMAConfig
 
@@ -41,17 +41,6 @@ def add_peak_arguments(parser: argparse.ArgumentParser) -> None:
         "--peak-tflops", type=positive, help=f"of a device (default: in half types on {known})"
     )
     parser.add_argument("--peak-gbps", type=positive, help="of its memory (default: likewise)")
-
-
-def positive(text: str) -> float:
-    """A type of arguments: a positive number."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
-    return number
 
 
 def peak_rates(

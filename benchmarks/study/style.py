@@ -69,6 +69,26 @@ class Drawing:
         return [*save(self.figure, folder, name), table]
 
 
+def read_rows(path: Path, column: str, without: str, texts: Sequence[str]) -> list[Row]:
+    """Rows of a table; the columns ``texts`` as they are, others as numbers, empty cells as None.
+
+    Raises:
+        OSError: a file that cannot be read.
+        ValueError: ``without``, where the table has no rows or no ``column``.
+    """
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows or column not in rows[0]:
+        raise ValueError(without)
+    return [
+        {
+            name: value if name in texts else float(value) if value else None
+            for name, value in row.items()
+        }
+        for row in rows
+    ]
+
+
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Writes the figure as PNG and as SVG, and closes it."""
     paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
