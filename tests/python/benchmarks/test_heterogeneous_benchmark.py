@@ -76,6 +76,7 @@ def test_every_strategy_is_measured_exact_and_in_columns_that_are_known(stem: Pa
     assert "sweep" in content["header"]["command"]
 
 
+@pytest.mark.compares_times
 def test_a_slow_rank_is_measured_as_one_and_gets_fewer_tokens(stem: Path) -> None:
     rows = {
         (row["what"], row["percentages"], row["split_type"]): row

@@ -33,6 +33,7 @@ def test_the_command_writes_profiles_that_load(tmp_path: Path, ranks: int) -> No
     assert [row.split()[0] for row in rows] == [str(rank) for rank in range(ranks)]
 
 
+@pytest.mark.compares_times
 def test_a_sweep_over_slowdowns_writes_tables_and_a_formula(tmp_path: Path) -> None:
     done = command_line(
         *("profile", *FLAGS, "--slowdowns", "1,4,16", "--sizes", "64,96,128"),

@@ -63,6 +63,7 @@ def test_kernels_on_devices_have_tiles() -> None:
         assert all(tile.rows in (64, 128, 192, 256) and 16 <= tile.keys <= 128 for tile in tiles)
 
 
+@pytest.mark.compares_times
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_rank_that_repeats_its_work_measures_slower(
     rank_pool: Callable[..., RankPool], world_size: int

@@ -157,6 +157,7 @@ def attention_ms() -> float:
     return cpu_ms(lambda: ringattn.ring_attention(q, q, q, partition))
 
 
+@pytest.mark.compares_times
 def test_a_slow_rank_repeats_its_linear_layers() -> None:
     alone = linear_ms()
     with testing.slowdown(6.0):
@@ -206,6 +207,7 @@ def test_repetition_passes_through_torch_compile() -> None:
         assert torch.equal(compiled(q), block(q))
 
 
+@pytest.mark.compares_times
 def test_a_schedule_changes_the_speed_from_request_to_request() -> None:
     attention_ms()
     alone = attention_ms()
@@ -243,6 +245,7 @@ def ring_under_drift(slow_rank: int) -> list[float]:
     return times
 
 
+@pytest.mark.compares_times
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_one_rank_of_a_ring_drifts(rank_pool: Callable[..., RankPool], world_size: int) -> None:
     slow_rank = world_size - 1

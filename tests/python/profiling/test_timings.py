@@ -114,6 +114,7 @@ def test_a_recording_does_not_nest_and_ends_with_an_exception():
     assert timings.steps == []
 
 
+@pytest.mark.compares_times
 def test_slowdown_multiplies_the_attention_time_and_changes_no_bit():
     q = torch.randn(1, 1024, 4, 64)
     outs: list[torch.Tensor] = []
@@ -162,6 +163,7 @@ def one_slow_rank(case: Case) -> float:
     return timings, elapsed, out
 
 
+@pytest.mark.compares_times
 def test_peers_do_not_slow_down_with_a_slow_rank(rank_pool):
     case = Case(Partition.even(1024, 2), batch=1, causal=False)
     rank_pool(2).run(one_slow_rank, case)
