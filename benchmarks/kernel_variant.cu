@@ -131,7 +131,7 @@ cuda::StageParams staging(const RankCall& call, const Partition& partition) {
   params.kernel_fetches = true;
   for (int64_t other = 0; other < call.world_size; ++other) {
     if (other == call.rank) continue;
-    const int64_t rows = rows_used(partition, other, call.rank, call.causal != 0);
+    const int64_t rows = rows_used(partition, other, call.rank, {call.causal != 0});
     params.rows = std::max(params.rows, static_cast<int>(rows));
     params.own_read[params.num_peers] = &call.signals->read[other];
     params.peer_staged[params.num_peers++] = &call.signals->staged[other];
@@ -199,12 +199,13 @@ EXPORTED int attend_as_rank(const RankCall* call, void* stream) {
 
   std::vector<KeySegment> segments;
   auto* fetched = static_cast<char*>(call->fetched);
-  for (const Visit& visit : schedule(partition, call->rank, call->causal != 0)) {
+  for (const Visit& visit : schedule(partition, call->rank, {call->causal != 0})) {
     if (!visit.visible()) continue;
+    const Band& band = visit.bands.front();
     KeySegment& segment = segments.emplace_back();
-    segment.num_keys = static_cast<int>(visit.key_end);
-    segment.diagonal = static_cast<int>(visit.diagonal.value_or(visit.key_end));
-    segment.first_query = static_cast<int>(visit.query_begin);
+    segment.num_keys = static_cast<int>(band.num_keys());
+    segment.diagonal = static_cast<int>(std::min(band.upper, band.num_keys()));
+    segment.first_query = static_cast<int>(band.query_begin);
     if (visit.source == call->rank) {
       segment.k = contiguous(call->k, rows, call->num_kv_heads, head_dim);
       segment.v = contiguous(call->v, rows, call->num_kv_heads, head_dim);
@@ -212,7 +213,7 @@ EXPORTED int attend_as_rank(const RankCall* call, void* stream) {
     }
     const int64_t block_rows = partition.length(visit.source);
     const bool is_local = fetched == nullptr;
-    const int64_t plane = (is_local ? block_rows : visit.key_end) * head_dim;
+    const int64_t plane = (is_local ? block_rows : band.key_end) * head_dim;
     char* const to = is_local ? static_cast<char*>(call->blocks[visit.source]) : fetched;
     segment.k = {to, plane, head_dim, 2 * batch * plane};
     segment.v = {to + batch * plane * kElementBytes, plane, head_dim, 2 * batch * plane};

@@ -37,13 +37,16 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
     const at::Tensor keys = as_kernel_input(block.k), values = as_kernel_input(block.v);
     TORCH_INTERNAL_ASSERT(block.source.data == nullptr ||
                           (keys.is_same(block.k) && values.is_same(block.v)));
+    const Band& band = block.band;
     const int64_t num_keys = keys.size(1);
+    TORCH_INTERNAL_ASSERT(band.query_end == num_queries && band.key_begin == 0 &&
+                          band.key_end == num_keys && !band.has_lower());
     KeySegment segment;
     segment.k = strided(keys);
     segment.v = strided(values);
     segment.num_keys = num_keys;
-    segment.diagonal = std::clamp(block.diagonal.value_or(num_keys), -num_queries, num_keys);
-    segment.first_query = block.first_query;
+    segment.diagonal = std::clamp(band.upper - band.query_begin, -num_queries, num_keys);
+    segment.first_query = band.query_begin;
     segment.source = block.source;
     segments.push_back(segment);
     inputs.insert(inputs.end(), {keys, values});
@@ -122,15 +125,13 @@ void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks, d
 #ifdef RINGATTN_WITH_CUDA
   if (q.is_cuda()) return block_attention_cuda(q, blocks, scale, result, remote_fetch);
 #endif
-  TORCH_INTERNAL_ASSERT(blocks.size() == 1);
-  const KeyBlock& block = blocks.front();
   log_info_once("attention kernels: cpu");
-  cpu::block_attention(q, block.k, block.v, scale, block.diagonal, result);
+  cpu::block_attention(q, blocks, scale, result);
 }
 
 void block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
                      std::optional<int64_t> diagonal, const AttentionResult& result) {
-  block_attention(q, {KeyBlock{k, v, diagonal}}, scale, result);
+  block_attention(q, {KeyBlock{k, v, Band::whole(q.size(1), k.size(1), diagonal)}}, scale, result);
 }
 
 std::pair<at::Tensor, at::Tensor> block_attention(const at::Tensor& q, const at::Tensor& k,
@@ -138,7 +139,8 @@ std::pair<at::Tensor, at::Tensor> block_attention(const at::Tensor& q, const at:
                                                   std::optional<int64_t> diagonal,
                                                   at::ScalarType out_dtype) {
   if (q.is_cpu()) {
-    const cpu::State state = cpu::attend(q, k, v, scale, diagonal);
+    const cpu::State state =
+        cpu::attend(q, k, v, scale, Band::whole(q.size(1), k.size(1), diagonal));
     return {state.out.to(out_dtype).contiguous(), state.lse.contiguous()};
   }
   const auto wide = q.options().dtype(state_dtype(q.scalar_type()));

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/attention_tile.h"
+#include "core/band.h"
 #include "core/export.h"
 #include "core/shape.h"
 #include "peer_sync/protocol.h"
@@ -35,16 +36,15 @@ struct AttentionResult {
   int64_t final_end = 0;
 };
 
-/// Keys and values under one diagonal.
+/// Keys and values, and which of them the rows of a call see.
 struct KeyBlock {
   at::Tensor k;  // [B, S_k, H_kv, D]
   at::Tensor v;
-  std::optional<int64_t> diagonal;  // query row i sees key j when j - i <= diagonal; absent: all
-  int64_t first_query = 0;          // rows before it see none of the keys
-  RemoteBlock source = {};          // see KeySegment; without data: a local block
+  Band band;                // of the call's query rows and these key rows
+  RemoteBlock source = {};  // see KeySegment; without data: a local block
 };
 
-/// Whether one call can attend q to a list of `num_blocks` blocks, and fetch them by itself.
+/// Whether one launch can attend q to a list of `num_blocks` blocks, and fetch them by itself.
 RINGATTN_API bool supports_segment_lists(const at::Tensor& q, int64_t num_blocks);
 
 /// The tiles in which a device's kernel computes calls of many rows, the fastest first. None: it
@@ -55,8 +55,9 @@ RINGATTN_API std::vector<AttentionTile> attention_tiles(c10::Device device, at::
 /// x [B, S, H, D] itself, or a copy where its strides or address do not suit the kernels.
 RINGATTN_API at::Tensor as_attention_input(const at::Tensor& x);
 
-/// Attends q to a list of blocks, in its order, in one launch; more than one block only where
-/// supports_segment_lists.
+/// Attends q to a list of blocks, in its order; on CUDA in one launch, with more than one block
+/// only where supports_segment_lists, and with bands that hold all rows from some row on, all keys,
+/// and no lower limit. No other kernel exists there.
 RINGATTN_API void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks,
                                   double scale, const AttentionResult& result,
                                   const RemoteFetch& remote_fetch = {});

@@ -57,19 +57,19 @@ std::vector<Visit> visits(const std::string& layout, const Lengths& lengths, con
                           int64_t rank, bool causal) {
   const Partition owned = partition(layout, lengths, order);
   check_rank(owned, rank);
-  return schedule(owned, rank, causal);
+  return schedule(owned, rank, {causal});
 }
 
 Plan planned(int64_t seq_len, const std::vector<RankProfile>& profiles, const ModelCost& cost,
              const std::string& layout, bool causal, bool training, std::optional<int64_t> depth) {
-  return plan(seq_len, profiles, cost, parse_layout(layout), {causal, training}, depth);
+  return plan(seq_len, profiles, cost, parse_layout(layout), {{causal}, training}, depth);
 }
 
 std::vector<double> predicted(const std::string& layout, const Lengths& lengths,
                               const Lengths& order, const std::vector<RankProfile>& profiles,
                               const ModelCost& cost, bool causal, bool training,
                               std::optional<int64_t> depth) {
-  return predict(partition(layout, lengths, order), profiles, cost, {causal, training}, depth);
+  return predict(partition(layout, lengths, order), profiles, cost, {{causal}, training}, depth);
 }
 
 std::vector<AttentionTile> tiles_of(const std::string& device, const std::string& dtype,
@@ -156,12 +156,18 @@ PYBIND11_MODULE(_C, m) {
   m.doc() =
       "Partition arithmetic, planner, timings and group state of libringattn, as plain values.";
 
+  py::class_<Band>(m, "Band")
+      .def(py::init(&Band::whole), py::arg("num_queries"), py::arg("num_keys"), py::arg("diagonal"))
+      .def_readonly("query_begin", &Band::query_begin)
+      .def_readonly("query_end", &Band::query_end)
+      .def_readonly("key_begin", &Band::key_begin)
+      .def_readonly("key_end", &Band::key_end)
+      .def_readonly("lower", &Band::lower)
+      .def_readonly("upper", &Band::upper)
+      .def_property_readonly("num_pairs", &Band::num_pairs);
   py::class_<Visit>(m, "Visit")
       .def_readonly("source", &Visit::source)
-      .def_readonly("query_begin", &Visit::query_begin)
-      .def_readonly("query_end", &Visit::query_end)
-      .def_readonly("key_end", &Visit::key_end)
-      .def_readonly("diagonal", &Visit::diagonal)
+      .def_readonly("bands", &Visit::bands)
       .def_property_readonly("num_pairs", &Visit::num_pairs);
   m.def("segments", &segments, py::arg("layout"), py::arg("lengths"), py::arg("order"),
         py::arg("rank"));

@@ -69,7 +69,7 @@ std::tuple<at::Tensor, at::Tensor> ring_forward_op(
   const auto group = group_name.empty() ? nullptr : GroupContext::resolve(std::string(group_name));
   if (!group || group->size() == 1) {
     const Partition partition = check(args, 0, 1);
-    return ring_forward(q, k, v, RingCall{partition, 0, causal, scale}, nullptr);
+    return ring_forward(q, k, v, RingCall{partition, 0, {causal}, scale}, nullptr);
   }
   std::optional<Partition> partition;
   Signature asked = check_call(*group, [&] {
@@ -83,7 +83,7 @@ std::tuple<at::Tensor, at::Tensor> ring_forward_op(
   });
   const int64_t call = group->begin_call(std::move(asked), /*tagged=*/q.is_cpu());
   MessageTransport& carrier = group->transport(args.transport, q.device());
-  RingCall ring{*partition, group->rank(), causal, scale};
+  RingCall ring{*partition, group->rank(), {causal}, scale};
   ring.depth = depth.value_or(group->size());
   ring.number = call;
   return group->run(call, [&]() -> std::tuple<at::Tensor, at::Tensor> {

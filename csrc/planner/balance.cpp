@@ -96,10 +96,10 @@ std::vector<RankTime> rank_times(int64_t seq_len, Layout layout,
     const double linear =
         (workload.training ? 3.0 : 1.0) * cost.linear_flops / (profile.linear_tflops * kFlopsPerMs);
     time.token_ms = linear;
-    if (workload.causal && layout == Layout::kContiguous) {
+    if (workload.mask.causal && layout == Layout::kContiguous) {
       time.pair_ms = attention;
     } else {
-      const double keys = static_cast<double>(seq_len) / (workload.causal ? 2 : 1);
+      const double keys = static_cast<double>(seq_len) / (workload.mask.causal ? 2 : 1);
       time.token_ms += keys * attention;
     }
     times.push_back(time);

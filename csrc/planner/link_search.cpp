@@ -206,12 +206,12 @@ std::vector<Ranks> rank_orders(const Ranks& order) {
 }  // namespace
 
 std::vector<double> RingProblem::busy_ms(const Partition& partition) const {
-  const auto visits_of = schedules(partition, workload.causal);
+  const auto visits_of = schedules(partition, workload.mask);
   return ringattn::busy_ms(partition, visits_of, times, profiles, cost, workload);
 }
 
 std::vector<double> RingProblem::rank_ms(const Partition& partition) const {
-  const auto visits_of = schedules(partition, workload.causal);
+  const auto visits_of = schedules(partition, workload.mask);
   auto ms = ringattn::busy_ms(partition, visits_of, times, profiles, cost, workload);
   const auto waits = simulate_waits(visits_of, profiles, cost, depth);
   for (size_t rank = 0; rank < ms.size(); ++rank) ms[rank] += waits[rank];

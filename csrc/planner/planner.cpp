@@ -177,7 +177,7 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
   Plan plan{partition, used, min_depth, rank_ms, ideal, {}};
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
     plan.memory_bytes.push_back(cost.kv_bytes *
-                                buffered_tokens(partition, rank, workload.causal, used));
+                                buffered_tokens(partition, rank, workload.mask, used));
   }
   return plan;
 }

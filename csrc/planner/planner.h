@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/export.h"
+#include "partition/mask.h"
 #include "partition/partition.h"
 #include "planner/profile.h"
 
@@ -17,7 +18,7 @@ namespace ringattn {
 /// What a call computes. Training: forward and backward, 3.5 times the attention of a forward pass
 /// (FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4.1) and 3 times its products.
 struct Workload {
-  bool causal = true;
+  Mask mask;
   bool training = false;
 };
 

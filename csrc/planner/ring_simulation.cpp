@@ -51,8 +51,8 @@ Ends simulate(const Schedules& visits_of, const std::vector<RankProfile>& profil
     }
     for (int64_t rank = 0; rank < world_size; ++rank) {
       const Visit& visit = visits_of[rank][step];
-      if (visit.key_end == 0) continue;
-      const double bytes = static_cast<double>(visit.key_end * cost.kv_bytes);
+      if (!visit.visible()) continue;
+      const double bytes = static_cast<double>(visit.rows_used() * cost.kv_bytes);
       const double end = std::max(ready[visit.source], ready[rank]) +
                          transfer_ms(profiles[visit.source], profiles[rank], bytes);
       moved[visit.source] = std::max(moved[visit.source], end);
@@ -70,8 +70,8 @@ Ends simulate(const Schedules& visits_of, const std::vector<RankProfile>& profil
 
 std::vector<double> simulate_ring(const Partition& partition,
                                   const std::vector<RankProfile>& profiles, const ModelCost& cost,
-                                  bool causal, int64_t depth) {
-  return simulate(schedules(partition, causal), profiles, cost, depth).all_ms;
+                                  Mask mask, int64_t depth) {
+  return simulate(schedules(partition, mask), profiles, cost, depth).all_ms;
 }
 
 std::vector<double> simulate_waits(const Schedules& visits_of,
@@ -82,16 +82,16 @@ std::vector<double> simulate_waits(const Schedules& visits_of,
   return waits;
 }
 
-int64_t buffered_tokens(const Partition& partition, int64_t rank, bool causal, int64_t depth) {
-  const auto visits = schedule(partition, rank, causal);
+int64_t buffered_tokens(const Partition& partition, int64_t rank, Mask mask, int64_t depth) {
+  const auto visits = schedule(partition, rank, mask);
   const int64_t num_hops = partition.world_size() - 1;
   const int64_t num_buffers = std::min(num_hops, depth + 1);
   std::vector<int64_t> buffers(num_buffers);
   int64_t sent = 0;
   for (int64_t step = 1; step <= num_hops; ++step) {
-    sent = std::max(sent, rows_used(partition, partition.destination_at(rank, step), rank, causal));
+    sent = std::max(sent, rows_used(partition, partition.destination_at(rank, step), rank, mask));
     int64_t& buffer = buffers[(step - 1) % num_buffers];
-    buffer = std::max(buffer, visits[step].key_end);
+    buffer = std::max(buffer, visits[step].rows_used());
   }
   return std::accumulate(buffers.begin(), buffers.end(), sent);
 }

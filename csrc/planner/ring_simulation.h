@@ -24,7 +24,7 @@ namespace ringattn {
 /// longer than any depth + 1 adjacent ones together.)
 RINGATTN_API std::vector<double> simulate_ring(const Partition& partition,
                                                const std::vector<RankProfile>& profiles,
-                                               const ModelCost& cost, bool causal, int64_t depth);
+                                               const ModelCost& cost, Mask mask, int64_t depth);
 
 /// The time in it that each rank waits for blocks, in ms; 0 where no block is late.
 std::vector<double> simulate_waits(const Schedules& visits_of,
@@ -33,7 +33,7 @@ std::vector<double> simulate_waits(const Schedules& visits_of,
 
 /// Tokens whose keys and values a ring call holds on `rank` beside its shard: the staged copy of
 /// its block, and one buffer for each block in flight and for the one being attended.
-RINGATTN_API int64_t buffered_tokens(const Partition& partition, int64_t rank, bool causal,
+RINGATTN_API int64_t buffered_tokens(const Partition& partition, int64_t rank, Mask mask,
                                      int64_t depth);
 
 }  // namespace ringattn

@@ -31,27 +31,34 @@ int64_t sum_of_quotients(int64_t count, int64_t first, int64_t step, int64_t div
   return sum;
 }
 
+// Also where a triangle is too small to hide a pair: the model masks keys in each of its tiles.
+bool is_triangle(const Band& band) { return band.upper < Band::kUnlimited; }
+
 // The number of tiles of `visits`, weighted by their time. All visits are one launch, whose query
 // tiles do not cross the row from which on later owners' blocks are visible.
 double tiles_of(const std::vector<Visit>& visits, int64_t num_rows, const AttentionTile& tile) {
   int64_t split = 0;
-  for (const Visit& visit : visits) split = std::max(split, visit.query_begin);
+  for (const Visit& visit : visits) {
+    for (const Band& band : visit.bands) split = std::max(split, band.query_begin);
+  }
   double count = 0.0;
   for (const auto& [begin, end] : {std::pair{int64_t{0}, split}, std::pair{split, num_rows}}) {
     if (begin == end) continue;
     const int64_t others = ceil_div(end - begin, tile.rows) - 1;  // than the last tile of rows
     int64_t of_others = 0, of_last = 0;                           // tiles of keys
     for (const Visit& visit : visits) {
-      if (!visit.visible() || visit.query_begin > begin) continue;
-      if (!visit.diagonal) {
-        of_others += others * ceil_div(visit.key_end, tile.keys);
-        of_last += ceil_div(visit.key_end, tile.keys);
-        continue;
+      for (const Band& band : visit.bands) {
+        if (band.query_begin > begin) continue;
+        if (!is_triangle(band)) {
+          of_others += others * ceil_div(band.num_keys(), tile.keys);
+          of_last += ceil_div(band.num_keys(), tile.keys);
+          continue;
+        }
+        // Each tile of rows sees keys up to its own end; the last one ends with the rows.
+        of_others +=
+            sum_of_quotients(others, begin + tile.rows + tile.keys - 1, tile.rows, tile.keys);
+        of_last += ceil_div(end, tile.keys);
       }
-      // Each tile of rows sees keys up to its own end; the last one ends with the rows.
-      of_others +=
-          sum_of_quotients(others, begin + tile.rows + tile.keys - 1, tile.rows, tile.keys);
-      of_last += ceil_div(end, tile.keys);
     }
     const int64_t last_rows = end - begin - others * tile.rows;
     const int parts = static_cast<int>(ceil_div(last_rows, tile.rows_per_warpgroup));
@@ -80,8 +87,10 @@ double pairs_without_padding(const std::vector<Visit>& visits, const Partition& 
   }
   double pairs = more;
   for (const Visit& visit : visits) {
-    pairs += visit.diagonal ? rows * (rows / 2 + masked_keys(tile))
-                            : static_cast<double>(visit.num_queries() * visit.key_end);
+    for (const Band& band : visit.bands) {
+      pairs += is_triangle(band) ? rows * (rows / 2 + masked_keys(tile))
+                                : static_cast<double>(band.num_pairs());
+    }
   }
   return pairs;
 }
@@ -155,8 +164,9 @@ std::vector<double> padding_ms(const Partition& partition, const Schedules& visi
       time = std::min(time, tile.relative_cost * tiles_of(visits, partition.length(rank), tile));
     }
     const AttentionTile& first = profile.tiles.front();
-    const double pairs = time / first.relative_cost * first.rows * first.keys -
-                         pairs_without_padding(visits, partition, rank, workload.causal, first);
+    const double pairs =
+        time / first.relative_cost * first.rows * first.keys -
+        pairs_without_padding(visits, partition, rank, workload.mask.causal, first);
     ms[rank] = pairs * attention_flops(cost, workload) / (profile.attention_tflops * kFlopsPerMs);
   }
   return ms;
@@ -185,8 +195,7 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
   int64_t spent = 0;
   const auto ms_of = [&](const Partition& partition) {
     spent += world_size * world_size;
-    return busy_ms(partition, schedules(partition, workload.causal), times, profiles, cost,
-                   workload);
+    return busy_ms(partition, schedules(partition, workload.mask), times, profiles, cost, workload);
   };
   std::vector<double> best_ms = ms_of(start);
   const double start_ms = slowest(best_ms);
@@ -201,8 +210,8 @@ Partition fill_tiles(const Partition& start, const std::vector<RankTime>& times,
     best_ms = std::move(next_ms);
   };
   // Under zigzag each of a rank's two segments has tiles of its own.
-  const bool in_halves = workload.causal && start.layout() == Layout::kZigzag;
-  const bool placed = workload.causal && start.layout() == Layout::kContiguous;
+  const bool in_halves = workload.mask.causal && start.layout() == Layout::kZigzag;
+  const bool placed = workload.mask.causal && start.layout() == Layout::kContiguous;
   const Ranks even = even_lengths(seq_len, world_size);
   const int64_t fastest = fast_to_slow(times, seq_len).front();
   for (const Ranks& order : orders_of(start, in_halves)) {

@@ -29,9 +29,9 @@ std::vector<HopPlan> plan_hops(const RingCall& call, const std::vector<Visit>& v
   for (int64_t step = 1; step < call.partition.world_size(); ++step) {
     HopPlan hop;
     hop.source = visits[step].source;
-    hop.rows_received = visits[step].key_end;
+    hop.rows_received = visits[step].rows_used();
     hop.destination = call.partition.destination_at(call.rank, step);
-    hop.rows_sent = rows_used(call.partition, hop.destination, call.rank, call.causal);
+    hop.rows_sent = rows_used(call.partition, hop.destination, call.rank, call.mask);
     hop.source_rows = call.partition.length(hop.source);
     hops.push_back(hop);
   }
@@ -55,24 +55,25 @@ class Executor {
               const ResidentBlocks* remote) {
     Range range;
     for (int64_t step = first; step < last; ++step) range.add(visits_[step]);
-    if (range.num_visible == 0 && remote == nullptr) return;
+    if (range.query_end == 0 && remote == nullptr) return;
 
     std::vector<KeyBlock> visible;
     for (int64_t step = first; step < last; ++step) {
-      const Visit& visit = visits_[step];
-      if (!visit.visible()) continue;
       const Block& block = blocks[step - first];
-      KeyBlock keys;
-      keys.k = leading(block.k, visit.key_end);
-      keys.v = leading(block.v, visit.key_end);
-      keys.diagonal = visit.diagonal;
-      keys.first_query = visit.query_begin - range.query_begin;
-      if (remote != nullptr && step > 0) keys.source = remote->sources[step - 1];
-      repeat_for_slowdown(visit.query_begin, keys);
-      visible.push_back(std::move(keys));
+      const int64_t rows_used = visits_[step].rows_used();
+      for (const Band& band : visits_[step].bands) {
+        KeyBlock& keys = visible.emplace_back();
+        keys.k = rows(block.k, 1, 0, rows_used);
+        keys.v = rows(block.v, 1, 0, rows_used);
+        keys.band = band;
+        keys.band.query_begin -= range.query_begin;
+        keys.band.query_end -= range.query_begin;
+        if (remote != nullptr && step > 0) keys.source = remote->sources[step - 1];
+        repeat_for_slowdown(band, keys);
+      }
     }
-    block_attention(rows(q_, 1, range.query_begin), visible, call_.scale, result(range),
-                    remote_fetch(remote));
+    block_attention(rows(q_, 1, range.query_begin, range.query_end), visible, call_.scale,
+                    result(range), remote_fetch(remote));
     first_ = false;
   }
 
@@ -84,39 +85,36 @@ class Executor {
   struct Range {
     int64_t query_begin = 0, query_end = 0;
     int64_t final_begin = 0, final_end = 0;
-    int64_t num_visible = 0;
 
     void add(const Visit& visit) {
-      if (!visit.visible()) return;
-      const bool is_first = num_visible++ == 0;
-      query_begin = is_first ? visit.query_begin : std::min(query_begin, visit.query_begin);
-      query_end = visit.query_end;
+      for (const Band& band : visit.bands) {
+        query_begin = query_end == 0 ? band.query_begin : std::min(query_begin, band.query_begin);
+        query_end = std::max(query_end, band.query_end);
+      }
       if (visit.final_begin == visit.final_end) return;
       final_begin = final_end == 0 ? visit.final_begin : std::min(final_begin, visit.final_begin);
       final_end = std::max(final_end, visit.final_end);
     }
   };
 
-  static at::Tensor leading(const at::Tensor& x, int64_t rows) {
-    return rows == x.size(1) ? x : x.narrow(1, 0, rows);
-  }
-
-  static at::Tensor rows(const at::Tensor& x, int64_t dim, int64_t begin) {
-    return begin == 0 ? x : x.narrow(dim, begin, x.size(dim) - begin);
+  static at::Tensor rows(const at::Tensor& x, int64_t dim, int64_t begin, int64_t end) {
+    return begin == 0 && end == x.size(dim) ? x : x.narrow(dim, begin, end - begin);
   }
 
   AttentionResult result(const Range& range) {
     AttentionResult result;
     result.fold = !first_;
-    result.lse = rows(lse_, 2, range.query_begin);
+    result.lse = rows(lse_, 2, range.query_begin, range.query_end);
     result.final_begin = range.final_begin - range.query_begin;
     result.final_end = range.final_end - range.query_begin;
-    if (result.final_end > result.final_begin) result.out = rows(out_, 1, range.query_begin);
+    if (result.final_end > result.final_begin) {
+      result.out = rows(out_, 1, range.query_begin, range.query_end);
+    }
     const bool all_final =
         result.final_end - result.final_begin == range.query_end - range.query_begin;
     if (result.fold || !all_final) {
       if (!state_.defined()) state_ = at::empty(q_.sizes(), lse_.options());
-      result.state = rows(state_, 1, range.query_begin);
+      result.state = rows(state_, 1, range.query_begin, range.query_end);
     }
     return result;
   }
@@ -137,15 +135,15 @@ class Executor {
   // ringattn.testing.slowdown: repeats the share of the work that the factor asks for and drops the
   // results. The share is taken as leading rows; under a triangle their work grows with the square
   // of their number.
-  void repeat_for_slowdown(int64_t query_begin, const KeyBlock& keys) const {
-    const auto num_queries = static_cast<double>(q_.size(1) - query_begin);
+  void repeat_for_slowdown(const Band& band, const KeyBlock& keys) const {
+    const auto num_queries = static_cast<double>(band.num_queries());
     for (double extra = slowdown() - 1.0; extra > 0.0; extra -= 1.0) {
       const double share = std::min(extra, 1.0);
       const int64_t repeated =
-          std::lround((keys.diagonal ? std::sqrt(share) : share) * num_queries);
+          std::lround((band.has_upper() ? std::sqrt(share) : share) * num_queries);
       if (repeated > 0) {
-        block_attention(q_.narrow(1, query_begin, repeated), keys.k, keys.v, call_.scale,
-                        keys.diagonal, q_.scalar_type());
+        block_attention(q_.narrow(1, band.query_begin, repeated), keys.k, keys.v, call_.scale,
+                        band.upper, q_.scalar_type());
       }
     }
   }
@@ -169,7 +167,7 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const 
   // and memory is allocated before (an allocator may fill it).
   const at::Tensor q = as_attention_input(given_q), k = as_attention_input(given_k),
                    v = as_attention_input(given_v);
-  const std::vector<Visit> visits = schedule(call.partition, call.rank, call.causal);
+  const std::vector<Visit> visits = schedule(call.partition, call.rank, call.mask);
   Recorder& recorder = Recorder::get();
   const bool timed = recorder.on();
   const int64_t recorded_call = timed ? recorder.begin_call() : 0;

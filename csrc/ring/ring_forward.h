@@ -16,7 +16,7 @@ namespace ringattn {
 struct RingCall {
   const Partition& partition;
   int64_t rank = 0;
-  bool causal = true;
+  Mask mask;
   double scale = 1.0;
   int64_t depth = 1;   // blocks in flight ahead of the one being attended, 1 .. W-1
   int64_t number = 0;  // of the call in its group

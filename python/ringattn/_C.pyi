@@ -2,12 +2,19 @@
 from collections.abc import Callable
 from typing import NoReturn
 
-class Visit:
-    source: int
+class Band:
     query_begin: int
     query_end: int
+    key_begin: int
     key_end: int
-    diagonal: int | None
+    lower: int
+    upper: int
+    num_pairs: int
+    def __init__(self, num_queries: int, num_keys: int, diagonal: int | None) -> None: ...
+
+class Visit:
+    source: int
+    bands: list[Band]
     num_pairs: int
 
 class AttentionTile:

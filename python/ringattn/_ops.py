@@ -11,9 +11,8 @@ import torch
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
-from ringattn import _library  # noqa: F401  defines the operators
+from ringattn import _C, _library  # noqa: F401  the library defines the operators
 from ringattn._checks import HEAD_DIM_RULE, has_heads_first, is_head_dim
-from ringattn.partition import Partition
 
 _ops = torch.ops.ringattn
 
@@ -182,21 +181,6 @@ def _(
 # head and every visible pair of a query and a key.
 
 
-def _triangle(rows: int) -> int:
-    """1 + 2 + ... + rows; 0 for no or negative rows."""
-    return rows * (rows + 1) // 2 if rows > 0 else 0
-
-
-def _visible_pairs(num_queries: int, num_keys: int, diagonal: int | None) -> int:
-    """Pairs (i, j) of a query row and a key column with ``j - i <= diagonal``."""
-    if diagonal is None:
-        return num_queries * num_keys
-    # Row i sees i + diagonal + 1 keys, less those past the last one; never fewer than none.
-    seen = _triangle(num_queries + diagonal) - _triangle(diagonal)
-    past = _triangle(num_queries + diagonal - num_keys) - _triangle(diagonal - num_keys)
-    return seen - past
-
-
 def _pair_flops(q_shape: Sequence[int]) -> int:
     batch, _, num_heads, head_dim = q_shape
     return 4 * head_dim * num_heads * batch
@@ -211,7 +195,7 @@ def _block_attention_flops(
     diagonal: int | None,
     **kwargs: Any,
 ) -> int:
-    return _pair_flops(q_shape) * _visible_pairs(q_shape[1], k_shape[1], diagonal)
+    return _pair_flops(q_shape) * _C.Band(q_shape[1], k_shape[1], diagonal).num_pairs
 
 
 @register_flop_formula(_ops.block_attention_)
@@ -225,7 +209,7 @@ def _block_attention_into_state_flops(
     diagonal: int | None,
     **kwargs: Any,
 ) -> int:
-    return _pair_flops(q_shape) * _visible_pairs(q_shape[1], k_shape[1], diagonal)
+    return _pair_flops(q_shape) * _C.Band(q_shape[1], k_shape[1], diagonal).num_pairs
 
 
 @register_flop_formula(_ops.ring_forward)
@@ -243,12 +227,8 @@ def _ring_forward_flops(
     **kwargs: Any,
 ) -> int:
     """This rank's share: its queries against all keys they see."""
-    partition = Partition(layout, tuple(lengths), tuple(order))
-    if not causal:
-        return _pair_flops(q_shape) * q_shape[1] * partition.seq_len
-    segments = partition.segments(_rank_in(group_name))
-    pairs = sum(_triangle(stop) - _triangle(start) for start, stop in segments)
-    return _pair_flops(q_shape) * pairs
+    visits = _C.schedule(layout, list(lengths), list(order), _rank_in(group_name), causal)
+    return _pair_flops(q_shape) * sum(visit.num_pairs for visit in visits)
 
 
 @register_flop_formula(_ops.decode_attention)

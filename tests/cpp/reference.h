@@ -3,19 +3,23 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
 #include <utility>
+#include <vector>
+
+#include "core/band.h"
 
 namespace ringattn::testing {
 
-/// Attention as it is written in a book: float64, one loop for each index. out [B, S_q, H, D], lse
-/// [B, H, S_q].
-inline std::pair<at::Tensor, at::Tensor> reference_attention(const at::Tensor& q,
-                                                             const at::Tensor& k,
-                                                             const at::Tensor& v, double scale,
-                                                             std::optional<int64_t> diagonal) {
+/// Attention as it is written in a book, over the pairs of any of `bands`: float64, one loop for
+/// each index. out [B, S_q, H, D], lse [B, H, S_q].
+inline std::pair<at::Tensor, at::Tensor> reference_band_attention(const at::Tensor& q,
+                                                                  const at::Tensor& k,
+                                                                  const at::Tensor& v, double scale,
+                                                                  const std::vector<Band>& bands) {
   const at::Tensor wide_q = q.to(at::kCPU, at::kDouble), wide_k = k.to(at::kCPU, at::kDouble),
                    wide_v = v.to(at::kCPU, at::kDouble);
   at::Tensor out = at::zeros(wide_q.sizes(), at::kDouble);
@@ -32,7 +36,9 @@ inline std::pair<at::Tensor, at::Tensor> reference_attention(const at::Tensor& q
         double sum =
             0.0;  // scores of unit-normal inputs are small: no maximum is needed in float64
         for (int64_t j = 0; j < k.size(1); ++j) {
-          if (diagonal && j - i > *diagonal) continue;
+          if (std::none_of(bands.begin(), bands.end(),
+                           [&](const Band& band) { return band.sees(i, j); }))
+            continue;
           double score = 0.0;
           for (int64_t d = 0; d < dim; ++d) score += queries[b][i][h][d] * keys[b][j][h / group][d];
           const double weight = std::exp(score * scale);
@@ -46,6 +52,13 @@ inline std::pair<at::Tensor, at::Tensor> reference_attention(const at::Tensor& q
     }
   }
   return {out, lse};
+}
+
+inline std::pair<at::Tensor, at::Tensor> reference_attention(const at::Tensor& q,
+                                                             const at::Tensor& k,
+                                                             const at::Tensor& v, double scale,
+                                                             std::optional<int64_t> diagonal) {
+  return reference_band_attention(q, k, v, scale, {Band::whole(q.size(1), k.size(1), diagonal)});
 }
 
 /// Largest difference; where one is infinite the other must be too.

@@ -16,7 +16,7 @@ namespace ringattn::cpu {
 namespace {
 
 State empty_state(const at::Tensor& q) {
-  const auto options = q.options();
+  const auto options = q.options().dtype(state_dtype(q.scalar_type()));
   return {at::zeros(q.sizes(), options),
           at::full({q.size(0), q.size(2), q.size(1)}, -std::numeric_limits<double>::infinity(),
                    options)};
@@ -25,18 +25,20 @@ State empty_state(const at::Tensor& q) {
 // With fewer keys than a vector holds, ATen's kernel compares them one by one, which loses a NaN.
 constexpr int64_t kFewKeys = 16;
 
-// Plain attention in float64, for few keys. Scores that the state's dtype cannot hold are -inf: a
-// row without other scores has weight 0.
+// Plain attention in float64. Scores that the state's dtype cannot hold are -inf: a row without
+// other scores has weight 0.
 State dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                      bool causal) {
+                      const Band& band) {
   const int64_t group_size = q.size(2) / k.size(2);
   const auto by_query_head = [&](const at::Tensor& x) {
     return x.to(at::kDouble).repeat_interleave(group_size, 2).transpose(1, 2);  // [B, H, S_k, D]
   };
   at::Tensor scores =
       q.to(at::kDouble).transpose(1, 2).matmul(by_query_head(k).transpose(2, 3)).mul(scale);
-  if (causal) {
-    const auto visible = at::ones({q.size(1), k.size(1)}, q.options().dtype(at::kBool)).tril();
+  if (band.has_lower() || band.has_upper()) {
+    auto visible = at::ones({q.size(1), k.size(1)}, q.options().dtype(at::kBool));
+    if (band.has_upper()) visible = visible.tril(band.upper);
+    if (band.has_lower()) visible = visible.triu(band.lower);
     scores.masked_fill_(visible.logical_not(), -std::numeric_limits<double>::infinity());
   }
   const at::Tensor lse = scores.logsumexp(-1).to(q.scalar_type());  // [B, H, S_q]
@@ -85,7 +87,10 @@ void empty_rows_without_scores(const State& state, const at::Tensor& q, const at
 // Attention under diagonal 0 or without a diagonal. Every row sees a key here.
 State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
                       bool causal) {
-  if (k.size(1) < kFewKeys) return dense_attention(q, k, v, scale, causal);
+  if (k.size(1) < kFewKeys) {
+    const auto diagonal = causal ? std::optional<int64_t>(0) : std::nullopt;
+    return dense_attention(q, k, v, scale, Band::whole(q.size(1), k.size(1), diagonal));
+  }
   // Note: the kernel masks with -inf before it scales: a scale of 0 makes that NaN, a negative one
   // +inf. The sign goes into q, and so does a scale of 0, where NaN stays NaN.
   const double rounded = q.scalar_type() == at::kDouble ? scale : static_cast<float>(scale);
@@ -97,19 +102,42 @@ State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   return state;
 }
 
-// Any diagonal takes at most two calls of the kernel: rows that see nothing are cut off, and keys
-// that every row sees are split from those under the triangle.
+// Rows of a chunk of `attend_between`.
+constexpr int64_t kChunkRows = 128;
+
+// A band with a lower limit, in chunks of rows; each reads only the keys that its rows see.
+State attend_between(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                     const Band& band) {
+  State state = empty_state(q);
+  for (int64_t row = 0; row < q.size(1); row += kChunkRows) {
+    const int64_t rows = std::min(kChunkRows, q.size(1) - row);
+    const int64_t begin = std::max<int64_t>(0, row + band.lower);
+    const int64_t end = std::min(k.size(1), band.upper + row + rows);
+    if (begin >= end) continue;
+    const Band chunk = {
+        0, rows, 0, end - begin, band.lower + row - begin, band.upper + row - begin};
+    const State part = dense_attention(q.narrow(1, row, rows), k.narrow(1, begin, end - begin),
+                                       v.narrow(1, begin, end - begin), scale, chunk);
+    state.out.narrow(1, row, rows).copy_(part.out);
+    state.lse.narrow(2, row, rows).copy_(part.lse);
+  }
+  return state;
+}
+
+// A band of all of these rows. Without a lower limit it takes at most two calls of the kernel: rows
+// that see nothing are cut off, and keys that every row sees are split from those under the
+// triangle.
 //
-//   diagonal < 0: rows i < -diagonal see nothing; the others are the triangle of diagonal 0.
-//   diagonal > 0: every row sees keys j < diagonal; the keys after them are the triangle of
-//   diagonal 0.
+//   upper < 0: rows i < -upper see nothing; the others are the triangle of diagonal 0.
+//   upper > 0: every row sees keys j < upper; the keys after them are the triangle of diagonal 0.
 State attend_wide(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                  std::optional<int64_t> diagonal) {
+                  const Band& band) {
   const int64_t num_queries = q.size(1);
   const int64_t num_keys = k.size(1);
-  const int64_t offset = diagonal.value_or(num_keys);
-  if (q.numel() == 0 || k.numel() == 0 || offset <= -num_queries) return empty_state(q);
-  if (offset >= num_keys - 1) return flash_attention(q, k, v, scale, /*causal=*/false);
+  const int64_t offset = band.upper;
+  if (q.numel() == 0 || band.num_pairs() == 0) return empty_state(q);
+  if (band.has_lower()) return attend_between(q, k, v, scale, band);
+  if (!band.has_upper()) return flash_attention(q, k, v, scale, /*causal=*/false);
   if (offset == 0) return flash_attention(q, k, v, scale, /*causal=*/true);
 
   if (offset < 0) {
@@ -131,22 +159,35 @@ State attend_wide(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 }  // namespace
 
 State attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-             std::optional<int64_t> diagonal) {
+             const Band& band) {
   const auto wide = state_dtype(q.scalar_type());
-  const auto unit_stride = [wide](const at::Tensor& x) {
-    const at::Tensor widened = x.to(wide);
+  const auto rows = [wide](const at::Tensor& x, int64_t begin, int64_t count) {
+    const at::Tensor widened = x.narrow(1, begin, count).to(wide);
     return widened.stride(-1) == 1 ? widened : widened.contiguous();
   };
-  return attend_wide(unit_stride(q), unit_stride(k), unit_stride(v), scale, diagonal);
+  return attend_wide(rows(q, band.query_begin, band.num_queries()),
+                     rows(k, band.key_begin, band.num_keys()),
+                     rows(v, band.key_begin, band.num_keys()), scale, band);
 }
 
-void block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                     std::optional<int64_t> diagonal, const AttentionResult& result) {
-  State state = attend(q, k, v, scale, diagonal);
+void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
+                     const AttentionResult& result) {
+  State state;
   if (result.fold) {
-    merge_states_(result.state, result.lse, state.out, state.lse);
-    state.out = result.state;
-  } else {
+    state = {result.state, result.lse};
+  } else if (blocks.size() != 1 || blocks.front().band.num_queries() != q.size(1)) {
+    state = empty_state(q);
+  }
+  for (const auto& [k, v, band, source] : blocks) {
+    const State part = attend(q, k, v, scale, band);
+    if (state.out.defined()) {
+      merge_states_(state.out.narrow(1, band.query_begin, band.num_queries()),
+                    state.lse.narrow(2, band.query_begin, band.num_queries()), part.out, part.lse);
+    } else {
+      state = part;
+    }
+  }
+  if (!result.fold) {
     result.lse.copy_(state.lse);
     if (result.state.defined()) result.state.copy_(state.out);
   }

@@ -10,14 +10,14 @@ struct State {
   at::Tensor lse;  // [B, H, S_q]
 };
 
-/// The state over these keys alone, in tensors of its own. Half types are widened first: nothing is
-/// rounded before the result is.
+/// The state of the band's rows over its keys alone, in tensors of its own. Half types are widened
+/// first: nothing is rounded before the result is.
 State attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-             std::optional<int64_t> diagonal);
+             const Band& band);
 
-/// See ringattn::block_attention. Half types are widened first: nothing is rounded before the
-/// result is.
-void block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                     std::optional<int64_t> diagonal, const AttentionResult& result);
+/// See ringattn::block_attention; any number of blocks, any bands. Half types are widened first:
+/// nothing is rounded before the result is.
+void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
+                     const AttentionResult& result);
 
 }  // namespace ringattn::cpu

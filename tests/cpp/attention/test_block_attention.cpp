@@ -2,13 +2,20 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <cmath>
+#include <limits>
+#include <random>
+
 #include "attention/block_attention.h"
 #include "catch.h"
 #include "reference.h"
 
 using ringattn::AttentionResult;
+using ringattn::Band;
+using ringattn::KeyBlock;
 using ringattn::testing::max_error;
 using ringattn::testing::reference_attention;
+using ringattn::testing::reference_band_attention;
 
 namespace {
 
@@ -56,6 +63,57 @@ TEST_CASE("block attention equals three loops, for any diagonal and any lengths"
         CHECK(max_error(lse, expected_lse) < tolerance(options));
       }
     }
+  }
+}
+
+TEST_CASE("the CPU attends to any bands of any blocks, folded or not, final where it is asked") {
+  std::mt19937 random(5);
+  const auto limit = [&](int64_t unlimited) {
+    return random() % 3 == 0 ? unlimited : static_cast<int64_t>(random() % 320) - 160;
+  };
+  const auto options = at::TensorOptions(at::kCPU).dtype(at::kDouble);
+  for (int trial = 0; trial < 60; ++trial) {
+    const int64_t num_queries = 1 + random() % 300, num_blocks = 1 + random() % 3;
+    const bool fold = trial % 3 == 0;
+    const at::Tensor q = at::randn({2, num_queries, 4, 16}, options);
+    std::vector<KeyBlock> blocks;
+    std::vector<at::Tensor> keys, values;
+    std::vector<Band> all;
+    int64_t first_key = 0;
+    for (int64_t number = 0; number < num_blocks; ++number) {
+      const int64_t num_keys = 1 + random() % 300;
+      keys.push_back(at::randn({2, num_keys, 2, 16}, options));
+      values.push_back(at::randn({2, num_keys, 2, 16}, options));
+      // Two bands of a block share no pair: they are one above the other.
+      const int64_t middle = random() % (num_queries + 1);
+      for (const auto& [begin, end] : {std::pair{int64_t{0}, middle}, {middle, num_queries}}) {
+        Band band{begin, end, static_cast<int64_t>(random() % num_keys), num_keys};
+        band.upper = limit(Band::kUnlimited);
+        band.lower = limit(-Band::kUnlimited);
+        if (band.num_pairs() <= 0) continue;
+        blocks.push_back({keys.back(), values.back(), band});
+        band.key_begin += first_key;
+        band.key_end += first_key;
+        all.push_back(band);
+      }
+      first_key += num_keys;
+    }
+    AttentionResult result;
+    result.final_begin = random() % num_queries;
+    result.final_end = num_queries;
+    result.out = at::full(q.sizes(), std::nan(""), options);
+    result.state = at::zeros(q.sizes(), options);
+    result.lse = at::full({2, 4, num_queries}, -std::numeric_limits<double>::infinity(), options);
+    result.fold = fold;
+    ringattn::block_attention(q, blocks, kScale, result);
+    const auto [expected, expected_lse] =
+        reference_band_attention(q, at::cat(keys, 1), at::cat(values, 1), kScale, all);
+    const int64_t num_final = result.final_end - result.final_begin;
+    CHECK(max_error(result.lse, expected_lse) < 1e-11);
+    CHECK(max_error(result.state.narrow(1, 0, result.final_begin),
+                    expected.narrow(1, 0, result.final_begin)) < 1e-11);
+    CHECK(max_error(result.out.narrow(1, result.final_begin, num_final),
+                    expected.narrow(1, result.final_begin, num_final)) < 1e-11);
   }
 }
 

@@ -64,7 +64,8 @@ double reference_ms(const Lengths& lengths, const Lengths& order,
   for (const int64_t rank : order) {
     const double n = static_cast<double>(lengths[rank]);
     double pairs = n * seq_len;
-    if (workload.causal) pairs = layout == Layout::kZigzag ? pairs / 2 : n * before + n * n / 2;
+    if (workload.mask.causal)
+      pairs = layout == Layout::kZigzag ? pairs / 2 : n * before + n * n / 2;
     before += n;
     if (n == 0) continue;
     const RankProfile& profile = profiles[rank];
@@ -79,7 +80,7 @@ double reference_ms(const Lengths& lengths, const Lengths& order,
 // The least of reference_ms over all lengths in steps of `unit`, and all orders where they count.
 double brute_force_ms(int64_t seq_len, int64_t unit, const std::vector<RankProfile>& profiles,
                       const ModelCost& cost, Layout layout, const Workload& workload) {
-  const bool orders_count = layout == Layout::kContiguous && workload.causal;
+  const bool orders_count = layout == Layout::kContiguous && workload.mask.causal;
   return least_ms(seq_len, unit, profiles, orders_count,
                   [&](const Lengths& lengths, const Lengths& order) {
                     return reference_ms(lengths, order, profiles, cost, layout, workload);
@@ -291,7 +292,7 @@ TEST_CASE("a simulated ring without waits takes what its attention takes") {
     for (int64_t& length : lengths) length = 2 * (random() % 500);
     const Partition partition(Layout::kZigzag, lengths);
     const auto profiles = with_speeds(std::vector<double>(world_size, 0.5));
-    const auto ends = simulate_ring(partition, profiles, kAttention, true, world_size);
+    const auto ends = simulate_ring(partition, profiles, kAttention, {true}, world_size);
     const auto ms = predict(partition, profiles, kAttention, {});
     for (int64_t rank = 0; rank < world_size; ++rank) {
       const double half_diagonal = 16384.0 * lengths[rank] / 2 / 275e9;
@@ -310,18 +311,18 @@ TEST_CASE("a simulated ring waits for its links and for slow owners") {
   }
   const ModelCost cost{1.0, 0.0, 1000};
   const Partition two(Layout::kZigzag, {100, 100});
-  CHECK(simulate_ring(two, profiles, cost, false, 1)[0] == Approx(1e5 / 5e4 + 0.25 + 1.0));
+  CHECK(simulate_ring(two, profiles, cost, {false}, 1)[0] == Approx(1e5 / 5e4 + 0.25 + 1.0));
   // Without links, four ranks of which the second is five times as slow: with depth 1 the message
   // of step 2 leaves it when it has attended to its own block, with depth 2 at once.
   profiles.assign(4, RankProfile());
   for (RankProfile& profile : profiles) profile.attention_tflops = 1e-5;
   profiles[1].attention_tflops = 2e-6;
   const Partition four(Layout::kZigzag, {100, 100, 100, 100});
-  CHECK(simulate_ring(four, profiles, cost, false, 1)[3] == Approx(5.0 + 2.0));
-  CHECK(simulate_ring(four, profiles, cost, false, 3)[3] == Approx(4.0));
+  CHECK(simulate_ring(four, profiles, cost, {false}, 1)[3] == Approx(5.0 + 2.0));
+  CHECK(simulate_ring(four, profiles, cost, {false}, 3)[3] == Approx(4.0));
   // A rank's messages move one after the other, whatever the depth: 6 ms for three, then 1 ms.
   for (RankProfile& profile : profiles) profile.link_gbps = 0.05;
-  CHECK(simulate_ring(four, profiles, cost, false, 3)[3] == Approx(3 * 2.0 + 1.0));
+  CHECK(simulate_ring(four, profiles, cost, {false}, 3)[3] == Approx(3 * 2.0 + 1.0));
 }
 
 TEST_CASE("memory is the buffers that the plan's depth takes") {
@@ -345,8 +346,8 @@ TEST_CASE("a ring holds nothing on a rank without tokens") {
     for (const bool causal : {true, false}) {
       for (const int64_t depth : {1, 3}) {
         const Partition partition(layout, {0, 6000, 8000, 4000});
-        CHECK(buffered_tokens(partition, 0, causal, depth) == 0);
-        CHECK(buffered_tokens(partition, 2, causal, depth) > 0);
+        CHECK(buffered_tokens(partition, 0, {causal}, depth) == 0);
+        CHECK(buffered_tokens(partition, 2, {causal}, depth) > 0);
       }
     }
   }

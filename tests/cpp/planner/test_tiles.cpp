@@ -50,18 +50,21 @@ std::vector<RankProfile> in_tiles(const std::vector<double>& speeds, const Tiles
 // its keys? Tiles of rows end at the first row that sees later owners' blocks.
 double time_computed(const Partition& partition, int64_t rank, bool causal,
                      const AttentionTile& tile) {
-  const auto visits = schedule(partition, rank, causal);
+  std::vector<ringattn::Band> bands;
+  for (const auto& visit : schedule(partition, rank, {causal})) {
+    bands.insert(bands.end(), visit.bands.begin(), visit.bands.end());
+  }
   int64_t split = 0;
   double time = 0.0;
-  for (const auto& visit : visits) split = std::max(split, visit.query_begin);
+  for (const auto& band : bands) split = std::max(split, band.query_begin);
   for (int64_t row = 0, end; row < partition.length(rank); row = end) {
     end = std::min(row + tile.rows, row < split ? split : partition.length(rank));
     int parts = 0, all_parts = tile.rows / tile.rows_per_warpgroup;
     for (int64_t part = row; part < end; part += tile.rows_per_warpgroup) ++parts;
-    for (const auto& visit : visits) {
-      for (int64_t key = 0; key < visit.key_end; key += tile.keys) {
-        const bool sees = !visit.diagonal || end - 1 >= key;
-        if (sees && visit.query_begin <= row) time += (parts + 2.0) / (all_parts + 2.0);
+    for (const auto& band : bands) {
+      for (int64_t key = 0; key < band.key_end; key += tile.keys) {
+        const bool sees = end - 1 - band.query_begin + band.upper >= key;
+        if (sees && band.query_begin <= row) time += (parts + 2.0) / (all_parts + 2.0);
       }
     }
     time += static_cast<double>(tile.overhead_keys) / tile.keys;

@@ -90,13 +90,15 @@ class TestEveryPartition:
                     for j, key in enumerate(theirs)
                     if not causal or key <= query
                 }
-                visited = {
+                visited = [
                     (i, j)
-                    for i in range(visit.query_begin, visit.query_end)
-                    for j in range(visit.key_end)
-                    if visit.diagonal is None or j - (i - visit.query_begin) <= visit.diagonal
-                }
-                assert visited == expected
+                    for band in visit.bands
+                    for i in range(band.query_begin, band.query_end)
+                    for j in range(band.key_begin, band.key_end)
+                    if band.lower <= j - band.key_begin - (i - band.query_begin) <= band.upper
+                ]
+                assert len(visited) == len(expected) == visit.num_pairs
+                assert set(visited) == expected
 
     def test_it_is_a_value(self, partition):
         twin = Partition(partition.layout, list(partition.lengths), list(partition.order))
