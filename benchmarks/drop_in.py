@@ -22,8 +22,6 @@ error     largest difference of the last token's logits from those of "plain", o
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import importlib.metadata
 import statistics
 import time
@@ -40,24 +38,23 @@ from lib.problem import DTYPES
 from lib.ranks import process_group, rank, world_size
 from lib.report import Report, environment
 from lib.timing import Contestant, measure
-from ringattn import Partition
-from ringattn.generation import decode, prefill
-from ringattn.models import LLaMA, LLaMAConfig
-from ringattn.models.decode_graphs import record
+from library_models import (
+    LIBRARIES,
+    Step,
+    best_attention,
+    fms_model,
+    fms_step,
+    own_step,
+    sharing_weights,
+    transformers_model,
+    transformers_step,
+    whole,
+)
+from ringattn.models import LLaMAConfig
+from ringattn.parallel import Split
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-LIBRARIES = ("own", "transformers", "fms")
-BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 COLUMNS = ("library", "way", "S", "ms", "p10", "p90", "x plain", "x 1 rank", "token ms", "peak GiB")
-
-#: One call of a model: token ids [1, T] and what the call before returned as its state.
-Step = Callable[[torch.Tensor, Any], tuple[torch.Tensor, Any]]  # -> logits [V], the next state
 
 
 @dataclass(frozen=True)
@@ -74,121 +71,21 @@ class Way:
         return f"{self.library}, {self.name}"
 
 
-def sharing_weights(model: nn.Module) -> nn.Module:
-    """A copy with hooks and config of its own, and the same tensors."""
-    tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
-def own_step(model: LLaMA, tokens: int) -> Step:
-    graphs = record(model.base_model, 1)
-
-    def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-        if cache is not None:
-            return model.project(decode(model, ids[0], cache, graphs))[0], cache
-        partition = Partition.even(ids.size(1), model.ring.world_size)
-        cache = model.new_cache(partition, new_tokens=tokens)
-        hidden = prefill(model, ids, partition, cache)
-        # As generate() does, the rank of the last token goes on; here all need its logits.
-        owner = partition.owner(partition.seq_len - 1)
-        last = hidden if model.ring.rank == owner else hidden.new_empty(1, hidden.size(-1))
-        if model.ring.world_size > 1:
-            dist.broadcast(last, owner)
-        return model.project(last)[0], cache
-
-    return step
-
-
 def own_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterator[Way]:
     model = random_model(config, device, DTYPES[options.dtype])
-    yield Way("own", "1 rank", own_step(model.alone(), options.tokens), alone=True)
+    yield Way("own", "1 rank", own_step(model.alone(), options.tokens, whole), alone=True)
     if world_size() > 1:
-        yield Way("own", ranks(), own_step(model, options.tokens), alone=False)
-
-
-def transformers_model(config: LLaMAConfig, device: torch.device, options: Any) -> Any:
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    theirs = LlamaConfig(
-        vocab_size=config.src_vocab_size,
-        hidden_size=config.emb_dim,
-        intermediate_size=config.hidden_dim,
-        num_hidden_layers=config.nlayers,
-        num_attention_heads=config.nheads,
-        num_key_value_heads=config.kvheads,
-        max_position_embeddings=config.max_expected_seq_len,
-        rope_theta=config.rope_theta,
-        tie_word_embeddings=config.tie_heads,
-    )
-    with device:
-        dtype = DTYPES[options.dtype]
-        model = AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")
-    return seeded(model)
+        even = Split(world_size()).partition
+        yield Way("own", ranks(), own_step(model, options.tokens, even), alone=False)
 
 
 def transformers_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterator[Way]:
     model = transformers_model(config, device, options)
-
-    def step_of(model: Any) -> Step:
-        def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-            # The second of a call's results, under the names of all versions.
-            out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).to_tuple()
-            return out[0][0, -1], out[1]
-
-        return step
-
-    yield from three_ways("transformers", model, step_of)
-
-
-def fms_model(config: LLaMAConfig, device: torch.device, options: Any) -> Any:
-    from fms.models.llama import LLaMA as FMSLLaMA
-    from fms.models.llama import LLaMAConfig as FMSConfig
-
-    theirs = FMSConfig(
-        src_vocab_size=config.src_vocab_size,
-        emb_dim=config.emb_dim,
-        nheads=config.nheads,
-        kvheads=config.kvheads,
-        nlayers=config.nlayers,
-        hidden_grow_factor=config.hidden_dim / config.emb_dim,
-        multiple_of=1,
-        # A table of rotations for every position: no more than this run needs.
-        max_expected_seq_len=max(options.seq_lens) + options.tokens,
-        rope_theta=config.rope_theta,
-        tie_heads=config.tie_heads,
-    )
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[options.dtype])
-    try:
-        with device:
-            model = FMSLLaMA(theirs)
-            model.reset_parameters()
-            model.post_init()
-    finally:
-        torch.set_default_dtype(default)
-    return seeded(model)
+    yield from three_ways("transformers", model, transformers_step)
 
 
 def fms_ways(config: LLaMAConfig, device: torch.device, options: Any) -> Iterator[Way]:
-    model = fms_model(config, device, options)
-
-    def step_of(model: Any) -> Step:
-        def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-            logits, cache = model(ids, past_key_value_states=cache, use_cache=True, last_n_tokens=1)
-            return logits[0, -1], cache
-
-        return step
-
-    yield from three_ways("fms", model, step_of)
-
-
-def seeded(model: nn.Module) -> nn.Module:
-    """The same weights on every rank, matrices small enough for sums to stay near 1."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.02, generator=generator)
-    return model.eval().requires_grad_(False)
+    yield from three_ways("fms", fms_model(config, device, options), fms_step)
 
 
 def three_ways(library: str, model: nn.Module, step_of: Callable[[Any], Step]) -> Iterator[Way]:
@@ -224,21 +121,17 @@ def first_prompt(way: Way, ids: torch.Tensor, tokens: int) -> First | None:
     with best_attention():
         logits, state = way.step(ids, None)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_cuda else None
-    first, times = logits.float().cpu(), []
+    first, times = logits[0].float().cpu(), []
     for _ in range(tokens):
         start = time.perf_counter()
-        token = logits.argmax()
+        token = logits[0].argmax()
         token.item()  # waits for the device, as a check for the end of the text does
         if not way.alone:
             dist.broadcast(token, 0)  # equal logits on all ranks; a generation makes sure
         logits, state = way.step(token.view(1, 1), state)
-        logits[0].item()
+        logits[0, 0].item()
         times.append(1e3 * (time.perf_counter() - start))
     return First(first, statistics.median(times), peak)
-
-
-def best_attention() -> contextlib.AbstractContextManager[None]:
-    return sdpa_kernel(BACKENDS, set_priority=True)
 
 
 def add_rows(report: Report, ways: list[Way], seq_len: int, device: torch.device, options) -> None:

@@ -56,6 +56,7 @@ from lib.problem import DTYPES
 from lib.ranks import from_all_ranks, process_group, rank
 from lib.report import Report, environment
 from lib.timing import Timing
+from library_models import LIBRARIES
 from llama_models import REGULAR, RING, Strategy, config_of, model_folder, model_text
 from llama_models import strategies as make_strategies
 from llama_timing import PARTS, Breakdown, Generation, attempt, generation
@@ -223,8 +224,7 @@ def parser() -> argparse.ArgumentParser:
     launching.add_world_size(made)
     roofline.add_peak_arguments(made)
     made.add_argument("--mode", choices=MODES, default="compare", help="(default: compare)")
-    libraries = ["own", "transformers", "fms"]
-    made.add_argument("--library", choices=libraries, default="own", help="(default: own)")
+    made.add_argument("--library", choices=LIBRARIES, default="own", help="(default: own)")
     path = ("--model", "--model-path", "--model_path")
     made.add_argument(
         *path, dest="model", type=model_folder, metavar="DIR", help="of Hugging Face's format"

@@ -13,27 +13,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import drop_in
 import ringattn
 import torch
 from decode import random_model
 from lib.problem import DTYPES
 from lib.ranks import world_size
+from library_models import (
+    SplitOf,
+    Step,
+    best_attention,
+    fms_model,
+    fms_step,
+    own_step,
+    sharing_weights,
+    transformers_model,
+    transformers_step,
+    whole,
+)
 from peers import torch_sdpa
-from ringattn import ModelCost, Partition
+from ringattn import ModelCost
 from ringattn.model_call import ModelCall
 from ringattn.models import LLaMA, LLaMAConfig, load_model
-from ringattn.models.decode_graphs import DecodeGraphs, record
 from ringattn.models.loading import config_from_hf, read_json
 from ringattn.parallel import Split
 from ringattn.profiling import measure_profiles, tokens_to_measure
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 REGULAR, RING = "regular", "ring"
-#: One call of a model: token ids [B, T] and what the call before returned as its state.
-Step = Callable[[torch.Tensor, Any], tuple[torch.Tensor, Any]]  # -> logits [B, V], the next state
-#: Who owns which tokens of a prompt of so many.
-SplitOf = Callable[[int], Partition]
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def regular_attention(flash: bool) -> contextlib.AbstractContextManager[None]:
     """Around a prompt: PyTorch's fastest kernel, or with ``flash=False`` its fastest one but
     FlashAttention's and cuDNN's."""
     if flash:
-        return drop_in.best_attention()
+        return best_attention()
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True)
 
 
@@ -104,11 +110,6 @@ def model_text(config: LLaMAConfig, options: argparse.Namespace) -> str:
         f"{config.nlayers} layers of {config.emb_dim} and {config.hidden_dim}, "
         f"{config.nheads}/{config.kvheads} heads of {config.head_dim}"
     )
-
-
-def whole(seq_len: int) -> Partition:
-    """The split of a prompt on one rank."""
-    return Partition.even(seq_len, 1)
 
 
 def strategies(
@@ -164,42 +165,12 @@ def own(config: LLaMAConfig, device: torch.device, options: Any) -> tuple[Step, 
     return regular, own_step(model, options.tokens, split), split
 
 
-def own_step(
-    model: LLaMA, new_tokens: int, split: SplitOf, call_type: type[ModelCall] = ModelCall
-) -> Step:
-    recorded: dict[int, DecodeGraphs | None] = {}  # by batch
-
-    def prompt(ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        ring, partition = model.ring, split(ids.size(1))
-        cache = model.new_cache(partition, new_tokens=new_tokens)
-        call = call_type.prefill(ring, partition, cache=cache)
-        positions = partition.position_ids(ring.rank, ids.device)
-        hidden = model.base_model(partition.shard(ids, ring.rank), positions, call)
-        return model.project(call.last(hidden, 1)[:, 0]), cache
-
-    def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-        if cache is None:
-            return prompt(ids)
-        call = call_type.decode(model.ring, cache)
-        if ids.size(0) not in recorded:
-            recorded[ids.size(0)] = record(model.base_model, ids.size(0))
-        graphs = recorded[ids.size(0)]
-        if graphs is not None:
-            hidden = graphs(ids, call)
-        else:
-            positions = torch.full((1,), call.num_before, device=ids.device)
-            hidden = model.base_model(ids, positions, call)
-        return model.project(hidden[:, 0]), cache
-
-    return step
-
-
 # ---- models of other libraries ------------------------------------------------------------------
 
 
 def of_transformers(config: LLaMAConfig, device: torch.device, options: Any) -> Any:
     if options.model is None:
-        model = drop_in.transformers_model(config, device, options)
+        model = transformers_model(config, device, options)
     else:
         from transformers import AutoModelForCausalLM
 
@@ -208,20 +179,12 @@ def of_transformers(config: LLaMAConfig, device: torch.device, options: Any) -> 
             options.model, dtype=dtype, attn_implementation="sdpa"
         )
         model = model.to(device).eval().requires_grad_(False)
-
-    def step_of(model: Any) -> Step:
-        def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-            out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).to_tuple()
-            return out[0][:, -1], out[1]
-
-        return step
-
-    return both(model, config, device, options, step_of)
+    return both(model, config, device, options, transformers_step)
 
 
 def of_fms(config: LLaMAConfig, device: torch.device, options: Any) -> Any:
     if options.model is None:
-        model = drop_in.fms_model(config, device, options)
+        model = fms_model(config, device, options)
     else:
         from ringattn.integrations.fms import get_model
 
@@ -234,15 +197,7 @@ def of_fms(config: LLaMAConfig, device: torch.device, options: Any) -> Any:
             distributed_strategy="ring",
         )
         model = ringattn.unparallelize(model.to(device)).eval().requires_grad_(False)
-
-    def step_of(model: Any) -> Step:
-        def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-            logits, cache = model(ids, past_key_value_states=cache, use_cache=True, last_n_tokens=1)
-            return logits[:, -1], cache
-
-        return step
-
-    return both(model, config, device, options, step_of)
+    return both(model, config, device, options, fms_step)
 
 
 def both(
@@ -252,7 +207,7 @@ def both(
     options: argparse.Namespace,
     step_of: Callable[[Any], Step],
 ) -> tuple[Step, Step, SplitOf]:
-    over_ring = drop_in.sharing_weights(model)
+    over_ring = sharing_weights(model)
     split = split_of(config, device, options)
     if options.partition == "even":
         ringattn.parallelize(over_ring)
