@@ -56,17 +56,11 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
   TORCH_INTERNAL_ASSERT(!remote_fetch.follows_staging || !copied);
 
   BlockAttentionParams params;
+  static_cast<AttentionShape&>(params) = attention_shape(q, blocks.front().k.size(2), scale);
   params.q = strided(queries);
   params.segments = segments.data();
   params.num_segments = segments.size();
   params.remote_fetch = remote_fetch;
-  params.batch = q.size(0);
-  params.num_queries = num_queries;
-  params.num_heads = q.size(2);
-  params.num_kv_heads = blocks.front().k.size(2);
-  params.head_dim = q.size(3);
-  params.scale = scale;
-  params.dtype = data_type(q.scalar_type());
   params.fold = result.fold;
   params.max_blocks = sm_cap();
   params.final_begin = result.final_begin;
@@ -80,7 +74,7 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
   params.lse_batch_stride = lse.tensor().stride(0);
   params.lse_head_stride = lse.tensor().stride(1);
   check_launch(cuda::block_attention(params, current_stream(q)), "block_attention");
-  log_info_once(cuda::supports_segment_lists(params)
+  log_info_once(cuda::supports_segment_lists(params, params.num_segments)
                     ? "attention kernels: sm90, sm80 for short calls"
                     : "attention kernels: sm80");
 }
@@ -96,13 +90,11 @@ at::Tensor as_attention_input(const at::Tensor& x) {
 }
 
 bool supports_segment_lists(const at::Tensor& q, int64_t num_blocks) {
+  if (!q.is_cuda()) return true;
 #ifdef RINGATTN_WITH_CUDA
-  if (!q.is_cuda() || q.numel() == 0) return false;
-  BlockAttentionParams params;
-  params.num_segments = num_blocks;
-  params.head_dim = q.size(3);
-  params.dtype = data_type(q.scalar_type());
-  return cuda::supports_segment_lists(params);
+  if (q.numel() == 0) return false;
+  const AttentionShape shape = attention_shape(q, /*num_kv_heads=*/1, /*scale=*/1.0);
+  return cuda::supports_segment_lists(shape, static_cast<int>(num_blocks));
 #else
   return false;
 #endif

@@ -44,7 +44,8 @@ struct KeyBlock {
   RemoteBlock source = {};  // see KeySegment; without data: a local block
 };
 
-/// Whether one launch can attend q to a list of `num_blocks` blocks, and fetch them by itself.
+/// Whether one call attends q to a list of `num_blocks` blocks and, on CUDA, fetches them by
+/// itself.
 RINGATTN_API bool supports_segment_lists(const at::Tensor& q, int64_t num_blocks);
 
 /// The tiles in which a device's kernel computes calls of many rows, the fastest first. None: it

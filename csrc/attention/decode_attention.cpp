@@ -41,6 +41,7 @@ at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Te
     const at::Tensor queries = as_kernel_input(q), keys = as_kernel_input(k),
                      values = as_kernel_input(v);
     DecodeAttentionParams params;
+    static_cast<AttentionShape&>(params) = attention_shape(q, k.size(2), scale);
     params.q = strided(queries);
     params.k = strided(keys);
     params.v = strided(values);
@@ -48,14 +49,7 @@ at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Te
     if (key_lengths) params.key_lengths = lengths.data_ptr<int32_t>();
     params.out = out.data_ptr<float>();
     params.lse = lse.data_ptr<float>();
-    params.batch = q.size(0);
-    params.num_queries = q.size(1);
     params.num_keys = k.size(1);
-    params.num_heads = q.size(2);
-    params.num_kv_heads = k.size(2);
-    params.head_dim = q.size(3);
-    params.scale = scale;
-    params.dtype = data_type(q.scalar_type());
     const int num_sms = at::cuda::getDeviceProperties(q.device().index())->multiProcessorCount;
     const at::Tensor workspace = at::empty({cuda::decode_workspace_floats(params, num_sms)}, wide);
     params.workspace = workspace.data_ptr<float>();

@@ -21,6 +21,25 @@ struct Strided {
   int64_t head_stride = 0;
 };
 
+/// What every kernel of attention computes with.
+struct AttentionShape {
+  int32_t batch = 0;         // B
+  int32_t num_queries = 0;   // S_q
+  int32_t num_heads = 0;     // H
+  int32_t num_kv_heads = 0;  // H_kv
+  int32_t head_dim = 0;      // D: a multiple of 8, at most 256
+  float scale = 1.0f;        // finite, any sign, 0 included
+  DataType dtype = DataType::kBFloat16;
+};
+
+/// How a launch computes it: no result depends on them.
+struct LaunchOptions {
+  /// Persistent kernels have one thread block on each multiprocessor: at most so many.
+  int32_t max_blocks = INT32_MAX;
+  /// Rows of a query tile, for kernels with tiles of several sizes. 0: the kernel chooses.
+  int32_t tile_rows = 0;
+};
+
 /// A list of keys under one diagonal.
 struct KeySegment {
   Strided k;                // [B, S_k, H_kv, D], dtype
@@ -41,7 +60,7 @@ struct KeySegment {
 /// `dtype` and written to `out`; the others are written to `state`, in float32. With `fold`, state
 /// and lse hold the result over earlier keys, and each row's result is merged with it first, also
 /// where the row is then written to `out`.
-struct BlockAttentionParams {
+struct BlockAttentionParams : AttentionShape, LaunchOptions {
   Strided q;    // [B, S_q, H, D], dtype
   Strided out;  // [B, S_q, H, D], dtype; null data when no row is final
   Strided
@@ -58,25 +77,14 @@ struct BlockAttentionParams {
   /// signals of peer_sync/protocol.h, also where there is no remote segment.
   RemoteFetch remote_fetch;
 
-  int32_t batch = 0;
-  int32_t num_queries = 0;   // S_q
-  int32_t num_heads = 0;     // H
-  int32_t num_kv_heads = 0;  // H_kv
-  int32_t head_dim = 0;      // D: a multiple of 8, at most 256
   int32_t final_begin = 0;
   int32_t final_end = 0;
-  float scale = 1.0f;  // finite, any sign, 0 included
-  DataType dtype = DataType::kBFloat16;
   bool fold = false;
-  /// Persistent kernels have one thread block on each multiprocessor: at most so many.
-  int32_t max_blocks = INT32_MAX;
-  /// Rows of a query tile, for kernels with tiles of several sizes. 0: the kernel chooses.
-  int32_t tile_rows = 0;
 };
 
 /// Few queries, many keys, visible to all queries of their batch row: keys are split over thread
 /// blocks and the partial results merged in a fixed order. The result is a float32 state.
-struct DecodeAttentionParams {
+struct DecodeAttentionParams : AttentionShape {
   Strided q;                             // [B, S_q, H, D], dtype
   Strided k;                             // [B, S_k, H_kv, D], dtype
   Strided v;                             // [B, S_k, H_kv, D], dtype
@@ -85,15 +93,7 @@ struct DecodeAttentionParams {
   float* out = nullptr;                  // [B, S_q, H, D], float32, contiguous
   float* lse = nullptr;                  // [B, H, S_q], contiguous
   float* workspace = nullptr;            // decode_workspace_floats() floats, contents irrelevant
-
-  int32_t batch = 0;
-  int32_t num_queries = 0;
-  int32_t num_keys = 0;
-  int32_t num_heads = 0;
-  int32_t num_kv_heads = 0;
-  int32_t head_dim = 0;
-  float scale = 1.0f;
-  DataType dtype = DataType::kBFloat16;
+  int32_t num_keys = 0;                  // S_k
 };
 
 /// Folds `num_states` states, in order, into one: the merge of decode across ranks, whose states

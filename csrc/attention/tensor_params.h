@@ -26,6 +26,14 @@ inline DataType data_type(at::ScalarType dtype) {
   }
 }
 
+/// The shape of attention of q [B, S_q, H, D] over keys of `num_kv_heads` heads.
+inline AttentionShape attention_shape(const at::Tensor& q, int64_t num_kv_heads, double scale) {
+  return {static_cast<int32_t>(q.size(0)), static_cast<int32_t>(q.size(1)),
+          static_cast<int32_t>(q.size(2)), static_cast<int32_t>(num_kv_heads),
+          static_cast<int32_t>(q.size(3)), static_cast<float>(scale),
+          data_type(q.scalar_type())};
+}
+
 inline Strided strided(const at::Tensor& x) {  // [B, S, H, D]
   return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }

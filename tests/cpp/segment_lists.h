@@ -132,17 +132,12 @@ inline std::vector<KeySegment> segments_of(const Problem& problem) {
 inline BlockAttentionParams params_of(const Problem& problem,
                                       const std::vector<KeySegment>& segments) {
   BlockAttentionParams params;
+  static_cast<AttentionShape&>(params) =
+      ringattn::attention_shape(problem.q, problem.heads().kv, kScale);
   params.q = ringattn::strided(problem.q);
   params.segments = segments.data();
   params.num_segments = segments.size();
-  params.batch = kBatch;
-  params.num_queries = problem.q.size(1);
-  params.num_heads = problem.heads().query;
-  params.num_kv_heads = problem.heads().kv;
-  params.head_dim = problem.q.size(3);
   params.tile_rows = problem.tile_rows;
-  params.scale = kScale;
-  params.dtype = ringattn::data_type(problem.q.scalar_type());
   return params;
 }
 
@@ -264,12 +259,9 @@ inline Expected expected(const Problem& problem) {
 /// Cases run where the device has kernels for lists.
 inline bool can_run() {
   if (at::hasCUDA() && at::detail::getCUDAHooks().deviceCount() > 0) {
-    BlockAttentionParams params;
-    KeySegment segment;
-    params.segments = &segment;
-    params.num_segments = 1;
-    params.head_dim = 64;
-    if (ringattn::cuda::supports_segment_lists(params)) return true;
+    AttentionShape shape;
+    shape.head_dim = 64;
+    if (ringattn::cuda::supports_segment_lists(shape, /*num_segments=*/1)) return true;
   }
   WARN("no device with kernels for lists of segments: skipped");
   return false;

@@ -36,22 +36,22 @@ bool is_short(const BlockAttentionParams& p) {
 
 }  // namespace
 
-bool supports_segment_lists(const BlockAttentionParams& p) {
-  return sm90::supports(p) && sm90::available() && wants_sm90(/*unless_set=*/true);
+bool supports_segment_lists(const AttentionShape& shape, int num_segments) {
+  return sm90::supports(shape, num_segments) && sm90::available() &&
+         wants_sm90(/*unless_set=*/true);
 }
 
 std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim) {
-  BlockAttentionParams p;
-  p.dtype = dtype;
-  p.head_dim = head_dim;
-  p.num_segments = 1;
-  if (supports_segment_lists(p)) return sm90::attention_tiles(head_dim);
+  AttentionShape shape;
+  shape.dtype = dtype;
+  shape.head_dim = head_dim;
+  if (supports_segment_lists(shape, /*num_segments=*/1)) return sm90::attention_tiles(head_dim);
   return {sm80::attention_tile(dtype, head_dim)};
 }
 
 cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.num_queries == 0 || p.num_heads == 0) return cudaSuccess;
-  if (sm90::supports(p) && wants_sm90(/*unless_set=*/!is_short(p))) {
+  if (sm90::supports(p, p.num_segments) && wants_sm90(/*unless_set=*/!is_short(p))) {
     const cudaError_t error =
         sm90::available() ? sm90::block_attention(p, stream) : cudaErrorNotSupported;
     if (error != cudaErrorNotSupported || wants_sm90(/*unless_set=*/false)) return error;

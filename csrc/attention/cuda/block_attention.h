@@ -13,7 +13,7 @@ namespace ringattn::cuda {
 
 /// Whether the current device has kernels for calls like this one with more than one segment, or
 /// with remote ones: compute capability 9.0, 16-bit types.
-RINGATTN_API bool supports_segment_lists(const BlockAttentionParams& p);
+RINGATTN_API bool supports_segment_lists(const AttentionShape& shape, int num_segments);
 
 /// The tiles in which calls of many rows are computed on the current device, the fastest first.
 RINGATTN_API std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim);

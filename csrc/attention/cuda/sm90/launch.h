@@ -107,8 +107,8 @@ constexpr int kMaxSegments = 16;
 /// Whether the current device is of compute capability 9.0: code for sm_90a runs nowhere else.
 bool available();
 
-/// Whether this family has a kernel for the call: 16-bit types, at most kMaxSegments segments.
-bool supports(const BlockAttentionParams& p);
+/// Whether this family has a kernel for it: 16-bit types, at most kMaxSegments segments.
+bool supports(const AttentionShape& shape, int num_segments);
 
 /// Enqueues p, which must be aligned and supported, on an available device. cudaErrorNotSupported,
 /// with nothing enqueued, where the tensors have no tensor map.
