@@ -123,7 +123,7 @@ class Executor {
     if (remote != nullptr) return remote->remote_fetch;
     RemoteFetch none;
     // Transfers may occupy some multiprocessors for a while: work tiles are dispatched dynamically.
-    if (visits_.size() > 1 && supports_segment_lists(q_, 1)) {
+    if (visits_.size() > 1 && q_.is_cuda() && supports_segment_lists(q_, 1)) {
       if (!scratch_.defined()) {
         scratch_ = at::zeros({LaunchScratch::kFirstArrival}, q_.options().dtype(at::kInt));
       }

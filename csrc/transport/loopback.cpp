@@ -6,27 +6,30 @@ namespace {
 
 class LoopbackStream : public BlockStream {
  public:
-  LoopbackStream(const std::vector<Block>& blocks, std::vector<HopPlan> hops)
-      : blocks_(blocks), hops_(std::move(hops)) {}
-
-  Block wait(int64_t step) override {
-    const HopPlan& hop = hops_.at(step - 1);
-    const Block& block = blocks_.at(hop.source);
-    return {block.k.narrow(1, 0, hop.rows_received), block.v.narrow(1, 0, hop.rows_received)};
+  LoopbackStream(const std::vector<Block>& blocks, const std::vector<HopPlan>& hops, bool resident)
+      : resident_(resident) {
+    for (const HopPlan& hop : hops) {
+      const Block& block = blocks.at(hop.source);
+      all_.blocks.push_back(
+          {block.k.narrow(1, 0, hop.rows_received), block.v.narrow(1, 0, hop.rows_received)});
+    }
   }
+
+  Block wait(int64_t step) override { return all_.blocks.at(step - 1); }
+  const ResidentBlocks* resident_blocks() const override { return resident_ ? &all_ : nullptr; }
   void release(int64_t step) override {}
   void finish(const std::vector<at::Tensor>& results) override {}
   double transfer_ms(int64_t step) override { return 0.0; }
 
  private:
-  const std::vector<Block>& blocks_;
-  std::vector<HopPlan> hops_;
+  ResidentBlocks all_;
+  bool resident_;
 };
 
 }  // namespace
 
 std::unique_ptr<BlockStream> LoopbackTransport::open(const RingExchangePlan& exchange) {
-  return std::make_unique<LoopbackStream>(blocks_, exchange.hops);
+  return std::make_unique<LoopbackStream>(blocks_, exchange.hops, resident_);
 }
 
 }  // namespace ringattn

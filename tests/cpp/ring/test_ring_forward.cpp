@@ -28,7 +28,7 @@ at::Tensor shard(const at::Tensor& x, const Partition& partition, int64_t rank) 
   return at::cat(pieces, 1);
 }
 
-void check_ring(const Partition& partition, bool causal) {
+void check_ring(const Partition& partition, bool causal, bool resident = false) {
   const auto options = at::TensorOptions(at::kDouble);
   const int64_t tokens = partition.seq_len();
   const at::Tensor q = at::randn({2, tokens, 4, 8}, options),
@@ -41,11 +41,12 @@ void check_ring(const Partition& partition, bool causal) {
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
     blocks.push_back({shard(k, partition, rank), shard(v, partition, rank)});
   }
-  LoopbackTransport transport(blocks);
+  LoopbackTransport transport(blocks, resident);
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
-    const auto [out, lse] =
-        ringattn::ring_forward(shard(q, partition, rank), blocks[rank].k, blocks[rank].v,
-                               RingCall{partition, rank, causal, kScale}, &transport);
+    RingCall call{partition, rank, {causal}, kScale};
+    if (resident) call.depth = partition.world_size();
+    const auto [out, lse] = ringattn::ring_forward(shard(q, partition, rank), blocks[rank].k,
+                                                   blocks[rank].v, call, &transport);
     INFO("rank " << rank << " of " << partition.world_size() << ", "
                  << ringattn::layout_name(partition.layout()) << (causal ? ", causal" : ""));
     CHECK(max_error(out, shard(expected, partition, rank)) < 1e-12);
@@ -86,10 +87,24 @@ TEST_CASE("a ring over 1 to 5 ranks equals attention on one device") {
       std::vector<int64_t> backwards;
       for (size_t rank = lengths.size(); rank-- > 0;) backwards.push_back(rank);
       for (const bool causal : {true, false}) {
-        check_ring(Partition(layout, lengths), causal);
-        check_ring(Partition(layout, lengths, backwards), causal);
+        for (const bool resident : {false, true}) {
+          check_ring(Partition(layout, lengths), causal, resident);
+          check_ring(Partition(layout, lengths, backwards), causal, resident);
+        }
       }
     }
+  }
+}
+
+TEST_CASE("blocks that are resident are attended in two launches, the own one and all others") {
+  const Partition partition(Layout::kContiguous, {4, 4, 4});
+  auto& recorder = ringattn::Recorder::get();
+  for (const bool by_block : {false, true}) {
+    recorder.start(by_block);
+    check_ring(partition, false, /*resident=*/true);
+    const auto steps = recorder.stop();
+    REQUIRE(steps.size() == (by_block ? 9 : 6));  // of three ranks
+    CHECK(steps[1].flops == (by_block ? 1 : 2) * steps[0].flops);
   }
 }
 
