@@ -18,10 +18,6 @@
 
 namespace ringattn {
 
-at::ScalarType state_dtype(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 #ifdef RINGATTN_WITH_CUDA
 namespace {
 

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "attention/block_attention.h"
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "attention/attention_call.h"
 
 namespace ringattn::cpu {
 

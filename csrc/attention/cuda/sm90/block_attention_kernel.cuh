@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "attention/cuda/sm90/epilogue.cuh"
-#include "attention/cuda/sm90/launch.h"
+#include "attention/cuda/sm90/kernel_params.h"
 #include "attention/cuda/sm90/producer.cuh"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention/cuda/sm90/block_attention_kernel.cuh"
+#include "attention/cuda/sm90/kernel_params.h"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/scheduler/makespan.h"
 #include "attention/cuda/sm90/scheduler/tile_cost.h"

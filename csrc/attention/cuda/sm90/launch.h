@@ -1,106 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 
-#include "attention/cuda/sm90/scheduler/tile_scheduler.h"
 #include "attention/params.h"
 
 // The kernel family for compute capability 9.0 (Hopper): float16 and bfloat16. Kernels are
 // instantiated in files of their own (instantiations/).
 
 namespace ringattn::cuda::sm90 {
-
-// Sizes in which keys are fetched from peers, from small to large:
-//
-//   vector        16 bytes
-//   fetch buffer  shared memory of a thread block that a part of a chunk passes through (tile.cuh)
-//   chunk         8 fetch buffers: what a thread block takes from the list at a time
-//   plane         keys or values of one head and batch entry: [num_keys, D]
-//   head group    KV heads that are fetched together: for each group all remote segments
-//   segment       keys of one block under one diagonal (KeySegment)
-
-/// The order in which keys are fetched: group after group, for each group segment after segment,
-/// plane after plane, in chunks. Arrived chunks are counted by segment and head.
-struct FetchOrder {
-  uint32_t num_kv_heads;
-  uint32_t heads_per_group;
-  uint32_t heads_per_arrival;  // heads with one counter: 1 if there are enough counters
-  uint32_t planes_per_head;    // keys and values of all batch entries
-  uint32_t chunks_per_group;   // of a full group
-  uint32_t chunks;             // of all groups
-
-  /// Heads in group `i` of `group_size` heads; the last group may have fewer.
-  constexpr uint32_t heads_in(uint32_t i, uint32_t group_size) const {
-    const uint32_t left = num_kv_heads - i * group_size;
-    return left < group_size ? left : group_size;
-  }
-};
-
-/// The source of a segment; sizes in vectors.
-struct RemoteSegment {
-  const uint4* from;  // null: the segment is local
-  uint4* to;
-  uint32_t from_pitch;  // from one plane to the next
-  uint32_t plane_vectors;
-  uint32_t chunks_per_plane;
-  uint32_t chunks_per_head;  // 0 where the segment is local
-  uint32_t* arrivals;        // [H_kv / heads_per_arrival]: arrived chunks
-};
-
-/// Parameters of the kernel. Tensor maps: (D, rows, heads, batch).
-struct KernelParams {
-  CUtensorMap q;      // in boxes of [64, 64]
-  CUtensorMap out;    // [64, 64]; valid where rows are final
-  CUtensorMap state;  // [64, 32]; valid where rows are not final, or with fold
-
-  TileScheduler scheduler;
-  int num_segments;
-  RemoteFetch remote_fetch;
-  FetchOrder fetch_order;
-
-  Strided out_memory;    // [B, S_q, H, D], 16-bit
-  Strided state_memory;  // [B, S_q, H, D], float32
-  float* lse;            // [B, H, S_q]
-  int64_t lse_batch_stride;
-  int64_t lse_head_stride;
-
-  int batch;
-  int num_queries;
-  int heads_per_kv_head;
-  int head_dim;
-  int final_begin;
-  int final_end;
-  float scale_log2;  // |scale| * log2(e)
-  bool negative_scale;
-  bool fold;
-};
-
-/// Parameters of a kernel for up to kSegments segments. A single segment is local; of several, some
-/// may be fetched.
-template <int kSegments>
-struct SegmentedParams : KernelParams {
-  static constexpr bool kFetches = kSegments > 1;
-
-  struct Maps {
-    CUtensorMap k;  // [kBlockK, 64]
-    CUtensorMap v;  // [kBlockK, 64]
-  } maps[kSegments];
-  KeyBounds keys[kSegments];
-  RemoteSegment remote[kSegments];
-
-  /// Where work tiles are dispatched dynamically, those from first_tail_tile on are taken in this
-  /// order (rebalance_tail).
-  static constexpr int kTailCapacity = kFetches ? kMaxTailTiles : 1;
-  int first_tail_tile;
-  uint16_t tail_order[kTailCapacity];
-
-  constexpr int reordered(int work_tile) const {
-    return work_tile < first_tail_tile ? work_tile
-                                       : first_tail_tile + tail_order[work_tile - first_tail_tile];
-  }
-};
 
 constexpr int kMaxSegments = 16;
 

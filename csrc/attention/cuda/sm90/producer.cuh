@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/cuda/sm90/epilogue.cuh"
-#include "attention/cuda/sm90/launch.h"
+#include "attention/cuda/sm90/kernel_params.h"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/registers.cuh"

@@ -3,7 +3,7 @@
 
 #include <climits>
 
-#include "attention/cuda/sm90/launch.h"
+#include "attention/cuda/sm90/kernel_params.h"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/tile.cuh"
@@ -16,7 +16,7 @@
 // takes chunk after chunk from one list, fetches it and counts it. A thread that needs a head's
 // keys waits for their count, and so only for thread blocks that run. Of peers, the fetching thread
 // waits for what they are staging already when this launch starts; only the last warp of all waits
-// for what takes longer, that they have read this rank's block. (launch.h: sizes;
+// for what takes longer, that they have read this rank's block. (kernel_params.h: sizes;
 // peer_sync/protocol.h: signals)
 
 namespace ringattn::cuda::sm90 {

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "attention/cuda/sm90/launch.h"
+#include "attention/cuda/sm90/kernel_params.h"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/scheduler/tile_cost.h"
@@ -29,7 +29,7 @@ constexpr int kWarpgroupBarrier = kPingPongBarrier + kMaxConsumers;
 ///   kKeyStages, kValueStages  tiles of keys and of values in shared memory
 ///   kWithState                results may be a state, in float32
 ///   kInPairs                  two thread blocks share keys and values, where they can
-///   kMaxFetchBufferBytes      bytes of a fetch buffer (launch.h: sizes), at most
+///   kMaxFetchBufferBytes      bytes of a fetch buffer (kernel_params.h: sizes), at most
 template <int kHeadDim_, int kConsumers_, int kBlockK_, int kKeyStages_, int kValueStages_,
           bool kWithState, bool kInPairs_, int kMaxFetchBufferBytes, int kCopyRegisters_,
           int kConsumerRegisters_>
