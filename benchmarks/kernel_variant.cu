@@ -133,11 +133,11 @@ cuda::StageParams staging(const RankCall& call, const Partition& partition) {
     if (other == call.rank) continue;
     const int64_t rows = rows_used(partition, other, call.rank, {call.causal != 0});
     params.rows = std::max(params.rows, static_cast<int>(rows));
-    params.own_read[params.num_peers] = &call.signals->read[other];
-    params.peer_staged[params.num_peers++] = &call.signals->staged[other];
-    params.tags.peer[params.num_awaited] = &call.signals->tags[other];
-    params.tags.own[params.num_awaited] = &call.signals->tags[other];
-    params.own_staged[params.num_awaited++] = &call.signals->staged[other];
+    params.read_by_peer[params.num_peers] = &call.signals->read[other];
+    params.staged_by_this_rank[params.num_peers++] = &call.signals->staged[other];
+    params.tags.by_this_rank[params.num_awaited] = &call.signals->tags[other];
+    params.tags.by_peer[params.num_awaited] = &call.signals->tags[other];
+    params.staged_by_peer[params.num_awaited++] = &call.signals->staged[other];
   }
   params.tags.mismatch = &call.host->mismatch;
   params.failed = &call.signals->failed;
@@ -157,9 +157,9 @@ RemoteFetch remote_fetch(const RankCall& call) {
   PeerSignals& signals = remote_fetch.signals;
   for (int64_t other = 0; other < call.world_size; ++other) {
     if (other == call.rank) continue;
-    signals.staged[signals.num_peers] = &call.signals->staged[other];
-    signals.own_read[signals.num_peers] = &call.signals->read[other];
-    signals.peer_read[signals.num_peers++] = &call.signals->read[other];
+    signals.staged_by_peer[signals.num_peers] = &call.signals->staged[other];
+    signals.read_by_peer[signals.num_peers] = &call.signals->read[other];
+    signals.read_by_this_rank[signals.num_peers++] = &call.signals->read[other];
   }
   signals.phase = &call.host->phase;
   remote_fetch.follows_staging = true;

@@ -36,6 +36,7 @@ RETIRED = {
     r"\blookout\b": "watchdog",
     r"more_keys": "overhead_keys",
     r"on_lanes|\blanes\.h": "device_emulator",
+    r"\bown_read|\bpeer_read": "read_by_peer, read_by_this_rank",
     r"OwnParts": "LocalResources",
     r"parcel": "fetch buffer",
     r"part_rows": "rows_per_warpgroup",
@@ -46,7 +47,7 @@ RETIRED = {
     r"stageable": "as_stage_input",
     r"take_lane|give_lane_back": "take_stream, return_stream",
     r"\btakers?\b": "workers",
-    r"taken_back": "own_read, clear",
+    r"taken_back": "read_by_peer, clear",
     r"TurnShape|TurnsTaken|TurnsHandedOut": "work tile, dispatch",
 }
 

@@ -41,7 +41,7 @@ __device__ __forceinline__ uint32_t wait_until_staged(const RemoteFetch& fetch, 
   uint32_t least = UINT32_MAX;
 #pragma unroll 1
   for (int i = 0; i < signals.num_peers; ++i) {
-    least = min(least, wait_until_at_least(signals.staged[i], staged_heads(heads), fetch,
+    least = min(least, wait_until_at_least(signals.staged_by_peer[i], staged_heads(heads), fetch,
                                            signals.phase_until_staged, between));
   }
   return least - kBeingStaged;
@@ -73,13 +73,13 @@ __device__ __forceinline__ void clear_staged_and_signal_read(const RemoteFetch& 
   }
   __threadfence_system();  // reads of all thread blocks come before the signals
   for (int i = first; i < signals.num_peers; i += threads) {
-    store_relaxed_system(signals.staged[i], 0);
+    store_relaxed_system(signals.staged_by_peer[i], 0);
     if (signals.staged_mirror[i] == nullptr) continue;
     store_relaxed_system(signals.staged_mirror[i], 0);
-    store_relaxed_system(signals.peer_read_mirror[i], 1);
+    store_relaxed_system(signals.read_mirror_by_this_rank[i], 1);
   }
   for (int i = first; i < signals.num_peers; i += threads) {
-    store_release_system(signals.peer_read[i], 1);
+    store_release_system(signals.read_by_this_rank[i], 1);
   }
 }
 
@@ -87,13 +87,14 @@ __device__ __forceinline__ void clear_staged_and_signal_read(const RemoteFetch& 
 __device__ __forceinline__ void wait_until_read(const RemoteFetch& fetch) {
   const PeerSignals& signals = fetch.signals;
   const int lane = threadIdx.x % 32;
-  const bool unread = lane < signals.num_peers && load_acquire_system(signals.own_read[lane]) == 0;
+  const bool unread =
+      lane < signals.num_peers && load_acquire_system(signals.read_by_peer[lane]) == 0;
   if (!__any_sync(0xffffffff, unread)) return;
   if (lane == 0 && signals.phase != nullptr) {
     store_relaxed_system(signals.phase, signals.phase_until_read);
   }
   if (lane < signals.num_peers) {
-    wait_for_signal(signals.own_read[lane], fetch.failed, fetch.given_up);
+    wait_for_signal(signals.read_by_peer[lane], fetch.failed, fetch.given_up);
   }
   __syncwarp();
   if (lane == 0 && signals.phase != nullptr) {

@@ -108,16 +108,21 @@ constexpr uint32_t kMismatchTag = 0xffffffff;
 constexpr uint32_t kGivenUp = 1;
 constexpr uint32_t kCallMismatch = 2;
 
-/// The signals that a fetching launch reads and writes; "own": in this rank's pad, "peer": in the
-/// pad of a peer.
+/// Addresses of the signals that a fetching launch reads and writes.
+///
+/// Names here and in StageParams are a signal of the table and the rank that writes it:
+///   x_by_peer[i]       x[peer i] in this rank's pad: peer i has staged its block, has read this
+///                      rank's block, ...
+///   x_by_this_rank[i]  x[this rank] in the pad of peer i: this rank has staged its block, has read
+///                      peer i's block, ...
 struct PeerSignals {
   static constexpr int kMaxPeers = 16;
 
-  uint32_t* staged[kMaxPeers] = {};            // own: waited for, then cleared
-  uint32_t* peer_read[kMaxPeers] = {};         // peer: set to 1 when everything has been read
-  uint32_t* staged_mirror[kMaxPeers] = {};     // own, host memory: as `staged`; null: no mirrors
-  uint32_t* peer_read_mirror[kMaxPeers] = {};  // peer, host memory: set before peer_read
-  const uint32_t* own_read[kMaxPeers] = {};    // own: the launch ends when all are set
+  uint32_t* staged_by_peer[kMaxPeers] = {};     // waited for, then cleared
+  uint32_t* read_by_this_rank[kMaxPeers] = {};  // set to 1 when everything has been read
+  uint32_t* staged_mirror[kMaxPeers] = {};      // own, host memory: as `staged`; null: no mirrors
+  uint32_t* read_mirror_by_this_rank[kMaxPeers] = {};  // host memory: set before read_by_this_rank
+  const uint32_t* read_by_peer[kMaxPeers] = {};        // the launch ends when all are set
   int32_t num_peers = 0;
 
   // Host memory where the launch shows its watchdog what it waits for; null: it shows nothing.
@@ -125,7 +130,7 @@ struct PeerSignals {
   uint32_t phase_working = 0;         // at its begin, once everything is read, and after its waits
   uint32_t phase_until_staged = 0;    // while it waits for long for heads that a peer stages
   uint32_t phase_until_mirrored = 0;  // while it waits for staged_mirror
-  uint32_t phase_until_read = 0;      // while only own_read is left to wait for
+  uint32_t phase_until_read = 0;      // while only read_by_peer is left to wait for
 };
 
 /// What a launch needs to fetch blocks of peers by itself, beside their addresses.

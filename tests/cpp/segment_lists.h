@@ -99,7 +99,15 @@ struct Results {
 };
 
 /// Rows of Launch::signals; the phase takes the first element of its row.
-enum Signal { kStaged, kPeerRead, kOwnRead, kPhase, kStagedMirror, kPeerReadMirror, kNumSignals };
+enum Signal {
+  kStaged,
+  kReadByThisRank,
+  kReadByPeer,
+  kPhase,
+  kStagedMirror,
+  kReadMirrorByThisRank,
+  kNumSignals
+};
 
 /// Parameters of a launch over a list, beside its tensors.
 struct Launch {
@@ -170,11 +178,12 @@ inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Res
   if (launch.signals.defined()) {
     PeerSignals& signals = remote_fetch.signals;
     for (int64_t peer = 0; peer < launch.signals.size(1); ++peer) {
-      signals.staged[peer] = pointer_to(launch.signals[kStaged][peer]);
-      signals.peer_read[peer] = pointer_to(launch.signals[kPeerRead][peer]);
-      signals.own_read[peer] = pointer_to(launch.signals[kOwnRead][peer]);
+      signals.staged_by_peer[peer] = pointer_to(launch.signals[kStaged][peer]);
+      signals.read_by_this_rank[peer] = pointer_to(launch.signals[kReadByThisRank][peer]);
+      signals.read_by_peer[peer] = pointer_to(launch.signals[kReadByPeer][peer]);
       signals.staged_mirror[peer] = pointer_to(launch.signals[kStagedMirror][peer]);
-      signals.peer_read_mirror[peer] = pointer_to(launch.signals[kPeerReadMirror][peer]);
+      signals.read_mirror_by_this_rank[peer] =
+          pointer_to(launch.signals[kReadMirrorByThisRank][peer]);
     }
     signals.num_peers = launch.signals.size(1);
     signals.phase = pointer_to(launch.signals[kPhase]);

@@ -20,13 +20,13 @@ inline bool all_are(const at::Tensor& values, uint32_t value) {
 struct Pad {
   at::Tensor all = at::zeros({7 * kPeers + cuda::kStageCounters + 5},
                              at::TensorOptions(at::kCUDA).dtype(at::kInt));
-  at::Tensor peer_staged = all.narrow(0, 0, kPeers);
-  at::Tensor own_read = all.narrow(0, kPeers, kPeers).fill_(1);
-  at::Tensor own_staged = all.narrow(0, 2 * kPeers, kPeers);
-  at::Tensor peer_tag = all.narrow(0, 3 * kPeers, kPeers);
-  at::Tensor own_tag = all.narrow(0, 4 * kPeers, kPeers).fill_(kTag);
+  at::Tensor staged_by_this_rank = all.narrow(0, 0, kPeers);
+  at::Tensor read_by_peer = all.narrow(0, kPeers, kPeers).fill_(1);
+  at::Tensor staged_by_peer = all.narrow(0, 2 * kPeers, kPeers);
+  at::Tensor tag_by_this_rank = all.narrow(0, 3 * kPeers, kPeers);
+  at::Tensor tag_by_peer = all.narrow(0, 4 * kPeers, kPeers).fill_(kTag);
   at::Tensor peer_staged_mirror = all.narrow(0, 5 * kPeers, kPeers);
-  at::Tensor own_read_mirror = all.narrow(0, 6 * kPeers, kPeers).fill_(1);
+  at::Tensor read_mirror_by_peer = all.narrow(0, 6 * kPeers, kPeers).fill_(1);
   at::Tensor counters = all.narrow(0, 7 * kPeers, cuda::kStageCounters);
   // failed, calls, calls_mirror, phase_mirror, mismatch
   at::Tensor others = all.narrow(0, 7 * kPeers + cuda::kStageCounters, 5);
@@ -36,13 +36,13 @@ struct Pad {
   }
   void add_to(cuda::StageParams& params) const {
     for (int i = 0; i < kPeers; ++i) {
-      params.peer_staged[i] = at(peer_staged, i);
-      params.own_read[i] = at(own_read, i);
+      params.staged_by_this_rank[i] = at(staged_by_this_rank, i);
+      params.read_by_peer[i] = at(read_by_peer, i);
       params.peer_staged_mirror[i] = at(peer_staged_mirror, i);
-      params.own_read_mirror[i] = at(own_read_mirror, i);
-      params.own_staged[i] = at(own_staged, i);
-      params.tags.peer[i] = at(peer_tag, i);
-      params.tags.own[i] = at(own_tag, i);
+      params.read_mirror_by_peer[i] = at(read_mirror_by_peer, i);
+      params.staged_by_peer[i] = at(staged_by_peer, i);
+      params.tags.by_this_rank[i] = at(tag_by_this_rank, i);
+      params.tags.by_peer[i] = at(tag_by_peer, i);
     }
     params.tags.value = kTag;
     params.tags.mismatch = at(others, 4);

@@ -218,15 +218,15 @@ void SignalPad::add_signals(cuda::StageParams& params, int32_t call_tag) const {
   params.tags.mismatch = signals_->on_device(host.mismatch);
   for (const int64_t rank : signals_->others()) {
     const int peer = params.num_peers++;
-    params.own_read_mirror[peer] = signals_->on_device(host.read[rank]);
+    params.read_mirror_by_peer[peer] = signals_->on_device(host.read[rank]);
     params.peer_staged_mirror[peer] =
         signals_->on_device(signals_->host(rank).staged[signals_->rank()]);
-    params.tags.peer[peer] = signals_->at(rank, Layout::kTag + signals_->rank());
-    params.tags.own[peer] = signals_->at(Layout::kTag + rank);
-    params.own_read[peer] = signals_->at(Layout::kRead + rank);
-    params.peer_staged[peer] = signals_->at(rank, Layout::kStaged + signals_->rank());
+    params.tags.by_this_rank[peer] = signals_->at(rank, Layout::kTag + signals_->rank());
+    params.tags.by_peer[peer] = signals_->at(Layout::kTag + rank);
+    params.read_by_peer[peer] = signals_->at(Layout::kRead + rank);
+    params.staged_by_this_rank[peer] = signals_->at(rank, Layout::kStaged + signals_->rank());
     if (!params.kernel_fetches) continue;
-    params.own_staged[params.num_awaited++] = signals_->at(Layout::kStaged + rank);
+    params.staged_by_peer[params.num_awaited++] = signals_->at(Layout::kStaged + rank);
   }
   params.blocks_done = signals_->at(Layout::kBlocksDone);
   params.failed = signals_->at(Layout::kFailed);
@@ -289,12 +289,13 @@ RemoteFetch SignalPad::remote_fetch(int64_t num_kv_heads) const {
   remote_fetch.given_up = signals_->on_device(signals_->host().given_up);
   PeerSignals& signals = remote_fetch.signals;
   for (const int64_t rank : signals_->others()) {
-    signals.staged[signals.num_peers] = signals_->at(Layout::kStaged + rank);
-    signals.own_read[signals.num_peers] = signals_->at(Layout::kRead + rank);
+    signals.staged_by_peer[signals.num_peers] = signals_->at(Layout::kStaged + rank);
+    signals.read_by_peer[signals.num_peers] = signals_->at(Layout::kRead + rank);
     signals.staged_mirror[signals.num_peers] = signals_->on_device(signals_->host().staged[rank]);
-    signals.peer_read_mirror[signals.num_peers] =
+    signals.read_mirror_by_this_rank[signals.num_peers] =
         signals_->on_device(signals_->host(rank).read[signals_->rank()]);
-    signals.peer_read[signals.num_peers++] = signals_->at(rank, Layout::kRead + signals_->rank());
+    signals.read_by_this_rank[signals.num_peers++] =
+        signals_->at(rank, Layout::kRead + signals_->rank());
   }
   signals.phase = signals_->on_device(signals_->host().phase);
   signals.phase_working = kNotWaiting;

@@ -24,10 +24,10 @@ using ringattn::testing::kLongZigzag;
 using ringattn::testing::kNaN;
 using ringattn::testing::kNumSignals;
 using ringattn::testing::kOddZigzag;
-using ringattn::testing::kOwnRead;
-using ringattn::testing::kPeerRead;
-using ringattn::testing::kPeerReadMirror;
 using ringattn::testing::kPhase;
+using ringattn::testing::kReadByPeer;
+using ringattn::testing::kReadByThisRank;
+using ringattn::testing::kReadMirrorByThisRank;
 using ringattn::testing::kStaged;
 using ringattn::testing::kStagedMirror;
 using ringattn::testing::kZigzag;
@@ -105,7 +105,7 @@ Launch alone() {
 void stage_again(const Problem& problem, const Launch& launch) {
   launch.signals[kStaged].fill_(static_cast<int>(ringattn::staged_heads(problem.heads().kv)));
   launch.signals[kStagedMirror].fill_(77);  // a tag
-  for (const int read : {kPeerRead, kPeerReadMirror}) launch.signals[read].fill_(0);
+  for (const int read : {kReadByThisRank, kReadMirrorByThisRank}) launch.signals[read].fill_(0);
 }
 
 /// A launch that fetches keys of `num_peers` peers.
@@ -115,7 +115,7 @@ Launch fetching_launch(const Problem& problem, int64_t num_peers, int64_t room) 
   launch.failed = at::zeros({1}, launch.scratch.options());
   launch.given_up = at::zeros({1}, at::TensorOptions(at::kInt).pinned_memory(true));
   launch.signals = at::zeros({kNumSignals, num_peers}, launch.scratch.options());
-  launch.signals[kOwnRead].fill_(1);
+  launch.signals[kReadByPeer].fill_(1);
   stage_again(problem, launch);
   return launch;
 }
@@ -130,9 +130,9 @@ bool has_signalled(const Launch& launch) {
   const auto all_are = [&](int signal, int value) {
     return launch.signals[signal].eq(value).all().item<bool>();
   };
-  return launch.scratch.eq(0).all().item<bool>() && all_are(kStaged, 0) && all_are(kPeerRead, 1) &&
-         all_are(kStagedMirror, 0) && all_are(kPeerReadMirror, 1) &&
-         launch.signals[kPhase][0].item<int>() == 5;
+  return launch.scratch.eq(0).all().item<bool>() && all_are(kStaged, 0) &&
+         all_are(kReadByThisRank, 1) && all_are(kStagedMirror, 0) &&
+         all_are(kReadMirrorByThisRank, 1) && launch.signals[kPhase][0].item<int>() == 5;
 }
 
 }  // namespace
@@ -274,12 +274,12 @@ TEST_CASE("a fetching launch ends when its peers have read, or the call has fail
   const SideStream side;
   for (const Ends ends : {Ends::kByItself, Ends::kFailed, Ends::kGivenUp}) {
     const Launch launch = fetching_launch(problem, 3, 64);
-    launch.signals[kOwnRead][1].fill_(0);
+    launch.signals[kReadByPeer][1].fill_(0);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
     CHECK_FALSE(side.ends_soon());
     CHECK(side.read(launch.signals[kPhase]) == 7);
-    if (ends == Ends::kByItself) side.write(launch.signals[kOwnRead][1], 1);
+    if (ends == Ends::kByItself) side.write(launch.signals[kReadByPeer][1], 1);
     give_up(launch, ends, side);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(has_signalled(launch));
@@ -307,7 +307,7 @@ TEST_CASE("heads that a peer has yet to stage are not read before they are stage
       REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
       CHECK_FALSE(side.ends_soon());
       CHECK(side.read(launch.signals[kPhase]) == 6);
-      CHECK(side.read(launch.signals[kPeerRead][0]) ==
+      CHECK(side.read(launch.signals[kReadByThisRank][0]) ==
             0);  // not signalled before everything is read
       if (gives_up) {
         give_up(launch, ends, side);
@@ -315,7 +315,7 @@ TEST_CASE("heads that a peer has yet to stage are not read before they are stage
         // Two of three heads: what is left is waited for all the same.
         side.write(launch.signals[kStaged][1], ringattn::staged_heads(2));
         CHECK_FALSE(side.ends_soon());
-        CHECK(side.read(launch.signals[kPeerRead][0]) == 0);
+        CHECK(side.read(launch.signals[kReadByThisRank][0]) == 0);
         remote.give_back(2, last_heads, side);
         side.write(launch.signals[kStaged][1], ringattn::staged_heads(3));
       }
@@ -344,7 +344,7 @@ TEST_CASE("signals are cleared only when every peer has staged everything, read 
   CHECK_FALSE(side.ends_soon());
   const int all = side.read(launch.signals[kStaged][0]);
   CHECK(all != 0);
-  CHECK(side.read(launch.signals[kPeerRead][0]) == 0);
+  CHECK(side.read(launch.signals[kReadByThisRank][0]) == 0);
   side.write(launch.signals[kStaged][2], all);
   REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
   CHECK(has_signalled(launch));
@@ -363,7 +363,7 @@ TEST_CASE("mirrors are waited for before they are cleared, or the host gives up"
     CHECK_FALSE(side.ends_soon());
     CHECK(side.read(launch.signals[kPhase]) == 8);
     CHECK(side.read(launch.signals[kStagedMirror][0]) == 77);
-    for (const int read : {kPeerRead, kPeerReadMirror})
+    for (const int read : {kReadByThisRank, kReadMirrorByThisRank})
       CHECK(side.read(launch.signals[read][2]) == 0);
     if (ends == Ends::kByItself) side.write(launch.signals[kStagedMirror][1], 77);
     give_up(launch, ends, side);

@@ -76,7 +76,7 @@ __device__ __forceinline__ void copy_chunk(const Launch& launch, uint32_t chunk,
 // By the lane of each peer, once that peer is staging. The first lane that reads another tag
 // reports it.
 __device__ __forceinline__ void check_tag(const StageParams& to) {
-  const uint32_t peer = threadIdx.x, tag = load_relaxed_system(to.tags.own[peer]);
+  const uint32_t peer = threadIdx.x, tag = load_relaxed_system(to.tags.by_peer[peer]);
   if (tag == to.tags.value || set_if_zero(to.failed, kCallMismatch) != 0) return;
   store_relaxed_system(to.tags.mismatch, 1 + peer + (tag == kMismatchTag ? kMaxPeers : 0));
   __threadfence_system();  // visible to the kernel that is triggered next
@@ -97,7 +97,7 @@ __device__ __forceinline__ void wait_for_peers(const StageParams& to) {
     store_relaxed_system(to.calls_mirror, ++*to.calls);
   }
   if (threadIdx.x < to.num_awaited) {
-    wait_for_signal(to.own_staged[threadIdx.x], to.failed, to.given_up);
+    wait_for_signal(to.staged_by_peer[threadIdx.x], to.failed, to.given_up);
     check_tag(to);
   }
   __syncwarp();
@@ -133,23 +133,23 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
     if (threadIdx.x == 0) before = add_acquire_release(to.blocks_done, 1);
     if (__shfl_sync(0xffffffff, before, 0) == copying - 1) {
       if (threadIdx.x == 0) *to.blocks_done = 0;
-      // own_read may be in flight still where a stream waited for its mirror. All peers' are waited
-      // for before any is signalled: from then on this rank may wait for nothing.
+      // read_by_peer may be in flight still where a stream waited for its mirror. All peers' are
+      // waited for before any is signalled: from then on this rank may wait for nothing.
       const bool signals = threadIdx.x < to.num_peers && !failed &&
-                           wait_for_signal(to.own_read[threadIdx.x], to.failed, to.given_up);
+                           wait_for_signal(to.read_by_peer[threadIdx.x], to.failed, to.given_up);
       __syncwarp();
       if (signals) {
-        store_relaxed_system(to.own_read[threadIdx.x], 0);
-        store_relaxed_system(to.tags.peer[threadIdx.x], tag);
-        store_release_system(to.peer_staged[threadIdx.x], kBeingStaged);
+        store_relaxed_system(to.read_by_peer[threadIdx.x], 0);
+        store_relaxed_system(to.tags.by_this_rank[threadIdx.x], tag);
+        store_release_system(to.staged_by_this_rank[threadIdx.x], kBeingStaged);
         // No peer sets it again before everything is staged, unless the call fails.
-        if (to.own_read_mirror[threadIdx.x] != nullptr) {
-          store_relaxed_system(to.own_read_mirror[threadIdx.x], 0);
+        if (to.read_mirror_by_peer[threadIdx.x] != nullptr) {
+          store_relaxed_system(to.read_mirror_by_peer[threadIdx.x], 0);
         }
       }
     }
   }
-  // After own_read is cleared: the next kernel waits for it at its end.
+  // After read_by_peer is cleared: the next kernel waits for it at its end.
   __syncthreads();
   trigger_next_kernel();
 
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
     // after the other: the thread block that ends one signals it before the next one can end.
     if (__syncthreads_or(failed)) return;
     if (is_last_block(copying, to.blocks_done + group) && threadIdx.x < to.num_peers) {
-      store_release_system(to.peer_staged[threadIdx.x], staged_heads(head));
+      store_release_system(to.staged_by_this_rank[threadIdx.x], staged_heads(head));
       if (head == num_heads && to.peer_staged_mirror[threadIdx.x] != nullptr) {
         store_release_system(to.peer_staged_mirror[threadIdx.x], tag);
       }

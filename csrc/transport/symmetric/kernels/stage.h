@@ -27,16 +27,15 @@ struct StageSource {
 
 /// Tags of the call (protocol.h). Nothing is fetched from a rank whose tag differs.
 struct CallTags {
-  uint32_t value = 0;                   // of this rank; not 0
-  uint32_t* peer[kMaxPeers] = {};       // in the pads of the peers: where this rank writes its tag
-  const uint32_t* own[kMaxPeers] = {};  // in this rank's pad: the tags of the peers
+  uint32_t value = 0;  // of this rank; not 0
+  uint32_t* by_this_rank[kMaxPeers] = {};
+  const uint32_t* by_peer[kMaxPeers] = {};
   /// Host memory: 1 + the index of a peer in another call, or kMaxPeers more where that peer has
   /// only reported a mismatch (kMismatchTag).
   uint32_t* mismatch = nullptr;
 };
 
-/// A block on its way to memory that peers read, and the signals about it. "own": in this rank's
-/// pad, "peer": in the pad of a peer; the columns of protocol.h.
+/// A block on its way to memory that peers read, and the signals about it, named as in PeerSignals.
 ///
 /// Staged, the block is [H_kv, 2, B, rows, D]: any range of KV heads, keys and values, is
 /// contiguous.
@@ -50,20 +49,20 @@ struct StageParams {
   int64_t row_bytes = 0;   // of D elements; a last vector may be cut short, and is copied whole
   bool keys_only = false;  // there are no values: [H_kv, B, rows, D]
 
-  uint32_t* own_read[kMaxPeers] = {};            // waited for, then cleared
-  uint32_t* peer_staged[kMaxPeers] = {};         // set when all copying thread blocks run, and then
-                                                 // for each group of heads
-  uint32_t* own_read_mirror[kMaxPeers] = {};     // host memory: cleared; null: no mirrors
-  uint32_t* peer_staged_mirror[kMaxPeers] = {};  // host memory: set to the tag, after all heads
+  uint32_t* read_by_peer[kMaxPeers] = {};         // waited for, then cleared
+  uint32_t* staged_by_this_rank[kMaxPeers] = {};  // set when all copying thread blocks run, and
+                                                  // then for each group of heads
+  uint32_t* read_mirror_by_peer[kMaxPeers] = {};  // host memory: cleared; null: no mirrors
+  uint32_t* peer_staged_mirror[kMaxPeers] = {};   // host memory: set to the tag, after all heads
   int num_peers = 0;
 
   /// A kernel fetches what peers stage, the next one on the stream. This one leaves most of the
-  /// device to it, and triggers it once all of `own_staged` are set: one thread block waits for
+  /// device to it, and triggers it once all of `staged_by_peer` are set: one thread block waits for
   /// that, and then compares the peers' tags. Where copy engines fetch, streams wait instead.
   bool kernel_fetches = false;
   /// Programmatic dependent launch: of use behind kernels.
   bool follows_closely = false;
-  const uint32_t* own_staged[kMaxPeers] = {};
+  const uint32_t* staged_by_peer[kMaxPeers] = {};
   int num_awaited = 0;  // num_peers, or 0 where no kernel fetches
 
   CallTags tags;  // of the peers, in the same order

@@ -62,16 +62,16 @@ struct Rotation {
     PeerSignals& signals = params.remote_fetch.signals;
     signals.num_peers = kPeers;
     for (int i = 0; i < kPeers; ++i) {
-      signals.staged[i] = Pad::at(pad.peer_staged, i);
+      signals.staged_by_peer[i] = Pad::at(pad.staged_by_this_rank, i);
       signals.staged_mirror[i] = Pad::at(pad.peer_staged_mirror, i);
-      signals.peer_read[i] = Pad::at(pad.own_read, i);
-      signals.peer_read_mirror[i] = Pad::at(pad.own_read_mirror, i);
-      signals.own_read[i] = Pad::at(own_read, i);
+      signals.read_by_this_rank[i] = Pad::at(pad.read_by_peer, i);
+      signals.read_mirror_by_this_rank[i] = Pad::at(pad.read_mirror_by_peer, i);
+      signals.read_by_peer[i] = Pad::at(read_by_peer, i);
     }
     return params;
   }
   void launch(bool closely) const {
-    pad.own_staged.fill_(1);  // the peers are staging
+    pad.staged_by_peer.fill_(1);  // the peers are staging
     ringattn::cuda::load_fetch();
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     REQUIRE(ringattn::cuda::stage(staging(), nullptr) == cudaSuccess);
@@ -84,16 +84,16 @@ struct Rotation {
   }
   // As the next call needs them.
   bool signals_are_reset() const {
-    return all_are(pad.peer_staged, 0) && all_are(pad.peer_staged_mirror, 0) &&
-           all_are(pad.own_read, 1) && all_are(pad.own_read_mirror, 1) && all_are(scratch, 0) &&
-           all_are(pad.counters, 0);
+    return all_are(pad.staged_by_this_rank, 0) && all_are(pad.peer_staged_mirror, 0) &&
+           all_are(pad.read_by_peer, 1) && all_are(pad.read_mirror_by_peer, 1) &&
+           all_are(scratch, 0) && all_are(pad.counters, 0);
   }
 
   int64_t bytes;
   at::Tensor sent, staged, received;
   Pad pad;
-  at::Tensor own_read = at::ones({kPeers}, at::TensorOptions(at::kCUDA).dtype(at::kInt));
-  at::Tensor scratch = at::zeros({LaunchScratch::kFirstArrival}, own_read.options());
+  at::Tensor read_by_peer = at::ones({kPeers}, at::TensorOptions(at::kCUDA).dtype(at::kInt));
+  at::Tensor scratch = at::zeros({LaunchScratch::kFirstArrival}, read_by_peer.options());
 };
 
 }  // namespace
@@ -121,12 +121,12 @@ TEST_CASE("a fetching kernel waits until its peers have read, or the call has fa
   const SideStream side;
   for (const Ends ends : {Ends::kByItself, Ends::kFailed}) {
     const Rotation rotation(1000);
-    rotation.own_read[1].zero_();
+    rotation.read_by_peer[1].zero_();
     rotation.launch(/*closely=*/true);
     CHECK_FALSE(side.ends_soon());
-    CHECK(side.read(rotation.pad.own_read) == 1);
+    CHECK(side.read(rotation.pad.read_by_peer) == 1);
     if (ends == Ends::kByItself) {
-      side.write(rotation.own_read[1], 1);
+      side.write(rotation.read_by_peer[1], 1);
     } else {
       side.write(rotation.pad.others[0], static_cast<int>(kGivenUp));
     }

@@ -42,11 +42,11 @@ struct Call {
     PeerSignals& signals = remote_fetch.signals;
     signals.num_peers = kPeers;
     for (int i = 0; i < kPeers; ++i) {
-      signals.staged[i] = &staged[i];
-      signals.peer_read[i] = &peer_read[i];
+      signals.staged_by_peer[i] = &staged[i];
+      signals.read_by_this_rank[i] = &read_by_this_rank[i];
       signals.staged_mirror[i] = &staged_mirror[i];
-      signals.peer_read_mirror[i] = &peer_read_mirror[i];
-      signals.own_read[i] = &own_read[i];
+      signals.read_mirror_by_this_rank[i] = &read_mirror_by_this_rank[i];
+      signals.read_by_peer[i] = &read_by_peer[i];
     }
     signals.phase = &phase;
     signals.phase_working = kNotWaiting;
@@ -72,8 +72,8 @@ struct Call {
   }
   // Whether all peers are signalled, and all is as the next call needs it.
   bool is_over() const {
-    return all_are(staged, 0) && all_are(staged_mirror, 0) && all_are(peer_read, 1) &&
-           all_are(peer_read_mirror, 1) && scratch[LaunchScratch::kWarpsDone] == 0;
+    return all_are(staged, 0) && all_are(staged_mirror, 0) && all_are(read_by_this_rank, 1) &&
+           all_are(read_mirror_by_this_rank, 1) && scratch[LaunchScratch::kWarpsDone] == 0;
   }
 
   // A peer signals once this device shows the expected phase, after 10 s in any case. Returns the
@@ -95,8 +95,9 @@ struct Call {
   std::vector<uint8_t> from, to;
   uint32_t scratch[LaunchScratch::kFirstArrival] = {};
   uint32_t staged[kPeers] = {staged_heads(1), staged_heads(1), staged_heads(1)};
-  uint32_t staged_mirror[kPeers] = {7, 7, 7}, peer_read[kPeers] = {}, peer_read_mirror[kPeers] = {};
-  uint32_t own_read[kPeers] = {1, 1, 1}, failed = 0, given_up = 0, phase = 0;
+  uint32_t staged_mirror[kPeers] = {7, 7, 7}, read_by_this_rank[kPeers] = {},
+           read_mirror_by_this_rank[kPeers] = {};
+  uint32_t read_by_peer[kPeers] = {1, 1, 1}, failed = 0, given_up = 0, phase = 0;
   FetchParams params;
 };
 
@@ -110,7 +111,7 @@ TEST_CASE("emulated: what a peer has staged is fetched, and then all peers are s
     Call call(bytes);
     std::atomic<bool> too_early{false};
     on_store_release = [&](const uint32_t* signal, uint32_t) {
-      const int64_t peer = signal - call.peer_read;
+      const int64_t peer = signal - call.read_by_this_rank;
       const bool is_read = 0 <= peer && peer < kPeers;
       if (!is_read || !call.has_arrived() || call.staged[peer] != 0) too_early = true;
     };
@@ -149,7 +150,7 @@ TEST_CASE("emulated: the mirror of `staged` is awaited before it is cleared") {
   call.staged_mirror[1] = 0;
   std::atomic<bool> too_early{false};
   on_store_release = [&](const uint32_t* signal, uint32_t) {
-    if (signal == &call.peer_read[1] && !call.comes) too_early = true;
+    if (signal == &call.read_by_this_rank[1] && !call.comes) too_early = true;
   };
   uint32_t shown = 0;
   std::thread peer([&] { shown = call.receives(call.staged_mirror[1], 7, kUntilMirrored); });
@@ -166,9 +167,9 @@ TEST_CASE(
     "emulated: a kernel that has fetched signals its peers, then waits until they have read") {
   emulator::multiprocessors = 4;
   Call call(5000);
-  call.own_read[2] = 0;
+  call.read_by_peer[2] = 0;
   uint32_t shown = 0;
-  std::thread peer([&] { shown = call.receives(call.own_read[2], 1, kUntilRead); });
+  std::thread peer([&] { shown = call.receives(call.read_by_peer[2], 1, kUntilRead); });
   const cudaError_t error = fetch(call.params, nullptr);
   const bool has_come = call.comes;
   peer.join();
@@ -187,7 +188,7 @@ TEST_CASE("emulated: after a failure nothing is fetched, and the kernel does not
     Call call(5000);
     (known == Known::kFailed ? call.failed : call.given_up) = kGivenUp;
     call.staged[1] = 0;
-    call.own_read[1] = 0;
+    call.read_by_peer[1] = 0;
     REQUIRE(fetch(call.params, nullptr) == cudaSuccess);
     CHECK(call.nothing_has_arrived());
     CHECK(call.failed == kGivenUp);

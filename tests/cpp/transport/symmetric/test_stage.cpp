@@ -93,21 +93,21 @@ TEST_CASE("a block is staged whole, its heads are signalled, and counters are 0 
       const Pad pad;
       for (int call = 1; call <= 3; ++call) {
         block.staged.fill_(kNaN);
-        pad.peer_staged.zero_();
-        pad.own_read.fill_(1);
+        pad.staged_by_this_rank.zero_();
+        pad.read_by_peer.fill_(1);
         pad.peer_staged_mirror.zero_();
-        pad.own_read_mirror.fill_(1);
-        pad.own_staged.fill_(1);
+        pad.read_mirror_by_peer.fill_(1);
+        pad.staged_by_peer.fill_(1);
         StageParams params = block.params(kernel_fetches);
         pad.add_to(params);
         params.delay_seed = call == 3 ? 77 : 0;
         REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
         REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
         CHECK(block.is_staged());
-        CHECK(all_are(pad.peer_staged, staged_heads(shape.heads)));
+        CHECK(all_are(pad.staged_by_this_rank, staged_heads(shape.heads)));
         CHECK(all_are(pad.peer_staged_mirror, kTag));
-        CHECK(all_are(pad.own_read_mirror, 0));
-        CHECK(all_are(pad.own_read, 0));
+        CHECK(all_are(pad.read_mirror_by_peer, 0));
+        CHECK(all_are(pad.read_by_peer, 0));
         CHECK(all_are(pad.counters, 0));
         CHECK(pad.others[2].item<int>() == call);
         CHECK(pad.others[3].item<int>() == 9);
@@ -133,7 +133,7 @@ TEST_CASE("a message is staged as one row of bytes") {
     REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(at::equal(to.narrow(0, 0, bytes), message.narrow(0, 0, bytes)));
-    CHECK(all_are(pad.peer_staged, staged_heads(1)));
+    CHECK(all_are(pad.staged_by_this_rank, staged_heads(1)));
     CHECK(all_are(pad.peer_staged_mirror, kTag));
   }
 }
@@ -146,16 +146,16 @@ TEST_CASE("everything is staged and signalled before peers begin; the kernel wai
   for (const Ends ends : {Ends::kByItself, Ends::kFailed, Ends::kGivenUp}) {
     block.staged.fill_(kNaN);
     const Pad pad;
-    pad.own_staged.fill_(static_cast<int>(kBeingStaged));
-    pad.own_staged[1].zero_();
+    pad.staged_by_peer.fill_(static_cast<int>(kBeingStaged));
+    pad.staged_by_peer[1].zero_();
     StageParams params = block.params(/*kernel_fetches=*/true);
     pad.add_to(params);
     params.given_up = reinterpret_cast<const uint32_t*>(given_up.data_ptr<int>());
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
     CHECK_FALSE(side.ends_soon());
-    CHECK(side.read(pad.peer_staged) == static_cast<int>(staged_heads(9)));
-    if (ends == Ends::kByItself) side.write(pad.own_staged[1], 1);
+    CHECK(side.read(pad.staged_by_this_rank) == static_cast<int>(staged_heads(9)));
+    if (ends == Ends::kByItself) side.write(pad.staged_by_peer[1], 1);
     if (ends == Ends::kFailed) side.write(pad.others[0], 1);
     if (ends == Ends::kGivenUp) given_up.fill_(1);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
@@ -168,17 +168,17 @@ TEST_CASE("a peer in another call is detected by the kernel that waits for it") 
   if (!has_device()) return;
   for (const bool kernel_fetches : {true, false}) {
     const Pad pad;
-    pad.own_staged.fill_(static_cast<int>(kBeingStaged));
-    pad.own_tag[1].fill_(kTag + 1);
+    pad.staged_by_peer.fill_(static_cast<int>(kBeingStaged));
+    pad.tag_by_peer[1].fill_(kTag + 1);
     const Block block({1, 300, 3, 64, 300});
     StageParams params = block.params(kernel_fetches);
     pad.add_to(params);
     REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-    CHECK(all_are(pad.peer_staged, staged_heads(3)));
+    CHECK(all_are(pad.staged_by_this_rank, staged_heads(3)));
     CHECK(pad.others[0].item<int>() == (kernel_fetches ? static_cast<int>(kCallMismatch) : 0));
     CHECK(pad.others[4].item<int>() == (kernel_fetches ? 2 : 0));
-    if (!kernel_fetches) CHECK(all_are(pad.peer_tag, kTag));
+    if (!kernel_fetches) CHECK(all_are(pad.tag_by_this_rank, kTag));
   }
 }
 
@@ -192,6 +192,6 @@ TEST_CASE("a rank that has given up stages nothing and signals nothing") {
   REQUIRE(ringattn::cuda::stage(params, nullptr) == cudaSuccess);
   REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
   CHECK(block.staged.isnan().all().item<bool>());
-  CHECK(all_are(pad.peer_staged, 0));
-  CHECK(all_are(pad.own_read, 1));
+  CHECK(all_are(pad.staged_by_this_rank, 0));
+  CHECK(all_are(pad.read_by_peer, 1));
 }

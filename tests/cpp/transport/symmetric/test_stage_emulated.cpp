@@ -32,9 +32,10 @@ struct Shape {
 
 // The signals of a call: this rank's pad stands for those of its peers.
 struct Pad {
-  uint32_t peer_staged[kPeers] = {}, own_read[kPeers] = {1, 1, 1}, own_staged[kPeers] = {1, 1, 1};
-  uint32_t peer_staged_mirror[kPeers] = {}, own_read_mirror[kPeers] = {1, 1, 1};
-  uint32_t peer_tag[kPeers] = {}, own_tag[kPeers] = {kTag, kTag, kTag}, mismatch = 0;
+  uint32_t staged_by_this_rank[kPeers] = {}, read_by_peer[kPeers] = {1, 1, 1},
+           staged_by_peer[kPeers] = {1, 1, 1};
+  uint32_t peer_staged_mirror[kPeers] = {}, read_mirror_by_peer[kPeers] = {1, 1, 1};
+  uint32_t tag_by_this_rank[kPeers] = {}, tag_by_peer[kPeers] = {kTag, kTag, kTag}, mismatch = 0;
   uint32_t counters[kStageCounters] = {};
   uint32_t failed = 0, given_up = 0, given_up_copy = 0, calls = 6, calls_mirror = 0,
            phase_mirror = 0;
@@ -61,13 +62,13 @@ class Call {
     params.num_kv_heads = shape.heads;
     params.row_bytes = 2 * shape.head_dim;
     for (int i = 0; i < kPeers; ++i) {
-      params.peer_staged[i] = &pad.peer_staged[i];
-      params.own_read[i] = &pad.own_read[i];
+      params.staged_by_this_rank[i] = &pad.staged_by_this_rank[i];
+      params.read_by_peer[i] = &pad.read_by_peer[i];
       params.peer_staged_mirror[i] = &pad.peer_staged_mirror[i];
-      params.own_read_mirror[i] = &pad.own_read_mirror[i];
-      params.own_staged[i] = &pad.own_staged[i];
-      params.tags.peer[i] = &pad.peer_tag[i];
-      params.tags.own[i] = &pad.own_tag[i];
+      params.read_mirror_by_peer[i] = &pad.read_mirror_by_peer[i];
+      params.staged_by_peer[i] = &pad.staged_by_peer[i];
+      params.tags.by_this_rank[i] = &pad.tag_by_this_rank[i];
+      params.tags.by_peer[i] = &pad.tag_by_peer[i];
     }
     params.tags.value = kTag;
     params.tags.mismatch = &pad.mismatch;
@@ -140,13 +141,14 @@ struct Faults {
       const int64_t of_stream = signal - call.pad.peer_staged_mirror;
       if (0 <= of_stream && of_stream < kPeers) {
         const uint32_t all = staged_heads(call.params.num_kv_heads);
-        const uint32_t staged = __atomic_load_n(&call.pad.peer_staged[of_stream], __ATOMIC_RELAXED);
-        if (staged != all || call.pad.own_read_mirror[of_stream] != 0) ++early_mirror;
+        const uint32_t staged =
+            __atomic_load_n(&call.pad.staged_by_this_rank[of_stream], __ATOMIC_RELAXED);
+        if (staged != all || call.pad.read_mirror_by_peer[of_stream] != 0) ++early_mirror;
         return;
       }
-      const int64_t peer = signal - call.pad.peer_staged;
-      if (value == kBeingStaged && call.pad.own_read[peer] != 0) ++early_signal;
-      if (value == kBeingStaged && call.pad.peer_tag[peer] != kTag) ++early_tag;
+      const int64_t peer = signal - call.pad.staged_by_this_rank;
+      if (value == kBeingStaged && call.pad.read_by_peer[peer] != 0) ++early_signal;
+      if (value == kBeingStaged && call.pad.tag_by_this_rank[peer] != kTag) ++early_tag;
       if (value > kBeingStaged) {
         const int heads = static_cast<int>(value - kBeingStaged);
         if (!call.has_staged(0, heads)) ++early_heads;
@@ -156,7 +158,7 @@ struct Faults {
       const std::lock_guard<std::mutex> lock(mutex_);
       const bool is_first = triggering_.insert(blockIdx.x).second;
       if (!is_first || triggering_.size() < blocks) return;
-      for (const uint32_t& read : call.pad.own_read) {
+      for (const uint32_t& read : call.pad.read_by_peer) {
         if (__atomic_load_n(&read, __ATOMIC_RELAXED) != 0) ++triggers_early;
       }
     };
@@ -211,11 +213,11 @@ TEST_CASE("emulated: heads are signalled once they are staged, and counters are 
       const Faults faults(call, blocks);
       REQUIRE(stage(call.params, nullptr) == cudaSuccess);
       CHECK(call.has_staged(0, shape.heads));
-      CHECK(all_are(call.pad.peer_staged, kPeers, staged_heads(shape.heads)));
-      CHECK(all_are(call.pad.peer_tag, kPeers, kTag));
+      CHECK(all_are(call.pad.staged_by_this_rank, kPeers, staged_heads(shape.heads)));
+      CHECK(all_are(call.pad.tag_by_this_rank, kPeers, kTag));
       CHECK(all_are(call.pad.peer_staged_mirror, kPeers, kTag));
-      CHECK(all_are(call.pad.own_read_mirror, kPeers, 0));
-      CHECK(all_are(call.pad.own_read, kPeers, 0));
+      CHECK(all_are(call.pad.read_mirror_by_peer, kPeers, 0));
+      CHECK(all_are(call.pad.read_by_peer, kPeers, 0));
       CHECK(all_are(call.pad.counters, kStageCounters, 0));
       CHECK(call.pad.calls_mirror == 7);
       CHECK(call.pad.phase_mirror == 9);
@@ -238,7 +240,7 @@ TEST_CASE("emulated: many heads are signalled group by group") {
   std::set<uint32_t> signalled;
   const Callbacks callbacks;
   on_store_release = [&](const uint32_t* signal, uint32_t value) {
-    if (signal == call.pad.peer_staged) signalled.insert(value);
+    if (signal == call.pad.staged_by_this_rank) signalled.insert(value);
   };
   REQUIRE(stage(call.params, nullptr) == cudaSuccess);
   // One thread block copies 32 chunks a round; 18 planes of 44 chunks make groups of two heads.
@@ -254,10 +256,10 @@ TEST_CASE("emulated: a rank that has given up stages nothing and signals nothing
       (known_by_copy ? call.pad.given_up_copy : call.pad.failed) = kGivenUp;
       REQUIRE(stage(call.params, nullptr) == cudaSuccess);
       CHECK(call.has_staged_nothing());
-      CHECK(all_are(call.pad.peer_staged, kPeers, 0));
-      CHECK(all_are(call.pad.own_read, kPeers, 1));
+      CHECK(all_are(call.pad.staged_by_this_rank, kPeers, 0));
+      CHECK(all_are(call.pad.read_by_peer, kPeers, 1));
       CHECK(all_are(call.pad.peer_staged_mirror, kPeers, 0));
-      CHECK(all_are(call.pad.own_read_mirror, kPeers, 1));
+      CHECK(all_are(call.pad.read_mirror_by_peer, kPeers, 1));
     }
   }
 }
@@ -266,7 +268,7 @@ TEST_CASE("emulated: no signal is given before all signals of the last call have
   emulator::multiprocessors = 4;
   for (const bool kernel_fetches : {true, false}) {
     Call call({1, 64, 2, 64, 64}, kernel_fetches);
-    call.pad.own_read[1] = 0;  // in flight
+    call.pad.read_by_peer[1] = 0;  // in flight
     std::atomic<bool> comes{false}, too_early{false};
     const Callbacks callbacks;
     on_store_release = [&](const uint32_t*, uint32_t) {
@@ -275,13 +277,13 @@ TEST_CASE("emulated: no signal is given before all signals of the last call have
     std::thread peer([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(200));
       comes = true;
-      __atomic_store_n(&call.pad.own_read[1], 1, __ATOMIC_RELEASE);
+      __atomic_store_n(&call.pad.read_by_peer[1], 1, __ATOMIC_RELEASE);
     });
     const cudaError_t error = stage(call.params, nullptr);
     peer.join();
     CHECK(error == cudaSuccess);
     CHECK_FALSE(too_early);
-    CHECK(all_are(call.pad.own_read, kPeers, 0));
+    CHECK(all_are(call.pad.read_by_peer, kPeers, 0));
     CHECK(all_are(call.pad.peer_staged_mirror, kPeers, kTag));
   }
 }
@@ -307,7 +309,7 @@ TEST_CASE("emulated: a peer in another call is detected before the next kernel i
     for (const uint32_t tag : {kTag + 1, kMismatchTag}) {
       Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
       Pad& pad = call.pad;
-      pad.own_tag[other] = tag;
+      pad.tag_by_peer[other] = tag;
       std::atomic<bool> too_early{false};
       const Callbacks callbacks;
       on_trigger_next = [&] {
@@ -319,8 +321,9 @@ TEST_CASE("emulated: a peer in another call is detected before the next kernel i
       CHECK(pad.failed == kCallMismatch);
       CHECK(pad.mismatch == 1u + other + (tag == kMismatchTag ? kMaxPeers : 0));
       // Peers can detect it too, whichever thread block comes first.
-      CHECK((all_are(pad.peer_tag, kPeers, kTag) || all_are(pad.peer_tag, kPeers, kMismatchTag)));
-      CHECK(all_are(pad.peer_staged, kPeers, staged_heads(2)));
+      CHECK((all_are(pad.tag_by_this_rank, kPeers, kTag) ||
+             all_are(pad.tag_by_this_rank, kPeers, kMismatchTag)));
+      CHECK(all_are(pad.staged_by_this_rank, kPeers, staged_heads(2)));
     }
   }
 }
@@ -329,7 +332,7 @@ TEST_CASE("emulated: a signal that does not arrive is not cleared, and its write
   emulator::multiprocessors = 4;
   Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/false);
   Pad& pad = call.pad;
-  pad.own_read[1] = 0;
+  pad.read_by_peer[1] = 0;
   std::thread host([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
     __atomic_store_n(&pad.given_up, kGivenUp, __ATOMIC_RELEASE);
@@ -338,21 +341,21 @@ TEST_CASE("emulated: a signal that does not arrive is not cleared, and its write
   host.join();
   CHECK(error == cudaSuccess);
   CHECK(pad.failed == kGivenUp);
-  CHECK(pad.peer_tag[1] == 0);
-  CHECK(pad.own_read_mirror[1] == 1);
-  CHECK(pad.own_read_mirror[2] == 0);
+  CHECK(pad.tag_by_this_rank[1] == 0);
+  CHECK(pad.read_mirror_by_peer[1] == 1);
+  CHECK(pad.read_mirror_by_peer[2] == 0);
 }
 
 TEST_CASE("emulated: a rank that has detected a mismatch publishes it in its next call") {
   emulator::multiprocessors = 8;
   Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
   call.pad.failed = kCallMismatch;
-  call.pad.own_staged[1] = 0;  // not waited for
-  call.pad.own_tag[0] = kTag + 1;
+  call.pad.staged_by_peer[1] = 0;  // not waited for
+  call.pad.tag_by_peer[0] = kTag + 1;
   REQUIRE(stage(call.params, nullptr) == cudaSuccess);
-  CHECK(all_are(call.pad.peer_tag, kPeers, kMismatchTag));
+  CHECK(all_are(call.pad.tag_by_this_rank, kPeers, kMismatchTag));
   CHECK(all_are(call.pad.peer_staged_mirror, kPeers, kMismatchTag));
-  CHECK(all_are(call.pad.peer_staged, kPeers, staged_heads(2)));
+  CHECK(all_are(call.pad.staged_by_this_rank, kPeers, staged_heads(2)));
   CHECK(call.pad.failed == kCallMismatch);
   CHECK(call.pad.mismatch == 0);
 }
@@ -360,10 +363,10 @@ TEST_CASE("emulated: a rank that has detected a mismatch publishes it in its nex
 TEST_CASE("emulated: where no kernel fetches, tags are published but not compared") {
   emulator::multiprocessors = 2;
   Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/false);
-  call.pad.own_tag[1] = kTag + 1;
+  call.pad.tag_by_peer[1] = kTag + 1;
   REQUIRE(stage(call.params, nullptr) == cudaSuccess);
   CHECK(call.pad.failed == 0);
-  CHECK(all_are(call.pad.peer_tag, kPeers, kTag));
+  CHECK(all_are(call.pad.tag_by_this_rank, kPeers, kTag));
 }
 
 TEST_CASE(
@@ -373,7 +376,7 @@ TEST_CASE(
   for (const Ends ends : {Ends::kByItself, Ends::kFailed, Ends::kGivenUp}) {
     Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/true);
     Pad& pad = call.pad;
-    pad.own_staged[1] = 0;
+    pad.staged_by_peer[1] = 0;
     std::atomic<bool> comes{false}, too_early{false};
     const Callbacks callbacks;
     on_trigger_next = [&] {
@@ -382,7 +385,7 @@ TEST_CASE(
     std::thread host([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(200));
       comes = true;
-      uint32_t& signal = ends == Ends::kByItself ? pad.own_staged[1]
+      uint32_t& signal = ends == Ends::kByItself ? pad.staged_by_peer[1]
                          : ends == Ends::kFailed ? pad.failed
                                                  : pad.given_up;
       const uint32_t value = ends == Ends::kByItself ? kBeingStaged : kGivenUp;
