@@ -58,8 +58,9 @@ __device__ __forceinline__ void wait_until_mirrored(const RemoteFetch& fetch, in
   const PeerSignals& signals = fetch.signals;
 #pragma unroll 1
   for (int i = first; i < signals.num_peers; i += threads) {
-    if (signals.staged_mirror[i] == nullptr) continue;
-    wait_until_at_least(signals.staged_mirror[i], 1, fetch, signals.phase_until_mirrored, between);
+    if (signals.staged_mirror_by_peer[i] == nullptr) continue;
+    wait_until_at_least(signals.staged_mirror_by_peer[i], 1, fetch, signals.phase_until_mirrored,
+                        between);
   }
 }
 
@@ -74,8 +75,8 @@ __device__ __forceinline__ void clear_staged_and_signal_read(const RemoteFetch& 
   __threadfence_system();  // reads of all thread blocks come before the signals
   for (int i = first; i < signals.num_peers; i += threads) {
     store_relaxed_system(signals.staged_by_peer[i], 0);
-    if (signals.staged_mirror[i] == nullptr) continue;
-    store_relaxed_system(signals.staged_mirror[i], 0);
+    if (signals.staged_mirror_by_peer[i] == nullptr) continue;
+    store_relaxed_system(signals.staged_mirror_by_peer[i], 0);
     store_relaxed_system(signals.read_mirror_by_this_rank[i], 1);
   }
   for (int i = first; i < signals.num_peers; i += threads) {

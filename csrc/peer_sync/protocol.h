@@ -118,9 +118,9 @@ constexpr uint32_t kCallMismatch = 2;
 struct PeerSignals {
   static constexpr int kMaxPeers = 16;
 
-  uint32_t* staged_by_peer[kMaxPeers] = {};     // waited for, then cleared
-  uint32_t* read_by_this_rank[kMaxPeers] = {};  // set to 1 when everything has been read
-  uint32_t* staged_mirror[kMaxPeers] = {};      // own, host memory: as `staged`; null: no mirrors
+  uint32_t* staged_by_peer[kMaxPeers] = {};            // waited for, then cleared
+  uint32_t* read_by_this_rank[kMaxPeers] = {};         // set to 1 when everything has been read
+  uint32_t* staged_mirror_by_peer[kMaxPeers] = {};     // host memory: as `staged`; null: no mirrors
   uint32_t* read_mirror_by_this_rank[kMaxPeers] = {};  // host memory: set before read_by_this_rank
   const uint32_t* read_by_peer[kMaxPeers] = {};        // the launch ends when all are set
   int32_t num_peers = 0;

@@ -104,7 +104,7 @@ enum Signal {
   kReadByThisRank,
   kReadByPeer,
   kPhase,
-  kStagedMirror,
+  kStagedMirrorByPeer,
   kReadMirrorByThisRank,
   kNumSignals
 };
@@ -181,7 +181,7 @@ inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Res
       signals.staged_by_peer[peer] = pointer_to(launch.signals[kStaged][peer]);
       signals.read_by_this_rank[peer] = pointer_to(launch.signals[kReadByThisRank][peer]);
       signals.read_by_peer[peer] = pointer_to(launch.signals[kReadByPeer][peer]);
-      signals.staged_mirror[peer] = pointer_to(launch.signals[kStagedMirror][peer]);
+      signals.staged_mirror_by_peer[peer] = pointer_to(launch.signals[kStagedMirrorByPeer][peer]);
       signals.read_mirror_by_this_rank[peer] =
           pointer_to(launch.signals[kReadMirrorByThisRank][peer]);
     }

@@ -25,7 +25,7 @@ struct Pad {
   at::Tensor staged_by_peer = all.narrow(0, 2 * kPeers, kPeers);
   at::Tensor tag_by_this_rank = all.narrow(0, 3 * kPeers, kPeers);
   at::Tensor tag_by_peer = all.narrow(0, 4 * kPeers, kPeers).fill_(kTag);
-  at::Tensor peer_staged_mirror = all.narrow(0, 5 * kPeers, kPeers);
+  at::Tensor staged_mirror_by_this_rank = all.narrow(0, 5 * kPeers, kPeers);
   at::Tensor read_mirror_by_peer = all.narrow(0, 6 * kPeers, kPeers).fill_(1);
   at::Tensor counters = all.narrow(0, 7 * kPeers, cuda::kStageCounters);
   // failed, calls, calls_mirror, phase_mirror, mismatch
@@ -38,7 +38,7 @@ struct Pad {
     for (int i = 0; i < kPeers; ++i) {
       params.staged_by_this_rank[i] = at(staged_by_this_rank, i);
       params.read_by_peer[i] = at(read_by_peer, i);
-      params.peer_staged_mirror[i] = at(peer_staged_mirror, i);
+      params.staged_mirror_by_this_rank[i] = at(staged_mirror_by_this_rank, i);
       params.read_mirror_by_peer[i] = at(read_mirror_by_peer, i);
       params.staged_by_peer[i] = at(staged_by_peer, i);
       params.tags.by_this_rank[i] = at(tag_by_this_rank, i);

@@ -12,8 +12,8 @@ std::vector<uint32_t> HostSignalPads::progress(Phase::Kind kind) const {
   const HostSignalPad& pad = own();
   std::vector<uint32_t> progress;
   for (size_t rank = 0; rank < pads_.size(); ++rank) {
-    const uint32_t staged = pad.staged[rank];
-    progress.push_back(kind == Phase::kStreamUntilRead ? pad.read[rank].load()
+    const uint32_t staged = pad.staged_mirror[rank];
+    progress.push_back(kind == Phase::kStreamUntilRead ? pad.read_mirror[rank].load()
                        : kind == Phase::kUntilMirrored ? staged != 0
                                                        : staged == pad.call_tag);
   }
@@ -31,10 +31,10 @@ std::optional<WatchedSignals::CallMismatch> HostSignalPads::call_mismatch() cons
   const uint32_t calls = pad.calls, phase = pad.phase, call_tag = pad.call_tag;
   if (Phase::decode(phase).kind != Phase::kStreamUntilStaged) return {};
   for (size_t rank = 0; rank < pads_.size(); ++rank) {
-    const uint32_t staged = pad.staged[rank];
+    const uint32_t staged = pad.staged_mirror[rank];
     if (staged == 0 || staged == call_tag) continue;
     // No rank stages for the next call before this one is over, but it may be over by now.
-    if (pad.phase != phase || pad.staged[rank] != staged) return {};
+    if (pad.phase != phase || pad.staged_mirror[rank] != staged) return {};
     if (pad.call_tag != call_tag || pad.calls != calls) return {};
     return WatchedSignals::CallMismatch{static_cast<int64_t>(rank), staged == kMismatchTag};
   }
@@ -45,8 +45,8 @@ void HostSignalPads::give_up() {
   HostSignalPad& pad = own();
   pad.given_up = kGivenUp;  // first: a stream that passes copies it
   for (size_t rank = 0; rank < pads_.size(); ++rank) {
-    pad.staged[rank] = pad.call_tag.load();
-    pad.read[rank] = 1;
+    pad.staged_mirror[rank] = pad.call_tag.load();
+    pad.read_mirror[rank] = 1;
   }
 }
 

@@ -29,8 +29,8 @@ struct HostSignalPad {
   // Written by its host.
   Signal given_up{0};
   // Written by the rank of the index; a rank's own are not used.
-  Signal staged[kMaxRanks] = {};  // staged_mirror: the tag
-  Signal read[kMaxRanks] = {};    // read_mirror: 1
+  Signal staged_mirror[kMaxRanks] = {};  // the tag of the call
+  Signal read_mirror[kMaxRanks] = {};    // 1
 };
 
 /// The host pads of all ranks, as one of them sees them.

@@ -97,7 +97,7 @@ std::unique_ptr<PeerHostMemory> share_host_memory(const Rendezvous& rendezvous, 
 std::vector<HostSignalPad*> host_pads(void* memory, int64_t rank, int64_t num_ranks) {
   auto* const first = static_cast<HostSignalPad*>(memory);
   new (first + rank) HostSignalPad;
-  for (int64_t other = 0; other < num_ranks; ++other) first[rank].read[other] = 1;
+  for (int64_t other = 0; other < num_ranks; ++other) first[rank].read_mirror[other] = 1;
   std::vector<HostSignalPad*> pads;
   for (int64_t other = 0; other < num_ranks; ++other) pads.push_back(first + other);
   return pads;
@@ -218,9 +218,9 @@ void SignalPad::add_signals(cuda::StageParams& params, int32_t call_tag) const {
   params.tags.mismatch = signals_->on_device(host.mismatch);
   for (const int64_t rank : signals_->others()) {
     const int peer = params.num_peers++;
-    params.read_mirror_by_peer[peer] = signals_->on_device(host.read[rank]);
-    params.peer_staged_mirror[peer] =
-        signals_->on_device(signals_->host(rank).staged[signals_->rank()]);
+    params.read_mirror_by_peer[peer] = signals_->on_device(host.read_mirror[rank]);
+    params.staged_mirror_by_this_rank[peer] =
+        signals_->on_device(signals_->host(rank).staged_mirror[signals_->rank()]);
     params.tags.by_this_rank[peer] = signals_->at(rank, Layout::kTag + signals_->rank());
     params.tags.by_peer[peer] = signals_->at(Layout::kTag + rank);
     params.read_by_peer[peer] = signals_->at(Layout::kRead + rank);
@@ -244,11 +244,11 @@ void SignalPad::wait_until_staged(int32_t call_tag, cudaStream_t stream) {
   operations.write(signals_->on_device(host.call_tag), as_signal(call_tag));
   operations.write(signals_->on_device(host.phase), kStreamUntilStaged);
   for (const int64_t rank : signals_->others()) {
-    operations.wait_until(signals_->on_device(host.staged[rank]), as_signal(call_tag));
+    operations.wait_until(signals_->on_device(host.staged_mirror[rank]), as_signal(call_tag));
   }
   // The signals in device memory were set before their mirrors.
   for (const int64_t rank : signals_->others()) {
-    operations.write(signals_->on_device(host.staged[rank]), 0);
+    operations.write(signals_->on_device(host.staged_mirror[rank]), 0);
     operations.write(signals_->at(Layout::kStaged + rank), 0);
   }
   operations.write(signals_->on_device(host.phase), kNotWaiting);
@@ -257,7 +257,7 @@ void SignalPad::wait_until_staged(int32_t call_tag, cudaStream_t stream) {
 
 void SignalPad::signal_read(int64_t peer, cudaStream_t stream) {
   cuda::StreamMemOps operations;
-  uint32_t* const read = signals_->on_device(signals_->host(peer).read[signals_->rank()]);
+  uint32_t* const read = signals_->on_device(signals_->host(peer).read_mirror[signals_->rank()]);
   operations.write(read, 1);
   // Not only in flight: it could land after the peer, which sees `read`, has cleared the mirror.
   operations.wait_until(read, 1);
@@ -273,7 +273,7 @@ void SignalPad::wait_until_read(cudaStream_t stream) {
   cuda::StreamMemOps operations;
   operations.write(signals_->on_device(host.phase), kStreamUntilRead);
   for (const int64_t rank : signals_->others())
-    operations.wait_until(signals_->on_device(host.read[rank]), 1);
+    operations.wait_until(signals_->on_device(host.read_mirror[rank]), 1);
   operations.write(signals_->on_device(host.phase), kNotWaiting);
   C10_CUDA_CHECK(operations.enqueue(stream));
   // A stream that the watchdog let pass reads it before anything is staged or returned.
@@ -291,9 +291,10 @@ RemoteFetch SignalPad::remote_fetch(int64_t num_kv_heads) const {
   for (const int64_t rank : signals_->others()) {
     signals.staged_by_peer[signals.num_peers] = signals_->at(Layout::kStaged + rank);
     signals.read_by_peer[signals.num_peers] = signals_->at(Layout::kRead + rank);
-    signals.staged_mirror[signals.num_peers] = signals_->on_device(signals_->host().staged[rank]);
+    signals.staged_mirror_by_peer[signals.num_peers] =
+        signals_->on_device(signals_->host().staged_mirror[rank]);
     signals.read_mirror_by_this_rank[signals.num_peers] =
-        signals_->on_device(signals_->host(rank).read[signals_->rank()]);
+        signals_->on_device(signals_->host(rank).read_mirror[signals_->rank()]);
     signals.read_by_this_rank[signals.num_peers++] =
         signals_->at(rank, Layout::kRead + signals_->rank());
   }

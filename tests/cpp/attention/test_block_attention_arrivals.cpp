@@ -29,7 +29,7 @@ using ringattn::testing::kReadByPeer;
 using ringattn::testing::kReadByThisRank;
 using ringattn::testing::kReadMirrorByThisRank;
 using ringattn::testing::kStaged;
-using ringattn::testing::kStagedMirror;
+using ringattn::testing::kStagedMirrorByPeer;
 using ringattn::testing::kZigzag;
 using ringattn::testing::Launch;
 using ringattn::testing::pairs_row_tiles;
@@ -104,7 +104,7 @@ Launch alone() {
 /// The signals at the begin of the next call: peers have staged everything, none has a read signal.
 void stage_again(const Problem& problem, const Launch& launch) {
   launch.signals[kStaged].fill_(static_cast<int>(ringattn::staged_heads(problem.heads().kv)));
-  launch.signals[kStagedMirror].fill_(77);  // a tag
+  launch.signals[kStagedMirrorByPeer].fill_(77);  // a tag
   for (const int read : {kReadByThisRank, kReadMirrorByThisRank}) launch.signals[read].fill_(0);
 }
 
@@ -131,7 +131,7 @@ bool has_signalled(const Launch& launch) {
     return launch.signals[signal].eq(value).all().item<bool>();
   };
   return launch.scratch.eq(0).all().item<bool>() && all_are(kStaged, 0) &&
-         all_are(kReadByThisRank, 1) && all_are(kStagedMirror, 0) &&
+         all_are(kReadByThisRank, 1) && all_are(kStagedMirrorByPeer, 0) &&
          all_are(kReadMirrorByThisRank, 1) && launch.signals[kPhase][0].item<int>() == 5;
 }
 
@@ -357,15 +357,15 @@ TEST_CASE("mirrors are waited for before they are cleared, or the host gives up"
     Results results(problem);
     const SideStream side;
     const Launch launch = fetching_launch(problem, 3, 16);
-    launch.signals[kStagedMirror][1].fill_(0);
+    launch.signals[kStagedMirrorByPeer][1].fill_(0);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
     CHECK_FALSE(side.ends_soon());
     CHECK(side.read(launch.signals[kPhase]) == 8);
-    CHECK(side.read(launch.signals[kStagedMirror][0]) == 77);
+    CHECK(side.read(launch.signals[kStagedMirrorByPeer][0]) == 77);
     for (const int read : {kReadByThisRank, kReadMirrorByThisRank})
       CHECK(side.read(launch.signals[read][2]) == 0);
-    if (ends == Ends::kByItself) side.write(launch.signals[kStagedMirror][1], 77);
+    if (ends == Ends::kByItself) side.write(launch.signals[kStagedMirrorByPeer][1], 77);
     give_up(launch, ends, side);
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(has_signalled(launch));

@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
     if (__syncthreads_or(failed)) return;
     if (is_last_block(copying, to.blocks_done + group) && threadIdx.x < to.num_peers) {
       store_release_system(to.staged_by_this_rank[threadIdx.x], staged_heads(head));
-      if (head == num_heads && to.peer_staged_mirror[threadIdx.x] != nullptr) {
-        store_release_system(to.peer_staged_mirror[threadIdx.x], tag);
+      if (head == num_heads && to.staged_mirror_by_this_rank[threadIdx.x] != nullptr) {
+        store_release_system(to.staged_mirror_by_this_rank[threadIdx.x], tag);
       }
     }
   }

@@ -53,7 +53,7 @@ struct StageParams {
   uint32_t* staged_by_this_rank[kMaxPeers] = {};  // set when all copying thread blocks run, and
                                                   // then for each group of heads
   uint32_t* read_mirror_by_peer[kMaxPeers] = {};  // host memory: cleared; null: no mirrors
-  uint32_t* peer_staged_mirror[kMaxPeers] = {};   // host memory: set to the tag, after all heads
+  uint32_t* staged_mirror_by_this_rank[kMaxPeers] = {};  // host memory: the tag, after all heads
   int num_peers = 0;
 
   /// A kernel fetches what peers stage, the next one on the stream. This one leaves most of the

@@ -63,7 +63,7 @@ struct Rotation {
     signals.num_peers = kPeers;
     for (int i = 0; i < kPeers; ++i) {
       signals.staged_by_peer[i] = Pad::at(pad.staged_by_this_rank, i);
-      signals.staged_mirror[i] = Pad::at(pad.peer_staged_mirror, i);
+      signals.staged_mirror_by_peer[i] = Pad::at(pad.staged_mirror_by_this_rank, i);
       signals.read_by_this_rank[i] = Pad::at(pad.read_by_peer, i);
       signals.read_mirror_by_this_rank[i] = Pad::at(pad.read_mirror_by_peer, i);
       signals.read_by_peer[i] = Pad::at(read_by_peer, i);
@@ -84,7 +84,7 @@ struct Rotation {
   }
   // As the next call needs them.
   bool signals_are_reset() const {
-    return all_are(pad.staged_by_this_rank, 0) && all_are(pad.peer_staged_mirror, 0) &&
+    return all_are(pad.staged_by_this_rank, 0) && all_are(pad.staged_mirror_by_this_rank, 0) &&
            all_are(pad.read_by_peer, 1) && all_are(pad.read_mirror_by_peer, 1) &&
            all_are(scratch, 0) && all_are(pad.counters, 0);
   }

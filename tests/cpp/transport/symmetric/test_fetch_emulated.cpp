@@ -44,7 +44,7 @@ struct Call {
     for (int i = 0; i < kPeers; ++i) {
       signals.staged_by_peer[i] = &staged[i];
       signals.read_by_this_rank[i] = &read_by_this_rank[i];
-      signals.staged_mirror[i] = &staged_mirror[i];
+      signals.staged_mirror_by_peer[i] = &staged_mirror[i];
       signals.read_mirror_by_this_rank[i] = &read_mirror_by_this_rank[i];
       signals.read_by_peer[i] = &read_by_peer[i];
     }

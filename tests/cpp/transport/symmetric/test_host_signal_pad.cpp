@@ -37,9 +37,9 @@ bool is(const std::optional<WatchedSignals::CallMismatch>& mismatch, int64_t ran
 TEST_CASE("progress: peers that have staged under this tag, and peers that have read") {
   Ranks ranks;
   ranks.own.call_tag = kTag;
-  ranks.own.staged[0] = kTag;
-  ranks.own.staged[2] = kOtherTag;
-  ranks.own.read[2] = 1;
+  ranks.own.staged_mirror[0] = kTag;
+  ranks.own.staged_mirror[2] = kOtherTag;
+  ranks.own.read_mirror[2] = 1;
   CHECK(ranks.view.progress(Phase::kStreamUntilStaged) == std::vector<uint32_t>{1, 0, 0});
   CHECK(ranks.view.progress(Phase::kStreamUntilRead) == std::vector<uint32_t>{0, 0, 1});
   CHECK(ranks.view.progress(Phase::kUntilMirrored) == std::vector<uint32_t>{1, 0, 1});
@@ -48,19 +48,19 @@ TEST_CASE("progress: peers that have staged under this tag, and peers that have 
 TEST_CASE("a peer that has staged under another tag is a mismatch, or has reported one") {
   Ranks ranks;
   ranks.own.call_tag = kTag;
-  ranks.own.staged[0] = kTag;
+  ranks.own.staged_mirror[0] = kTag;
   ranks.wait(Phase::kStreamUntilStaged);
   CHECK_FALSE(ranks.view.call_mismatch());
-  ranks.own.staged[2] = kOtherTag;
+  ranks.own.staged_mirror[2] = kOtherTag;
   CHECK(is(ranks.view.call_mismatch(), 2, false));
-  ranks.own.staged[2] = kMismatchTag;
+  ranks.own.staged_mirror[2] = kMismatchTag;
   CHECK(is(ranks.view.call_mismatch(), 2, true));
 }
 
 TEST_CASE("a peer that is not waited for may be in its next call") {
   Ranks ranks;
   ranks.own.call_tag = kTag;
-  ranks.own.staged[0] = kOtherTag;
+  ranks.own.staged_mirror[0] = kOtherTag;
   for (const auto kind :
        {Phase::kNotWaiting, Phase::kUntilRead, Phase::kUntilStaged, Phase::kStreamUntilRead}) {
     ranks.wait(kind);
@@ -84,10 +84,10 @@ TEST_CASE("giving up sets all signals of this rank's pad, and no peer's") {
   ranks.view.give_up();
   CHECK(ranks.own.given_up == kGivenUp);
   for (int rank = 0; rank < 3; ++rank) {
-    CHECK(ranks.own.staged[rank] == kTag);
-    CHECK(ranks.own.read[rank] == 1);
-    CHECK(ranks.pads[0].staged[rank] == 0);
-    CHECK(ranks.pads[2].read[rank] == 0);
+    CHECK(ranks.own.staged_mirror[rank] == kTag);
+    CHECK(ranks.own.read_mirror[rank] == 1);
+    CHECK(ranks.pads[0].staged_mirror[rank] == 0);
+    CHECK(ranks.pads[2].read_mirror[rank] == 0);
   }
   CHECK(ranks.pads[0].given_up == 0);
 }

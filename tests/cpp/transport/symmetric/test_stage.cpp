@@ -95,7 +95,7 @@ TEST_CASE("a block is staged whole, its heads are signalled, and counters are 0 
         block.staged.fill_(kNaN);
         pad.staged_by_this_rank.zero_();
         pad.read_by_peer.fill_(1);
-        pad.peer_staged_mirror.zero_();
+        pad.staged_mirror_by_this_rank.zero_();
         pad.read_mirror_by_peer.fill_(1);
         pad.staged_by_peer.fill_(1);
         StageParams params = block.params(kernel_fetches);
@@ -105,7 +105,7 @@ TEST_CASE("a block is staged whole, its heads are signalled, and counters are 0 
         REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
         CHECK(block.is_staged());
         CHECK(all_are(pad.staged_by_this_rank, staged_heads(shape.heads)));
-        CHECK(all_are(pad.peer_staged_mirror, kTag));
+        CHECK(all_are(pad.staged_mirror_by_this_rank, kTag));
         CHECK(all_are(pad.read_mirror_by_peer, 0));
         CHECK(all_are(pad.read_by_peer, 0));
         CHECK(all_are(pad.counters, 0));
@@ -134,7 +134,7 @@ TEST_CASE("a message is staged as one row of bytes") {
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(at::equal(to.narrow(0, 0, bytes), message.narrow(0, 0, bytes)));
     CHECK(all_are(pad.staged_by_this_rank, staged_heads(1)));
-    CHECK(all_are(pad.peer_staged_mirror, kTag));
+    CHECK(all_are(pad.staged_mirror_by_this_rank, kTag));
   }
 }
 

@@ -32,9 +32,9 @@ struct Shape {
 
 // The signals of a call: this rank's pad stands for those of its peers.
 struct Pad {
-  uint32_t staged_by_this_rank[kPeers] = {}, read_by_peer[kPeers] = {1, 1, 1},
-           staged_by_peer[kPeers] = {1, 1, 1};
-  uint32_t peer_staged_mirror[kPeers] = {}, read_mirror_by_peer[kPeers] = {1, 1, 1};
+  uint32_t staged_by_this_rank[kPeers] = {}, staged_mirror_by_this_rank[kPeers] = {};
+  uint32_t staged_by_peer[kPeers] = {1, 1, 1};
+  uint32_t read_by_peer[kPeers] = {1, 1, 1}, read_mirror_by_peer[kPeers] = {1, 1, 1};
   uint32_t tag_by_this_rank[kPeers] = {}, tag_by_peer[kPeers] = {kTag, kTag, kTag}, mismatch = 0;
   uint32_t counters[kStageCounters] = {};
   uint32_t failed = 0, given_up = 0, given_up_copy = 0, calls = 6, calls_mirror = 0,
@@ -64,7 +64,7 @@ class Call {
     for (int i = 0; i < kPeers; ++i) {
       params.staged_by_this_rank[i] = &pad.staged_by_this_rank[i];
       params.read_by_peer[i] = &pad.read_by_peer[i];
-      params.peer_staged_mirror[i] = &pad.peer_staged_mirror[i];
+      params.staged_mirror_by_this_rank[i] = &pad.staged_mirror_by_this_rank[i];
       params.read_mirror_by_peer[i] = &pad.read_mirror_by_peer[i];
       params.staged_by_peer[i] = &pad.staged_by_peer[i];
       params.tags.by_this_rank[i] = &pad.tag_by_this_rank[i];
@@ -138,12 +138,11 @@ struct Faults {
   Faults(const Call& call, unsigned blocks) {
     on_store_release = [this, &call](const uint32_t* signal, uint32_t value) {
       if (value <= __atomic_load_n(signal, __ATOMIC_RELAXED)) ++falls_back;
-      const int64_t of_stream = signal - call.pad.peer_staged_mirror;
-      if (0 <= of_stream && of_stream < kPeers) {
+      const int64_t i = signal - call.pad.staged_mirror_by_this_rank;
+      if (0 <= i && i < kPeers) {
         const uint32_t all = staged_heads(call.params.num_kv_heads);
-        const uint32_t staged =
-            __atomic_load_n(&call.pad.staged_by_this_rank[of_stream], __ATOMIC_RELAXED);
-        if (staged != all || call.pad.read_mirror_by_peer[of_stream] != 0) ++early_mirror;
+        const uint32_t staged = __atomic_load_n(&call.pad.staged_by_this_rank[i], __ATOMIC_RELAXED);
+        if (staged != all || call.pad.read_mirror_by_peer[i] != 0) ++early_mirror;
         return;
       }
       const int64_t peer = signal - call.pad.staged_by_this_rank;
@@ -215,7 +214,7 @@ TEST_CASE("emulated: heads are signalled once they are staged, and counters are 
       CHECK(call.has_staged(0, shape.heads));
       CHECK(all_are(call.pad.staged_by_this_rank, kPeers, staged_heads(shape.heads)));
       CHECK(all_are(call.pad.tag_by_this_rank, kPeers, kTag));
-      CHECK(all_are(call.pad.peer_staged_mirror, kPeers, kTag));
+      CHECK(all_are(call.pad.staged_mirror_by_this_rank, kPeers, kTag));
       CHECK(all_are(call.pad.read_mirror_by_peer, kPeers, 0));
       CHECK(all_are(call.pad.read_by_peer, kPeers, 0));
       CHECK(all_are(call.pad.counters, kStageCounters, 0));
@@ -258,7 +257,7 @@ TEST_CASE("emulated: a rank that has given up stages nothing and signals nothing
       CHECK(call.has_staged_nothing());
       CHECK(all_are(call.pad.staged_by_this_rank, kPeers, 0));
       CHECK(all_are(call.pad.read_by_peer, kPeers, 1));
-      CHECK(all_are(call.pad.peer_staged_mirror, kPeers, 0));
+      CHECK(all_are(call.pad.staged_mirror_by_this_rank, kPeers, 0));
       CHECK(all_are(call.pad.read_mirror_by_peer, kPeers, 1));
     }
   }
@@ -284,7 +283,7 @@ TEST_CASE("emulated: no signal is given before all signals of the last call have
     CHECK(error == cudaSuccess);
     CHECK_FALSE(too_early);
     CHECK(all_are(call.pad.read_by_peer, kPeers, 0));
-    CHECK(all_are(call.pad.peer_staged_mirror, kPeers, kTag));
+    CHECK(all_are(call.pad.staged_mirror_by_this_rank, kPeers, kTag));
   }
 }
 
@@ -354,7 +353,7 @@ TEST_CASE("emulated: a rank that has detected a mismatch publishes it in its nex
   call.pad.tag_by_peer[0] = kTag + 1;
   REQUIRE(stage(call.params, nullptr) == cudaSuccess);
   CHECK(all_are(call.pad.tag_by_this_rank, kPeers, kMismatchTag));
-  CHECK(all_are(call.pad.peer_staged_mirror, kPeers, kMismatchTag));
+  CHECK(all_are(call.pad.staged_mirror_by_this_rank, kPeers, kMismatchTag));
   CHECK(all_are(call.pad.staged_by_this_rank, kPeers, staged_heads(2)));
   CHECK(call.pad.failed == kCallMismatch);
   CHECK(call.pad.mismatch == 0);
