@@ -238,7 +238,7 @@ void SignalPad::add_signals(cuda::StageParams& params, int32_t call_tag) const {
   params.phase = until_staged(kBeingStaged);  // a stream that waits writes its own phase
 }
 
-void SignalPad::wait_until_staged(int32_t call_tag, cudaStream_t stream) {
+void SignalPad::enqueue_wait_and_clear_staged(int32_t call_tag, cudaStream_t stream) {
   HostSignalPad& host = signals_->host();
   cuda::StreamMemOps operations;
   operations.write(signals_->on_device(host.call_tag), as_signal(call_tag));
@@ -255,7 +255,7 @@ void SignalPad::wait_until_staged(int32_t call_tag, cudaStream_t stream) {
   C10_CUDA_CHECK(operations.enqueue(stream));
 }
 
-void SignalPad::signal_read(int64_t peer, cudaStream_t stream) {
+void SignalPad::enqueue_signal_read(int64_t peer, cudaStream_t stream) {
   cuda::StreamMemOps operations;
   uint32_t* const read = signals_->on_device(signals_->host(peer).read_mirror[signals_->rank()]);
   operations.write(read, 1);
@@ -268,7 +268,7 @@ void SignalPad::signal_read(int64_t peer, cudaStream_t stream) {
                                  stream));
 }
 
-void SignalPad::wait_until_read(cudaStream_t stream) {
+void SignalPad::enqueue_wait_until_read(cudaStream_t stream) {
   HostSignalPad& host = signals_->host();
   cuda::StreamMemOps operations;
   operations.write(signals_->on_device(host.phase), kStreamUntilRead);

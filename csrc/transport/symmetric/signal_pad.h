@@ -32,14 +32,15 @@ class SignalPad {
   /// another tag (CallMonitor::call_tag) fail.
   void add_signals(cuda::StageParams& params, int32_t call_tag) const;
 
-  // Where copy engines fetch, next, on a stream that follows it, in this order:
+  // Where copy engines fetch, next, in this order, on a stream that follows it. The stream waits
+  // and writes, the host enqueues:
   /// Waits until all peers have staged everything for this call, and clears their signals.
-  void wait_until_staged(int32_t call_tag, cudaStream_t stream);
+  void enqueue_wait_and_clear_staged(int32_t call_tag, cudaStream_t stream);
   /// Signals that this rank has read the block of `peer`. Once for each peer, after the copies from
   /// there.
-  void signal_read(int64_t peer, cudaStream_t stream);
+  void enqueue_signal_read(int64_t peer, cudaStream_t stream);
   /// Waits until all peers have read this rank's block.
-  void wait_until_read(cudaStream_t stream);
+  void enqueue_wait_until_read(cudaStream_t stream);
   /// After that: fills `results` with NaN where the group's calls have failed.
   void poison_if_failed(const std::vector<at::Tensor>& results) const;
 

@@ -219,8 +219,8 @@ class SymmetricStream : public BlockStream {
       return;
     }
     transport_.after(stream_);
-    transport_.signal_pad_.wait_until_staged(transport_.rendezvous_.calls->call_tag(),
-                                             transport_.side_stream_);
+    transport_.signal_pad_.enqueue_wait_and_clear_staged(transport_.rendezvous_.calls->call_tag(),
+                                                         transport_.side_stream_);
     arrived_.resize(num_hops_);
     for (int64_t step = 1; step <= exchange_.depth; ++step) fetch(step);
   }
@@ -255,7 +255,7 @@ class SymmetricStream : public BlockStream {
 
   void finish(const std::vector<at::Tensor>& results) override {
     if (!exchange_.kernel_fetches) {
-      transport_.signal_pad_.wait_until_read(transport_.side_stream_);
+      transport_.signal_pad_.enqueue_wait_until_read(transport_.side_stream_);
       transport_.join(stream_);
       transport_.guard(results);
     }
@@ -287,7 +287,8 @@ class SymmetricStream : public BlockStream {
     if (transfer_delay_seed()) transport_.delay(exchange_.hops[step - 1].source);
     enqueue(plan_->copies[step - 1]);
     arrived.end->record(transport_.side_stream_);
-    transport_.signal_pad_.signal_read(exchange_.hops[step - 1].source, transport_.side_stream_);
+    transport_.signal_pad_.enqueue_signal_read(exchange_.hops[step - 1].source,
+                                               transport_.side_stream_);
   }
 
   void enqueue(const CopyPlan& copy) {
@@ -379,13 +380,14 @@ void SymmetricTransport::fetch_by_kernel(const Message& message) {
 }
 
 void SymmetricTransport::fetch_by_copy_engine(const Message& message) {
-  signal_pad_.wait_until_staged(rendezvous_.calls->call_tag(), side_stream_);
+  signal_pad_.enqueue_wait_and_clear_staged(rendezvous_.calls->call_tag(), side_stream_);
   if (message.receive.defined()) {
     C10_CUDA_CHECK(cudaMemcpyAsync(message.receive.mutable_data_ptr(), staged_by(message.source),
                                    message.receive.nbytes(), cudaMemcpyDefault, side_stream_));
   }
-  for (const int64_t rank : rendezvous_.others()) signal_pad_.signal_read(rank, side_stream_);
-  signal_pad_.wait_until_read(side_stream_);
+  for (const int64_t rank : rendezvous_.others())
+    signal_pad_.enqueue_signal_read(rank, side_stream_);
+  signal_pad_.enqueue_wait_until_read(side_stream_);
 }
 
 const bool registered = register_transport(
