@@ -30,7 +30,7 @@ struct Source {
 
 struct Launch {
   Source k, v;
-  StageParams to;
+  StageParams params;
   uint32_t row_vectors;                      // of one head
   uint32_t rows_per_step, vectors_per_step;  // from a lane's vector to its next one
   uint32_t plane_vectors;  // a plane: [rows, D] of one head and batch entry, keys or values
@@ -41,17 +41,17 @@ struct Launch {
 
 // Copies a chunk, all of its vectors in flight at once. `writes`: false where it only reads.
 __device__ __forceinline__ void copy_chunk(const Launch& launch, uint32_t chunk, bool writes) {
-  const StageParams& to = launch.to;
+  const StageParams& params = launch.params;
   const uint32_t plane = chunk / launch.plane_chunks;
   const uint32_t first =
       (chunk - plane * launch.plane_chunks) * kChunkVectors + threadIdx.x % kWarpSize;
-  const uint32_t head_and_kind = plane / to.batch, batch = plane - head_and_kind * to.batch;
-  const uint32_t kinds = to.keys_only ? 1 : 2;
+  const uint32_t head_and_kind = plane / params.batch, batch = plane - head_and_kind * params.batch;
+  const uint32_t kinds = params.keys_only ? 1 : 2;
   const Source& source = head_and_kind % kinds == 0 ? launch.k : launch.v;
   const uint4* const from =
       source.data + batch * source.batch_stride + head_and_kind / kinds * source.head_stride;
-  uint4* const into =
-      static_cast<uint4*>(to.staged) + int64_t{plane} * to.staged_rows * launch.row_vectors + first;
+  uint4* const into = static_cast<uint4*>(params.staged) +
+                      int64_t{plane} * params.staged_rows * launch.row_vectors + first;
 
   uint32_t row = first / launch.row_vectors, in_row = first - row * launch.row_vectors;
   uint4 read[kInFlight];
@@ -75,34 +75,34 @@ __device__ __forceinline__ void copy_chunk(const Launch& launch, uint32_t chunk,
 
 // By the lane of each peer, once that peer is staging. The first lane that reads another tag
 // reports it.
-__device__ __forceinline__ void check_tag(const StageParams& to) {
-  const uint32_t peer = threadIdx.x, tag = load_relaxed_system(to.tags.by_peer[peer]);
-  if (tag == to.tags.value || set_if_zero(to.failed, kCallMismatch) != 0) return;
-  store_relaxed_system(to.tags.mismatch, 1 + peer + (tag == kMismatchTag ? kMaxPeers : 0));
+__device__ __forceinline__ void check_tag(const StageParams& params) {
+  const uint32_t peer = threadIdx.x, tag = load_relaxed_system(params.tags.by_peer[peer]);
+  if (tag == params.tags.value || set_if_zero(params.failed, kCallMismatch) != 0) return;
+  store_relaxed_system(params.tags.mismatch, 1 + peer + (tag == kMismatchTag ? kMaxPeers : 0));
   __threadfence_system();  // visible to the kernel that is triggered next
 }
 
 // Reads the copy of given_up that a stream has made.
-__device__ __forceinline__ bool has_been_given_up(const StageParams& to) {
-  return to.given_up_copy != nullptr && load_relaxed_system(to.given_up_copy) != 0;
+__device__ __forceinline__ bool has_been_given_up(const StageParams& params) {
+  return params.given_up_copy != nullptr && load_relaxed_system(params.given_up_copy) != 0;
 }
 
 // One thread block, which copies nothing, waits here until all peers are staging. Then it triggers
 // the next kernel.
-__device__ __forceinline__ void wait_for_peers(const StageParams& to) {
+__device__ __forceinline__ void wait_for_peers(const StageParams& params) {
   if (threadIdx.x >= kWarpSize) return;
-  const bool given_up = has_been_given_up(to);
+  const bool given_up = has_been_given_up(params);
   if (threadIdx.x == 0) {
-    store_relaxed_system(to.phase_mirror, to.phase);
-    store_relaxed_system(to.calls_mirror, ++*to.calls);
+    store_relaxed_system(params.phase_mirror, params.phase);
+    store_relaxed_system(params.calls_mirror, ++*params.calls);
   }
-  if (threadIdx.x < to.num_awaited) {
-    wait_for_signal(to.staged_by_peer[threadIdx.x], to.failed, to.given_up);
-    check_tag(to);
+  if (threadIdx.x < params.num_awaited) {
+    wait_for_signal(params.staged_by_peer[threadIdx.x], params.failed, params.given_up);
+    check_tag(params);
   }
   __syncwarp();
   if (threadIdx.x == 0 && given_up) {  // the next kernel reads `failed` alone
-    store_relaxed_system(to.failed, kGivenUp);
+    store_relaxed_system(params.failed, kGivenUp);
     __threadfence_system();
   }
   __syncwarp();
@@ -111,40 +111,41 @@ __device__ __forceinline__ void wait_for_peers(const StageParams& to) {
 
 // The last thread block waits, the others copy, all of them one group of heads after the other.
 __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ Launch launch) {
-  const StageParams& to = launch.to;
+  const StageParams& params = launch.params;
   wait_for_previous_kernel();
   const uint32_t copying = gridDim.x - 1;
   if (blockIdx.x == copying) {
-    wait_for_peers(to);
+    wait_for_peers(params);
     return;
   }
   // A rank that has given up must not write over a block that a late peer may still read. Loaded
   // here, the values have arrived when the first keys have.
-  const uint32_t failure = load_relaxed_system(to.failed);
-  const bool given_up = has_been_given_up(to), failed = given_up || failure == kGivenUp;
+  const uint32_t failure = load_relaxed_system(params.failed);
+  const bool given_up = has_been_given_up(params), failed = given_up || failure == kGivenUp;
   // A rank that has detected a mismatch does not wait any more, and may be in its next call
   // already.
-  const uint32_t tag = failure == 0 ? to.tags.value : kMismatchTag;
+  const uint32_t tag = failure == 0 ? params.tags.value : kMismatchTag;
 
   // The last copying thread block to come here knows that all of them run, and that the block will
   // be staged whatever happens.
   if (threadIdx.x < kWarpSize) {
     uint32_t before = 0;
-    if (threadIdx.x == 0) before = add_acquire_release(to.blocks_done, 1);
+    if (threadIdx.x == 0) before = add_acquire_release(params.blocks_done, 1);
     if (__shfl_sync(0xffffffff, before, 0) == copying - 1) {
-      if (threadIdx.x == 0) *to.blocks_done = 0;
+      if (threadIdx.x == 0) *params.blocks_done = 0;
       // read_by_peer may be in flight still where a stream waited for its mirror. All peers' are
       // waited for before any is signalled: from then on this rank may wait for nothing.
-      const bool signals = threadIdx.x < to.num_peers && !failed &&
-                           wait_for_signal(to.read_by_peer[threadIdx.x], to.failed, to.given_up);
+      const bool signals =
+          threadIdx.x < params.num_peers && !failed &&
+          wait_for_signal(params.read_by_peer[threadIdx.x], params.failed, params.given_up);
       __syncwarp();
       if (signals) {
-        store_relaxed_system(to.read_by_peer[threadIdx.x], 0);
-        store_relaxed_system(to.tags.by_this_rank[threadIdx.x], tag);
-        store_release_system(to.staged_by_this_rank[threadIdx.x], kBeingStaged);
+        store_relaxed_system(params.read_by_peer[threadIdx.x], 0);
+        store_relaxed_system(params.tags.by_this_rank[threadIdx.x], tag);
+        store_release_system(params.staged_by_this_rank[threadIdx.x], kBeingStaged);
         // No peer sets it again before everything is staged, unless the call fails.
-        if (to.read_mirror_by_peer[threadIdx.x] != nullptr) {
-          store_relaxed_system(to.read_mirror_by_peer[threadIdx.x], 0);
+        if (params.read_mirror_by_peer[threadIdx.x] != nullptr) {
+          store_relaxed_system(params.read_mirror_by_peer[threadIdx.x], 0);
         }
       }
     }
@@ -154,22 +155,23 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   trigger_next_kernel();
 
   const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize, warps = copying * kWarps;
-  const uint32_t num_heads = to.num_kv_heads;
+  const uint32_t num_heads = params.num_kv_heads;
   const uint32_t head_chunks = launch.planes_per_head * launch.plane_chunks;
   for (uint32_t head = 0, group = 1, chunk = warp; head < num_heads; ++group) {
     head = min(head + launch.heads_per_group, num_heads);
     for (; chunk < head * head_chunks; chunk += warps) copy_chunk(launch, chunk, !failed);
-    if (to.delay_seed != 0 && threadIdx.x == 0) {
-      const uint32_t random = (blockIdx.x * kStageCounters + group ^ to.delay_seed) * 2654435761u;
+    if (params.delay_seed != 0 && threadIdx.x == 0) {
+      const uint32_t random =
+          (blockIdx.x * kStageCounters + group ^ params.delay_seed) * 2654435761u;
       if (random >> 30 == 0) __nanosleep(random >> 13 & 0x1ffff);
     }
     // After a failure, thread blocks stop counting, so no completion is signalled. Groups end one
     // after the other: the thread block that ends one signals it before the next one can end.
     if (__syncthreads_or(failed)) return;
-    if (is_last_block(copying, to.blocks_done + group) && threadIdx.x < to.num_peers) {
-      store_release_system(to.staged_by_this_rank[threadIdx.x], staged_heads(head));
-      if (head == num_heads && to.staged_mirror_by_this_rank[threadIdx.x] != nullptr) {
-        store_release_system(to.staged_mirror_by_this_rank[threadIdx.x], tag);
+    if (is_last_block(copying, params.blocks_done + group) && threadIdx.x < params.num_peers) {
+      store_release_system(params.staged_by_this_rank[threadIdx.x], staged_heads(head));
+      if (head == num_heads && params.staged_mirror_by_this_rank[threadIdx.x] != nullptr) {
+        store_release_system(params.staged_mirror_by_this_rank[threadIdx.x], tag);
       }
     }
   }
@@ -188,13 +190,13 @@ cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
 
   Launch launch;
-  launch.to = params;
-  launch.to.batch = std::max(params.batch, 1);
+  launch.params = params;
+  launch.params.batch = std::max(params.batch, 1);
   launch.k = in_vectors(params.k);
   launch.v = in_vectors(params.v);
   const int64_t row_vectors = ceil_div(params.row_bytes, kVectorBytes);
   const int64_t plane_vectors = params.batch > 0 ? params.rows * row_vectors : 0;
-  const int64_t planes_per_head = int64_t{params.keys_only ? 1 : 2} * launch.to.batch;
+  const int64_t planes_per_head = int64_t{params.keys_only ? 1 : 2} * launch.params.batch;
   const int64_t plane_chunks = ceil_div(plane_vectors, kChunkVectors);
   const int64_t chunks = params.num_kv_heads * planes_per_head * plane_chunks;
   if (plane_vectors > kMaxPlaneVectors || chunks > INT32_MAX) return cudaErrorInvalidConfiguration;
