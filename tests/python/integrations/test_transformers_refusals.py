@@ -10,7 +10,7 @@ import ringattn
 import torch
 from _distributed import this
 from _transformers import CACHE, assert_near, model_of, token_ids
-from ringattn.integrations.transformers.refusals import check_attention_keywords
+from ringattn.integrations.transformers.support import check_attention_keywords
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import StaticCache
 

@@ -9,8 +9,8 @@ op "ring".
 from ringattn.integrations.fms.attach import attach, cost, detach, handles
 from ringattn.integrations.fms.attention import NAME, register
 from ringattn.integrations.fms.generate import generate
-from ringattn.integrations.fms.refusals import refusal
 from ringattn.integrations.fms.strategy import RingAttentionStrategy, get_model
+from ringattn.integrations.fms.support import refusal
 
 __all__ = [
     "NAME",

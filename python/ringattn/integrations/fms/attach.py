@@ -17,7 +17,7 @@ from ringattn.integrations.fms.agreement import OTHER_MASK, Agreement
 from ringattn.integrations.fms.attention import NAME, LayerCall
 from ringattn.integrations.fms.caches import Sequences, handles_of, sequences_of
 from ringattn.integrations.fms.masks import check_values, differs, padding_of, visible
-from ringattn.integrations.fms.refusals import body_of, check_keywords, check_positions, family
+from ringattn.integrations.fms.support import body_of, check_keywords, check_positions, family
 from ringattn.integrations.shared import by_name, parameter_names
 from ringattn.model_call import ModelCall
 from ringattn.parallel import RingSettings

@@ -8,7 +8,7 @@ attn_implementation="ringattn")``.
 
 from ringattn.integrations.transformers.attach import attach, cost, detach, handles
 from ringattn.integrations.transformers.attention import NAME, register
-from ringattn.integrations.transformers.refusals import refusal
+from ringattn.integrations.transformers.support import refusal
 
 __all__ = ["NAME", "attach", "cost", "detach", "handles", "refusal", "register"]
 

@@ -22,7 +22,7 @@ from ringattn.integrations.transformers.caches import (
     ring_layer,
 )
 from ringattn.integrations.transformers.generate import Generate
-from ringattn.integrations.transformers.refusals import has_restarts, window
+from ringattn.integrations.transformers.support import has_restarts, window
 from ringattn.model_call import ModelCall, Padding
 from ringattn.parallel import RingSettings
 from ringattn.planning import ModelCost

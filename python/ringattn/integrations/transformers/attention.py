@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from ringattn._distributed.groups import resolve_group
 from ringattn.functional import block_attention, decode_attention
 from ringattn.integrations.shared import check_dropout
-from ringattn.integrations.transformers.refusals import check_attention_keywords
+from ringattn.integrations.transformers.support import check_attention_keywords
 
 #: The name of this implementation in ``attn_implementation=``.
 NAME = "ringattn"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models and calls of FMS the ring does not compute, and why."""
+"""Which models and calls of FMS the ring computes, and why it refuses others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringattn.integrations.fms.attention import NAME
 
 #: Modules of ``fms.models`` whose layers were read: they pass keyword arguments down to the
 #: attention op, and nothing but attention looks at other tokens.
-FAMILIES = ("llama", "granite", "granite_moe_hybrid", "mistral", "mixtral", "qwen3")
+SUPPORTED_FAMILIES = ("llama", "granite", "granite_moe_hybrid", "mistral", "mixtral", "qwen3")
 
 _ENCODERS = ("roberta", "mpnet")
 
@@ -49,8 +49,8 @@ def refusal(model: Any) -> str | None:
 
 def _reasons(model: Any) -> Iterator[str]:
     name = family(model)
-    if name not in FAMILIES:
-        yield f"the family must be one of {', '.join(FAMILIES)}"
+    if name not in SUPPORTED_FAMILIES:
+        yield f"the family must be one of {', '.join(SUPPORTED_FAMILIES)}"
     elif not hasattr(body_of(model), "layers"):
         yield "it must be a whole model or its base_model"
     if name in _ENCODERS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models and calls the ring does not compute, and why."""
+"""Which models and calls of transformers the ring computes, and why it refuses others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringattn.integrations import shared
 
 #: Families whose layers were read: they pass keyword arguments down to the attention function, and
 #: nothing but attention looks at other tokens.
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "granite")
+SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "granite")
 
 # Rotations that depend on nothing but the position.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -36,8 +36,8 @@ def window(config: Any) -> int | None:
 
 
 def _reasons(model: Any, config: Any) -> Iterator[str]:
-    if config.model_type not in FAMILIES:
-        yield f"the family must be one of {', '.join(FAMILIES)}"
+    if config.model_type not in SUPPORTED_FAMILIES:
+        yield f"the family must be one of {', '.join(SUPPORTED_FAMILIES)}"
     kinds = set(getattr(config, "layer_types", None) or ())
     kinds |= set(getattr(config, "layers_block_type", None) or ())
     seen = window(config)
