@@ -36,12 +36,12 @@ from pathlib import Path
 
 import ringattn
 import torch
+from isolated_rank import MAX_RANKS, IsolatedRank, given_up_after
 from lib.cli import shape_arguments, timing_arguments
 from lib.problem import Problem, shape_text
 from lib.report import Report, environment
 from lib.timing import Contestant, max_error, measure
 from peers import torch_sdpa
-from rank_of_ring import MOST_RANKS, RankOfRing, given_up_after
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent / "build" / "variants"
@@ -125,10 +125,10 @@ class Case:
     def of(cls, text: str) -> Case:
         found = re.fullmatch(r"([0-9]+):(causal|dense)(?::(fold)|:ring([0-9]+)(-there)?)?", text)
         rows, ranks = (int(found[1]), int(found[4] or 1)) if found else (0, 1)
-        if found is None or rows < ranks or (found[4] and not 2 <= ranks <= MOST_RANKS):
+        if found is None or rows < ranks or (found[4] and not 2 <= ranks <= MAX_RANKS):
             raise argparse.ArgumentTypeError(
                 "cases must be like 4096:causal, 4096:dense:fold, 16384:causal:ring4 (of 2 to "
-                f"{MOST_RANKS}) or 16384:causal:ring4-there, got {text}"
+                f"{MAX_RANKS}) or 16384:causal:ring4-there, got {text}"
             )
         fold, there = found[3] is not None, found[5] is not None
         return cls(text, rows, found[2] == "causal", fold, ranks, there)
@@ -212,7 +212,7 @@ def compete_as_ranks(
     partition = ringattn.Partition.even(case.rows, case.ranks)
     for rank in range(case.ranks):
         ranks = [
-            RankOfRing(
+            IsolatedRank(
                 name,
                 kernel(name, arguments.head_dim),
                 problem,

@@ -14,9 +14,9 @@ import kernel_variants
 import pytest
 import torch
 from _commands import run_command
+from isolated_rank import MAX_RANKS, RankCall
 from lib.problem import Problem
 from lib.report import KERNEL_VARIABLES, PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, command
-from rank_of_ring import MOST_RANKS, RankCall
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -240,7 +240,7 @@ def test_a_kernel_variant_is_compiled_by_itself(tmp_path: Path, monkeypatch) -> 
         shape = (1, 64, 2, 2, head_dim)
         assert attend(*[None] * 6, *shape, 0, 0, 1.0, None) == invalid_value
     assert kernel.rank_call_bytes() == ctypes.sizeof(RankCall)
-    for ranks in (1, MOST_RANKS + 1):
+    for ranks in (1, MAX_RANKS + 1):
         call = RankCall(world_size=ranks, head_dim=64)
         assert kernel.attend_as_rank(ctypes.byref(call), None) == invalid_value
 

@@ -12,7 +12,7 @@ import torch
 from lib.problem import Problem
 from ringattn import Partition
 
-MOST_RANKS = 16
+MAX_RANKS = 16
 
 
 class RankCall(ctypes.Structure):
@@ -20,9 +20,9 @@ class RankCall(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "staged")),
-        ("blocks", ctypes.c_void_p * MOST_RANKS),
+        ("blocks", ctypes.c_void_p * MAX_RANKS),
         *((name, ctypes.c_void_p) for name in ("fetched", "signals", "host")),
-        ("lengths", ctypes.c_int64 * MOST_RANKS),
+        ("lengths", ctypes.c_int64 * MAX_RANKS),
         *(
             (name, ctypes.c_int)
             for name in (
@@ -114,7 +114,7 @@ class _OnDevice:
             self._signals[:1].copy_(self._one, non_blocking=True)
 
 
-class RankOfRing:
+class IsolatedRank:
     """One rank of the ring over ``partition``, on the problem's device, and with there being a
     second one the same rank there: each has the blocks of the others on the other device.
 
@@ -164,7 +164,7 @@ class RankOfRing:
 
 
 @contextlib.contextmanager
-def given_up_after(seconds: float, ranks: Sequence[RankOfRing]) -> Iterator[None]:
+def given_up_after(seconds: float, ranks: Sequence[IsolatedRank]) -> Iterator[None]:
     """A kernel that waits for what never comes ends after that time; RuntimeError then."""
     over = threading.Event()
 
