@@ -39,13 +39,14 @@ void check_like(const at::Tensor& x, const char* name, const at::Tensor& q) {
                  ", got ", x.size(3));
 }
 
-// What is folded into is written once for each of its elements.
+// A state is folded in place: each of its elements must be written once.
 void check_written(const at::Tensor& x, const char* name) {
   RINGATTN_CHECK(at::has_internal_overlap(x) != at::MemOverlap::Yes, name,
                  " must not overlap itself, got strides ", x.strides());
 }
 
-// What follows "got ..." where the heads do not divide: a cache has more rows than heads.
+// Hint after "got ..." where the heads do not divide. k with fewer rows than heads looks
+// transposed.
 const char* heads_hint(const at::Tensor& q, const at::Tensor& k) {
   const bool swapped_fit = 0 < k.size(1) && k.size(1) < k.size(2) && q.size(1) % k.size(1) == 0;
   return swapped_fit || has_heads_first(q) || has_heads_first(k)
@@ -53,7 +54,7 @@ const char* heads_hint(const at::Tensor& q, const at::Tensor& k) {
              : "";
 }
 
-// What follows "got ..." where the rows are not those of the rank: what the caller gave instead.
+// Hint after "got ..." where the rows are not those of the rank: what x looks like.
 std::string rows_hint(const at::Tensor& x, const std::string& name, const Partition& partition,
                       int64_t rank) {
   const std::string transposed = name + ".transpose(1, 2)";

@@ -14,9 +14,9 @@
 #include "transport/group/group_context.h"
 #include "transport/p2p_transport.h"
 
-// What operators ask of their arguments, once: nothing below this room checks again. A refusal
-// reads "subject must rule, got value". The prefix tells the Python layer that the caller is to
-// blame.
+// The rules for the arguments of operators. They are checked here, and nowhere below this folder.
+// A refusal reads "subject must rule, got value". The prefix marks it, for the Python layer, as an
+// error of the caller.
 #define RINGATTN_CHECK(condition, ...) TORCH_CHECK(condition, "ringattn: ", __VA_ARGS__)
 
 namespace ringattn {
@@ -24,7 +24,7 @@ namespace ringattn {
 /// As Python writes it: torch.float32.
 std::string dtype_name(at::ScalarType dtype);
 
-/// Every environment variable that C++ reads has a meaning.
+/// Every environment variable that C++ reads has a valid value.
 void check_environment();
 
 /// q [B, S_q, H, D] and k, v [B, S_k, H_kv, D] fit each other and a kernel.
@@ -43,22 +43,23 @@ Partition check_partition(const std::vector<int64_t>& lengths, const std::vector
                           const std::string& layout, int64_t world_size);
 
 /// x [B, S_r, H, D] has the rows of `rank`. The refusal of whole tensors, and of [B, H, S_r, D],
-/// says what to pass.
+/// names the expression to pass instead.
 void check_rows(const at::Tensor& x, const char* name, const Partition& partition, int64_t rank);
 
-/// What is captured in a CUDA graph has been agreed on before: ranks cannot talk then. And its
-/// transport, asked for where there is a capture, can be part of one.
+/// Where the current stream is captured in a CUDA graph: the ranks have agreed on `signature`
+/// before, because they cannot exchange anything under capture, and the transport can be captured.
+/// Calls `transport` under capture only.
 void check_capture(const GroupContext& group, const Signature& signature, c10::Device device,
                    c10::function_ref<const MessageTransport&()> transport);
 
-/// The signature that `check` makes of this rank's arguments. Where it refuses them, the other
-/// ranks are told.
+/// Returns the signature that `check` makes of this rank's arguments. Where `check` throws, the
+/// refusal is published to the other ranks.
 template <typename Check>
 Signature check_call(GroupContext& group, const Check& check) {
   group.failures().throw_if_failed();
   try {
     return check();
-  } catch (const std::exception& error) {  // whatever it is, peers wait for this rank
+  } catch (const std::exception& error) {  // of any type: peers wait for this rank
     group.refuse_call(reason_of(error));
     throw;
   }

@@ -12,7 +12,7 @@
 namespace ringattn {
 namespace {
 
-// Not the number of keys: every rank holds as many as it likes.
+// Without the number of keys: it may differ between ranks.
 Signature signature(const at::Tensor& q, const at::Tensor& k, double scale) {
   return Signature("decode_attention")
       .add("shape of q", q.sizes())

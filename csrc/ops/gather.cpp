@@ -25,7 +25,7 @@ Signature signature(const at::Tensor& rows, const Partition& partition, const st
       .add("dim", dim);
 }
 
-// Every rank sends as many rows as the longest has, as bytes: so any backend takes any dtype.
+// Every rank sends as many rows as the longest one has, as bytes: any backend takes any dtype then.
 at::Tensor gather_op(const at::Tensor& rows, at::IntArrayRef lengths, at::IntArrayRef order,
                      c10::string_view layout_name, int64_t dim, c10::string_view group_name) {
   const c10::DeviceGuard guard(rows.device());

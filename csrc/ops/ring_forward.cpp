@@ -34,7 +34,7 @@ Partition check(const Arguments& args, int64_t rank, int64_t world_size) {
   return partition;
 }
 
-// Not the depth: how far ahead a rank receives is its own affair.
+// Without the depth: each rank may receive as far ahead as it chooses.
 Signature signature(const Arguments& args, const Partition& partition) {
   return Signature("ring_forward")
       .add("partition.lengths", partition.lengths())

@@ -45,7 +45,7 @@ class Pending {
       try {
         if (rotation.transfer) rotation.transfer->finish();
       } catch (const std::exception&) {
-        // Nothing waits for it; the next call of its group reports what became of the group.
+        // Nothing waits for this transfer; the next call of its group throws why the group ended.
       }
     }
   }
@@ -55,8 +55,8 @@ class Pending {
     const auto found = rotations_.find(received.storage().unsafeGetStorageImpl());
     RINGATTN_CHECK(
         found != rotations_.end(),
-        "received must be a tensor that rotate_kv returned and nobody has waited for, got one "
-        "that nothing fills");
+        "received must be a tensor that rotate_kv returned and wait_kv has not taken, got one that "
+        "nothing fills");
     Rotation rotation = std::move(found->second);
     rotations_.erase(found);
     return rotation;
@@ -146,7 +146,7 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
     message.largest = *std::max_element(all_rows.begin(), all_rows.end()) * row_bytes;
     rotation.transport = &group.transport(transport, kv.device());
     group.run(message.call, [&] {
-      // A copy: kv is the caller's to overwrite, and what torch.compile makes of a caller does so.
+      // A copy: the caller may overwrite kv, and callers compiled by torch.compile do.
       rotation.sent = kv.clone(at::MemoryFormat::Contiguous);
       rotation.received = at::empty(
           {2, kv.size(1), partition->length(message.source), kv.size(3), kv.size(4)}, kv.options());
@@ -172,10 +172,10 @@ at::Tensor wait_kv_op(const at::Tensor& received, const at::Tensor& sent) {
     rotation.transfer->finish();
   }
 #ifdef RINGATTN_WITH_CUDA
-  // It may come from another stream than this one, which reads it.
+  // It may have been allocated on another stream than this one, which reads it.
   if (received.is_cuda()) received.record_stream(c10::cuda::getCurrentCUDAStream());
 #endif
-  // A copy: to torch.compile received is dead now, and so its memory may be used again.
+  // A copy: torch.compile takes `received` for dead from here on, and may reuse its memory.
   at::Tensor result = received.clone();
   if (rotation.transfer) rotation.transport->guard({result});
   return result;

@@ -14,10 +14,10 @@ using Clock = std::chrono::steady_clock;
 
 // First letter of what a rank publishes: its signature follows, or why it refuses the call, failed
 // in it, or left it.
-constexpr char kAsks = 'a', kRefuses = 'r', kFails = 'f', kLeft = 'l';
+constexpr char kRequest = 'a', kRefusal = 'r', kFailure = 'f', kLeave = 'l';
 
-// How long ranks that know of a difference wait for what the other ranks ask for, so that all of
-// them say the same.
+// How long a rank that has read a difference waits for the statements of the other ranks, so that
+// all ranks throw the same error.
 constexpr auto kSettle = milliseconds(300);
 // How long one look at the store may wait for a key.
 constexpr auto kLook = milliseconds(100);
@@ -63,7 +63,7 @@ void CallAgreement::join(int64_t call, Signature signature, bool tagged,
                          c10::function_ref<void(int64_t)> poll) {
   const int64_t calls_before = tagged ? 0 : untagged_calls_;
   auto agreed = agreed_.find(signature.key());
-  if (agreed == agreed_.end() || (meet_ && !tagged)) {
+  if (agreed == agreed_.end() || (compare_known_ && !tagged)) {
     const uint32_t text_hash = compare(call, signature, calls_before, poll);
     if (agreed_.size() >= kMaxAgreed) agreed_.clear();
     agreed = agreed_.emplace(signature.key(), text_hash).first;
@@ -76,12 +76,12 @@ void CallAgreement::join(int64_t call, Signature signature, bool tagged,
 
 uint32_t CallAgreement::compare(int64_t call, const Signature& signature, int64_t calls_before,
                                 c10::function_ref<void(int64_t)> poll) {
-  meet_ = true;  // should this fail
+  compare_known_ = true;  // stays where this throws
   const std::string mine = statement(signature, calls_before);
   publish(call, mine);
 
-  // Answers are read before any is judged, so that every rank has the same to say. Where one
-  // differs, a rank that is not in this call may never answer.
+  // All statements are read before any is judged, so that every rank throws the same error. Where
+  // one differs, a rank that is not in this call may never publish its own.
   auto deadline = Clock::now() + backend_->timeout() * 4 / 5;
   bool settling = false;
   Statements statements(backend_->size());
@@ -107,9 +107,9 @@ uint32_t CallAgreement::compare(int64_t call, const Signature& signature, int64_
                    missing - statements.begin(), " did not come to step 0 of ",
                    signature.operation(), " within the group's timeout of ",
                    backend_->timeout().count(), " ms");
-  meet_ = false;
+  compare_known_ = false;
 
-  // Every rank has come here, so every rank has read all that was said before.
+  // Every rank has published for this call, so every rank has read all earlier statements.
   for (const std::string& earlier : published_) {
     if (earlier != key(call, backend_->rank())) backend_->remove(earlier);
   }
@@ -124,12 +124,12 @@ std::optional<CallAgreement::Verdict> CallAgreement::judge(const Statements& sta
     if (!first) first = rank;
     const char type = type_of(*statements[rank]);
     const std::string rest = statements[rank]->substr(statements[rank]->empty() ? 0 : 1);
-    if (type == kRefuses || type == kFails) {
+    if (type == kRefusal || type == kFailure) {
       return Verdict{"rank " + std::to_string(rank) + ": " + rest};
     }
-    if (type == kLeft) return Verdict{rest};
-    if (type != kAsks) {
-      return Verdict{"the group's store must keep what ranks say, got \"" + *statements[rank] +
+    if (type == kLeave) return Verdict{rest};
+    if (type != kRequest) {
+      return Verdict{"the group's store must keep what ranks publish, got \"" + *statements[rank] +
                          "\" for rank " + std::to_string(rank) +
                          "; the group cannot be used any more",
                      /*ends_group=*/true};
@@ -141,8 +141,8 @@ std::optional<CallAgreement::Verdict> CallAgreement::judge(const Statements& sta
     const Difference difference = first_difference(one, other);
     const std::string got = ", got " + difference.mine + " on rank " + std::to_string(*first) +
                             " and " + difference.theirs + " on rank " + std::to_string(rank);
-    // A rank refused a call that others knew and did not wait for: from there on blocks of one
-    // call would be taken for those of another.
+    // A rank refused a known call while others made it: from there on a rank would take blocks of
+    // one call for those of another.
     if (first_line(one) != first_line(other)) {
       return Verdict{"ranks must have made the same calls" + got +
                          ", one of which was refused; the group cannot be used any more",
@@ -154,7 +154,7 @@ std::optional<CallAgreement::Verdict> CallAgreement::judge(const Statements& sta
 }
 
 std::string CallAgreement::statement(const Signature& signature, int64_t calls_before) {
-  return kAsks + ("calls before=" + std::to_string(calls_before) + "\n") + signature.text();
+  return kRequest + ("calls before=" + std::to_string(calls_before) + "\n") + signature.text();
 }
 
 bool CallAgreement::differs(const Statements& statements, const std::string& mine) const {
@@ -172,42 +172,43 @@ void CallAgreement::read_missing(int64_t call, Statements& statements) {
 }
 
 void CallAgreement::refuse(int64_t call, const std::string& message) {
-  meet_ = true;
-  publish(call, kRefuses + message);
+  compare_known_ = true;
+  publish(call, kRefusal + message);
 }
 
 void CallAgreement::fail(int64_t call, const std::string& reason) {
-  meet_ = true;
-  publish(call, kFails + reason);
+  compare_known_ = true;
+  publish(call, kFailure + reason);
 }
 
 void CallAgreement::leave(int64_t call, const std::string& sentence) {
-  meet_ = true;
-  publish(call, kLeft + sentence);
+  compare_known_ = true;
+  publish(call, kLeave + sentence);
 }
 
 void CallAgreement::publish_request(int64_t call) {
-  // The one before, too: a peer may be in it still, and wait for what this rank did not send.
+  // The call before, too: a peer may still be in it, and wait for a message that this rank did not
+  // send.
   for (const int64_t number : {call - 1, call}) {
-    const Recent* asked = recent(number);
+    const Recent* request = recent(number);
     const bool is_published = std::find(published_.begin(), published_.end(),
                                         key(number, backend_->rank())) != published_.end();
-    if (asked != nullptr && !is_published) {
-      publish(number, statement(*asked->signature, asked->calls_before));
+    if (request != nullptr && !is_published) {
+      publish(number, statement(*request->signature, request->calls_before));
     }
   }
 }
 
 std::optional<std::string> CallAgreement::objection(int64_t call,
                                                     const std::vector<int64_t>& peers) {
-  const Recent* asked = recent(call);
+  const Recent* request = recent(call);
   const std::string mine =
-      asked != nullptr ? statement(*asked->signature, asked->calls_before) : "";
+      request != nullptr ? statement(*request->signature, request->calls_before) : "";
   Statements statements(backend_->size());
   for (const int64_t rank : peers) {
     auto theirs = backend_->get(key(call, rank), milliseconds(0));
-    if (!theirs || *theirs == mine || type_of(*theirs) == kFails) continue;
-    if (type_of(*theirs) == kAsks && mine.empty()) continue;
+    if (!theirs || *theirs == mine || type_of(*theirs) == kFailure) continue;
+    if (type_of(*theirs) == kRequest && mine.empty()) continue;
     statements[rank] = std::move(theirs);
   }
   if (std::all_of(statements.begin(), statements.end(),
@@ -239,15 +240,15 @@ const CallAgreement::Recent* CallAgreement::recent(int64_t call) const {
 }
 
 std::optional<std::string> CallAgreement::operation(int64_t call) const {
-  const Recent* asked = recent(call);
-  return asked != nullptr ? std::optional<std::string>(asked->signature->operation())
-                          : std::nullopt;
+  const Recent* request = recent(call);
+  return request != nullptr ? std::optional<std::string>(request->signature->operation())
+                            : std::nullopt;
 }
 
 std::optional<CallAgreement::Absence> CallAgreement::absence(int64_t call, int64_t rank) {
   const auto statement = backend_->get(key(call, rank), milliseconds(0));
-  if (!statement || (type_of(*statement) != kRefuses && type_of(*statement) != kFails)) return {};
-  return Absence{type_of(*statement) == kRefuses, statement->substr(1)};
+  if (!statement || (type_of(*statement) != kRefusal && type_of(*statement) != kFailure)) return {};
+  return Absence{type_of(*statement) == kRefusal, statement->substr(1)};
 }
 
 void CallAgreement::publish(int64_t call, const std::string& text) {

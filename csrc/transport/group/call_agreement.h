@@ -20,28 +20,29 @@
 
 namespace ringattn {
 
-/// A call that this rank leaves although its own arguments are right: a peer refused it or is in
-/// another one. The peers that wait for this rank are told; the group works on.
+/// Thrown where this rank leaves a call although its own arguments are valid: a peer has refused
+/// the call or is in another one. The peers that wait for this rank read why; the group stays
+/// usable.
 class CallLeft : public c10::Error {
  public:
   using c10::Error::Error;
 };
 
-/// Ranks compare what they were asked to do before anything is sent, through the group's store. A
+/// Ranks compare the signatures of a call through the group's store before they send anything. A
 /// signature that the ranks have agreed on once costs a look-up from then on.
 ///
-/// Two mistakes are found while ranks wait: known calls that differ, and a rank that refuses a
-/// known call while its peers are in it. A rank that has waited for a while publishes what it asks
-/// for (publish_request) and reads what the ranks that it waits for have published (objection). The
-/// reasons for this and against a header on each message: a call without a long wait costs nothing,
-/// and the same look tells why a peer has left the call and whether its group has ended. The
-/// longest chain of ranks that wait for each other passes a statement on in a few looks.
+/// Two mistakes are detected while ranks wait: known calls that differ, and a rank that refuses a
+/// known call while its peers are in it. A rank that has waited for a while publishes its signature
+/// (publish_request) and reads what the ranks that it waits for have published (objection). A
+/// header on each message would cost every call; this costs a call without a long wait nothing, and
+/// the same read returns why a peer has left the call and whether its group has ended. A statement
+/// passes along the longest chain of ranks that wait for each other in a few reads.
 ///
 /// Messages on CPU carry a tag of the call's number and signature (message_tag), so no rank takes
 /// the data of one call for that of another, and calls after a refused or a different one need no
 /// comparison. Kernels and NCCL have no such tags. For their calls (`tagged` is false) ranks
-/// compare again after a refusal, and say how many calls they have been in: a rank that refused a
-/// call that others made is out of step there, and the group ends.
+/// compare again after a refusal, and publish how many calls they have been in: a rank that refused
+/// a call that others made is out of step there, and the group ends.
 ///
 /// Calls are numbered by the group; all ranks make the same calls in the same order, refused ones
 /// included. Not thread-safe, except for absence(): one call at a time.
@@ -55,21 +56,21 @@ class RINGATTN_API CallAgreement {
 
   /// Whether the ranks have agreed on this before.
   bool knows(const Signature& signature) const;
-  /// Returns when all ranks ask for the same; throws on every rank when one differs, was refused
-  /// its arguments, or does not come within the group's timeout. Calls `poll` with a missing rank
-  /// while it waits for that one.
+  /// Returns once all ranks have published this signature. Throws on every rank where one has
+  /// published another signature, has refused its arguments, or has published nothing within the
+  /// group's timeout. Calls `poll` with a missing rank while it waits for that rank.
   void join(int64_t call, Signature signature, bool tagged, c10::function_ref<void(int64_t)> poll);
-  /// Tells the others that this rank's arguments are wrong.
+  /// Publishes that this rank's arguments are wrong.
   void refuse(int64_t call, const std::string& message);
-  /// Tells them that it failed in the middle of the call.
+  /// Publishes that this rank failed in the middle of the call.
   void fail(int64_t call, const std::string& reason);
 
-  /// Publishes what this rank asks for in `call` and asked for in the one before, unless it has.
+  /// Publishes this rank's signatures of `call` and of the call before it, unless it has.
   void publish_request(int64_t call);
   /// Why this rank should leave `call`, by what `peers` have published: one has refused it, has
-  /// left it, or asks for something else.
+  /// left it, or has another signature.
   std::optional<std::string> objection(int64_t call, const std::vector<int64_t>& peers);
-  /// Tells the others that this rank has left the call, and why.
+  /// Publishes that this rank has left the call, and why.
   void leave(int64_t call, const std::string& sentence);
 
   /// As CallMonitor's.
@@ -79,21 +80,21 @@ class RINGATTN_API CallAgreement {
   std::optional<std::string> operation(int64_t call) const;
   /// Why a rank does not take part in a call.
   struct Absence {
-    bool refused = false;  // it never did; false: it failed in the middle
+    bool refused = false;  // before it took part; false: it failed in the middle
     std::string why;
   };
-  /// What `rank` said of `call`, if it refused it or failed in it.
+  /// The refusal or the failure that `rank` has published for `call`.
   std::optional<Absence> absence(int64_t call, int64_t rank);
 
  private:
   using Statements = std::vector<std::optional<std::string>>;  // [W]: what each rank has published
-  /// What follows from ranks that do not all ask for the same.
+  /// The error that follows from statements that differ.
   struct Verdict {
     std::string sentence;
     bool ends_group = false;
   };
 
-  // A hash of the signature's text, once all ranks have asked for the same.
+  // Returns a hash of the signature's text once all ranks have published the same signature.
   uint32_t compare(int64_t call, const Signature& signature, int64_t calls_before,
                    c10::function_ref<void(int64_t)> poll);
   std::optional<Verdict> judge(const Statements& statements) const;
@@ -110,7 +111,7 @@ class RINGATTN_API CallAgreement {
 
   const std::shared_ptr<GroupBackend> backend_;
   std::unordered_map<std::string, uint32_t> agreed_;  // by key of a signature: a hash of its text
-  bool meet_ = false;                  // untagged calls compare what has been agreed on before, too
+  bool compare_known_ = false;         // untagged calls compare signatures that are known, too
   uint32_t message_hash_ = 0;          // of the latest call's number and text
   uint32_t call_hash_ = 0;             // of its text
   int64_t untagged_calls_ = 0;         // that this rank has been in

@@ -11,11 +11,11 @@
 
 namespace ringattn {
 
-/// What all ranks must say alike about a call: names and values, in the order in which a difference
-/// is looked for.
+/// The properties of a call that all ranks must agree on: names and values, in the order in which a
+/// difference is searched.
 ///
-/// Written in every call and nearly always the one of an earlier call, so values stay as they are:
-/// text is made of them when ranks have to talk.
+/// Made in every call, and nearly always equal to that of an earlier call, so values are kept as
+/// bytes: text is made of them only where ranks compare signatures.
 class RINGATTN_API Signature {
  public:
   /// Names are literals: the key holds where they lie.
@@ -29,7 +29,7 @@ class RINGATTN_API Signature {
   Signature& add(const char* name, const char* value) { return add(name, std::string_view(value)); }
 
   const char* operation() const { return operation_; }
-  /// In this process equal if and only if the calls say the same.
+  /// Equal in this process if and only if all names and values are equal.
   const std::string& key() const { return bytes_; }
   /// One "name=value" a line: comparable between processes, and a difference can be named.
   std::string text() const;

@@ -11,11 +11,11 @@
 namespace ringattn {
 namespace {
 
-// Where a rank that waits in vain names the ranks that it waits for. A group fails once, so one
-// key per rank is enough.
+// Key under which a rank that waits in vain publishes the ranks that it waits for. A group fails
+// once, so one key for each rank is enough.
 std::string failed_key(int64_t rank) { return "failed/" + std::to_string(rank); }
 
-// Why the group has ended on a rank, for peers that wait for it.
+// Key under which a rank publishes why the group has ended there, for peers that wait for it.
 std::string ended_key(int64_t rank) { return "ended/" + std::to_string(rank); }
 
 }  // namespace
@@ -30,7 +30,7 @@ std::string FailureDiagnosis::operation(int64_t call) const {
   return agreement_->operation(call).value_or("the ring");
 }
 
-void FailureDiagnosis::look_for_news(int64_t call, const Ranks& peers, const std::string& place) {
+void FailureDiagnosis::check_peers(int64_t call, const Ranks& peers, const std::string& place) {
   check_store(place);
   for (const int64_t peer : peers) {
     if (const auto why = backend_->get(ended_key(peer), std::chrono::milliseconds(0))) fail(*why);
@@ -60,8 +60,8 @@ std::optional<std::string> FailureDiagnosis::ended_by(int64_t call, const Ranks&
 
 void FailureDiagnosis::lose(int64_t call, int64_t peer, const std::string& place,
                             const std::string& reason) {
-  look_for_news(call, {peer}, place);  // a rank that leaves says why before its connections close
-  const auto closed = [&](const char* said) { return reason.find(said) != std::string::npos; };
+  check_peers(call, {peer}, place);  // a rank publishes why it leaves before its connections close
+  const auto closed = [&](const char* text) { return reason.find(text) != std::string::npos; };
   const bool by_peer = closed("closed by peer") || closed("reset by peer") || closed("Broken pipe");
   fail("rank " + std::to_string(peer) +
        (by_peer ? " closed its connection in " + place
@@ -78,7 +78,8 @@ void FailureDiagnosis::check_connections(const Ranks& peers, const std::string& 
 
 void FailureDiagnosis::check_store(const std::string& place) {
   if (backend_->store_is_alive()) return;
-  // The store goes with the rank that holds it, which has more to do with it than its peers.
+  // The store ends with the rank that holds it, as a rule the first one. The connections to other
+  // ranks may be closed as a consequence.
   std::vector<int64_t> gone;
   for (const int64_t other : others_) {
     if (!backend_->is_connected(other)) gone.push_back(other);
@@ -94,7 +95,7 @@ void FailureDiagnosis::fail_call(int64_t call, const std::exception& error) {
   try {
     agreement_->fail(call, reason);
   } catch (const std::exception&) {
-    // The store is gone; the others will find out by themselves.
+    // The store is gone: peers detect that themselves.
   }
   fail("rank " + std::to_string(backend_->rank()) +
        " failed in a call, and is out of step with the others: " + reason +
@@ -103,47 +104,48 @@ void FailureDiagnosis::fail_call(int64_t call, const std::exception& error) {
 
 std::string FailureDiagnosis::blame(int64_t call, const std::string& place, const Ranks& named,
                                     const std::string& reason) {
-  std::vector<int64_t> suspects;  // each once: in a ring of two, source and destination are one
+  std::vector<int64_t> suspects;  // each once: of two ranks, source and destination are the same
   for (const int64_t rank : named) {
     if (!std::count(suspects.begin(), suspects.end(), rank)) suspects.push_back(rank);
   }
-  // It can be that none of several is silent: all have noticed that something is wrong.
+  // Of several suspects possibly none is silent: then all of them have detected a failure.
   std::vector<int64_t> blamed;
   if (suspects.size() == 1) blamed = suspects;
-  std::string said;
+  std::string detail;
   try {
     const std::vector<int64_t> silent = most_suspected(suspects);
     if (!silent.empty()) blamed = silent;
     for (const int64_t rank : suspects) {
       const auto absence = agreement_->absence(call, rank);
       if (!absence) continue;
-      // A rank that failed may have done so because another one is gone.
+      // A rank may have failed because another one is gone.
       if (absence->refused) blamed = {rank};
-      said = ", rank " + std::to_string(rank) +
-             (absence->refused ? " refused the call: " : " failed in the call: ") + absence->why;
+      detail = ", rank " + std::to_string(rank) +
+               (absence->refused ? " refused the call: " : " failed in the call: ") + absence->why;
       if (absence->refused) break;
     }
   } catch (const std::exception&) {
-    // The store may have gone with the rank that died; then the suspects are all that is known.
+    // The store may have ended with the rank that died: then only the suspects are known.
   }
   std::string sentence = (blamed.empty() ? "a rank" : one_of(blamed)) + " did not take part in " +
                          place + " within the group's timeout of " +
-                         std::to_string(backend_->timeout().count()) + " ms" + said;
+                         std::to_string(backend_->timeout().count()) + " ms" + detail;
   return sentence + " (" + reason + "); the group cannot be used any more";
 }
 
 void FailureDiagnosis::end(int64_t call, const std::string& operation, const std::string& reason) {
   const std::string place = "step 0 of " + operation;
   throw_if_failed();
-  look_for_news(kOutsideCalls, others_, place);
+  check_peers(kOutsideCalls, others_, place);
   check_connections(others_, place);
   fail(blame(call, place, others_, reason));
   throw_if_failed();
 }
 
 FailureDiagnosis::Ranks FailureDiagnosis::most_suspected(const Ranks& suspects) {
-  // Ranks that wait in vain say so. Among the silent ones, the rank that most others wait for is
-  // gone; the rest have only not noticed yet. Several ranks where as many wait for each.
+  // A rank that waits in vain publishes the ranks that it waits for. Of the ranks that have
+  // published nothing, the one that most ranks wait for is gone; the others have not detected the
+  // failure yet. Several ranks are returned where equally many wait for each.
   std::string mine;
   for (const int64_t suspect : suspects) mine += std::to_string(suspect) + " ";
   backend_->put(failed_key(backend_->rank()), mine);
@@ -154,12 +156,12 @@ FailureDiagnosis::Ranks FailureDiagnosis::most_suspected(const Ranks& suspects) 
   std::vector<bool> silent(size, true);
   silent[backend_->rank()] = false;
   for (const int64_t suspect : suspects) ++votes[suspect];
-  // Suspects first: they are worth waiting for, the rest have had the same time by then.
-  std::vector<int64_t> asked = suspects;
+  // Suspects first: the time is spent waiting for them, and the others have had it too by then.
+  std::vector<int64_t> candidates = suspects;
   for (const int64_t other : others_) {
-    if (!std::count(asked.begin(), asked.end(), other)) asked.push_back(other);
+    if (!std::count(candidates.begin(), candidates.end(), other)) candidates.push_back(other);
   }
-  for (const int64_t other : asked) {
+  for (const int64_t other : candidates) {
     const auto named = backend_->get_until(failed_key(other), deadline);
     if (!named) continue;
     silent[other] = false;
@@ -170,7 +172,7 @@ FailureDiagnosis::Ranks FailureDiagnosis::most_suspected(const Ranks& suspects) 
   }
   std::vector<int64_t> blamed;
   int64_t most = 1;
-  for (const int64_t other : asked) {
+  for (const int64_t other : candidates) {
     if (!silent[other] || votes[other] < most) continue;
     if (votes[other] > most) blamed.clear();
     most = votes[other];
@@ -189,7 +191,7 @@ void FailureDiagnosis::fail(const std::string& message) {
   try {
     if (backend_->store_is_alive()) backend_->put(ended_key(backend_->rank()), message);
   } catch (const std::exception&) {
-    // The store is gone; peers find that out by themselves.
+    // The store is gone: peers detect that themselves.
   }
 }
 

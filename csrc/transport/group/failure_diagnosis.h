@@ -15,8 +15,8 @@
 
 namespace ringattn {
 
-/// How a group learns that a wait is in vain, which rank is to blame, and how the group ends. Its
-/// ranks are those of the group. Shared with what watches over transfers, which may outlive the
+/// Detects that a wait is in vain, determines which rank is to blame, and ends the group. Ranks are
+/// those of the group. Shared with the watched operations of transfers, which may outlive the
 /// group.
 class RINGATTN_API FailureDiagnosis : public CallMonitor {
  public:
@@ -27,7 +27,7 @@ class RINGATTN_API FailureDiagnosis : public CallMonitor {
   std::string operation(int64_t call) const override;
 
   using CallMonitor::blame;
-  void look_for_news(int64_t call, const Ranks& peers, const std::string& place) override;
+  void check_peers(int64_t call, const Ranks& peers, const std::string& place) override;
   void check_connections(const Ranks& peers, const std::string& place) override;
   std::optional<std::string> ended_by(int64_t call, const Ranks& peers) override;
   void lose(int64_t call, int64_t peer, const std::string& place,

@@ -33,10 +33,10 @@ class RINGATTN_API GroupBackend {
   /// The group's store. The keys are this group's alone, also among groups that had its name
   /// before.
   virtual void put(const std::string& key, const std::string& value) = 0;
-  /// Waits for the key; nothing when it did not come in time. A patience of 0 ms: does not wait.
+  /// Waits for the key; nothing where it is not set in time. A patience of 0 ms: does not wait.
   virtual std::optional<std::string> get(const std::string& key,
                                          std::chrono::milliseconds patience) = 0;
-  /// The same until a point in time; one look at least.
+  /// The same until a point in time; reads at least once.
   std::optional<std::string> get_until(const std::string& key,
                                        std::chrono::steady_clock::time_point deadline) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -44,10 +44,10 @@ class RINGATTN_API GroupBackend {
     return get(key, std::max(left, std::chrono::milliseconds(1)));
   }
   virtual void remove(const std::string& key) = 0;
-  /// Whether the process that holds the store is still there, as far as can be told at once.
+  /// Whether the process that holds the store is alive, as far as is known without a wait.
   virtual bool store_is_alive() = 0;
-  /// Whether the group's connection to a rank is open, as far as can be told at once. Each question
-  /// leaves an unmatched message of one byte behind.
+  /// Whether the group's connection to a rank is open, as far as is known without a wait. Each call
+  /// leaves an unmatched receive of one byte behind.
   virtual bool is_connected(int64_t rank) = 0;
 
   /// Whether the group itself moves tensors of this kind.

@@ -39,8 +39,8 @@ std::shared_ptr<GroupContext> GroupContext::find(const std::string& name) {
 
 std::shared_ptr<GroupContext> GroupContext::resolve(const std::string& name) {
   if (auto group = find(name)) return group;
-  // Made once, whichever threads come for it: a rank that had made two would be out of step with
-  // the others. Its store is asked meanwhile, so the other lock is not held.
+  // Made once, also where several threads call: a rank that had made two would be out of step with
+  // the others. Making one reads the store, so the lock of the map is not held.
   const std::lock_guard<std::mutex> one_at_a_time(groups().making);
   if (auto group = find(name)) return group;
   collect();
@@ -94,8 +94,8 @@ int64_t GroupContext::begin_call(Signature signature, bool tagged) {
     });
   } catch (const c10::DistBackendError& error) {
     failures_->check_store(wait.place());
-    failures_->fail(reason_of(error));  // a rank that comes later must not find itself alone
-    failures_->throw_if_failed();       // with why it failed first
+    failures_->fail(reason_of(error));  // a rank that joins later must not wait for this one
+    failures_->throw_if_failed();       // with the first reason
   }
   return call;
 }
@@ -128,7 +128,7 @@ std::vector<std::string> GroupContext::exchange(const std::string& mine,
                 operation.empty() ? failures_->operation(latest_call()) : operation);
   failures_->check_store(wait.place());
   backend_->put(key(number, rank()), mine);
-  std::vector<std::string> said;
+  std::vector<std::string> gathered;
   for (int64_t other = 0; other < size(); ++other) {
     wait.set_peers({other});
     auto theirs = backend_->get(key(number, other), std::min(kLook, backend_->timeout() / 5));
@@ -143,11 +143,11 @@ std::vector<std::string> GroupContext::exchange(const std::string& mine,
                       " ms; the group cannot be used any more");
     }
     failures_->throw_if_failed();
-    said.push_back(*theirs);
+    gathered.push_back(*theirs);
   }
-  // Every rank has come here, so every rank has read all that was said before.
+  // Every rank has published its string, so every rank has read those of the exchange before.
   if (number > 0) backend_->remove(key(number - 1, rank()));
-  return said;
+  return gathered;
 }
 
 MessageTransport& GroupContext::transport(const std::string& name, c10::Device device) {
@@ -160,7 +160,7 @@ MessageTransport& GroupContext::transport(const std::string& name, c10::Device d
       transport =
           make != nullptr ? make(rendezvous_, device) : backend_->transport(rendezvous_, device);
     } catch (const std::exception& error) {
-      // All ranks have been told of a refusal. A failure of this rank alone leaves them waiting.
+      // A refusal is thrown on all ranks. A failure of this rank alone leaves the others waiting.
       if (reason_of(error).rfind(kPrefix, 0) != 0) failures_->fail_call(latest_call(), error);
       throw;
     }
@@ -191,7 +191,7 @@ const std::string& GroupContext::choose_transport(c10::Device device) {
       chosen = name;
       break;
     } catch (const c10::Error&) {
-      failures_->throw_if_failed();  // a rank is gone; otherwise all ranks were told of a refusal
+      failures_->throw_if_failed();  // a rank is gone; otherwise all ranks have thrown a refusal
     }
   }
   return chosen;
@@ -209,7 +209,7 @@ bool GroupContext::idle() {
     try {
       if (transport && !transport->idle()) return false;
     } catch (const std::exception&) {
-      // The device has failed, and all that was on it has come to its end.
+      // The device has failed: nothing runs on it any more.
     }
   }
   return true;

@@ -18,16 +18,18 @@
 
 namespace ringattn {
 
-/// Everything that ringattn keeps for one process group: the numbers of its calls, what its ranks
-/// have agreed on, why it failed if it did, and its transports. It lives and dies with the group:
-/// see resolve(). Not thread-safe, except for rendezvous() and failures(): one call at a time.
+/// Everything that ringattn keeps for one process group: the numbers of its calls, the signatures
+/// that its ranks have agreed on, the reason of its failure, and its transports. It is freed after
+/// the group: see resolve(). Not thread-safe, except for rendezvous() and failures(): one call at a
+/// time.
 class RINGATTN_API GroupContext {
  public:
   /// The group of this name as it is now. What belonged to groups that have been destroyed since is
   /// freed.
   static std::shared_ptr<GroupContext> resolve(const std::string& name);
-  /// The same where a call of it has been made, or nothing. For what one rank may ask alone: groups
-  /// are told from earlier ones of their name by how many this rank has made.
+  /// The same where a call of it has been made, or null. For queries that one rank makes by itself:
+  /// resolve() may count a new group, and groups of one name are distinguished by this count, which
+  /// must be the same on all ranks.
   static std::shared_ptr<GroupContext> find(const std::string& name);
   /// Frees what belongs to destroyed groups.
   static void collect();
@@ -45,13 +47,13 @@ class RINGATTN_API GroupContext {
   const CallAgreement& agreement() const { return *agreement_; }
   FailureDiagnosis& failures() { return *failures_; }
 
-  /// Begins a collective call: returns its number when all ranks have agreed on what is asked for.
+  /// Begins a collective call: returns its number once all ranks have agreed on the signature.
   /// `tagged`: its messages carry tags (CallAgreement).
   int64_t begin_call(Signature signature, bool tagged);
-  /// This rank's part in a call whose arguments it refuses: the other ranks are told.
+  /// This rank's part in a call whose arguments it refuses: publishes the refusal to its peers.
   void refuse_call(const std::string& message);
   /// The rest of a call that has begun. A rank that fails here alone is out of step with the
-  /// others: the group ends, and they are told why.
+  /// others: the group ends, and the reason is published.
   template <typename Body>
   auto run(int64_t call, const Body& body) {
     try {
@@ -66,12 +68,12 @@ class RINGATTN_API GroupContext {
   /// The number of the latest call; negative before any.
   int64_t latest_call() const { return next_call_ - 1; }
 
-  /// Collective: what every rank has to say, by rank, through the store. A rank that does not come
-  /// ends the group. `operation`: for lines and errors; empty: that of the latest call.
+  /// Collective: the strings of all ranks, by rank, through the store. A rank that does not take
+  /// part ends the group. `operation`: for log lines and errors; empty: that of the latest call.
   std::vector<std::string> exchange(const std::string& mine, const std::string& operation = "");
 
-  /// All calls of a group come with tensors on one device of a type; those that the group itself is
-  /// to carry, on one that it has a backend for.
+  /// Tensors of one type of device must be on the same device in all calls of a group. Tensors that
+  /// the group itself carries must be on a type of device that it has a backend for.
   void check_device(c10::Device device, const std::string& transport = "auto") const;
   /// `name` as the caller gave it ("auto" included), resolved for `device`. Making one is
   /// collective; where the ranks cannot have it, it throws on all of them and the group works on.
@@ -95,7 +97,7 @@ class RINGATTN_API GroupContext {
 
   std::map<std::string, std::unique_ptr<MessageTransport>> transports_;  // by name and device type
   std::string last_transport_;
-  std::map<c10::DeviceType, std::string> chosen_;  // what "auto" means, once it is known
+  std::map<c10::DeviceType, std::string> chosen_;  // the transport of "auto", once chosen
   std::map<c10::DeviceType, c10::Device> devices_;
   int64_t next_call_ = 0;
   int64_t num_exchanges_ = 0;

@@ -60,12 +60,12 @@ void PeerWait::poll() {
   const auto now = Clock::now();
   const auto waited = std::chrono::duration_cast<milliseconds>(now - start_);
   if (now >= next_look_) {
-    rendezvous_.calls->look_for_news(call_, peers_, place());
-    // A wait that is long already is in no hurry, and the store serves all ranks.
+    rendezvous_.calls->check_peers(call_, peers_, place());
+    // A longer wait polls less often: the store serves all ranks.
     next_look_ = now + std::clamp(waited / 20, milliseconds(50), milliseconds(500));
   }
-  // A message's own wait ends with its connection. One through the store has to ask, and each time
-  // leaves a little behind.
+  // A wait for a message ends when its connection closes. A wait through the store has to test the
+  // connection, and each test leaves an unmatched receive behind.
   if (call_ == kOutsideCalls && waited >= next_check_) {
     rendezvous_.calls->check_connections(peers_, place());
     next_check_ = 2 * waited;

@@ -12,7 +12,7 @@
 
 namespace ringattn {
 
-/// When to say that a rank waits: RINGATTN_WAIT_REPORT_S seconds after the wait began (10 by
+/// When to log that a rank waits: RINGATTN_WAIT_REPORT_S seconds after the wait began (10 by
 /// default), then every six times as long.
 class RINGATTN_API WaitReport {
  public:
@@ -23,7 +23,7 @@ class RINGATTN_API WaitReport {
   bool due(Milliseconds waited);
   void restart() { next_ = first_; }
 
-  /// One line for people: "rank 0 has waited 10 s for rank 1 in step 2 of ring_forward".
+  /// Logs one line: "rank 0 has waited 10 s for rank 1 in step 2 of ring_forward".
   static void log(int64_t rank, const std::vector<int64_t>& peers, const std::string& place,
                   Milliseconds waited);
 
@@ -37,13 +37,13 @@ class RINGATTN_API PeerWait {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// `rendezvous` must outlive the wait. `operation`: for lines and errors; empty: the operator of
-  /// the call.
+  /// `rendezvous` must outlive the wait. `operation`: for log lines and errors; empty: the operator
+  /// of the call.
   PeerWait(const Rendezvous& rendezvous, int64_t call, int64_t step, std::vector<int64_t> peers,
            std::string operation = "");
 
-  /// Throws where the wait is in vain: a peer has refused or left the call, asks for something
-  /// else, or has ended the group; its connection is closed; this group has failed; the user has
+  /// Throws where the wait is in vain: a peer has refused or left the call, has another signature,
+  /// or has ended the group; its connection is closed; this group has failed; the user has
   /// pressed Ctrl-C, which ends the group. Logs from time to time that this rank waits.
   void poll();
   /// Ends the group: the user has pressed Ctrl-C.

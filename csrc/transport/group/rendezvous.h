@@ -12,14 +12,14 @@
 
 #include "core/export.h"
 
-// What a transport is made from. A transport knows nothing else of the group that makes it.
+// What a transport is made from. It depends on nothing else of the group that makes it.
 
 namespace ringattn {
 
 /// The call of a wait outside of the numbered calls.
 constexpr int64_t kOutsideCalls = -1;
 
-/// What a transport asks of the calls that it carries: how they are tagged, whether a wait is in
+/// What a transport needs to know of the calls that it carries: their tags, whether a wait is in
 /// vain, and which rank is to blame for that. Outlives the transport. The tags belong to the thread
 /// that makes the calls; all else is thread-safe where noted.
 class RINGATTN_API CallMonitor {
@@ -30,16 +30,17 @@ class RINGATTN_API CallMonitor {
   /// The tag of messages at `step` of the latest call: the same on all ranks, and another one for
   /// calls that differ. Not negative.
   virtual int32_t message_tag(int64_t step) const = 0;
-  /// The same on all ranks for calls that ask for the same as the latest one, and another one for
-  /// other calls: a captured call may be replayed beside one that is not. Not negative.
+  /// A hash of the latest call's signature: the same on all ranks and in every call with this
+  /// signature, and another one for other calls. A captured call may be replayed beside one that is
+  /// not. Not negative.
   virtual int32_t call_tag() const = 0;
   /// The operator of a recent call.
   virtual std::string operation(int64_t call) const = 0;
 
-  /// Looks at what `peers` have published, and publishes what this rank asks for in `call`. Throws
-  /// CallLeft where a peer has refused or left the call or asks for something else; ends the group
+  /// Reads what `peers` have published, and publishes this rank's signature of `call`. Throws
+  /// CallLeft where a peer has refused or left the call or has another signature; ends the group
   /// where a peer has ended it, or where the store is gone. `place`: where this rank waits.
-  virtual void look_for_news(int64_t call, const Ranks& peers, const std::string& place) = 0;
+  virtual void check_peers(int64_t call, const Ranks& peers, const std::string& place) = 0;
   /// Ends the group, and throws, where the connection to one of `peers` is closed.
   virtual void check_connections(const Ranks& peers, const std::string& place) = 0;
   /// Why the group has ended on one of `peers`, or, on a device, why one refused `call`: then the
@@ -50,8 +51,8 @@ class RINGATTN_API CallMonitor {
   virtual void lose(int64_t call, int64_t peer, const std::string& place,
                     const std::string& reason) = 0;
 
-  /// Which rank is to blame that a message of `call` did not get through in `place`, as a sentence.
-  /// Asks the store which other ranks have failed. `suspects`: the ranks that this rank was
+  /// A sentence: which rank is to blame that a message of `call` did not get through in `place`.
+  /// Reads from the store which other ranks have failed. `suspects`: the ranks that this rank was
   /// exchanging with. Thread-safe.
   virtual std::string blame(int64_t call, const std::string& place, const Ranks& suspects,
                             const std::string& reason) = 0;
@@ -59,18 +60,19 @@ class RINGATTN_API CallMonitor {
   std::string blame(int64_t call, int64_t step, const Ranks& suspects, const std::string& reason) {
     return blame(call, "step " + std::to_string(step) + " of the ring", suspects, reason);
   }
-  /// From now on every call throws this, and peers that wait for this rank are told. Thread-safe.
+  /// Ends the group: every later call throws `message`, and peers that wait for this rank read it.
+  /// Thread-safe.
   virtual void fail(const std::string& message) = 0;
   virtual void throw_if_failed() = 0;
 };
 
-/// Ranks that meet to make a transport: a whole process group, or any subset of one. Ranks count
-/// from 0 among those that meet.
+/// The ranks that make a transport together: a whole process group, or any subset of one. Ranks
+/// count from 0 among them.
 struct RINGATTN_API Rendezvous {
   int64_t rank = 0;
   int64_t size = 1;
   std::chrono::milliseconds timeout{};  // how long a rank may keep the others waiting
-  /// Collective: what every rank has to say, by rank. A rank that does not come ends the group.
+  /// Collective: the strings of all ranks, by rank. A rank that does not take part ends the group.
   /// Called by the thread that makes the calls, while the owner of the transport lives.
   std::function<std::vector<std::string>(const std::string& mine)> exchange = nullptr;
   std::shared_ptr<CallMonitor> calls = nullptr;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only place that knows nccl.h.
+// The only file that calls NCCL.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAEvent.h>
@@ -62,7 +62,7 @@ struct AbortComm {
 };
 using CommHandle = std::unique_ptr<ncclComm, AbortComm>;
 
-// Ends the group because one of `suspects` did not come.
+// Ends the group because one of `suspects` did not take part.
 void give_up(CallMonitor& calls, const std::vector<int64_t>& suspects, const std::string& reason) {
   calls.fail(calls.blame(kOutsideCalls, /*step=*/0, suspects, reason));
   calls.throw_if_failed();
@@ -72,7 +72,7 @@ void give_up(CallMonitor& calls, const std::vector<int64_t>& suspects, const std
 // own, and PyTorch's allocator keeps two megabytes for each stream that it has served.
 struct DeviceScratch {
   uint32_t failed;         // whether transfers have been given up
-  unsigned char bytes[1];  // sent to and received from each rank when they meet, [2, size]
+  unsigned char bytes[1];  // sent to and received from each rank to connect them, [2, size]
 };
 using SharedScratch = std::shared_ptr<DeviceScratch>;
 
@@ -87,9 +87,9 @@ SharedScratch new_scratch(int64_t size, cudaStream_t stream) {
   return shared;
 }
 
-// One byte between every two ranks, and one to all. Note: NCCL connects a pair on its first
-// message, and the host waits for that; it is done here, where all ranks have just come together,
-// and never in the middle of a call.
+// Sends one byte between every two ranks, and gathers one. Note: NCCL connects a pair on its first
+// message, and the host waits for that. It happens here, where all ranks have just made the
+// communicator, and never in the middle of a call.
 ncclResult_t connect(ncclComm_t comm, int rank, int size, const SharedScratch& scratch,
                      cudaStream_t stream) {
   unsigned char* const sent = scratch->bytes;
@@ -105,18 +105,18 @@ ncclResult_t connect(ncclComm_t comm, int rank, int size, const SharedScratch& s
   return ncclAllGather(sent, received, 1, ncclUint8, comm, stream);
 }
 
-// The communicator of the ranks that have `id`, all of them connected; null if one went away in the
-// middle. NCCL blocks the host until all have come, for ever if one has died: so a thread of its
-// own does this, and the caller need not wait for it. A communicator that is
+// Makes the communicator of the ranks that have `id`, and connects all of them; null where a rank
+// went away in the middle. NCCL blocks the host until all ranks take part, for ever where one has
+// died: a thread of its own calls NCCL, so that the caller can stop waiting. A communicator that is
 // made after the caller has given up is freed; a thread that never returns stays until the process
 // ends.
 //
 // Note: not config.blocking = 0. NCCL (2.28) launches each message of a communicator that never
 // blocks from a thread that it starts for it, and the host must wait for that one before it can
 // record an event: 28 us a message instead of 5.
-std::future<CommHandle> come_together(const ncclUniqueId& id, int rank, int size,
-                                      const SharedScratch& scratch,
-                                      const c10::cuda::CUDAStream& stream) {
+std::future<CommHandle> make_communicator(const ncclUniqueId& id, int rank, int size,
+                                          const SharedScratch& scratch,
+                                          const c10::cuda::CUDAStream& stream) {
   std::packaged_task<CommHandle()> task([=]() -> CommHandle {
     const c10::cuda::CUDAGuard guard(stream.device());
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -146,8 +146,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     scratch_ = new_scratch(rendezvous.size, failing_);
   }
 
-  /// Collective; what it leaves on `stream` is for the watchdog to see to. A rank that does not
-  /// come within the group's timeout ends the group.
+  /// Collective. Enqueues work on `stream`, which the caller has the watchdog watch. A rank that
+  /// does not take part within the group's timeout ends the group.
   void form(const Rendezvous& rendezvous, const c10::cuda::CUDAStream& stream) {
     const auto deadline = std::chrono::steady_clock::now() + rendezvous.patience();
     ncclUniqueId id;
@@ -161,8 +161,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
       give_up(*rendezvous.calls, {0}, "it sent no NCCL identifier");
     }
     std::copy(first.begin(), first.end(), id.internal);
-    auto formed = come_together(id, static_cast<int>(rank_), static_cast<int>(rendezvous.size),
-                                scratch_, stream);
+    auto formed = make_communicator(id, static_cast<int>(rank_), static_cast<int>(rendezvous.size),
+                                    scratch_, stream);
     CommHandle comm;
     if (formed.wait_until(deadline) == std::future_status::ready) comm = formed.get();
     if (!comm) {
@@ -172,8 +172,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     comm_ = std::move(comm);
   }
 
-  // Nothing is thrown: at the end of the process CUDA may be gone too, and takes all of this with
-  // it.
+  // Throws nothing: at the end of the process CUDA may be gone too, with all of its resources.
   ~Communicator() {
     if (abort()) cudaStreamDestroy(failing_);
   }
@@ -181,9 +180,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  /// Starts to end everything in flight; `failed` first, for those that will read it once they are
-  /// released. On a thread of its own: NCCL waits for what it has launched before, which may be
-  /// behind what only the watchdog can end.
+  /// Starts to end everything in flight; sets `failed` first, which kernels read once they are
+  /// released. On a thread of its own: NCCL waits for its earlier launches, which may be queued
+  /// behind a wait that only the watchdog can end.
   void end() {
     if (ending_.exchange(true)) return;
     std::thread([self = shared_from_this()] { self->fail(); }).detach();
@@ -213,7 +212,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     abort();
   }
 
-  // Whether the device could be spoken to.
+  // Returns whether the device could be selected.
   bool abort() noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     int before = 0;
@@ -231,7 +230,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::mutex mutex_;  // guards comm_
   CommHandle comm_;
   SharedScratch scratch_;
-  cudaStream_t failing_ = nullptr;  // where scratch_->failed is written, past everything that waits
+  cudaStream_t failing_ = nullptr;  // writes scratch_->failed: no wait is queued here
   std::atomic<bool> ending_{false};
 };
 
@@ -333,7 +332,7 @@ class NcclTransport : public CollectiveTransport {
     return std::make_unique<CudaTransfer>(started, done, message.timed);
   }
 
-  /// Operations follow each other by events of eager calls, and the watchdog asks for each of them.
+  /// Events of eager calls order the operations, and the watchdog queries each of these events.
   bool can_be_captured() const override { return false; }
 
   at::Tensor all_gather(const at::Tensor& mine, int64_t call) override {
@@ -361,8 +360,8 @@ class NcclTransport : public CollectiveTransport {
   bool idle() override { return last_->query(); }
 
  private:
-  // Note: what one communicator does must not overlap, and calls come on the side stream as well as
-  // on whatever stream is current.
+  // Note: operations of one communicator must not overlap, and they are enqueued on the side stream
+  // as well as on the caller's current stream.
   void after_last(const c10::cuda::CUDAStream& stream) const { last_->block(stream); }
 
   void watch(std::shared_ptr<at::cuda::CUDAEvent> started,

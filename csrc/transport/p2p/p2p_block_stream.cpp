@@ -29,12 +29,12 @@ class MessageStream : public BlockStream {
       : transport_(transport), exchange_(exchange), transfers_(exchange.hops.size()) {
     int64_t rows_sent = 0;
     for (const HopPlan& hop : exchange_.hops) rows_sent = std::max(rows_sent, hop.rows_sent);
-    if (rows_sent > 0) mine_ = to_wire(exchange_.k, exchange_.v, rows_sent);
+    if (rows_sent > 0) own_block_ = to_wire(exchange_.k, exchange_.v, rows_sent);
     exchange_.k.reset();
     exchange_.v.reset();
 
-    // Ahead of the block being attended there are up to `depth` others, so depth + 1 buffers in
-    // turn.
+    // Up to `depth` blocks are received ahead of the one being attended: depth + 1 buffers, used in
+    // rotation.
     const int64_t num_hops = exchange_.hops.size();
     const int64_t num_buffers = std::min(num_hops, exchange_.depth + 1);
     for (int64_t buffer = 0; buffer < num_buffers; ++buffer) {
@@ -61,7 +61,7 @@ class MessageStream : public BlockStream {
       if (transfer) transfer->finish();
     }
     transport_.guard(results);
-    mine_.reset();  // timings outlive the call, what they are of does not
+    own_block_.reset();  // timings outlive the call, its tensors do not
     buffers_.clear();
   }
 
@@ -85,15 +85,15 @@ class MessageStream : public BlockStream {
     message.timed = exchange_.timed;
     message.destination = hop.destination;
     message.source = hop.source;
-    if (hop.rows_sent > 0) message.send = mine_.narrow(0, 0, hop.rows_sent);
+    if (hop.rows_sent > 0) message.send = own_block_.narrow(0, 0, hop.rows_sent);
     if (hop.rows_received > 0) message.receive = received(step);
     transfers_[step - 1] = transport_.start(message);
   }
 
   MessageTransport& transport_;
   RingExchangePlan exchange_;
-  at::Tensor mine_;                  // [rows, 2, B, H_kv, D], my block, as many rows as anyone sees
-  std::vector<at::Tensor> buffers_;  // [rows, 2, B, H_kv, D] each, visiting blocks in turn
+  at::Tensor own_block_;  // [rows, 2, B, H_kv, D], this rank's block: the rows that peers attend
+  std::vector<at::Tensor> buffers_;  // [rows, 2, B, H_kv, D] each, received blocks in rotation
   std::vector<std::unique_ptr<Transfer>> transfers_;  // [W - 1]; null: nothing travels
 };
 

@@ -139,8 +139,8 @@ class CpuTransfer : public Transfer {
   double elapsed_ms_ = 0.0;
 };
 
-// Operations of a group that are launched as one. Note: what an error leaves open would swallow
-// every later operation of this thread.
+// Operations of a group that are launched as one. Note: coalescing that an error leaves open would
+// swallow every later operation of this thread.
 class Coalescing {
  public:
   Coalescing(c10d::ProcessGroup& process_group, c10::DeviceType device_type)
@@ -152,7 +152,7 @@ class Coalescing {
     try {
       process_group_.endCoalescing(device_type_);
     } catch (const std::exception&) {
-      // The error that left it open is the one to be told of.
+      // The error that left it open is reported instead.
     }
   }
   Coalescing(const Coalescing&) = delete;

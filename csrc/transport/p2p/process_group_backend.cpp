@@ -26,7 +26,7 @@ using Clock = std::chrono::steady_clock;
 
 // A connection to the store's server that nothing is ever sent over: it closes when the process
 // that holds the store ends. Note: c10d writes C++ stacks to stderr when a store whose server is
-// gone is used, so ringattn asks here first.
+// gone is used, so this connection is tested before each use.
 class StoreProbe {
  public:
   static std::unique_ptr<StoreProbe> of(c10d::Store& store) {
@@ -121,7 +121,7 @@ class ProcessGroupBackend : public GroupBackend {
 
   std::optional<std::string> get(const std::string& key, milliseconds patience) override {
     if (!store_ || !store_is_alive()) return {};
-    // Note: looks, and no wait of the store's. One that times out writes to stderr.
+    // Note: polls, because a wait of the store that times out writes to stderr.
     const auto deadline = Clock::now() + patience;
     auto pause = std::chrono::microseconds(100);
     constexpr auto kLongestPause = std::chrono::microseconds(5000);
@@ -172,10 +172,10 @@ class ProcessGroupBackend : public GroupBackend {
   }
 
  private:
-  // Each thread has a clone of the store, with a connection of its own: a thread that waits on one
-  // keeps no other from the store, least of all the watchdog. The second thread, as a rule the
-  // watchdog's, finds a clone that was made while all was well: the rank that holds the store may
-  // be the one that is gone, and then connecting takes as long as the store's own timeout.
+  // Each thread has a clone of the store, with a connection of its own: a thread that waits does
+  // not keep other threads, such as the watchdog's, from the store. The second thread, as a rule
+  // the watchdog's, gets a clone that was made with the group: later, the rank that holds the store
+  // may be gone, and connecting would take as long as the store's own timeout.
   c10d::Store& store() {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& clone = clones_[std::this_thread::get_id()];
@@ -183,7 +183,7 @@ class ProcessGroupBackend : public GroupBackend {
     return *clone;
   }
 
-  // The timeout that the group was made with; c10d's own default where no backend tells.
+  // The timeout that the group was made with; c10d's own default where no backend has one.
   static milliseconds find_timeout(c10d::ProcessGroup& group) {
     for (const auto type : {c10::kCPU, c10::kCUDA}) {
       try {

@@ -243,7 +243,7 @@ class StoreWithoutClones(dist.Store):
     [
         (StoreWithoutClones, "group must have a store that can be cloned, got one"),
         # It keeps nothing; since torch 2.14 it can be cloned.
-        (FakeStore, "group must have a store that can be cloned|store must keep what ranks say"),
+        (FakeStore, "group must have a store that can be cloned|must keep what ranks publish"),
     ],
 )
 def test_groups_without_messages_or_usable_stores_are_refused(

@@ -84,7 +84,7 @@ class Calls : public CallMonitor {
   int32_t message_tag(int64_t step) const override { return static_cast<int32_t>(step); }
   int32_t call_tag() const override { return 0; }
   std::string operation(int64_t call) const override { return "a call"; }
-  void look_for_news(int64_t, const Ranks&, const std::string&) override {}
+  void check_peers(int64_t, const Ranks&, const std::string&) override {}
   void check_connections(const Ranks&, const std::string&) override {}
   std::optional<std::string> ended_by(int64_t, const Ranks&) override { return {}; }
   void lose(int64_t, int64_t, const std::string&, const std::string&) override {}
