@@ -212,7 +212,7 @@ TEST_CASE("a body's result is handed on") {
   CHECK_NOTHROW(ranks[0].failures().throw_if_failed());
 }
 
-TEST_CASE("who is gone is told from who has only not noticed yet") {
+TEST_CASE("a rank that is gone is distinguished from ranks that have detected nothing yet") {
   // Rank 3 is gone. Rank 2 waits for it; 0 and 1 wait for 2 and 3, and for 3 and 2.
   Ranks ranks(4, milliseconds(10000));
   std::vector<std::string> blamed(4);
@@ -223,8 +223,8 @@ TEST_CASE("who is gone is told from who has only not noticed yet") {
   for (const int64_t rank : {0, 1, 2}) CHECK(begins_with(blamed[rank], "rank 3 did not take part"));
 }
 
-TEST_CASE("of those that say nothing, whom most wait for is gone") {
-  // Rank 2 is gone; 3 waits for nobody and has not noticed. Rank 0 may be held up by either.
+TEST_CASE("of the silent ranks the one that most ranks wait for is gone") {
+  // Rank 2 is gone; rank 3 waits for no rank and has not detected it. Rank 0 suspects both.
   Ranks ranks(4, milliseconds(10000));
   std::vector<std::string> blamed(4);
   const std::vector<std::vector<int64_t>> suspects = {{3, 2}, {2}};
@@ -234,13 +234,13 @@ TEST_CASE("of those that say nothing, whom most wait for is gone") {
   for (const int64_t rank : {0, 1}) CHECK(begins_with(blamed[rank], "rank 2 did not take part"));
 }
 
-TEST_CASE("where several are as silent all of them are named") {
+TEST_CASE("where equally many ranks wait for several silent ones all of them are named") {
   Ranks ranks(4, milliseconds(5000));
   CHECK(begins_with(ranks[0].failures().blame(0, 1, {1, 2}, "silence"),
                     "rank 1 or rank 2 did not take part"));
 }
 
-TEST_CASE("where everybody has noticed nobody is named, but the only suspect") {
+TEST_CASE("where all ranks have detected a failure none is named, but the only suspect") {
   Ranks ranks(3, milliseconds(10000));
   std::vector<std::string> blamed(3);
   const std::vector<std::vector<int64_t>> suspects = {{1, 2}, {0, 2}, {0}};
@@ -260,7 +260,7 @@ TEST_CASE("of several suspects the one that refused the call is named") {
   CHECK(contains(blame, "rank 2 refused the call: kv must be good, got bad"));
 }
 
-TEST_CASE("who failed in the call does not cover up for who is gone") {
+TEST_CASE("a rank that failed in the call does not hide one that is gone") {
   Ranks ranks(3, milliseconds(5000));
   const auto fails = [&] {
     ranks[1].run(0, []() -> int { throw std::runtime_error("a link is down"); });
@@ -271,7 +271,7 @@ TEST_CASE("who failed in the call does not cover up for who is gone") {
   CHECK(contains(blame, "rank 1 failed in the call: a link is down"));
 }
 
-TEST_CASE("words of a store that somebody else has written to end the group, nothing worse") {
+TEST_CASE("values that another process has written to the store end the group, nothing worse") {
   Ranks ranks(2, milliseconds(5000));
   ranks.store.put("failed/1", "-7 99 junk");
   CHECK(begins_with(ranks[0].failures().blame(0, 1, {1}, "silence"), "rank 1 did not take part"));
@@ -293,7 +293,7 @@ TEST_CASE("a collective of another library that fails ends the group with its na
   }
 }
 
-TEST_CASE("what ranks say is by rank, and the store keeps the last of it only") {
+TEST_CASE("exchanged strings are by rank, and the store keeps the latest ones only") {
   Ranks ranks(3);
   const std::vector<std::string> expected = {"rank 0", "rank 1", "rank 2"};
   for (int times = 0; times < 5; ++times) {
