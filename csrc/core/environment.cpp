@@ -46,7 +46,8 @@ Environment read() {
 }
 
 Environment& current() {
-  static Environment current = read();
+  // Never destroyed: a thread may be in a call while the process ends.
+  static Environment& current = *new Environment(read());
   return current;
 }
 

@@ -213,9 +213,10 @@ def test_ranks_in_different_calls_get_an_error(world_size, calls):
             assert value["nan"]
 
 
-def agree_and_die(victim: int) -> dict[str, object]:
+def agree_and_die(victim: int, has_met: bool) -> dict[str, object]:
     """Rank ``victim`` dies between the agreement on a call and the communicator that is made for
-    it: it agrees in the others' words, and goes when they are about to meet it."""
+    it: it agrees in the others' words, and goes while they wait for its part of the exchange before
+    the communicator, or with ``has_met``, in the communicator."""
     case = even("nccl")
     if this().rank == victim:
         store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
@@ -223,7 +224,8 @@ def agree_and_die(victim: int) -> dict[str, object]:
         store.wait([key.format(0)])
         store.set(key.format(victim), store.get(key.format(0)))
         store.wait(["ringattn/1/exchange/0/0"])  # rank 0's identifier; a part of its own, too
-        store.set(f"ringattn/1/exchange/0/{victim}", "")
+        if has_met:
+            store.set(f"ringattn/1/exchange/0/{victim}", "")
         os._exit(1)
     start = time.monotonic()
     with pytest.raises(dist.DistBackendError) as raised:
@@ -236,10 +238,11 @@ def agree_and_die(victim: int) -> dict[str, object]:
 
 
 @pytest.mark.nccl
-def test_a_rank_that_dies_before_the_communicator_is_there_is_named():
+@pytest.mark.parametrize("has_met", [False, True])
+def test_a_rank_that_dies_before_the_communicator_is_there_is_named(has_met):
     victim = 1
     with RankPool(2, "cuda", timeout_s=TIMEOUT_S) as ring:
-        outcomes = ring.outcomes(agree_and_die, victim)
+        outcomes = ring.outcomes(agree_and_die, victim, has_met)
         assert outcomes[victim].died
         assert outcomes[0].ok, outcomes[0].traceback
         assert outcomes[0].value["named_s"] < TIMEOUT_S + GRACE_S

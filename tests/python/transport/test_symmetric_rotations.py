@@ -12,7 +12,7 @@ import torch
 from _distributed import RankPool, this
 from _numerics import poisoned_memory
 from _rings import Case, ring_call
-from ringattn import Partition
+from ringattn import _C, Partition
 from ringattn.testing import inject_transfer_delays
 
 pytestmark = pytest.mark.multi_gpu
@@ -47,7 +47,8 @@ class Rotation:
 def rotate_again_and_again(rows: list[int], rounds: int, by_copy_engines: bool = False) -> None:
     """Late words, little and much in any order, rings in between."""
     if by_copy_engines:
-        os.environ["RINGATTN_KERNEL_WAITS"] = "0"  # before anything has asked for it
+        os.environ["RINGATTN_KERNEL_WAITS"] = "0"
+        _C.reread_environment()
     size = this().world_size
     case = Case(Partition.even(64 * size, size), torch.bfloat16, transport="symmetric")
     expected, _ = ring_call(case)

@@ -204,4 +204,30 @@ TEST_CASE("a transport that registers is made by its name, and named in errors")
         "ringattn: transport must be \"auto\", \"process_group\" or \"store\" in a build without "
         "CUDA, got \"nccl\"");
 #endif
+
+  // A preferred one that the ranks cannot have, and that says so on all of them.
+  static bool fails_on_rank_1 = false;
+  register_transport(
+      {"remote", /*preference=*/10, kDevice, [](const Rendezvous& rendezvous, c10::Device) {
+         TORCH_CHECK(!fails_on_rank_1 || rendezvous.rank == 0, "out of memory");
+         rendezvous.exchange("host of rank " + std::to_string(rendezvous.rank));
+         TORCH_CHECK(false, "ringattn: ranks must share a host");
+         return std::unique_ptr<MessageTransport>();
+       }});
+  const auto chosen = [&](Store& their_store, int64_t rank) {
+    GroupContext group(std::make_shared<FakeBackend>(their_store, rank, 2, kTimeout));
+    return said([&] { group.transport("auto", kDevice); }) + group.last_transport();
+  };
+  Store another_store;
+  at_once(2, [&](int64_t rank) { taken[rank] = chosen(another_store, rank); });
+  CHECK(taken == std::vector<std::string>(2, "store"));
+  // Where one rank alone fails, the group has: no other transport is tried.
+  fails_on_rank_1 = true;
+  Store third_store;
+  at_once(2, [&](int64_t rank) { taken[rank] = chosen(third_store, rank); });
+  for (const std::string& error : taken) {
+    INFO(error);
+    CHECK(error.find("out of memory") != std::string::npos);
+    CHECK(error.find("store") == std::string::npos);
+  }
 }
