@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "ops/dispatch_rules.h"
+
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -9,148 +11,194 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "ops/checks.h"
 #include "transport/group/group_context.h"
 
-// What PyTorch's transformations do to the operators, for all of them at once.
+// What PyTorch's transformations do to the operators. A table has one rule for each operator; the
+// kernels below read it.
 
 namespace ringattn {
 namespace {
 
 using Stack = torch::jit::Stack;
 
-template <typename Visit>
-void for_each_argument(const c10::OperatorHandle& op, Stack& stack, const Visit& visit) {
-  const auto& arguments = op.schema().arguments();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    visit(arguments[i], stack[stack.size() - arguments.size() + i]);
-  }
-}
+enum class Gradient {
+  kRefused,  // there is no backward, and no derivative in forward mode
+  kDefined,  // the operator's own file registers its Autograd kernel
+};
 
-template <typename Visit>
-void for_each_tensor(const c10::OperatorHandle& op, Stack& stack, const Visit& visit) {
-  for_each_argument(op, stack, [&](const c10::Argument& argument, c10::IValue& value) {
-    if (value.isTensor()) visit(argument.name(), value);
+struct Rule {
+  const char* name;
+  Gradient gradient;
+  bool collective;  // has a group_name: a refusal is reported to the peers, which wait in the call
+  // Inputs that autocast casts, as those of PyTorch's own attention. States keep their dtype.
+  std::array<std::string_view, 3> autocast{};
+};
+
+constexpr std::array kRules = {
+    Rule{"block_attention", Gradient::kRefused, /*collective=*/false, {"q", "k", "v"}},
+    Rule{"block_attention_", Gradient::kRefused, /*collective=*/false, {"q", "k", "v"}},
+    Rule{"merge_states_", Gradient::kRefused, /*collective=*/false},
+    Rule{"ring_forward", Gradient::kRefused, /*collective=*/true, {"q", "k", "v"}},
+    Rule{"rotate_kv", Gradient::kRefused, /*collective=*/true, {"kv"}},
+    Rule{"wait_kv", Gradient::kRefused, /*collective=*/false},
+    Rule{"decode_attention", Gradient::kRefused, /*collective=*/true, {"q", "k", "v"}},
+    Rule{"gather", Gradient::kRefused, /*collective=*/true},
+};
+
+// Where the arguments lie that the rule of an operator is about.
+struct Arguments {
+  Arguments(const Rule& rule, const c10::FunctionSchema& schema)
+      : count(schema.arguments().size()) {
+    const auto position = [&](std::string_view name) -> size_t {
+      const auto found = schema.argumentIndexWithName(name);
+      TORCH_INTERNAL_ASSERT(found.has_value(), rule.name, " has no argument ", name);
+      return *found;
+    };
+    for (size_t i = 0; i < count; ++i) {
+      const c10::Argument& argument = schema.arguments()[i];
+      if (argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor())) tensors.push_back(i);
+      const c10::AliasInfo* alias = argument.alias_info();
+      if (alias != nullptr && alias->isWrite()) written.push_back(i);
+    }
+    for (const std::string_view name : rule.autocast) {
+      if (!name.empty()) autocast.push_back(position(name));
+    }
+    if (rule.collective) group_name = position("group_name");
+  }
+
+  size_t count;
+  std::vector<size_t> tensors, written, autocast;
+  std::optional<size_t> group_name;  // of a collective operator
+};
+
+// A call: its operator, its stack and where its arguments lie.
+struct Call {
+  const Arguments& arguments;
+  const c10::OperatorHandle& op;
+  Stack& stack;
+
+  c10::IValue& argument(size_t i) const { return torch::jit::peek(stack, i, arguments.count); }
+  const std::string& name(size_t i) const { return op.schema().arguments()[i].name(); }
+  /// Whether it is given: a tensor may be optional.
+  bool has_tensor(size_t i) const { return argument(i).isTensor(); }
+  const at::Tensor& tensor(size_t i) const { return argument(i).toTensor(); }
+};
+
+// Whether tensors are fake, or operators are recorded, also beneath what functorch has wrapped.
+bool is_traced(const Call& call) {
+  using Mode = c10::impl::TorchDispatchModeKey;
+  if (c10::impl::TorchDispatchModeTLS::get_mode(Mode::FAKE).has_value() ||
+      c10::impl::TorchDispatchModeTLS::get_mode(Mode::PROXY).has_value()) {
+    return true;
+  }
+  const auto& tensors = call.arguments.tensors;
+  return std::any_of(tensors.begin(), tensors.end(), [&](size_t i) {
+    return call.has_tensor(i) && call.tensor(i).key_set().has(c10::DispatchKey::Python);
   });
 }
 
-// Whether tensors are fake, or operators are recorded, also beneath what functorch has wrapped.
-bool is_traced() {
-  using Mode = c10::impl::TorchDispatchModeKey;
-  return c10::impl::TorchDispatchModeTLS::get_mode(Mode::FAKE).has_value() ||
-         c10::impl::TorchDispatchModeTLS::get_mode(Mode::PROXY).has_value();
-}
-
-// Runs `body`. Where it refuses an argument of a collective call, the others are told: they wait
-// for this rank's part in it. Not of a trace, after which the call may be made once more.
-template <typename Body>
-void telling_peers(const c10::OperatorHandle& op, Stack& stack, const Body& body) {
+// Runs `check` for each tensor. Where it refuses one of a collective call, the others are told:
+// they wait for this rank's part in it. Not of a trace, after which the call may be made once more.
+template <typename Check>
+void check_tensors(const Call& call, const Check& check) {
   try {
-    body();
+    for (const size_t i : call.arguments.tensors) {
+      if (call.has_tensor(i)) check(i, call.tensor(i));
+    }
   } catch (const c10::Error& refusal) {
-    bool traced = is_traced();
-    for_each_tensor(op, stack, [&](const std::string&, const c10::IValue& value) {
-      traced = traced || value.toTensor().key_set().has(c10::DispatchKey::Python);
-    });
-    for_each_argument(op, stack, [&](const c10::Argument& argument, const c10::IValue& value) {
-      if (traced || argument.name() != "group_name" || value.toStringRef().empty()) return;
-      try {
-        const auto group = GroupContext::resolve(value.toStringRef());
-        if (group->size() > 1) group->refuse_call(refusal.what_without_backtrace());
-      } catch (const std::exception&) {
-        // no such group, or no store any more: this rank's mistake is still its own
-      }
-    });
+    if (!call.arguments.group_name || is_traced(call)) throw;
+    const std::string& group_name = call.argument(*call.arguments.group_name).toStringRef();
+    try {
+      const auto group = group_name.empty() ? nullptr : GroupContext::resolve(group_name);
+      if (group && group->size() > 1) group->refuse_call(refusal.what_without_backtrace());
+    } catch (const std::exception&) {
+      // no such group, or no store any more: this rank's mistake is still its own
+    }
     throw;
   }
 }
 
 // There is no backward: a result that silently is a constant would train a wrong model. Nor is
-// there a derivative in forward mode.
-void check_without_gradients(const c10::OperatorHandle& op, Stack* stack) {
-  for_each_tensor(op, *stack, [&](const std::string& name, const c10::IValue& value) {
+// there a derivative in forward mode. Nothing that the operator itself calls is differentiated.
+void refuse_gradients(const Call& call, c10::DispatchKeySet keys) {
+  const bool with_grad = c10::GradMode::is_enabled();
+  check_tensors(call, [&](size_t i, const at::Tensor& tensor) {
     RINGATTN_CHECK(
-        !value.toTensor()._fw_grad(/*level=*/0).defined(), name,
+        !tensor._fw_grad(/*level=*/0).defined(), call.name(i),
         " must have no tangent because there is no forward-mode derivative, got a dual tensor");
+    RINGATTN_CHECK(!with_grad || !tensor.requires_grad(), call.name(i),
+                   " must not require grad because there is no backward yet (detach it, or call ",
+                   "under torch.no_grad()), got requires_grad=True");
   });
-  if (c10::GradMode::is_enabled()) {
-    for_each_tensor(op, *stack, [&](const std::string& name, const c10::IValue& value) {
-      RINGATTN_CHECK(!value.toTensor().requires_grad(), name,
-                     " must not require grad because there is no backward yet (detach it, or call ",
-                     "under torch.no_grad()), got requires_grad=True");
-    });
-  }
-}
-
-// Nothing that the operator itself calls is differentiated.
-void without_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  telling_peers(op, *stack, [&] { check_without_gradients(op, stack); });
   // A graph that saved a written tensor for its backward detects the write by the version.
   std::vector<at::Tensor> written;
-  for_each_argument(op, *stack, [&](const c10::Argument& argument, const c10::IValue& value) {
-    const c10::AliasInfo* alias = argument.alias_info();
-    if (alias != nullptr && alias->isWrite()) written.push_back(value.toTensor());
-  });
+  for (const size_t i : call.arguments.written) written.push_back(call.tensor(i));
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+    call.op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, &call.stack);
   }
   for (const at::Tensor& tensor : written) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// q, k, v and kv follow autocast as in PyTorch's own attention; states keep their dtype.
 template <c10::DeviceType device_type>
-void autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+void autocast(const Call& call, c10::DispatchKeySet) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
   const auto dtype = at::autocast::get_autocast_dtype(device_type);
-  constexpr std::array<const char*, 4> kInputs = {"q", "k", "v", "kv"};
-  for_each_tensor(op, *stack, [&](const std::string& name, c10::IValue& value) {
-    if (std::find(kInputs.begin(), kInputs.end(), name) == kInputs.end()) return;
-    value = at::autocast::cached_cast(dtype, value.toTensor(), device_type);
+  for (const size_t i : call.arguments.autocast) {
+    call.argument(i) = at::autocast::cached_cast(dtype, call.tensor(i), device_type);
+  }
+  call.op.callBoxed(&call.stack);
+}
+
+void refuse_vmap(const Call& call, c10::DispatchKeySet) {
+  check_tensors(call, [&](size_t i, const at::Tensor& tensor) {
+    RINGATTN_CHECK(!at::functorch::isBatchedTensor(tensor), call.name(i),
+                   " must not be batched by torch.vmap, got a batched tensor (B is the batch)");
   });
-  op.callBoxed(stack);
+  TORCH_INTERNAL_ASSERT(false, call.op.schema().name(), " was called for a batched tensor");
 }
 
-void refuse_vmap(const c10::OperatorHandle& op, Stack* stack) {
-  telling_peers(op, *stack, [&] {
-    for_each_tensor(op, *stack, [&](const std::string& name, const c10::IValue& value) {
-      RINGATTN_CHECK(!at::functorch::isBatchedTensor(value.toTensor()), name,
-                     " must not be batched by torch.vmap, got a batched tensor (B is the batch)");
-    });
-    TORCH_INTERNAL_ASSERT(false, op.schema().name(), " was called for a batched tensor");
-  });
-}
-
-constexpr std::array<const char*, 8> kOperators = {
-    "block_attention", "block_attention_", "merge_states_",    "ring_forward",
-    "rotate_kv",       "wait_kv",          "decode_attention", "gather"};
-
-TORCH_LIBRARY_IMPL(ringattn, Autograd, m) {
-  for (const char* op : kOperators) {
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&without_gradients>());
+// One of these functions for one operator.
+class Kernel : public c10::OperatorKernel {
+ public:
+  using Function = void(const Call& call, c10::DispatchKeySet keys);
+  Kernel(Function* function, Arguments arguments)
+      : function_(function), arguments_(std::move(arguments)) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    function_({arguments_, op, *stack}, keys);
   }
-}
 
-TORCH_LIBRARY_IMPL(ringattn, AutocastCPU, m) {
-  for (const char* op : kOperators) {
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&autocast<c10::kCPU>>());
-  }
-}
-
-TORCH_LIBRARY_IMPL(ringattn, AutocastCUDA, m) {
-  for (const char* op : kOperators) {
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&autocast<c10::kCUDA>>());
-  }
-}
-
-TORCH_LIBRARY_IMPL(ringattn, FuncTorchBatched, m) {
-  for (const char* op : kOperators) {
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
-  }
-}
+ private:
+  Function* const function_;
+  const Arguments arguments_;
+};
 
 }  // namespace
+
+void register_dispatch_rules(torch::Library& library) {
+  for (const Rule& rule : kRules) {
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+        (std::string("ringattn::") + rule.name).c_str(), "");
+    const auto add = [&](c10::DispatchKey key, Kernel::Function* function) {
+      auto kernel = std::make_unique<Kernel>(function, Arguments(rule, op.schema()));
+      library.impl(
+          rule.name,
+          torch::dispatch(key, torch::CppFunction::makeFromBoxedFunctor(std::move(kernel))));
+    };
+    if (rule.gradient == Gradient::kRefused) add(c10::DispatchKey::Autograd, &refuse_gradients);
+    add(c10::DispatchKey::AutocastCPU, &autocast<c10::kCPU>);
+    add(c10::DispatchKey::AutocastCUDA, &autocast<c10::kCUDA>);
+    add(c10::DispatchKey::FuncTorchBatched, &refuse_vmap);
+  }
+}
+
 }  // namespace ringattn

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <torch/library.h>
 
+#include "ops/dispatch_rules.h"
+
 // Every operator of this package. Kernels are registered beside their code, in the file of the same
 // name; gradients, autocast and vmap in dispatch_rules.cpp; shapes for tracing in
 // python/ringattn/_ops.py.
@@ -41,4 +43,5 @@ TORCH_LIBRARY(ringattn, m) {
   m.def(
       "gather(Tensor rows, SymInt[] lengths, int[] order, str layout, int dim, str group_name) -> "
       "Tensor");
+  ringattn::register_dispatch_rules(m);
 }
