@@ -10,14 +10,19 @@ namespace ringattn {
 namespace {
 
 // Wire format of a block: [rows, 2, B, H_kv, D], keys and values interleaved by row, so that any
-// number of leading rows is one contiguous message.
-Block from_wire(const at::Tensor& wire) {
-  return {wire.select(1, 0).transpose(0, 1), wire.select(1, 1).transpose(0, 1)};
+// number of leading rows is one contiguous message. The block of the leading `rows`: one view each.
+Block from_wire(const at::Tensor& wire, int64_t rows) {
+  const auto part = [&](int64_t index) {
+    return wire.as_strided({wire.size(2), rows, wire.size(3), wire.size(4)},
+                           {wire.stride(2), wire.stride(0), wire.stride(3), wire.stride(4)},
+                           wire.storage_offset() + index * wire.stride(1));
+  };
+  return {part(0), part(1)};
 }
 
 at::Tensor to_wire(const at::Tensor& k, const at::Tensor& v, int64_t rows) {
   at::Tensor wire = at::empty({rows, 2, k.size(0), k.size(2), k.size(3)}, k.options());
-  const Block staged = from_wire(wire);
+  const Block staged = from_wire(wire, rows);
   staged.k.copy_(k.narrow(1, 0, rows));
   staged.v.copy_(v.narrow(1, 0, rows));
   return wire;
@@ -51,7 +56,7 @@ class MessageStream : public BlockStream {
 
   Block wait(int64_t step) override {
     if (transfers_[step - 1]) transfers_[step - 1]->wait();
-    return from_wire(received(step));
+    return from_wire(buffer_of(step), exchange_.hops[step - 1].rows_received);
   }
 
   void release(int64_t step) override { start(step + exchange_.depth + 1); }
@@ -70,10 +75,7 @@ class MessageStream : public BlockStream {
   }
 
  private:
-  at::Tensor received(int64_t step) const {
-    const at::Tensor& buffer = buffers_[(step - 1) % buffers_.size()];
-    return buffer.narrow(0, 0, exchange_.hops[step - 1].rows_received);
-  }
+  const at::Tensor& buffer_of(int64_t step) const { return buffers_[(step - 1) % buffers_.size()]; }
 
   void start(int64_t step) {
     if (step > static_cast<int64_t>(exchange_.hops.size())) return;
@@ -86,7 +88,7 @@ class MessageStream : public BlockStream {
     message.destination = hop.destination;
     message.source = hop.source;
     if (hop.rows_sent > 0) message.send = own_block_.narrow(0, 0, hop.rows_sent);
-    if (hop.rows_received > 0) message.receive = received(step);
+    if (hop.rows_received > 0) message.receive = buffer_of(step).narrow(0, 0, hop.rows_received);
     transfers_[step - 1] = transport_.start(message);
   }
 
