@@ -52,10 +52,10 @@ void check_rows(const at::Tensor& x, const char* name, const Partition& partitio
 void check_capture(const GroupContext& group, const Signature& signature, c10::Device device,
                    c10::function_ref<const MessageTransport&()> transport);
 
-/// Returns the signature that `check` makes of this rank's arguments. Where `check` throws, the
-/// refusal is published to the other ranks.
+/// Returns what `check` makes of this rank's arguments. Where `check` throws, the refusal is
+/// published to the other ranks.
 template <typename Check>
-Signature check_call(GroupContext& group, const Check& check) {
+auto check_call(GroupContext& group, const Check& check) {
   group.failures().throw_if_failed();
   try {
     return check();

@@ -54,7 +54,8 @@ OutAndLse decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at
                   [&]() -> const MessageTransport& { return group->collectives(q.device()); });
     return made;
   });
-  const int64_t call = group->begin_call(std::move(asked), /*tagged=*/q.is_cpu());
+  const int64_t call =
+      group->begin_call(std::make_shared<const Signature>(std::move(asked)), /*tagged=*/q.is_cpu());
   return group->run(call, [&]() -> OutAndLse {
     CollectiveTransport& transport = group->collectives(q.device());
     const at::Tensor partial = decode_partial(q, k, v, scale, key_lengths);

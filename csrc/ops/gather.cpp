@@ -41,7 +41,8 @@ at::Tensor gather_op(const at::Tensor& rows, at::IntArrayRef lengths, at::IntArr
     group->check_device(rows.device(), "process_group");
     return signature(rows, *partition, layout, dim);
   });
-  const int64_t call = group->begin_call(std::move(asked), /*tagged=*/rows.is_cpu());
+  const int64_t call = group->begin_call(std::make_shared<const Signature>(std::move(asked)),
+                                         /*tagged=*/rows.is_cpu());
   return group->run(call, [&] {
     auto sizes = rows.sizes().vec();
     sizes[0] = *std::max_element(lengths.begin(), lengths.end());

@@ -2,10 +2,18 @@
 #include "ring/ring_forward.h"
 
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/bit_cast.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "ops/checks.h"
 #include "transport/group/group_context.h"
@@ -16,21 +24,82 @@ namespace {
 
 struct Arguments {
   const at::Tensor &q, &k, &v;
-  std::vector<int64_t> lengths, order;
-  std::string layout;
+  at::IntArrayRef lengths, order;
+  std::string_view layout;
   bool causal;
   double scale;
-  std::string transport;
+  std::string_view transport;
   std::optional<int64_t> depth;
+};
+
+// Everything that check(), signature() and plan_ring() read of the arguments: two calls of equal
+// keys on one group have equal results of these. The environment and strides are not part of it.
+using CallKey = c10::SmallVector<int64_t, 80>;  // without an allocation for up to 16 ranks
+
+CallKey call_key(const Arguments& args) {
+  CallKey key;
+  const auto add_integers = [&](at::IntArrayRef values) {
+    key.push_back(static_cast<int64_t>(values.size()));
+    key.append(values.begin(), values.end());
+  };
+  const auto add_text = [&](std::string_view text) {
+    key.push_back(static_cast<int64_t>(text.size()));
+    key.append(text.begin(), text.end());
+  };
+  for (const at::Tensor* x : {&args.q, &args.k, &args.v}) {
+    add_integers(x->sizes());
+    key.push_back(static_cast<int64_t>(x->scalar_type()));
+    key.push_back(static_cast<int64_t>(x->device().type()));
+    key.push_back(x->device().index());
+  }
+  add_integers(args.lengths);
+  add_integers(args.order);
+  add_text(args.layout);
+  add_text(args.transport);
+  key.push_back(args.causal);
+  key.push_back(c10::bit_cast<int64_t>(args.scale));
+  key.push_back(args.depth.has_value());
+  key.push_back(args.depth.value_or(0));
+  return key;
+}
+
+// A call that has passed its checks, with what follows from its arguments.
+struct PreparedCall {
+  CallKey key;
+  std::string transport;
+  RingPlan plan;
+  std::shared_ptr<const Signature> signature;
+};
+
+// The latest kinds of calls of one group, or of single ranks, so that a repeated call is a look-up.
+class PreparedCalls {
+ public:
+  /// Null where there is none, or no more.
+  std::shared_ptr<const PreparedCall> find(const CallKey& key) {
+    const auto found = std::find_if(calls_.begin(), calls_.end(),
+                                    [&](const auto& call) { return call->key == key; });
+    if (found == calls_.end()) return nullptr;
+    std::rotate(calls_.begin(), found, found + 1);
+    return calls_.front();
+  }
+  void keep(std::shared_ptr<const PreparedCall> call) {
+    constexpr size_t kMaxCalls = 32;
+    if (calls_.size() == kMaxCalls) calls_.pop_back();
+    calls_.insert(calls_.begin(), std::move(call));
+  }
+
+ private:
+  std::vector<std::shared_ptr<const PreparedCall>> calls_;  // the latest first
 };
 
 Partition check(const Arguments& args, int64_t rank, int64_t world_size) {
   check_attention(args.q, args.k, args.v, args.scale);
-  Partition partition = check_partition(args.lengths, args.order, args.layout, world_size);
+  Partition partition =
+      check_partition(args.lengths.vec(), args.order.vec(), std::string(args.layout), world_size);
   check_rows(args.q, "q", partition, rank);
   check_rows(args.k, "k", partition, rank);
   RINGATTN_CHECK(args.depth.value_or(1) >= 1, "depth must be positive, got ", *args.depth);
-  check_transport(args.transport, args.q.device().type());
+  check_transport(std::string(args.transport), args.q.device().type());
   return partition;
 }
 
@@ -51,39 +120,47 @@ Signature signature(const Arguments& args, const Partition& partition) {
       .add("transport", args.transport);
 }
 
+std::shared_ptr<const PreparedCall> prepare(const Arguments& args, CallKey key, int64_t rank,
+                                            int64_t world_size) {
+  const Partition partition = check(args, rank, world_size);
+  return std::make_shared<const PreparedCall>(PreparedCall{
+      std::move(key), std::string(args.transport), plan_ring(partition, rank, {args.causal}),
+      std::make_shared<const Signature>(signature(args, partition))});
+}
+
 std::tuple<at::Tensor, at::Tensor> ring_forward_op(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::IntArrayRef lengths,
     at::IntArrayRef order, c10::string_view layout, bool causal, double scale,
     c10::string_view group_name, c10::string_view transport, std::optional<int64_t> depth) {
-  const Arguments args{q,
-                       k,
-                       v,
-                       lengths.vec(),
-                       order.vec(),
-                       std::string(layout),
-                       causal,
-                       scale,
-                       std::string(transport),
-                       depth};
+  const Arguments args{q, k, v, lengths, order, layout, causal, scale, transport, depth};
   const c10::DeviceGuard guard(q.device());
   const auto group = group_name.empty() ? nullptr : GroupContext::resolve(std::string(group_name));
-  if (!group || group->size() == 1) {
-    const Partition partition = check(args, 0, 1);
-    return ring_forward(q, k, v, RingCall{partition, 0, {causal}, scale}, nullptr);
+  const bool alone = !group || group->size() == 1;
+  static thread_local PreparedCalls single_calls;
+  PreparedCalls& calls = alone ? single_calls : group->state<PreparedCalls>();
+  CallKey key = call_key(args);
+  std::shared_ptr<const PreparedCall> prepared = calls.find(key);
+  const bool repeated = prepared != nullptr;
+  if (alone) {
+    if (!repeated) calls.keep(prepared = prepare(args, std::move(key), 0, 1));
+    check_environment();
+    return ring_forward(q, k, v, RingCall{prepared->plan, scale}, nullptr);
   }
-  std::optional<Partition> partition;
-  Signature asked = check_call(*group, [&] {
-    partition = check(args, group->rank(), group->size());
-    group->check_device(q.device(), args.transport);
-    Signature made = signature(args, *partition);
-    check_capture(*group, made, q.device(), [&]() -> const MessageTransport& {
-      return group->transport(args.transport, q.device());
+  check_call(*group, [&] {
+    if (!repeated) {
+      prepared = prepare(args, std::move(key), group->rank(), group->size());
+      group->check_device(q.device(), prepared->transport);
+    }
+    check_environment();
+    check_capture(*group, *prepared->signature, q.device(), [&]() -> const MessageTransport& {
+      return group->transport(prepared->transport, q.device());
     });
-    return made;
   });
-  const int64_t call = group->begin_call(std::move(asked), /*tagged=*/q.is_cpu());
-  MessageTransport& carrier = group->transport(args.transport, q.device());
-  RingCall ring{*partition, group->rank(), {causal}, scale};
+  const int64_t call = group->begin_call(prepared->signature, /*tagged=*/q.is_cpu());
+  MessageTransport& carrier = group->transport(prepared->transport, q.device());
+  // Not earlier: the group's device is settled by its first transport.
+  if (!repeated) calls.keep(prepared);
+  RingCall ring{prepared->plan, scale};
   ring.depth = depth.value_or(group->size());
   ring.number = call;
   return group->run(call, [&]() -> std::tuple<at::Tensor, at::Tensor> {

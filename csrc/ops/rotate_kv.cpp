@@ -137,7 +137,8 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
       });
       return made;
     });
-    message.call = group.begin_call(std::move(asked), /*tagged=*/kv.is_cpu());
+    message.call = group.begin_call(std::make_shared<const Signature>(std::move(asked)),
+                                    /*tagged=*/kv.is_cpu());
     message.step = 1;
     message.destination = partition->rank_after(group.rank(), 1);
     message.source = partition->rank_after(group.rank(), -1);

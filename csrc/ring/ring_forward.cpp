@@ -23,27 +23,12 @@
 namespace ringattn {
 namespace {
 
-// Rows sent at a step are the rows that the destination's schedule uses.
-std::vector<HopPlan> plan_hops(const RingCall& call, const std::vector<Visit>& visits) {
-  std::vector<HopPlan> hops;
-  for (int64_t step = 1; step < call.partition.world_size(); ++step) {
-    HopPlan hop;
-    hop.source = visits[step].source;
-    hop.rows_received = visits[step].rows_used();
-    hop.destination = call.partition.destination_at(call.rank, step);
-    hop.rows_sent = rows_used(call.partition, hop.destination, call.rank, call.mask);
-    hop.source_rows = call.partition.length(hop.source);
-    hops.push_back(hop);
-  }
-  return hops;
-}
-
 // Attends the steps of a schedule, one launch for some of them at a time, and keeps the state
 // between launches.
 class Executor {
  public:
-  Executor(const at::Tensor& q, const RingCall& call, const std::vector<Visit>& visits)
-      : q_(q), call_(call), visits_(visits) {
+  Executor(const at::Tensor& q, const RingCall& call)
+      : q_(q), call_(call), visits_(call.plan.visits) {
     const auto state_options = q.options().dtype(state_dtype(q.scalar_type()));
     out_ = at::empty(q.sizes(), q.options());
     lse_ = at::empty({q.size(0), q.size(2), q.size(1)}, state_options);
@@ -160,6 +145,23 @@ class Executor {
 
 }  // namespace
 
+RingPlan plan_ring(const Partition& partition, int64_t rank, Mask mask) {
+  RingPlan plan;
+  plan.visits = schedule(partition, rank, mask);
+  plan.max_rows = *std::max_element(partition.lengths().begin(), partition.lengths().end());
+  for (int64_t step = 1; step < partition.world_size(); ++step) {
+    HopPlan hop;
+    hop.source = plan.visits[step].source;
+    hop.rows_received = plan.visits[step].rows_used();
+    hop.destination = partition.destination_at(rank, step);
+    // Rows sent at a step are the rows that the destination's schedule uses.
+    hop.rows_sent = rows_used(partition, hop.destination, rank, mask);
+    hop.source_rows = partition.length(hop.source);
+    plan.hops.push_back(hop);
+  }
+  return plan;
+}
+
 std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const at::Tensor& given_k,
                                                const at::Tensor& given_v, const RingCall& call,
                                                Transport* transport) {
@@ -167,7 +169,7 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const 
   // and memory is allocated before (an allocator may fill it).
   const at::Tensor q = as_attention_input(given_q), k = as_attention_input(given_k),
                    v = as_attention_input(given_v);
-  const std::vector<Visit> visits = schedule(call.partition, call.rank, call.mask);
+  const std::vector<Visit>& visits = call.plan.visits;
   Recorder& recorder = Recorder::get();
   const bool timed = recorder.on();
   const int64_t recorded_call = timed ? recorder.begin_call() : 0;
@@ -178,16 +180,15 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const 
   const bool per_block = (timed && recorder.by_block()) || slowdown() > 1.0 ||
                          call.depth < num_steps - 1 || !supports_segment_lists(q, num_steps);
 
-  Executor executor(q, call, visits);
+  Executor executor(q, call);
   std::shared_ptr<BlockStream> stream;
   if (num_steps > 1) {
     RingExchangePlan exchange;
     exchange.call = call.number;
     exchange.k = k;
     exchange.v = v;
-    exchange.hops = plan_hops(call, visits);
-    exchange.max_rows =
-        *std::max_element(call.partition.lengths().begin(), call.partition.lengths().end());
+    exchange.hops = call.plan.hops;
+    exchange.max_rows = call.plan.max_rows;
     exchange.depth = std::min<int64_t>(call.depth, exchange.hops.size());
     exchange.kernel_fetches = !per_block && environment().kernels_may_wait;
     exchange.timed = timed && per_block;

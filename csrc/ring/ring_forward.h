@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "core/export.h"
 #include "partition/schedule.h"
@@ -12,11 +13,17 @@
 
 namespace ringattn {
 
-/// One ring call as `rank` runs it.
+/// What one rank attends, sends and receives at each step: the same in all calls over a partition.
+struct RingPlan {
+  std::vector<Visit> visits;  // [W]
+  std::vector<HopPlan> hops;  // [W - 1]; hops[i] belongs to step i + 1
+  int64_t max_rows = 0;       // of the blocks of all ranks
+};
+RINGATTN_API RingPlan plan_ring(const Partition& partition, int64_t rank, Mask mask);
+
+/// One ring call as one rank runs it.
 struct RingCall {
-  const Partition& partition;
-  int64_t rank = 0;
-  Mask mask;
+  const RingPlan& plan;
   double scale = 1.0;
   int64_t depth = 1;   // blocks in flight ahead of the one being attended, 1 .. W-1
   int64_t number = 0;  // of the call in its group

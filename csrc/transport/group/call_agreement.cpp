@@ -59,19 +59,28 @@ bool CallAgreement::knows(const Signature& signature) const {
   return agreed_.count(signature.key()) > 0;
 }
 
-void CallAgreement::join(int64_t call, Signature signature, bool tagged,
+bool CallAgreement::join_known(int64_t call, const std::shared_ptr<const Signature>& signature,
+                               bool tagged) {
+  const auto agreed = agreed_.find(signature->key());
+  if (agreed == agreed_.end() || (compare_known_ && !tagged)) return false;
+  begin(call, agreed->second, signature, tagged);
+  return true;
+}
+
+void CallAgreement::join(int64_t call, std::shared_ptr<const Signature> signature, bool tagged,
                          c10::function_ref<void(int64_t)> poll) {
-  const int64_t calls_before = tagged ? 0 : untagged_calls_;
-  auto agreed = agreed_.find(signature.key());
-  if (agreed == agreed_.end() || (compare_known_ && !tagged)) {
-    const uint32_t text_hash = compare(call, signature, calls_before, poll);
-    if (agreed_.size() >= kMaxAgreed) agreed_.clear();
-    agreed = agreed_.emplace(signature.key(), text_hash).first;
-  }
-  call_hash_ = agreed->second;
+  const uint32_t text_hash = compare(call, *signature, tagged ? 0 : untagged_calls_, poll);
+  if (agreed_.size() >= kMaxAgreed) agreed_.clear();
+  agreed_.emplace(signature->key(), text_hash);
+  begin(call, text_hash, std::move(signature), tagged);
+}
+
+void CallAgreement::begin(int64_t call, uint32_t text_hash,
+                          std::shared_ptr<const Signature> signature, bool tagged) {
+  call_hash_ = text_hash;
   message_hash_ = hash(std::to_string(call), call_hash_);
+  recent_[call % recent_.size()] = {call, tagged ? 0 : untagged_calls_, std::move(signature)};
   if (!tagged) ++untagged_calls_;
-  recent_[call % recent_.size()] = {call, calls_before, std::move(signature)};
 }
 
 uint32_t CallAgreement::compare(int64_t call, const Signature& signature, int64_t calls_before,

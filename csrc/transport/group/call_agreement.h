@@ -56,10 +56,13 @@ class RINGATTN_API CallAgreement {
 
   /// Whether the ranks have agreed on this before.
   bool knows(const Signature& signature) const;
+  /// Begins a call that ranks need not compare. False where they must, and nothing has begun.
+  bool join_known(int64_t call, const std::shared_ptr<const Signature>& signature, bool tagged);
   /// Returns once all ranks have published this signature. Throws on every rank where one has
   /// published another signature, has refused its arguments, or has published nothing within the
   /// group's timeout. Calls `poll` with a missing rank while it waits for that rank.
-  void join(int64_t call, Signature signature, bool tagged, c10::function_ref<void(int64_t)> poll);
+  void join(int64_t call, std::shared_ptr<const Signature> signature, bool tagged,
+            c10::function_ref<void(int64_t)> poll);
   /// Publishes that this rank's arguments are wrong.
   void refuse(int64_t call, const std::string& message);
   /// Publishes that this rank failed in the middle of the call.
@@ -94,6 +97,8 @@ class RINGATTN_API CallAgreement {
     bool ends_group = false;
   };
 
+  void begin(int64_t call, uint32_t text_hash, std::shared_ptr<const Signature> signature,
+             bool tagged);
   // Returns a hash of the signature's text once all ranks have published the same signature.
   uint32_t compare(int64_t call, const Signature& signature, int64_t calls_before,
                    c10::function_ref<void(int64_t)> poll);
@@ -105,7 +110,7 @@ class RINGATTN_API CallAgreement {
   struct Recent {
     int64_t call = -1;
     int64_t calls_before = 0;  // untagged ones that this rank had been in; 0 for a tagged call
-    std::optional<Signature> signature;
+    std::shared_ptr<const Signature> signature;
   };
   const Recent* recent(int64_t call) const;
 

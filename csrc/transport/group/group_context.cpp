@@ -83,10 +83,11 @@ GroupContext::GroupContext(std::shared_ptr<GroupBackend> backend)
       rendezvous_{backend_->rank(), backend_->size(), backend_->timeout(),
                   [this](const std::string& mine) { return exchange(mine); }, failures_} {}
 
-int64_t GroupContext::begin_call(Signature signature, bool tagged) {
+int64_t GroupContext::begin_call(std::shared_ptr<const Signature> signature, bool tagged) {
   failures_->throw_if_failed();
   const int64_t call = next_call_++;
-  PeerWait wait(rendezvous_, kOutsideCalls, /*step=*/0, {}, signature.operation());
+  if (agreement_->join_known(call, signature, tagged)) return call;
+  PeerWait wait(rendezvous_, kOutsideCalls, /*step=*/0, {}, signature->operation());
   try {
     agreement_->join(call, std::move(signature), tagged, [&](int64_t rank) {
       wait.set_peers({rank});
@@ -153,7 +154,7 @@ std::vector<std::string> GroupContext::exchange(const std::string& mine,
 MessageTransport& GroupContext::transport(const std::string& name, c10::Device device) {
   check_transport(name, device.type());
   const std::string chosen = name == "auto" ? choose_transport(device) : name;
-  auto& transport = transports_[chosen + " on " + c10::DeviceTypeName(device.type())];
+  auto& transport = transports_[{chosen, device.type()}];
   if (!transport) {
     try {
       const auto make = find_transport(chosen).make;

@@ -7,6 +7,8 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <typeindex>
+#include <utility>
 #include <vector>
 
 #include "core/export.h"
@@ -49,7 +51,7 @@ class RINGATTN_API GroupContext {
 
   /// Begins a collective call: returns its number once all ranks have agreed on the signature.
   /// `tagged`: its messages carry tags (CallAgreement).
-  int64_t begin_call(Signature signature, bool tagged);
+  int64_t begin_call(std::shared_ptr<const Signature> signature, bool tagged);
   /// This rank's part in a call whose arguments it refuses: publishes the refusal to its peers.
   void refuse_call(const std::string& message);
   /// The rest of a call that has begun. A rank that fails here alone is out of step with the
@@ -87,6 +89,14 @@ class RINGATTN_API GroupContext {
   /// Whether nothing that this group owns is in use on a device.
   bool idle();
 
+  /// What an operator keeps between the calls of this group: made on first use, freed with it.
+  template <typename State>
+  State& state() {
+    std::shared_ptr<void>& state = states_[typeid(State)];
+    if (!state) state = std::make_shared<State>();
+    return *static_cast<State*>(state.get());
+  }
+
  private:
   const std::string& choose_transport(c10::Device device);
 
@@ -95,10 +105,11 @@ class RINGATTN_API GroupContext {
   const std::shared_ptr<FailureDiagnosis> failures_;
   const Rendezvous rendezvous_;
 
-  std::map<std::string, std::unique_ptr<MessageTransport>> transports_;  // by name and device type
+  std::map<std::pair<std::string, c10::DeviceType>, std::unique_ptr<MessageTransport>> transports_;
   std::string last_transport_;
   std::map<c10::DeviceType, std::string> chosen_;  // the transport of "auto", once chosen
   std::map<c10::DeviceType, c10::Device> devices_;
+  std::map<std::type_index, std::shared_ptr<void>> states_;
   int64_t next_call_ = 0;
   int64_t num_exchanges_ = 0;
 };

@@ -12,6 +12,7 @@ using ringattn::Block;
 using ringattn::Layout;
 using ringattn::LoopbackTransport;
 using ringattn::Partition;
+using ringattn::plan_ring;
 using ringattn::RingCall;
 using ringattn::testing::max_error;
 using ringattn::testing::reference_attention;
@@ -43,7 +44,8 @@ void check_ring(const Partition& partition, bool causal, bool resident = false) 
   }
   LoopbackTransport transport(blocks, resident);
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
-    RingCall call{partition, rank, {causal}, kScale};
+    const ringattn::RingPlan plan = plan_ring(partition, rank, {causal});
+    RingCall call{plan, kScale};
     if (resident) call.depth = partition.world_size();
     const auto [out, lse] = ringattn::ring_forward(shard(q, partition, rank), blocks[rank].k,
                                                    blocks[rank].v, call, &transport);
@@ -133,7 +135,8 @@ TEST_CASE("a call that fails leaves no timings, and nothing of its stream") {
   auto& recorder = ringattn::Recorder::get();
   recorder.start(true);
   CHECK_THROWS_AS(
-      ringattn::ring_forward(x, x, x, RingCall{partition, 1, /*causal=*/true, kScale}, &transport),
+      ringattn::ring_forward(x, x, x, RingCall{plan_ring(partition, 1, {/*causal=*/true}), kScale},
+                             &transport),
       std::runtime_error);
   CHECK(closed);
   CHECK(recorder.stop().empty());

@@ -67,7 +67,7 @@ struct Ranks {
 Signature call(int64_t heads) { return Signature("call").add("heads", heads); }
 
 int64_t begin(GroupContext& group, int64_t heads) {
-  return group.begin_call(call(heads), /*tagged=*/false);
+  return group.begin_call(std::make_shared<const Signature>(call(heads)), /*tagged=*/false);
 }
 
 bool begins_with(const std::string& text, const std::string& part) {
@@ -133,7 +133,7 @@ TEST_CASE("what one rank refuses all ranks are told, and the group works on") {
       TORCH_CHECK(rank != 1, "ringattn: q must be good, got bad");
       return call(4);
     });
-    ranks[rank].begin_call(std::move(asked), /*tagged=*/false);
+    ranks[rank].begin_call(std::make_shared<const Signature>(std::move(asked)), /*tagged=*/false);
   });
   CHECK(said[1] == "ringattn: q must be good, got bad");
   CHECK(said[0] == "ringattn: rank 1: q must be good, got bad");
@@ -334,4 +334,17 @@ TEST_CASE("tensors of a group come on one device of a type, with a backend where
   const auto said = ranks.at_once(
       {0}, [&](int64_t) { ranks[0].check_device(c10::Device(c10::kCUDA, 1), "process_group"); });
   CHECK(contains(said[0], "group must have a backend for tensors on cuda, got one that has none"));
+}
+
+TEST_CASE("what an operator keeps for a group is the group's own, and freed with it") {
+  struct Kept {
+    std::shared_ptr<int> value;
+  };
+  Ranks ranks(2);
+  ranks[0].state<Kept>().value = std::make_shared<int>(7);
+  const std::weak_ptr<int> value = ranks[0].state<Kept>().value;
+  CHECK(*value.lock() == 7);
+  CHECK(ranks[1].state<Kept>().value == nullptr);
+  ranks.groups[0].reset();
+  CHECK(value.expired());
 }

@@ -40,7 +40,8 @@ struct Pair {
     begin(group, 8);
   }
   static int64_t begin(GroupContext& group, int64_t heads) {
-    return group.begin_call(Signature("call").add("heads", heads), /*tagged=*/true);
+    return group.begin_call(
+        std::make_shared<const Signature>(Signature("call").add("heads", heads)), /*tagged=*/true);
   }
   GroupContext& operator[](int64_t rank) { return *groups[rank]; }
   // What rank `rank` finds while it waits in a call for the other one: the error's text, or "".
