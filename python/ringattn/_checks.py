@@ -93,25 +93,34 @@ def refuse_keywords(function: str, ring: GroupInfo, refused: dict[str, Any]) -> 
         raise
 
 
+def are_plain(*tensors: torch.Tensor) -> bool:
+    """Whether these are torch's own dense tensors on a device with a kernel: the usual case, in
+    which :func:`check_tensors` has nothing to refuse."""
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        if tensor.is_quantized or tensor.is_nested or not _has_kernel(tensor):
+            return False
+    return True
+
+
+def _has_kernel(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu or (tensor.is_cuda and "cuda" in _library.DEVICES)
+
+
 def check_tensors(**tensors: torch.Tensor) -> None:
     """Checks that an operator cannot make: the dispatcher would refuse or unwrap these tensors."""
     for name, tensor in tensors.items():
-        plain = type(tensor) is torch.Tensor  # the usual case, decided without isinstance
-        if not plain:
-            check_is_tensor(name, tensor)
-        if not plain and is_dtensor(tensor):
+        if are_plain(tensor):
+            continue
+        check_is_tensor(name, tensor)
+        if is_dtensor(tensor):
             raise ValueError(
                 f"{name} must be a plain tensor that holds this rank's rows, got a DTensor "
                 "(use its to_local())"
             )
-        if (
-            not plain
-            or tensor.layout is not torch.strided
-            or tensor.is_quantized
-            or tensor.is_nested
-        ):
-            _check_memory(name, tensor)
-        if not (tensor.is_cpu or (tensor.is_cuda and "cuda" in _library.DEVICES)):
+        _check_memory(name, tensor)
+        if not _has_kernel(tensor):
             raise ValueError(
                 f"{name} must be on a device with a kernel ({', '.join(_library.DEVICES)}), "
                 f"got {tensor.device}"

@@ -13,13 +13,13 @@ from ringattn._checks import (
     check_int64_or_none,
     check_keywords,
     check_tensors,
-    check_transport,
     finite_scale,
     refuse_keywords,
 )
 from ringattn._distributed.errors import call, report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
-from ringattn.partition import Partition, check_partition, partition_arguments
+from ringattn._ring_options import ring_options
+from ringattn.partition import Partition
 
 _ops = torch.ops.ringattn
 
@@ -143,7 +143,8 @@ def ring_attention(
     log-sum-exp: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
     """
     ring = resolve_group(group)
-    refuse_keywords("ring_attention", ring, refused)
+    if refused:
+        refuse_keywords("ring_attention", ring, refused)
     out, lse = attend(ring, q, k, v, partition, causal, scale, transport, depth)
     return (out, lse) if return_lse else out
 
@@ -161,24 +162,11 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`ring_attention` over a ring that is known: out and lse."""
     try:
-        check_tensors(q=q, k=k, v=v)
-        check_dims("q", q, "[B, S_r, H, D]")
-        check_collective(q=q, k=k, v=v)
-        if partition is None and ring.world_size == 1:
-            lengths, order, layout = [q.size(1)], [0], "zigzag"
-        else:
-            lengths, order, layout = partition_arguments(check_partition(partition, ring))
-        scale = finite_scale(scale, q)
-        depth = check_int64_or_none("depth", depth, least=1)
-        causal = check_flag("causal", causal)
-        check_transport(transport)
+        options = ring_options(ring, q, k, v, partition, causal, scale, transport, depth)
     except Exception as error:
         report_to_peers(ring, error)
         raise
-    out, lse = call(
-        _ops.ring_forward,
-        *(q, k, v, lengths, order, layout, causal, scale, ring.name, transport, depth),
-    )
+    out, lse = call(_ops.ring_forward.default, q, k, v, *options)
     return out, lse
 
 

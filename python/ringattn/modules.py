@@ -75,7 +75,8 @@ class RingAttention(nn.Module):
         and errors as in :func:`ringattn.ring_attention`. ``partition``, where it is given, comes
         before the module's own."""
         ring = self.ring
-        refuse_keywords("RingAttention.forward", ring, refused)
+        if refused:
+            refuse_keywords("RingAttention.forward", ring, refused)
         options = (self.causal, self.scale, self.transport, self.depth)
         partition = self.partition if partition is None else partition
         out, _ = attend(ring, q, k, v, partition, *options)

@@ -48,7 +48,8 @@ def resolve_group(group: Group) -> GroupInfo:
             _check_never_distributed()
             return SINGLE
         process_group = dist.group.WORLD
-    elif isinstance(group, DeviceMesh):
+    # A process group first: the test for a mesh is slower.
+    elif not isinstance(group, dist.ProcessGroup) and isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"group must be a one-dimensional DeviceMesh, got {group.ndim} dimensions"
