@@ -2,6 +2,8 @@
 """The ranks of a call: ``group=`` resolved to a name, a rank and a number of ranks."""
 
 import os
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -68,15 +70,31 @@ def resolve_group(group: Group) -> GroupInfo:
             'group must be a ProcessGroup, a one-dimensional DeviceMesh, None or "single", '
             f"got {got}"
         )
-    rank = process_group.rank()
-    if rank < 0:
-        raise ValueError(f"group must contain this process, got group {process_group.group_name}")
-    name = process_group.group_name
-    # The operators would find the group that has this name now. Compiled code finds that group:
-    # names cannot be looked up while compiling.
-    if not torch.compiler.is_compiling() and _registered(name) is not process_group:
+    if torch.compiler.is_compiling():
+        # Compiled code finds the group that has this name then: it cannot be looked up now.
+        return GroupInfo(*_identity(process_group), process_group)
+    global _latest
+    known = _latest  # read once: other threads have other groups
+    if known[0]() is not process_group:
+        known = _latest = (weakref.ref(process_group), *_identity(process_group))
+    _, name, rank, world_size = known
+    # The operators would find the group that has this name now.
+    if _registered(name) is not process_group:
         raise ValueError(f"group must not have been destroyed, got {name!r}, which has")
-    return GroupInfo(name, rank, process_group.size(), process_group)
+    return GroupInfo(name, rank, world_size, process_group)
+
+
+# The group of the latest call, with its name, rank and size, which it keeps. A weak reference: no
+# group is kept alive after destroy_process_group().
+_latest: tuple[Callable[[], dist.ProcessGroup | None], str, int, int] = (lambda: None, "", 0, 1)
+
+
+def _identity(process_group: dist.ProcessGroup) -> tuple[str, int, int]:
+    """Its name, this process's rank and the number of ranks; ValueError where it has no rank."""
+    name, rank = process_group.group_name, process_group.rank()
+    if rank < 0:
+        raise ValueError(f"group must contain this process, got group {name}")
+    return name, rank, process_group.size()
 
 
 def _check_never_distributed() -> None:
