@@ -2,23 +2,27 @@
 #include "planner/planner.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
-#include "planner/balance.h"
-#include "planner/link_search.h"
+#include "planner/granularity.h"
 #include "planner/ring_simulation.h"
-#include "planner/tiles.h"
+#include "planner/time_model.h"
+#include "planner/water_filling.h"
 
 namespace ringattn {
 namespace {
 
 // Waits below this share of the time count as none.
 constexpr double kWaitTolerance = 1e-3;
-// Lengths in tiles must gain more than this over even ones; less is within the model's error.
-constexpr double kMinGainOfUnequal = 1e-2;
+// Lengths must gain so much over even ones where those are the best without padding and waits of
+// ranks with equal speeds: both are known less well than speeds.
+constexpr double kMinGainOfEqualRanks = 0.1;
+// The same for other ranks with tiles; less is within the model's error.
+constexpr double kMinGainInTiles = 1e-2;
 
 void check_tiles(const RankProfile& profile) {
   for (const AttentionTile& tile : profile.tiles) {
@@ -65,32 +69,112 @@ void check_depth(std::optional<int64_t> depth) {
   }
 }
 
-// `partition`, or even lengths in its order or in rank order, where `partition` gains too little
-// over these.
-Partition even_where_as_good(const Partition& partition, const RingProblem& problem) {
-  const Ranks even = even_lengths(partition.seq_len(), partition.world_size());
-  if (!in_tiles(problem.profiles) || partition.lengths() == even ||
-      !has_room(problem.times, even)) {
-    return partition;
-  }
+// Whether all ranks have equal speeds.
+bool are_equal(const std::vector<RankTime>& times) {
+  return std::all_of(times.begin(), times.end(), [&](const RankTime& time) {
+    return time.token_ms == times[0].token_ms && time.pair_ms == times[0].pair_ms;
+  });
+}
+
+// What a plan has to gain over even lengths, where `filled` are those that end together without
+// padding and waits.
+double min_gain_over_even(const TimeModel& model, const Partition& filled) {
+  const std::vector<RankTime>& times = model.ranks();
+  const Partition even(model.layout(), even_lengths(model.seq_len(), model.world_size()));
+  const bool even_ends_together =
+      slowest(smooth_ms(even, times)) <= slowest(smooth_ms(filled, times));
+  if (are_equal(times) && even_ends_together) return kMinGainOfEqualRanks;
+  return model.has_tiles() ? kMinGainInTiles : 0.0;
+}
+
+// `best`, or even lengths in its order or in rank order, where `best` takes more than 1 -
+// `min_gain` of their time.
+template <typename Ms>
+Partition prefer_even(const Partition& best, const std::vector<RankTime>& times, double min_gain,
+                      const Ms& slowest_ms) {
+  const Ranks even = even_lengths(best.seq_len(), best.world_size());
+  if (!has_room(times, even)) return best;
   Ranks rank_order(even.size());
   std::iota(rank_order.begin(), rank_order.end(), 0);
-  Partition best = partition;
-  double enough_ms = slowest(problem.rank_ms(partition)) / (1 - kMinGainOfUnequal);
-  for (const Ranks& order : {partition.order(), rank_order}) {
-    const Partition in_order(partition.layout(), even, order);
-    const double ms = slowest(problem.rank_ms(in_order));
+  Partition preferred = best;
+  double enough_ms = slowest_ms(best) / (1 - min_gain);
+  for (const Ranks& order : {best.order(), rank_order}) {
+    const Partition in_order(best.layout(), even, order);
+    const double ms = slowest_ms(in_order);
     if (ms > enough_ms) continue;
     enough_ms = ms;
-    best = in_order;
+    preferred = in_order;
   }
-  return best;
+  return preferred;
 }
 
 // How many blocks are in flight, of the `depth` that may be.
 int64_t depth_used(std::optional<int64_t> depth, int64_t world_size) {
   const int64_t deepest = std::max<int64_t>(1, world_size - 1);
   return std::min(depth.value_or(deepest), deepest);
+}
+
+// The first of these partitions that is as fast as any at this depth, and how fast that is.
+std::pair<const Partition*, double> fastest(const std::vector<Partition>& partitions,
+                                            const TimeModel& model, int64_t depth) {
+  std::pair<const Partition*, double> best = {nullptr, std::numeric_limits<double>::infinity()};
+  for (const Partition& partition : partitions) {
+    const double ms = slowest(model.step_ms(partition, depth));
+    if (ms * (1 + kWaitTolerance) < best.second) best = {&partition, ms};
+  }
+  return best;
+}
+
+// The least depth at which one of these partitions is as fast as any with all blocks in flight.
+int64_t find_min_depth(const std::vector<Partition>& partitions, const TimeModel& model) {
+  const int64_t deepest = depth_used({}, model.world_size());
+  const double enough_ms = fastest(partitions, model, deepest).second * (1 + kWaitTolerance);
+  int64_t depth = 1;
+  while (depth < deepest && fastest(partitions, model, depth).second > enough_ms) ++depth;
+  return depth;
+}
+
+// Lengths that end together without waits and padding; under zigzag, where the order costs nothing
+// by itself, in two orders.
+std::vector<Partition> balanced(const TimeModel& model) {
+  std::vector<Partition> orders = {fill_ranks(model)};
+  if (model.layout() == Layout::kZigzag) {
+    const Ranks lengths = orders[0].lengths();
+    orders.emplace_back(Layout::kZigzag, lengths, alternating(lengths));
+  }
+  return orders;
+}
+
+Ranks slow_ranks_first(const TimeModel& model) {
+  Ranks ranks = fast_to_slow(model.ranks(), model.seq_len());
+  std::reverse(ranks.begin(), ranks.end());
+  return ranks;
+}
+
+// Ranks by the time of a block of mean length over their links, the slowest first; equal ones by
+// speed.
+Ranks slow_links_first(const TimeModel& model) {
+  const double tokens =
+      static_cast<double>(model.seq_len()) / static_cast<double>(model.world_size());
+  Ranks ranks = slow_ranks_first(model);
+  std::stable_sort(ranks.begin(), ranks.end(), [&](int64_t a, int64_t b) {
+    return model.link_ms(a, tokens) > model.link_ms(b, tokens);
+  });
+  return ranks;
+}
+
+// `all`, or the fastest partition without the k ranks with the slowest links, or without the k
+// slowest ranks.
+Partition leave_out_ranks(const Partition& all, const TimeModel& whole, int64_t depth) {
+  std::vector<Partition> partitions = {all};
+  for (const Ranks& ranks : {slow_links_first(whole), slow_ranks_first(whole)}) {
+    TimeModel model = whole;
+    for (const int64_t rank : ranks) {
+      model = model.without_rank(rank);
+      for (Partition& partition : balanced(model)) partitions.push_back(std::move(partition));
+    }
+  }
+  return *fastest(partitions, whole, depth).first;
 }
 
 }  // namespace
@@ -105,76 +189,45 @@ std::vector<double> predict(const Partition& partition, const std::vector<RankPr
                                 std::to_string(profiles.size()));
   }
   for (const RankProfile& profile : profiles) check_tiles(profile);
-  const auto times = rank_times(partition.seq_len(), partition.layout(), profiles, cost, workload);
-  const RingProblem problem{times, profiles, cost, workload,
-                            depth_used(depth, partition.world_size())};
-  return problem.rank_ms(partition);
+  const TimeModel model(partition.seq_len(), partition.layout(), profiles, cost, workload);
+  return model.step_ms(partition, depth_used(depth, partition.world_size()));
 }
 
 Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const ModelCost& cost,
           Layout layout, const Workload& workload, std::optional<int64_t> depth) {
   check(seq_len, profiles, "seq_len");
   check_depth(depth);
-  const auto times = rank_times(seq_len, layout, profiles, cost, workload);
-  const Partition chosen =
-      fill_tiles(best_partition(times, layout, seq_len), times, profiles, cost, workload);
-
-  std::vector<Partition> orders = {chosen};
-  if (layout == Layout::kZigzag) {
-    orders.emplace_back(layout, chosen.lengths(), alternating(chosen.lengths()));
-  }
-  const int64_t deepest = depth_used({}, chosen.world_size());
-  const auto ring_ms = [&](const Partition& partition, int64_t at) {
-    return slowest(RingProblem{times, profiles, cost, workload, at}.rank_ms(partition));
-  };
-  // The first order that is as fast as any at this depth, and how fast that is.
-  const auto quickest = [&](int64_t at) {
-    std::pair<const Partition*, double> best = {&orders[0], ring_ms(orders[0], at)};
-    for (const Partition& partition : orders) {
-      const double ms = ring_ms(partition, at);
-      if (ms * (1 + kWaitTolerance) < best.second) best = {&partition, ms};
-    }
-    return best;
-  };
-  const auto find_min_depth = [&] {
-    const double fastest = quickest(deepest).second;
-    int64_t found = 1;
-    while (quickest(found).second > fastest * (1 + kWaitTolerance)) ++found;
-    return found;
-  };
-  int64_t min_depth = find_min_depth();
-  const int64_t used = depth_used(depth, chosen.world_size());
-  const RingProblem problem{times, profiles, cost, workload, used};
-  Partition partition = *quickest(std::min(used, min_depth)).first;
+  const TimeModel model(seq_len, layout, profiles, cost, workload);
   // Latencies move no tokens: a single hop, which is what is measured, has more latency than a
   // block that follows others in a ring, and a plan must not become slower than the even one by it.
-  std::vector<RankProfile> prompt = profiles;
-  for (RankProfile& profile : prompt) profile.link_latency_us = {};
-  const RingProblem without_latency{times, prompt, cost, workload, used};
-  const double with_waits_ms = slowest(without_latency.rank_ms(partition));
-  // Where no rank waits, nothing is faster than the chosen lengths.
-  if (with_waits_ms > slowest(problem.busy_ms(partition)) * (1 + kWaitTolerance)) {
-    const Partition found = search_with_links(partition, without_latency);
-    const bool is_even = partition.lengths() == even_lengths(seq_len, partition.world_size());
-    const double wanted = is_even && are_equal(times) ? 1 - kMinGainOverEven : 1.0;
-    if (slowest(without_latency.rank_ms(found)) < wanted * with_waits_ms) {
-      partition = found;
-      orders = {partition};
-      min_depth = find_min_depth();
+  const TimeModel without_latency = model.without_latency();
+  const int64_t used = depth_used(depth, model.world_size());
+  const auto slowest_ms = [&](const Partition& some) {
+    return slowest(without_latency.step_ms(some, used));
+  };
+  const auto orders = balanced(model);
+  // The order that waits least, and of those the one that needs the least depth.
+  Partition partition =
+      *fastest(orders, model, std::min(used, find_min_depth(orders, model))).first;
+  const bool waits =
+      slowest_ms(partition) > slowest(model.work_ms(partition)) * (1 + kWaitTolerance);
+  // Where no rank waits or fills tiles, nothing is faster.
+  if (waits || model.has_tiles()) {
+    const Partition all = improve_lengths(partition, without_latency, used);
+    std::vector<Partition> improved = {all};
+    if (waits) {
+      const Partition some = leave_out_ranks(partition, without_latency, used);
+      improved.push_back(improve_lengths(some, without_latency, used));
     }
+    partition = *fastest(improved, without_latency, used).first;
   }
-  // Last, since the search above leaves even lengths of equal ranks only for a gain of a tenth.
-  const Partition settled = even_where_as_good(partition, without_latency);
-  if (settled.lengths() != partition.lengths()) {
-    partition = settled;
-    orders = {partition};
-    min_depth = find_min_depth();
-  }
-  const auto rank_ms = problem.rank_ms(partition);
+  partition =
+      prefer_even(partition, model.ranks(), min_gain_over_even(model, orders[0]), slowest_ms);
+  const auto rank_ms = model.step_ms(partition, used);
   // With short segments, tiles of another kind than the first can have less masked work than the
   // model assumes.
-  const double ideal = std::min(ideal_ms(times, chosen), slowest(rank_ms));
-  Plan plan{partition, used, min_depth, rank_ms, ideal, {}};
+  const double ideal = std::min(ideal_ms(model, orders[0]), slowest(rank_ms));
+  Plan plan{partition, used, find_min_depth({partition}, model), rank_ms, ideal, {}};
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
     plan.memory_bytes.push_back(cost.kv_bytes *
                                 buffered_tokens(partition, rank, workload.mask, used));
@@ -198,12 +251,10 @@ std::vector<int64_t> plan_cache(int64_t num_tokens, const std::vector<RankProfil
     time.max_tokens = profile.max_tokens.value_or(num_tokens);
     times.push_back(time);
   }
-  const auto best = best_lengths(times, fast_to_slow(times, num_tokens), num_tokens, 1);
-  const Ranks even = even_lengths(num_tokens, static_cast<int64_t>(profiles.size()));
-  const auto ms = [&](const Ranks& lengths) {
-    return slowest(rank_ms(Partition(Layout::kContiguous, lengths), times));
-  };
-  return has_room(times, even) && ms(even) <= ms(best) ? even : best;
+  const Partition best(Layout::kContiguous,
+                       best_lengths(times, fast_to_slow(times, num_tokens), num_tokens, 1));
+  const auto slowest_ms = [&](const Partition& some) { return slowest(smooth_ms(some, times)); };
+  return prefer_even(best, times, 0.0, slowest_ms).lengths();
 }
 
 }  // namespace ringattn

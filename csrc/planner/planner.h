@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "core/export.h"
-#include "partition/mask.h"
 #include "partition/partition.h"
 #include "planner/profile.h"
 
@@ -14,13 +13,6 @@
 // many blocks should be in flight ahead.
 
 namespace ringattn {
-
-/// What a call computes. Training: forward and backward, 3.5 times the attention of a forward pass
-/// (FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4.1) and 3 times its products.
-struct Workload {
-  Mask mask;
-  bool training = false;
-};
 
 struct Plan {
   Partition partition;
@@ -31,10 +23,10 @@ struct Plan {
   std::vector<int64_t> memory_bytes;  // [W], key/value buffers of a ring call
 };
 
-/// Milliseconds that each rank takes for a layer: overhead + tokens x time per token, which
-/// includes causal attention to half the sequence (zigzag) or to the preceding tokens (contiguous);
-/// the padding of attention tiles (`padding_ms`); and waits for blocks (`simulate_waits`), with
-/// `depth` of them in flight (absent: all).
+/// [W]: milliseconds that each rank takes for a layer, by `TimeModel`: overhead + tokens x time per
+/// token, which includes causal attention to half the sequence (zigzag) or to the preceding tokens
+/// (contiguous); the padding of attention tiles; and waits for blocks, with `depth` of them in
+/// flight (absent: all).
 RINGATTN_API std::vector<double> predict(const Partition& partition,
                                          const std::vector<RankProfile>& profiles,
                                          const ModelCost& cost, const Workload& workload,
@@ -49,19 +41,19 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 ///
 /// Where kernels compute whole tiles (`RankProfile::tiles`), lengths that fill them are taken
 /// instead if they are faster (than even ones: by a hundredth). For three ranks with ten tiles each
-/// the result is within a percent of the best, with a few tiles only nearly so (`fill_tiles`).
+/// the result is within a percent of the best, with a few tiles only nearly so (`improve_lengths`).
 ///
 /// Where these lengths would have ranks wait, for the bandwidth of links (their latency is only
-/// predicted, and moves no tokens) or for want of depth, others are searched
-/// for: without ranks whose blocks take longer than they help, and with tokens where they hide or
-/// shorten the waits. That finds the best of two or three ranks up to a percent in most cases, of
-/// more ranks often up to some percent, without a bound (`search_with_links`).
+/// predicted, and moves no tokens) or for want of depth, the sequence is planned without the k
+/// ranks with the slowest links and without the k slowest ranks, for every k, and tokens move
+/// between ranks while that helps. For two or three ranks the result is the best in most cases, for
+/// more ranks without a bound.
 ///
 /// The even partition is taken wherever it is as fast, and kept for equal ranks that wait, or whose
 /// tiles it does not fill, unless another is a tenth faster.
 ///
 /// `depth` absent: W - 1, with which no rank waits for one that computes. The least depth that
-/// would do for these lengths is what `simulate_ring` finds as fast; under zigzag, where the order
+/// would do for these lengths is what `predict` finds as fast; under zigzag, where the order
 /// costs nothing by itself, it is the one that makes that depth least.
 ///
 /// Throws std::invalid_argument for no profiles, a negative length, limits that do not hold the

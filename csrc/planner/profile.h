@@ -6,8 +6,9 @@
 #include <vector>
 
 #include "core/attention_tile.h"
+#include "partition/mask.h"
 
-// Speeds and limits of unequal ranks, and the cost of a layer.
+// Speeds and limits of unequal ranks, the cost of a layer, and what a call computes of it.
 
 namespace ringattn {
 
@@ -31,7 +32,11 @@ struct ModelCost {
   int64_t kv_bytes = 0;          // key and value of one token
 };
 
-/// Operations in a millisecond of one TFLOP/s.
-inline constexpr double kFlopsPerMs = 1e9;
+/// What a call computes. Training: forward and backward, 3.5 times the attention of a forward pass
+/// and 3 times its products.
+struct Workload {
+  Mask mask;
+  bool training = false;
+};
 
 }  // namespace ringattn

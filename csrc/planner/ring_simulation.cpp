@@ -3,37 +3,16 @@
 
 #include <algorithm>
 #include <numeric>
-#include <utility>
-
-#include "partition/schedule.h"
 
 namespace ringattn {
-namespace {
 
-// The time of a message over the slower of two ranks' links.
-double transfer_ms(const RankProfile& from, const RankProfile& to, double bytes) {
-  double ms = 0.0;
-  for (const RankProfile* end : {&from, &to}) {
-    const double latency = end->link_latency_us.value_or(0.0) / 1e3;
-    ms = std::max(ms, latency + (end->link_gbps ? bytes / (*end->link_gbps * 1e6) : 0.0));
-  }
-  return ms;
-}
-
-// For each rank: when it has attended its last block, and how much of that time it computed.
-struct Ends {
-  std::vector<double> all_ms, busy_ms;
-};
-
-Ends simulate(const Schedules& visits_of, const std::vector<RankProfile>& profiles,
-              const ModelCost& cost, int64_t depth) {
+std::vector<double> simulate_waits(const Schedules& visits_of, const VisitTime& attend_ms,
+                                   const VisitTime& transfer_ms, int64_t depth) {
   const int64_t world_size = static_cast<int64_t>(visits_of.size());
   std::vector<double> attended(world_size * world_size);  // [step, rank]: when the step ended
   std::vector<double> busy(world_size, 0.0);              // by rank: at work so far
   const auto attend = [&](int64_t rank, int64_t step, double begin) {
-    const double flops =
-        cost.attention_flops * static_cast<double>(visits_of[rank][step].num_pairs());
-    const double ms = flops / (profiles[rank].attention_tflops * kFlopsPerMs);
+    const double ms = attend_ms(rank, visits_of[rank][step]);
     attended[step * world_size + rank] = begin + ms;
     busy[rank] += ms;
   };
@@ -52,9 +31,7 @@ Ends simulate(const Schedules& visits_of, const std::vector<RankProfile>& profil
     for (int64_t rank = 0; rank < world_size; ++rank) {
       const Visit& visit = visits_of[rank][step];
       if (!visit.visible()) continue;
-      const double bytes = static_cast<double>(visit.rows_used() * cost.kv_bytes);
-      const double end = std::max(ready[visit.source], ready[rank]) +
-                         transfer_ms(profiles[visit.source], profiles[rank], bytes);
+      const double end = std::max(ready[visit.source], ready[rank]) + transfer_ms(rank, visit);
       moved[visit.source] = std::max(moved[visit.source], end);
       moved[rank] = std::max(moved[rank], end);
     }
@@ -63,22 +40,8 @@ Ends simulate(const Schedules& visits_of, const std::vector<RankProfile>& profil
       attend(rank, step, visits_of[rank][step].visible() ? std::max(begin, moved[rank]) : begin);
     }
   }
-  return {{attended.end() - world_size, attended.end()}, std::move(busy)};
-}
-
-}  // namespace
-
-std::vector<double> simulate_ring(const Partition& partition,
-                                  const std::vector<RankProfile>& profiles, const ModelCost& cost,
-                                  Mask mask, int64_t depth) {
-  return simulate(schedules(partition, mask), profiles, cost, depth).all_ms;
-}
-
-std::vector<double> simulate_waits(const Schedules& visits_of,
-                                   const std::vector<RankProfile>& profiles, const ModelCost& cost,
-                                   int64_t depth) {
-  auto [waits, busy] = simulate(visits_of, profiles, cost, depth);
-  for (size_t rank = 0; rank < waits.size(); ++rank) waits[rank] -= busy[rank];
+  std::vector<double> waits(attended.end() - world_size, attended.end());
+  for (int64_t rank = 0; rank < world_size; ++rank) waits[rank] -= busy[rank];
   return waits;
 }
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans: how many tokens each rank should own when ranks are not equally fast.
 
-The arithmetic is ``csrc/planner/planner.cpp``.
+The arithmetic is ``csrc/planner``: ``time_model.cpp`` and ``planner.cpp``.
 """
 
 from __future__ import annotations
@@ -194,9 +194,10 @@ def plan(
     that costs no more. Where kernels compute whole tiles (``RankProfile.tiles``), the time includes
     the padding; lengths that fill tiles are searched for, and taken where they are predicted to
     gain 1 % over even ones. Where the bandwidth of links or a small ``depth`` makes ranks wait,
-    lengths with shorter waits are searched for; for two or three ranks the result is within 1 % of
-    the best in most cases, for more ranks often within a few percent. The latency of links is
-    predicted, but moves no tokens. The even partition is taken wherever it is as fast, and kept for
+    plans without the k ranks with the slowest links and without the k slowest ranks are tried, and
+    tokens move between ranks while that helps; for two or three ranks the result is within 1 % of
+    the best in most cases, for more ranks there is no bound. The latency of links is predicted, but
+    moves no tokens. The even partition is taken wherever it is as fast, and kept for
     equal ranks that wait, or whose tiles it does not fill, unless another is 10 % faster. A rank
     whose overhead or link costs more than it contributes gets no tokens.
 
@@ -213,7 +214,8 @@ def plan(
         depth: how many blocks may be under way; None: all, W - 1, so that no rank waits for a peer
             that computes. A smaller depth takes less memory, see ``Plan.min_depth``.
         training: forward and backward, 3.5 times the attention and 3 times the matrix products of
-            forward alone (https://arxiv.org/abs/2307.08691, section 4.1).
+            forward alone (https://arxiv.org/abs/2307.08691, section 4.1). Backward moves each
+            block and, with as many bytes, its gradient.
 
     Returns:
         The plan; it prints as a table.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "planner/balance.h"
+#include "planner/water_filling.h"
 
 #include <algorithm>
 #include <cmath>
@@ -54,88 +54,10 @@ double enough_for_all(const std::vector<RankTime>& times, int64_t seq_len) {
 
 }  // namespace
 
-double RankTime::time_ms(int64_t before, int64_t tokens) const {
-  if (tokens == 0) return 0.0;
-  const double n = static_cast<double>(tokens);
-  return overhead_ms + n * (token_ms + pair_ms * (static_cast<double>(before) + n / 2));
-}
-
-double RankTime::tokens_within(double before, double limit_ms) const {
-  const double budget = limit_ms - overhead_ms;
-  if (budget <= 0.0) return 0.0;
-  const double slope = token_ms + pair_ms * before;
-  return 2 * budget / (slope + std::sqrt(slope * slope + 2 * pair_ms * budget));
-}
-
-int64_t RankTime::max_tokens_within(int64_t before, int64_t left, int64_t unit,
-                                    double limit_ms) const {
-  const int64_t room = std::min(max_tokens, left);
-  if (time_ms(before, room) <= limit_ms) return room;
-  const double guess =
-      std::min(tokens_within(static_cast<double>(before), limit_ms), static_cast<double>(room));
-  int64_t tokens = static_cast<int64_t>(guess) / unit * unit;
-  while (tokens > 0 && time_ms(before, tokens) > limit_ms) tokens -= unit;
-  while (tokens + unit <= room && time_ms(before, tokens + unit) <= limit_ms) tokens += unit;
-  return tokens;
-}
-
-double attention_flops(const ModelCost& cost, const Workload& workload) {
-  return (workload.training ? 3.5 : 1.0) * cost.attention_flops;
-}
-
-std::vector<RankTime> rank_times(int64_t seq_len, Layout layout,
-                                 const std::vector<RankProfile>& profiles, const ModelCost& cost,
-                                 const Workload& workload) {
-  std::vector<RankTime> times;
-  for (const RankProfile& profile : profiles) {
-    RankTime time;
-    time.overhead_ms = profile.overhead_ms;
-    time.max_tokens = profile.max_tokens.value_or(std::numeric_limits<int64_t>::max());
-    const double attention =
-        attention_flops(cost, workload) / (profile.attention_tflops * kFlopsPerMs);
-    const double linear =
-        (workload.training ? 3.0 : 1.0) * cost.linear_flops / (profile.linear_tflops * kFlopsPerMs);
-    time.token_ms = linear;
-    if (workload.mask.causal && layout == Layout::kContiguous) {
-      time.pair_ms = attention;
-    } else {
-      const double keys = static_cast<double>(seq_len) / (workload.mask.causal ? 2 : 1);
-      time.token_ms += keys * attention;
-    }
-    times.push_back(time);
-  }
-  return times;
-}
-
-std::vector<double> rank_ms(const Partition& partition, const std::vector<RankTime>& times) {
-  std::vector<double> result(times.size());
-  int64_t before = 0;
-  for (const int64_t rank : partition.order()) {
-    result[rank] = times[rank].time_ms(before, partition.length(rank));
-    before += partition.length(rank);
-  }
-  return result;
-}
-
-double slowest(const std::vector<double>& ms) { return *std::max_element(ms.begin(), ms.end()); }
-
 Ranks even_lengths(int64_t seq_len, int64_t world_size) {
   Ranks lengths(world_size, seq_len / world_size);
   for (int64_t rank = 0; rank < seq_len % world_size; ++rank) ++lengths[rank];
   return lengths;
-}
-
-bool are_equal(const std::vector<RankTime>& times) {
-  return std::all_of(times.begin(), times.end(), [&](const RankTime& time) {
-    return time.token_ms == times[0].token_ms && time.pair_ms == times[0].pair_ms;
-  });
-}
-
-bool has_room(const std::vector<RankTime>& times, const Ranks& lengths) {
-  for (size_t rank = 0; rank < times.size(); ++rank) {
-    if (lengths[rank] > times[rank].max_tokens) return false;
-  }
-  return true;
 }
 
 int64_t coarsest_unit(int64_t seq_len, int64_t world_size) {
@@ -175,11 +97,8 @@ Ranks best_lengths(const std::vector<RankTime>& times, const Ranks& order, int64
 
 namespace {
 
-// Whether a rank's time depends on the tokens before its own.
-bool depends_on_position(const std::vector<RankTime>& times) {
-  return std::any_of(times.begin(), times.end(),
-                     [](const RankTime& time) { return time.pair_ms > 0.0; });
-}
+// Whether times depend on the tokens before a rank's own: that of all ranks or of none does.
+bool depends_on_position(const std::vector<RankTime>& times) { return times[0].by_position; }
 
 // The best order of ranks whose time depends on the tokens before them: improves the best order
 // known until none is better. Dynamic programming over sets of ranks: the tokens that a set can
@@ -209,7 +128,7 @@ Ranks best_order(const std::vector<RankTime>& times, int64_t seq_len) {
   };
   const auto limit_of_order = [&] {
     const auto lengths = best_lengths(times, order, seq_len, 1);
-    return slowest(rank_ms(Partition(Layout::kContiguous, lengths, order), times));
+    return slowest(smooth_ms(Partition(Layout::kContiguous, lengths, order), times));
   };
   double limit = limit_of_order();
   while (limit > 0.0 && fits(limit * (1 - kOrderTolerance))) {
@@ -225,47 +144,43 @@ Ranks best_order(const std::vector<RankTime>& times, int64_t seq_len) {
 
 }  // namespace
 
-Partition best_partition(const std::vector<RankTime>& times, Layout layout, int64_t seq_len) {
-  const int64_t world_size = static_cast<int64_t>(times.size());
+Partition fill_ranks(const TimeModel& model) {
+  const int64_t seq_len = model.seq_len();
+  const std::vector<RankTime>& times = model.ranks();
   const bool by_position = depends_on_position(times);
   const Ranks order = by_position ? best_order(times, seq_len) : fast_to_slow(times, seq_len);
-  const auto with = [&](const Ranks& lengths) {
-    return Partition(layout, lengths, by_position ? order : Ranks());
+  const auto in_units = [&](int64_t unit) {
+    return Partition(model.layout(), best_lengths(times, order, seq_len, unit),
+                     by_position ? order : Ranks());
   };
-  Partition best = with(best_lengths(times, order, seq_len, 1));
-  const double limit = slowest(rank_ms(best, times)) * (1 + kUnitTolerance);
+  const Partition best = in_units(1);
+  const double limit = slowest(smooth_ms(best, times)) * (1 + kUnitTolerance);
   for (const int64_t unit : kUnits) {
-    if (unit > coarsest_unit(seq_len, world_size)) continue;
-    const Partition coarse = with(best_lengths(times, order, seq_len, unit));
-    if (slowest(rank_ms(coarse, times)) <= limit) {
-      best = coarse;
-      break;
-    }
+    if (unit > coarsest_unit(seq_len, model.world_size())) continue;
+    const Partition coarse = in_units(unit);
+    if (slowest(smooth_ms(coarse, times)) <= limit) return coarse;
   }
-  const Partition even(layout, even_lengths(seq_len, world_size));
-  const bool even_is_best = has_room(times, even.lengths()) &&
-                            slowest(rank_ms(even, times)) <= slowest(rank_ms(best, times));
-  return even_is_best ? even : best;
+  return best;
 }
 
-double ideal_ms(std::vector<RankTime> times, const Partition& partition) {
-  const double seq_len = static_cast<double>(partition.seq_len());
-  if (partition.seq_len() == 0) return 0.0;
+double ideal_ms(const TimeModel& model, const Partition& partition) {
+  const int64_t seq_len = model.seq_len();
+  if (seq_len == 0) return 0.0;
+  std::vector<RankTime> times = model.ranks();
   for (RankTime& time : times) {
     time.overhead_ms = 0.0;
     time.max_tokens = std::numeric_limits<int64_t>::max();
   }
   const auto in_order = [&](const Ranks& order) {
-    return smallest(enough_for_all(times, partition.seq_len()), [&](double limit) {
+    return smallest(enough_for_all(times, seq_len), [&](double limit) {
       double before = 0.0;
       for (const int64_t rank : order) before += times[rank].tokens_within(before, limit);
-      return before >= seq_len;
+      return before >= static_cast<double>(seq_len);
     });
   };
   // Without overheads and limits another order may be best.
   const double ms = in_order(partition.order());
-  return depends_on_position(times) ? std::min(ms, in_order(best_order(times, partition.seq_len())))
-                                    : ms;
+  return depends_on_position(times) ? std::min(ms, in_order(best_order(times, seq_len))) : ms;
 }
 
 }  // namespace ringattn

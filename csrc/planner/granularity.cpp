@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "planner/granularity.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <set>
+#include <utility>
+
+#include "planner/water_filling.h"
+
+namespace ringattn {
+namespace {
+
+constexpr int64_t kBudget = 1 << 14;      // evaluated blocks, W^2 for a partition
+constexpr int64_t kMaxOrderedRanks = 3;   // up to so many, every order
+constexpr double kMinGain = 1e-6;         // relative
+constexpr double kMinGainOfOrder = 5e-3;  // less is within the model's error
+constexpr int64_t kStep = 32;             // tokens that are moved at a time
+constexpr int64_t kMaxSteps = 16;         // as many as both segments have in a tile of 256 rows;
+                                          // beyond, steps double
+
+// The orders to try, that of `start` first. Under zigzag, each rank innermost: its two segments are
+// adjacent there, and one tile may hold an end of both. With few ranks, every order.
+std::vector<Ranks> orders_of(const Partition& start, bool in_halves) {
+  const int64_t world_size = start.world_size();
+  std::vector<Ranks> orders = {start.order()};
+  Ranks next(world_size);
+  std::iota(next.begin(), next.end(), 0);
+  if (world_size <= kMaxOrderedRanks) {
+    do {
+      if (next != start.order()) orders.push_back(next);
+    } while (std::next_permutation(next.begin(), next.end()));
+    return orders;
+  }
+  orders.emplace_back(start.order().rbegin(), start.order().rend());
+  for (int64_t rank = 0; in_halves && rank < world_size; ++rank) {
+    next = start.order();
+    next.erase(std::find(next.begin(), next.end(), rank));
+    next.push_back(rank);
+    if (next != start.order()) orders.push_back(next);
+  }
+  return orders;
+}
+
+// Lengths near those of `start`, in units: each unit goes to the rank that then ends first, so that
+// of equally slow splits the one is chosen whose other ranks end earliest. The remainder goes to
+// `last`.
+Ranks greedy_fill(const Partition& start, const std::vector<RankTime>& times, int64_t unit,
+                  int64_t last) {
+  Ranks lengths = start.lengths();
+  int64_t left = start.seq_len();
+  for (int64_t& length : lengths) {
+    length = std::max<int64_t>(0, length / unit - 1) * unit;
+    left -= length;
+  }
+  for (; left > 0; left -= unit) {
+    const int64_t tokens = std::min(left, unit);
+    const auto done = [&](int64_t rank) {
+      const int64_t length = lengths[rank] + tokens;
+      return length > times[rank].max_tokens ? std::numeric_limits<double>::infinity()
+                                             : times[rank].time_ms(0, length);
+    };
+    int64_t first = last;
+    for (int64_t rank = 0; tokens == unit && rank < start.world_size(); ++rank) {
+      if (done(rank) < done(first)) first = rank;
+    }
+    lengths[first] += tokens;
+  }
+  return lengths;
+}
+
+// The best partition found so far, and what may still be spent on better ones.
+class Search {
+ public:
+  Search(const Partition& start, const TimeModel& model, int64_t depth)
+      : model_(model),
+        depth_(depth),
+        best_(start),
+        best_ms_(model.step_ms(start, depth)),
+        waits_(slowest(best_ms_) > slowest(model.work_ms(start)) * (1 + kMinGain)) {}
+
+  const Partition& best() const { return best_; }
+
+  // Lengths in whole tiles that end as close together as they can; without tiles, in a unit that
+  // costs little.
+  void fill_units() {
+    const Partition start = best_;
+    const std::vector<RankTime>& times = model_.ranks();
+    const int64_t seq_len = model_.seq_len();
+    // Under zigzag each of a rank's two segments has tiles of its own.
+    const bool in_halves = model_.mask().causal && model_.layout() == Layout::kZigzag;
+    std::set<int64_t> units;
+    for (const RankProfile& profile : model_.profiles()) {
+      for (const AttentionTile& tile : profile.tiles) {
+        units.insert(in_halves ? 2 * tile.rows : tile.rows);
+      }
+    }
+    if (units.empty()) units.insert(coarsest_unit(seq_len, model_.world_size()));
+    const int64_t fastest = fast_to_slow(times, seq_len).front();
+    left_ = kBudget;
+    for (const Ranks& order : orders_of(start, in_halves)) {
+      if (left_ <= 0) return;
+      if (order != start.order()) take_if_better(start.lengths(), order);
+      for (const int64_t unit : units) {
+        if (times[0].by_position) {
+          take_if_better(best_lengths(times, order, seq_len, unit), order);
+          continue;
+        }
+        // The remainder costs least on the innermost rank, where it starts only one more tile, or,
+        // with few tokens, on the fastest rank.
+        take_if_better(greedy_fill(start, times, unit, order.back()), order);
+        take_if_better(greedy_fill(start, times, unit, fastest), order);
+      }
+    }
+  }
+
+  // Ranks give tokens to others, the slowest rank first, and ranks that end first receive first.
+  // Without waits only the slowest has to give; with them, a rank may be slow because of another.
+  void move_tokens() {
+    left_ = kBudget;
+    for (bool any = true; any && left_ > 0;) {
+      Ranks by_time(model_.world_size());
+      std::iota(by_time.begin(), by_time.end(), 0);
+      std::stable_sort(by_time.begin(), by_time.end(),
+                       [&](int64_t a, int64_t b) { return best_ms_[a] < best_ms_[b]; });
+      any = false;
+      for (auto giver = by_time.rbegin(); giver != by_time.rend() && !any; ++giver) {
+        any = give(*giver, by_time);
+        if (!waits_) break;
+      }
+    }
+  }
+
+ private:
+  // Whether it is faster if `giver` gives tokens to one of the `receivers`.
+  bool give(int64_t giver, const Ranks& receivers) {
+    const Partition from = best_;
+    const int64_t step =
+        model_.has_tiles() ? kStep : coarsest_unit(model_.seq_len(), model_.world_size());
+    for (const int64_t receiver : receivers) {
+      if (receiver == giver) continue;
+      for (int64_t tokens = step, given = 0; left_ > 0 && given < from.length(giver);) {
+        given = std::min(tokens, from.length(giver));  // the last step takes all its tokens
+        Ranks lengths = from.lengths();
+        lengths[giver] -= given;
+        lengths[receiver] += given;
+        take_if_better(lengths, from.order());
+        // No tile is larger, but a wait may be longer.
+        const bool large = tokens >= kMaxSteps * step;
+        if (large && !waits_) break;
+        tokens += large ? tokens : step;
+      }
+    }
+    return best_.lengths() != from.lengths();
+  }
+
+  void take_if_better(const Ranks& lengths, const Ranks& order) {
+    if (!has_room(model_.ranks(), lengths)) return;
+    const Partition next(model_.layout(), lengths, order);
+    left_ -= model_.world_size() * model_.world_size();
+    auto next_ms = model_.step_ms(next, depth_);
+    const double min_gain = order == best_.order() ? kMinGain : kMinGainOfOrder;
+    if (slowest(next_ms) >= slowest(best_ms_) * (1 - min_gain)) return;
+    best_ = next;
+    best_ms_ = std::move(next_ms);
+  }
+
+  const TimeModel& model_;
+  const int64_t depth_;
+  Partition best_;
+  std::vector<double> best_ms_;
+  const bool waits_;
+  int64_t left_ = 0;  // of kBudget
+};
+
+}  // namespace
+
+Partition improve_lengths(const Partition& start, const TimeModel& model, int64_t depth) {
+  Search search(start, model, depth);
+  search.fill_units();
+  search.move_tokens();
+  return search.best();
+}
+
+}  // namespace ringattn

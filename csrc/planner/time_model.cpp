@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "planner/time_model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+#include "core/ceil_div.h"
+#include "planner/ring_simulation.h"
+
+namespace ringattn {
+namespace {
+
+/// Operations in a millisecond of one TFLOP/s.
+constexpr double kFlopsPerMs = 1e9;
+
+/// What a pass over a layer takes, in units of a forward pass. Backward moves each block and, with
+/// as many bytes, its gradient (FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4.1).
+struct Pass {
+  double attention, linear, bytes;
+};
+constexpr Pass kForward = {1.0, 1.0, 1.0};
+constexpr Pass kBackward = {2.5, 2.0, 2.0};
+
+std::vector<Pass> passes(const Workload& workload) {
+  return workload.training ? std::vector{kForward, kBackward} : std::vector{kForward};
+}
+
+// The sum of (first + i * step) / divisor, rounded down, over `count` numbers i from 0 on.
+int64_t sum_of_quotients(int64_t count, int64_t first, int64_t step, int64_t divisor) {
+  if (count == 0) return 0;
+  int64_t sum = count * (count - 1) / 2 * (step / divisor) + count * (first / divisor);
+  step %= divisor;
+  first %= divisor;
+  const int64_t end = first + count * step;
+  // By the inverse: for each quotient, the number of arguments that reach it.
+  if (end >= divisor) sum += sum_of_quotients(end / divisor, end % divisor, divisor, step);
+  return sum;
+}
+
+// Also where a triangle is too small to hide a pair: the model masks keys in each of its tiles.
+bool is_triangle(const Band& band) { return band.upper < Band::kUnlimited; }
+
+// The number of tiles of `visits`, weighted by their time. All visits are one launch, whose query
+// tiles do not cross the row from which on later owners' blocks are visible.
+double tiles_of(const std::vector<Visit>& visits, int64_t num_rows, const AttentionTile& tile) {
+  int64_t split = 0;
+  for (const Visit& visit : visits) {
+    for (const Band& band : visit.bands) split = std::max(split, band.query_begin);
+  }
+  double count = 0.0;
+  for (const auto& [begin, end] : {std::pair{int64_t{0}, split}, std::pair{split, num_rows}}) {
+    if (begin == end) continue;
+    const int64_t others = ceil_div(end - begin, tile.rows) - 1;  // than the last tile of rows
+    int64_t of_others = 0, of_last = 0;                           // tiles of keys
+    for (const Visit& visit : visits) {
+      for (const Band& band : visit.bands) {
+        if (band.query_begin > begin) continue;
+        if (!is_triangle(band)) {
+          of_others += others * ceil_div(band.num_keys(), tile.keys);
+          of_last += ceil_div(band.num_keys(), tile.keys);
+          continue;
+        }
+        // Each tile of rows sees keys up to its own end; the last one ends with the rows.
+        of_others +=
+            sum_of_quotients(others, begin + tile.rows + tile.keys - 1, tile.rows, tile.keys);
+        of_last += ceil_div(end, tile.keys);
+      }
+    }
+    const int64_t last_rows = end - begin - others * tile.rows;
+    const int parts = static_cast<int>(ceil_div(last_rows, tile.rows_per_warpgroup));
+    count += static_cast<double>(of_others) +
+             static_cast<double>(of_last * warpgroups_cost(parts)) /
+                 warpgroups_cost(tile.rows / tile.rows_per_warpgroup) +
+             static_cast<double>((others + 1) * tile.overhead_keys) / tile.keys;
+  }
+  return count;
+}
+
+// Keys that each row computes in vain whatever the lengths, and that are part of the measured
+// speed: the overhead of tiles, and masked keys of the own block, those up to the last row of the
+// row's tile, and from there up to the next tile of keys.
+double keys_in_speed(const AttentionTile& tile, bool causal) {
+  const int masked = causal ? tile.rows + tile.keys - std::gcd(tile.rows, tile.keys) : 0;
+  return tile.overhead_keys + static_cast<double>(masked) / 2;
+}
+
+// Pairs that a rank computes in whole tiles, in the time of the kind of tiles that ends first.
+double pairs_in_tiles(const std::vector<Visit>& visits, int64_t num_rows, bool causal,
+                      const std::vector<AttentionTile>& tiles) {
+  double time = std::numeric_limits<double>::infinity();
+  for (const AttentionTile& tile : tiles) {
+    time = std::min(time, tile.relative_cost * tiles_of(visits, num_rows, tile));
+  }
+  const AttentionTile& first = tiles.front();
+  return time / first.relative_cost * first.rows * first.keys -
+         static_cast<double>(num_rows) * keys_in_speed(first, causal);
+}
+
+}  // namespace
+
+double RankTime::time_ms(int64_t before, int64_t tokens) const {
+  if (tokens == 0) return 0.0;
+  const double n = static_cast<double>(tokens);
+  const double seen = by_position ? static_cast<double>(before) + n / 2 : keys;
+  return overhead_ms + n * (token_ms + pair_ms * seen);
+}
+
+double RankTime::tokens_within(double before, double limit_ms) const {
+  const double budget = limit_ms - overhead_ms;
+  if (budget <= 0.0) return 0.0;
+  const double slope = token_ms + pair_ms * (by_position ? before : keys);
+  const double curve = by_position ? 2 * pair_ms * budget : 0.0;
+  return 2 * budget / (slope + std::sqrt(slope * slope + curve));
+}
+
+int64_t RankTime::max_tokens_within(int64_t before, int64_t left, int64_t unit,
+                                    double limit_ms) const {
+  const int64_t room = std::min(max_tokens, left);
+  if (time_ms(before, room) <= limit_ms) return room;
+  const double guess =
+      std::min(tokens_within(static_cast<double>(before), limit_ms), static_cast<double>(room));
+  int64_t tokens = static_cast<int64_t>(guess) / unit * unit;
+  while (tokens > 0 && time_ms(before, tokens) > limit_ms) tokens -= unit;
+  while (tokens + unit <= room && time_ms(before, tokens + unit) <= limit_ms) tokens += unit;
+  return tokens;
+}
+
+std::vector<double> smooth_ms(const Partition& partition, const std::vector<RankTime>& times) {
+  std::vector<double> ms(times.size());
+  int64_t before = 0;
+  for (const int64_t rank : partition.order()) {
+    ms[rank] = times[rank].time_ms(before, partition.length(rank));
+    before += partition.length(rank);
+  }
+  return ms;
+}
+
+bool has_room(const std::vector<RankTime>& times, const std::vector<int64_t>& lengths) {
+  for (size_t rank = 0; rank < times.size(); ++rank) {
+    if (lengths[rank] > times[rank].max_tokens) return false;
+  }
+  return true;
+}
+
+double slowest(const std::vector<double>& ms) { return *std::max_element(ms.begin(), ms.end()); }
+
+TimeModel::TimeModel(int64_t seq_len, Layout layout, std::vector<RankProfile> profiles,
+                     const ModelCost& cost, const Workload& workload)
+    : seq_len_(seq_len),
+      layout_(layout),
+      profiles_(std::move(profiles)),
+      cost_(cost),
+      workload_(workload) {
+  for (const RankProfile& profile : profiles_) {
+    RankTime time;
+    time.overhead_ms = profile.overhead_ms;
+    for (const Pass& pass : passes(workload)) {
+      time.token_ms += pass.linear * cost.linear_flops / (profile.linear_tflops * kFlopsPerMs);
+      time.pair_ms +=
+          pass.attention * cost.attention_flops / (profile.attention_tflops * kFlopsPerMs);
+    }
+    time.keys = static_cast<double>(seq_len) / (workload.mask.causal ? 2 : 1);
+    time.by_position = workload.mask.causal && layout == Layout::kContiguous;
+    time.max_tokens = profile.max_tokens.value_or(std::numeric_limits<int64_t>::max());
+    ranks_.push_back(time);
+  }
+}
+
+TimeModel TimeModel::without_latency() const {
+  TimeModel model = *this;
+  for (RankProfile& profile : model.profiles_) profile.link_latency_us = {};
+  return model;
+}
+
+TimeModel TimeModel::without_rank(int64_t rank) const {
+  TimeModel model = *this;
+  model.ranks_[rank].max_tokens = 0;
+  int64_t left = seq_len_;
+  for (const RankTime& time : model.ranks_) left -= std::min(left, time.max_tokens);
+  model.ranks_[rank].max_tokens = left;
+  return model;
+}
+
+bool TimeModel::has_tiles() const {
+  return std::any_of(profiles_.begin(), profiles_.end(),
+                     [](const RankProfile& profile) { return !profile.tiles.empty(); });
+}
+
+std::vector<double> TimeModel::work_ms(const Partition& partition) const {
+  if (!has_tiles()) return smooth_ms(partition, ranks_);
+  return work_ms(partition, schedules(partition, mask()));
+}
+
+std::vector<double> TimeModel::work_ms(const Partition& partition,
+                                       const Schedules& visits_of) const {
+  auto ms = smooth_ms(partition, ranks_);
+  for (int64_t rank = 0; rank < world_size(); ++rank) {
+    const int64_t tokens = partition.length(rank);
+    if (profiles_[rank].tiles.empty() || tokens == 0) continue;
+    const RankTime& time = ranks_[rank];
+    ms[rank] = time.overhead_ms + static_cast<double>(tokens) * time.token_ms +
+               pairs_in_tiles(visits_of[rank], tokens, mask().causal, profiles_[rank].tiles) *
+                   time.pair_ms;
+  }
+  return ms;
+}
+
+bool TimeModel::may_wait(int64_t depth) const {
+  return depth < world_size() - 1 ||
+         std::any_of(profiles_.begin(), profiles_.end(), [](const RankProfile& profile) {
+           return profile.link_gbps || profile.link_latency_us;
+         });
+}
+
+std::vector<double> TimeModel::step_ms(const Partition& partition, int64_t depth) const {
+  if (!may_wait(depth)) return work_ms(partition);
+  const auto visits_of = schedules(partition, mask());
+  auto ms = work_ms(partition, visits_of);
+  // [W]: attention in a forward pass, by pair.
+  std::vector<double> pair_ms(ms.size(), 0.0);
+  double attention = 0.0;
+  for (const Pass& pass : passes(workload_)) attention += pass.attention;
+  for (int64_t rank = 0; rank < world_size(); ++rank) {
+    const int64_t tokens = partition.length(rank);
+    int64_t pairs = 0;
+    for (const Visit& visit : visits_of[rank]) pairs += visit.num_pairs();
+    const RankTime& time = ranks_[rank];
+    const double rest = time.overhead_ms + static_cast<double>(tokens) * time.token_ms;
+    if (pairs > 0) pair_ms[rank] = (ms[rank] - rest) / attention / static_cast<double>(pairs);
+  }
+  for (const Pass& pass : passes(workload_)) {
+    const auto attend = [&](int64_t rank, const Visit& visit) {
+      return pass.attention * pair_ms[rank] * static_cast<double>(visit.num_pairs());
+    };
+    const auto transfer = [&](int64_t rank, const Visit& visit) {
+      const double tokens = pass.bytes * static_cast<double>(visit.rows_used());
+      return std::max(link_ms(visit.source, tokens), link_ms(rank, tokens));
+    };
+    const auto waits = simulate_waits(visits_of, attend, transfer, depth);
+    for (size_t rank = 0; rank < ms.size(); ++rank) ms[rank] += waits[rank];
+  }
+  return ms;
+}
+
+double TimeModel::link_ms(int64_t rank, double tokens) const {
+  const RankProfile& profile = profiles_[rank];
+  const double bytes = tokens * static_cast<double>(cost_.kv_bytes);
+  return profile.link_latency_us.value_or(0.0) / 1e3 +
+         (profile.link_gbps ? bytes / (*profile.link_gbps * 1e6) : 0.0);
+}
+
+}  // namespace ringattn

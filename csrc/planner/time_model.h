@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "partition/partition.h"
+#include "partition/schedule.h"
+#include "planner/profile.h"
+
+// The only model of the time of a layer on unequal ranks: work, padding of attention tiles, and
+// waits for blocks.
+
+namespace ringattn {
+
+/// The work of one rank as a function of the tokens that it owns, without padding and waits.
+struct RankTime {
+  double overhead_ms = 0.0;  // for a rank with tokens
+  double token_ms = 0.0;     // for each token
+  double pair_ms = 0.0;      // for each pair of a query and a key that it sees
+  // Keys that a token sees on average, wherever it stands. Where `by_position`, a token sees those
+  // before it instead.
+  double keys = 0.0;
+  bool by_position = false;
+  int64_t max_tokens = 0;
+
+  /// The time of `tokens` tokens after `before` others.
+  double time_ms(int64_t before, int64_t tokens) const;
+
+  /// The inverse in real numbers: tokens that take `limit_ms`.
+  double tokens_within(double before, double limit_ms) const;
+
+  /// The largest part of `left` tokens that takes at most `limit_ms`: all that fit the rank, or a
+  /// multiple of `unit`.
+  int64_t max_tokens_within(int64_t before, int64_t left, int64_t unit, double limit_ms) const;
+};
+
+/// [W]: the time of each rank without padding and waits.
+std::vector<double> smooth_ms(const Partition& partition, const std::vector<RankTime>& times);
+
+bool has_room(const std::vector<RankTime>& times, const std::vector<int64_t>& lengths);
+
+double slowest(const std::vector<double>& ms);
+
+/// The times that partitions of one sequence in one layout take on these ranks.
+class TimeModel {
+ public:
+  TimeModel(int64_t seq_len, Layout layout, std::vector<RankProfile> profiles,
+            const ModelCost& cost, const Workload& workload);
+
+  /// The model without latencies of links.
+  TimeModel without_latency() const;
+  /// The model in which `rank` owns only those tokens for which the others have no room.
+  TimeModel without_rank(int64_t rank) const;
+
+  int64_t seq_len() const { return seq_len_; }
+  int64_t world_size() const { return static_cast<int64_t>(ranks_.size()); }
+  Layout layout() const { return layout_; }
+  const std::vector<RankProfile>& profiles() const { return profiles_; }
+  const Mask& mask() const { return workload_.mask; }
+  /// [W]
+  const std::vector<RankTime>& ranks() const { return ranks_; }
+  /// Whether attention kernels of any rank compute whole tiles.
+  bool has_tiles() const;
+
+  /// [W]: the time of each rank without waits. Rows of each of its segments, and visible keys of
+  /// each block, are rounded up to the tiles of `RankProfile::tiles` with the least total time.
+  std::vector<double> work_ms(const Partition& partition) const;
+  /// [W]: the time of each rank, with `depth` blocks in flight. Attention hides transfers, matrix
+  /// products do not.
+  std::vector<double> step_ms(const Partition& partition, int64_t depth) const;
+
+  /// The time of a block of `tokens` tokens over the links of `rank`.
+  double link_ms(int64_t rank, double tokens) const;
+
+ private:
+  std::vector<double> work_ms(const Partition& partition, const Schedules& visits_of) const;
+  bool may_wait(int64_t depth) const;
+
+  int64_t seq_len_;
+  Layout layout_;
+  std::vector<RankProfile> profiles_;  // [W]
+  ModelCost cost_;
+  Workload workload_;
+  std::vector<RankTime> ranks_;  // [W]
+};
+
+}  // namespace ringattn
