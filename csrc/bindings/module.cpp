@@ -12,7 +12,6 @@
 #include "core/interrupt.h"
 #include "core/log.h"
 #include "partition/schedule.h"
-#include "planner/controller.h"
 #include "planner/planner.h"
 #include "ring/step_recorder.h"
 #include "testing/fault_injection.h"
@@ -219,15 +218,6 @@ PYBIND11_MODULE(_C, m) {
         py::arg("profiles"), py::arg("cost"), py::arg("causal"), py::arg("training"),
         py::arg("depth"));
   m.def("plan_cache", &plan_cache, py::arg("num_tokens"), py::arg("profiles"), py::arg("cost"));
-
-  py::class_<Controller>(m, "Controller")
-      .def(py::init<int64_t>(), py::arg("world_size"))
-      .def("observe", &Controller::observe, py::arg("speeds"))
-      .def("speeds", &Controller::speeds)
-      .def("should_replan", &Controller::should_replan, py::arg("excess"), py::arg("slowest"))
-      .def("copy", [](const Controller& controller) { return controller; })
-      .def("record_failed_replan", &Controller::record_failed_replan, py::arg("excess"))
-      .def("jumps", &Controller::jumps);
 
   py::class_<StepTiming>(m, "StepTiming")
       .def_readonly("call", &StepTiming::call)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from ringattn import _C
 from ringattn._distributed.collectives import agree
 from ringattn._distributed.groups import Group, resolve_group
 from ringattn._profiling.equalize import NOISE, is_close, snap_equal
+from ringattn._speed_tracking import SpeedTracker
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, Plan, plan, predict, work_in_tiles
 from ringattn.profiles import RankProfile
@@ -69,7 +71,7 @@ class _Trial:
     profiles: list[RankProfile]  # profiles of the previous plan
     history: _LatencyHistory
     excess: float  # time that the new plan was predicted to save, relative
-    controller: _C.Controller  # with the speeds estimated then: a bad plan looks like slow ranks
+    tracker: SpeedTracker  # with the speeds estimated then: a bad plan looks like slow ranks
 
     def outcome(self, history: _LatencyHistory) -> float | None:
         """Latency under the new plan over latency under the previous one; None: not known yet."""
@@ -120,7 +122,7 @@ class Rebalancer:
         ValueError: as :func:`ringattn.plan`.
 
     The control law is exponential smoothing with a test for level shifts and hysteresis
-    (``csrc/planner/controller.h``).
+    (``_speed_tracking.py``).
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class Rebalancer:
         self._cost = cost
         self._causal = causal
         self._layout = layout
-        self._controller = _C.Controller(len(self._measured))
+        self._tracker = SpeedTracker(len(self._measured))
         self._in_use = self._measured
         self._latest: Plan | None = None
         self._history = _LatencyHistory()
@@ -151,7 +153,7 @@ class Rebalancer:
     def speeds(self) -> list[float]:
         """Estimated speed of each rank, relative to its first profile, ``[W]``; plans follow it
         only when that pays."""
-        return self._controller.speeds()
+        return self._tracker.speeds
 
     def plan(self, seq_len: int) -> Plan:
         """The plan of the next request.
@@ -202,12 +204,12 @@ class Rebalancer:
             "seq_len": None if self._latest is None else self._latest.partition.seq_len,
         }
         observations = agree(ring, "observe", mistake, facts, own)
-        jumps = self._controller.jumps()
-        self._controller.observe([observation.speed for observation in observations])
+        jumps = self._tracker.jumps
+        self._tracker.observe([observation.speed for observation in observations])
         if self._latest is None:
             return False
         self._history.add(self._latest.partition, observations)
-        if self._controller.jumps() != jumps:
+        if self._tracker.jumps != jumps:
             self._history.forget()
         return self._give_up() or self._change(self._latest)
 
@@ -222,8 +224,8 @@ class Rebalancer:
         self._trial = None
         if outcome <= 1 + _WORSE:
             return False
-        self._controller = trial.controller
-        self._controller.record_failed_replan(trial.excess)
+        self._tracker = trial.tracker
+        self._tracker.record_failed_replan(trial.excess)
         self._in_use, self._history = trial.profiles, trial.history
         return True
 
@@ -246,9 +248,9 @@ class Rebalancer:
         )
         best_ms = self._plan(current.partition.seq_len, estimated).predicted_ms
         excess = max(current_ms) / best_ms - 1 if best_ms > 0 else 0.0
-        if not self._controller.should_replan(excess, current_ms.index(max(current_ms))):
+        if not self._tracker.should_replan(excess, current_ms.index(max(current_ms))):
             return False
-        self._trial = _Trial(self._in_use, self._history, excess, self._controller.copy())
+        self._trial = _Trial(self._in_use, self._history, excess, copy.deepcopy(self._tracker))
         self._in_use, self._history = estimated, _LatencyHistory()
         return True
 

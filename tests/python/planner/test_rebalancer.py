@@ -2,7 +2,7 @@
 """Plans that follow speeds: simulated rings, with real process groups between the ranks, and a real
 ring with a rank that is made slow.
 
-The controller alone is tested in tests/cpp/planner/test_controller.cpp, trials of new plans in
+Its control law alone is tested in test_speed_tracking.py, trials of new plans in
 test_rebalancer_trials.py.
 """
 
