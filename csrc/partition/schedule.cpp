@@ -67,6 +67,19 @@ Schedules schedules(const Partition& partition, Mask mask) {
   return all;
 }
 
+std::vector<HopPlan> plan_hops(const Partition& partition, int64_t rank, Mask mask) {
+  std::vector<HopPlan> hops;
+  for (int64_t step = 1; step < partition.world_size(); ++step) {
+    HopPlan& hop = hops.emplace_back();
+    hop.destination = partition.destination_at(rank, step);
+    hop.source = partition.source_at(rank, step);
+    hop.rows_sent = rows_used(partition, hop.destination, rank, mask);
+    hop.rows_received = rows_used(partition, rank, hop.source, mask);
+    hop.source_rows = partition.length(hop.source);
+  }
+  return hops;
+}
+
 int64_t rows_used(const Partition& partition, int64_t rank, int64_t source, Mask mask) {
   const auto band = band_of(partition, rank, source, mask);
   return band ? band->key_end : 0;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/band.h"
+#include "core/hop_plan.h"
 #include "partition/mask.h"
 #include "partition/partition.h"
 
@@ -34,6 +35,9 @@ RINGATTN_API std::vector<Visit> schedule(const Partition& partition, int64_t ran
 /// The schedules of all ranks, [W][W].
 using Schedules = std::vector<std::vector<Visit>>;
 Schedules schedules(const Partition& partition, Mask mask);
+
+/// What `rank` sends and receives for that: hops[i] belongs to step i + 1, [W - 1].
+RINGATTN_API std::vector<HopPlan> plan_hops(const Partition& partition, int64_t rank, Mask mask);
 
 /// Leading key rows of the block of `source` that the schedule of `rank` uses.
 RINGATTN_API int64_t rows_used(const Partition& partition, int64_t rank, int64_t source, Mask mask);

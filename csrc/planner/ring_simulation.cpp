@@ -46,17 +46,11 @@ std::vector<double> simulate_waits(const Schedules& visits_of, const VisitTime& 
 }
 
 int64_t buffered_tokens(const Partition& partition, int64_t rank, Mask mask, int64_t depth) {
-  const auto visits = schedule(partition, rank, mask);
-  const int64_t num_hops = partition.world_size() - 1;
-  const int64_t num_buffers = std::min(num_hops, depth + 1);
-  std::vector<int64_t> buffers(num_buffers);
-  int64_t sent = 0;
-  for (int64_t step = 1; step <= num_hops; ++step) {
-    sent = std::max(sent, rows_used(partition, partition.destination_at(rank, step), rank, mask));
-    int64_t& buffer = buffers[(step - 1) % num_buffers];
-    buffer = std::max(buffer, visits[step].rows_used());
-  }
-  return std::accumulate(buffers.begin(), buffers.end(), sent);
+  const std::vector<HopPlan> hops = plan_hops(partition, rank, mask);
+  int64_t staged = 0;
+  for (const HopPlan& hop : hops) staged = std::max(staged, hop.rows_sent);
+  const std::vector<int64_t> buffers = buffer_rows(hops, depth);
+  return std::accumulate(buffers.begin(), buffers.end(), staged);
 }
 
 }  // namespace ringattn

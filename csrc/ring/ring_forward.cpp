@@ -40,26 +40,35 @@ class Executor {
               const ResidentBlocks* remote) {
     Range range;
     for (int64_t step = first; step < last; ++step) range.add(visits_[step]);
-    if (range.query_end == 0 && remote == nullptr) return;
+    if (range.query_end == 0) return;
 
     std::vector<KeyBlock> visible;
     for (int64_t step = first; step < last; ++step) {
       const Block& block = blocks[step - first];
-      const int64_t rows_used = visits_[step].rows_used();
+      const int64_t num_keys = visits_[step].rows_used();
       for (const Band& band : visits_[step].bands) {
         KeyBlock& keys = visible.emplace_back();
-        keys.k = rows(block.k, 1, 0, rows_used);
-        keys.v = rows(block.v, 1, 0, rows_used);
+        keys.k = rows(block.k, 1, 0, num_keys);
+        keys.v = rows(block.v, 1, 0, num_keys);
         keys.band = band;
         keys.band.query_begin -= range.query_begin;
         keys.band.query_end -= range.query_begin;
         if (remote != nullptr && step > 0) keys.source = remote->sources[step - 1];
-        repeat_for_slowdown(band, keys);
       }
     }
-    block_attention(rows(q_, 1, range.query_begin, range.query_end), visible, call_.scale,
-                    result(range), remote_fetch(remote));
+    const at::Tensor queries = rows(q_, 1, range.query_begin, range.query_end);
+    for (const KeyBlock& keys : visible) repeat_for_slowdown(queries, keys);
+    block_attention(queries, visible, call_.scale, result(range), remote_fetch(remote));
     first_ = false;
+  }
+
+  /// Operations of these steps: for every pair, two products of D multiplications and additions.
+  double flops(int64_t first, int64_t last) const {
+    double pairs = 0.0;
+    for (int64_t step = first; step < last; ++step) {
+      pairs += static_cast<double>(visits_[step].num_pairs());
+    }
+    return 4.0 * static_cast<double>(q_.size(0) * q_.size(2) * q_.size(3)) * pairs;
   }
 
   const at::Tensor& out() const { return out_; }
@@ -120,15 +129,15 @@ class Executor {
   // ringattn.testing.slowdown: repeats the share of the work that the factor asks for and drops the
   // results. The share is taken as leading rows; under a triangle their work grows with the square
   // of their number.
-  void repeat_for_slowdown(const Band& band, const KeyBlock& keys) const {
-    const auto num_queries = static_cast<double>(band.num_queries());
+  void repeat_for_slowdown(const at::Tensor& queries, const KeyBlock& keys) const {
+    const auto num_queries = static_cast<double>(keys.band.num_queries());
     for (double extra = slowdown() - 1.0; extra > 0.0; extra -= 1.0) {
       const double share = std::min(extra, 1.0);
       const int64_t repeated =
-          std::lround((band.has_upper() ? std::sqrt(share) : share) * num_queries);
+          std::lround((keys.band.has_upper() ? std::sqrt(share) : share) * num_queries);
       if (repeated > 0) {
-        block_attention(q_.narrow(1, band.query_begin, repeated), keys.k, keys.v, call_.scale,
-                        band.upper, q_.scalar_type());
+        block_attention(queries.narrow(1, keys.band.query_begin, repeated), keys.k, keys.v,
+                        call_.scale, keys.band.upper, q_.scalar_type());
       }
     }
   }
@@ -143,22 +152,35 @@ class Executor {
   bool first_ = true;
 };
 
+// Whether each block has a launch of its own: for timings by block, for repeated work, where not
+// all blocks may be in flight at once, and without kernels for lists of segments.
+bool needs_launch_per_block(const at::Tensor& q, const RingCall& call, const CallTimer& timer) {
+  const auto num_steps = static_cast<int64_t>(call.plan.visits.size());
+  return timer.by_block() || slowdown() > 1.0 || call.depth < num_steps - 1 ||
+         !supports_segment_lists(q, num_steps);
+}
+
+RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const RingCall& call,
+                               bool per_block, bool timed) {
+  RingExchangePlan exchange;
+  exchange.call = call.number;
+  exchange.k = k;
+  exchange.v = v;
+  exchange.hops = call.plan.hops;
+  exchange.max_rows = call.plan.max_rows;
+  exchange.depth = std::min<int64_t>(call.depth, exchange.hops.size());
+  exchange.kernel_fetches = !per_block && environment().kernels_may_wait;
+  exchange.timed = timed && per_block;
+  return exchange;
+}
+
 }  // namespace
 
 RingPlan plan_ring(const Partition& partition, int64_t rank, Mask mask) {
   RingPlan plan;
   plan.visits = schedule(partition, rank, mask);
+  plan.hops = plan_hops(partition, rank, mask);
   plan.max_rows = *std::max_element(partition.lengths().begin(), partition.lengths().end());
-  for (int64_t step = 1; step < partition.world_size(); ++step) {
-    HopPlan hop;
-    hop.source = plan.visits[step].source;
-    hop.rows_received = plan.visits[step].rows_used();
-    hop.destination = partition.destination_at(rank, step);
-    // Rows sent at a step are the rows that the destination's schedule uses.
-    hop.rows_sent = rows_used(partition, hop.destination, rank, mask);
-    hop.source_rows = partition.length(hop.source);
-    plan.hops.push_back(hop);
-  }
   return plan;
 }
 
@@ -169,74 +191,41 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const 
   // and memory is allocated before (an allocator may fill it).
   const at::Tensor q = as_attention_input(given_q), k = as_attention_input(given_k),
                    v = as_attention_input(given_v);
-  const std::vector<Visit>& visits = call.plan.visits;
-  Recorder& recorder = Recorder::get();
-  const bool timed = recorder.on();
-  const int64_t recorded_call = timed ? recorder.begin_call() : 0;
-
-  // LaunchPlan::kPerBlock: for timings by block, for repeated work, where not all blocks may be in
-  // flight at once, and without kernels for lists of segments.
-  const int64_t num_steps = visits.size();
-  const bool per_block = (timed && recorder.by_block()) || slowdown() > 1.0 ||
-                         call.depth < num_steps - 1 || !supports_segment_lists(q, num_steps);
-
+  CallTimer timer(q.device());
+  const bool per_block = needs_launch_per_block(q, call, timer);
   Executor executor(q, call);
+  const int64_t num_steps = call.plan.visits.size();
   std::shared_ptr<BlockStream> stream;
-  if (num_steps > 1) {
-    RingExchangePlan exchange;
-    exchange.call = call.number;
-    exchange.k = k;
-    exchange.v = v;
-    exchange.hops = call.plan.hops;
-    exchange.max_rows = call.plan.max_rows;
-    exchange.depth = std::min<int64_t>(call.depth, exchange.hops.size());
-    exchange.kernel_fetches = !per_block && environment().kernels_may_wait;
-    exchange.timed = timed && per_block;
-    stream = transport->open(exchange);
-  }
+  if (num_steps > 1) stream = transport->open(exchange_plan(k, v, call, per_block, timer.on()));
   const ResidentBlocks* resident = stream && !per_block ? stream->resident_blocks() : nullptr;
   const LaunchPlan plan = launch_plan(resident);
   const ResidentBlocks* remote = plan == LaunchPlan::kSingle ? resident : nullptr;
 
-  std::vector<std::function<StepTiming()>>
-      steps;  // dropped if the call fails: they hold its stream
   for (int64_t first = 0, last; first < num_steps; first = last) {
     RECORD_USER_SCOPE("ringattn::ring_step");
     last = launch_end(plan, first, num_steps);
-    std::optional<EventTimer> before, ready, after;
-    if (timed) before.emplace(q.device());
+    timer.begin_launch();
     std::vector<Block> blocks;
     for (int64_t step = first; step < last; ++step) {
       blocks.push_back(step == 0           ? Block{k, v}
                        : remote != nullptr ? remote->blocks[step - 1]
                                            : stream->wait(step));
     }
-    if (timed) ready.emplace(q.device());
+    timer.begin_attention();
     executor.attend(first, last, blocks, remote);
-    if (timed) {
-      after.emplace(q.device());
-      // For every pair, two products of D multiplications and additions.
-      const double pair_flops = 4.0 * static_cast<double>(q.size(0) * q.size(2) * q.size(3));
-      double flops = 0.0;
-      for (int64_t step = first; step < last; ++step) {
-        flops += pair_flops * static_cast<double>(visits[step].num_pairs());
-      }
-      steps.push_back([=, step = first, source = visits[first].source] {
-        StepTiming timing;
-        timing.call = recorded_call;
-        timing.source = source;
-        timing.own = step == 0;
-        timing.flops = flops;
-        timing.wait_ms = step == 0 ? 0.0 : before->until(*ready);
-        timing.attention_ms = flops > 0.0 ? ready->until(*after) : 0.0;
-        timing.transfer_ms = step == 0 || !per_block ? 0.0 : stream->transfer_ms(step);
-        return timing;
-      });
+    if (timer.on()) {
+      StepTiming timing;
+      timing.source = call.plan.visits[first].source;
+      timing.own = first == 0;
+      timing.flops = executor.flops(first, last);
+      std::function<double()> transfer_ms;
+      if (per_block && first > 0) transfer_ms = [=] { return stream->transfer_ms(first); };
+      timer.end_launch(timing, std::move(transfer_ms));
     }
     for (int64_t step = first; stream && step < last; ++step) stream->release(step);
   }
   if (stream) stream->finish({executor.out(), executor.lse()});
-  if (timed) recorder.add(std::move(steps));
+  timer.finish();
   return {executor.out(), executor.lse()};
 }
 

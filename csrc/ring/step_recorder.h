@@ -69,4 +69,30 @@ class RINGATTN_API Recorder {
   std::vector<std::function<StepTiming()>> pending_;
 };
 
+/// Times the launches of one ring call while recording is on; off, it does nothing.
+class CallTimer {
+ public:
+  explicit CallTimer(c10::Device device);
+  bool on() const { return on_; }
+  /// Whether each block is to be timed by itself.
+  bool by_block() const { return on_ && Recorder::get().by_block(); }
+
+  /// For each launch: before it waits for its blocks, once it has them, and after it.
+  void begin_launch();
+  void begin_attention();
+  /// `timing`: all of it but the number of the call and the times. `transfer_ms` is called when
+  /// recording ends; empty: 0.
+  void end_launch(StepTiming timing, std::function<double()> transfer_ms);
+  /// Hands the timings to the recorder. Those of a call that fails are dropped: they may hold its
+  /// stream.
+  void finish();
+
+ private:
+  const c10::Device device_;
+  const bool on_;
+  const int64_t call_;
+  std::optional<EventTimer> launch_, attention_;
+  std::vector<std::function<StepTiming()>> steps_;
+};
+
 }  // namespace ringattn

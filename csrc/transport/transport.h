@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/export.h"
+#include "core/hop_plan.h"
 #include "core/shape.h"
 #include "peer_sync/protocol.h"
 
@@ -15,16 +16,6 @@
 // and nothing below them.
 
 namespace ringattn {
-
-/// What this rank sends and receives at one step, 1 .. W-1. (At step 0 it attends its own block.)
-struct HopPlan {
-  int64_t destination = 0;  // the rank that this rank's block goes to
-  int64_t source = 0;       // the rank whose block comes here
-  int64_t rows_sent = 0;  // leading rows of this rank's block that the destination's schedule uses;
-                          // 0: nothing is sent
-  int64_t rows_received = 0;
-  int64_t source_rows = 0;  // rows of the whole block
-};
 
 /// One rank's part in a ring call.
 struct RingExchangePlan {

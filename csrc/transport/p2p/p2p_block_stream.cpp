@@ -38,18 +38,10 @@ class MessageStream : public BlockStream {
     exchange_.k.reset();
     exchange_.v.reset();
 
-    // Up to `depth` blocks are received ahead of the one being attended: depth + 1 buffers, used in
-    // rotation.
-    const int64_t num_hops = exchange_.hops.size();
-    const int64_t num_buffers = std::min(num_hops, exchange_.depth + 1);
-    for (int64_t buffer = 0; buffer < num_buffers; ++buffer) {
-      int64_t rows = 0;
-      for (int64_t hop = buffer; hop < num_hops; hop += num_buffers) {
-        rows = std::max(rows, exchange_.hops[hop].rows_received);
-      }
-      std::vector<int64_t> sizes = {rows, 2, exchange.k.size(0), exchange.k.size(2),
-                                    exchange.k.size(3)};
-      buffers_.push_back(at::empty(sizes, exchange.k.options()));
+    for (const int64_t rows : buffer_rows(exchange_.hops, exchange_.depth)) {
+      buffers_.push_back(
+          at::empty({rows, 2, exchange.k.size(0), exchange.k.size(2), exchange.k.size(3)},
+                    exchange.k.options()));
     }
     for (int64_t step = 1; step <= exchange_.depth; ++step) start(step);
   }

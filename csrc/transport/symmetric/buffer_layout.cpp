@@ -10,19 +10,12 @@ int64_t row_bytes(const at::Tensor& k) {  // keys and values of a row, all heads
   return 2 * k.size(0) * k.size(2) * k.size(3) * static_cast<int64_t>(k.element_size());
 }
 
-// There are up to `depth` blocks ahead of the one being attended: depth + 1 buffers, reused in
-// rotation. Returns the first byte of each buffer, and the end of the last.
+// The first byte of each buffer, and the end of the last.
 std::vector<int64_t> buffer_offsets(const RingExchangePlan& exchange) {
-  const int64_t num_hops = exchange.hops.size();
-  const int64_t num_buffers = std::min(num_hops, exchange.depth + 1);
-  std::vector<int64_t> rows(num_buffers, 0);
-  for (int64_t i = 0; i < num_hops; ++i) {
-    rows[i % num_buffers] = std::max(rows[i % num_buffers], exchange.hops[i].rows_received);
-  }
   constexpr int64_t kAlignment = 1024;
   std::vector<int64_t> begin = {0};
-  for (const int64_t buffer_rows : rows) {
-    const int64_t bytes = buffer_rows * row_bytes(exchange.k);
+  for (const int64_t rows : buffer_rows(exchange.hops, exchange.depth)) {
+    const int64_t bytes = rows * row_bytes(exchange.k);
     begin.push_back(begin.back() + (bytes + kAlignment - 1) / kAlignment * kAlignment);
   }
   return begin;
