@@ -28,7 +28,7 @@ struct Band {
     return i >= 0 && query < query_end && j >= 0 && key < key_end && lower <= j - i &&
            j - i <= upper;
   }
-  /// Every other count of work is a sum of these.
+  /// Operations of attention are counted by these; the planner adds the padding of tiles.
   int64_t num_pairs() const { return pairs_up_to(upper) - pairs_up_to(lower - 1); }
 
   /// All of these rows, where there is a diagonal under it, as in torch.tril.

@@ -105,8 +105,9 @@ bool is_traced(const Call& call) {
   });
 }
 
-// Runs `check` for each tensor. Where it refuses one of a collective call, the others are told:
-// they wait for this rank's part in it. Not of a trace, after which the call may be made once more.
+// Runs `check` for each tensor. Where it refuses one of a collective call, the refusal is published
+// to the peers, which wait for this rank's part in it. Nothing is published while tracing: the real
+// call follows, and may succeed.
 template <typename Check>
 void check_tensors(const Call& call, const Check& check) {
   try {

@@ -77,9 +77,9 @@ int64_t Partition::in_visit_order(int64_t rank, int64_t distance) const {
   const int64_t world_size = this->world_size();
   const int64_t at = visit_place_.at(rank);
   const int64_t all = at < num_owners_ ? num_owners_ : world_size;
-  if (std::abs(distance) >= all) return visit_order_[std::abs(distance)];
-  const int64_t there = at + distance;
-  return visit_order_[there < 0 ? there + all : there < all ? there : there - all];
+  // Steps after those to the owners go to the ranks without tokens, which stand behind them.
+  const int64_t step = std::abs(distance);
+  return visit_order_[step < all ? ((at + distance) % all + all) % all : step];
 }
 
 std::vector<Segment> Partition::segments(int64_t rank) const {

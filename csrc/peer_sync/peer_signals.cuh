@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t wait_until_at_least(const uint32_t* signal, 
 #pragma unroll 1
   for (uint32_t polls = 1; (value = load_acquire_system(signal)) < least; ++polls) {
     if (has_failed(fetch.failed, fetch.given_up, polls)) return least;
-    // Repeated: a thread block that starts late may overwrite it with phase_working.
+    // Repeated: a thread block that starts late may overwrite the phase with phase_working.
     if (polls % kPollsPerHostRead == 0 && signals.phase != nullptr) {
       store_relaxed_system(signals.phase, phase);
     }

@@ -7,10 +7,11 @@
 // reuse of each other's memory. This page is its specification; transports provide the data below,
 // kernels use it. Plain data.
 //
-// Every rank has a signal pad in device memory and a mirror of it in host memory; all ranks map
-// both. A signal is a 32-bit value in the pad of one rank that another rank writes. A rank cannot
-// know whether a peer waits in a kernel or in a stream, so `staged` and `read` are written to both
-// memories in each call: kernels wait for the device's, streams for the mirror.
+// Every rank has a signal pad in device memory, and one in host memory with mirrors of `staged` and
+// `read`; all ranks map both. A signal is a 32-bit value in the pad of one rank that another rank
+// writes. A rank cannot know whether a peer waits in a kernel or in a stream, so `staged` and
+// `read` are written to both memories in each call: kernels wait for the device's, streams for the
+// mirror.
 //
 // Signals of a call. x[p] of r: in the pad of rank r, written by its peer p. "staging": the staging
 // kernel; "fetching": the kernel that fetches, on r the one that follows its staging kernel;
@@ -43,15 +44,16 @@
 //
 // Write order: `staged` before staged_mirror, read_mirror before `read`. A waiter for the signal
 // that is written second knows that both are set. A kernel that has read everything waits for
-// staged_mirror, too, before it clears both. A stream waits for read_mirror and clears nothing; the
-// next staging kernel waits for `read` before it clears both.
+// staged_mirror, too, before it clears both. A stream waits for read_mirror and does not clear it;
+// the next staging kernel waits for `read` before it clears both.
 //
-// Both `read` are 1 before the first call. No signal counts calls: a captured call can be replayed.
-// A call ends for its stream when all peers have read what the rank staged: the next staging kernel
-// waits only for a `read` that is in flight behind its mirror.
+// `read` and read_mirror are 1 before the first call. No signal counts calls: a captured call can
+// be replayed. A call ends for its stream when all peers have read what the rank staged: the next
+// staging kernel waits only for a `read` that is in flight behind its mirror.
 //
-// Failure. `failed` (device memory of a rank) is set once, to kGivenUp or kCallMismatch, and ends
-// all waits of that rank's kernels: results are NaN, and kernels read nothing more from peers.
+// Failure. `failed` (device memory of a rank) becomes kGivenUp or kCallMismatch, kGivenUp also over
+// kCallMismatch, and never 0 again. It ends all waits of that rank's kernels: results are NaN, and
+// kernels read nothing more from peers.
 // The host's watchdog then also sets `staged`, `read` and both mirrors of its rank, again and
 // again: calls that were enqueued before clear them.
 //
@@ -65,11 +67,11 @@
 //   given_up_copy           device memory, copied from given_up by the stream, once peers have read
 //
 // What a kernel may wait for. Signals that peers write while they stage, for which they need
-// nothing else: all thread blocks of the fetching kernel, for `staged`; its last warp, for
+// nothing else: all thread blocks of the fetching kernel, for `staged`; one of its threads, for
 // staged_mirror. Signals that are in flight: the staging kernel, for `read`. What peers have yet to
 // begin: one thread block of the staging kernel that copies nothing, for `staged` to be not 0, and
 // the last warp of the fetching kernel, for `read`. No rank waits for a peer's multiprocessors
-// while it holds more than two of its own.
+// while it holds more than two of its own, those of a cluster of the fetching kernel.
 
 namespace ringattn {
 
@@ -77,7 +79,7 @@ namespace ringattn {
 /// and values of a head next to each other.
 struct RemoteBlock {
   const void* data = nullptr;
-  int64_t num_rows = 0;
+  int64_t num_rows = 0;  // of the whole block: what is read of it are leading rows of each plane
 };
 
 /// Counters of one launch in device memory, uint32 [kFirstArrival + num_arrivals]. They are 0 when

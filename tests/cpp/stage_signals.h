@@ -28,7 +28,7 @@ struct Pad {
   at::Tensor staged_mirror_by_this_rank = all.narrow(0, 5 * kPeers, kPeers);
   at::Tensor read_mirror_by_peer = all.narrow(0, 6 * kPeers, kPeers).fill_(1);
   at::Tensor counters = all.narrow(0, 7 * kPeers, cuda::kStageCounters);
-  // failed, calls, calls_mirror, phase_mirror, mismatch
+  // failed, calls, host_calls, host_phase, mismatch
   at::Tensor others = all.narrow(0, 7 * kPeers + cuda::kStageCounters, 5);
 
   static uint32_t* at(const at::Tensor& x, int64_t i) {
@@ -51,8 +51,8 @@ struct Pad {
     params.blocks_done = at(counters, 0);
     params.failed = at(others, 0);
     params.calls = at(others, 1);
-    params.calls_mirror = at(others, 2);
-    params.phase_mirror = at(others, 3);
+    params.host_calls = at(others, 2);
+    params.host_phase = at(others, 3);
     params.phase = 9;
   }
 };

@@ -124,9 +124,9 @@ State attend_between(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   return state;
 }
 
-// A band of all of these rows. Without a lower limit it takes at most two calls of the kernel: rows
-// that see nothing are cut off, and keys that every row sees are split from those under the
-// triangle.
+// All of these rows and keys, of which the band's limits say what is visible. Without a lower limit
+// it takes at most two calls of the kernel: rows that see nothing are cut off, and keys that every
+// row sees are split from those under the triangle.
 //
 //   upper < 0: rows i < -upper see nothing; the others are the triangle of diagonal 0.
 //   upper > 0: every row sees keys j < upper; the keys after them are the triangle of diagonal 0.
@@ -134,24 +134,24 @@ State attend_wide(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                   const Band& band) {
   const int64_t num_queries = q.size(1);
   const int64_t num_keys = k.size(1);
-  const int64_t offset = band.upper;
+  const int64_t upper = band.upper;
   if (q.numel() == 0 || band.num_pairs() == 0) return empty_state(q);
   if (band.has_lower()) return attend_between(q, k, v, scale, band);
   if (!band.has_upper()) return flash_attention(q, k, v, scale, /*causal=*/false);
-  if (offset == 0) return flash_attention(q, k, v, scale, /*causal=*/true);
+  if (upper == 0) return flash_attention(q, k, v, scale, /*causal=*/true);
 
-  if (offset < 0) {
+  if (upper < 0) {
     State state = empty_state(q);
     const State seeing =
-        flash_attention(q.narrow(1, -offset, num_queries + offset), k, v, scale, true);
-    state.out.narrow(1, -offset, num_queries + offset).copy_(seeing.out);
-    state.lse.narrow(2, -offset, num_queries + offset).copy_(seeing.lse);
+        flash_attention(q.narrow(1, -upper, num_queries + upper), k, v, scale, true);
+    state.out.narrow(1, -upper, num_queries + upper).copy_(seeing.out);
+    state.lse.narrow(2, -upper, num_queries + upper).copy_(seeing.lse);
     return state;
   }
-  State state = flash_attention(q, k.narrow(1, 0, offset), v.narrow(1, 0, offset), scale, false);
-  const int64_t rest = num_keys - offset;
+  State state = flash_attention(q, k.narrow(1, 0, upper), v.narrow(1, 0, upper), scale, false);
+  const int64_t rest = num_keys - upper;
   const State triangle =
-      flash_attention(q, k.narrow(1, offset, rest), v.narrow(1, offset, rest), scale, true);
+      flash_attention(q, k.narrow(1, upper, rest), v.narrow(1, upper, rest), scale, true);
   merge_states_(state.out, state.lse, triangle.out, triangle.lse);
   return state;
 }

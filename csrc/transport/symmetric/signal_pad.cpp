@@ -233,8 +233,8 @@ void SignalPad::add_signals(cuda::StageParams& params, int32_t call_tag) const {
   params.given_up_copy = signals_->at(Layout::kGivenUpCopy);
   params.given_up = signals_->on_device(host.given_up);
   params.calls = signals_->at(Layout::kCalls);
-  params.calls_mirror = signals_->on_device(host.calls);
-  params.phase_mirror = signals_->on_device(host.phase);
+  params.host_calls = signals_->on_device(host.calls);
+  params.host_phase = signals_->on_device(host.phase);
   params.phase = until_staged(kBeingStaged);  // a stream that waits writes its own phase
 }
 

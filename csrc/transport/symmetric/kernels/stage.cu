@@ -93,8 +93,8 @@ __device__ __forceinline__ void wait_for_peers(const StageParams& params) {
   if (threadIdx.x >= kWarpSize) return;
   const bool given_up = has_been_given_up(params);
   if (threadIdx.x == 0) {
-    store_relaxed_system(params.phase_mirror, params.phase);
-    store_relaxed_system(params.calls_mirror, ++*params.calls);
+    store_relaxed_system(params.host_phase, params.phase);
+    store_relaxed_system(params.host_calls, ++*params.calls);
   }
   if (threadIdx.x < params.num_awaited) {
     wait_for_signal(params.staged_by_peer[threadIdx.x], params.failed, params.given_up);
@@ -119,11 +119,11 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
     return;
   }
   // A rank that has given up must not write over a block that a late peer may still read. Loaded
-  // here, the values have arrived when the first keys have.
+  // early, so that the loads overlap with those of the first keys.
   const uint32_t failure = load_relaxed_system(params.failed);
   const bool given_up = has_been_given_up(params), failed = given_up || failure == kGivenUp;
   // A rank that has detected a mismatch does not wait any more, and may be in its next call
-  // already.
+  // already: its tag must not look like one of that call.
   const uint32_t tag = failure == 0 ? params.tags.value : kMismatchTag;
 
   // The last copying thread block to come here knows that all of them run, and that the block will
@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
     if (threadIdx.x == 0) before = add_acquire_release(params.blocks_done, 1);
     if (__shfl_sync(0xffffffff, before, 0) == copying - 1) {
       if (threadIdx.x == 0) *params.blocks_done = 0;
-      // read_by_peer may be in flight still where a stream waited for its mirror. All peers' are
-      // waited for before any is signalled: from then on this rank may wait for nothing.
+      // read_by_peer may still be in flight where a stream waited for its mirror. The warp waits
+      // for those of all peers before it signals any: after that this rank must not wait.
       const bool signals =
           threadIdx.x < params.num_peers && !failed &&
           wait_for_signal(params.read_by_peer[threadIdx.x], params.failed, params.given_up);
@@ -143,7 +143,8 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
         store_relaxed_system(params.read_by_peer[threadIdx.x], 0);
         store_relaxed_system(params.tags.by_this_rank[threadIdx.x], tag);
         store_release_system(params.staged_by_this_rank[threadIdx.x], kBeingStaged);
-        // No peer sets it again before everything is staged, unless the call fails.
+        // After kBeingStaged, which peers wait for. Clearing late is safe: no peer sets it again
+        // before everything is staged, unless the call fails.
         if (params.read_mirror_by_peer[threadIdx.x] != nullptr) {
           store_relaxed_system(params.read_mirror_by_peer[threadIdx.x], 0);
         }

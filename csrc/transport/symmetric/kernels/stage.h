@@ -72,8 +72,8 @@ struct StageParams {
   const uint32_t* given_up_copy = nullptr;  // not 0: as kGivenUp; null: no stream copies
   uint32_t* blocks_done = nullptr;          // [kStageCounters], 0 before and after
   uint32_t* calls = nullptr;                // incremented in each call,
-  uint32_t* calls_mirror = nullptr;         // and copied here, to host memory,
-  uint32_t* phase_mirror = nullptr;         // as `phase` is here
+  uint32_t* host_calls = nullptr;           // and copied here, to host memory,
+  uint32_t* host_phase = nullptr;           // as `phase` is here
   uint32_t phase = 0;
   /// For tests: if not 0, heads are delayed by random times drawn from it.
   uint32_t delay_seed = 0;

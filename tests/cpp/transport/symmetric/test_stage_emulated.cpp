@@ -37,8 +37,7 @@ struct Pad {
   uint32_t read_by_peer[kPeers] = {1, 1, 1}, read_mirror_by_peer[kPeers] = {1, 1, 1};
   uint32_t tag_by_this_rank[kPeers] = {}, tag_by_peer[kPeers] = {kTag, kTag, kTag}, mismatch = 0;
   uint32_t counters[kStageCounters] = {};
-  uint32_t failed = 0, given_up = 0, given_up_copy = 0, calls = 6, calls_mirror = 0,
-           phase_mirror = 0;
+  uint32_t failed = 0, given_up = 0, given_up_copy = 0, calls = 6, host_calls = 0, host_phase = 0;
 };
 
 // k and v [B, rows, 3 * H + 1, D], of which H heads each are given, and where they are staged.
@@ -80,8 +79,8 @@ class Call {
     params.given_up_copy = &pad.given_up_copy;
     params.blocks_done = pad.counters;
     params.calls = &pad.calls;
-    params.calls_mirror = &pad.calls_mirror;
-    params.phase_mirror = &pad.phase_mirror;
+    params.host_calls = &pad.host_calls;
+    params.host_phase = &pad.host_phase;
     params.phase = 9;
   }
   Call(const Call&) = delete;
@@ -218,8 +217,8 @@ TEST_CASE("emulated: heads are signalled once they are staged, and counters are 
       CHECK(all_are(call.pad.read_mirror_by_peer, kPeers, 0));
       CHECK(all_are(call.pad.read_by_peer, kPeers, 0));
       CHECK(all_are(call.pad.counters, kStageCounters, 0));
-      CHECK(call.pad.calls_mirror == 7);
-      CHECK(call.pad.phase_mirror == 9);
+      CHECK(call.pad.host_calls == 7);
+      CHECK(call.pad.host_phase == 9);
       CHECK(faults.early_heads == 0);
       CHECK(faults.early_signal == 0);
       CHECK(faults.early_tag == 0);
