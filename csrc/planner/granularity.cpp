@@ -159,9 +159,10 @@ class Search {
     if (!has_room(model_.ranks(), lengths)) return;
     const Partition next(model_.layout(), lengths, order);
     left_ -= model_.world_size() * model_.world_size();
-    auto next_ms = model_.step_ms(next, depth_);
     const double min_gain = order == best_.order() ? kMinGain : kMinGainOfOrder;
-    if (slowest(next_ms) >= slowest(best_ms_) * (1 - min_gain)) return;
+    const double enough_ms = slowest(best_ms_) * (1 - min_gain);
+    auto next_ms = model_.step_ms(next, depth_, enough_ms);
+    if (slowest(next_ms) >= enough_ms) return;
     best_ = next;
     best_ms_ = std::move(next_ms);
   }

@@ -145,6 +145,17 @@ std::vector<Partition> balanced(const TimeModel& model) {
   return orders;
 }
 
+// The same ranks in the reverse order, with lengths that end together in it.
+Partition reversed(const Partition& partition, const TimeModel& model) {
+  const Ranks order(partition.order().rbegin(), partition.order().rend());
+  const int64_t seq_len = partition.seq_len();
+  const int64_t unit = coarsest_unit(seq_len, partition.world_size());
+  return Partition(partition.layout(),
+                   model.ranks()[0].by_position ? best_lengths(model.ranks(), order, seq_len, unit)
+                                                : partition.lengths(),
+                   order);
+}
+
 Ranks slow_ranks_first(const TimeModel& model) {
   Ranks ranks = fast_to_slow(model.ranks(), model.seq_len());
   std::reverse(ranks.begin(), ranks.end());
@@ -163,15 +174,18 @@ Ranks slow_links_first(const TimeModel& model) {
   return ranks;
 }
 
-// `all`, or the fastest partition without the k ranks with the slowest links, or without the k
-// slowest ranks.
-Partition leave_out_ranks(const Partition& all, const TimeModel& whole, int64_t depth) {
-  std::vector<Partition> partitions = {all};
+// The fastest partition without the k ranks with the slowest links, or without the k slowest ranks,
+// for k from 1 on.
+Partition leave_out_ranks(const TimeModel& whole, int64_t depth) {
+  std::vector<Partition> partitions;
   for (const Ranks& ranks : {slow_links_first(whole), slow_ranks_first(whole)}) {
     TimeModel model = whole;
     for (const int64_t rank : ranks) {
       model = model.without_rank(rank);
-      for (Partition& partition : balanced(model)) partitions.push_back(std::move(partition));
+      for (const Partition& partition : balanced(model)) {
+        partitions.push_back(partition);
+        partitions.push_back(reversed(partition, model));
+      }
     }
   }
   return *fastest(partitions, whole, depth).first;
@@ -213,11 +227,14 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
       slowest_ms(partition) > slowest(model.work_ms(partition)) * (1 + kWaitTolerance);
   // Where no rank waits or fills tiles, nothing is faster.
   if (waits || model.has_tiles()) {
-    const Partition all = improve_lengths(partition, without_latency, used);
-    std::vector<Partition> improved = {all};
+    std::vector<Partition> starts = {partition};
     if (waits) {
-      const Partition some = leave_out_ranks(partition, without_latency, used);
-      improved.push_back(improve_lengths(some, without_latency, used));
+      starts.push_back(reversed(partition, model));
+      starts.push_back(leave_out_ranks(without_latency, used));
+    }
+    std::vector<Partition> improved;
+    for (const Partition& start : starts) {
+      improved.push_back(improve_lengths(start, without_latency, used));
     }
     partition = *fastest(improved, without_latency, used).first;
   }

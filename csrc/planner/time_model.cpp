@@ -189,23 +189,26 @@ bool TimeModel::has_tiles() const {
                      [](const RankProfile& profile) { return !profile.tiles.empty(); });
 }
 
-std::vector<double> TimeModel::work_ms(const Partition& partition) const {
-  if (!has_tiles()) return smooth_ms(partition, ranks_);
-  return work_ms(partition, schedules(partition, mask()));
-}
-
-std::vector<double> TimeModel::work_ms(const Partition& partition,
-                                       const Schedules& visits_of) const {
+template <typename VisitsOf>
+std::vector<double> TimeModel::work_ms(const Partition& partition, const VisitsOf& visits_of,
+                                       double enough_ms) const {
   auto ms = smooth_ms(partition, ranks_);
   for (int64_t rank = 0; rank < world_size(); ++rank) {
     const int64_t tokens = partition.length(rank);
-    if (profiles_[rank].tiles.empty() || tokens == 0) continue;
-    const RankTime& time = ranks_[rank];
-    ms[rank] = time.overhead_ms + static_cast<double>(tokens) * time.token_ms +
-               pairs_in_tiles(visits_of[rank], tokens, mask().causal, profiles_[rank].tiles) *
-                   time.pair_ms;
+    const std::vector<AttentionTile>& tiles = profiles_[rank].tiles;
+    if (!tiles.empty() && tokens > 0) {
+      const RankTime& time = ranks_[rank];
+      ms[rank] = time.overhead_ms + static_cast<double>(tokens) * time.token_ms +
+                 pairs_in_tiles(visits_of(rank), tokens, mask().causal, tiles) * time.pair_ms;
+    }
+    if (ms[rank] >= enough_ms) break;
   }
   return ms;
+}
+
+std::vector<double> TimeModel::work_ms(const Partition& partition, double enough_ms) const {
+  const auto visits = [&](int64_t rank) { return schedule(partition, rank, mask()); };
+  return work_ms(partition, visits, enough_ms);
 }
 
 bool TimeModel::may_wait(int64_t depth) const {
@@ -215,10 +218,13 @@ bool TimeModel::may_wait(int64_t depth) const {
          });
 }
 
-std::vector<double> TimeModel::step_ms(const Partition& partition, int64_t depth) const {
-  if (!may_wait(depth)) return work_ms(partition);
+std::vector<double> TimeModel::step_ms(const Partition& partition, int64_t depth,
+                                       double enough_ms) const {
+  if (!may_wait(depth)) return work_ms(partition, enough_ms);
   const auto visits_of = schedules(partition, mask());
-  auto ms = work_ms(partition, visits_of);
+  const auto visits = [&](int64_t rank) -> const auto& { return visits_of[rank]; };
+  auto ms = work_ms(partition, visits, enough_ms);
+  if (slowest(ms) >= enough_ms) return ms;
   // [W]: attention in a forward pass, by pair.
   std::vector<double> pair_ms(ms.size(), 0.0);
   double attention = 0.0;

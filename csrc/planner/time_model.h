@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "partition/partition.h"
@@ -45,6 +46,8 @@ double slowest(const std::vector<double>& ms);
 /// The times that partitions of one sequence in one layout take on these ranks.
 class TimeModel {
  public:
+  static constexpr double kUnlimited = std::numeric_limits<double>::infinity();
+
   TimeModel(int64_t seq_len, Layout layout, std::vector<RankProfile> profiles,
             const ModelCost& cost, const Workload& workload);
 
@@ -65,16 +68,20 @@ class TimeModel {
 
   /// [W]: the time of each rank without waits. Rows of each of its segments, and visible keys of
   /// each block, are rounded up to the tiles of `RankProfile::tiles` with the least total time.
-  std::vector<double> work_ms(const Partition& partition) const;
+  /// Ends at a rank that takes `enough_ms`: the times of ranks after it then lack padding.
+  std::vector<double> work_ms(const Partition& partition, double enough_ms = kUnlimited) const;
   /// [W]: the time of each rank, with `depth` blocks in flight. Attention hides transfers, matrix
-  /// products do not.
-  std::vector<double> step_ms(const Partition& partition, int64_t depth) const;
+  /// products do not. Ends at a rank whose work takes `enough_ms`, without waits.
+  std::vector<double> step_ms(const Partition& partition, int64_t depth,
+                              double enough_ms = kUnlimited) const;
 
   /// The time of a block of `tokens` tokens over the links of `rank`.
   double link_ms(int64_t rank, double tokens) const;
 
  private:
-  std::vector<double> work_ms(const Partition& partition, const Schedules& visits_of) const;
+  template <typename VisitsOf>
+  std::vector<double> work_ms(const Partition& partition, const VisitsOf& visits_of,
+                              double enough_ms) const;
   bool may_wait(int64_t depth) const;
 
   int64_t seq_len_;

@@ -86,7 +86,7 @@ TEST_CASE("with links, few partitions of a short sequence are faster than the pl
         ms > 1.01 * slowest(ringattn::plan(seq_len, instant, cost, layout, workload, {}).rank_ms);
     const double best = least_predicted_ms(seq_len, 1, profiles, cost, layout, workload, depth);
     INFO("trial " << trials << ": " << seq_len << " tokens, " << world_size << " ranks");
-    CHECK(ms < 1.08 * best);
+    CHECK(ms < 1.05 * best);
     ratios += ms / best;
     best_of_all += ms <= best * (1 + 1e-9);
     for (size_t rank = 0; rank < world_size; ++rank) {
@@ -173,6 +173,17 @@ TEST_CASE("ranks without tokens delay no other rank") {
       }
     }
   }
+}
+
+TEST_CASE("a rank at a bad link that memory asks for lies where it costs least") {
+  auto profiles = at_links({50, 50, 1});
+  for (RankProfile& profile : profiles) {
+    profile.max_tokens = 16000;
+    profile.link_latency_us = {};
+  }
+  const Partition known(Layout::kZigzag, {12800, 13312, 6656});
+  const double ms = slowest(predict(known, profiles, kAttention, {}));
+  CHECK(planned_ms(1 << 15, profiles) <= 1.05 * ms);
 }
 
 TEST_CASE("unequal ranks leave even lengths for any gain") {
