@@ -32,8 +32,14 @@ def planned_for_truth(speeds: tuple[float, ...]) -> Partition:
     return planned(list(speeds))
 
 
+def rank_ms(partition: Partition, speeds: list[float]) -> list[float]:
+    """What ``predict`` says of ``profiles(speeds)``, in a tenth of the time."""
+    row_ms = COST.attention_flops * SEQ_LEN / 2 / 500e9
+    return [row_ms * n / speed for n, speed in zip(partition.lengths, speeds, strict=True)]
+
+
 def takes(partition: Partition, speeds: list[float]) -> float:
-    return max(predict(partition, profiles(speeds), COST))
+    return max(rank_ms(partition, speeds))
 
 
 @dataclass
@@ -63,12 +69,17 @@ def serve(num_requests: int, truth: Truth, noise: float, seed: int) -> Served:
             ]
         )
         best = planned(tracker.speeds)
-        ms = predict(partition, profiles(tracker.speeds), COST)
+        ms = rank_ms(partition, tracker.speeds)
         excess = max(ms) / takes(best, tracker.speeds) - 1.0
         if tracker.should_replan(excess, ms.index(max(ms))):
             partition = best
             served.replans.append(request + 1)
     return served
+
+
+def test_the_simulated_requests_take_what_is_predicted():
+    partition, speeds = planned([1.0, 0.5, 0.25]), [0.9, 0.6, 0.3]
+    assert rank_ms(partition, speeds) == pytest.approx(predict(partition, profiles(speeds), COST))
 
 
 def observed(tracker: SpeedTracker, *requests: list[float | None], times: int = 1) -> SpeedTracker:
