@@ -22,10 +22,10 @@ constexpr int64_t kMaxSteps = 16;         // as many as both segments have in a 
 
 // The orders to try, that of `start` first. Under zigzag, each rank innermost: its two segments are
 // adjacent there, and one tile may hold an end of both. With few ranks, every order.
-std::vector<Ranks> orders_of(const Partition& start, bool in_halves) {
+std::vector<RankOrder> orders_of(const Partition& start, bool in_halves) {
   const int64_t world_size = start.world_size();
-  std::vector<Ranks> orders = {start.order()};
-  Ranks next(world_size);
+  std::vector<RankOrder> orders = {start.order()};
+  RankOrder next(world_size);
   std::iota(next.begin(), next.end(), 0);
   if (world_size <= kMaxOrderedRanks) {
     do {
@@ -46,9 +46,9 @@ std::vector<Ranks> orders_of(const Partition& start, bool in_halves) {
 // Lengths near those of `start`, in units: each unit goes to the rank that then ends first, so that
 // of equally slow splits the one is chosen whose other ranks end earliest. The remainder goes to
 // `last`.
-Ranks greedy_fill(const Partition& start, const std::vector<RankTime>& times, int64_t unit,
-                  int64_t last) {
-  Ranks lengths = start.lengths();
+Lengths add_units_to_earliest(const Partition& start, const std::vector<RankTime>& times,
+                              int64_t unit, int64_t last) {
+  Lengths lengths = start.lengths();
   int64_t left = start.seq_len();
   for (int64_t& length : lengths) {
     length = std::max<int64_t>(0, length / unit - 1) * unit;
@@ -99,7 +99,7 @@ class Search {
     if (units.empty()) units.insert(coarsest_unit(seq_len, model_.world_size()));
     const int64_t fastest = fast_to_slow(times, seq_len).front();
     left_ = kBudget;
-    for (const Ranks& order : orders_of(start, in_halves)) {
+    for (const RankOrder& order : orders_of(start, in_halves)) {
       if (left_ <= 0) return;
       if (order != start.order()) take_if_better(start.lengths(), order);
       for (const int64_t unit : units) {
@@ -109,8 +109,8 @@ class Search {
         }
         // The remainder costs least on the innermost rank, where it starts only one more tile, or,
         // with few tokens, on the fastest rank.
-        take_if_better(greedy_fill(start, times, unit, order.back()), order);
-        take_if_better(greedy_fill(start, times, unit, fastest), order);
+        take_if_better(add_units_to_earliest(start, times, unit, order.back()), order);
+        take_if_better(add_units_to_earliest(start, times, unit, fastest), order);
       }
     }
   }
@@ -120,7 +120,7 @@ class Search {
   void move_tokens() {
     left_ = kBudget;
     for (bool any = true; any && left_ > 0;) {
-      Ranks by_time(model_.world_size());
+      RankOrder by_time(model_.world_size());
       std::iota(by_time.begin(), by_time.end(), 0);
       std::stable_sort(by_time.begin(), by_time.end(),
                        [&](int64_t a, int64_t b) { return best_ms_[a] < best_ms_[b]; });
@@ -134,7 +134,7 @@ class Search {
 
  private:
   // Whether it is faster if `giver` gives tokens to one of the `receivers`.
-  bool give(int64_t giver, const Ranks& receivers) {
+  bool give(int64_t giver, const RankOrder& receivers) {
     const Partition from = best_;
     const int64_t step =
         model_.has_tiles() ? kStep : coarsest_unit(model_.seq_len(), model_.world_size());
@@ -142,7 +142,7 @@ class Search {
       if (receiver == giver) continue;
       for (int64_t tokens = step, given = 0; left_ > 0 && given < from.length(giver);) {
         given = std::min(tokens, from.length(giver));  // the last step takes all its tokens
-        Ranks lengths = from.lengths();
+        Lengths lengths = from.lengths();
         lengths[giver] -= given;
         lengths[receiver] += given;
         take_if_better(lengths, from.order());
@@ -155,14 +155,14 @@ class Search {
     return best_.lengths() != from.lengths();
   }
 
-  void take_if_better(const Ranks& lengths, const Ranks& order) {
+  void take_if_better(const Lengths& lengths, const RankOrder& order) {
     if (!has_room(model_.ranks(), lengths)) return;
     const Partition next(model_.layout(), lengths, order);
     left_ -= model_.world_size() * model_.world_size();
     const double min_gain = order == best_.order() ? kMinGain : kMinGainOfOrder;
-    const double enough_ms = slowest(best_ms_) * (1 - min_gain);
-    auto next_ms = model_.step_ms(next, depth_, enough_ms);
-    if (slowest(next_ms) >= enough_ms) return;
+    const double limit_ms = slowest(best_ms_) * (1 - min_gain);
+    auto next_ms = model_.step_ms(next, depth_, limit_ms);
+    if (slowest(next_ms) >= limit_ms) return;
     best_ = next;
     best_ms_ = std::move(next_ms);
   }

@@ -44,11 +44,11 @@ void check_tiles(const RankProfile& profile) {
   }
 }
 
-void check(int64_t num_tokens, const std::vector<RankProfile>& profiles, const char* tokens) {
+void check(int64_t num_tokens, const std::vector<RankProfile>& profiles, const char* argument) {
   if (profiles.empty())
     throw std::invalid_argument("profiles must name at least one rank, got none");
   if (num_tokens < 0) {
-    throw std::invalid_argument(std::string(tokens) + " must not be negative, got " +
+    throw std::invalid_argument(std::string(argument) + " must not be negative, got " +
                                 std::to_string(num_tokens));
   }
   int64_t room = 0;
@@ -92,13 +92,13 @@ double min_gain_over_even(const TimeModel& model, const Partition& filled) {
 template <typename Ms>
 Partition prefer_even(const Partition& best, const std::vector<RankTime>& times, double min_gain,
                       const Ms& slowest_ms) {
-  const Ranks even = even_lengths(best.seq_len(), best.world_size());
+  const Lengths even = even_lengths(best.seq_len(), best.world_size());
   if (!has_room(times, even)) return best;
-  Ranks rank_order(even.size());
+  RankOrder rank_order(even.size());
   std::iota(rank_order.begin(), rank_order.end(), 0);
   Partition preferred = best;
   double enough_ms = slowest_ms(best) / (1 - min_gain);
-  for (const Ranks& order : {best.order(), rank_order}) {
+  for (const RankOrder& order : {best.order(), rank_order}) {
     const Partition in_order(best.layout(), even, order);
     const double ms = slowest_ms(in_order);
     if (ms > enough_ms) continue;
@@ -139,7 +139,7 @@ int64_t find_min_depth(const std::vector<Partition>& partitions, const TimeModel
 std::vector<Partition> balanced(const TimeModel& model) {
   std::vector<Partition> orders = {fill_ranks(model)};
   if (model.layout() == Layout::kZigzag) {
-    const Ranks lengths = orders[0].lengths();
+    const Lengths lengths = orders[0].lengths();
     orders.emplace_back(Layout::kZigzag, lengths, alternating(lengths));
   }
   return orders;
@@ -147,7 +147,7 @@ std::vector<Partition> balanced(const TimeModel& model) {
 
 // The same ranks in the reverse order, with lengths that end together in it.
 Partition reversed(const Partition& partition, const TimeModel& model) {
-  const Ranks order(partition.order().rbegin(), partition.order().rend());
+  const RankOrder order(partition.order().rbegin(), partition.order().rend());
   const int64_t seq_len = partition.seq_len();
   const int64_t unit = coarsest_unit(seq_len, partition.world_size());
   return Partition(partition.layout(),
@@ -156,18 +156,18 @@ Partition reversed(const Partition& partition, const TimeModel& model) {
                    order);
 }
 
-Ranks slow_ranks_first(const TimeModel& model) {
-  Ranks ranks = fast_to_slow(model.ranks(), model.seq_len());
+RankOrder slow_ranks_first(const TimeModel& model) {
+  RankOrder ranks = fast_to_slow(model.ranks(), model.seq_len());
   std::reverse(ranks.begin(), ranks.end());
   return ranks;
 }
 
 // Ranks by the time of a block of mean length over their links, the slowest first; equal ones by
 // speed.
-Ranks slow_links_first(const TimeModel& model) {
+RankOrder slow_links_first(const TimeModel& model) {
   const double tokens =
       static_cast<double>(model.seq_len()) / static_cast<double>(model.world_size());
-  Ranks ranks = slow_ranks_first(model);
+  RankOrder ranks = slow_ranks_first(model);
   std::stable_sort(ranks.begin(), ranks.end(), [&](int64_t a, int64_t b) {
     return model.link_ms(a, tokens) > model.link_ms(b, tokens);
   });
@@ -178,7 +178,7 @@ Ranks slow_links_first(const TimeModel& model) {
 // for k from 1 on.
 Partition leave_out_ranks(const TimeModel& whole, int64_t depth) {
   std::vector<Partition> partitions;
-  for (const Ranks& ranks : {slow_links_first(whole), slow_ranks_first(whole)}) {
+  for (const RankOrder& ranks : {slow_links_first(whole), slow_ranks_first(whole)}) {
     TimeModel model = whole;
     for (const int64_t rank : ranks) {
       model = model.without_rank(rank);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <stdexcept>
 #include <utility>
 
 #include "core/ceil_div.h"
@@ -57,6 +58,10 @@ double tiles_of(const std::vector<Visit>& visits, int64_t num_rows, const Attent
     int64_t of_others = 0, of_last = 0;                           // tiles of keys
     for (const Visit& visit : visits) {
       for (const Band& band : visit.bands) {
+        if (band.has_lower() || band.key_begin > 0 || (is_triangle(band) && band.upper != 0)) {
+          throw std::logic_error(
+              "the time model must count tiles of rectangles and triangles only");
+        }
         if (band.query_begin > begin) continue;
         if (!is_triangle(band)) {
           of_others += others * ceil_div(band.num_keys(), tile.keys);
@@ -191,7 +196,7 @@ bool TimeModel::has_tiles() const {
 
 template <typename VisitsOf>
 std::vector<double> TimeModel::work_ms(const Partition& partition, const VisitsOf& visits_of,
-                                       double enough_ms) const {
+                                       double limit_ms) const {
   auto ms = smooth_ms(partition, ranks_);
   for (int64_t rank = 0; rank < world_size(); ++rank) {
     const int64_t tokens = partition.length(rank);
@@ -201,14 +206,14 @@ std::vector<double> TimeModel::work_ms(const Partition& partition, const VisitsO
       ms[rank] = time.overhead_ms + static_cast<double>(tokens) * time.token_ms +
                  pairs_in_tiles(visits_of(rank), tokens, mask().causal, tiles) * time.pair_ms;
     }
-    if (ms[rank] >= enough_ms) break;
+    if (ms[rank] >= limit_ms) break;
   }
   return ms;
 }
 
-std::vector<double> TimeModel::work_ms(const Partition& partition, double enough_ms) const {
+std::vector<double> TimeModel::work_ms(const Partition& partition, double limit_ms) const {
   const auto visits = [&](int64_t rank) { return schedule(partition, rank, mask()); };
-  return work_ms(partition, visits, enough_ms);
+  return work_ms(partition, visits, limit_ms);
 }
 
 bool TimeModel::may_wait(int64_t depth) const {
@@ -219,12 +224,12 @@ bool TimeModel::may_wait(int64_t depth) const {
 }
 
 std::vector<double> TimeModel::step_ms(const Partition& partition, int64_t depth,
-                                       double enough_ms) const {
-  if (!may_wait(depth)) return work_ms(partition, enough_ms);
+                                       double limit_ms) const {
+  if (!may_wait(depth)) return work_ms(partition, limit_ms);
   const auto visits_of = schedules(partition, mask());
   const auto visits = [&](int64_t rank) -> const auto& { return visits_of[rank]; };
-  auto ms = work_ms(partition, visits, enough_ms);
-  if (slowest(ms) >= enough_ms) return ms;
+  auto ms = work_ms(partition, visits, limit_ms);
+  if (slowest(ms) >= limit_ms) return ms;
   // [W]: attention in a forward pass, by pair.
   std::vector<double> pair_ms(ms.size(), 0.0);
   double attention = 0.0;

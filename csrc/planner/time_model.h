@@ -68,12 +68,12 @@ class TimeModel {
 
   /// [W]: the time of each rank without waits. Rows of each of its segments, and visible keys of
   /// each block, are rounded up to the tiles of `RankProfile::tiles` with the least total time.
-  /// Ends at a rank that takes `enough_ms`: the times of ranks after it then lack padding.
-  std::vector<double> work_ms(const Partition& partition, double enough_ms = kUnlimited) const;
+  /// Ends at a rank that takes `limit_ms`: the times of ranks after it then lack padding.
+  std::vector<double> work_ms(const Partition& partition, double limit_ms = kUnlimited) const;
   /// [W]: the time of each rank, with `depth` blocks in flight. Attention hides transfers, matrix
-  /// products do not. Ends at a rank whose work takes `enough_ms`, without waits.
+  /// products do not. Ends at a rank whose work takes `limit_ms`, without waits.
   std::vector<double> step_ms(const Partition& partition, int64_t depth,
-                              double enough_ms = kUnlimited) const;
+                              double limit_ms = kUnlimited) const;
 
   /// The time of a block of `tokens` tokens over the links of `rank`.
   double link_ms(int64_t rank, double tokens) const;
@@ -81,7 +81,7 @@ class TimeModel {
  private:
   template <typename VisitsOf>
   std::vector<double> work_ms(const Partition& partition, const VisitsOf& visits_of,
-                              double enough_ms) const;
+                              double limit_ms) const;
   bool may_wait(int64_t depth) const;
 
   int64_t seq_len_;

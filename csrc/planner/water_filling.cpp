@@ -30,9 +30,9 @@ double smallest(double high, const Enough& enough) {
 
 // Greedy: one rank after the other takes as many tokens as it can within `limit_ms`. The more
 // tokens precede a rank, the further it ends, so no other lengths in this order cover more tokens.
-Ranks greedy_fill(const std::vector<RankTime>& times, const Ranks& order, int64_t seq_len,
-                  int64_t unit, double limit_ms) {
-  Ranks lengths(times.size());
+Lengths lengths_within(const std::vector<RankTime>& times, const RankOrder& order, int64_t seq_len,
+                       int64_t unit, double limit_ms) {
+  Lengths lengths(times.size());
   int64_t before = 0;
   for (const int64_t rank : order) {
     lengths[rank] = times[rank].max_tokens_within(before, seq_len - before, unit, limit_ms);
@@ -41,7 +41,7 @@ Ranks greedy_fill(const std::vector<RankTime>& times, const Ranks& order, int64_
   return lengths;
 }
 
-int64_t total(const Ranks& lengths) {
+int64_t total(const Lengths& lengths) {
   return std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
 }
 
@@ -54,8 +54,8 @@ double enough_for_all(const std::vector<RankTime>& times, int64_t seq_len) {
 
 }  // namespace
 
-Ranks even_lengths(int64_t seq_len, int64_t world_size) {
-  Ranks lengths(world_size, seq_len / world_size);
+Lengths even_lengths(int64_t seq_len, int64_t world_size) {
+  Lengths lengths(world_size, seq_len / world_size);
   for (int64_t rank = 0; rank < seq_len % world_size; ++rank) ++lengths[rank];
   return lengths;
 }
@@ -67,8 +67,8 @@ int64_t coarsest_unit(int64_t seq_len, int64_t world_size) {
   return 1;
 }
 
-Ranks alternating(const Ranks& lengths) {
-  Ranks sorted(lengths.size()), order;
+RankOrder alternating(const Lengths& lengths) {
+  RankOrder sorted(lengths.size()), order;
   std::iota(sorted.begin(), sorted.end(), 0);
   std::stable_sort(sorted.begin(), sorted.end(),
                    [&](int64_t a, int64_t b) { return lengths[a] > lengths[b]; });
@@ -79,8 +79,8 @@ Ranks alternating(const Ranks& lengths) {
   return order;
 }
 
-Ranks fast_to_slow(const std::vector<RankTime>& times, int64_t seq_len) {
-  Ranks order(times.size());
+RankOrder fast_to_slow(const std::vector<RankTime>& times, int64_t seq_len) {
+  RankOrder order(times.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
     return times[a].time_ms(0, seq_len) < times[b].time_ms(0, seq_len);
@@ -88,9 +88,11 @@ Ranks fast_to_slow(const std::vector<RankTime>& times, int64_t seq_len) {
   return order;
 }
 
-Ranks best_lengths(const std::vector<RankTime>& times, const Ranks& order, int64_t seq_len,
-                   int64_t unit) {
-  const auto filled = [&](double limit) { return greedy_fill(times, order, seq_len, unit, limit); };
+Lengths best_lengths(const std::vector<RankTime>& times, const RankOrder& order, int64_t seq_len,
+                     int64_t unit) {
+  const auto filled = [&](double limit) {
+    return lengths_within(times, order, seq_len, unit, limit);
+  };
   return filled(smallest(enough_for_all(times, seq_len),
                          [&](double limit) { return total(filled(limit)) == seq_len; }));
 }
@@ -103,9 +105,9 @@ bool depends_on_position(const std::vector<RankTime>& times) { return times[0].b
 // The best order of ranks whose time depends on the tokens before them: improves the best order
 // known until none is better. Dynamic programming over sets of ranks: the tokens that a set can
 // cover are the most that any of its ranks reaches after the others.
-Ranks best_order(const std::vector<RankTime>& times, int64_t seq_len) {
+RankOrder best_order(const std::vector<RankTime>& times, int64_t seq_len) {
   const int64_t world_size = static_cast<int64_t>(times.size());
-  Ranks order = fast_to_slow(times, seq_len);
+  RankOrder order = fast_to_slow(times, seq_len);
   if (world_size > kMaxOrderedRanks) return order;
 
   const uint32_t all = (1u << world_size) - 1;
@@ -148,10 +150,10 @@ Partition fill_ranks(const TimeModel& model) {
   const int64_t seq_len = model.seq_len();
   const std::vector<RankTime>& times = model.ranks();
   const bool by_position = depends_on_position(times);
-  const Ranks order = by_position ? best_order(times, seq_len) : fast_to_slow(times, seq_len);
+  const RankOrder order = by_position ? best_order(times, seq_len) : fast_to_slow(times, seq_len);
   const auto in_units = [&](int64_t unit) {
     return Partition(model.layout(), best_lengths(times, order, seq_len, unit),
-                     by_position ? order : Ranks());
+                     by_position ? order : RankOrder());
   };
   const Partition best = in_units(1);
   const double limit = slowest(smooth_ms(best, times)) * (1 + kUnitTolerance);
@@ -171,7 +173,7 @@ double ideal_ms(const TimeModel& model, const Partition& partition) {
     time.overhead_ms = 0.0;
     time.max_tokens = std::numeric_limits<int64_t>::max();
   }
-  const auto in_order = [&](const Ranks& order) {
+  const auto in_order = [&](const RankOrder& order) {
     return smallest(enough_for_all(times, seq_len), [&](double limit) {
       double before = 0.0;
       for (const int64_t rank : order) before += times[rank].tokens_within(before, limit);

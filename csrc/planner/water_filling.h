@@ -11,28 +11,29 @@
 
 namespace ringattn {
 
-using Ranks = std::vector<int64_t>;  // an order of ranks, or tokens of each
+using Lengths = std::vector<int64_t>;    // [W]: tokens of each rank
+using RankOrder = std::vector<int64_t>;  // [W]: ranks
 
 // Coarser units are used where rounding to them costs at most this share of the time.
 inline constexpr double kUnitTolerance = 5e-3;
 
 /// Lengths that differ by at most one.
-Ranks even_lengths(int64_t seq_len, int64_t world_size);
+Lengths even_lengths(int64_t seq_len, int64_t world_size);
 
 /// The coarsest unit in which `seq_len` tokens are divided among `world_size` ranks.
 int64_t coarsest_unit(int64_t seq_len, int64_t world_size);
 
 /// The order largest, smallest, second largest, second smallest, ...: no two slow ranks are
 /// adjacent.
-Ranks alternating(const Ranks& lengths);
+RankOrder alternating(const Lengths& lengths);
 
-Ranks fast_to_slow(const std::vector<RankTime>& times, int64_t seq_len);
+RankOrder fast_to_slow(const std::vector<RankTime>& times, int64_t seq_len);
 
 /// The lengths in this order and unit whose slowest rank is fastest.
-Ranks best_lengths(const std::vector<RankTime>& times, const Ranks& order, int64_t seq_len,
-                   int64_t unit);
+Lengths best_lengths(const std::vector<RankTime>& times, const RankOrder& order, int64_t seq_len,
+                     int64_t unit);
 
-/// The partition whose slowest rank is fastest by `TimeModel::smooth_ms`, in units that cost
+/// The partition whose slowest rank is fastest by `smooth_ms`, in units that cost
 /// little.
 Partition fill_ranks(const TimeModel& model);
 

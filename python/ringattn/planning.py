@@ -282,8 +282,9 @@ def work_in_tiles(
     *,
     causal: bool = True,
 ) -> float:
-    """Computed over visible work of a rank's attention, at least 1: attention computes whole tiles,
-    and padding of a tile does not make a rank slow."""
+    """Computed over visible work of a rank's attention: attention computes whole tiles, and padding
+    of a tile does not make a rank slow. Below 1 where the tiles taken mask less than those that the
+    rank's speed was measured in."""
     if not tiles or partition.lengths[rank] == 0:
         return 1.0
     attention = replace(cost, linear_flops=0.0, kv_bytes=0)

@@ -276,6 +276,8 @@ class Rebalancer:
     def _observation(self, timings: Timings, rank: int) -> _Observation:
         """This rank's part of a request: medians over the ring calls."""
         calls = timings.calls
+        if not calls:
+            return _Observation(None)
         planned, in_tiles = 0.0, 1.0
         profile = self._measured[rank]
         if self._latest is not None:
@@ -290,8 +292,6 @@ class Rebalancer:
         for steps in calls:
             if not any(step.flops for step in steps):
                 steps[0] = replace(steps[0], flops=planned)
-        if not calls:
-            return _Observation(None)
         speeds = call_tflops(calls, profile.overhead_ms)
         call_ms = [sum(step.attention_ms + step.wait_ms for step in steps) for steps in calls]
         flops = [sum(step.flops for step in steps) for steps in calls]
