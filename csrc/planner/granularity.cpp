@@ -12,7 +12,7 @@
 namespace ringattn {
 namespace {
 
-constexpr int64_t kBudget = 1 << 14;      // evaluated blocks, W^2 for a partition
+constexpr int64_t kBudget = 3 << 13;      // evaluated blocks, W^2 for a partition, of all starts
 constexpr int64_t kMaxOrderedRanks = 3;   // up to so many, every order
 constexpr double kMinGain = 1e-6;         // relative
 constexpr double kMinGainOfOrder = 5e-3;  // less is within the model's error
@@ -73,8 +73,9 @@ Lengths add_units_to_earliest(const Partition& start, const std::vector<RankTime
 // The best partition found so far, and what may still be spent on better ones.
 class Search {
  public:
-  Search(const Partition& start, const TimeModel& model, int64_t depth)
+  Search(const Partition& start, const TimeModel& model, int64_t depth, int64_t budget)
       : model_(model),
+        budget_(budget),
         depth_(depth),
         best_(start),
         best_ms_(model.step_ms(start, depth)),
@@ -98,7 +99,7 @@ class Search {
     }
     if (units.empty()) units.insert(coarsest_unit(seq_len, model_.world_size()));
     const int64_t fastest = fast_to_slow(times, seq_len).front();
-    left_ = kBudget;
+    left_ = budget_;
     for (const RankOrder& order : orders_of(start, in_halves)) {
       if (left_ <= 0) return;
       if (order != start.order()) take_if_better(start.lengths(), order);
@@ -118,7 +119,7 @@ class Search {
   // Ranks give tokens to others, the slowest rank first, and ranks that end first receive first.
   // Without waits only the slowest has to give; with them, a rank may be slow because of another.
   void move_tokens() {
-    left_ = kBudget;
+    left_ = budget_;
     for (bool any = true; any && left_ > 0;) {
       RankOrder by_time(model_.world_size());
       std::iota(by_time.begin(), by_time.end(), 0);
@@ -168,20 +169,26 @@ class Search {
   }
 
   const TimeModel& model_;
+  const int64_t budget_;
   const int64_t depth_;
   Partition best_;
   std::vector<double> best_ms_;
   const bool waits_;
-  int64_t left_ = 0;  // of kBudget
+  int64_t left_ = 0;  // of budget_
 };
 
 }  // namespace
 
-Partition improve_lengths(const Partition& start, const TimeModel& model, int64_t depth) {
-  Search search(start, model, depth);
-  search.fill_units();
-  search.move_tokens();
-  return search.best();
+std::vector<Partition> improve_lengths(const std::vector<Partition>& starts, const TimeModel& model,
+                                       int64_t depth) {
+  std::vector<Partition> improved;
+  for (const Partition& start : starts) {
+    Search search(start, model, depth, kBudget / static_cast<int64_t>(starts.size()));
+    search.fill_units();
+    search.move_tokens();
+    improved.push_back(search.best());
+  }
+  return improved;
 }
 
 }  // namespace ringattn

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "partition/partition.h"
 #include "planner/time_model.h"
@@ -12,9 +13,11 @@
 
 namespace ringattn {
 
-/// `start`, or lengths whose slowest rank is faster by `TimeModel::step_ms`: lengths in whole tiles
-/// that end as close together as they can, in some orders (all for up to three ranks), improved by
-/// moving tokens from the slowest rank to others. The work is bounded, and the same on every rank.
-Partition improve_lengths(const Partition& start, const TimeModel& model, int64_t depth);
+/// Each of `starts`, or lengths whose slowest rank is faster by `TimeModel::step_ms`: lengths in
+/// whole tiles that end as close together as they can, in some orders (all for up to three ranks),
+/// improved by moving tokens from the slowest rank to others. The work for all starts together is
+/// bounded, and the same on every rank.
+std::vector<Partition> improve_lengths(const std::vector<Partition>& starts, const TimeModel& model,
+                                       int64_t depth);
 
 }  // namespace ringattn

@@ -232,10 +232,7 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
       starts.push_back(reversed(partition, model));
       starts.push_back(leave_out_ranks(without_latency, used));
     }
-    std::vector<Partition> improved;
-    for (const Partition& start : starts) {
-      improved.push_back(improve_lengths(start, without_latency, used));
-    }
+    const std::vector<Partition> improved = improve_lengths(starts, without_latency, used);
     partition = *fastest(improved, without_latency, used).first;
   }
   partition =
