@@ -143,8 +143,8 @@ cuda::StageParams staging(const RankCall& call, const Partition& partition) {
   params.failed = &call.signals->failed;
   params.blocks_done = call.signals->blocks_done;
   params.calls = &call.signals->calls;
-  params.calls_mirror = &call.host->calls;
-  params.phase_mirror = &call.host->phase;
+  params.host_calls = &call.host->calls;
+  params.host_phase = &call.host->phase;
   return params;
 }
 
