@@ -32,7 +32,7 @@ def _parameters(item: pytest.Item) -> dict[str, object]:
 
 
 #: Rooms whose tests mostly wait, for timeouts or for ranks that start; half of the suite's time.
-WAITING = ("integrations", "transport")
+WAITING = ("cli", "integrations", "transport")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
