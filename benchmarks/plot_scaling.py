@@ -47,8 +47,8 @@ def draw(rows: Sequence[Row], shape: str) -> Figure:
     over_ranks(axes[5], strong, "ring_tflops", "TFLOPS of a rank")
     for ax in (axes[1], axes[3]):
         log_scale(ax)
-    sizes = sorted({row["world_size"] for row in of_shape})
-    axes[2].plot(sizes, sizes, "--", color="#999999", label="ideal")
+    ideal = {row["world_size"]: row["ideal_speedup"] for row in of_shape}
+    axes[2].plot(sorted(ideal), sorted(ideal.values()), "--", color="#999999", label="ideal")
     axes[4].axhline(1.0, linestyle="--", color="#999999", label="ideal")
     for ax in axes:
         if ax.get_legend_handles_labels()[0]:
@@ -68,12 +68,12 @@ def by_length(rows: Sequence[Row], column: str) -> dict[int, list[Row]]:
 def over_ranks(
     ax: Axes, lines: dict[int, list[Row]], column: str, title: str, ideal: bool = False
 ) -> None:
-    """One line for each length; dashed what would be ideal: the time of one device over W."""
+    """One line for each length; dashed the ideal: ref_ms over ideal_speedup."""
     for colour, (length, rows) in zip(COLOURS, lines.items(), strict=False):
         sizes = [row["world_size"] for row in rows]
         ax.plot(sizes, [row[column] for row in rows], "o-", color=colour, label=short(length))
         if ideal:
-            best = [row["ref_ms"] / row["world_size"] for row in rows]
+            best = [row["ref_ms"] / row["ideal_speedup"] for row in rows]
             ax.plot(sizes, best, "--", color=colour)
         ax.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
     ax.set_xlabel("ranks")

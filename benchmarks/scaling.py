@@ -18,7 +18,8 @@ Columns:
 
 ring_ms             median of the slowest rank, with p10 and p90
 ref_ms              the reference's time for the same problem
-speedup             ref_ms / ring_ms; ideal_speedup is world_size, scaling_efficiency their ratio
+speedup             ref_ms / ring_ms; ideal_speedup is world_size, on CPU the share of the cores that
+                    the ranks have; scaling_efficiency is their ratio
 ring_tflops         of one rank; ref_tflops of the reference's device. Masked pairs do not count
 flops_per_byte      of a rank: its operations over the bytes of its queries and results, and of the
                     keys and values of all ranks
@@ -30,6 +31,7 @@ x_torch             error / that of PyTorch's attention on one device in the sam
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -181,6 +183,14 @@ def rows_wanted(options: argparse.Namespace) -> dict[int, list[tuple[str, int]]]
     return dict(sorted(wanted.items()))
 
 
+def ideal_speedup(size: int, device: torch.device) -> float:
+    """Of so many ranks over the reference, which has one device, or all cores."""
+    if device.type != "cpu":
+        return size
+    cores = os.cpu_count() or 1
+    return min(1.0, size * torch.get_num_threads() / cores)
+
+
 def time_all(report: Report, groups: Groups, device: torch.device, options: Any) -> None:
     """Rows of the other parts."""
     for shape in options.shapes:
@@ -201,7 +211,7 @@ def time_all(report: Report, groups: Groups, device: torch.device, options: Any)
                 partition = Partition.even(seq_len, size)
                 pairs = roofline.num_pairs(partition, problem.causal)
                 flops = 4.0 * shape.heads * shape.head_dim * max(pairs)
-                speedup = reference / timing.median
+                speedup, ideal = reference / timing.median, ideal_speedup(size, device)
                 row = head_of(part, shape, problem, size) | {
                     "ring_ms": timing.median,
                     "p10": timing.quantile(0.1),
@@ -209,8 +219,8 @@ def time_all(report: Report, groups: Groups, device: torch.device, options: Any)
                     "ref_ms": reference,
                     "reference": best.removeprefix("one device: "),
                     "speedup": speedup,
-                    "ideal_speedup": size,
-                    "scaling_efficiency": speedup / size,
+                    "ideal_speedup": ideal,
+                    "scaling_efficiency": speedup / ideal,
                     "ring_tflops": flops / timing.median / 1e9,
                     "ref_tflops": problem.flops / reference / 1e9,
                     "flops_per_byte": flops / roofline.attention_bytes(*problem.tensors[:2], size),

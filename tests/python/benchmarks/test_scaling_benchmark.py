@@ -2,6 +2,7 @@
 """benchmarks/scaling.py: right over eight ranks, and its figures add up."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -55,7 +56,9 @@ def test_scaling_is_measured_beside_one_device_and_drawn(tmp_path: Path) -> None
     for row in rows:
         assert row["error"] < 2e-6
         assert row["speedup"] == pytest.approx(row["ref_ms"] / row["ring_ms"])
-        assert row["scaling_efficiency"] == pytest.approx(row["speedup"] / row["world_size"])
+        # The reference has all cores, a rank one.
+        assert row["ideal_speedup"] == min(1.0, row["world_size"] / (os.cpu_count() or 1))
+        assert row["scaling_efficiency"] == pytest.approx(row["speedup"] / row["ideal_speedup"])
         pairs = row["total_seq"] * (row["total_seq"] + 1) / 2
         flops = 4 * 4 * 16 * pairs
         assert row["ref_tflops"] == pytest.approx(flops / row["ref_ms"] / 1e9)
@@ -83,6 +86,7 @@ def test_the_figure_has_six_panels() -> None:
             "ref_ms": 8.0,
             "ring_ms": 10.0 / size,
             "speedup": 0.8 * size,
+            "ideal_speedup": size,
             "scaling_efficiency": 0.8,
             "ring_tflops": 0.5,
             "flops_per_byte": 100.0,
