@@ -18,8 +18,8 @@ Columns:
 
 ring_ms             median of the slowest rank, with p10 and p90
 ref_ms              the reference's time for the same problem
-speedup             ref_ms / ring_ms; ideal_speedup is world_size, on CPU the share of the cores that
-                    the ranks have; scaling_efficiency is their ratio
+speedup             ref_ms / ring_ms; ideal_speedup is world_size, on CPU the share of the cores
+                    that the ranks have; scaling_efficiency is their ratio
 ring_tflops         of one rank; ref_tflops of the reference's device. Masked pairs do not count
 flops_per_byte      of a rank: its operations over the bytes of its queries and results, and of the
                     keys and values of all ranks

@@ -31,8 +31,9 @@ def _parameters(item: pytest.Item) -> dict[str, object]:
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
-#: Rooms whose tests mostly wait, for timeouts or for ranks that start; half of the suite's time.
-WAITING = ("cli", "integrations", "transport")
+#: Rooms whose tests mostly wait, for timeouts or for ranks that start, and a small one: half of the
+#: suite's time.
+WAITING = ("cli", "integrations", "planner", "transport")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
