@@ -104,7 +104,7 @@ class Search {
       if (left_ <= 0) return;
       if (order != start.order()) take_if_better(start.lengths(), order);
       for (const int64_t unit : units) {
-        if (times[0].by_position) {
+        if (model_.by_position()) {
           take_if_better(best_lengths(times, order, seq_len, unit), order);
           continue;
         }

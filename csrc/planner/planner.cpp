@@ -150,10 +150,10 @@ Partition reversed(const Partition& partition, const TimeModel& model) {
   const RankOrder order(partition.order().rbegin(), partition.order().rend());
   const int64_t seq_len = partition.seq_len();
   const int64_t unit = coarsest_unit(seq_len, partition.world_size());
-  return Partition(partition.layout(),
-                   model.ranks()[0].by_position ? best_lengths(model.ranks(), order, seq_len, unit)
-                                                : partition.lengths(),
-                   order);
+  return Partition(
+      partition.layout(),
+      model.by_position() ? best_lengths(model.ranks(), order, seq_len, unit) : partition.lengths(),
+      order);
 }
 
 RankOrder slow_ranks_first(const TimeModel& model) {

@@ -63,6 +63,8 @@ class TimeModel {
   const Mask& mask() const { return workload_.mask; }
   /// [W]
   const std::vector<RankTime>& ranks() const { return ranks_; }
+  /// Whether times depend on the tokens before a rank's own: those of all ranks or of none do.
+  bool by_position() const { return ranks_[0].by_position; }
   /// Whether attention kernels of any rank compute whole tiles.
   bool has_tiles() const;
 

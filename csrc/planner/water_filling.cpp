@@ -99,9 +99,6 @@ Lengths best_lengths(const std::vector<RankTime>& times, const RankOrder& order,
 
 namespace {
 
-// Whether times depend on the tokens before a rank's own: that of all ranks or of none does.
-bool depends_on_position(const std::vector<RankTime>& times) { return times[0].by_position; }
-
 // The best order of ranks whose time depends on the tokens before them: improves the best order
 // known until none is better. Dynamic programming over sets of ranks: the tokens that a set can
 // cover are the most that any of its ranks reaches after the others.
@@ -149,7 +146,7 @@ RankOrder best_order(const std::vector<RankTime>& times, int64_t seq_len) {
 Partition fill_ranks(const TimeModel& model) {
   const int64_t seq_len = model.seq_len();
   const std::vector<RankTime>& times = model.ranks();
-  const bool by_position = depends_on_position(times);
+  const bool by_position = model.by_position();
   const RankOrder order = by_position ? best_order(times, seq_len) : fast_to_slow(times, seq_len);
   const auto in_units = [&](int64_t unit) {
     return Partition(model.layout(), best_lengths(times, order, seq_len, unit),
@@ -182,7 +179,7 @@ double ideal_ms(const TimeModel& model, const Partition& partition) {
   };
   // Without overheads and limits another order may be best.
   const double ms = in_order(partition.order());
-  return depends_on_position(times) ? std::min(ms, in_order(best_order(times, seq_len))) : ms;
+  return model.by_position() ? std::min(ms, in_order(best_order(times, seq_len))) : ms;
 }
 
 }  // namespace ringattn
