@@ -9,7 +9,6 @@
 #include <cmath>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
