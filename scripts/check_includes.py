@@ -75,11 +75,18 @@ ROOMS = {
         libraries=("torch",),
     ),
     "attention/cuda": Room(
-        rooms=("core", "attention/params.h", "attention/cuda/sm80", "attention/cuda/sm90"),
+        rooms=(
+            *("core", "peer_sync", "attention/params.h"),
+            *("attention/cuda/sm80", "attention/cuda/sm90"),
+        ),
         libraries=("cuda",),
     ),
     "attention/cuda/sm80": Room(
-        rooms=("core", "attention/params.h", "attention/cuda/numeric.cuh"), libraries=("cuda",)
+        rooms=(
+            *("core", "attention/params.h", "attention/cuda/numeric.cuh"),
+            "peer_sync/dependent_launch.cuh",
+        ),
+        libraries=("cuda",),
     ),
     "attention/cuda/sm90": Room(
         rooms=(
@@ -89,6 +96,10 @@ ROOMS = {
         libraries=("cuda",),
     ),
     "attention/cuda/sm90/scheduler": Room(rooms=("core", "attention/params.h")),
+    "decode_step": Room(rooms=("core", "attention/params.h")),
+    "decode_step/cuda": Room(
+        rooms=("core", "attention/params.h", "decode_step/params.h"), libraries=("cuda",)
+    ),
     "transport": Room(rooms=("core", "peer_sync/protocol.h"), libraries=("torch",)),
     "transport/registry": Room(rooms=("core",), libraries=("torch",)),
     "transport/runtime": Room(
@@ -133,7 +144,7 @@ ROOMS = {
             *("core", "partition", "ring", "transport/group/group_context.h"),
             *("transport/p2p_transport.h", "transport/registry.h"),
             *("attention/block_attention.h", "attention/decode_attention.h"),
-            "attention/merge_states.h",
+            *("attention/merge_states.h", "attention/tensor_params.h", "decode_step"),
         ),
         libraries=("torch", "cuda", "dispatcher"),
     ),

@@ -27,6 +27,32 @@ std::pair<at::Tensor, at::Tensor> split(const at::Tensor& partials, const at::Te
               .view({states, q.size(0), q.size(2), q.size(1)})};
 }
 
+#ifdef RINGATTN_WITH_CUDA
+// Into out [B, T, H, D], of q's dtype or float32, and lse [B, H, T], both contiguous.
+void decode_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                 const std::optional<at::Tensor>& key_lengths, const at::Tensor& out,
+                 const at::Tensor& lse) {
+  const at::Tensor queries = as_kernel_input(q), keys = as_kernel_input(k),
+                   values = as_kernel_input(v);
+  DecodeAttentionParams params;
+  static_cast<AttentionShape&>(params) = attention_shape(q, k.size(2), scale);
+  params.q = strided(queries);
+  params.k = strided(keys);
+  params.v = strided(values);
+  const at::Tensor lengths = key_lengths ? key_lengths->contiguous() : at::Tensor();
+  if (key_lengths) params.key_lengths = lengths.data_ptr<int32_t>();
+  params.out = out.mutable_data_ptr();
+  params.out_dtype = data_type(out.scalar_type());
+  params.lse = lse.data_ptr<float>();
+  params.num_keys = k.size(1);
+  const int num_sms = at::cuda::getDeviceProperties(q.device().index())->multiProcessorCount;
+  const at::Tensor workspace =
+      at::empty({cuda::decode_workspace_floats(params, num_sms)}, lse.options());
+  params.workspace = workspace.data_ptr<float>();
+  check_launch(cuda::decode_attention(params, current_stream(q)), "decode_attention");
+}
+#endif
+
 }  // namespace
 
 at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -38,22 +64,7 @@ at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Te
   const at::Tensor out = outs.select(0, 0), lse = lses.select(0, 0);
 #ifdef RINGATTN_WITH_CUDA
   if (q.is_cuda()) {
-    const at::Tensor queries = as_kernel_input(q), keys = as_kernel_input(k),
-                     values = as_kernel_input(v);
-    DecodeAttentionParams params;
-    static_cast<AttentionShape&>(params) = attention_shape(q, k.size(2), scale);
-    params.q = strided(queries);
-    params.k = strided(keys);
-    params.v = strided(values);
-    const at::Tensor lengths = key_lengths ? key_lengths->contiguous() : at::Tensor();
-    if (key_lengths) params.key_lengths = lengths.data_ptr<int32_t>();
-    params.out = out.data_ptr<float>();
-    params.lse = lse.data_ptr<float>();
-    params.num_keys = k.size(1);
-    const int num_sms = at::cuda::getDeviceProperties(q.device().index())->multiProcessorCount;
-    const at::Tensor workspace = at::empty({cuda::decode_workspace_floats(params, num_sms)}, wide);
-    params.workspace = workspace.data_ptr<float>();
-    check_launch(cuda::decode_attention(params, current_stream(q)), "decode_attention");
+    decode_cuda(q, k, v, scale, key_lengths, out, lse);
     return partial;
   }
 #endif
@@ -74,6 +85,21 @@ at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Te
     attend(row, 1, std::clamp<int64_t>(lengths.const_data_ptr<int32_t>()[row], 0, k.size(1)));
   }
   return partial;
+}
+
+std::pair<at::Tensor, at::Tensor> decode_alone(const at::Tensor& q, const at::Tensor& k,
+                                               const at::Tensor& v, double scale,
+                                               const std::optional<at::Tensor>& key_lengths) {
+#ifdef RINGATTN_WITH_CUDA
+  if (q.is_cuda() && q.numel() > 0) {
+    at::Tensor out = at::empty(q.sizes(), q.options());
+    at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)},
+                               q.options().dtype(state_dtype(q.scalar_type())));
+    decode_cuda(q, k, v, scale, key_lengths, out, lse);
+    return {out, lse};
+  }
+#endif
+  return merge_partials(decode_partial(q, k, v, scale, key_lengths), q);
 }
 
 std::pair<at::Tensor, at::Tensor> merge_partials(const at::Tensor& partials, const at::Tensor& q) {

@@ -19,6 +19,11 @@ RINGATTN_API at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k,
                                        const at::Tensor& v, double scale,
                                        const std::optional<at::Tensor>& key_lengths = {});
 
+/// The same where no other rank has keys: out like q and lse [B, H, T] in state dtype.
+RINGATTN_API std::pair<at::Tensor, at::Tensor> decode_alone(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+    const std::optional<at::Tensor>& key_lengths = {});
+
 /// Merges what decode_partial returned on every rank, partials [W, B * T * H * (D + 1)], in rank
 /// order. Returns out like q and lse [B, H, T] in state dtype.
 RINGATTN_API std::pair<at::Tensor, at::Tensor> merge_partials(const at::Tensor& partials,

@@ -83,17 +83,19 @@ struct BlockAttentionParams : AttentionShape, LaunchOptions {
 };
 
 /// Few queries, many keys, visible to all queries of their batch row: keys are split over thread
-/// blocks and the partial results merged in a fixed order. The result is a float32 state.
+/// blocks and the partial results merged in a fixed order. The result is a float32 state, or its
+/// out rounded.
 struct DecodeAttentionParams : AttentionShape {
   Strided q;                             // [B, S_q, H, D], dtype
   Strided k;                             // [B, S_k, H_kv, D], dtype
   Strided v;                             // [B, S_k, H_kv, D], dtype
   const int32_t* key_lengths = nullptr;  // [B]: batch row b sees its first key_lengths[b] keys,
                                          // clamped to [0, S_k]; null: all of them
-  float* out = nullptr;                  // [B, S_q, H, D], float32, contiguous
+  void* out = nullptr;                   // [B, S_q, H, D], out_dtype, contiguous
   float* lse = nullptr;                  // [B, H, S_q], contiguous
   float* workspace = nullptr;            // decode_workspace_floats() floats, contents irrelevant
   int32_t num_keys = 0;                  // S_k
+  DataType out_dtype = DataType::kFloat32;
 };
 
 /// Folds `num_states` states, in order, into one: the merge of decode across ranks, whose states
@@ -118,6 +120,8 @@ struct MergeStatesParams {
   int32_t num_heads = 0;
   int32_t head_dim = 0;
   DataType out_dtype = DataType::kFloat32;
+  /// The previous kernel of the stream triggers this launch (peer_sync/dependent_launch.cuh).
+  bool follows_closely = false;
 };
 
 }  // namespace ringattn

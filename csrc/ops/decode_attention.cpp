@@ -44,7 +44,7 @@ OutAndLse decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at
   const auto group = group_name.empty() ? nullptr : GroupContext::resolve(std::string(group_name));
   if (!group || group->size() == 1) {
     check_decode(q, k, v, scale, key_lengths);
-    return merge_partials(decode_partial(q, k, v, scale, key_lengths), q);
+    return decode_alone(q, k, v, scale, key_lengths);
   }
   Signature asked = check_call(*group, [&] {
     check_decode(q, k, v, scale, key_lengths);

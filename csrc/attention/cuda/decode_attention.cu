@@ -26,6 +26,12 @@ int num_splits(const DecodeAttentionParams& p, int num_sms) {
   return static_cast<int>(std::min(filling, longest));
 }
 
+/// Whether splits go through the workspace: where there are several, or the result is to be
+/// rounded.
+bool needs_merge(const DecodeAttentionParams& p, int splits) {
+  return splits > 1 || p.out_dtype != DataType::kFloat32;
+}
+
 int64_t num_rows(const DecodeAttentionParams& p) {
   return int64_t{p.batch} * p.num_queries * p.num_heads;
 }
@@ -72,6 +78,8 @@ cudaError_t merge_splits(const DecodeAttentionParams& p, int splits, cudaStream_
   m.next_state = num_rows(p) * p.head_dim;
   m.next_state_lse = num_rows(p);
   m.num_states = splits;
+  m.out_dtype = p.out_dtype;
+  m.follows_closely = splits > 0;
   return merge_states(m, stream);
 }
 
@@ -80,7 +88,7 @@ cudaError_t merge_splits(const DecodeAttentionParams& p, int splits, cudaStream_
 int64_t decode_workspace_floats(const DecodeAttentionParams& p, int num_sms) {
   if (p.num_kv_heads == 0 || p.num_keys == 0) return 0;
   const int splits = num_splits(p, num_sms);
-  return splits == 1 ? 0 : splits * num_rows(p) * (p.head_dim + 1);
+  return needs_merge(p, splits) ? splits * num_rows(p) * (p.head_dim + 1) : 0;
 }
 
 cudaError_t decode_attention(const DecodeAttentionParams& p, cudaStream_t stream) {
@@ -93,7 +101,7 @@ cudaError_t decode_attention(const DecodeAttentionParams& p, cudaStream_t stream
   if (error != cudaSuccess) return error;
   const int splits = num_splits(p, num_sms);
   error = dispatch(p, splits, stream);
-  if (error != cudaSuccess || splits == 1) return error;
+  if (error != cudaSuccess || !needs_merge(p, splits)) return error;
   return merge_splits(p, splits, stream);
 }
 

@@ -4,6 +4,8 @@
 #include "attention/cuda/alignment.h"
 #include "attention/cuda/merge_states.h"
 #include "attention/cuda/numeric.cuh"
+#include "peer_sync/dependent_launch.cuh"
+#include "peer_sync/launch.cuh"
 
 namespace ringattn::cuda {
 namespace {
@@ -11,6 +13,9 @@ namespace {
 constexpr int kWarpSize = 32;
 constexpr int kWarps = 4;           // rows of a thread block
 constexpr int kStatesInFlight = 5;  // loads a lane has under way
+// Of more states, several warps merge a part each: one alone takes 10 us for the 50 of a decode.
+constexpr int kManyStates = 8;
+constexpr int kWarpsForMany = 8;
 
 /// kVector neighbouring elements of a row.
 template <int kVector>
@@ -49,17 +54,20 @@ struct RunningMerge {
   float total = 0.0f;
   float max = -INFINITY;
 
-  __device__ void add(float lse, const Floats<kVector>& out) {
+  __device__ void add(float lse, const Floats<kVector>& out) { add(lse, 1.0f, out); }
+  __device__ void add(const RunningMerge& other) { add(other.max, other.total, other.sum); }
+
+  __device__ void add(float other_max, float other_total, const Floats<kVector>& other_sum) {
     const float before = max;
-    max = fmaxf(max, lse);
+    max = fmaxf(max, other_max);
     // Nothing but empty states so far: exp(-inf - 0) is 0, exp(-inf - -inf) would be NaN. A NaN,
     // which fmaxf drops, stays in its own weight.
     const float offset = max == -INFINITY ? 0.0f : max;
     const float decay = exp2_approx((before - offset) * kLog2E);
-    const float weight = exp2_approx((lse - offset) * kLog2E);
-    total = fmaf(total, decay, weight);
+    const float weight = exp2_approx((other_max - offset) * kLog2E);
+    total = fmaf(total, decay, weight * other_total);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) sum.x[i] = fmaf(sum.x[i], decay, weight * out.x[i]);
+    for (int i = 0; i < kVector; ++i) sum.x[i] = fmaf(sum.x[i], decay, weight * other_sum.x[i]);
   }
 
   __device__ float norm() const { return total == 0.0f ? 0.0f : reciprocal(total); }
@@ -118,8 +126,63 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
   }
 }
 
+/// A thread block for each row of a head: each warp merges every kWarpsForMany-th state, the first
+/// warp then what the others have. Writes no lse where p.lse is null; does not fold.
+template <typename Out, int kVector>
+__global__ void __launch_bounds__(kWarpsForMany* kWarpSize)
+    merge_many_states_kernel(const __grid_constant__ MergeStatesParams p) {
+  using Merge = RunningMerge<kVector>;
+  alignas(16) __shared__ unsigned char memory[kWarpsForMany * kWarpSize * sizeof(Merge)];
+  Merge* const merged = reinterpret_cast<Merge*>(memory);  // [kWarpsForMany][kWarpSize]
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const unsigned head = blockIdx.x % p.num_heads;
+  const int64_t row = blockIdx.x / p.num_heads % p.num_queries;
+  const int64_t batch = blockIdx.x / p.num_heads / p.num_queries;
+  const float* first_out = static_cast<const float*>(p.states.data) +
+                           batch * p.states.batch_stride + row * p.states.row_stride +
+                           head * p.states.head_stride;
+  const float* first_lse =
+      p.states_lse + batch * p.states_lse_batch_stride + head * p.states_lse_head_stride + row;
+  wait_for_previous_kernel();
+  for (int begin = 0; begin < p.head_dim; begin += kWarpSize * kVector) {
+    const int column = min(begin + lane * kVector, p.head_dim - kVector);
+    Merge merge;
+#pragma unroll kStatesInFlight
+    for (int state = warp; state < p.num_states; state += kWarpsForMany) {
+      Floats<kVector> x;
+      x.load(first_out + state * p.next_state + column);
+      merge.add(first_lse[state * p.next_state_lse], x);
+    }
+    merged[threadIdx.x] = merge;
+    __syncthreads();
+    if (warp == 0) {
+#pragma unroll
+      for (int other = 1; other < kWarpsForMany; ++other) {
+        merge.add(merged[other * kWarpSize + lane]);
+      }
+      if (begin + lane * kVector < p.head_dim) {
+        merge.sum.store(static_cast<Out*>(p.out.data) + batch * p.out.batch_stride +
+                            row * p.out.row_stride + head * p.out.head_stride + column,
+                        merge.norm());
+      }
+      if (begin == 0 && lane == 0 && p.lse != nullptr) {
+        p.lse[batch * p.lse_batch_stride + head * p.lse_head_stride + row] = merge.lse();
+      }
+    }
+    __syncthreads();
+  }
+}
+
+template <typename Out, int kVector>
+cudaError_t launch_many(const MergeStatesParams& p, cudaStream_t stream) {
+  const int64_t blocks = int64_t{p.batch} * p.num_queries * p.num_heads;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  return launch<merge_many_states_kernel<Out, kVector>>(p, blocks, kWarpsForMany * kWarpSize,
+                                                        p.follows_closely, stream);
+}
+
 template <typename Out>
-cudaError_t launch(const MergeStatesParams& p, cudaStream_t stream) {
+cudaError_t launch_merge(const MergeStatesParams& p, cudaStream_t stream) {
   const int64_t rows = int64_t{p.num_queries} * p.num_heads;  // of a batch entry
   constexpr int kMaxGridY = 65535;
   if (rows > INT32_MAX) return cudaErrorInvalidConfiguration;
@@ -130,6 +193,9 @@ cudaError_t launch(const MergeStatesParams& p, cudaStream_t stream) {
       rows_are_aligned(p.out, sizeof(Out), p.batch, p.num_queries, p.num_heads) &&
       rows_are_aligned(p.states, sizeof(float), p.batch, p.num_queries, p.num_heads) &&
       (p.num_states <= 1 || p.next_state % 4 == 0);
+  if (p.num_states > kManyStates && !p.fold) {
+    return vectors ? launch_many<Out, 4>(p, stream) : launch_many<Out, 1>(p, stream);
+  }
   const auto kernel = vectors ? merge_states_kernel<Out, 4> : merge_states_kernel<Out, 1>;
   kernel<<<grid, kWarps * kWarpSize, 0, stream>>>(p);
   return cudaGetLastError();
@@ -143,11 +209,11 @@ cudaError_t merge_states(const MergeStatesParams& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   switch (p.out_dtype) {
     case DataType::kFloat16:
-      return launch<__half>(p, stream);
+      return launch_merge<__half>(p, stream);
     case DataType::kBFloat16:
-      return launch<__nv_bfloat16>(p, stream);
+      return launch_merge<__nv_bfloat16>(p, stream);
     case DataType::kFloat32:
-      return launch<float>(p, stream);
+      return launch_merge<float>(p, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -8,11 +8,13 @@
 #include "attention/cuda/sm80/products.cuh"
 #include "attention/cuda/sm80/softmax.cuh"
 #include "attention/params.h"
+#include "peer_sync/dependent_launch.cuh"
 
 // Decode attention: the tokens and heads that share a key head are packed into the 16 rows of one
 // product, so keys and values are read once for all of them. A thread block takes one split of the
 // keys; its warps take chunks of 16 keys in rotation, each with a ring of stages of its own, and
-// synchronise only to merge at the end.
+// synchronise only to merge at the end. The splits divide the keys that are visible, which the
+// kernel reads from key_lengths: a captured launch goes on dividing them evenly as they grow.
 
 namespace ringattn::cuda::sm80 {
 
@@ -40,13 +42,13 @@ struct DecodeTile {
 
 template <typename Element, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads)
-    decode_attention_kernel(const __grid_constant__ DecodeAttentionParams p,
-                            const int keys_per_split) {
+    decode_attention_kernel(const __grid_constant__ DecodeAttentionParams p) {
   using Gemm = typename Tile::Gemm;
   constexpr int kChunksPerRow = Tile::kHeadDim * static_cast<int>(sizeof(Element)) / kChunkBytes;
   constexpr int kElementsPerChunk = kChunkBytes / sizeof(Element);
   extern __shared__ __align__(128) unsigned char shared[];
 
+  trigger_next_kernel();  // it waits for this one's end before it reads
   const int split = blockIdx.y;
   const int group = p.num_heads / p.num_kv_heads;
   const int row_tiles = (group * p.num_queries + Tile::kRows - 1) / Tile::kRows;
@@ -54,10 +56,13 @@ __global__ void __launch_bounds__(Tile::kThreads)
   const int64_t batch = blockIdx.x / row_tiles / p.num_kv_heads;
   const int first_row = blockIdx.x % row_tiles * Tile::kRows;
   const int num_rows = min(Tile::kRows, group * p.num_queries - first_row);
-  const int begin = split * keys_per_split;
   // Keys at `end` and later are never read: they may be uninitialised memory.
-  const int visible = p.key_lengths == nullptr ? p.num_keys : p.key_lengths[batch];
-  const int end = min(begin + keys_per_split, min(visible, p.num_keys));
+  const int visible =
+      p.key_lengths == nullptr ? p.num_keys : max(0, min(p.key_lengths[batch], p.num_keys));
+  constexpr int kRound = Tile::kWarps * Tile::kKeys;  // whole rounds of the warps
+  const int keys_per_split = ((visible - 1) / static_cast<int>(gridDim.y) / kRound + 1) * kRound;
+  const int begin = min(split * keys_per_split, visible);  // the last splits may stay empty
+  const int end = min(begin + keys_per_split, visible);
 
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
@@ -142,10 +147,10 @@ __global__ void __launch_bounds__(Tile::kThreads)
   __syncthreads();
 
   // The block's state, of split `split`: warps are merged in their order.
-  float* split_out = p.out;
+  float* split_out = static_cast<float*>(p.out);
   float* split_lse = p.lse;
   const int64_t lse_floats = int64_t{p.batch} * p.num_heads * p.num_queries;
-  if (gridDim.y > 1) {
+  if (p.workspace != nullptr) {
     split_out = p.workspace + split * lse_floats * p.head_dim;
     split_lse = p.workspace + gridDim.y * lse_floats * p.head_dim + split * lse_floats;
   }
@@ -196,9 +201,6 @@ cudaError_t launch_decode_attention(const DecodeAttentionParams& p, int splits,
   using Tile = DecodeTile<Element, kHeadDim>;
   const int row_tiles =
       (p.num_heads / p.num_kv_heads * p.num_queries + Tile::kRows - 1) / Tile::kRows;
-  constexpr int kRound =
-      Tile::kWarps * Tile::kKeys;  // whole rounds of the warps; a last split may stay empty
-  const int keys_per_split = ((p.num_keys - 1) / splits / kRound + 1) * kRound;
   // Blocks next to each other read the same tokens, of different heads.
   const int64_t blocks = int64_t{row_tiles} * p.num_kv_heads * p.batch;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
@@ -207,7 +209,7 @@ cudaError_t launch_decode_attention(const DecodeAttentionParams& p, int splits,
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
   if (error != cudaSuccess) return error;
   const dim3 grid(static_cast<unsigned>(blocks), splits);
-  kernel<<<grid, Tile::kThreads, Tile::kSharedBytes, stream>>>(p, keys_per_split);
+  kernel<<<grid, Tile::kThreads, Tile::kSharedBytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -32,9 +32,9 @@ constexpr AttentionTile attention_tile(DataType dtype, int head_dim) {
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream);
 
-/// kHeadDim in {64, 128, 256}. With more than one split, states [splits][B, S_q, H, D] and, behind
-/// them, their lse [splits][B, H, S_q] go to p.workspace, otherwise the result to p.out and p.lse.
-/// num_keys > 0.
+/// kHeadDim in {64, 128, 256}. With p.workspace, states [splits][B, S_q, H, D] and, behind them,
+/// their lse [splits][B, H, S_q] go there. Without, the result of the only split goes to p.out,
+/// float32, and p.lse. num_keys > 0.
 template <typename Element, int kHeadDim>
 cudaError_t launch_decode_attention(const DecodeAttentionParams& p, int splits,
                                     cudaStream_t stream);
