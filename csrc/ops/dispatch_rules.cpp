@@ -50,6 +50,9 @@ constexpr std::array kRules = {
     Rule{"rotate_kv", Gradient::kRefused, /*collective=*/true, {"kv"}},
     Rule{"wait_kv", Gradient::kRefused, /*collective=*/false},
     Rule{"decode_attention", Gradient::kRefused, /*collective=*/true, {"q", "k", "v"}},
+    Rule{"add_rms_norm", Gradient::kRefused, /*collective=*/false},
+    Rule{"gated_silu", Gradient::kRefused, /*collective=*/false},
+    Rule{"rotate_into_cache", Gradient::kRefused, /*collective=*/false},
     Rule{"gather", Gradient::kRefused, /*collective=*/true},
 };
 

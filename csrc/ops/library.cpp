@@ -38,6 +38,18 @@ TORCH_LIBRARY(ringattn, m) {
   m.def(
       "decode_attention(Tensor q, Tensor k, Tensor v, float scale, str group_name,"
       " Tensor? key_lengths=None) -> (Tensor out, Tensor lse)");
+  // Between the products of one decoded token, on CUDA. x, delta [..., E]; weight [E].
+  m.def(
+      "add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps)"
+      " -> (Tensor sum, Tensor normed)");
+  // gate_up [..., 2 * F], gate first -> [..., F]
+  m.def("gated_silu(Tensor gate_up) -> Tensor");
+  // qkv [B, 1, (H + 2 * H_kv) * D] -> q [B, 1, H, D], rotated; the rotated keys and the values go
+  // to row `slot` (int32 [1]; negative: nowhere) of keys and values [B, N, H_kv, D]. cos, sin:
+  // float32, D elements, the first half of sin negated.
+  m.def(
+      "rotate_into_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values,"
+      " Tensor slot) -> Tensor");
   // rows [S_r, ...] of this rank -> those of every rank, each padded to the longest,
   // [W, max S_r, ...]. dim: the dimension of the caller's tensor that the rows come from.
   m.def(

@@ -165,6 +165,31 @@ def _(
     return q.new_empty(q.shape), _new_lse(q)
 
 
+@torch.library.register_fake("ringattn::add_rms_norm")
+def _(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@torch.library.register_fake("ringattn::gated_silu")
+def _(gate_up: torch.Tensor) -> torch.Tensor:
+    return gate_up.new_empty([*gate_up.shape[:-1], gate_up.size(-1) // 2])
+
+
+@torch.library.register_fake("ringattn::rotate_into_cache")
+def _(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot: torch.Tensor,
+) -> torch.Tensor:
+    head_dim = keys.size(3)
+    return qkv.new_empty([qkv.size(0), 1, qkv.size(2) // head_dim - 2 * keys.size(2), head_dim])
+
+
 @torch.library.register_fake("ringattn::gather")
 def _(
     rows: torch.Tensor,
