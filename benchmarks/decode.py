@@ -12,8 +12,8 @@ slowest rank counts. Columns:
 floor ms  bytes a rank must read for a token, its weights and its cached keys and values, over
           --bandwidth; of the rank with the most
 x floor   ms / floor ms
-error     largest difference of rank 0's logits from those of rank 0 alone with all keys and
-          without graphs, over the largest logit; empty where that is the same computation
+error     largest difference of rank 0's logits from those of the model's layers on rank 0 alone,
+          with all keys, over the largest logit
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ringattn import Partition
 from ringattn.cache import ShardedKVCache
 from ringattn.generation import choose, decode
 from ringattn.models import LLaMA, LLaMAConfig, demo_model_path, load_model
-from ringattn.models.decode_graphs import DecodeGraphs, record
+from ringattn.models.decode_step import DecodeStep
 from ringattn.sampling import Sampling
 
 SHAPES = {
@@ -101,21 +101,19 @@ def random_cache(model: LLaMA, partition: Partition, batch: int, tokens: int) ->
 
 
 @torch.inference_mode()
-def logits(
-    model: LLaMA, partition: Partition, batch: int, graphs: DecodeGraphs | None = None
-) -> torch.Tensor:
-    """[B, V] of token 1 after a random context."""
-    cache = random_cache(model, partition, batch, 1)
+def logits(model: LLaMA, partition: Partition, batch: int, graphs: bool = False) -> torch.Tensor:
+    """[B, V] of the second token 1 after a random context; by the model's layers or by graphs."""
+    cache = random_cache(model, partition, batch, 2)
     tokens = torch.ones(batch, dtype=torch.int64, device=model.device)
-    return model.project(decode(model, tokens, cache, graphs)).float()
+    step = DecodeStep.of(model, cache, batch) if graphs else None
+    decode(model, tokens, cache, step)
+    if step is not None:
+        step.record(required=True)
+    return model.project(decode(model, tokens, cache, step)).float()
 
 
-def error(
-    model: LLaMA, partition: Partition, batch: int, graphs: DecodeGraphs | None
-) -> float | None:
-    """Error of rank 0 against rank 0 alone without graphs; None where there is no difference."""
-    if world_size() == 1 and graphs is None:
-        return None
+def error(model: LLaMA, partition: Partition, batch: int, graphs: bool) -> float:
+    """Error of rank 0 against the layers of its model, alone with all keys."""
     found = 0.0
     ours = logits(model, partition, batch, graphs)
     if rank() == 0:
@@ -125,17 +123,24 @@ def error(
 
 
 def seconds(
-    model: LLaMA, partition: Partition, batch: int, tokens: int, graphs: DecodeGraphs | None
+    model: LLaMA, partition: Partition, batch: int, tokens: int, graphs: bool
 ) -> Iterator[float]:
-    """Time of each of ``tokens`` tokens after a random context."""
-    cache = random_cache(model, partition, batch, tokens)
+    """Time of each of ``tokens`` tokens after a random context and one more."""
+    cache = random_cache(model, partition, batch, tokens + 1)
+    step = DecodeStep.of(model, cache, batch)
     ids = torch.ones(batch, dtype=torch.int64, device=model.device)
     sampler = partition.owner(partition.seq_len - 1)
+    decode(model, ids, cache, step)
+    if step is not None and graphs:
+        start = time.perf_counter()
+        step.record(required=True)
+        if rank() == 0:
+            print(f"# graphs recorded in {1e3 * (time.perf_counter() - start):.0f} ms", flush=True)
     if dist.is_initialized():
         dist.barrier()
     for _ in range(tokens):
         start = time.perf_counter()
-        hidden = decode(model, ids, cache, graphs)
+        hidden = decode(model, ids, cache, step)
         ids = choose(model, hidden, sampler, batch, Sampling(greedy=True), None)
         ids.tolist()  # waits for the device, as a check for the end of the text does
         yield time.perf_counter() - start
@@ -199,11 +204,7 @@ def add_rows(
     floor = 1e3 * bytes_read(model, partition, options.batch) / (bandwidth * 1e9)
     size = world_size()
     logits(model, Partition.even(size, size), options.batch)  # one-time costs of a first token
-    start = time.perf_counter()
-    recorded = record(model.base_model, options.batch)
-    if recorded is not None and rank() == 0:
-        print(f"# graphs recorded in {1e3 * (time.perf_counter() - start):.0f} ms", flush=True)
-    ways = {shape: recorded, f"{shape}, eager": None} if options.eager else {shape: recorded}
+    ways = {shape: True, f"{shape}, eager": False} if options.eager else {shape: True}
     for what, graphs in ways.items():
         found = error(model, partition, options.batch, graphs)
         tokens = options.warmup + options.rounds

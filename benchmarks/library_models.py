@@ -13,7 +13,7 @@ from lib.problem import DTYPES
 from ringattn import Partition
 from ringattn.model_call import ModelCall
 from ringattn.models import LLaMA, LLaMAConfig
-from ringattn.models.decode_graphs import DecodeGraphs, record
+from ringattn.models.decode_step import DecodeStep
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -49,29 +49,28 @@ def whole(seq_len: int) -> Partition:
 def own_step(
     model: LLaMA, new_tokens: int, split: SplitOf, call_type: type[ModelCall] = ModelCall
 ) -> Step:
-    recorded: dict[int, DecodeGraphs | None] = {}  # by batch
-
     def prompt(ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
         ring, partition = model.ring, split(ids.size(1))
         cache = model.new_cache(partition, new_tokens=new_tokens)
         call = call_type.prefill(ring, partition, cache=cache)
         positions = partition.position_ids(ring.rank, ids.device)
         hidden = model.base_model(partition.shard(ids, ring.rank), positions, call)
-        return model.project(call.last(hidden, 1)[:, 0]), cache
+        step = DecodeStep.of(model, cache, ids.size(0))
+        return model.project(call.last(hidden, 1)[:, 0]), (cache, step, 0)
 
-    def step(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-        if cache is None:
+    def step(ids: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        if state is None:
             return prompt(ids)
-        call = call_type.decode(model.ring, cache)
-        if ids.size(0) not in recorded:
-            recorded[ids.size(0)] = record(model.base_model, ids.size(0))
-        graphs = recorded[ids.size(0)]
-        if graphs is not None:
-            hidden = graphs(ids, call)
-        else:
+        cache, fused, tokens = state
+        if fused is None:
+            call = call_type.decode(model.ring, cache)
             positions = torch.full((1,), call.num_before, device=ids.device)
-            hidden = model.base_model(ids, positions, call)
-        return model.project(hidden[:, 0]), cache
+            hidden = model.base_model(ids, positions, call)[:, 0]
+        else:
+            hidden = fused(ids[:, 0])
+            if tokens == 0:
+                fused.record()
+        return model.project(hidden), (cache, fused, tokens + 1)
 
     return step
 

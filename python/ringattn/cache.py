@@ -90,6 +90,7 @@ class ShardedKVCache:
         if targets is not None:  # what :meth:`rebalance` may bring here
             self.capacity = max(self.capacity, targets[rank])
         self._layers: dict[int, torch.Tensor] = {}  # [2, B, capacity, H_kv, D], keys first
+        self.storage_version = 0  # another one: layers lie at other addresses than before
 
     @property
     def seq_len(self) -> int:
@@ -163,8 +164,17 @@ class ShardedKVCache:
         keys, values = self._layers[layer].narrow(2, 0, length).unbind(0)
         return keys, values
 
+    def storage(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All memory for keys and values of one layer, each ``[B, capacity, H_kv, D]``, allocated
+        like keys ``[B, any, H_kv, D]`` where it is not yet. :meth:`view` has the first tokens of
+        it."""
+        self._allocate(layer, like)
+        keys, values = self._layers[layer].unbind(0)
+        return keys, values
+
     def select(self, rows: torch.Tensor) -> None:
         """Keeps these batch rows, int64 ``[B']``, in this order; one may be named several times."""
+        self.storage_version += 1
         for layer, storage in self._layers.items():
             self._layers[layer] = storage.index_select(1, rows.to(storage.device))
         if self.key_lengths is not None:
@@ -212,6 +222,7 @@ class ShardedKVCache:
 
     def _grow(self, capacity: int) -> None:
         self.capacity = capacity
+        self.storage_version += 1
         for layer, old in self._layers.items():  # one by one: never two caches at a time
             shape = list(old.shape)
             shape[2] = capacity

@@ -19,13 +19,13 @@ from ringattn._distributed.collectives import agree, checksum, draw_on_rank
 from ringattn._distributed.groups import GroupInfo
 from ringattn.cache import ShardedKVCache
 from ringattn.model_call import ModelCall
-from ringattn.models.decode_graphs import DecodeGraphs, record
+from ringattn.models.decode_step import DecodeStep, misfit
 from ringattn.models.llama import LLaMA
 from ringattn.partition import Partition
 from ringattn.sampling import Sampling
 
-# Tokens before CUDA graphs are recorded, and that must be left then: recording takes as much time
-# as the graphs save in some dozens of tokens.
+# Tokens after the first two before CUDA graphs are recorded; more must be left then: it takes
+# as much time to record as the graphs save in some dozens of tokens.
 _TOKENS_BEFORE_GRAPHS = 16
 
 #: One token id, several, None for no end, or "config" for those of the model.
@@ -70,10 +70,10 @@ def generate(
         pad_token_id: what follows the end of a row while others go on; None means the model's, and
             where it has none the first end token.
         seed: makes draws repeatable, on devices of one kind; None takes torch's default generator.
-        cuda_graphs: record what lies between two attention calls as CUDA graphs, and replay them
-            for each token: the same tokens, in less time. None does so once a generation has gone
-            on for some tokens, on CUDA, if the model has this package's own layers only and no
-            hooks; True from the first token on, whatever the layers are.
+        cuda_graphs: record the kernels of a token as CUDA graphs, and replay them for each token:
+            the same tokens, in less time. None does so once a generation has gone on for some
+            tokens, on CUDA, if the model has this package's own layers only and no hooks; True from
+            the second token on, whatever layers compute its products, and without their hooks.
         on_tokens: called on every rank with each step's tokens, int64 ``[B]`` on the model's
             device, as soon as they are queued there: for streaming and for clocks.
 
@@ -158,6 +158,8 @@ class _Request:
             cuda_graphs = check_flag("cuda_graphs", cuda_graphs)
         if cuda_graphs and model.device.type != "cuda":
             raise ValueError(f"cuda_graphs must have a model on CUDA, got {model.device}")
+        if cuda_graphs and (part := misfit(model.base_model)):
+            raise ValueError(f"cuda_graphs must have a model that can be recorded, got {part}")
         partition = model.check(prompt_ids, partition, new_tokens=max_new_tokens)
         if prompt_ids.numel() == 0:
             raise ValueError(f"prompt_ids must hold tokens, got shape {list(prompt_ids.shape)}")
@@ -186,6 +188,11 @@ class _Request:
             seed,
             cuda_graphs,
         )
+
+    @property
+    def tokens_before_graphs(self) -> int | None:
+        """After how many tokens beside the first two CUDA graphs are recorded; None: never."""
+        return {None: _TOKENS_BEFORE_GRAPHS, True: 0, False: None}[self.cuda_graphs]
 
     def facts(self) -> dict[str, Any]:
         """Values that must be equal on all ranks, by their names in errors."""
@@ -240,7 +247,7 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
     ends = torch.tensor(request.eos_ids, device=device)
     finished = torch.zeros(batch, dtype=torch.bool, device=device)
 
-    graphs: DecodeGraphs | None = None
+    step: DecodeStep | None = None
     hidden = prefill(model, prompt_ids, request.partition, cache)
     end = prompt_len + request.max_new_tokens
     for position in range(prompt_len, end):
@@ -252,13 +259,14 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
         left = end - position - 1
         if left == 0 or (request.eos_ids and bool(finished.all())):
             return
-        if position == prompt_len and request.cache_lengths is not None:
-            cache.rebalance(model.ring.group)
-        if request.cuda_graphs and graphs is None:
-            graphs = DecodeGraphs(model.base_model, batch)
-        if request.cuda_graphs is None and position - prompt_len == _TOKENS_BEFORE_GRAPHS <= left:
-            graphs = record(model.base_model, batch)
-        hidden = decode(model, tokens, cache, graphs)
+        if position == prompt_len:
+            if request.cache_lengths is not None:
+                cache.rebalance(model.ring.group)
+            step = DecodeStep.of(model, cache, batch, observed=bool(request.cuda_graphs))
+        hidden = decode(model, tokens, cache, step)
+        before = request.tokens_before_graphs
+        if step and before is not None and position - prompt_len == before < left:
+            step.record(required=bool(request.cuda_graphs))
 
 
 # ---- steps -------------------------------------------------------------------------------------
@@ -281,15 +289,12 @@ def prefill(
 
 @torch.inference_mode()
 def decode(
-    model: LLaMA,
-    tokens: torch.Tensor,
-    cache: ShardedKVCache,
-    graphs: DecodeGraphs | None = None,
+    model: LLaMA, tokens: torch.Tensor, cache: ShardedKVCache, step: DecodeStep | None = None
 ) -> torch.Tensor:
     """Hidden state ``[B, E]`` of one new token per row, ``tokens`` int64 ``[B]``."""
+    if step is not None:
+        return step(tokens)
     call = ModelCall.decode(model.ring, cache)
-    if graphs is not None:
-        return graphs(tokens.unsqueeze(1), call).squeeze(1)
     position_ids = torch.full((1,), call.num_before, device=model.device)
     return model.base_model(tokens.unsqueeze(1), position_ids, call).squeeze(1)
 

@@ -11,9 +11,8 @@ import torch
 from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
 from ringattn import generation
 from ringattn.generation import decode, generate
-from ringattn.model_call import ModelCall
 from ringattn.models import LLaMA, load_model
-from ringattn.models.decode_graphs import DecodeGraphs, record, replayable
+from ringattn.models.decode_step import DecodeStep, misfit, replayable
 from ringattn.partition import Partition
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -36,13 +35,14 @@ def model(folder: Path) -> LLaMA:
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The positions of tokens that went through graphs."""
     positions: list[int] = []
-    replay = DecodeGraphs.__call__
+    call = DecodeStep.__call__
 
-    def counted(self: DecodeGraphs, token_ids: torch.Tensor, call: ModelCall) -> torch.Tensor:
-        positions.append(call.num_before)
-        return replay(self, token_ids, call)
+    def counted(self: DecodeStep, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._graphs:
+            positions.append(self._cache.seq_len)
+        return call(self, token_ids)
 
-    monkeypatch.setattr(DecodeGraphs, "__call__", counted)
+    monkeypatch.setattr(DecodeStep, "__call__", counted)
     return positions
 
 
@@ -66,10 +66,10 @@ def test_graphs_change_no_token(options: dict[str, Any], folder: Path, replays: 
     plain = generated(False)
     assert not replays
     assert torch.equal(generated(True), plain)
-    assert len(replays) == NEW_TOKENS - 1
+    assert replays == list(range(PROMPT_LEN + 1, PROMPT_LEN + NEW_TOKENS - 1))
     assert torch.equal(generated(None), plain)
-    assert replays[0] == PROMPT_LEN + generation._TOKENS_BEFORE_GRAPHS
-    assert len(replays) == NEW_TOKENS - 1 - generation._TOKENS_BEFORE_GRAPHS
+    first = PROMPT_LEN + generation._TOKENS_BEFORE_GRAPHS + 1
+    assert replays == list(range(first, PROMPT_LEN + NEW_TOKENS - 1))
 
 
 @pytest.mark.cuda
@@ -87,23 +87,47 @@ def test_rows_end_in_the_middle_of_replays(folder: Path, replays: list[int]) -> 
     options = {"eos_token_id": ends, "pad_token_id": 7}
     expected = new_tokens(model, cuda_graphs=False, **options)
     assert torch.equal(new_tokens(model, **options), expected)
-    assert len(replays) == max(0, expected.size(1) - 1 - generation._TOKENS_BEFORE_GRAPHS)
+    assert len(replays) == max(0, expected.size(1) - 2 - generation._TOKENS_BEFORE_GRAPHS)
 
 
 @pytest.mark.cuda
 def test_a_cache_may_grow_between_replays(folder: Path) -> None:
     model = load_model(folder, device="cuda")
-    graphs = record(model.base_model, 2)
-    assert graphs is not None
     caches = [model.new_cache(Partition.even(0, 1)) for _ in range(2)]
-    ids = random_ids(2, NEW_TOKENS).to("cuda")
-    for position in range(NEW_TOKENS):
+    steps = [DecodeStep.of(model, cache, 2) for cache in caches]
+    ids = random_ids(2, 3 * NEW_TOKENS).to("cuda")
+    capacities = set()
+    for position in range(3 * NEW_TOKENS):
         hidden, expected = (
-            decode(model, ids[:, position], cache, way).clone()
-            for cache, way in zip(caches, (graphs, None), strict=True)
+            decode(model, ids[:, position], cache, step).clone()
+            for cache, step in zip(caches, steps, strict=True)
         )
         assert torch.equal(hidden, expected)
-    assert caches[0].capacity >= NEW_TOKENS
+        capacities.add(caches[0].capacity)
+        if position == 0:
+            steps[0].record(required=True)
+    assert len(capacities) > 1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_step_computes_what_the_layers_do(dtype: torch.dtype, folder: Path) -> None:
+    model = load_model(folder, device="cuda", dtype=dtype)
+    wide = load_model(folder, device="cuda", dtype=torch.float32)
+    wide.load_state_dict({name: x.float() for name, x in model.state_dict().items()})
+    ids = random_ids(2, PROMPT_LEN + 8).to("cuda")
+    partition = Partition.even(PROMPT_LEN, 1)
+    found = []
+    for twin, fused in ((model, True), (model, False), (wide, False)):
+        cache = twin.new_cache(partition, new_tokens=8)
+        generation.prefill(twin, ids[:, :PROMPT_LEN], partition, cache)
+        step = DecodeStep.of(twin, cache, 2) if fused else None
+        assert (step is not None) == fused
+        hidden = [decode(twin, ids[:, PROMPT_LEN + i], cache, step).float() for i in range(8)]
+        found.append(torch.stack(hidden))
+    step_error, layers_error = ((x - found[2]).pow(2).mean().sqrt() for x in found[:2])
+    largest = found[2].abs().max()
+    assert step_error <= 1.1 * layers_error + 1e-6 * largest
 
 
 class Waiting(nn.Module):
@@ -132,7 +156,7 @@ def test_where_recording_fails_the_model_runs(
     def out_of_memory(*args: object) -> None:
         raise torch.OutOfMemoryError("no memory for this graph")
 
-    monkeypatch.setattr(DecodeGraphs, "_record", out_of_memory)
+    monkeypatch.setattr(DecodeStep, "_recorded", out_of_memory)
     torch.manual_seed(5)
     assert torch.equal(new_tokens(model, **options), plain)
     with pytest.raises(torch.OutOfMemoryError):
@@ -182,6 +206,28 @@ def test_nothing_is_replayed_under_hooks_and_dispatch_modes(model: LLaMA) -> Non
     assert replayable(model.base_model)
 
 
-def test_a_cpu_records_nothing(model: LLaMA) -> None:
-    assert record(model.base_model, 1) is None
+def test_a_cpu_runs_the_layers(model: LLaMA) -> None:
+    cache = model.new_cache(Partition.even(PROMPT_LEN, 1))
+    assert DecodeStep.of(model, cache, 1, observed=True) is None
     assert torch.equal(new_tokens(model), new_tokens(model, cuda_graphs=False))
+
+
+def other_norm(model: LLaMA) -> None:
+    model.base_model.layers[1].ff_ln = nn.LayerNorm(model.config.emb_dim)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda model: None, None),
+        (other_layer, None),  # computes a product, as any layer may
+        (other_norm, "a LayerNorm as layers.1.ff_ln"),
+        (lambda model: model.double(), "weights of torch.float64"),
+    ],
+    ids=["as made", "other product", "other norm", "float64"],
+)
+def test_what_the_step_has_no_kernels_for(
+    change: Callable[[LLaMA], object], found: str | None, model: LLaMA
+) -> None:
+    change(model)
+    assert misfit(model.base_model) == found
