@@ -33,7 +33,8 @@ struct AttentionResult {
   at::Tensor out;    // [B, S_q, H, D], q's dtype: rows [final_begin, final_end) are written;
                      // undefined if none
   at::Tensor state;  // [B, S_q, H, D], state dtype: the other rows; undefined if every row is final
-                     // and nothing is folded
+                     // and nothing is folded. A list that takes several launches leaves results of
+                     // its earlier ones in the final rows.
   at::Tensor lse;    // [B, H, S_q], state dtype
   bool fold = false;  // state and lse hold earlier keys
   int64_t final_begin = 0;

@@ -36,7 +36,12 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
     const Band& band = block.band;
     const int64_t num_keys = keys.size(1);
     TORCH_INTERNAL_ASSERT(band.query_end == num_queries && band.key_begin == 0 &&
-                          band.key_end == num_keys && !band.has_lower());
+                              band.key_end == num_keys && !band.has_lower(),
+                          "a CUDA kernel's band must end with the last of ", num_queries,
+                          " rows, hold all of ", num_keys,
+                          " keys and have no lower limit, got rows [", band.query_begin, ", ",
+                          band.query_end, "), keys [", band.key_begin, ", ", band.key_end,
+                          "), lower limit ", band.lower);
     KeySegment segment;
     segment.k = strided(keys);
     segment.v = strided(values);
@@ -62,15 +67,24 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
   params.final_begin = result.final_begin;
   params.final_end = result.final_end;
 
+  at::Tensor between_launches = result.state;
+  if (cuda::takes_several_launches(params.num_segments)) {
+    TORCH_INTERNAL_ASSERT(remote_fetch.failed == nullptr,
+                          "a launch that fetches must have at most ", PeerSignals::kMaxPeers,
+                          " segments, got ", params.num_segments);
+    if (!result.state.defined()) {
+      between_launches = at::empty(q.sizes(), q.options().dtype(state_dtype(q.scalar_type())));
+    }
+  }
   std::optional<InPlace> out, state;
   if (result.out.defined()) params.out = strided(out.emplace(result.out).tensor());
-  if (result.state.defined()) params.state = strided(state.emplace(result.state).tensor());
+  if (between_launches.defined()) params.state = strided(state.emplace(between_launches).tensor());
   const InPlace lse(result.lse);
   params.lse = lse.tensor().data_ptr<float>();
   params.lse_batch_stride = lse.tensor().stride(0);
   params.lse_head_stride = lse.tensor().stride(1);
   check_launch(cuda::block_attention(params, current_stream(q)), "block_attention");
-  log_info_once(cuda::supports_segment_lists(params, params.num_segments)
+  log_info_once(cuda::supports_segment_lists(params)
                     ? "attention kernels: sm90, sm80 for short calls"
                     : "attention kernels: sm80");
 }
@@ -85,12 +99,11 @@ at::Tensor as_attention_input(const at::Tensor& x) {
   return x;
 }
 
-bool supports_segment_lists(const at::Tensor& q, int64_t num_blocks) {
+bool supports_segment_lists(const at::Tensor& q) {
   if (!q.is_cuda()) return true;
 #ifdef RINGATTN_WITH_CUDA
   if (q.numel() == 0) return false;
-  const AttentionShape shape = attention_shape(q, /*num_kv_heads=*/1, /*scale=*/1.0);
-  return cuda::supports_segment_lists(shape, static_cast<int>(num_blocks));
+  return cuda::supports_segment_lists(attention_shape(q, /*num_kv_heads=*/1, /*scale=*/1.0));
 #else
   return false;
 #endif

@@ -19,9 +19,9 @@
 
 namespace ringattn {
 
-/// Whether one call attends q to a list of `num_blocks` blocks and, on CUDA, fetches them by
-/// itself.
-RINGATTN_API bool supports_segment_lists(const at::Tensor& q, int64_t num_blocks);
+/// Whether one call attends q to a list of blocks, of any length, and, on CUDA, fetches up to
+/// PeerSignals::kMaxPeers of them by itself.
+RINGATTN_API bool supports_segment_lists(const at::Tensor& q);
 
 /// The tiles in which a device's kernel computes calls of many rows, the fastest first. None: it
 /// has no tiles, and computes exactly the rows and keys of the call.
@@ -31,9 +31,10 @@ RINGATTN_API std::vector<AttentionTile> attention_tiles(c10::Device device, at::
 /// x [B, S, H, D] itself, or a copy where its strides or address do not suit the kernels.
 RINGATTN_API at::Tensor as_attention_input(const at::Tensor& x);
 
-/// Attends q to a list of blocks, in its order; on CUDA in one launch, with more than one block
-/// only where supports_segment_lists, and with bands that hold all rows from some row on, all keys,
-/// and no lower limit. No other kernel exists there.
+/// Attends q to a list of blocks, in its order. On CUDA: in one launch, or in several where the
+/// list is longer than a kernel takes; with more than one block only where supports_segment_lists;
+/// with bands that hold all rows from some row on, all keys, and no lower limit. No other kernel
+/// exists there.
 RINGATTN_API void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks,
                                   double scale, const AttentionResult& result,
                                   const RemoteFetch& remote_fetch = {});

@@ -116,7 +116,7 @@ class Executor {
     if (remote != nullptr) return remote->remote_fetch;
     RemoteFetch none;
     // Transfers may occupy some multiprocessors for a while: work tiles are dispatched dynamically.
-    if (visits_.size() > 1 && q_.is_cuda() && supports_segment_lists(q_, 1)) {
+    if (visits_.size() > 1 && q_.is_cuda() && supports_segment_lists(q_)) {
       if (!scratch_.defined()) {
         scratch_ = at::zeros({LaunchScratch::kFirstArrival}, q_.options().dtype(at::kInt));
       }
@@ -156,7 +156,7 @@ class Executor {
 bool needs_launch_per_block(const at::Tensor& q, const RingCall& call, const CallTimer& timer) {
   const auto num_steps = static_cast<int64_t>(call.plan.visits.size());
   return timer.by_block() || slowdown() > 1.0 || call.depth < num_steps - 1 ||
-         !supports_segment_lists(q, num_steps);
+         !supports_segment_lists(q);
 }
 
 RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const RingCall& call,

@@ -270,7 +270,7 @@ inline bool can_run() {
   if (at::hasCUDA() && at::detail::getCUDAHooks().deviceCount() > 0) {
     AttentionShape shape;
     shape.head_dim = 64;
-    if (ringattn::cuda::supports_segment_lists(shape, /*num_segments=*/1)) return true;
+    if (ringattn::cuda::supports_segment_lists(shape)) return true;
   }
   WARN("no device with kernels for lists of segments: skipped");
   return false;

@@ -3,6 +3,7 @@
 #include <cuda_fp16.h>
 
 #include "attention/cuda/block_attention.h"
+#include "attention/cuda/segment_list.h"
 #include "attention/cuda/sm80/launch.h"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/scheduler/tile_selection.h"
@@ -34,24 +35,8 @@ bool is_short(const BlockAttentionParams& p) {
   return sm80::supports(p) && p.num_queries <= kRows && p.segments[0].num_keys <= kRows;
 }
 
-}  // namespace
-
-bool supports_segment_lists(const AttentionShape& shape, int num_segments) {
-  return sm90::supports(shape, num_segments) && sm90::available() &&
-         wants_sm90(/*unless_set=*/true);
-}
-
-std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim) {
-  AttentionShape shape;
-  shape.dtype = dtype;
-  shape.head_dim = head_dim;
-  if (supports_segment_lists(shape, /*num_segments=*/1)) return sm90::attention_tiles(head_dim);
-  return {sm80::attention_tile(dtype, head_dim)};
-}
-
-cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
-  if (p.batch == 0 || p.num_queries == 0 || p.num_heads == 0) return cudaSuccess;
-  if (sm90::supports(p, p.num_segments) && wants_sm90(/*unless_set=*/!is_short(p))) {
+cudaError_t launch(const BlockAttentionParams& p, cudaStream_t stream) {
+  if (sm90::supports(p) && wants_sm90(/*unless_set=*/!is_short(p))) {
     const cudaError_t error =
         sm90::available() ? sm90::block_attention(p, stream) : cudaErrorNotSupported;
     if (error != cudaErrorNotSupported || wants_sm90(/*unless_set=*/false)) return error;
@@ -66,6 +51,33 @@ cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) 
       return dispatch_head_dim<float>(p, stream);
   }
   return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+bool supports_segment_lists(const AttentionShape& shape) {
+  return sm90::supports(shape) && sm90::available() && wants_sm90(/*unless_set=*/true);
+}
+
+bool takes_several_launches(int num_segments) { return num_segments > sm90::kMaxSegments; }
+
+std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim) {
+  AttentionShape shape;
+  shape.dtype = dtype;
+  shape.head_dim = head_dim;
+  if (supports_segment_lists(shape)) return sm90::attention_tiles(head_dim);
+  return {sm80::attention_tile(dtype, head_dim)};
+}
+
+cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
+  if (p.batch == 0 || p.num_queries == 0 || p.num_heads == 0) return cudaSuccess;
+  if (!takes_several_launches(p.num_segments)) return launch(p, stream);
+  if (p.state.data == nullptr || p.remote_fetch.failed != nullptr) return cudaErrorInvalidValue;
+  for (int first = 0; first < p.num_segments; first += sm90::kMaxSegments) {
+    const cudaError_t error = launch(launch_of_list(p, first, sm90::kMaxSegments), stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace ringattn::cuda

@@ -31,9 +31,8 @@ bool available() {
   return known;
 }
 
-bool supports(const AttentionShape& shape, int num_segments) {
-  return shape.dtype != DataType::kFloat32 && num_segments <= kMaxSegments && shape.head_dim > 0 &&
-         shape.head_dim <= 256;
+bool supports(const AttentionShape& shape) {
+  return shape.dtype != DataType::kFloat32 && shape.head_dim > 0 && shape.head_dim <= 256;
 }
 
 cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) {

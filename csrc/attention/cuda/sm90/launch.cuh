@@ -242,6 +242,7 @@ void order_tail(const BlockAttentionParams& p, bool fetch_bound, int blocks,
 
 template <typename Element, typename Tile, int kSegments>
 cudaError_t launch_segmented(const BlockAttentionParams& p, bool fetch_bound, cudaStream_t stream) {
+  if (p.num_segments > kSegments) return cudaErrorInvalidValue;
   const int64_t query_tiles = ceil_div(p.num_queries, Tile::kBlockQ) + 1;
   // Tile numbers are 32 bits wide, including the missing tiles of pairs and the first one past the
   // end.

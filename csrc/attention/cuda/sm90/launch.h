@@ -10,16 +10,19 @@
 
 namespace ringattn::cuda::sm90 {
 
+/// Of one launch: those of a ring whose blocks it fetches, one of each rank.
 constexpr int kMaxSegments = 16;
+static_assert(kMaxSegments >= PeerSignals::kMaxPeers);
 
 /// Whether the current device is of compute capability 9.0: code for sm_90a runs nowhere else.
 bool available();
 
-/// Whether this family has a kernel for it: 16-bit types, at most kMaxSegments segments.
-bool supports(const AttentionShape& shape, int num_segments);
+/// Whether this family has a kernel for it: 16-bit types.
+bool supports(const AttentionShape& shape);
 
-/// Enqueues p, which must be aligned and supported, on an available device. cudaErrorNotSupported,
-/// with nothing enqueued, where the tensors have no tensor map.
+/// Enqueues p, which must be aligned and supported, of at most kMaxSegments segments, on an
+/// available device. cudaErrorNotSupported, with nothing enqueued, where the tensors have no tensor
+/// map.
 cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream);
 
 /// kHeadDim in {64, 128, 256}: the smallest that holds p.head_dim.
