@@ -230,6 +230,8 @@ EXPORTED int attend_as_rank(const RankCall* call, void* stream) {
   params.lse_batch_stride = int64_t{call->num_heads} * rows;
   params.segments = segments.data();
   params.num_segments = static_cast<int>(segments.size());
+  params.scheduling = Scheduling::kDynamic;
+  params.fetch = call->fetched != nullptr ? Fetch::kRemote : Fetch::kNone;
   params.remote_fetch = remote_fetch(*call);
   params.batch = call->batch;
   params.num_queries = rows;

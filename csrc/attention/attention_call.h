@@ -25,6 +25,8 @@ struct KeyBlock {
   at::Tensor v;
   Band band;                // of the call's query rows and these key rows
   RemoteBlock source = {};  // see KeySegment; without data: a local block
+
+  bool is_remote() const { return source.data != nullptr; }
 };
 
 /// Where the result of one call is written, and what it is merged with. Shapes are those of the

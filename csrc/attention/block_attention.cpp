@@ -22,7 +22,8 @@ namespace ringattn {
 namespace {
 
 void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
-                          const AttentionResult& result, const RemoteFetch& remote_fetch) {
+                          const AttentionResult& result, const LaunchOptions& options,
+                          const RemoteFetch& remote_fetch) {
   TORCH_INTERNAL_ASSERT(!blocks.empty());
   const int64_t num_queries = q.size(1);
   const at::Tensor queries = as_kernel_input(q);
@@ -31,8 +32,7 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
   std::vector<KeySegment> segments;
   for (const KeyBlock& block : blocks) {
     const at::Tensor keys = as_kernel_input(block.k), values = as_kernel_input(block.v);
-    TORCH_INTERNAL_ASSERT(block.source.data == nullptr ||
-                          (keys.is_same(block.k) && values.is_same(block.v)));
+    TORCH_INTERNAL_ASSERT(!block.is_remote() || (keys.is_same(block.k) && values.is_same(block.v)));
     const Band& band = block.band;
     const int64_t num_keys = keys.size(1);
     TORCH_INTERNAL_ASSERT(band.query_end == num_queries && band.key_begin == 0 &&
@@ -58,20 +58,20 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
 
   BlockAttentionParams params;
   static_cast<AttentionShape&>(params) = attention_shape(q, blocks.front().k.size(2), scale);
+  static_cast<LaunchOptions&>(params) = options;
   params.q = strided(queries);
   params.segments = segments.data();
   params.num_segments = segments.size();
   params.remote_fetch = remote_fetch;
   params.fold = result.fold;
-  params.max_blocks = sm_cap();
+  params.max_blocks = std::min(options.max_blocks, sm_cap());
   params.final_begin = result.final_begin;
   params.final_end = result.final_end;
 
   at::Tensor between_launches = result.state;
   if (cuda::takes_several_launches(params.num_segments)) {
-    TORCH_INTERNAL_ASSERT(remote_fetch.failed == nullptr,
-                          "a launch that fetches must have at most ", PeerSignals::kMaxPeers,
-                          " segments, got ", params.num_segments);
+    TORCH_INTERNAL_ASSERT(options.fetch == Fetch::kNone, "a launch that fetches must have at most ",
+                          PeerSignals::kMaxPeers, " segments, got ", params.num_segments);
     if (!result.state.defined()) {
       between_launches = at::empty(q.sizes(), q.options().dtype(state_dtype(q.scalar_type())));
     }
@@ -121,10 +121,11 @@ std::vector<AttentionTile> attention_tiles(c10::Device device, at::ScalarType dt
 }
 
 void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
-                     const AttentionResult& result, const RemoteFetch& remote_fetch) {
+                     const AttentionResult& result, const LaunchOptions& options,
+                     const RemoteFetch& remote_fetch) {
   if (q.numel() == 0) return;
 #ifdef RINGATTN_WITH_CUDA
-  if (q.is_cuda()) return block_attention_cuda(q, blocks, scale, result, remote_fetch);
+  if (q.is_cuda()) return block_attention_cuda(q, blocks, scale, result, options, remote_fetch);
 #endif
   log_info_once("attention kernels: cpu");
   cpu::block_attention(q, blocks, scale, result);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/attention_call.h"
+#include "attention/params.h"
 #include "core/attention_tile.h"
 #include "core/export.h"
 #include "core/shape.h"
@@ -34,9 +35,10 @@ RINGATTN_API at::Tensor as_attention_input(const at::Tensor& x);
 /// Attends q to a list of blocks, in its order. On CUDA: in one launch, or in several where the
 /// list is longer than a kernel takes; with more than one block only where supports_segment_lists;
 /// with bands that hold all rows from some row on, all keys, and no lower limit. No other kernel
-/// exists there.
+/// exists there. `options`: which of `remote_fetch` must be there (params.h); the CPU ignores both.
 RINGATTN_API void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks,
                                   double scale, const AttentionResult& result,
+                                  const LaunchOptions& options = {},
                                   const RemoteFetch& remote_fetch = {});
 
 /// Attends q [B, S_q, H, D] to k, v [B, S_k, H_kv, D] under `diagonal`, folds the earlier state in

@@ -32,12 +32,28 @@ struct AttentionShape {
   DataType dtype = DataType::kBFloat16;
 };
 
+/// How the thread blocks of a persistent kernel get their work tiles.
+enum class Scheduling : int8_t {
+  kStatic,   // assigned beforehand: faster where nothing else runs on the device
+  kDynamic,  // by the blocks that are free; needs RemoteFetch::scratch
+};
+
+/// Which keys a launch fetches by itself.
+enum class Fetch : int8_t {
+  kNone,    // all segments are local
+  kRemote,  // those of remote segments. The launch gives the signals of peer_sync/protocol.h, also
+            // where there is no remote segment. Needs kDynamic, an arrival counter for each segment
+            // and RemoteFetch::failed
+};
+
 /// How a launch computes it: no result depends on them.
 struct LaunchOptions {
   /// Persistent kernels have one thread block on each multiprocessor: at most so many.
   int32_t max_blocks = INT32_MAX;
   /// Rows of a query tile, for kernels with tiles of several sizes. 0: the kernel chooses.
   int32_t tile_rows = 0;
+  Scheduling scheduling = Scheduling::kStatic;
+  Fetch fetch = Fetch::kNone;
 };
 
 /// A list of keys under one diagonal.
@@ -51,6 +67,8 @@ struct KeySegment {
   /// With data, a remote segment: the launch fetches the keys from there to `k` and `v`, the planes
   /// of one buffer [H_kv, 2, B, num_keys, D]. Without: a local segment.
   RemoteBlock source;
+
+  constexpr bool is_remote() const { return source.data != nullptr; }
 };
 
 /// One call of block attention: S_q query rows against a list of key segments, in the order of the
@@ -72,10 +90,8 @@ struct BlockAttentionParams : AttentionShape, LaunchOptions {
   const KeySegment* segments = nullptr;  // [num_segments], host memory, read during the call
   int32_t num_segments = 0;
 
-  /// With scratch, work tiles are dispatched dynamically to the thread blocks that are free.
-  /// Without, they are assigned beforehand, which is faster where nothing else runs on the device.
-  /// With `failed`, which needs scratch, the launch fetches the remote segments and gives the
-  /// signals of peer_sync/protocol.h, also where there is no remote segment.
+  /// What `scheduling` and `fetch` need, and no more: device code takes the modes from `scratch`
+  /// and `failed` being null or not.
   RemoteFetch remote_fetch;
 
   int32_t final_begin = 0;

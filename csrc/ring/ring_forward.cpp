@@ -57,7 +57,17 @@ class Executor {
     }
     const at::Tensor queries = rows(q_, 1, range.query_begin, range.query_end);
     for (const KeyBlock& keys : visible) repeat_for_slowdown(queries, keys);
-    block_attention(queries, visible, call_.scale, result(range), remote_fetch(remote));
+    LaunchOptions options;
+    RemoteFetch remote_fetch;
+    if (remote != nullptr) {
+      options.scheduling = Scheduling::kDynamic;
+      options.fetch = Fetch::kRemote;
+      remote_fetch = remote->remote_fetch;
+    } else if (shares_device_with_transfers()) {
+      options.scheduling = Scheduling::kDynamic;
+      remote_fetch.scratch = scratch();
+    }
+    block_attention(queries, visible, call_.scale, result(range), options, remote_fetch);
     first_ = false;
   }
 
@@ -112,17 +122,16 @@ class Executor {
     return result;
   }
 
-  RemoteFetch remote_fetch(const ResidentBlocks* remote) {
-    if (remote != nullptr) return remote->remote_fetch;
-    RemoteFetch none;
-    // Transfers may occupy some multiprocessors for a while: work tiles are dispatched dynamically.
-    if (visits_.size() > 1 && q_.is_cuda() && supports_segment_lists(q_)) {
-      if (!scratch_.defined()) {
-        scratch_ = at::zeros({LaunchScratch::kFirstArrival}, q_.options().dtype(at::kInt));
-      }
-      none.scratch.data = static_cast<uint32_t*>(scratch_.mutable_data_ptr());
+  // Transfers may occupy some multiprocessors for a while.
+  bool shares_device_with_transfers() const {
+    return visits_.size() > 1 && q_.is_cuda() && supports_segment_lists(q_);
+  }
+
+  LaunchScratch scratch() {
+    if (!scratch_.defined()) {
+      scratch_ = at::zeros({LaunchScratch::kFirstArrival}, q_.options().dtype(at::kInt));
     }
-    return none;
+    return {static_cast<uint32_t*>(scratch_.mutable_data_ptr())};
   }
 
   // ringattn.testing.slowdown: repeats the share of the work that the factor asks for and drops the

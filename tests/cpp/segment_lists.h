@@ -200,6 +200,8 @@ inline cudaError_t attend_list(const Problem& problem, const Launch& launch, Res
   params.lse = results.lse.data_ptr<float>();
   params.lse_batch_stride = results.lse.stride(0);
   params.lse_head_stride = results.lse.stride(1);
+  if (launch.scratch.defined()) params.scheduling = Scheduling::kDynamic;
+  if (launch.failed.defined()) params.fetch = Fetch::kRemote;
   params.remote_fetch = remote_fetch;
   params.final_begin = launch.final_begin;
   params.final_end = launch.final_end;

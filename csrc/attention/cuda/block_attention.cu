@@ -72,7 +72,7 @@ std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim) {
 cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.num_queries == 0 || p.num_heads == 0) return cudaSuccess;
   if (!takes_several_launches(p.num_segments)) return launch(p, stream);
-  if (p.state.data == nullptr || p.remote_fetch.failed != nullptr) return cudaErrorInvalidValue;
+  if (p.state.data == nullptr || p.fetch == Fetch::kRemote) return cudaErrorInvalidValue;
   for (int first = 0; first < p.num_segments; first += sm90::kMaxSegments) {
     const cudaError_t error = launch(launch_of_list(p, first, sm90::kMaxSegments), stream);
     if (error != cudaSuccess) return error;

@@ -25,8 +25,9 @@ RINGATTN_API std::vector<AttentionTile> attention_tiles(DataType dtype, int head
 /// Block attention on the current device, enqueued on `stream`. Needs compute capability 8.0 and
 /// aligned rows (alignment.h). The same inputs give the same bits. With nothing enqueued:
 /// cudaErrorNotSupported for lists of segments where supports_segment_lists is false,
-/// cudaErrorInvalidValue for a list that takes several launches without a state, or that fetches. A
-/// call without queries launches nothing, and leaves the scratch as it is.
+/// cudaErrorInvalidValue for a list that takes several launches without a state, or that fetches,
+/// and, on compute capability 9.0, for modes of LaunchOptions without what they need or with more.
+/// A call without queries launches nothing, and leaves the scratch as it is.
 RINGATTN_API cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream);
 
 }  // namespace ringattn::cuda

@@ -121,7 +121,7 @@ cudaError_t add_remote_segments(const BlockAttentionParams& p, int64_t heads_per
     const KeySegment& from = p.segments[i];
     if (from.num_keys == 0) continue;
     RemoteSegment& remote = params.remote[segment++];
-    if (from.source.data == nullptr) continue;
+    if (!from.is_remote()) continue;
     const int64_t row_vectors = p.head_dim * kElementBytes / kVectorBytes;
     const int64_t plane_vectors = from.num_keys * row_vectors;
     const int64_t chunks_per_plane = ceil_div(plane_vectors, kVectorsPerChunk<Tile>);
@@ -207,7 +207,7 @@ inline std::vector<int> shape_key(const BlockAttentionParams& p) {
   for (int i = 0; i < p.num_segments; ++i) {
     const KeySegment& keys = p.segments[i];
     key.insert(key.end(), {keys.num_keys, keys.diagonal, keys.first_query,
-                           static_cast<int>(keys.source.data != nullptr)});
+                           static_cast<int>(keys.is_remote())});
   }
   return key;
 }
@@ -219,7 +219,7 @@ void order_tail(const BlockAttentionParams& p, bool fetch_bound, int blocks,
   params.first_tail_tile = INT32_MAX;
   constexpr int kMaxTiles = 1 << 14;  // with more, idle time at the end hardly matters
   const TileScheduler& scheduler = params.scheduler;
-  if (params.remote_fetch.scratch.data == nullptr || scheduler.num_tiles > kMaxTiles) return;
+  if (p.scheduling == Scheduling::kStatic || scheduler.num_tiles > kMaxTiles) return;
   const int clusters = blocks / scheduler.shape.blocks();
   const int64_t max_tail = max_tail_tiles(scheduler.num_tiles, clusters);
   if (max_tail == 0) return;
@@ -242,17 +242,11 @@ void order_tail(const BlockAttentionParams& p, bool fetch_bound, int blocks,
 
 template <typename Element, typename Tile, int kSegments>
 cudaError_t launch_segmented(const BlockAttentionParams& p, bool fetch_bound, cudaStream_t stream) {
-  if (p.num_segments > kSegments) return cudaErrorInvalidValue;
+  if (p.num_segments > kSegments || !modes_are_valid(p)) return cudaErrorInvalidValue;
   const int64_t query_tiles = ceil_div(p.num_queries, Tile::kBlockQ) + 1;
   // Tile numbers are 32 bits wide, including the missing tiles of pairs and the first one past the
   // end.
   if (query_tiles * p.batch * p.num_heads > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
-  // Without scratch no thread block would fetch keys or signal the peers.
-  if ((has_remote_segments(p) || p.remote_fetch.failed != nullptr) &&
-      (p.remote_fetch.failed == nullptr || p.remote_fetch.scratch.data == nullptr ||
-       p.remote_fetch.scratch.num_arrivals < p.num_segments)) {
-    return cudaErrorInvalidValue;
-  }
 
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -332,7 +326,7 @@ cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t s
   const bool fetch_bound = is_fetch_bound(p);
   const auto launch = [&](auto tile) {
     using Tile = decltype(tile);
-    return p.num_segments == 1 && p.remote_fetch.failed == nullptr
+    return p.num_segments == 1 && p.fetch == Fetch::kNone
                ? launch_segmented<Element, Tile, 1>(p, fetch_bound, stream)
                : launch_segmented<Element, Tile, kMaxSegments>(p, fetch_bound, stream);
   };

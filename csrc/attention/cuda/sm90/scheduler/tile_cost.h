@@ -27,7 +27,7 @@ inline std::vector<WorkTile> timed_work_tiles(const BlockAttentionParams& p,
   // and 240 GB/s.
   const int64_t rows_per_fetched_key = fetch_bound ? 2560 : 3072;
   const int consumers = block_q / kConsumerRows;
-  const auto is_remote = [&](int i) { return p.segments[i].source.data != nullptr; };
+  const auto is_remote = [&](int i) { return p.segments[i].is_remote(); };
   const auto arrival = [&](int segment, int64_t kv_head) {
     const int64_t group_begin = kv_head / heads_per_group * heads_per_group;
     const int64_t heads = std::min(heads_per_group, p.num_kv_heads - group_begin);

@@ -109,7 +109,17 @@ inline int64_t equal_part(int64_t all, int64_t max_part) {
 /// Whether the kernel fetches keys while it runs.
 inline bool has_remote_segments(const BlockAttentionParams& p) {
   return std::any_of(p.segments, p.segments + p.num_segments,
-                     [](const KeySegment& keys) { return keys.source.data != nullptr; });
+                     [](const KeySegment& keys) { return keys.is_remote(); });
+}
+
+/// Whether a launch has what its modes need, and nothing of the modes that it does not have.
+inline bool modes_are_valid(const BlockAttentionParams& p) {
+  const LaunchScratch& scratch = p.remote_fetch.scratch;
+  if ((p.scheduling == Scheduling::kDynamic) != (scratch.data != nullptr)) return false;
+  if ((p.fetch == Fetch::kRemote) != (p.remote_fetch.failed != nullptr)) return false;
+  if (p.fetch == Fetch::kNone) return !has_remote_segments(p);
+  // With static scheduling no thread block would fetch keys or signal the peers.
+  return p.scheduling == Scheduling::kDynamic && scratch.num_arrivals >= p.num_segments;
 }
 
 /// The first row that sees all segments.
@@ -144,7 +154,7 @@ inline bool is_fetch_bound(const BlockAttentionParams& p) {
   constexpr int kTile = 128;
   int64_t fetched = 0;  // tiles of a KV head
   for (int i = 0; i < p.num_segments; ++i) {
-    if (p.segments[i].source.data != nullptr) fetched += ceil_div(p.segments[i].num_keys, kTile);
+    if (p.segments[i].is_remote()) fetched += ceil_div(p.segments[i].num_keys, kTile);
   }
   const int64_t bytes = fetched * kTile * p.head_dim * kElementBytes * 2 * p.num_kv_heads * p.batch;
   const int64_t max_walked =
