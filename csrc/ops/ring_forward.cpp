@@ -6,7 +6,6 @@
 #include <c10/util/bit_cast.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/lru_cache.h"
 #include "ops/checks.h"
 #include "transport/group/group_context.h"
 #include "transport/registry.h"
@@ -65,32 +65,13 @@ CallKey call_key(const Arguments& args) {
 
 // A call that has passed its checks, with what follows from its arguments.
 struct PreparedCall {
-  CallKey key;
   std::string transport;
   RingPlan plan;
   std::shared_ptr<const Signature> signature;
 };
 
 // The latest kinds of calls of one group, or of single ranks, so that a repeated call is a look-up.
-class PreparedCalls {
- public:
-  /// Null where there is none, or no more.
-  std::shared_ptr<const PreparedCall> find(const CallKey& key) {
-    const auto found = std::find_if(calls_.begin(), calls_.end(),
-                                    [&](const auto& call) { return call->key == key; });
-    if (found == calls_.end()) return nullptr;
-    std::rotate(calls_.begin(), found, found + 1);
-    return calls_.front();
-  }
-  void keep(std::shared_ptr<const PreparedCall> call) {
-    constexpr size_t kMaxCalls = 32;
-    if (calls_.size() == kMaxCalls) calls_.pop_back();
-    calls_.insert(calls_.begin(), std::move(call));
-  }
-
- private:
-  std::vector<std::shared_ptr<const PreparedCall>> calls_;  // the latest first
-};
+using PreparedCalls = LruCache<CallKey, std::shared_ptr<const PreparedCall>>;
 
 Partition check(const Arguments& args, int64_t rank, int64_t world_size) {
   check_attention(args.q, args.k, args.v, args.scale);
@@ -120,12 +101,12 @@ Signature signature(const Arguments& args, const Partition& partition) {
       .add("transport", args.transport);
 }
 
-std::shared_ptr<const PreparedCall> prepare(const Arguments& args, CallKey key, int64_t rank,
+std::shared_ptr<const PreparedCall> prepare(const Arguments& args, int64_t rank,
                                             int64_t world_size) {
   const Partition partition = check(args, rank, world_size);
-  return std::make_shared<const PreparedCall>(PreparedCall{
-      std::move(key), std::string(args.transport), plan_ring(partition, rank, {args.causal}),
-      std::make_shared<const Signature>(signature(args, partition))});
+  return std::make_shared<const PreparedCall>(
+      PreparedCall{std::string(args.transport), plan_ring(partition, rank, {args.causal}),
+                   std::make_shared<const Signature>(signature(args, partition))});
 }
 
 std::tuple<at::Tensor, at::Tensor> ring_forward_op(
@@ -139,16 +120,17 @@ std::tuple<at::Tensor, at::Tensor> ring_forward_op(
   static thread_local PreparedCalls single_calls;
   PreparedCalls& calls = alone ? single_calls : group->state<PreparedCalls>();
   CallKey key = call_key(args);
-  std::shared_ptr<const PreparedCall> prepared = calls.find(key);
-  const bool repeated = prepared != nullptr;
+  const std::shared_ptr<const PreparedCall>* known = calls.find(key);
+  const bool repeated = known != nullptr;
+  std::shared_ptr<const PreparedCall> prepared = repeated ? *known : nullptr;
   if (alone) {
-    if (!repeated) calls.keep(prepared = prepare(args, std::move(key), 0, 1));
+    if (!repeated) calls.insert(std::move(key), prepared = prepare(args, 0, 1));
     check_environment();
     return ring_forward(q, k, v, RingCall{prepared->plan, scale}, nullptr);
   }
   check_call(*group, [&] {
     if (!repeated) {
-      prepared = prepare(args, std::move(key), group->rank(), group->size());
+      prepared = prepare(args, group->rank(), group->size());
       group->check_device(q.device(), prepared->transport);
     }
     check_environment();
@@ -159,7 +141,7 @@ std::tuple<at::Tensor, at::Tensor> ring_forward_op(
   const int64_t call = group->begin_call(prepared->signature, /*tagged=*/q.is_cpu());
   MessageTransport& carrier = group->transport(prepared->transport, q.device());
   // Not earlier: the group's device is settled by its first transport.
-  if (!repeated) calls.keep(prepared);
+  if (!repeated) calls.insert(std::move(key), prepared);
   RingCall ring{prepared->plan, scale};
   ring.depth = depth.value_or(group->size());
   ring.number = call;

@@ -6,7 +6,6 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
-#include <deque>
 #include <utility>
 #include <vector>
 
@@ -17,6 +16,7 @@
 #include "attention/cuda/sm90/scheduler/tile_cost.h"
 #include "attention/cuda/sm90/scheduler/tile_selection.h"
 #include "attention/cuda/sm90/tensor_map.h"
+#include "core/lru_cache.h"
 
 // The host's side of one instantiation: tile order, tensor maps, launch.
 
@@ -181,27 +181,8 @@ cudaError_t add_segments(const BlockAttentionParams& p, SegmentedParams<kSegment
   return cudaSuccess;
 }
 
-/// A cache of results by key, the oldest of which is replaced; each takes a part of a millisecond
-/// to compute.
-template <typename Result>
-class RecentResults {
- public:
-  template <typename Compute>
-  const Result& get(std::vector<int> key, const Compute& compute) {
-    const auto known = std::find_if(results_.begin(), results_.end(),
-                                    [&](const auto& some) { return some.first == key; });
-    if (known != results_.end()) return known->second;
-    if (results_.size() == kMaxResults) results_.pop_front();
-    results_.emplace_back(std::move(key), compute());
-    return results_.back().second;
-  }
-
- private:
-  static constexpr size_t kMaxResults = 32;
-  std::deque<std::pair<std::vector<int>, Result>> results_;
-};
-
-/// Everything that the durations of a call's work tiles, and their order, depend on.
+/// Everything that the durations of a call's work tiles, and their order, depend on: what is
+/// computed from them, in a part of a millisecond, is kept.
 inline std::vector<int> shape_key(const BlockAttentionParams& p) {
   std::vector<int> key = {p.batch, p.num_queries, p.num_heads, p.num_kv_heads, p.head_dim};
   for (int i = 0; i < p.num_segments; ++i) {
@@ -229,8 +210,8 @@ void order_tail(const BlockAttentionParams& p, bool fetch_bound, int blocks,
   key.insert(key.end(),
              {blocks, scheduler.num_tiles, scheduler.shape.heads, scheduler.shape.row_tiles,
               scheduler.bundles_per_group, heads_per_group, static_cast<int>(fetch_bound)});
-  static thread_local RecentResults<std::vector<uint16_t>> known;
-  const std::vector<uint16_t>& tail = known.get(std::move(key), [&] {
+  static thread_local LruCache<std::vector<int>, std::vector<uint16_t>> known;
+  const std::vector<uint16_t>& tail = known.find_or_compute(std::move(key), [&] {
     const std::vector<WorkTile> tiles = timed_work_tiles(p, scheduler, heads_per_group, fetch_bound,
                                                          Tile::kBlockQ, Tile::kBlockK, blocks);
     return rebalance_tail(tiles, clusters, max_tail);
@@ -314,8 +295,8 @@ inline cudaError_t choose_tile_size(const BlockAttentionParams& p, bool& small) 
   if (error != cudaSuccess) return error;
   std::vector<int> key = shape_key(p);
   key.insert(key.end(), {limits.multiprocessors, limits.l2_bytes});
-  static thread_local RecentResults<bool> known;
-  small = known.get(std::move(key), [&] {
+  static thread_local LruCache<std::vector<int>, bool> known;
+  small = known.find_or_compute(std::move(key), [&] {
     return small_tiles_are_faster(p, limits.l2_bytes, limits.multiprocessors);
   });
   return cudaSuccess;
