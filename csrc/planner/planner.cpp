@@ -191,6 +191,42 @@ Partition leave_out_ranks(const TimeModel& whole, int64_t depth) {
   return *fastest(partitions, whole, depth).first;
 }
 
+// The one of these partitions that waits least, and of those the one that needs the least depth.
+Partition least_waiting(const std::vector<Partition>& filled, const TimeModel& model,
+                        int64_t depth) {
+  return *fastest(filled, model, std::min(depth, find_min_depth(filled, model))).first;
+}
+
+// Moves tokens between ranks where some wait or have tiles to fill; elsewhere nothing is faster
+// than `filled`.
+Partition reduce_waits_and_padding(const Partition& filled, const TimeModel& model, int64_t depth) {
+  const bool waits =
+      slowest(model.step_ms(filled, depth)) > slowest(model.work_ms(filled)) * (1 + kWaitTolerance);
+  if (!waits && !model.has_tiles()) return filled;
+  std::vector<Partition> starts = {filled};
+  if (waits) {
+    starts.push_back(reversed(filled, model));
+    starts.push_back(leave_out_ranks(model, depth));
+  }
+  const std::vector<Partition> improved = improve_lengths(starts, model, depth);
+  return *fastest(improved, model, depth).first;
+}
+
+// What a partition takes and needs; `filled` has lengths that end together without padding and
+// waits.
+Plan describe(const Partition& partition, const Partition& filled, const TimeModel& model,
+              int64_t depth, int64_t kv_bytes) {
+  const std::vector<double> rank_ms = model.step_ms(partition, depth);
+  // With short segments, tiles of another kind than the first can have less masked work than the
+  // model assumes.
+  const double ideal = std::min(ideal_ms(model, filled), slowest(rank_ms));
+  Plan plan{partition, depth, find_min_depth({partition}, model), rank_ms, ideal, {}};
+  for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
+    plan.memory_bytes.push_back(kv_bytes * buffered_tokens(partition, rank, model.mask(), depth));
+  }
+  return plan;
+}
+
 }  // namespace
 
 std::vector<double> predict(const Partition& partition, const std::vector<RankProfile>& profiles,
@@ -216,37 +252,13 @@ Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const Model
   // block that follows others in a ring, and a plan must not become slower than the even one by it.
   const TimeModel without_latency = model.without_latency();
   const int64_t used = depth_used(depth, model.world_size());
-  const auto slowest_ms = [&](const Partition& some) {
-    return slowest(without_latency.step_ms(some, used));
-  };
-  const auto orders = balanced(model);
-  // The order that waits least, and of those the one that needs the least depth.
-  Partition partition =
-      *fastest(orders, model, std::min(used, find_min_depth(orders, model))).first;
-  const bool waits =
-      slowest_ms(partition) > slowest(model.work_ms(partition)) * (1 + kWaitTolerance);
-  // Where no rank waits or fills tiles, nothing is faster.
-  if (waits || model.has_tiles()) {
-    std::vector<Partition> starts = {partition};
-    if (waits) {
-      starts.push_back(reversed(partition, model));
-      starts.push_back(leave_out_ranks(without_latency, used));
-    }
-    const std::vector<Partition> improved = improve_lengths(starts, without_latency, used);
-    partition = *fastest(improved, without_latency, used).first;
-  }
-  partition =
-      prefer_even(partition, model.ranks(), min_gain_over_even(model, orders[0]), slowest_ms);
-  const auto rank_ms = model.step_ms(partition, used);
-  // With short segments, tiles of another kind than the first can have less masked work than the
-  // model assumes.
-  const double ideal = std::min(ideal_ms(model, orders[0]), slowest(rank_ms));
-  Plan plan{partition, used, find_min_depth({partition}, model), rank_ms, ideal, {}};
-  for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
-    plan.memory_bytes.push_back(cost.kv_bytes *
-                                buffered_tokens(partition, rank, workload.mask, used));
-  }
-  return plan;
+  const std::vector<Partition> filled = balanced(model);
+  const Partition start = least_waiting(filled, model, used);
+  const Partition improved = reduce_waits_and_padding(start, without_latency, used);
+  const Partition chosen = prefer_even(
+      improved, model.ranks(), min_gain_over_even(model, filled[0]),
+      [&](const Partition& some) { return slowest(without_latency.step_ms(some, used)); });
+  return describe(chosen, filled[0], model, used, cost.kv_bytes);
 }
 
 std::vector<int64_t> plan_cache(int64_t num_tokens, const std::vector<RankProfile>& profiles,
