@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from ringattn._checks import as_integer, check_flag, check_int64, check_integer, check_integers
-from ringattn._distributed.collectives import agree, checksum, draw_on_rank
+from ringattn._distributed.collectives import agree, checksum, draw_on_rank, gather_objects
 from ringattn._distributed.groups import GroupInfo
 from ringattn.cache import ShardedKVCache
 from ringattn.model_call import ModelCall
@@ -206,6 +206,7 @@ class _Request:
             "eos_token_id": self.eos_ids,
             "pad_token_id": self.pad_id,
             "seed": self.seed,
+            "cuda_graphs": self.cuda_graphs,
         }
 
 
@@ -265,8 +266,15 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
             step = DecodeStep.of(model, cache, batch, observed=bool(request.cuda_graphs))
         hidden = decode(model, tokens, cache, step)
         before = request.tokens_before_graphs
-        if step and before is not None and position - prompt_len == before < left:
-            step.record(required=bool(request.cuda_graphs))
+        if before is not None and position - prompt_len == before < left:
+            _record(model.ring, step, required=bool(request.cuda_graphs))
+
+
+def _record(ring: GroupInfo, step: DecodeStep | None, *, required: bool) -> None:
+    """Records the graphs of ``step`` where all ranks have one, and memory. Collective."""
+    ready = step is not None and (required or step.has_room())
+    if all(gather_objects(ring, "generate", ready)) and step is not None:
+        step.record(required=required)
 
 
 # ---- steps -------------------------------------------------------------------------------------

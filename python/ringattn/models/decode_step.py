@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ringattn import _ops  # noqa: F401  defines the operators
+from ringattn import _C, _ops  # noqa: F401  defines the operators
 from ringattn.cache import ShardedKVCache
 from ringattn.functional import attend_cached
 from ringattn.models.llama import (
@@ -31,6 +31,7 @@ _COMPUTED = (
     *(LLaMAHeadless, LLaMABlock, LLaMAAttention, GatedLinearUnit),
 )
 _PRODUCTS = ("qkv", "dense", "wg1", "w2")
+_ROOM = 2**28  # bytes: several times what graphs and their memory take
 
 # Each stretch between two attention calls ends with the layer and its queries.
 _Stretches = Generator[tuple[int, torch.Tensor], torch.Tensor | None, torch.Tensor]
@@ -71,8 +72,8 @@ class DecodeStep:
 
     Kernels that do little for one token are fused: a residual with the norm behind it, the gate of
     the feed-forward layer, rotation with the cache's update. With :meth:`record` the launches of a
-    token are replayed as CUDA graphs: one for the whole token on one rank; over ranks one between
-    two attention calls, in which they meet.
+    token are replayed as CUDA graphs: one for the whole token, on one rank and over ranks that
+    share memory ("symmetric"); over others one between two attention calls, in which they meet.
 
     The graphs hold the addresses of weights and cache: a model whose weights are replaced needs a
     new step; a cache that has grown is recorded anew. Not thread safe; a call returns a buffer that
@@ -109,6 +110,7 @@ class DecodeStep:
         self._new_keys = weight.new_empty(batch, 0, config.kvheads, config.head_dim)
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._queries: list[tuple[int, torch.Tensor]] = []  # what graphs but the last end with
+        self._records_attention = self._ring.world_size == 1
         self._recorded_storage = -1  # the version of the cache's storage that graphs hold
 
     @torch.inference_mode()
@@ -132,18 +134,25 @@ class DecodeStep:
             graph.replay()
         return self._hidden[:, 0]
 
+    def has_room(self) -> bool:
+        """Whether the device has memory for the graphs."""
+        return torch.cuda.mem_get_info(self._slot.device)[0] >= _ROOM
+
     @torch.inference_mode()
     def record(self, *, required: bool = False) -> None:
-        """Records the graphs; after a call. Asks nothing of the peers. Where recording fails (no
-        memory is left), calls go on without graphs.
+        """Records the graphs; directly after a call. All ranks do, or none: their calls of
+        attention are counted. Where recording fails (no memory is left) on a rank alone, calls go
+        on without graphs.
 
         Raises:
-            RuntimeError: if ``required``, where recording fails.
+            RuntimeError: if ``required``, or over ranks, where recording fails.
         """
+        if not self._graphs and not self._records_attention:
+            self._records_attention = _C.last_transport(self._ring.name) == "symmetric"
         try:
             self._record()
         except RuntimeError:
-            if required:
+            if required or (self._records_attention and self._ring.world_size > 1):
                 raise
 
     def _record(self) -> None:
@@ -175,7 +184,7 @@ class DecodeStep:
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
-                if self._ring.world_size == 1:
+                if self._records_attention:
                     self._hidden = self._run(stretches, self._attend)
                 else:
                     self._queries.append(stretches.send(attended))

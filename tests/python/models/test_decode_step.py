@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from _distributed import RankPool, this
 from _llama import LLAMA3_ROPE, random_ids, save, tiny_llama
 from ringattn import generation
 from ringattn.generation import decode, generate
@@ -130,6 +131,42 @@ def test_the_step_computes_what_the_layers_do(dtype: torch.dtype, folder: Path) 
     assert step_error <= 1.1 * layers_error + 1e-6 * largest
 
 
+def hook(*args: object) -> None:
+    pass
+
+
+def generate_and_count(folder: Path, hooked_rank: int | None) -> tuple[torch.Tensor, list[int]]:
+    """Tokens of this rank, and the number of graphs of each recording."""
+    model = load_model(folder, device=this().device)
+    if this().rank == hooked_rank:
+        model.base_model.layers[0].register_forward_hook(hook)
+    recordings: list[int] = []
+    recorded = DecodeStep._recorded
+
+    def counted(self: DecodeStep) -> list[torch.cuda.CUDAGraph]:
+        graphs = recorded(self)
+        recordings.append(len(graphs))
+        return graphs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeStep, "_recorded", counted)
+        tokens = new_tokens(model, partition=Partition.zigzag([9, 14]))
+    return tokens, recordings
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.nccl
+@pytest.mark.parametrize("hooked_rank", [None, 1])
+def test_all_ranks_record_a_token_or_none(
+    hooked_rank: int | None, folder: Path, rank_pool: Callable[..., RankPool]
+) -> None:
+    expected = new_tokens(load_model(folder, device="cuda"), cuda_graphs=False)
+    found = rank_pool(2, "cuda").run(generate_and_count, folder, hooked_rank)
+    for tokens, recordings in found:
+        assert torch.equal(tokens, expected)
+        assert recordings == ([1] if hooked_rank is None else [])
+
+
 class Waiting(nn.Module):
     """A layer that waits for the device: it cannot be recorded."""
 
@@ -162,10 +199,6 @@ def test_where_recording_fails_the_model_runs(
     with pytest.raises(torch.OutOfMemoryError):
         new_tokens(model, cuda_graphs=True)
     assert not replays
-
-
-def hook(*args: object) -> None:
-    pass
 
 
 def own_forward(model: LLaMA) -> None:
