@@ -13,10 +13,13 @@
 // `read` are written to both memories in each call: kernels wait for the device's, streams for the
 // mirror.
 //
-// Signals of a call. x[p] of r: in the pad of rank r, written by its peer p. "staging": the staging
-// kernel; "fetching": the kernel that fetches, on r the one that follows its staging kernel;
-// "stream": r's stream where copy engines fetch. Orders are PTX's, all of system scope. Stream
-// operations are ordered by their stream, a write behind everything that the stream did before it.
+// Signals of a call. x[p] of r: in the pad of rank r, written by its peer p. "staging": the kernel
+// that copies a rank's block into memory that its peers read. "fetching": the kernel that reads the
+// blocks of peers; a rank launches it behind its staging kernel. "stream": the stream whose copy
+// engines fetch, where no kernel does; staging then waits for no `staged`. Orders are PTX's, all of
+// system scope. Stream operations are ordered by their stream, a write behind everything that the
+// stream did before it. A signal is in flight when its writer has issued it and the waiter cannot
+// see it yet.
 //
 //   signal            writer, order               value               waiter
 //   ----------------  --------------------------  ------------------  ---------------------------
@@ -51,8 +54,8 @@
 // be replayed. A call ends for its stream when all peers have read what the rank staged: the next
 // staging kernel waits only for a `read` that is in flight behind its mirror.
 //
-// Failure. `failed` (device memory of a rank) becomes kGivenUp or kCallMismatch, kGivenUp also over
-// kCallMismatch, and never 0 again. It ends all waits of that rank's kernels: results are NaN, and
+// Failure. `failed` (device memory of a rank) becomes kGivenUp or kCallMismatch, and never 0 again;
+// kGivenUp replaces kCallMismatch. It ends all waits of that rank's kernels: results are NaN, and
 // kernels read nothing more from peers.
 // The host's watchdog then also sets `staged`, `read` and both mirrors of its rank, again and
 // again: calls that were enqueued before clear them.
@@ -66,12 +69,16 @@
 //   given_up                host memory, written by the watchdog before it sets all other signals
 //   given_up_copy           device memory, copied from given_up by the stream, once peers have read
 //
-// What a kernel may wait for. Signals that peers write while they stage, for which they need
-// nothing else: all thread blocks of the fetching kernel, for `staged`; one of its threads, for
-// staged_mirror. Signals that are in flight: the staging kernel, for `read`. What peers have yet to
-// begin: one thread block of the staging kernel that copies nothing, for `staged` to be not 0, and
-// the last warp of the fetching kernel, for `read`. No rank waits for a peer's multiprocessors
-// while it holds more than two of its own, those of a cluster of the fetching kernel.
+// What a kernel may wait for:
+//   - Signals that peers write while they stage, for which they need nothing else: all thread
+//   blocks
+//     of the fetching kernel wait for `staged`, one warp of it at most for staged_mirror.
+//   - Signals in flight: one warp of the staging kernel waits for `read`.
+//   - Signals of work that peers have yet to begin: one thread block of the staging kernel, which
+//     copies nothing, waits for `staged` to be not 0; of the fetching kernel, the warp that ends
+//     last waits for `read`.
+// Ranks may share a device. So no rank waits for work that a peer has yet to begin while it holds
+// more than two multiprocessors, those of a cluster of the Hopper attention kernel.
 
 namespace ringattn {
 
@@ -79,21 +86,23 @@ namespace ringattn {
 /// and values of a head next to each other.
 struct RemoteBlock {
   const void* data = nullptr;
-  int64_t num_rows = 0;  // of the whole block: what is read of it are leading rows of each plane
+  // Of the whole block. A plane is [num_rows, D]: keys or values of one head and batch entry. Its
+  // leading rows are read.
+  int64_t num_rows = 0;
 };
 
 /// Counters of one launch in device memory, uint32 [kFirstArrival + num_arrivals]. They are 0 when
 /// the launch begins, and it leaves them 0: a captured launch can be replayed. Launches that
 /// overlap need counters of their own.
 struct LaunchScratch {
-  static constexpr int kWorkTilesTaken = 0;
-  static constexpr int kWarpsDone = 1;
-  static constexpr int kChunksTaken = 2;
+  static constexpr int kWorkTilesTaken = 0;  // by thread blocks, in their order
+  static constexpr int kWarpsDone = 1;       // warps, or thread blocks, that have ended
+  static constexpr int kChunksTaken = 2;     // parts of remote blocks that a thread block fetches
   static constexpr int kChunksFetched = 3;
   static constexpr int kFirstArrival = 4;
 
   uint32_t* data = nullptr;
-  int32_t num_arrivals = 0;  // counters of fetched chunks
+  int32_t num_arrivals = 0;  // counters of fetched chunks, for those who wait for some of them
 
   constexpr uint32_t* arrivals() const { return data + kFirstArrival; }
 };
@@ -120,9 +129,10 @@ constexpr uint32_t kCallMismatch = 2;
 struct PeerSignals {
   static constexpr int kMaxPeers = 16;
 
-  uint32_t* staged_by_peer[kMaxPeers] = {};            // waited for, then cleared
-  uint32_t* read_by_this_rank[kMaxPeers] = {};         // set to 1 when everything has been read
-  uint32_t* staged_mirror_by_peer[kMaxPeers] = {};     // host memory: as `staged`; null: no mirrors
+  uint32_t* staged_by_peer[kMaxPeers] = {};     // waited for, then cleared
+  uint32_t* read_by_this_rank[kMaxPeers] = {};  // set to 1 when everything has been read
+  uint32_t* staged_mirror_by_peer[kMaxPeers] =
+      {};  // host memory: as `staged`; null: none, in tests
   uint32_t* read_mirror_by_this_rank[kMaxPeers] = {};  // host memory: set before read_by_this_rank
   const uint32_t* read_by_peer[kMaxPeers] = {};        // the launch ends when all are set
   int32_t num_peers = 0;

@@ -52,7 +52,7 @@ struct StageParams {
   uint32_t* read_by_peer[kMaxPeers] = {};         // waited for, then cleared
   uint32_t* staged_by_this_rank[kMaxPeers] = {};  // set when all copying thread blocks run, and
                                                   // then for each group of heads
-  uint32_t* read_mirror_by_peer[kMaxPeers] = {};  // host memory: cleared; null: no mirrors
+  uint32_t* read_mirror_by_peer[kMaxPeers] = {};  // host memory: cleared; null: none, in tests
   uint32_t* staged_mirror_by_this_rank[kMaxPeers] = {};  // host memory: the tag, after all heads
   int num_peers = 0;
 
@@ -60,7 +60,7 @@ struct StageParams {
   /// device to it, and triggers it once all of `staged_by_peer` are set: one thread block waits for
   /// that, and then compares the peers' tags. Where copy engines fetch, streams wait instead.
   bool kernel_fetches = false;
-  /// Programmatic dependent launch: of use behind kernels.
+  /// Programmatic dependent launch, which saves the gap behind a kernel on the same stream.
   bool follows_closely = false;
   const uint32_t* staged_by_peer[kMaxPeers] = {};
   int num_awaited = 0;  // num_peers, or 0 where no kernel fetches
