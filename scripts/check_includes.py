@@ -58,8 +58,11 @@ class Room:
 ROOMS = {
     "core": Room(),
     "testing": Room(rooms=("core",)),
-    "peer_sync": Room(rooms=("core", "peer_sync/protocol.h"), libraries=("cuda",)),
+    "peer_sync": Room(
+        rooms=("core", "peer_sync/protocol.h", "peer_sync/partial_exchange.h"), libraries=("cuda",)
+    ),
     "peer_sync/protocol": Room(),
+    "peer_sync/partial_exchange": Room(rooms=("peer_sync/protocol.h",)),
     "partition": Room(rooms=("core",)),
     "planner": Room(rooms=("core", "partition")),
     "attention": Room(

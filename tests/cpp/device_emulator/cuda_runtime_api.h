@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <numeric>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "device_emulator.h"
@@ -19,6 +20,14 @@ using cudaStream_t = void*;
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 struct dim3 {
   unsigned x;
   dim3(unsigned x = 1) : x(x) {}
@@ -42,6 +51,9 @@ struct cudaLaunchConfig_t {
 namespace emulator {
 inline int multiprocessors = 4;
 inline std::mt19937 block_order;
+/// Thread blocks run at the same time, for kernels that wait for a launch of another host thread.
+/// They must not use __shared__, which is static.
+inline bool blocks_together = false;
 }  // namespace emulator
 
 inline cudaError_t cudaGetDevice(int* device) {
@@ -58,16 +70,23 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
   return cudaSuccess;
 }
 
-/// Thread block after thread block, in any order: none waits for another one.
+/// Thread block after thread block, in any order: none waits for another one. Or all at once.
 template <typename Parameter, typename Argument>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameter),
                                const Argument& argument) {
   std::vector<unsigned> blocks(config->gridDim.x);
   std::iota(blocks.begin(), blocks.end(), 0);
-  std::shuffle(blocks.begin(), blocks.end(), emulator::block_order);
-  for (const unsigned block : blocks) {
+  const auto run = [&](unsigned block) {
     emulator::run_block(block, config->gridDim.x, static_cast<int>(config->blockDim.x),
                         [&](int) { kernel(argument); });
+  };
+  if (emulator::blocks_together) {
+    std::vector<std::thread> running;
+    for (const unsigned block : blocks) running.emplace_back(run, block);
+    for (std::thread& block : running) block.join();
+    return cudaSuccess;
   }
+  std::shuffle(blocks.begin(), blocks.end(), emulator::block_order);
+  for (const unsigned block : blocks) run(block);
   return cudaSuccess;
 }

@@ -20,7 +20,7 @@
 #define __forceinline__ inline
 #define __global__
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static
 
 namespace emulator {

@@ -11,6 +11,7 @@
 
 namespace ringattn::cuda {
 
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 inline float exp2_approx(float x) { return std::exp2(x); }
