@@ -103,7 +103,9 @@ ROOMS = {
     "decode_step/cuda": Room(
         rooms=("core", "attention/params.h", "decode_step/params.h"), libraries=("cuda",)
     ),
-    "transport": Room(rooms=("core", "peer_sync/protocol.h"), libraries=("torch",)),
+    "transport": Room(
+        rooms=("core", "peer_sync/protocol.h", "peer_sync/partial_exchange.h"), libraries=("torch",)
+    ),
     "transport/registry": Room(rooms=("core",), libraries=("torch",)),
     "transport/runtime": Room(
         rooms=(

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
+
 #include <memory>
 #include <vector>
 
+#include "peer_sync/partial_exchange.h"
 #include "transport/transport.h"
 
 namespace ringattn {
@@ -44,6 +48,15 @@ class RINGATTN_API MessageTransport : public Transport {
   virtual std::unique_ptr<Transfer> start(const Message& message) = 0;
   /// Whether a rank without a message to send or receive must start one all the same.
   virtual bool needs_every_rank() const { return false; }
+  /// Whether kernels of all ranks can exchange a partial result of `bytes` of each rank by
+  /// themselves. The same on every rank.
+  virtual bool exchanges_partials(int64_t bytes) const { return false; }
+  /// By all ranks, where they can: `launch` launches the kernel on the current stream. Its results
+  /// need no guard().
+  virtual void exchange_partials(int64_t call,
+                                 c10::function_ref<void(const PartialExchange&)> launch) {
+    TORCH_INTERNAL_ASSERT(false, "the transport exchanges no partials");
+  }
   /// Whether its messages can be part of a CUDA graph.
   virtual bool can_be_captured() const { return true; }
   /// Fills `results` with NaN if a message that they depend on fails after the host has moved on.

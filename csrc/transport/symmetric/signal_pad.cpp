@@ -10,10 +10,12 @@
 #include <string>
 #include <utility>
 
+#include "core/environment.h"
 #include "peer_sync/protocol.h"
 #include "transport/group/rendezvous.h"
 #include "transport/runtime/cuda_event_transfer.h"
 #include "transport/runtime/watchdog.h"
+#include "transport/symmetric/exchange_regions.h"
 #include "transport/symmetric/host_signal_pad.h"
 #include "transport/symmetric/peer_device_memory.h"
 #include "transport/symmetric/peer_host_memory.h"
@@ -37,6 +39,8 @@ struct Layout {
   static constexpr int64_t kLaunch = kOne + 1;
   static constexpr int64_t kArrivals = 4096;
   static constexpr int64_t kSize = kLaunch + LaunchScratch::kFirstArrival + kArrivals;
+  // The exchange region comes behind the pad.
+  static constexpr int64_t kExchange = (kSize + 63) / 64 * 64;
 };
 
 constexpr uint32_t kNotWaiting = Phase{}.encoded();
@@ -114,7 +118,10 @@ class SignalPad::Signals : public WatchedSignals {
         others_(rendezvous.others()),
         device_(device),
         local_(device),
-        shared_(rendezvous, device, Layout::kSize * sizeof(uint32_t), local_.refusal),
+        shared_(rendezvous, device,
+                Layout::kExchange * sizeof(uint32_t) + ExchangeRegions::bytes(rendezvous.size),
+                local_.refusal),
+        exchange_(exchange_regions(rendezvous.size), rank_),
         host_memory_(share_host_memory(rendezvous, device, shared_)),
         host_(host_pads(host_memory_->data(), rank_, rendezvous.size), rank_) {
     const c10::cuda::CUDAGuard guard(device);
@@ -123,7 +130,13 @@ class SignalPad::Signals : public WatchedSignals {
     initial[Layout::kOne] = 1;
     C10_CUDA_CHECK(cudaMemcpy(at(0), initial.data(), initial.size() * sizeof(uint32_t),
                               cudaMemcpyHostToDevice));
-    rendezvous.exchange("");  // all pads are initialised before any rank signals
+    exchange_.initialise([](void* to, const void* from, size_t bytes) {
+      C10_CUDA_CHECK(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
+    });
+    // All pads are initialised before any rank signals.
+    const auto waits = rendezvous.exchange(environment().kernels_may_wait ? "kernels" : "");
+    kernels_may_wait_ =
+        std::none_of(waits.begin(), waits.end(), [](const auto& wait) { return wait.empty(); });
   }
 
   int64_t rank() const { return rank_; }
@@ -134,6 +147,8 @@ class SignalPad::Signals : public WatchedSignals {
   }
   HostSignalPad& host() const { return host_.own(); }
   HostSignalPad& host(int64_t rank) const { return host_.of(rank); }
+  const ExchangeRegions& exchange() const { return exchange_; }
+  bool kernels_may_wait() const { return kernels_may_wait_; }
   /// The address at which the device sees a signal in host memory.
   uint32_t* on_device(const HostSignalPad::Signal& signal) const {
     return static_cast<uint32_t*>(host_memory_->on_device(&signal));
@@ -146,16 +161,20 @@ class SignalPad::Signals : public WatchedSignals {
 
   std::vector<uint32_t> progress(Phase::Kind kind) override {
     if (Phase{kind}.in_host_memory()) return host_.progress(kind);
+    if (kind == Phase::kUntilPartial) {
+      return exchange_.progress(
+          [&](void* to, const void* from, size_t bytes) { copy(to, from, bytes); });
+    }
     std::vector<uint32_t> progress(others_.size() + 1, 0);
     const int64_t first = kind == Phase::kUntilRead ? Layout::kRead : Layout::kStaged;
-    copy(progress.data(), at(first), progress.size());
+    copy(progress.data(), at(first), progress.size() * sizeof(uint32_t));
     return progress;
   }
 
   void release() override {
     const auto set = [&](int64_t index, int64_t count, uint32_t value) {
       const std::vector<uint32_t> values(count, value);
-      copy(at(index), values.data(), count);
+      copy(at(index), values.data(), count * sizeof(uint32_t));
     };
     set(Layout::kFailed, 1, kGivenUp);  // first: a kernel that passes reads it
     set(Layout::kStaged, Layout::kRanks, INT32_MAX);
@@ -163,13 +182,21 @@ class SignalPad::Signals : public WatchedSignals {
   }
 
  private:
+  std::vector<void*> exchange_regions(int64_t num_ranks) const {
+    std::vector<void*> regions;
+    for (int64_t rank = 0; rank < num_ranks; ++rank) {
+      regions.push_back(at(rank, Layout::kExchange));
+    }
+    return regions;
+  }
+
   // Called on a thread of its own (asking_). Errors are ignored: on a lost device nothing waits.
-  void copy(uint32_t* to, const uint32_t* from, size_t count) const {
+  void copy(void* to, const void* from, size_t bytes) const {
     const c10::cuda::CUDAGuard guard(device_);
     cudaStreamCaptureMode mode =
         cudaStreamCaptureModeRelaxed;  // a capture of another thread goes on
     cudaThreadExchangeStreamCaptureMode(&mode);
-    cudaMemcpyAsync(to, from, count * sizeof(uint32_t), cudaMemcpyDefault, local_.releasing);
+    cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, local_.releasing);
     cudaStreamSynchronize(local_.releasing);
   }
 
@@ -178,6 +205,8 @@ class SignalPad::Signals : public WatchedSignals {
   c10::Device device_;
   LocalResources local_;
   PeerDeviceMemory shared_;
+  ExchangeRegions exchange_;
+  bool kernels_may_wait_ = false;  // of all ranks
   std::unique_ptr<PeerHostMemory> host_memory_;
   HostSignalPads host_;
 };
@@ -305,6 +334,25 @@ RemoteFetch SignalPad::remote_fetch(int64_t num_kv_heads) const {
   signals.phase_until_read = kUntilRead;
   remote_fetch.follows_staging = true;
   return remote_fetch;
+}
+
+bool SignalPad::kernels_may_wait() const { return signals_->kernels_may_wait(); }
+
+PartialExchange SignalPad::partial_exchange(int32_t call_tag) const {
+  const HostSignalPad& host = signals_->host();
+  PartialExchange exchange = signals_->exchange().addresses();
+  for (const int64_t rank : signals_->others()) {
+    exchange.staged_by_peer[rank] = signals_->at(Layout::kStaged + rank);
+  }
+  exchange.tag = as_signal(call_tag);
+  exchange.mismatch = signals_->on_device(host.mismatch);
+  exchange.failed = signals_->at(Layout::kFailed);
+  exchange.given_up = signals_->on_device(host.given_up);
+  exchange.phase = signals_->on_device(host.phase);
+  exchange.phase_working = kNotWaiting;
+  exchange.phase_until_partial = Phase{Phase::kUntilPartial, 0}.encoded();
+  exchange.phase_per_exchange = Phase::kKinds;
+  return exchange;
 }
 
 void SignalPad::poison_if_failed(const std::vector<at::Tensor>& results) const {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "peer_sync/partial_exchange.h"
 #include "peer_sync/protocol.h"
 #include "transport/symmetric/kernels/stage.h"
 
@@ -47,6 +48,12 @@ class SignalPad {
   // Where a kernel fetches, next:
   /// What it needs; it waits, clears, signals and shows its phase by itself.
   RemoteFetch remote_fetch(int64_t num_kv_heads) const;
+
+  /// Whether kernels of every rank may wait, as those that exchange partials do
+  /// (RINGATTN_KERNEL_WAITS of all ranks, when the pad was made).
+  bool kernels_may_wait() const;
+  /// What the kernel of an exchange needs (peer_sync/partial_exchange.h).
+  PartialExchange partial_exchange(int32_t call_tag) const;
 
   /// Whether all peers have read what this rank has staged, or will not any more.
   bool all_read();

@@ -23,9 +23,10 @@ struct Phase {
     kNotWaiting = 0,
     kUntilRead = 1,  // a kernel, signals in device memory
     kUntilStaged = 2,
-    kUntilMirrored = 3,    // a kernel, mirrors of `staged` in host memory
-    kStreamUntilRead = 4,  // a stream, mirrors in host memory
-    kStreamUntilStaged = 5,
+    kUntilPartial = 3,     // a kernel that exchanges partials; `least` is exchange_shown()
+    kUntilMirrored = 4,    // a kernel, mirrors of `staged` in host memory
+    kStreamUntilRead = 5,  // a stream, mirrors in host memory
+    kStreamUntilStaged = 6,
   };
   Kind kind = kNotWaiting;
   uint32_t least = 0;

@@ -8,8 +8,6 @@
 #include <algorithm>
 #include <exception>
 #include <map>
-#include <optional>
-#include <random>
 #include <utility>
 
 #include "core/environment.h"
@@ -25,6 +23,7 @@
 #include "transport/symmetric/kernels/stage.h"
 #include "transport/symmetric/peer_device_memory.h"
 #include "transport/symmetric/signal_pad.h"
+#include "transport/symmetric/transfer_delays.h"
 
 namespace ringattn {
 namespace {
@@ -47,7 +46,8 @@ class SymmetricTransport : public MessageTransport {
       : rendezvous_(rendezvous),
         device_(device),
         signal_pad_(rendezvous, device),
-        side_stream_(take_stream(device)) {}
+        side_stream_(take_stream(device)),
+        delays_(device) {}
 
   ~SymmetricTransport() override { return_stream(side_stream_); }
 
@@ -55,6 +55,12 @@ class SymmetricTransport : public MessageTransport {
   std::unique_ptr<Transfer> start(const Message& message) override;
 
   bool needs_every_rank() const override { return true; }
+
+  bool exchanges_partials(int64_t bytes) const override {
+    return bytes <= kMaxPartialBytes && signal_pad_.kernels_may_wait();
+  }
+  void exchange_partials(int64_t call,
+                         c10::function_ref<void(const PartialExchange&)> launch) override;
 
   void guard(const std::vector<at::Tensor>& results) override {
     signal_pad_.poison_if_failed(results);
@@ -130,25 +136,6 @@ class SymmetricTransport : public MessageTransport {
     plans_.clear();
   }
 
-  // For tests: occupies a copy engine for a random time.
-  void delay(int64_t from) {
-    constexpr int64_t kMaxBytes = int64_t{32} << 20;
-    if (!delay_target_.defined()) {
-      delay_target_ = at::empty({kMaxBytes}, at::TensorOptions(device_).dtype(at::kByte));
-    }
-    const int64_t most = std::min<int64_t>(kMaxBytes, staged_->bytes());
-    for (uint64_t times = next_delay() % 8; times > 0; --times) {
-      C10_CUDA_CHECK(cudaMemcpyAsync(delay_target_.mutable_data_ptr(), staged_by(from),
-                                     next_delay() % most, cudaMemcpyDefault, side_stream_));
-    }
-  }
-  uint32_t next_delay() {
-    if (!delays_) delays_.emplace(*transfer_delay_seed());
-    return static_cast<uint32_t>((*delays_)());  // never 0
-  }
-  // For a kernel; 0: no delays.
-  uint32_t delay_seed() { return transfer_delay_seed() ? next_delay() : 0; }
-
   void fetch_by_kernel(const Message& message);
   void fetch_by_copy_engine(const Message& message);
 
@@ -157,7 +144,7 @@ class SymmetricTransport : public MessageTransport {
              std::shared_ptr<const std::vector<int64_t>> step_of_rank, cudaStream_t stream) {
     signal_pad_.describe(call, std::move(step_of_rank));
     signal_pad_.add_signals(params, rendezvous_.calls->call_tag());
-    params.delay_seed = delay_seed();
+    params.delay_seed = delays_.seed();
     C10_CUDA_CHECK(cuda::stage(params, stream));
   }
 
@@ -175,8 +162,7 @@ class SymmetricTransport : public MessageTransport {
   CUDAStream side_stream_;
   CUDAEvent fork_, join_;
   CallOrder calls_;
-  std::optional<std::minstd_rand> delays_;  // for tests
-  at::Tensor delay_target_;
+  TransferDelays delays_;
 };
 
 // ---- rings --------------------------------------------------------------------------------------
@@ -215,7 +201,7 @@ class SymmetricStream : public BlockStream {
     params.kernel_fetches = params.follows_closely = exchange_.kernel_fetches;
     transport_.stage(params, exchange_.call, plan_->step_of_rank, stream_);
     if (exchange_.kernel_fetches) {
-      plan_->resident.remote_fetch.delay_seed = transport_.delay_seed();
+      plan_->resident.remote_fetch.delay_seed = transport_.delays_.seed();
       return;
     }
     transport_.after(stream_);
@@ -284,11 +270,12 @@ class SymmetricStream : public BlockStream {
     arrived.start = std::make_unique<CUDAEvent>(flags);
     arrived.end = std::make_unique<CUDAEvent>(flags);
     if (exchange_.timed) arrived.start->record(transport_.side_stream_);
-    if (transfer_delay_seed()) transport_.delay(exchange_.hops[step - 1].source);
+    const int64_t source = exchange_.hops[step - 1].source;
+    transport_.delays_.occupy_copy_engine(transport_.staged_by(source), transport_.staged_->bytes(),
+                                          transport_.side_stream_);
     enqueue(plan_->copies[step - 1]);
     arrived.end->record(transport_.side_stream_);
-    transport_.signal_pad_.enqueue_signal_read(exchange_.hops[step - 1].source,
-                                               transport_.side_stream_);
+    transport_.signal_pad_.enqueue_signal_read(source, transport_.side_stream_);
   }
 
   void enqueue(const CopyPlan& copy) {
@@ -375,7 +362,7 @@ void SymmetricTransport::fetch_by_kernel(const Message& message) {
     params.bytes = static_cast<int64_t>(message.receive.nbytes());
   }
   params.remote_fetch = signal_pad_.remote_fetch(/*num_kv_heads=*/1);
-  params.remote_fetch.delay_seed = delay_seed();
+  params.remote_fetch.delay_seed = delays_.seed();
   C10_CUDA_CHECK(cuda::fetch(params, side_stream_));
 }
 
@@ -388,6 +375,19 @@ void SymmetricTransport::fetch_by_copy_engine(const Message& message) {
   for (const int64_t rank : rendezvous_.others())
     signal_pad_.enqueue_signal_read(rank, side_stream_);
   signal_pad_.enqueue_wait_until_read(side_stream_);
+}
+
+// ---- partial results ----------------------------------------------------------------------------
+
+void SymmetricTransport::exchange_partials(int64_t call,
+                                           c10::function_ref<void(const PartialExchange&)> launch) {
+  const CUDAStream stream = getCurrentCUDAStream();
+  calls_.begin_on(stream);
+  signal_pad_.describe(call, std::make_shared<std::vector<int64_t>>(rendezvous_.size, 0));
+  PartialExchange exchange = signal_pad_.partial_exchange(rendezvous_.calls->call_tag());
+  exchange.delay_seed = delays_.seed();
+  launch(exchange);
+  calls_.end_on(stream);
 }
 
 const bool registered = register_transport(

@@ -37,8 +37,9 @@ class FakeSignals : public ringattn::WatchedSignals {
   uint32_t calls() const override { return shown_calls; }
   std::vector<uint32_t> progress(Phase::Kind kind) override {
     if (kind == Phase::kStreamUntilRead) return read_mirror;
-    if (kind != Phase::kUntilRead && kind != Phase::kUntilStaged) return staged_mirror;
+    if (Phase{kind}.in_host_memory()) return staged_mirror;
     answer();
+    if (kind == Phase::kUntilPartial) return partial;
     return kind == Phase::kUntilRead ? read : staged;
   }
   std::optional<CallMismatch> call_mismatch() const override { return mismatch; }
@@ -52,7 +53,7 @@ class FakeSignals : public ringattn::WatchedSignals {
   }
 
   std::atomic<uint32_t> shown_phase{Phase{}.encoded()}, shown_calls{0};
-  std::vector<uint32_t> staged = {0, 0, 0}, read = {0, 0, 0};
+  std::vector<uint32_t> staged = {0, 0, 0}, read = {0, 0, 0}, partial = {0, 0, 0};
   std::vector<uint32_t> staged_mirror = {0, 0, 0}, read_mirror = {0, 1, 1};
   std::optional<CallMismatch> mismatch;
   std::atomic<bool> answers{true}, given_up{false};
@@ -117,6 +118,27 @@ TEST_CASE("a late rank ends the group after the patience, at the second poll") {
         "rank 2 did not take part in step 2 of the ring within the group's timeout of 20000 ms (no "
         "signal came through shared memory); the group cannot be used any more");
   CHECK(watched.signals->given_up);
+  CHECK(watched.signals->releases == 1);
+}
+
+TEST_CASE(
+    "a rank that is late in one exchange is named, exchanges in a row are waits of their own") {
+  Watched watched;
+  watched.watch.describe(7, steps({0, 0, 0}));
+  uint32_t number = 5;
+  for (int exchange = 0; exchange < 3; ++exchange) {
+    watched.signals->shown_phase = Phase{Phase::kUntilPartial, ++number}.encoded();
+    watched.signals->partial = {0, number, 0};
+    watched.poll_after(kPatience * 3 / 4);
+  }
+  CHECK(watched.signals->asked == 0);
+  watched.poll_after(kPatience);
+  CHECK(watched.signals->asked == 1);
+  CHECK(watched.failure().empty());
+  watched.poll_after(milliseconds(1));
+  CHECK(watched.failure() ==
+        "rank 2 did not take part in step 0 of the ring within the group's timeout of 20000 ms (no "
+        "signal came through shared memory); the group cannot be used any more");
   CHECK(watched.signals->releases == 1);
 }
 
