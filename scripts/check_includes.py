@@ -67,8 +67,8 @@ ROOMS = {
     "planner": Room(rooms=("core", "partition")),
     "attention": Room(
         rooms=(
-            *("core", "testing", "peer_sync/protocol.h", "attention/params.h"),
-            *("attention/cpu", "attention/cuda"),
+            *("core", "testing", "peer_sync/protocol.h", "peer_sync/partial_exchange.h"),
+            *("attention/params.h", "attention/cpu", "attention/cuda"),
         ),
         libraries=("torch", "cuda"),
     ),

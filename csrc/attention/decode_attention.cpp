@@ -12,15 +12,18 @@
 #include <ATen/cuda/CUDAContextLight.h>
 
 #include "attention/cuda/decode_attention.h"
+#include "attention/cuda/exchange_partials.h"
 #include "attention/tensor_params.h"
 #endif
 
 namespace ringattn {
 namespace {
 
+int64_t partial_floats(const at::Tensor& q) { return q.numel() + q.numel() / q.size(3); }
+
 // The two halves of a partial: out [..., B, T, H, D] and lse [..., B, H, T].
 std::pair<at::Tensor, at::Tensor> split(const at::Tensor& partials, const at::Tensor& q) {
-  const int64_t states = partials.numel() / (q.numel() + q.numel() / q.size(3));
+  const int64_t states = partials.numel() / partial_floats(q);
   const at::Tensor rows = partials.view({states, -1});
   return {rows.narrow(1, 0, q.numel()).view({states, q.size(0), q.size(1), q.size(2), q.size(3)}),
           rows.narrow(1, q.numel(), q.numel() / q.size(3))
@@ -58,7 +61,7 @@ void decode_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
 at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           double scale, const std::optional<at::Tensor>& key_lengths) {
   const auto wide = q.options().dtype(state_dtype(q.scalar_type()));
-  at::Tensor partial = at::empty({q.numel() + q.numel() / q.size(3)}, wide);
+  at::Tensor partial = at::empty({partial_floats(q)}, wide);
   if (q.numel() == 0) return partial;
   const auto [outs, lses] = split(partial, q);
   const at::Tensor out = outs.select(0, 0), lse = lses.select(0, 0);
@@ -109,6 +112,32 @@ std::pair<at::Tensor, at::Tensor> merge_partials(const at::Tensor& partials, con
   }
   const auto [outs, lses] = split(partials, q);
   return merge_all_states(outs, lses, q.scalar_type());
+}
+
+int64_t partial_bytes(const at::Tensor& q) {
+  return partial_floats(q) * static_cast<int64_t>(at::elementSize(state_dtype(q.scalar_type())));
+}
+
+std::pair<at::Tensor, at::Tensor> exchange_partials(const at::Tensor& partial, const at::Tensor& q,
+                                                    const PartialExchange& exchange) {
+#ifdef RINGATTN_WITH_CUDA
+  const at::Tensor out = at::empty(q.sizes(), q.options());
+  const at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)}, partial.options());
+  cuda::ExchangePartialsParams params;
+  params.exchange = exchange;
+  params.partial = partial.data_ptr<float>();
+  params.out = out.data_ptr();
+  params.lse = lse.data_ptr<float>();
+  params.batch = static_cast<int32_t>(q.size(0));
+  params.num_queries = static_cast<int32_t>(q.size(1));
+  params.num_heads = static_cast<int32_t>(q.size(2));
+  params.head_dim = static_cast<int32_t>(q.size(3));
+  params.out_dtype = data_type(q.scalar_type());
+  check_launch(cuda::exchange_partials(params, current_stream(q)), "exchange_partials");
+  return {out, lse};
+#else
+  TORCH_INTERNAL_ASSERT(false, "partials must be exchanged on CUDA, got ", q.device());
+#endif
 }
 
 }  // namespace ringattn

@@ -8,6 +8,7 @@
 
 #include "core/export.h"
 #include "core/shape.h"
+#include "peer_sync/partial_exchange.h"
 
 namespace ringattn {
 
@@ -28,5 +29,15 @@ RINGATTN_API std::pair<at::Tensor, at::Tensor> decode_alone(
 /// order. Returns out like q and lse [B, H, T] in state dtype.
 RINGATTN_API std::pair<at::Tensor, at::Tensor> merge_partials(const at::Tensor& partials,
                                                               const at::Tensor& q);
+
+/// Bytes of what decode_partial returns for these queries.
+RINGATTN_API int64_t partial_bytes(const at::Tensor& q);
+
+/// On CUDA, by all ranks, in one kernel: gives them what decode_partial returned on this rank, and
+/// merges what it returned on each of them: merge_partials, bit for bit. Results are NaN after a
+/// failure.
+RINGATTN_API std::pair<at::Tensor, at::Tensor> exchange_partials(const at::Tensor& partial,
+                                                                 const at::Tensor& q,
+                                                                 const PartialExchange& exchange);
 
 }  // namespace ringattn

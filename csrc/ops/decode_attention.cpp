@@ -37,6 +37,14 @@ void check_decode(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 
 using OutAndLse = std::tuple<at::Tensor, at::Tensor>;
 
+// The transport whose kernels exchange the partials by themselves; null: a collective carries them.
+// The same on every rank.
+MessageTransport* exchanging_transport(GroupContext& group, const at::Tensor& q) {
+  if (!q.is_cuda()) return nullptr;
+  MessageTransport& transport = group.transport("auto", q.device());
+  return transport.exchanges_partials(partial_bytes(q)) ? &transport : nullptr;
+}
+
 OutAndLse decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                               double scale, c10::string_view group_name,
                               const std::optional<at::Tensor>& key_lengths) {
@@ -50,13 +58,23 @@ OutAndLse decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at
     check_decode(q, k, v, scale, key_lengths);
     group->check_device(q.device());
     Signature made = signature(q, k, scale);
-    check_capture(*group, made, q.device(),
-                  [&]() -> const MessageTransport& { return group->collectives(q.device()); });
+    check_capture(*group, made, q.device(), [&]() -> const MessageTransport& {
+      const MessageTransport* exchanging = exchanging_transport(*group, q);
+      return exchanging != nullptr ? *exchanging : group->collectives(q.device());
+    });
     return made;
   });
   const int64_t call =
       group->begin_call(std::make_shared<const Signature>(std::move(asked)), /*tagged=*/q.is_cpu());
   return group->run(call, [&]() -> OutAndLse {
+    if (MessageTransport* exchanging = exchanging_transport(*group, q)) {
+      const at::Tensor partial = decode_partial(q, k, v, scale, key_lengths);
+      OutAndLse merged;
+      exchanging->exchange_partials(call, [&](const PartialExchange& exchange) {
+        merged = exchange_partials(partial, q, exchange);
+      });
+      return merged;
+    }
     CollectiveTransport& transport = group->collectives(q.device());
     const at::Tensor partial = decode_partial(q, k, v, scale, key_lengths);
     auto [out, lse] = merge_partials(transport.all_gather(partial, call), q);

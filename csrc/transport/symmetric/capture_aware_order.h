@@ -17,7 +17,9 @@ class CallOrder {
     capture_ = capture_of(stream);
     captured_ |= capturing();
     if (capturing()) {
-      if (capture_ == last_capture_) captured_end_.block(stream);
+      if (capture_ == last_capture_ && *last_captured_stream_ != stream) {
+        captured_end_.block(stream);
+      }
       return;
     }
     if (last_stream_ && *last_stream_ != stream) end_.block(stream);
@@ -25,7 +27,9 @@ class CallOrder {
   }
   void end_on(c10::cuda::CUDAStream stream) {
     (capturing() ? captured_end_ : end_).record(stream);
-    if (capturing()) last_capture_ = capture_;
+    if (!capturing()) return;
+    last_capture_ = capture_;
+    last_captured_stream_ = stream;
   }
 
   /// Whether the present call is being captured.
@@ -52,7 +56,8 @@ class CallOrder {
   at::cuda::CUDAEvent end_;                           // its end
   unsigned long long capture_ = 0;                    // of the present call; 0: none
   unsigned long long last_capture_ = 0;               // of the last captured call
-  at::cuda::CUDAEvent captured_end_;                  // its end
+  std::optional<c10::cuda::CUDAStream> last_captured_stream_;
+  at::cuda::CUDAEvent captured_end_;  // its end
   bool captured_ = false;
 };
 

@@ -10,8 +10,6 @@ from _distributed import RankPool, this
 from _numerics import check_attention, poisoned_memory
 from torch.utils.flop_counter import FlopCounterMode
 
-pytestmark = pytest.mark.nccl  # gathers over it
-
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 #: Cached keys of each rank.

@@ -2,6 +2,7 @@
 """A peer that dies or is late while the host has moved on: on CUDA a call returns before its data
 has come. The waits are released, the results are NaN, and the next call or synchronize() raises."""
 
+import itertools
 import os
 import re
 import time
@@ -59,6 +60,12 @@ def rotate_much(case: Case) -> tuple[torch.Tensor, ...]:
     return rotate(case, 300)
 
 
+def decode(case: Case) -> tuple[torch.Tensor, ...]:
+    """Kernels of all ranks exchange what they have."""
+    q, k, v = case.local_inputs()
+    return ringattn.decode_attention(q[:, : q.size(1) // 32], k, v, return_lse=True)
+
+
 def lose_a_rank(absent: int, die: bool, transport: str, call: Call) -> dict[str, object]:
     """A warm ring in which one rank does not come to the second call."""
     case = even(transport)
@@ -89,9 +96,13 @@ def lose_a_rank(absent: int, die: bool, transport: str, call: Call) -> dict[str,
 
 @pytest.mark.parametrize("die", [True, False], ids=["dead", "late"])
 @pytest.mark.parametrize(
-    "call", [attend, attend_portably, rotate, rotate_much], ids=lambda call: call.__name__
+    ("call", "transport"),
+    [
+        *itertools.product((attend, attend_portably, rotate, rotate_much), TRANSPORTS),
+        (decode, "symmetric"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
 )
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_lost_rank_is_named_and_its_results_are_nan(die, call, transport):
     absent = 1
     with RankPool(2, "cuda", timeout_s=TIMEOUT_S) as ring:
@@ -189,6 +200,10 @@ def make_another_call(lonely: int, usual_call: Call, lonely_call: Call) -> dict[
         (rotate_much, attend_portably),
         (rotate, rotate_much),
         (rotate_much, rotate),
+        (decode, decode),
+        (decode, rotate),
+        (rotate, decode),
+        (decode, attend_portably),
     ],
     ids=lambda calls: "-".join(call.__name__ for call in calls),
 )
@@ -203,9 +218,12 @@ def test_ranks_in_different_calls_get_an_error(world_size, calls):
             value = outcome.value
             assert value["named_s"] < TIMEOUT_S / 2  # no timeout passes first
             other = lonely if outcome.rank != lonely else r"\d"
+            # Ranks in a ring wait for those in an exchange, which notice it and tell them.
+            either = decode in calls and calls != (decode, decode)
+            other, itself = (r"\d", r"\d") if either else (other, outcome.rank)
             expected = (
                 rf"ranks must make the same calls in the same order, (got another one on rank "
-                rf"{other} than on rank {outcome.rank}|and rank \d has seen one in another call); "
+                rf"{other} than on rank {itself}|and rank \d has seen one in another call); "
                 r"the group cannot be used any more"
             )
             for message in value["messages"]:

@@ -301,7 +301,7 @@ def captured_over_nccl(case: Case) -> None:
     q, k, v = case.local_inputs()
     calls = (
         lambda: ringattn.ring_attention(q, k, v, case.partition, transport="nccl"),
-        lambda: ringattn.decode_attention(q[:, :1], k, v),
+        lambda: ringattn.decode_attention(q, k, v),  # more than kernels exchange by themselves
     )
     for call in calls:
         call()
