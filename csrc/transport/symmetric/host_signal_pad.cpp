@@ -33,7 +33,8 @@ std::optional<WatchedSignals::CallMismatch> HostSignalPads::call_mismatch() cons
   for (size_t rank = 0; rank < pads_.size(); ++rank) {
     const uint32_t staged = pad.staged_mirror[rank];
     if (staged == 0 || staged == call_tag) continue;
-    // No rank stages for the next call before this one is over, but it may be over by now.
+    // The peer is in another call: no rank stages for the next call before this one is over. Unless
+    // this call has ended while the pad was read.
     if (pad.phase != phase || pad.staged_mirror[rank] != staged) return {};
     if (pad.call_tag != call_tag || pad.calls != calls) return {};
     return WatchedSignals::CallMismatch{static_cast<int64_t>(rank), staged == kMismatchTag};

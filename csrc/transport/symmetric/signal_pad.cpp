@@ -176,8 +176,8 @@ class SignalPad::Signals : public WatchedSignals {
       const std::vector<uint32_t> values(count, value);
       copy(at(index), values.data(), count * sizeof(uint32_t));
     };
-    set(Layout::kFailed, 1, kGivenUp);  // first: a kernel that passes reads it
-    set(Layout::kStaged, Layout::kRanks, INT32_MAX);
+    set(Layout::kFailed, 1, kGivenUp);                // first: a kernel that passes reads it
+    set(Layout::kStaged, Layout::kRanks, INT32_MAX);  // as many heads as any call waits for
     set(Layout::kRead, Layout::kRanks, 1);
   }
 
@@ -288,7 +288,8 @@ void SignalPad::enqueue_signal_read(int64_t peer, cudaStream_t stream) {
   cuda::StreamMemOps operations;
   uint32_t* const read = signals_->on_device(signals_->host(peer).read_mirror[signals_->rank()]);
   operations.write(read, 1);
-  // Not only in flight: it could land after the peer, which sees `read`, has cleared the mirror.
+  // Waits until the write is there. In flight, it could land after the peer, which sees `read`, has
+  // cleared the mirror.
   operations.wait_until(read, 1);
   C10_CUDA_CHECK(operations.enqueue(stream));
   // Note: a copy, since a device's front end writes only to that device.

@@ -127,7 +127,8 @@ void SignalWatchdog::give_up(Phase phase) {
     silent_since_.reset();
     const auto is_done = [&](int64_t rank) { return (*reached)[rank] >= phase.least; };
     suspects.erase(std::remove_if(suspects.begin(), suspects.end(), is_done), suspects.end());
-    if (suspects.empty()) return restart();  // a call is over, or its kernel has yet to begin
+    // No signal is missing: the wait has ended since, or is of a call whose kernel has not begun.
+    if (suspects.empty()) return restart();
     // The next poll must find late ranks too: a call that begins clears its signals.
     if (!std::exchange(suspected_, true)) return;
   } else {

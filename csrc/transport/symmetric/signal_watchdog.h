@@ -57,7 +57,7 @@ class WatchedSignals {
     int64_t rank = 0;
     bool reported_by_peer = false;  // the peer is in the same call, but has detected a mismatch
   };
-  /// The mismatch that a kernel has detected, or that a stream waits behind. At once.
+  /// The mismatch that a kernel has detected, or that keeps a stream waiting. At once.
   virtual std::optional<CallMismatch> call_mismatch() const = 0;
   /// Sets given_up and the signals that streams wait for. Repeated, since calls that the host made
   /// before it knew are still to come. At once.

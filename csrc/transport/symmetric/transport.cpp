@@ -33,12 +33,12 @@ using c10::cuda::CUDAStream;
 using c10::cuda::getCurrentCUDAStream;
 
 // Bytes of a message. Alone, a kernel is faster than copy engines up to 16 MB (H200; 104 against
-// 119 us). But copy engines need no multiprocessors, and a kernel that runs beside the message
-// leaves few: a kernel fetches what one multiprocessor can.
+// 119 us). But copy engines need no multiprocessors, and another kernel that runs beside the
+// message may leave one of them to it: a kernel fetches what one alone can in little time.
 constexpr int64_t kMaxFetchedByKernel = int64_t{1} << 20;
 
 // One-sided, between devices of one host: every rank stages its block in memory that all ranks can
-// read, and readers fetch it from there: the attention kernel itself, or copy engines. Making one
+// read. The attention kernel of a reader, or its copy engines, copy it to local memory. Making one
 // is collective; it throws on all ranks where they do not share memory.
 class SymmetricTransport : public MessageTransport {
  public:
@@ -246,8 +246,8 @@ class SymmetricStream : public BlockStream {
       transport_.guard(results);
     }
     transport_.calls_.end_on(stream_);
-    // Kept until here: a kernel that runs beside the staging kernel must not get the memory of a
-    // copy that is being staged.
+    // Aligned copies of k and v live until here: a kernel that runs beside the staging kernel must
+    // not get memory from the allocator that the staging kernel still reads.
     exchange_.k.reset();
     exchange_.v.reset();
     finished_ = true;
@@ -332,7 +332,7 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
   cuda::StageParams params;
   params.staged = staged_by(rendezvous_.rank);
   if (message.send.defined()) {
-    // One row of bytes. Note: its last vector may reach past its end, not past its allocation.
+    // One row of bytes. Its last vector may reach past its end: allocations are of 512 bytes.
     params.k.data = message.send.const_data_ptr();
     params.keys_only = true;
     params.rows = params.staged_rows = 1;

@@ -16,8 +16,8 @@ struct FetchParams {
   const void* from = nullptr;  // memory of the peer; both addresses are multiples of kVectorBytes
   void* to = nullptr;
   int64_t bytes = 0;  // 0: nothing is read, the signals are given all the same
-  /// Peers stage one "head". Once all have, and it has been read, the kernel signals that to them;
-  /// it ends when they have read this rank's block.
+  /// A message is staged as a block of one head. The kernel waits until all peers have staged
+  /// theirs, reads, signals `read` to them, and ends when they have read this rank's.
   RemoteFetch remote_fetch;
 };
 

@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   // early, so that the loads overlap with those of the first keys.
   const uint32_t failure = load_relaxed_system(params.failed);
   const bool given_up = has_been_given_up(params), failed = given_up || failure == kGivenUp;
-  // A rank that has detected a mismatch does not wait any more, and may be in its next call
-  // already: its tag must not look like one of that call.
+  // A rank that has detected a mismatch does not wait any more, and may be one call ahead of its
+  // peers: the tag of its present call could equal that of theirs.
   const uint32_t tag = failure == 0 ? params.tags.value : kMismatchTag;
 
   // The last copying thread block to come here knows that all of them run, and that the block will
