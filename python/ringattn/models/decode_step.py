@@ -76,8 +76,8 @@ class DecodeStep:
     share memory ("symmetric"); over others one between two attention calls, in which they meet.
 
     The graphs hold the addresses of weights and cache: a model whose weights are replaced needs a
-    new step; a cache that has grown is recorded anew. Not thread safe; a call returns a buffer that
-    the next one overwrites.
+    new step; a cache that has grown is recorded anew, on one rank. Not thread safe; a call returns
+    a buffer that the next one overwrites.
 
     Args:
         model: on a CUDA device, without a :func:`misfit`.
@@ -89,11 +89,13 @@ class DecodeStep:
     def of(
         cls, model: LLaMA, cache: ShardedKVCache, batch: int, *, observed: bool = False
     ) -> DecodeStep | None:
-        """A step; None where the model itself has to run: on a CPU, where it is a :func:`misfit`
-        and, unless ``observed`` says that it does not matter, where it is not
-        :func:`replayable`."""
+        """A step; None where the model itself has to run: on a CPU, for rows of unequal lengths,
+        where it is a :func:`misfit` and, unless ``observed`` says that it does not matter, where it
+        is not :func:`replayable`."""
         base = model.base_model
-        if base.embedding.weight.device.type != "cuda" or misfit(base) is not None:
+        if base.embedding.weight.device.type != "cuda" or cache.key_lengths is not None:
+            return None
+        if misfit(base) is not None:
             return None
         return cls(model, cache, batch) if observed or replayable(base) else None
 
@@ -125,6 +127,9 @@ class DecodeStep:
         self._key_lengths.fill_(held)
         self._slot.fill_(held - 1 if kept else -1)
         if self._graphs and self._recorded_storage != cache.storage_version:
+            # Another rank, which keeps its storage, would not record in this call.
+            if self._records_attention and self._ring.world_size > 1:
+                raise RuntimeError("cache must have room for all tokens of a recorded step")
             self.record()
         if not self._graphs:
             return self._run(self._stretches(), self._attend)[:, 0]
