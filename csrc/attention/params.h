@@ -137,7 +137,8 @@ struct MergeStatesParams {
   int32_t num_heads = 0;
   int32_t head_dim = 0;
   DataType out_dtype = DataType::kFloat32;
-  /// The previous kernel of the stream triggers this launch (peer_sync/dependent_launch.cuh).
+  /// The states are splits that the previous kernel of the stream writes, which triggers this
+  /// launch (peer_sync/dependent_launch.cuh). Without fold.
   bool follows_closely = false;
 };
 

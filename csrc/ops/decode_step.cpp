@@ -9,6 +9,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <cstdint>
 #include <tuple>
 
 #include "attention/tensor_params.h"
@@ -28,6 +29,12 @@ void check_like(const at::Tensor& x, const char* name, const at::Tensor& first,
                  dtype_name(x.scalar_type()));
   RINGATTN_CHECK(x.device() == first.device(), name, " must be on the device of ", first_name, ", ",
                  first.device(), ", got ", x.device());
+}
+
+// For kernels that read 16 bytes at a time.
+at::Tensor aligned(const at::Tensor& x) {
+  const at::Tensor rows = x.contiguous();
+  return reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0 ? rows : rows.clone();
 }
 
 // Rows of whole vectors: [..., E] with E a multiple of 8, and a dtype that the kernels have.
@@ -52,8 +59,8 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm_op(const at::Tensor& given_x,
                  "weight must have shape [E], E = ", given_x.size(-1), ", got ",
                  given_weight.sizes());
   const c10::DeviceGuard guard(given_x.device());
-  const at::Tensor x = given_x.contiguous(), delta = given_delta.contiguous(),
-                   weight = given_weight.contiguous();
+  const at::Tensor x = aligned(given_x), delta = aligned(given_delta),
+                   weight = aligned(given_weight);
   at::Tensor sum = at::empty_like(x), normed = at::empty_like(x);
   AddRmsNormParams params;
   params.x = x.const_data_ptr();
@@ -74,7 +81,7 @@ at::Tensor gated_silu_op(const at::Tensor& given) {
   RINGATTN_CHECK(given.size(-1) % 16 == 0, "gate_up must have rows of a multiple of 16 elements, ",
                  "got shape ", given.sizes());
   const c10::DeviceGuard guard(given.device());
-  const at::Tensor gate_up = given.contiguous();
+  const at::Tensor gate_up = aligned(given);
   at::Tensor out =
       at::empty_like(gate_up.narrow(-1, 0, gate_up.size(-1) / 2), at::MemoryFormat::Contiguous);
   GatedSiluParams params;
@@ -90,7 +97,8 @@ at::Tensor gated_silu_op(const at::Tensor& given) {
 at::Tensor rotate_into_cache_op(const at::Tensor& given, const at::Tensor& given_cos,
                                 const at::Tensor& given_sin, at::Tensor& keys, at::Tensor& values,
                                 const at::Tensor& slot) {
-  RINGATTN_CHECK(keys.dim() == 4, "keys must have shape [B, N, H_kv, D], got ", keys.sizes());
+  RINGATTN_CHECK(keys.dim() == 4 && keys.size(3) > 0,
+                 "keys must have shape [B, N, H_kv, D], D > 0, got ", keys.sizes());
   RINGATTN_CHECK(values.sizes() == keys.sizes(), "values must have the shape of keys, ",
                  keys.sizes(), ", got ", values.sizes());
   check_row(keys, "keys");

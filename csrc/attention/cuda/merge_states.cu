@@ -11,7 +11,8 @@ namespace ringattn::cuda {
 namespace {
 
 constexpr int kWarps = 4;  // rows of a thread block
-// Of more states, several warps merge a part each: one alone takes 10 us for the 50 of a decode.
+// Of more splits of a decode, several warps merge a part each: one alone takes 10 us for 50. States
+// of ranks are merged one by one, however many: exchange_partials does so, too.
 constexpr int kManyStates = 8;
 constexpr int kWarpsForMany = 8;
 
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
 }
 
 /// A thread block for each row of a head: each warp merges every kWarpsForMany-th state, the first
-/// warp then what the others have. Writes no lse where p.lse is null; does not fold.
+/// warp then what the others have. Writes no lse where p.lse is null; folds nothing.
 template <typename Out, int kVector>
 __global__ void __launch_bounds__(kWarpsForMany* kWarpSize)
     merge_many_states_kernel(const __grid_constant__ MergeStatesParams p) {
@@ -93,7 +94,7 @@ cudaError_t launch_merge(const MergeStatesParams& p, cudaStream_t stream) {
       rows_are_aligned(p.out, sizeof(Out), p.batch, p.num_queries, p.num_heads) &&
       rows_are_aligned(p.states, sizeof(float), p.batch, p.num_queries, p.num_heads) &&
       (p.num_states <= 1 || p.next_state % 4 == 0);
-  if (p.num_states > kManyStates && !p.fold) {
+  if (p.follows_closely && p.num_states > kManyStates) {
     return vectors ? launch_many<Out, 4>(p, stream) : launch_many<Out, 1>(p, stream);
   }
   const auto kernel = vectors ? merge_states_kernel<Out, 4> : merge_states_kernel<Out, 1>;

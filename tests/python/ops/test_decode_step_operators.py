@@ -32,6 +32,14 @@ def test_add_rms_norm(dtype: torch.dtype, width: int, rows: int) -> None:
     assert ((normed.double() - exact).abs() <= rounding * normal).all()
 
 
+def test_rows_that_begin_between_vectors() -> None:
+    x, delta, weight = (randn(65 + i)[1:65:1] for i in range(3))
+    total, normed = _ops.add_rms_norm(x, delta, weight, 1e-5)
+    assert torch.equal(total, x + delta)
+    torch.testing.assert_close(normed, F.rms_norm(x + delta, (64,), weight, 1e-5))
+    torch.testing.assert_close(_ops.gated_silu(x), F.silu(x[:32]) * x[32:])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [8, 64, 14336])
 def test_gated_silu(dtype: torch.dtype, width: int) -> None:
