@@ -70,9 +70,8 @@
 //   given_up_copy           device memory, copied from given_up by the stream, once peers have read
 //
 // What a kernel may wait for:
-//   - Signals that peers write while they stage, for which they need nothing else: all thread
-//   blocks
-//     of the fetching kernel wait for `staged`, one warp of it at most for staged_mirror.
+//   - Signals that peers write while they stage, for which they need nothing else: all blocks of
+//     the fetching kernel wait for `staged`, one warp of it at most for staged_mirror.
 //   - Signals in flight: one warp of the staging kernel waits for `read`.
 //   - Signals of work that peers have yet to begin: one thread block of the staging kernel, which
 //     copies nothing, waits for `staged` to be not 0; of the fetching kernel, the warp that ends
