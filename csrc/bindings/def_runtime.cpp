@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <c10/core/DeviceGuard.h>
 #include <pybind11/stl.h>
 
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,6 +34,14 @@ struct GroupWait {
   std::shared_ptr<GroupContext> group;
   PeerWait wait;
 };
+
+// The transport of this rank's captured calls, on the device that they run on.
+template <typename Use>
+void with_cuda_transport(GroupContext& group, int64_t index, const Use& use) {
+  const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
+  const c10::DeviceGuard guard(device);
+  use(group.transport("auto", device));
+}
 
 // logger(is_warning, line), called with the interpreter's lock from a thread of its own.
 py::object& logger() {
@@ -100,6 +110,28 @@ void def_runtime(py::module_& m) {
       },
       py::arg("group_name"), py::arg("operation"), py::arg("reason"),
       py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "fail_group",
+      [](const std::string& group_name, const std::string& reason) {
+        const auto group = GroupContext::resolve(group_name);
+        group->failures().fail_call(group->latest_call(), std::runtime_error(reason));
+      },
+      py::arg("group_name"), py::arg("reason"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "begin_replay",
+      [](const std::string& group_name, int64_t device) {
+        const auto group = GroupContext::resolve(group_name);
+        group->failures().throw_if_failed();
+        with_cuda_transport(*group, device, [](auto& transport) { transport.begin_replay(); });
+      },
+      py::arg("group_name"), py::arg("device"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "end_replay",
+      [](const std::string& group_name, int64_t device) {
+        with_cuda_transport(*GroupContext::resolve(group_name), device,
+                            [](auto& transport) { transport.end_replay(); });
+      },
+      py::arg("group_name"), py::arg("device"), py::call_guard<py::gil_scoped_release>());
   m.def(
       "exchange",
       [](const std::string& group_name, const std::string& mine, const std::string& operation) {

@@ -57,6 +57,10 @@ class RINGATTN_API MessageTransport : public Transport {
                                  c10::function_ref<void(const PartialExchange&)> launch) {
     TORCH_INTERNAL_ASSERT(false, "the transport exchanges no partials");
   }
+  /// Around the replay of captured calls on the current stream, where the transport cannot see it:
+  /// it is ordered, and waited for, as a call is.
+  virtual void begin_replay() {}
+  virtual void end_replay() {}
   /// Whether its messages can be part of a CUDA graph.
   virtual bool can_be_captured() const { return true; }
   /// Fills `results` with NaN if a message that they depend on fails after the host has moved on.

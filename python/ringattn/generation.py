@@ -73,7 +73,7 @@ def generate(
         cuda_graphs: record the kernels of a token as CUDA graphs, and replay them for each token:
             the same tokens, in less time. None does so once a generation has gone on for some
             tokens, on CUDA, if the model has this package's own layers only and no hooks; True from
-            the second token on, whatever layers compute its products, and without their hooks.
+            the third token on, whatever layers compute its products, and without their hooks.
         on_tokens: called on every rank with each step's tokens, int64 ``[B]`` on the model's
             device, as soon as they are queued there: for streaming and for clocks.
 
@@ -158,6 +158,8 @@ class _Request:
             cuda_graphs = check_flag("cuda_graphs", cuda_graphs)
         if cuda_graphs and model.device.type != "cuda":
             raise ValueError(f"cuda_graphs must have a model on CUDA, got {model.device}")
+        if cuda_graphs and torch.is_autocast_enabled("cuda"):
+            raise ValueError("cuda_graphs must be False or None under torch.autocast, got True")
         if cuda_graphs and (part := misfit(model.base_model)):
             raise ValueError(f"cuda_graphs must have a model that can be recorded, got {part}")
         partition = model.check(prompt_ids, partition, new_tokens=max_new_tokens)

@@ -13,9 +13,10 @@ namespace ringattn {
 /// Replays of a captured call are ordered by their caller.
 class CallOrder {
  public:
-  void begin_on(c10::cuda::CUDAStream stream) {
+  /// `uses_buffers`: the call reads or writes memory that the transport could free.
+  void begin_on(c10::cuda::CUDAStream stream, bool uses_buffers = true) {
     capture_ = capture_of(stream);
-    captured_ |= capturing();
+    captured_ |= capturing() && uses_buffers;
     if (capturing()) {
       if (capture_ == last_capture_ && *last_captured_stream_ != stream) {
         captured_end_.block(stream);
@@ -34,7 +35,7 @@ class CallOrder {
 
   /// Whether the present call is being captured.
   bool capturing() const { return capture_ != 0; }
-  /// Whether any call has been.
+  /// Whether any call that uses buffers has been.
   bool captured() const { return captured_; }
   /// Whether any call has not been.
   bool any() const { return last_stream_.has_value(); }

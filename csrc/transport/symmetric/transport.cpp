@@ -61,6 +61,8 @@ class SymmetricTransport : public MessageTransport {
   }
   void exchange_partials(int64_t call,
                          c10::function_ref<void(const PartialExchange&)> launch) override;
+  void begin_replay() override { calls_.begin_on(getCurrentCUDAStream()); }
+  void end_replay() override { calls_.end_on(getCurrentCUDAStream()); }
 
   void guard(const std::vector<at::Tensor>& results) override {
     signal_pad_.poison_if_failed(results);
@@ -377,12 +379,10 @@ void SymmetricTransport::fetch_by_copy_engine(const Message& message) {
   signal_pad_.enqueue_wait_until_read(side_stream_);
 }
 
-// ---- partial results ----------------------------------------------------------------------------
-
 void SymmetricTransport::exchange_partials(int64_t call,
                                            c10::function_ref<void(const PartialExchange&)> launch) {
   const CUDAStream stream = getCurrentCUDAStream();
-  calls_.begin_on(stream);
+  calls_.begin_on(stream, /*uses_buffers=*/false);
   signal_pad_.describe(call, std::make_shared<std::vector<int64_t>>(rendezvous_.size, 0));
   PartialExchange exchange = signal_pad_.partial_exchange(rendezvous_.calls->call_tag());
   exchange.delay_seed = delays_.seed();

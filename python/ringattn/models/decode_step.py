@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ringattn import _C, _ops  # noqa: F401  defines the operators
+from ringattn._distributed.errors import call
 from ringattn.cache import ShardedKVCache
 from ringattn.functional import attend_cached
 from ringattn.models.llama import (
@@ -76,8 +77,8 @@ class DecodeStep:
     share memory ("symmetric"); over others one between two attention calls, in which they meet.
 
     The graphs hold the addresses of weights and cache: a model whose weights are replaced needs a
-    new step; a cache that has grown is recorded anew, on one rank. Not thread safe; a call returns
-    a buffer that the next one overwrites.
+    new step; where a cache has grown, they are recorded anew, but for one graph over ranks, which
+    is refused. Not thread safe; a call returns a buffer that the next one overwrites.
 
     Args:
         model: on a CUDA device, without a :func:`misfit`.
@@ -89,13 +90,13 @@ class DecodeStep:
     def of(
         cls, model: LLaMA, cache: ShardedKVCache, batch: int, *, observed: bool = False
     ) -> DecodeStep | None:
-        """A step; None where the model itself has to run: on a CPU, for rows of unequal lengths,
-        where it is a :func:`misfit` and, unless ``observed`` says that it does not matter, where it
-        is not :func:`replayable`."""
+        """A step; None where the model itself has to run: on a CPU, under autocast, for rows of
+        unequal lengths, where it is a :func:`misfit` and, unless ``observed`` says that it does not
+        matter, where it is not :func:`replayable`."""
         base = model.base_model
-        if base.embedding.weight.device.type != "cuda" or cache.key_lengths is not None:
+        if base.embedding.weight.device.type != "cuda" or torch.is_autocast_enabled("cuda"):
             return None
-        if misfit(base) is not None:
+        if cache.key_lengths is not None or misfit(base) is not None:
             return None
         return cls(model, cache, batch) if observed or replayable(base) else None
 
@@ -127,12 +128,18 @@ class DecodeStep:
         self._key_lengths.fill_(held)
         self._slot.fill_(held - 1 if kept else -1)
         if self._graphs and self._recorded_storage != cache.storage_version:
-            # Another rank, which keeps its storage, would not record in this call.
-            if self._records_attention and self._ring.world_size > 1:
-                raise RuntimeError("cache must have room for all tokens of a recorded step")
+            if self._replays_attention_of_ranks:
+                # Another rank, which keeps its storage, would not record in this call.
+                self._fail("cache must have room for all tokens of a recorded step")
             self.record()
         if not self._graphs:
             return self._run(self._stretches(), self._attend)[:, 0]
+        if self._replays_attention_of_ranks:
+            place = (self._ring.name, self._slot.device.index)
+            call(_C.begin_replay, *place)
+            self._graphs[0].replay()
+            call(_C.end_replay, *place)
+            return self._hidden[:, 0]
         self._graphs[0].replay()
         for graph, (layer, q) in zip(self._graphs[1:], self._queries, strict=True):
             self._attended.copy_(self._attend(layer, q))
@@ -140,25 +147,39 @@ class DecodeStep:
         return self._hidden[:, 0]
 
     def has_room(self) -> bool:
-        """Whether the device has memory for the graphs."""
-        return torch.cuda.mem_get_info(self._slot.device)[0] >= _ROOM
+        """Whether the device has memory for the graphs. Frees what the allocator keeps unused."""
+        device = self._slot.device
+        if torch.cuda.mem_get_info(device)[0] < _ROOM:
+            torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0] >= _ROOM
 
     @torch.inference_mode()
     def record(self, *, required: bool = False) -> None:
         """Records the graphs; directly after a call. All ranks do, or none: their calls of
-        attention are counted. Where recording fails (no memory is left) on a rank alone, calls go
-        on without graphs.
+        attention are counted. Where recording fails (no memory is left), calls go on without
+        graphs; where attention over ranks was to be recorded, the group ends.
 
         Raises:
-            RuntimeError: if ``required``, or over ranks, where recording fails.
+            RuntimeError: where recording fails, if ``required`` or the group ends.
         """
         if not self._graphs and not self._records_attention:
             self._records_attention = _C.last_transport(self._ring.name) == "symmetric"
         try:
             self._record()
-        except RuntimeError:
-            if required or (self._records_attention and self._ring.world_size > 1):
+        except RuntimeError as error:
+            if self._records_attention and self._ring.world_size > 1:
+                self._fail(f"recording failed: {error}", error)
+            if required:
                 raise
+
+    @property
+    def _replays_attention_of_ranks(self) -> bool:
+        return bool(self._graphs) and self._records_attention and self._ring.world_size > 1
+
+    def _fail(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        """Ends the group, whose other ranks replay, and raises."""
+        _C.fail_group(self._ring.name, reason.split("\n")[0])
+        raise RuntimeError(reason) from cause
 
     def _record(self) -> None:
         self._graphs, self._queries = [], []

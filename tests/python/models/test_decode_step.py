@@ -167,6 +167,15 @@ def test_all_ranks_record_a_token_or_none(
         assert recordings == ([1] if hooked_rank is None else [])
 
 
+@pytest.mark.cuda
+def test_graphs_under_autocast_are_refused(folder: Path) -> None:
+    model = load_model(folder, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        with pytest.raises(ValueError, match="cuda_graphs must be False or None under"):
+            new_tokens(model, cuda_graphs=True)
+        new_tokens(model)  # by its layers
+
+
 class Waiting(nn.Module):
     """A layer that waits for the device: it cannot be recorded."""
 

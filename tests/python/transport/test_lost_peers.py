@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from _distributed import RankPool, this
 from _llama import random_ids, save, tiny_llama
-from ringattn import Partition, generation
+from ringattn import _C, Partition, generation
+from ringattn._distributed.groups import resolve_group
 from ringattn.cache import ShardedKVCache
 from ringattn.models import load_model
 
@@ -168,6 +169,27 @@ def test_a_rank_that_is_missing_beside_the_ring_is_named(name, dies, folder):
         check_blames(said, victim, place)
         # A fifth of the timeout is left for the ranks to say which of them they miss.
         assert all(outcome.value[1][0] > 0.7 * TIMEOUT_S for outcome in outcomes)
+
+
+def fail_alone(victim: int) -> tuple[str, float]:
+    """The error of a warm collective whose group one rank has ended, and after how many seconds."""
+    x = torch.zeros(1, 3, 2, 8)
+    ringattn.decode_attention(x, x, x)
+    start = time.monotonic()
+    if this().rank == victim:
+        _C.fail_group(resolve_group(None).name, "no memory is left")
+    with pytest.raises(dist.DistBackendError) as error:
+        ringattn.decode_attention(x, x, x)
+    return str(error.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_fails_alone_says_why_to_all(victim):
+    with RankPool(2, timeout_s=TIMEOUT_S) as ring:
+        found = ring.run(fail_alone, victim)
+    for sentence, seconds in found:
+        assert f"rank {victim}" in sentence and "no memory is left" in sentence, sentence
+        assert seconds < TIMEOUT_S / 2
 
 
 def test_rotations_without_a_wait_are_freed():
