@@ -140,6 +140,21 @@ struct MergeStatesParams {
   /// The states are splits that the previous kernel of the stream writes, which triggers this
   /// launch (peer_sync/dependent_launch.cuh). Without fold.
   bool follows_closely = false;
+
+  /// For contiguous memory, the shape being set: the result, and the first state.
+  constexpr void set_contiguous(void* result, float* result_lse, float* state,
+                                const float* state_lse) {
+    out.data = result;
+    out.head_stride = head_dim;
+    out.row_stride = out.head_stride * num_heads;
+    out.batch_stride = out.row_stride * num_queries;
+    lse = result_lse;
+    lse_head_stride = states_lse_head_stride = num_queries;
+    lse_batch_stride = states_lse_batch_stride = lse_head_stride * num_heads;
+    states = out;
+    states.data = state;
+    states_lse = state_lse;
+  }
 };
 
 }  // namespace ringattn

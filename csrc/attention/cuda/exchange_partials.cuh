@@ -113,19 +113,8 @@ __device__ __forceinline__ void merge_rows(const ExchangeLaunch& p, uint32_t num
   merge.num_queries = p.num_queries;
   merge.num_heads = p.num_heads;
   merge.head_dim = p.head_dim;
-  merge.out.data = p.out;
-  merge.out.head_stride = p.head_dim;
-  merge.out.row_stride = merge.out.head_stride * p.num_heads;
-  merge.out.batch_stride = merge.out.row_stride * p.num_queries;
-  merge.lse = p.lse;
-  merge.lse_head_stride = p.num_queries;
-  merge.lse_batch_stride = merge.lse_head_stride * p.num_heads;
-  merge.states = merge.out;
   float* const first = exchange.slots[exchange.rank] + exchange.slot(number, 0);
-  merge.states.data = first;
-  merge.states_lse = first + int64_t{p.num_rows} * p.head_dim;
-  merge.states_lse_head_stride = merge.lse_head_stride;
-  merge.states_lse_batch_stride = merge.lse_batch_stride;
+  merge.set_contiguous(p.out, p.lse, first, first + int64_t{p.num_rows} * p.head_dim);
   merge.next_state = merge.next_state_lse = PartialExchange::kSlotFloats;
   merge.num_states = exchange.num_ranks;
   for (int32_t row = begin + threadIdx.x / kWarpSize; row < end; row += kExchangeWarps) {
