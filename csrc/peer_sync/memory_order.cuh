@@ -3,10 +3,11 @@
 
 #include <cstdint>
 
-// Accesses to 32-bit values in global memory that other threads write and read while a kernel runs:
-// thread blocks of this device, or (..._system) other devices and the host too. Names follow PTX: a
-// load with acquire that reads a value stored with release sees everything that the storing thread,
-// and the threads it has synchronised with, wrote before.
+// Accesses to values in global memory that other threads write and read while a kernel runs: thread
+// blocks of this device, or (..._system) other devices and the host too. Values of 64 bits carry
+// two that belong together. Names follow PTX: a load with acquire that reads a value stored with
+// release sees everything that the storing thread, and the threads it has synchronised with, wrote
+// before.
 
 namespace ringattn::cuda {
 
@@ -53,6 +54,16 @@ __device__ __forceinline__ void store_relaxed_system(uint32_t* address, uint32_t
 
 __device__ __forceinline__ void store_release_system(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release_system(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 }  // namespace ringattn::cuda

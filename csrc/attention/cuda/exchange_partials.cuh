@@ -11,7 +11,6 @@
 #include "peer_sync/launch.cuh"
 #include "peer_sync/memory_order.cuh"
 #include "peer_sync/spin_wait.cuh"
-#include "peer_sync/wide_memory_order.cuh"
 
 // One kernel gives a rank's partial to all ranks and merges those of all ranks. The protocol is in
 // peer_sync/partial_exchange.h.

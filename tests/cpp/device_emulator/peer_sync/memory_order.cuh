@@ -12,6 +12,8 @@ namespace ringattn::cuda {
 
 /// Called before each release store.
 inline std::function<void(const uint32_t* address, uint32_t value)> on_store_release;
+/// Called before each release store of 64 bits.
+inline std::function<void(const uint64_t* address, uint64_t value)> on_wide_store_release;
 
 inline uint32_t load_acquire(const uint32_t* address) {
   return __atomic_load_n(address, __ATOMIC_ACQUIRE);
@@ -36,6 +38,13 @@ inline void store_release_system(uint32_t* address, uint32_t value) {
 }
 inline uint32_t add_acquire_release(uint32_t* address, uint32_t value) {
   return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+}
+inline uint64_t load_acquire_system(const uint64_t* address) {
+  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+inline void store_release_system(uint64_t* address, uint64_t value) {
+  if (on_wide_store_release) on_wide_store_release(address, value);
+  __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
 
 }  // namespace ringattn::cuda
