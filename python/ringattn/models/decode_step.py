@@ -128,13 +128,13 @@ class DecodeStep:
         self._key_lengths.fill_(held)
         self._slot.fill_(held - 1 if kept else -1)
         if self._graphs and self._recorded_storage != cache.storage_version:
-            if self._replays_attention_of_ranks:
+            if self._records_ranks:
                 # Another rank, which keeps its storage, would not record in this call.
                 self._fail("cache must have room for all tokens of a recorded step")
             self.record()
         if not self._graphs:
             return self._run(self._stretches(), self._attend)[:, 0]
-        if self._replays_attention_of_ranks:
+        if self._records_ranks:
             place = (self._ring.name, self._slot.device.index)
             call(_C.begin_replay, *place)
             self._graphs[0].replay()
@@ -167,14 +167,15 @@ class DecodeStep:
         try:
             self._record()
         except RuntimeError as error:
-            if self._records_attention and self._ring.world_size > 1:
+            if self._records_ranks:
                 self._fail(f"recording failed: {error}", error)
             if required:
                 raise
 
     @property
-    def _replays_attention_of_ranks(self) -> bool:
-        return bool(self._graphs) and self._records_attention and self._ring.world_size > 1
+    def _records_ranks(self) -> bool:
+        """Whether graphs hold attention in which ranks meet."""
+        return self._records_attention and self._ring.world_size > 1
 
     def _fail(self, reason: str, cause: Exception | None = None) -> NoReturn:
         """Ends the group, whose other ranks replay, and raises."""
