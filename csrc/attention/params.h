@@ -56,7 +56,7 @@ struct LaunchOptions {
   Fetch fetch = Fetch::kNone;
 };
 
-/// A list of keys under one diagonal.
+/// Keys, and which of them each query row sees: under one diagonal, or by a table.
 struct KeySegment {
   Strided k;                // [B, S_k, H_kv, D], dtype
   Strided v;                // [B, S_k, H_kv, D], dtype
@@ -67,6 +67,11 @@ struct KeySegment {
   /// With data, a remote segment: the launch fetches the keys from there to `k` and `v`, the planes
   /// of one buffer [H_kv, 2, B, num_keys, D]. Without: a local segment.
   RemoteBlock source;
+  /// With data, int32 [S_q, 2] in device memory, aligned to 8 bytes: row i sees keys [begin, end),
+  /// clamped to [0, num_keys], none where begin >= end. Neither column decreases. `diagonal` and
+  /// `first_query` are 0 then. A table that decreases gives an unspecified result and reads no
+  /// other memory.
+  const int32_t* key_ranges = nullptr;
 
   constexpr bool is_remote() const { return source.data != nullptr; }
 };
@@ -97,6 +102,20 @@ struct BlockAttentionParams : AttentionShape, LaunchOptions {
   int32_t final_begin = 0;
   int32_t final_end = 0;
   bool fold = false;
+
+  /// Scores become softcap * tanh(score / softcap) after the scale and before the mask; 0: off.
+  float softcap = 0.0f;
+  /// [H], device memory; null: none. A logit of each head, neither scaled nor capped, that joins
+  /// the softmax's denominator of final rows, once, after the earlier state: a final row's out and
+  /// lse contain it, and a final row that sees no key has out 0 and lse = sink. -inf is no sink.
+  const float* sinks = nullptr;
+
+  /// Whether more than diagonals decides what a row computes.
+  constexpr bool is_general() const {
+    bool tables = false;
+    for (int32_t i = 0; i < num_segments; ++i) tables |= segments[i].key_ranges != nullptr;
+    return tables || softcap != 0.0f || sinks != nullptr;
+  }
 };
 
 /// Few queries, many keys, visible to all queries of their batch row: keys are split over thread
@@ -113,6 +132,11 @@ struct DecodeAttentionParams : AttentionShape {
   float* workspace = nullptr;            // decode_workspace_floats() floats, contents irrelevant
   int32_t num_keys = 0;                  // S_k
   DataType out_dtype = DataType::kFloat32;
+
+  const int32_t* key_begins = nullptr;  // [B]: batch row b does not see the keys before
+                                        // key_begins[b], clamped likewise; null: from the first on
+  float softcap = 0.0f;                 // as in BlockAttentionParams
+  const float* sinks = nullptr;         // [H], likewise: every row of the result contains it
 };
 
 /// Folds `num_states` states, in order, into one: the merge of decode across ranks, whose states

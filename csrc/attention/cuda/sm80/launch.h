@@ -16,7 +16,7 @@ namespace ringattn::cuda::sm80 {
 /// are local; the scratch is not touched.
 inline bool supports(const BlockAttentionParams& p) {
   return p.num_segments == 1 && p.segments[0].first_query == 0 && !p.segments[0].is_remote() &&
-         p.fetch == Fetch::kNone;
+         p.fetch == Fetch::kNone && !p.is_general();
 }
 
 constexpr AttentionTile attention_tile(DataType dtype, int head_dim) {
