@@ -129,10 +129,10 @@ cuda::StageParams staging(const RankCall& call, const Partition& partition) {
   params.num_kv_heads = call.num_kv_heads;
   params.row_bytes = row_bytes;
   params.kernel_fetches = true;
+  const Mask mask = {call.causal != 0};
+  params.rows = static_cast<int>(rows_sent(plan_hops(partition, call.rank, mask)).end);
   for (int64_t other = 0; other < call.world_size; ++other) {
     if (other == call.rank) continue;
-    const int64_t rows = rows_used(partition, other, call.rank, {call.causal != 0});
-    params.rows = std::max(params.rows, static_cast<int>(rows));
     params.read_by_peer[params.num_peers] = &call.signals->read[other];
     params.staged_by_this_rank[params.num_peers++] = &call.signals->staged[other];
     params.tags.by_this_rank[params.num_awaited] = &call.signals->tags[other];
@@ -201,11 +201,10 @@ EXPORTED int attend_as_rank(const RankCall* call, void* stream) {
   auto* fetched = static_cast<char*>(call->fetched);
   for (const Visit& visit : schedule(partition, call->rank, {call->causal != 0})) {
     if (!visit.visible()) continue;
-    const Band& band = visit.bands.front();
     KeySegment& segment = segments.emplace_back();
-    segment.num_keys = static_cast<int>(band.num_keys());
-    segment.diagonal = static_cast<int>(std::min(band.upper, band.num_keys()));
-    segment.first_query = static_cast<int>(band.query_begin);
+    segment.num_keys = static_cast<int>(visit.keys.size());
+    segment.diagonal = visit.visibility == Visibility::kTriangle ? 0 : segment.num_keys;
+    segment.first_query = static_cast<int>(visit.queries.begin);
     if (visit.source == call->rank) {
       segment.k = contiguous(call->k, rows, call->num_kv_heads, head_dim);
       segment.v = contiguous(call->v, rows, call->num_kv_heads, head_dim);
@@ -213,7 +212,7 @@ EXPORTED int attend_as_rank(const RankCall* call, void* stream) {
     }
     const int64_t block_rows = partition.length(visit.source);
     const bool is_local = fetched == nullptr;
-    const int64_t plane = (is_local ? block_rows : band.key_end) * head_dim;
+    const int64_t plane = (is_local ? block_rows : visit.keys.end) * head_dim;
     char* const to = is_local ? static_cast<char*>(call->blocks[visit.source]) : fetched;
     segment.k = {to, plane, head_dim, 2 * batch * plane};
     segment.v = {to + batch * plane * kElementBytes, plane, head_dim, 2 * batch * plane};

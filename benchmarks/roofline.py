@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from lib.cli import positive
-from ringattn import _C, ModelCost, Partition
+from ringattn import ModelCost, Partition
 from ringattn.models import LLaMAConfig
 
 
@@ -60,11 +60,7 @@ def peak_rates(
 def num_pairs(partition: Partition, causal: bool = True) -> list[int]:
     """Pairs of a query and a key that each rank computes, ``[W]``; together S (S + 1) / 2 under a
     causal mask, S * S without one."""
-    arguments = (partition.layout, list(partition.lengths), list(partition.order))
-    return [
-        sum(visit.num_pairs for visit in _C.schedule(*arguments, rank, causal))
-        for rank in range(partition.world_size)
-    ]
+    return [partition.num_pairs(rank, causal=causal) for rank in range(partition.world_size)]
 
 
 def prefill_flops(config: LLaMAConfig, partition: Partition, batch: int) -> float:

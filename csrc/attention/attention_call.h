@@ -4,8 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <limits>
 
-#include "core/band.h"
 #include "core/shape.h"
 #include "peer_sync/protocol.h"
 
@@ -19,11 +19,28 @@ inline at::ScalarType state_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+/// How scores are made of products, and what joins them.
+struct Scoring {
+  double scale = 1.0;    // finite
+  double softcap = 0.0;  // scores become softcap * tanh(score / softcap), before the mask; 0: off
+  at::Tensor sinks;      // [H], state dtype on CPU, float32 on CUDA, contiguous: see
+                         // BlockAttentionParams; undefined: none
+
+  Scoring(double scale) : scale(scale) {}  // NOLINT: a scale alone is the usual case
+};
+
 /// Keys and values, and which of them the rows of a call see.
 struct KeyBlock {
+  /// A diagonal that hides no key.
+  static constexpr int64_t kNoMask = std::numeric_limits<int64_t>::max();
+
   at::Tensor k;  // [B, S_k, H_kv, D]
   at::Tensor v;
-  Band band;                // of the call's query rows and these key rows
+  int64_t first_query = 0;     // rows before it see none of the keys
+  int64_t diagonal = kNoMask;  // row i sees key j when j - i <= diagonal
+  // int32 [S_q, 2], contiguous, on q's device: row i sees keys [begin, end), see KeySegment; then
+  // first_query is 0 and there is no diagonal. Undefined: none.
+  at::Tensor key_ranges = {};
   RemoteBlock source = {};  // see KeySegment; without data: a local block
 
   bool is_remote() const { return source.data != nullptr; }
@@ -35,8 +52,7 @@ struct AttentionResult {
   at::Tensor out;    // [B, S_q, H, D], q's dtype: rows [final_begin, final_end) are written;
                      // undefined if none
   at::Tensor state;  // [B, S_q, H, D], state dtype: the other rows; undefined if every row is final
-                     // and nothing is folded. A list that takes several launches leaves results of
-                     // its earlier ones in the final rows.
+                     // and nothing is folded
   at::Tensor lse;    // [B, H, S_q], state dtype
   bool fold = false;  // state and lse hold earlier keys
   int64_t final_begin = 0;

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "attention/cpu/block_attention.h"
 #include "core/log.h"
@@ -21,11 +22,27 @@ namespace ringattn {
 #ifdef RINGATTN_WITH_CUDA
 namespace {
 
-void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
-                          const AttentionResult& result, const LaunchOptions& options,
-                          const RemoteFetch& remote_fetch) {
+KeySegment key_segment(const KeyBlock& block, const at::Tensor& keys, const at::Tensor& values,
+                       int64_t num_queries) {
+  const int64_t num_keys = keys.size(1);
+  KeySegment segment;
+  segment.k = strided(keys);
+  segment.v = strided(values);
+  segment.num_keys = static_cast<int32_t>(num_keys);
+  segment.source = block.source;
+  if (block.key_ranges.defined()) {
+    segment.key_ranges = block.key_ranges.const_data_ptr<int32_t>();
+  } else {
+    segment.diagonal = static_cast<int32_t>(std::clamp(block.diagonal, -num_queries, num_keys));
+    segment.first_query = static_cast<int32_t>(block.first_query);
+  }
+  return segment;
+}
+
+void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& blocks,
+                          const Scoring& scoring, const AttentionResult& result,
+                          const LaunchOptions& options, const RemoteFetch& remote_fetch) {
   TORCH_INTERNAL_ASSERT(!blocks.empty());
-  const int64_t num_queries = q.size(1);
   const at::Tensor queries = as_kernel_input(q);
   bool copied = !queries.is_same(q);
   std::vector<at::Tensor> inputs;  // alive until the launch
@@ -33,23 +50,7 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
   for (const KeyBlock& block : blocks) {
     const at::Tensor keys = as_kernel_input(block.k), values = as_kernel_input(block.v);
     TORCH_INTERNAL_ASSERT(!block.is_remote() || (keys.is_same(block.k) && values.is_same(block.v)));
-    const Band& band = block.band;
-    const int64_t num_keys = keys.size(1);
-    TORCH_INTERNAL_ASSERT(band.query_end == num_queries && band.key_begin == 0 &&
-                              band.key_end == num_keys && !band.has_lower(),
-                          "a CUDA kernel's band must end with the last of ", num_queries,
-                          " rows, hold all of ", num_keys,
-                          " keys and have no lower limit, got rows [", band.query_begin, ", ",
-                          band.query_end, "), keys [", band.key_begin, ", ", band.key_end,
-                          "), lower limit ", band.lower);
-    KeySegment segment;
-    segment.k = strided(keys);
-    segment.v = strided(values);
-    segment.num_keys = num_keys;
-    segment.diagonal = std::clamp(band.upper - band.query_begin, -num_queries, num_keys);
-    segment.first_query = band.query_begin;
-    segment.source = block.source;
-    segments.push_back(segment);
+    segments.push_back(key_segment(block, keys, values, q.size(1)));
     inputs.insert(inputs.end(), {keys, values});
     copied = copied || !keys.is_same(block.k) || !values.is_same(block.v);
   }
@@ -57,7 +58,8 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
   TORCH_INTERNAL_ASSERT(!remote_fetch.follows_staging || !copied);
 
   BlockAttentionParams params;
-  static_cast<AttentionShape&>(params) = attention_shape(q, blocks.front().k.size(2), scale);
+  static_cast<AttentionShape&>(params) =
+      attention_shape(q, blocks.front().k.size(2), scoring.scale);
   static_cast<LaunchOptions&>(params) = options;
   params.q = strided(queries);
   params.segments = segments.data();
@@ -68,17 +70,12 @@ void block_attention_cuda(const at::Tensor& q, const std::vector<KeyBlock>& bloc
   params.final_begin = result.final_begin;
   params.final_end = result.final_end;
 
-  at::Tensor between_launches = result.state;
-  if (cuda::takes_several_launches(params.num_segments)) {
-    TORCH_INTERNAL_ASSERT(options.fetch == Fetch::kNone, "a launch that fetches must have at most ",
-                          PeerSignals::kMaxPeers, " segments, got ", params.num_segments);
-    if (!result.state.defined()) {
-      between_launches = at::empty(q.sizes(), q.options().dtype(state_dtype(q.scalar_type())));
-    }
-  }
+  params.softcap = static_cast<float>(scoring.softcap);
+  if (scoring.sinks.defined()) params.sinks = scoring.sinks.const_data_ptr<float>();
+
   std::optional<InPlace> out, state;
   if (result.out.defined()) params.out = strided(out.emplace(result.out).tensor());
-  if (between_launches.defined()) params.state = strided(state.emplace(between_launches).tensor());
+  if (result.state.defined()) params.state = strided(state.emplace(result.state).tensor());
   const InPlace lse(result.lse);
   params.lse = lse.tensor().data_ptr<float>();
   params.lse_batch_stride = lse.tensor().stride(0);
@@ -120,29 +117,23 @@ std::vector<AttentionTile> attention_tiles(c10::Device device, at::ScalarType dt
   return {};
 }
 
-void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
-                     const AttentionResult& result, const LaunchOptions& options,
-                     const RemoteFetch& remote_fetch) {
+void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks,
+                     const Scoring& scoring, const AttentionResult& result,
+                     const LaunchOptions& options, const RemoteFetch& remote_fetch) {
   if (q.numel() == 0) return;
 #ifdef RINGATTN_WITH_CUDA
-  if (q.is_cuda()) return block_attention_cuda(q, blocks, scale, result, options, remote_fetch);
+  if (q.is_cuda()) return block_attention_cuda(q, blocks, scoring, result, options, remote_fetch);
 #endif
   log_info_once("attention kernels: cpu");
-  cpu::block_attention(q, blocks, scale, result);
+  cpu::block_attention(q, blocks, scoring, result);
 }
 
-void block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                     std::optional<int64_t> diagonal, const AttentionResult& result) {
-  block_attention(q, {KeyBlock{k, v, Band::whole(q.size(1), k.size(1), diagonal)}}, scale, result);
-}
-
-std::pair<at::Tensor, at::Tensor> block_attention(const at::Tensor& q, const at::Tensor& k,
-                                                  const at::Tensor& v, double scale,
-                                                  std::optional<int64_t> diagonal,
+std::pair<at::Tensor, at::Tensor> block_attention(const at::Tensor& q, const KeyBlock& block,
+                                                  const Scoring& scoring,
                                                   at::ScalarType out_dtype) {
   if (q.is_cpu()) {
-    const cpu::State state =
-        cpu::attend(q, k, v, scale, Band::whole(q.size(1), k.size(1), diagonal));
+    const cpu::State state = cpu::attend(q, block, scoring);
+    cpu::add_sinks(state, scoring);
     return {state.out.to(out_dtype).contiguous(), state.lse.contiguous()};
   }
   const auto wide = q.options().dtype(state_dtype(q.scalar_type()));
@@ -154,7 +145,7 @@ std::pair<at::Tensor, at::Tensor> block_attention(const at::Tensor& q, const at:
   } else {
     result.state = at::empty(q.sizes(), wide);
   }
-  block_attention(q, k, v, scale, diagonal, result);
+  block_attention(q, {block}, scoring, result);
   return {result.out.defined() ? result.out : result.state, result.lse};
 }
 

@@ -76,8 +76,8 @@ at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Te
     AttentionResult result;
     result.state = rows(out);
     result.lse = rows(lse);
-    block_attention(rows(q), rows(k).narrow(1, 0, num_keys), rows(v).narrow(1, 0, num_keys), scale,
-                    /*diagonal=*/{}, result);
+    block_attention(rows(q), {{rows(k).narrow(1, 0, num_keys), rows(v).narrow(1, 0, num_keys)}},
+                    scale, result);
   };
   if (!key_lengths) {
     attend(0, q.size(0), k.size(1));

@@ -82,8 +82,7 @@ struct KeySegment {
 /// Every row's result goes to exactly one place: rows in [final_begin, final_end) are rounded to
 /// `dtype` and written to `out`; the others are written to `state`, in float32. With `fold`, state
 /// and lse hold the result over earlier keys, and each row's result is merged with it first, also
-/// where the row is then written to `out`. A list that takes several launches (segment_list.h)
-/// leaves results of its earlier ones in final rows of `state`.
+/// where the row is then written to `out`.
 struct BlockAttentionParams : AttentionShape, LaunchOptions {
   Strided q;    // [B, S_q, H, D], dtype
   Strided out;  // [B, S_q, H, D], dtype; null data when no row is final

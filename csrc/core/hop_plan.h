@@ -7,15 +7,38 @@
 
 namespace ringattn {
 
+/// Rows [begin, end) of a block.
+struct RowRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+
+  int64_t size() const { return end - begin; }
+  bool empty() const { return begin >= end; }
+  /// Extends this range until it has the rows of `other` too.
+  void include(const RowRange& other) {
+    if (other.empty()) return;
+    *this = empty() ? other : RowRange{std::min(begin, other.begin), std::max(end, other.end)};
+  }
+  friend bool operator==(const RowRange& a, const RowRange& b) {
+    return a.begin == b.begin && a.end == b.end;
+  }
+};
+
 /// What this rank sends and receives at one step, 1 .. W-1. (At step 0 it attends its own block.)
 struct HopPlan {
   int64_t destination = 0;  // the rank that this rank's block goes to
   int64_t source = 0;       // the rank whose block comes here
-  int64_t rows_sent = 0;  // leading rows of this rank's block that the destination's schedule uses;
-                          // 0: nothing is sent
-  int64_t rows_received = 0;
-  int64_t source_rows = 0;  // rows of the whole block
+  RowRange sent;            // of this rank's block, what the destination sees; empty: nothing
+  RowRange received;        // of the source's block
+  int64_t source_rows = 0;  // rows of the source's whole block
 };
+
+/// The rows that this rank's hops send.
+inline RowRange rows_sent(const std::vector<HopPlan>& hops) {
+  RowRange rows;
+  for (const HopPlan& hop : hops) rows.include(hop.sent);
+  return rows;
+}
 
 /// Rows of each buffer that blocks arrive in. Up to `depth` blocks are ahead of the one being
 /// attended: depth + 1 buffers in rotation, or one for each of fewer hops.
@@ -23,7 +46,7 @@ inline std::vector<int64_t> buffer_rows(const std::vector<HopPlan>& hops, int64_
   std::vector<int64_t> rows(std::min<int64_t>(hops.size(), depth + 1), 0);
   for (size_t i = 0; i < hops.size(); ++i) {
     int64_t& buffer = rows[i % rows.size()];
-    buffer = std::max(buffer, hops[i].rows_received);
+    buffer = std::max(buffer, hops[i].received.size());
   }
   return rows;
 }

@@ -11,12 +11,45 @@
 namespace ringattn {
 namespace {
 
+// [S_q, 2], contiguous. Neither column decreases: on CUDA the host cannot look.
+at::Tensor check_key_ranges(const at::Tensor& key_ranges, const at::Tensor& q) {
+  RINGATTN_CHECK(key_ranges.scalar_type() == at::kInt, "key_ranges must be torch.int32, got ",
+                 dtype_name(key_ranges.scalar_type()));
+  RINGATTN_CHECK(
+      key_ranges.dim() == 2 && key_ranges.size(0) == q.size(1) && key_ranges.size(1) == 2,
+      "key_ranges must have shape [S_q, 2], S_q = ", q.size(1), ", got ", key_ranges.sizes());
+  RINGATTN_CHECK(key_ranges.device() == q.device(), "key_ranges must be on the device of q, ",
+                 q.device(), ", got ", key_ranges.device());
+  const at::Tensor table = key_ranges.contiguous();
+  if (!table.is_cpu()) return table;
+  const int32_t* const bounds = table.const_data_ptr<int32_t>();
+  for (int64_t i = 2; i < table.numel(); ++i) {
+    RINGATTN_CHECK(bounds[i - 2] <= bounds[i], "columns of key_ranges must not decrease, got ",
+                   bounds[i - 2], " before ", bounds[i], " in column ", i % 2);
+  }
+  return table;
+}
+
+KeyBlock key_block(const at::Tensor& k, const at::Tensor& v, std::optional<int64_t> diagonal) {
+  KeyBlock block = {k, v};
+  if (diagonal) block.diagonal = *diagonal;
+  return block;
+}
+
 std::tuple<at::Tensor, at::Tensor> block_attention_op(const at::Tensor& q, const at::Tensor& k,
                                                       const at::Tensor& v, double scale,
-                                                      std::optional<int64_t> diagonal) {
+                                                      std::optional<int64_t> diagonal,
+                                                      const std::optional<at::Tensor>& key_ranges,
+                                                      double softcap,
+                                                      const std::optional<at::Tensor>& sinks) {
   check_attention(q, k, v, scale);
+  check_scoring(q, softcap, sinks);
+  RINGATTN_CHECK(!diagonal || !key_ranges,
+                 "diagonal must be left out where there are key_ranges, got ", *diagonal);
   const c10::DeviceGuard guard(q.device());
-  return block_attention(q, k, v, scale, diagonal, q.scalar_type());
+  KeyBlock block = key_block(k, v, diagonal);
+  if (key_ranges) block.key_ranges = check_key_ranges(*key_ranges, q);
+  return block_attention(q, block, make_scoring(q, scale, softcap, sinks), q.scalar_type());
 }
 
 void fold_block_attention_op(at::Tensor& out, at::Tensor& lse, const at::Tensor& q,
@@ -29,7 +62,7 @@ void fold_block_attention_op(at::Tensor& out, at::Tensor& lse, const at::Tensor&
   result.state = out;
   result.lse = lse;
   result.fold = true;
-  block_attention(q, k, v, scale, diagonal, result);
+  block_attention(q, {key_block(k, v, diagonal)}, scale, result);
 }
 
 TORCH_LIBRARY_IMPL(ringattn, CPU, m) {

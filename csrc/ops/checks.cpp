@@ -137,15 +137,101 @@ void check_state(const at::Tensor& out, const at::Tensor& lse, const at::Tensor&
                  ", got ", out.device());
 }
 
+bool is_host_integers(const at::Tensor& x) {
+  return x.is_cpu() && x.scalar_type() == at::kLong && x.is_contiguous();
+}
+
+at::IntArrayRef values_of(const at::Tensor& host_integers) {
+  return {host_integers.const_data_ptr<int64_t>(), static_cast<size_t>(host_integers.numel())};
+}
+
+namespace {
+
+void check_integers(const at::Tensor& x, const char* name, int64_t dims) {
+  RINGATTN_CHECK(is_host_integers(x), name, " must be contiguous torch.int64 on the CPU, got ",
+                 dtype_name(x.scalar_type()), " on ", x.device());
+  RINGATTN_CHECK(x.dim() == dims, name, " must have ", dims, " dimensions, got shape ", x.sizes());
+}
+
+Partition partition_of_pieces(const std::vector<int64_t>& lengths, const at::Tensor& pieces) {
+  check_integers(pieces, "pieces", 2);
+  RINGATTN_CHECK(pieces.size(1) == 3,
+                 "pieces must have a rank, a start and a stop each, got shape ", pieces.sizes());
+  std::vector<std::vector<Segment>> of_rank(lengths.size());
+  const int64_t* piece = pieces.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < pieces.size(0); ++i, piece += 3) {
+    RINGATTN_CHECK(piece[0] >= 0 && piece[0] < static_cast<int64_t>(lengths.size()),
+                   "ranks of pieces must lie in [0, ", lengths.size(), "), got ", piece[0]);
+    of_rank[piece[0]].push_back({piece[1], piece[2]});
+  }
+  Partition partition(std::move(of_rank));
+  RINGATTN_CHECK(partition.lengths() == lengths, "lengths must be those of the pieces, ",
+                 at::IntArrayRef(partition.lengths()), ", got ", at::IntArrayRef(lengths));
+  return partition;
+}
+
+}  // namespace
+
 Partition check_partition(const std::vector<int64_t>& lengths, const std::vector<int64_t>& order,
-                          const std::string& layout, int64_t world_size) {
+                          const std::string& layout_name, int64_t world_size,
+                          const std::optional<at::Tensor>& pieces) {
   RINGATTN_CHECK(static_cast<int64_t>(lengths.size()) == world_size, "partition must have the ",
                  world_size, " ranks of the group, got ", lengths.size());
   try {
-    return Partition(parse_layout(layout), lengths, order);
+    const Layout layout = parse_layout(layout_name);
+    RINGATTN_CHECK(pieces.has_value() == (layout == Layout::kPieces),
+                   "pieces must come with the layout \"pieces\" and with no other, got \"",
+                   layout_name, "\" and ", pieces ? "some" : "none");
+    return pieces ? partition_of_pieces(lengths, *pieces) : Partition(layout, lengths, order);
   } catch (const std::invalid_argument& error) {
     RINGATTN_CHECK(false, error.what());
   }
+}
+
+Mask check_mask(const MaskArguments& given, int64_t seq_len) {
+  Mask mask;
+  mask.causal = given.causal;
+  mask.window_left = given.window_left;
+  mask.window_right = given.window_right;
+  RINGATTN_CHECK(mask.window_left >= Mask::kUnlimited && mask.window_right >= Mask::kUnlimited,
+                 "window_size must be two numbers from -1 (unlimited) up, got (", mask.window_left,
+                 ", ", mask.window_right, ")");
+  if (!given.cu_seqlens) return mask;
+  check_integers(*given.cu_seqlens, "cu_seqlens", 1);
+  const int64_t* const ends = given.cu_seqlens->const_data_ptr<int64_t>();
+  const int64_t count = given.cu_seqlens->numel();
+  RINGATTN_CHECK(count >= 2 && ends[0] == 0,
+                 "cu_seqlens must be [0, ..., S], the boundaries of the documents, got ",
+                 count == 0 ? "none" : "a first one of " + std::to_string(ends[0]), " and ", count,
+                 " in all");
+  RINGATTN_CHECK(ends[count - 1] == seq_len, "cu_seqlens must end with the ", seq_len,
+                 " tokens of the whole sequence, got ", ends[count - 1]);
+  for (int64_t i = 1; i < count; ++i) {
+    RINGATTN_CHECK(ends[i - 1] <= ends[i], "cu_seqlens must not decrease, got ", ends[i - 1],
+                   " before ", ends[i]);
+  }
+  if (count > 2) mask.cu_seqlens.assign(ends, ends + count);
+  return mask;
+}
+
+void check_scoring(const at::Tensor& q, double softcap, const std::optional<at::Tensor>& sinks) {
+  RINGATTN_CHECK(std::isfinite(softcap) && softcap >= 0.0,
+                 "softcap must be finite and not negative, got ", softcap);
+  if (!sinks) return;
+  RINGATTN_CHECK(sinks->dim() == 1 && sinks->size(0) == q.size(2),
+                 "sinks must have shape [H], H = ", q.size(2), ", got ", sinks->sizes());
+  RINGATTN_CHECK(at::isFloatingType(sinks->scalar_type()), "sinks must be floating, got ",
+                 dtype_name(sinks->scalar_type()));
+  RINGATTN_CHECK(sinks->device() == q.device(), "sinks must be on the device of q, ", q.device(),
+                 ", got ", sinks->device());
+}
+
+Scoring make_scoring(const at::Tensor& q, double scale, double softcap,
+                     const std::optional<at::Tensor>& sinks) {
+  Scoring scoring(scale);
+  scoring.softcap = softcap;
+  if (sinks) scoring.sinks = sinks->to(state_dtype(q.scalar_type())).contiguous();
+  return scoring;
 }
 
 void check_rows(const at::Tensor& x, const char* name, const Partition& partition, int64_t rank) {
@@ -155,20 +241,26 @@ void check_rows(const at::Tensor& x, const char* name, const Partition& partitio
                  rows_hint(x, name, partition, rank));
 }
 
-void check_capture(const GroupContext& group, const Signature& signature, c10::Device device,
-                   c10::function_ref<const MessageTransport&()> transport) {
+bool is_captured(c10::Device device) {
 #ifdef RINGATTN_WITH_CUDA
-  if (!device.is_cuda()) return;
+  if (!device.is_cuda()) return false;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
-  if (status == cudaStreamCaptureStatusNone) return;
+  return status != cudaStreamCaptureStatusNone;
+#else
+  return false;
+#endif
+}
+
+void check_capture(const GroupContext& group, const Signature& signature, c10::Device device,
+                   c10::function_ref<const MessageTransport&()> transport) {
+  if (!is_captured(device)) return;
   RINGATTN_CHECK(group.agreement().knows(signature),
                  "a call must have been made once before one of its kind is captured in a CUDA "
                  "graph, got a first one under capture");
   RINGATTN_CHECK(transport().can_be_captured(),
                  "a call that is captured in a CUDA graph must not travel over NCCL, got one that "
                  "does");
-#endif
 }
 
 }  // namespace ringattn

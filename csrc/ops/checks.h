@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/block_attention.h"
 #include "core/shape.h"
 #include "partition/partition.h"
 #include "transport/group/group_context.h"
@@ -38,13 +39,41 @@ void check_state(const at::Tensor& out, const at::Tensor& lse, const at::Tensor&
 /// Whether x, meant to be [B, S, H, D], has the strides of a transposed [B, H, S, D].
 bool has_heads_first(const at::Tensor& x);
 
-/// The partition that these arguments describe, over `world_size` ranks.
+/// The partition that these arguments describe, over `world_size` ranks. `pieces`: with layout
+/// "pieces" alone, int64 [n, 3] on the CPU.
 Partition check_partition(const std::vector<int64_t>& lengths, const std::vector<int64_t>& order,
-                          const std::string& layout, int64_t world_size);
+                          const std::string& layout, int64_t world_size,
+                          const std::optional<at::Tensor>& pieces = {});
+
+/// Whether x is int64 on the CPU and contiguous: how documents and pieces come.
+bool is_host_integers(const at::Tensor& x);
+/// The values of such a tensor.
+at::IntArrayRef values_of(const at::Tensor& host_integers);
+
+/// The arguments that say which keys of the sequence a query sees.
+struct MaskArguments {
+  bool causal = true;
+  int64_t window_left = Mask::kUnlimited;
+  int64_t window_right = Mask::kUnlimited;
+  const std::optional<at::Tensor>& cu_seqlens;  // int64 [documents + 1], on the CPU
+};
+
+/// Their mask over a sequence of `seq_len` tokens.
+Mask check_mask(const MaskArguments& mask, int64_t seq_len);
+
+/// softcap is finite and not negative; sinks, where there are any, are floats [H] on q's device.
+void check_scoring(const at::Tensor& q, double softcap, const std::optional<at::Tensor>& sinks);
+
+/// Arguments that have been checked.
+Scoring make_scoring(const at::Tensor& q, double scale, double softcap,
+                     const std::optional<at::Tensor>& sinks);
 
 /// x [B, S_r, H, D] has the rows of `rank`. The refusal of whole tensors, and of [B, H, S_r, D],
 /// names the expression to pass instead.
 void check_rows(const at::Tensor& x, const char* name, const Partition& partition, int64_t rank);
+
+/// Whether the current stream of `device` is captured in a CUDA graph.
+bool is_captured(c10::Device device);
 
 /// Where the current stream is captured in a CUDA graph: the ranks have agreed on `signature`
 /// before, because they cannot exchange anything under capture, and the transport can be captured.

@@ -10,10 +10,16 @@
 //   q [B, S_q, H, D]; k, v [B, S_k, H_kv, D]; out like q; lse [B, H, S_q], float32 (float64 for
 //   float64). diagonal as in torch.tril, none: no mask. group_name: a process group's name, "" is a
 //   single rank.
+//   key_ranges int32 [S_q, 2]: row i sees keys [begin, end); not with a diagonal. softcap: scores
+//   become softcap * tanh(score / softcap); 0: off. sinks [H]: a logit of each head that joins the
+//   denominator.
+//   cu_seqlens int64 [documents + 1], on the CPU: boundaries of packed documents in the sequence.
+//   pieces int64 [n, 3], on the CPU, with layout "pieces": rank, start and stop of each.
 
 TORCH_LIBRARY(ringattn, m) {
   m.def(
-      "block_attention(Tensor q, Tensor k, Tensor v, float scale, SymInt? diagonal)"
+      "block_attention(Tensor q, Tensor k, Tensor v, float scale, SymInt? diagonal,"
+      " Tensor? key_ranges=None, float softcap=0.0, Tensor? sinks=None)"
       " -> (Tensor out, Tensor lse)");
   // Folds into a state: out [B, S_q, H, D] and lse, float32 (float64 for float64 inputs).
   m.def(
@@ -23,8 +29,9 @@ TORCH_LIBRARY(ringattn, m) {
   // q, k, v: this rank's rows, in position order.
   m.def(
       "ring_forward(Tensor q, Tensor k, Tensor v, SymInt[] lengths, int[] order, str layout, bool "
-      "causal,"
-      " float scale, str group_name, str transport, int? depth) -> (Tensor out, Tensor lse)");
+      "causal, float scale, str group_name, str transport, int? depth, int window_left=-1,"
+      " int window_right=-1, float softcap=0.0, Tensor? sinks=None, Tensor? cu_seqlens=None,"
+      " Tensor? pieces=None) -> (Tensor out, Tensor lse)");
   // kv [2, B, S_r, H_kv, D] -> that of the rank before this one in the order, cyclic; filled by the
   // side stream.
   m.def(
@@ -53,7 +60,7 @@ TORCH_LIBRARY(ringattn, m) {
   // rows [S_r, ...] of this rank -> those of every rank, each padded to the longest,
   // [W, max S_r, ...]. dim: the dimension of the caller's tensor that the rows come from.
   m.def(
-      "gather(Tensor rows, SymInt[] lengths, int[] order, str layout, int dim, str group_name) -> "
-      "Tensor");
+      "gather(Tensor rows, SymInt[] lengths, int[] order, str layout, int dim, str group_name,"
+      " Tensor? pieces=None) -> Tensor");
   ringattn::register_dispatch_rules(m);
 }

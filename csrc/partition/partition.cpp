@@ -29,11 +29,20 @@ std::string as_list(const std::vector<int64_t>& values) {
 Layout parse_layout(const std::string& name) {
   if (name == "zigzag") return Layout::kZigzag;
   if (name == "contiguous") return Layout::kContiguous;
+  if (name == "pieces") return Layout::kPieces;
   throw std::invalid_argument("layout must be \"zigzag\" or \"contiguous\", got \"" + name + "\"");
 }
 
 const char* layout_name(Layout layout) {
-  return layout == Layout::kZigzag ? "zigzag" : "contiguous";
+  switch (layout) {
+    case Layout::kZigzag:
+      return "zigzag";
+    case Layout::kContiguous:
+      return "contiguous";
+    case Layout::kPieces:
+      return "pieces";
+  }
+  return "";
 }
 
 Partition::Partition(Layout layout, std::vector<int64_t> lengths, std::vector<int64_t> order)
@@ -54,6 +63,46 @@ Partition::Partition(Layout layout, std::vector<int64_t> lengths, std::vector<in
     throw std::invalid_argument("order must name each of the " + std::to_string(world_size) +
                                 " ranks once, got " + as_list(order_));
   }
+  set_orders();
+}
+
+Partition::Partition(std::vector<std::vector<Segment>> pieces)
+    : layout_(Layout::kPieces), pieces_(std::move(pieces)) {
+  if (pieces_.empty()) throw std::invalid_argument("pieces must name at least one rank, got none");
+  std::vector<Segment> all;
+  for (const auto& of_rank : pieces_) {
+    int64_t length = 0, last_end = 0;
+    for (const Segment& piece : of_rank) {
+      if (piece.begin < last_end || piece.begin >= piece.end) {
+        throw std::invalid_argument("pieces of a rank must ascend, got [" +
+                                    std::to_string(piece.begin) + ", " + std::to_string(piece.end) +
+                                    ") after a piece that ends at " + std::to_string(last_end));
+      }
+      last_end = piece.end;
+      length += piece.size();
+      all.push_back(piece);
+    }
+    lengths_.push_back(length);
+    seq_len_ += length;
+  }
+  std::sort(all.begin(), all.end(),
+            [](const Segment& a, const Segment& b) { return a.begin < b.begin; });
+  int64_t covered = 0;
+  for (const Segment& piece : all) {
+    if (piece.begin != covered) {
+      throw std::invalid_argument("pieces must cover each position once, got " +
+                                  std::to_string(std::min(piece.begin, covered)) +
+                                  (piece.begin < covered ? " twice" : " nowhere"));
+    }
+    covered = piece.end;
+  }
+  order_.resize(pieces_.size());
+  std::iota(order_.begin(), order_.end(), 0);
+  set_orders();
+}
+
+void Partition::set_orders() {
+  const int64_t world_size = this->world_size();
   place_.resize(world_size);
   for (int64_t place = 0; place < world_size; ++place) place_[order_[place]] = place;
   visit_order_ = order_;
@@ -83,6 +132,7 @@ int64_t Partition::in_visit_order(int64_t rank, int64_t distance) const {
 }
 
 std::vector<Segment> Partition::segments(int64_t rank) const {
+  if (layout_ == Layout::kPieces) return pieces_.at(rank);
   int64_t before = 0;  // tokens of the ranks ahead in the order, at the head of the sequence
   int64_t after = 0;   // and at its tail
   for (int64_t ahead = 0; ahead < place(rank); ++ahead) {

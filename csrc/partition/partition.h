@@ -7,20 +7,16 @@
 
 #include "core/export.h"
 #include "core/shape.h"
+#include "partition/block_rows.h"
+#include "partition/mask.h"
 
 namespace ringattn {
 
-enum class Layout { kZigzag, kContiguous };
+enum class Layout { kZigzag, kContiguous, kPieces };
 
-/// "zigzag" or "contiguous"; std::invalid_argument otherwise.
+/// "zigzag", "contiguous" or "pieces"; std::invalid_argument otherwise.
 RINGATTN_API Layout parse_layout(const std::string& name);
 RINGATTN_API const char* layout_name(Layout layout);
-
-/// Positions [begin, end) of the sequence.
-struct Segment {
-  int64_t begin = 0;
-  int64_t end = 0;
-};
 
 /// Which rank owns which tokens.
 ///
@@ -28,11 +24,15 @@ struct Segment {
 /// zigzag: the ranks are nested, the first in `order` outermost. Each owns a segment of the head of
 /// the sequence, S_r / 2 tokens, and the mirror segment at the tail, the rest of its S_r tokens.
 /// Causal work of rank i's queries on rank j's keys is then S_i * S_j / 2, whatever the lengths.
+/// pieces: each rank owns any pieces; `order` is 0 .. W-1.
 class RINGATTN_API Partition {
  public:
   /// `order` empty: 0 .. W-1. Throws std::invalid_argument for no ranks, negative lengths, an order
   /// that is not a permutation.
   Partition(Layout layout, std::vector<int64_t> lengths, std::vector<int64_t> order = {});
+  /// Of any pieces, [W][...]. Throws std::invalid_argument unless the pieces of each rank ascend
+  /// and those of all ranks cover [0, S) once.
+  explicit Partition(std::vector<std::vector<Segment>> pieces);
 
   Layout layout() const { return layout_; }
   const std::vector<int64_t>& lengths() const { return lengths_; }
@@ -56,17 +56,20 @@ class RINGATTN_API Partition {
   int64_t destination_at(int64_t rank, int64_t step) const { return in_visit_order(rank, step); }
   /// What `rank` owns, ascending; empty segments are left out.
   std::vector<Segment> segments(int64_t rank) const;
+  BlockRows rows(int64_t rank) const { return BlockRows(segments(rank)); }
 
  private:
+  void set_orders();
   int64_t in_visit_order(int64_t rank, int64_t distance) const;
 
   Layout layout_;
-  std::vector<int64_t> lengths_;      // [W], tokens of each rank
-  std::vector<int64_t> order_;        // [W], ranks
-  std::vector<int64_t> place_;        // [W], inverse of order_
-  std::vector<int64_t> visit_order_;  // [W], order_, but ranks without tokens last
-  std::vector<int64_t> visit_place_;  // [W], inverse of visit_order_
-  int64_t num_owners_ = 0;            // ranks with tokens
+  std::vector<std::vector<Segment>> pieces_;  // [W], with Layout::kPieces
+  std::vector<int64_t> lengths_;              // [W], tokens of each rank
+  std::vector<int64_t> order_;                // [W], ranks
+  std::vector<int64_t> place_;                // [W], inverse of order_
+  std::vector<int64_t> visit_order_;          // [W], order_, but ranks without tokens last
+  std::vector<int64_t> visit_place_;          // [W], inverse of visit_order_
+  int64_t num_owners_ = 0;                    // ranks with tokens
   int64_t seq_len_ = 0;
 };
 

@@ -4,42 +4,48 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/band.h"
 #include "core/hop_plan.h"
 #include "partition/mask.h"
 #include "partition/partition.h"
 
 namespace ringattn {
 
+/// How query rows see key rows.
+enum class Visibility : int8_t {
+  kAll,        // each sees all
+  kTriangle,   // row i sees rows 0 .. i
+  kIntervals,  // row i sees an interval of its own: key_ranges() of the two blocks
+};
+
 /// One step of a rank's schedule: which of its rows attend to which rows of a block.
 struct RINGATTN_API Visit {
-  int64_t source = 0;       // the rank that owns the block
-  std::vector<Band> bands;  // each has a visible pair; no pair is in two of them
+  int64_t source = 0;  // the rank that owns the block
+  // The rows that see or are seen; no pair outside of them is visible. Empty where nothing is.
+  RowRange queries, keys;
+  Visibility visibility = Visibility::kAll;  // of these rows
+  int64_t num_pairs = 0;                     // of a query and a visible key
 
-  // Rows [final_begin, final_end) of this rank attend to no later block: their result is complete.
-  int64_t final_begin = 0;
-  int64_t final_end = 0;
+  // Rows of this rank that attend to no later block: their result is complete.
+  RowRange final;
 
-  bool visible() const { return !bands.empty(); }
-  /// Leading rows of the block that hold every key of the bands.
-  int64_t rows_used() const;
-  /// Pairs of a query and a visible key.
-  int64_t num_pairs() const;
+  bool visible() const { return num_pairs > 0; }
 };
 
 /// The schedule of `rank`: one visit for each step, with the block of Partition::source_at, also
-/// where nothing is visible. Causal and full masks need one band a visit, dense or under diagonal
-/// 0, that ends with the rank's last row: no masked pair is computed.
-RINGATTN_API std::vector<Visit> schedule(const Partition& partition, int64_t rank, Mask mask);
+/// where nothing is visible.
+///
+/// A plain mask needs rectangles and triangles alone under zigzag and contiguous: `queries` ends
+/// with the rank's last row there, and no masked pair is computed. In all other cases `queries` are
+/// all rows of the rank in every visible step, and all are final in the last of them.
+RINGATTN_API std::vector<Visit> schedule(const Partition& partition, int64_t rank,
+                                         const Mask& mask);
 
 /// The schedules of all ranks, [W][W].
 using Schedules = std::vector<std::vector<Visit>>;
-Schedules schedules(const Partition& partition, Mask mask);
+Schedules schedules(const Partition& partition, const Mask& mask);
 
 /// What `rank` sends and receives for that: hops[i] belongs to step i + 1, [W - 1].
-RINGATTN_API std::vector<HopPlan> plan_hops(const Partition& partition, int64_t rank, Mask mask);
-
-/// Leading key rows of the block of `source` that the schedule of `rank` uses.
-RINGATTN_API int64_t rows_used(const Partition& partition, int64_t rank, int64_t source, Mask mask);
+RINGATTN_API std::vector<HopPlan> plan_hops(const Partition& partition, int64_t rank,
+                                            const Mask& mask);
 
 }  // namespace ringattn

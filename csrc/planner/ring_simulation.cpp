@@ -45,10 +45,9 @@ std::vector<double> simulate_waits(const Schedules& visits_of, const VisitTime& 
   return waits;
 }
 
-int64_t buffered_tokens(const Partition& partition, int64_t rank, Mask mask, int64_t depth) {
+int64_t buffered_tokens(const Partition& partition, int64_t rank, const Mask& mask, int64_t depth) {
   const std::vector<HopPlan> hops = plan_hops(partition, rank, mask);
-  int64_t staged = 0;
-  for (const HopPlan& hop : hops) staged = std::max(staged, hop.rows_sent);
+  const int64_t staged = rows_sent(hops).size();
   const std::vector<int64_t> buffers = buffer_rows(hops, depth);
   return std::accumulate(buffers.begin(), buffers.end(), staged);
 }

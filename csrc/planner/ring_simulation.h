@@ -29,7 +29,7 @@ std::vector<double> simulate_waits(const Schedules& visits_of, const VisitTime& 
 
 /// Tokens whose keys and values a ring call holds on `rank` beside its shard: the staged copy of
 /// its block, and one buffer for each block in flight and for the one being attended.
-RINGATTN_API int64_t buffered_tokens(const Partition& partition, int64_t rank, Mask mask,
+RINGATTN_API int64_t buffered_tokens(const Partition& partition, int64_t rank, const Mask& mask,
                                      int64_t depth);
 
 }  // namespace ringattn

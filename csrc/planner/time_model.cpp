@@ -41,37 +41,34 @@ int64_t sum_of_quotients(int64_t count, int64_t first, int64_t step, int64_t div
   return sum;
 }
 
-// Also where a triangle is too small to hide a pair: the model masks keys in each of its tiles.
-bool is_triangle(const Band& band) { return band.upper < Band::kUnlimited; }
-
 // The number of tiles of `visits`, weighted by their time. All visits are one launch, whose query
 // tiles do not cross the row from which on later owners' blocks are visible.
 double tiles_of(const std::vector<Visit>& visits, int64_t num_rows, const AttentionTile& tile) {
   int64_t split = 0;
-  for (const Visit& visit : visits) {
-    for (const Band& band : visit.bands) split = std::max(split, band.query_begin);
-  }
+  for (const Visit& visit : visits) split = std::max(split, visit.queries.begin);
   double count = 0.0;
   for (const auto& [begin, end] : {std::pair{int64_t{0}, split}, std::pair{split, num_rows}}) {
     if (begin == end) continue;
     const int64_t others = ceil_div(end - begin, tile.rows) - 1;  // than the last tile of rows
     int64_t of_others = 0, of_last = 0;                           // tiles of keys
     for (const Visit& visit : visits) {
-      for (const Band& band : visit.bands) {
-        if (band.has_lower() || band.key_begin > 0 || (is_triangle(band) && band.upper != 0)) {
+      if (!visit.visible() || visit.queries.begin > begin) continue;
+      switch (visit.visibility) {
+        case Visibility::kAll:
+          of_others += others * ceil_div(visit.keys.size(), tile.keys);
+          of_last += ceil_div(visit.keys.size(), tile.keys);
+          break;
+        case Visibility::kTriangle:
+          // Each tile of rows sees keys up to its own end; the last one ends with the rows. Also
+          // where a triangle is too small to hide a pair: the model masks keys in each of its
+          // tiles.
+          of_others +=
+              sum_of_quotients(others, begin + tile.rows + tile.keys - 1, tile.rows, tile.keys);
+          of_last += ceil_div(end, tile.keys);
+          break;
+        case Visibility::kIntervals:
           throw std::logic_error(
               "the time model must count tiles of rectangles and triangles only");
-        }
-        if (band.query_begin > begin) continue;
-        if (!is_triangle(band)) {
-          of_others += others * ceil_div(band.num_keys(), tile.keys);
-          of_last += ceil_div(band.num_keys(), tile.keys);
-          continue;
-        }
-        // Each tile of rows sees keys up to its own end; the last one ends with the rows.
-        of_others +=
-            sum_of_quotients(others, begin + tile.rows + tile.keys - 1, tile.rows, tile.keys);
-        of_last += ceil_div(end, tile.keys);
       }
     }
     const int64_t last_rows = end - begin - others * tile.rows;
@@ -237,17 +234,17 @@ std::vector<double> TimeModel::step_ms(const Partition& partition, int64_t depth
   for (int64_t rank = 0; rank < world_size(); ++rank) {
     const int64_t tokens = partition.length(rank);
     int64_t pairs = 0;
-    for (const Visit& visit : visits_of[rank]) pairs += visit.num_pairs();
+    for (const Visit& visit : visits_of[rank]) pairs += visit.num_pairs;
     const RankTime& time = ranks_[rank];
     const double rest = time.overhead_ms + static_cast<double>(tokens) * time.token_ms;
     if (pairs > 0) pair_ms[rank] = (ms[rank] - rest) / attention / static_cast<double>(pairs);
   }
   for (const Pass& pass : passes(workload_)) {
     const auto attend = [&](int64_t rank, const Visit& visit) {
-      return pass.attention * pair_ms[rank] * static_cast<double>(visit.num_pairs());
+      return pass.attention * pair_ms[rank] * static_cast<double>(visit.num_pairs);
     };
     const auto transfer = [&](int64_t rank, const Visit& visit) {
-      const double tokens = pass.bytes * static_cast<double>(visit.rows_used());
+      const double tokens = pass.bytes * static_cast<double>(visit.keys.size());
       return std::max(link_ms(visit.source, tokens), link_ms(rank, tokens));
     };
     const auto waits = simulate_waits(visits_of, attend, transfer, depth);

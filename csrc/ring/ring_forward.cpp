@@ -27,7 +27,10 @@ namespace {
 class Executor {
  public:
   Executor(const at::Tensor& q, const RingCall& call)
-      : q_(q), call_(call), visits_(call.plan.visits) {
+      : q_(q),
+        call_(call),
+        visits_(call.plan.visits),
+        key_tables_(call.plan.key_tables->on(q.device())) {
     const auto state_options = q.options().dtype(state_dtype(q.scalar_type()));
     out_ = at::empty(q.sizes(), q.options());
     lse_ = at::empty({q.size(0), q.size(2), q.size(1)}, state_options);
@@ -37,26 +40,21 @@ class Executor {
   /// with kSingle, the sources of the blocks; null otherwise.
   void attend(int64_t first, int64_t last, const std::vector<Block>& blocks,
               const ResidentBlocks* remote) {
-    Range range;
-    for (int64_t step = first; step < last; ++step) range.add(visits_[step]);
-    if (range.query_end == 0) return;
+    RowRange queries, final;
+    for (int64_t step = first; step < last; ++step) {
+      if (visits_[step].visible()) queries.include(visits_[step].queries);
+      final.include(visits_[step].final);
+    }
+    if (queries.empty()) return;
 
     std::vector<KeyBlock> visible;
     for (int64_t step = first; step < last; ++step) {
-      const Block& block = blocks[step - first];
-      const int64_t num_keys = visits_[step].rows_used();
-      for (const Band& band : visits_[step].bands) {
-        KeyBlock& keys = visible.emplace_back();
-        keys.k = rows(block.k, 1, 0, num_keys);
-        keys.v = rows(block.v, 1, 0, num_keys);
-        keys.band = band;
-        keys.band.query_begin -= range.query_begin;
-        keys.band.query_end -= range.query_begin;
-        if (remote != nullptr && step > 0) keys.source = remote->sources[step - 1];
-      }
+      if (!visits_[step].visible()) continue;
+      visible.push_back(key_block(step, blocks[step - first], queries));
+      if (remote != nullptr && step > 0) visible.back().source = remote->sources[step - 1];
     }
-    const at::Tensor queries = rows(q_, 1, range.query_begin, range.query_end);
-    for (const KeyBlock& keys : visible) repeat_for_slowdown(queries, keys);
+    const at::Tensor given = rows(q_, 1, queries);
+    for (const KeyBlock& keys : visible) repeat_for_slowdown(given, keys);
     LaunchOptions options;
     RemoteFetch remote_fetch;
     if (remote != nullptr) {
@@ -67,7 +65,7 @@ class Executor {
       options.scheduling = Scheduling::kDynamic;
       remote_fetch.scratch = scratch();
     }
-    block_attention(queries, visible, call_.scale, result(range), options, remote_fetch);
+    block_attention(given, visible, call_.scoring, result(queries, final), options, remote_fetch);
     first_ = false;
   }
 
@@ -75,7 +73,7 @@ class Executor {
   double flops(int64_t first, int64_t last) const {
     double pairs = 0.0;
     for (int64_t step = first; step < last; ++step) {
-      pairs += static_cast<double>(visits_[step].num_pairs());
+      pairs += static_cast<double>(visits_[step].num_pairs);
     }
     return 4.0 * static_cast<double>(q_.size(0) * q_.size(2) * q_.size(3)) * pairs;
   }
@@ -84,40 +82,35 @@ class Executor {
   const at::Tensor& lse() const { return lse_; }
 
  private:
-  // The rows that several visits have together.
-  struct Range {
-    int64_t query_begin = 0, query_end = 0;
-    int64_t final_begin = 0, final_end = 0;
-
-    void add(const Visit& visit) {
-      for (const Band& band : visit.bands) {
-        query_begin = query_end == 0 ? band.query_begin : std::min(query_begin, band.query_begin);
-        query_end = std::max(query_end, band.query_end);
-      }
-      if (visit.final_begin == visit.final_end) return;
-      final_begin = final_end == 0 ? visit.final_begin : std::min(final_begin, visit.final_begin);
-      final_end = std::max(final_end, visit.final_end);
-    }
-  };
-
-  static at::Tensor rows(const at::Tensor& x, int64_t dim, int64_t begin, int64_t end) {
-    return begin == 0 && end == x.size(dim) ? x : x.narrow(dim, begin, end - begin);
+  static at::Tensor rows(const at::Tensor& x, int64_t dim, const RowRange& range) {
+    return range.size() == x.size(dim) ? x : x.narrow(dim, range.begin, range.size());
   }
 
-  AttentionResult result(const Range& range) {
+  // The block of `step` as the rows `queries` see it. What travels is what is seen; of the own
+  // block, whose rows all are here, that is a part.
+  KeyBlock key_block(int64_t step, const Block& block, const RowRange& queries) const {
+    const Visit& visit = visits_[step];
+    KeyBlock keys = {step == 0 ? rows(block.k, 1, visit.keys) : block.k,
+                     step == 0 ? rows(block.v, 1, visit.keys) : block.v};
+    if (visit.visibility == Visibility::kIntervals) {
+      keys.key_ranges = key_tables_[step];
+      return keys;
+    }
+    keys.first_query = visit.queries.begin - queries.begin;
+    if (visit.visibility == Visibility::kTriangle) keys.diagonal = -keys.first_query;
+    return keys;
+  }
+
+  AttentionResult result(const RowRange& queries, const RowRange& final) {
     AttentionResult result;
     result.fold = !first_;
-    result.lse = rows(lse_, 2, range.query_begin, range.query_end);
-    result.final_begin = range.final_begin - range.query_begin;
-    result.final_end = range.final_end - range.query_begin;
-    if (result.final_end > result.final_begin) {
-      result.out = rows(out_, 1, range.query_begin, range.query_end);
-    }
-    const bool all_final =
-        result.final_end - result.final_begin == range.query_end - range.query_begin;
-    if (result.fold || !all_final) {
+    result.lse = rows(lse_, 2, queries);
+    result.final_begin = final.empty() ? 0 : final.begin - queries.begin;
+    result.final_end = final.empty() ? 0 : final.end - queries.begin;
+    if (!final.empty()) result.out = rows(out_, 1, queries);
+    if (result.fold || final.size() != queries.size()) {
       if (!state_.defined()) state_ = at::empty(q_.sizes(), lse_.options());
-      result.state = rows(state_, 1, range.query_begin, range.query_end);
+      result.state = rows(state_, 1, queries);
     }
     return result;
   }
@@ -137,23 +130,28 @@ class Executor {
   // ringattn.testing.slowdown: repeats the share of the work that the factor asks for and drops the
   // results. The share is taken as leading rows; under a triangle their work grows with the square
   // of their number.
-  void repeat_for_slowdown(const at::Tensor& queries, const KeyBlock& keys) const {
-    const auto num_queries = static_cast<double>(keys.band.num_queries());
+  void repeat_for_slowdown(const at::Tensor& queries, KeyBlock keys) const {
+    const int64_t first = keys.first_query;
+    const double num_queries = static_cast<double>(queries.size(1) - first);
+    const bool is_triangle = keys.diagonal != KeyBlock::kNoMask;
+    const at::Tensor key_ranges = keys.key_ranges;
+    keys.diagonal = is_triangle ? 0 : keys.diagonal;
+    keys.first_query = 0;
+    keys.source = {};
     for (double extra = slowdown() - 1.0; extra > 0.0; extra -= 1.0) {
       const double share = std::min(extra, 1.0);
-      const int64_t repeated =
-          std::lround((keys.band.has_upper() ? std::sqrt(share) : share) * num_queries);
-      if (repeated > 0) {
-        block_attention(queries.narrow(1, keys.band.query_begin, repeated), keys.k, keys.v,
-                        call_.scale, keys.band.upper, q_.scalar_type());
-      }
+      const int64_t repeated = std::lround((is_triangle ? std::sqrt(share) : share) * num_queries);
+      if (repeated == 0) continue;
+      if (key_ranges.defined()) keys.key_ranges = key_ranges.narrow(0, first, repeated);
+      block_attention(queries.narrow(1, first, repeated), keys, call_.scoring, q_.scalar_type());
     }
   }
 
   const at::Tensor& q_;
   const RingCall& call_;
   const std::vector<Visit>& visits_;
-  at::Tensor out_;      // [B, S_r, H, D], q's dtype: final rows
+  const std::vector<at::Tensor>& key_tables_;  // [W]
+  at::Tensor out_;                             // [B, S_r, H, D], q's dtype: final rows
   at::Tensor state_;    // [B, S_r, H, D], state dtype: the other rows, if there are any
   at::Tensor lse_;      // [B, H, S_r]
   at::Tensor scratch_;  // int32, LaunchScratch of launches that fetch nothing
@@ -184,10 +182,11 @@ RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const R
 
 }  // namespace
 
-RingPlan plan_ring(const Partition& partition, int64_t rank, Mask mask) {
+RingPlan plan_ring(const Partition& partition, int64_t rank, const Mask& mask) {
   RingPlan plan;
   plan.visits = schedule(partition, rank, mask);
   plan.hops = plan_hops(partition, rank, mask);
+  plan.key_tables = std::make_shared<KeyTables>(partition, rank, mask, plan.visits);
   plan.max_rows = *std::max_element(partition.lengths().begin(), partition.lengths().end());
   return plan;
 }

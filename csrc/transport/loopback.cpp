@@ -10,8 +10,10 @@ class LoopbackStream : public BlockStream {
       : resident_(resident) {
     for (const HopPlan& hop : hops) {
       const Block& block = blocks.at(hop.source);
-      all_.blocks.push_back(
-          {block.k.narrow(1, 0, hop.rows_received), block.v.narrow(1, 0, hop.rows_received)});
+      const auto received = [&](const at::Tensor& x) {
+        return x.narrow(1, hop.received.begin, hop.received.size());
+      };
+      all_.blocks.push_back({received(block.k), received(block.v)});
     }
   }
 

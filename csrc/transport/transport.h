@@ -31,7 +31,7 @@ struct RingExchangePlan {
 
 /// The block of another rank.
 struct Block {
-  at::Tensor k;  // [B, rows_received, H_kv, D], any strides
+  at::Tensor k;  // [B, HopPlan::received, H_kv, D], any strides
   at::Tensor v;
 };
 

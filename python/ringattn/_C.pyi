@@ -2,19 +2,14 @@
 from collections.abc import Callable
 from typing import NoReturn
 
-class Band:
-    query_begin: int
-    query_end: int
-    key_begin: int
-    key_end: int
-    lower: int
-    upper: int
-    num_pairs: int
-    def __init__(self, num_queries: int, num_keys: int, diagonal: int | None) -> None: ...
+class RowRange:
+    begin: int
+    end: int
 
 class Visit:
     source: int
-    bands: list[Band]
+    queries: RowRange
+    keys: RowRange
     num_pairs: int
 
 class AttentionTile:
@@ -95,7 +90,14 @@ def segments(
     layout: str, lengths: list[int], order: list[int], rank: int
 ) -> list[tuple[int, int]]: ...
 def schedule(
-    layout: str, lengths: list[int], order: list[int], rank: int, causal: bool
+    layout: str,
+    lengths: list[int],
+    order: list[int],
+    rank: int,
+    causal: bool,
+    pieces: list[tuple[int, int, int]] = ...,
+    window: tuple[int, int] = ...,
+    cu_seqlens: list[int] = ...,
 ) -> list[Visit]: ...
 
 class GroupWait:

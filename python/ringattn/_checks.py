@@ -25,11 +25,21 @@ from ringattn._distributed.groups import GroupInfo
 # Keywords of torch's scaled_dot_product_attention, of flash-attention and of packages built on
 # them: what to write instead, and the values that change nothing, which are accepted.
 _CAUSALITY = "causality is causal= (ring_attention, RingAttention) or diagonal=0 (block_attention)"
-_MASKS = "the masks are causal= (ring_attention) and diagonal= (block_attention)"
-_PACKED = "a packed sequence takes one call for each of its documents"
+_MASKS = (
+    "the masks are causal=, window_size= and cu_seqlens= (ring_attention), diagonal= and "
+    "key_ranges= (block_attention)"
+)
+_PACKED = (
+    "the boundaries of packed documents are cu_seqlens= (ring_attention), of queries and keys alike"
+)
 _PAGED = "a cache is given as tensors of its filled rows, k_shard[:, :n]"
 _LSE = "the log-sum-exp comes with return_lse=True (ring_attention), and always (block_attention)"
-_SINKS = "a sink multiplies out by (lse - sink).sigmoid()"
+_SINKS = "a logit per head in the denominator is sinks="
+_SOFTCAP = "the cap of the scores is softcap= (the functions), the layer's own in RingAttention"
+_WINDOW = (
+    "a window is window_size= (ring_attention), the layer's own in RingAttention, and key_ranges= "
+    "(block_attention)"
+)
 _REFUSED_KEYWORDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "attn_mask": (_MASKS, (None,)),
     "attention_mask": (_MASKS, (None,)),
@@ -40,15 +50,16 @@ _REFUSED_KEYWORDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "block_mask": (_MASKS, (None,)),
     "mask_mod": (_MASKS, (None,)),
     "score_mod": ("scores are multiplied by scale= alone", (None,)),
-    "softcap": ("scores are multiplied by scale= alone", (None, 0)),
+    "softcap": (_SOFTCAP, (None, 0)),
+    "logits_soft_cap": (_SOFTCAP, (None, 0)),
     "dropout_p": ("attention has no dropout here", (None, 0)),
     "is_causal": (_CAUSALITY, ()),
     "causal": (_CAUSALITY, ()),
     "enable_gqa": ("fewer key/value heads than query heads are always allowed", (False,)),
     "softmax_scale": ("the factor of the scores is scale=", (None,)),
     "process_group": ("the ranks are group= (ring_attention, decode_attention)", ()),
-    "window_size": (_MASKS, (None, (-1, -1), (None, None))),
-    "sliding_window": (_MASKS, (None,)),
+    "window_size": (_WINDOW, (None, (-1, -1), (None, None))),
+    "sliding_window": (_WINDOW, (None,)),
     "sinks": (_SINKS, (None,)),
     "s_aux": (_SINKS, (None,)),
     "learnable_sink": (_SINKS, (None,)),

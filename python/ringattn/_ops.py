@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
 from ringattn import _C, _library  # noqa: F401  the library defines the operators
-from ringattn._checks import HEAD_DIM_RULE, has_heads_first, is_head_dim
+from ringattn._checks import HEAD_DIM_RULE, has_heads_first, is_concrete, is_head_dim
 
 _ops = torch.ops.ringattn
 
@@ -90,7 +90,14 @@ def _new_lse(q: torch.Tensor) -> torch.Tensor:  # [B, H, S_q]
 
 @torch.library.register_fake("ringattn::block_attention")
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, diagonal: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    diagonal: int | None,
+    key_ranges: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_attention(q, k, v)
     return q.new_empty(q.shape), _new_lse(q)
@@ -129,6 +136,12 @@ def _(
     group_name: str,
     transport: str,
     depth: int | None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    pieces: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_attention(q, k, v)
     return q.new_empty(q.shape), _new_lse(q)
@@ -198,6 +211,7 @@ def _(
     layout: str,
     dim: int,
     group_name: str,
+    pieces: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return rows.new_empty([len(lengths), max(lengths), *rows.shape[1:]])
 
@@ -211,16 +225,33 @@ def _pair_flops(q_shape: Sequence[int]) -> int:
     return 4 * head_dim * num_heads * batch
 
 
-@register_flop_formula(_ops.block_attention)
+def _num_pairs(num_queries: int, num_keys: int, diagonal: int | None) -> int:
+    """Pairs of a query row i and a key row j with j - i <= diagonal."""
+    if diagonal is None:
+        return num_queries * num_keys
+
+    def keys_of_rows(end: int) -> int:  # of rows that see 1, 2, ..., end keys, or all
+        rising = min(max(end, 0), num_keys)
+        return rising * (rising + 1) // 2 + max(0, end - rising) * num_keys
+
+    return keys_of_rows(num_queries + diagonal) - keys_of_rows(diagonal)
+
+
+@register_flop_formula(_ops.block_attention, get_raw=True)
 def _block_attention_flops(
-    q_shape: Sequence[int],
-    k_shape: Sequence[int],
-    v_shape: Sequence[int],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     scale: float,
     diagonal: int | None,
+    key_ranges: torch.Tensor | None = None,
+    *args: Any,
     **kwargs: Any,
 ) -> int:
-    return _pair_flops(q_shape) * _C.Band(q_shape[1], k_shape[1], diagonal).num_pairs
+    if key_ranges is None or not is_concrete(key_ranges):
+        return _pair_flops(q.shape) * _num_pairs(q.size(1), k.size(1), diagonal)
+    begin, end = key_ranges.clamp(0, k.size(1)).unbind(1)
+    return _pair_flops(q.shape) * int((end - begin).clamp(min=0).sum())
 
 
 @register_flop_formula(_ops.block_attention_)
@@ -234,26 +265,36 @@ def _block_attention_into_state_flops(
     diagonal: int | None,
     **kwargs: Any,
 ) -> int:
-    return _pair_flops(q_shape) * _C.Band(q_shape[1], k_shape[1], diagonal).num_pairs
+    return _pair_flops(q_shape) * _num_pairs(q_shape[1], k_shape[1], diagonal)
 
 
-@register_flop_formula(_ops.ring_forward)
+@register_flop_formula(_ops.ring_forward, get_raw=True)
 def _ring_forward_flops(
-    q_shape: Sequence[int],
-    k_shape: Sequence[int],
-    v_shape: Sequence[int],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     lengths: Sequence[int],
     order: Sequence[int],
     layout: str,
     causal: bool,
     scale: float,
     group_name: str,
-    *args: Any,
+    transport: str,
+    depth: int | None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    pieces: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> int:
     """This rank's share: its queries against all keys they see."""
-    visits = _C.schedule(layout, list(lengths), list(order), _rank_in(group_name), causal)
-    return _pair_flops(q_shape) * sum(visit.num_pairs for visit in visits)
+    known = [] if cu_seqlens is None or not is_concrete(cu_seqlens) else cu_seqlens.tolist()
+    assigned = [] if pieces is None else [tuple(piece) for piece in pieces.tolist()]
+    who = (layout, list(lengths), list(order), _rank_in(group_name), causal)
+    visits = _C.schedule(*who, assigned, (window_left, window_right), known)
+    return _pair_flops(q.shape) * sum(visit.num_pairs for visit in visits)
 
 
 @register_flop_formula(_ops.decode_attention)

@@ -1,27 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of a ring call, checked: once for all layers of a model, which repeat one call."""
 
+import operator
+
 import torch
 
 from ringattn._checks import (
     are_plain,
     check_collective,
     check_dims,
-    check_flag,
     check_int64_or_none,
     check_tensors,
     check_transport,
     finite_scale,
 )
 from ringattn._distributed.groups import GroupInfo
+from ringattn._masks import Mask
 from ringattn.partition import Partition, check_partition, partition_arguments
 
-# Of the operator ring_forward, after q, k and v: lengths, order, layout, causal, scale, group_name,
-# transport, depth.
-Options = tuple[list[int], list[int], str, bool, float, str, str, int | None]
+# Of the operator ring_forward, after q, k and v, but sinks: lengths, order, layout, causal, scale,
+# group_name, transport, depth; window_left, window_right, softcap; cu_seqlens, pieces.
+Options = tuple[
+    tuple[list[int], list[int], str, bool, float, str, str, int | None],
+    tuple[int, int, float],
+    tuple[torch.Tensor | None, torch.Tensor | None],
+]
 
-# What the latest call was given, and its options.
-_latest: tuple[object, ...] = (None,) * 9
+# The latest calls with other arguments, the latest first: layers of a model may alternate between
+# masks. What each was given, by value and by identity, and its options.
+_latest: list[tuple[tuple[object, ...], tuple[object, ...], Options]] = []
+_MAX_LATEST = 4
 
 
 def ring_options(
@@ -30,7 +38,7 @@ def ring_options(
     k: torch.Tensor,
     v: torch.Tensor,
     partition: Partition | None,
-    causal: bool,
+    mask: Mask,
     scale: float | None,
     transport: str,
     depth: int | None,
@@ -38,39 +46,40 @@ def ring_options(
     """The operator's arguments beside the tensors; ValueError where one breaks a rule of
     :func:`ringattn.ring_attention`.
 
-    A call that is given what the one before it was given has its options, without a check: they
-    depend on nothing else. The operator finds the group of the name, and looks at the tensors.
+    A call with the arguments of a recent call reuses its options without a check: they depend on
+    nothing else. The operator finds the group of the name, and looks at the tensors.
     """
-    global _latest
     if torch.compiler.is_compiling() or not are_plain(q, k, v):
         check_tensors(q=q, k=k, v=v)
         # The operator refuses plain tensors for the same reasons, and reports that to the peers.
         check_collective(q=q, k=k, v=v)
-        return _check(ring, q, partition, causal, scale, transport, depth)
-    shape, (name, _, world_size, _) = q.shape, ring
-    known = _latest
-    if (
-        known[0] is partition
-        and known[1] is causal
-        and (known[2] is scale or (type(scale) is float and known[2] == scale))
-        and known[3] is transport
-        and known[4] is depth
-        and known[5] == name
-        and known[6] == world_size
-        and known[7] == shape
-    ):
-        return known[8]  # type: ignore[return-value]
-    options = _check(ring, q, partition, causal, scale, transport, depth)
+        return _check(ring, q, partition, mask, scale, transport, depth)
+    boundaries = mask.cu_seqlens
+    version = None
+    if isinstance(boundaries, torch.Tensor) and not boundaries.is_inference():
+        version = boundaries._version
+    values = (scale, ring.name, ring.world_size, q.shape, version)
+    objects = (partition, transport, depth, *mask)
     # Objects that may change are not known by their identity. Zeros of both signs are equal.
-    if (
+    keeps = (
         type(partition) in (Partition, type(None))
         and type(scale) in (float, type(None))
         and scale != 0.0
-        and type(causal) is bool
+        and type(mask.causal) is bool
+        and type(mask.window_size) in (tuple, type(None))
+        and type(mask.softcap) in (float, int)
+        and (type(boundaries) in (tuple, type(None)) or version is not None)
         and type(transport) is str
         and type(depth) in (int, type(None))
-    ):
-        _latest = (partition, causal, scale, transport, depth, name, world_size, shape, options)
+    )
+    if keeps:
+        for known_values, known_objects, options in _latest:
+            if known_values == values and all(map(operator.is_, objects, known_objects)):
+                return options
+    options = _check(ring, q, partition, mask, scale, transport, depth)
+    if keeps:
+        _latest.insert(0, (values, objects, options))
+        del _latest[_MAX_LATEST:]
     return options
 
 
@@ -78,18 +87,23 @@ def _check(
     ring: GroupInfo,
     q: torch.Tensor,
     partition: Partition | None,
-    causal: bool,
+    mask: Mask,
     scale: float | None,
     transport: str,
     depth: int | None,
 ) -> Options:
     check_dims("q", q, "[B, S_r, H, D]")
+    pieces = None
     if partition is None and ring.world_size == 1:
         lengths, order, layout = [q.size(1)], [0], "zigzag"
     else:
-        lengths, order, layout = partition_arguments(check_partition(partition, ring))
+        lengths, order, layout, pieces = partition_arguments(check_partition(partition, ring))
     scale = finite_scale(scale, q)
     depth = check_int64_or_none("depth", depth, least=1)
-    causal = check_flag("causal", causal)
+    causal, left, right, softcap, boundaries = mask.arguments()
     check_transport(transport)
-    return lengths, order, layout, causal, scale, ring.name, transport, depth
+    return (
+        (lengths, order, layout, causal, scale, ring.name, transport, depth),
+        (left, right, softcap),
+        (boundaries, pieces),
+    )

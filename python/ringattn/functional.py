@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention functions: they check arguments and call the operators."""
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -18,6 +19,7 @@ from ringattn._checks import (
 )
 from ringattn._distributed.errors import call, report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
+from ringattn._masks import CAUSAL, CuSeqlens, Mask, check_softcap
 from ringattn._ring_options import ring_options
 from ringattn.partition import Partition
 
@@ -37,6 +39,10 @@ def ring_attention(
     *,
     group: Group = None,
     causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
     scale: float | None = None,
     transport: str = "auto",
     depth: int | None = None,
@@ -53,6 +59,10 @@ def ring_attention(
     *,
     group: Group = None,
     causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
     scale: float | None = None,
     transport: str = "auto",
     depth: int | None = None,
@@ -69,6 +79,10 @@ def ring_attention(
     *,
     group: Group = None,
     causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
     scale: float | None = None,
     transport: str = "auto",
     depth: int | None = None,
@@ -84,6 +98,10 @@ def ring_attention(
     *,
     group: Group = None,
     causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
     scale: float | None = None,
     transport: str = "auto",
     depth: int | None = None,
@@ -112,6 +130,17 @@ def ring_attention(
             this process alone, whatever groups there are. None means this process alone too where
             there never was a default group and ``WORLD_SIZE`` is not above 1.
         causal: a query sees the keys at its own and at earlier positions; otherwise all keys.
+        window_size: (left, right), the keys before and after its own position that a query sees,
+            -1 for all of them, as FlashAttention counts; ``causal`` limits right to 0.
+        softcap: scores become ``softcap * tanh(score / softcap)`` after the scale and before the
+            mask; 0 leaves them as they are.
+        sinks: ``[H]`` on the device of ``q``, any floating dtype: a logit of each query head,
+            neither scaled nor capped, that joins the denominator of the softmax and has no value.
+            ``-inf`` is no sink. The returned lse contains it.
+        cu_seqlens: boundaries of packed documents in the whole sequence, ``[0, ..., S]``, never
+            decreasing: a query sees keys of its own document alone, and windows count inside it. A
+            list, a tuple or a tensor, the same on all ranks; a CUDA tensor is read once for each of
+            its versions, for which the host waits.
         scale: of the scores, any finite number; None means ``1 / sqrt(D)``.
         transport: how blocks travel. "symmetric": through memory that all ranks of one host share,
             fetched by the kernel that attends to them. "nccl": over a communicator of ringattn's
@@ -131,7 +160,7 @@ def ring_attention(
             ranks, when a combination is first used), no process group under torchrun or after
             ``destroy_process_group()``, inputs that require grad under grad mode, DTensors,
             ``torch.vmap``, and keywords of other packages (``attn_mask``, ``dropout_p``,
-            ``window_size``, ...) but with the values that change nothing (None, 0.0, (-1, -1)).
+            ``max_seqlen``, ...) but with the values that change nothing (None, 0.0).
         torch.distributed.DistBackendError: a peer died or never arrived; it names the rank and the
             step. On CUDA it may come from the next call, see :func:`synchronize`.
 
@@ -145,7 +174,8 @@ def ring_attention(
     ring = resolve_group(group)
     if refused:
         refuse_keywords("ring_attention", ring, refused)
-    out, lse = attend(ring, q, k, v, partition, causal, scale, transport, depth)
+    mask = Mask(causal, window_size, softcap, cu_seqlens)
+    out, lse = attend(ring, q, k, v, partition, mask, scale, transport, depth, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -155,18 +185,24 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     partition: Partition | None = None,
-    causal: bool = True,
+    mask: Mask = CAUSAL,
     scale: float | None = None,
     transport: str = "auto",
     depth: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`ring_attention` over a ring that is known: out and lse."""
     try:
-        options = ring_options(ring, q, k, v, partition, causal, scale, transport, depth)
+        options, scores, tables = ring_options(
+            ring, q, k, v, partition, mask, scale, transport, depth
+        )
+        if sinks is not None:
+            check_tensors(sinks=sinks)
+            check_collective(sinks=sinks)
     except Exception as error:
         report_to_peers(ring, error)
         raise
-    out, lse = call(_ops.ring_forward.default, q, k, v, *options)
+    out, lse = call(_ops.ring_forward.default, q, k, v, *options, *scores, sinks, *tables)
     return out, lse
 
 
@@ -177,6 +213,9 @@ def block_attention(
     *,
     scale: float | None = None,
     diagonal: int | None = None,
+    key_ranges: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     **refused: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of some queries on some keys, on one device and without a group: one step of a
@@ -190,10 +229,15 @@ def block_attention(
         scale: of the scores, any finite number; None means ``1 / sqrt(D)``.
         diagonal: as in ``torch.tril``: query row i sees key column j when ``j - i <= diagonal``; 0
             is causal. None masks nothing.
+        key_ranges: int32 ``[S_q, 2]`` on the device of ``q``, instead of a diagonal: query row i
+            sees the keys ``[begin, end)``, clamped to ``[0, S_k]``, none where begin >= end.
+            Neither column decreases; on CUDA a table that does gives an unspecified result.
+        softcap: as in :func:`ring_attention`.
+        sinks: likewise.
 
     Returns:
         out ``[B, S_q, H, D]`` in the dtype of ``q``, and lse ``[B, H, S_q]``, natural log, float32
-        (float64 for float64). A query that sees no key has out 0 and lse -inf.
+        (float64 for float64). A query that sees no key has out 0 and lse -inf, or its sink.
 
     Raises:
         ValueError: an argument that breaks a rule above, inputs that require grad under grad mode,
@@ -207,7 +251,10 @@ def block_attention(
     check_dims("q", q, "[B, S_q, H, D]")
     scale = finite_scale(scale, q)
     diagonal = check_int64_or_none("diagonal", diagonal)
-    out, lse = call(_ops.block_attention, q, k, v, scale, diagonal)
+    softcap = check_softcap(softcap)
+    tables = {"key_ranges": key_ranges, "sinks": sinks}
+    check_tensors(**{name: table for name, table in tables.items() if table is not None})
+    out, lse = call(_ops.block_attention, q, k, v, scale, diagonal, key_ranges, softcap, sinks)
     return out, lse
 
 

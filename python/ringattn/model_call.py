@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ringattn._distributed.collectives import complete
 from ringattn._distributed.groups import GroupInfo
+from ringattn._masks import CAUSAL
 from ringattn.cache import ShardedKVCache
 from ringattn.functional import attend, attend_cached, block_attention, merge_states
 from ringattn.partition import Partition
@@ -290,7 +291,7 @@ class ModelCall:
             self.cache.store(layer, own_k, own_v)
         out, _ = attend(
             *(self.ring, own_q, own_k, own_v, self.partition),
-            *(True, scale, self.transport, self.depth),
+            *(CAUSAL, scale, self.transport, self.depth),
         )
         return out if self.num_rows > 0 else q.new_zeros(q.shape)
 

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ring attention as a module."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from ringattn._checks import refuse_keywords
 from ringattn._distributed.groups import Group, GroupInfo, keep, kept, resolve_group
+from ringattn._masks import CuSeqlens, Mask, check_softcap, check_window
 from ringattn.functional import attend
 from ringattn.partition import Partition
 
@@ -18,6 +21,8 @@ class RingAttention(nn.Module):
         group: as in :func:`ringattn.ring_attention`; None is looked up in each call.
         partition: which rank owns which tokens, for calls without a partition of their own.
         causal: a query sees the keys at its own and at earlier positions.
+        window_size: as in :func:`ringattn.ring_attention`; so is ``softcap``.
+        softcap: of the scores.
         scale: of the scores; None means ``1 / sqrt(D)``.
         transport: how blocks travel, see :func:`ringattn.ring_attention`.
         depth: how many blocks may be under way ahead of the one being attended to.
@@ -38,6 +43,8 @@ class RingAttention(nn.Module):
         *,
         partition: Partition | None = None,
         causal: bool = True,
+        window_size: Sequence[int] = (-1, -1),
+        softcap: float = 0.0,
         scale: float | None = None,
         transport: str = "auto",
         depth: int | None = None,
@@ -49,6 +56,8 @@ class RingAttention(nn.Module):
         self._group = keep(group)
         self.partition = partition
         self.causal = causal
+        self.window_size = check_window(window_size)
+        self.softcap = check_softcap(softcap)
         self.scale = scale
         self.transport = transport
         self.depth = depth
@@ -69,21 +78,25 @@ class RingAttention(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         partition: Partition | None = None,
+        *,
+        cu_seqlens: CuSeqlens | None = None,
+        sinks: torch.Tensor | None = None,
         **refused: object,
     ) -> torch.Tensor:
-        """out ``[B, S_r, H, D]`` of this rank's queries, in the dtype of ``q``. Collective; shapes
-        and errors as in :func:`ringattn.ring_attention`. ``partition``, where it is given, comes
-        before the module's own."""
+        """out ``[B, S_r, H, D]`` of this rank's queries, in the dtype of ``q``. Collective; shapes,
+        ``cu_seqlens``, ``sinks`` and errors as in :func:`ringattn.ring_attention`. ``partition``,
+        where it is given, comes before the module's own."""
         ring = self.ring
         if refused:
             refuse_keywords("RingAttention.forward", ring, refused)
-        options = (self.causal, self.scale, self.transport, self.depth)
+        mask = Mask(self.causal, self.window_size, self.softcap, cu_seqlens)
         partition = self.partition if partition is None else partition
+        options = (mask, self.scale, self.transport, self.depth, sinks)
         out, _ = attend(ring, q, k, v, partition, *options)
         return out
 
     def extra_repr(self) -> str:
         return (
-            f"partition={self.partition}, causal={self.causal}, scale={self.scale}, "
-            f"transport={self.transport!r}, depth={self.depth}"
+            f"partition={self.partition}, causal={self.causal}, window_size={self.window_size}, "
+            f"softcap={self.softcap}, scale={self.scale}, transport={self.transport!r}, depth={self.depth}"
         )

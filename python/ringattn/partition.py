@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ringattn import _C
 from ringattn._checks import (
     check_collective,
+    check_flag,
     check_integer,
     check_integers,
     check_is_tensor,
@@ -22,8 +24,9 @@ from ringattn._checks import (
 )
 from ringattn._distributed.errors import call, check_real, report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
+from ringattn._masks import CuSeqlens, check_window, checked_documents
 
-LAYOUTS = ("zigzag", "contiguous")
+LAYOUTS = ("zigzag", "contiguous")  # of lengths; "pieces" is of Partition.pieces alone
 
 
 def check_layout(layout: object) -> None:
@@ -46,15 +49,16 @@ class Partition:
     ``S_r`` tokens. Causal work of rank i's queries on rank j's keys is then ``S_i * S_j / 2`` for
     any lengths (exactly for even ones, within half a row for odd ones), so a rank's work is
     proportional to its tokens. ``contiguous``: one piece per rank, one after the other in
-    ``order``.
+    ``order``. ``pieces``: any pieces of any ranks, see :meth:`pieces`.
 
     Immutable, hashable, comparable and picklable.
 
     Args:
-        layout: "zigzag" or "contiguous".
+        layout: "zigzag" or "contiguous"; :meth:`pieces` makes the others.
         lengths: tokens of each rank, ``[W]``; 0 is a rank without tokens.
         order: ranks outermost first (zigzag) or first to last (contiguous); empty means ``0 ..
             W-1``. Key/value blocks visit in this order, those of ranks without tokens last.
+        assigned: the pieces of each rank, with layout "pieces" alone.
 
     Raises:
         ValueError: an unknown layout, no ranks, lengths that are not non-negative integers or add
@@ -68,9 +72,20 @@ class Partition:
     layout: str
     lengths: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
+    assigned: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     def __post_init__(self) -> None:
+        if self.layout == "pieces":
+            assigned = normal_pieces(self.assigned)
+            object.__setattr__(self, "assigned", assigned)
+            object.__setattr__(self, "lengths", tuple(map(_num_tokens, assigned)))
+            object.__setattr__(self, "order", tuple(range(len(assigned))))
+            return
         check_layout(self.layout)
+        if self.assigned:
+            raise ValueError(
+                f'assigned must be left out with layout "{self.layout}", got {self.assigned}'
+            )
         lengths = check_integers("lengths", self.lengths, least=0)
         order = check_integers("order", self.order) or tuple(range(len(lengths)))
         if not lengths:
@@ -137,6 +152,21 @@ class Partition:
         lengths = tuple(short + (1 if rank < num_longer else 0) for rank in range(world_size))
         return cls(layout, lengths)
 
+    @classmethod
+    def pieces(cls, pieces: Sequence[Sequence[Sequence[int]]]) -> Partition:
+        """Any assignment: what other packages' loaders give, or :meth:`packed` chooses.
+
+        Args:
+            pieces: for each rank its pieces ``(start, stop)`` of the sequence, in any order, ``[W]``;
+                a rank may have none. Together they cover ``[0, S)`` once. They are normalised:
+                sorted, neighbours joined, empty ones dropped.
+
+        Raises:
+            ValueError: no ranks, pieces that are no pairs of non-negative integers in order, a
+                position that is in two pieces or in none.
+        """
+        return cls("pieces", assigned=pieces)  # type: ignore[arg-type]
+
     @property
     def seq_len(self) -> int:
         """Tokens of the whole sequence, S."""
@@ -155,20 +185,69 @@ class Partition:
             ValueError: a rank out of range, or no integer.
         """
         rank = self._check_rank(rank)
+        if self.assigned:
+            return list(self.assigned[rank])
         return [piece for owner, piece in self._pieces() if owner == rank and piece[0] < piece[1]]
 
-    def position_ids(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
-        """Positions of the tokens of ``rank``, ascending, int64 ``[S_r]``: what a rotary embedding
-        needs.
+    def position_ids(
+        self,
+        rank: int,
+        device: torch.device | str | None = None,
+        *,
+        cu_seqlens: CuSeqlens | None = None,
+    ) -> torch.Tensor:
+        """Positions of the tokens of ``rank``, in ascending order of the sequence, int64 ``[S_r]``:
+        what a rotary embedding needs.
+
+        Args:
+            rank: whose tokens.
+            device: of the result.
+            cu_seqlens: boundaries of packed documents, as in :func:`ringattn.ring_attention`: the
+                positions are then counted from the start of each document.
 
         Raises:
-            ValueError: a rank out of range, or no integer.
+            ValueError: a rank out of range, or no integer; ``cu_seqlens`` that are no boundaries.
         """
         pieces = [
             torch.arange(start, stop, dtype=torch.int64, device=device)
             for start, stop in self.segments(rank)
         ]
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
+        ids = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
+        if cu_seqlens is None:
+            return ids
+        boundaries = checked_documents(cu_seqlens, self.seq_len).to(ids.device)
+        return ids - boundaries[torch.searchsorted(boundaries, ids, right=True) - 1]
+
+    def num_pairs(
+        self,
+        rank: int,
+        *,
+        causal: bool = True,
+        window_size: Sequence[int] = (-1, -1),
+        cu_seqlens: CuSeqlens | None = None,
+    ) -> int:
+        """Visible pairs of a query of ``rank`` and a key of the sequence, of one head and batch row:
+        the work of its attention, by which balance is measured.
+
+        Args:
+            rank: whose queries.
+            causal: as in :func:`ringattn.ring_attention`; so are the others.
+            window_size: keys before and after a query that it sees.
+            cu_seqlens: boundaries of packed documents.
+
+        Raises:
+            ValueError: a rank out of range, or no integer; a mask that breaks a rule.
+        """
+        rank = self._check_rank(rank)
+        documents = [0, self.seq_len]
+        if cu_seqlens is not None:
+            documents = checked_documents(cu_seqlens, self.seq_len).tolist()
+        visits = _C.schedule(
+            *(self.layout, list(self.lengths), list(self.order), rank),
+            *(check_flag("causal", causal), flat_pieces(self), check_window(window_size)),
+            documents,
+        )
+        return sum(visit.num_pairs for visit in visits)
 
     def owner(self, position: int) -> int:
         """The rank that owns ``position``.
@@ -177,7 +256,7 @@ class Partition:
             ValueError: a position outside ``[0, seq_len)``, or no integer.
         """
         position = check_integer("position", position)
-        for rank, (start, stop) in self._pieces():
+        for start, stop, rank in self._in_order():
             if start <= position < stop:
                 return rank
         raise ValueError(f"position must lie in [0, {self.seq_len}), got {position}")
@@ -233,7 +312,6 @@ class Partition:
             ) from None
         if len(shards) != self.world_size:
             raise ValueError(f"shards must be {self.world_size} tensors, got {len(shards)}")
-        heads, tails = [], []
         for rank, shard in enumerate(shards):
             _check_tensor(f"shard {rank}", shard)
             axis, length = _check_dim(f"shard {rank}", shard, dim), self.lengths[rank]
@@ -248,12 +326,12 @@ class Partition:
             others, first = _other_sizes(shard, axis), _other_sizes(shards[0], axis)
             if others != first:
                 raise ValueError(f"shard {rank} must have other sizes {first}, got {others}")
-        for rank in self.order:
-            shard, length = shards[rank], self.lengths[rank]
-            head = self._head(length)
-            heads.append(shard.narrow(axis, 0, head))
-            tails.append(shard.narrow(axis, head, length - head))
-        return torch.cat(heads + tails[::-1], axis)  # the last tail is the innermost
+        taken = [0] * len(shards)
+        parts = []
+        for start, stop, rank in self._in_order():
+            parts.append(shards[rank].narrow(axis, taken[rank], stop - start))
+            taken[rank] += stop - start
+        return torch.cat(parts, axis)
 
     def gather(self, x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.Tensor:
         """The global tensor on every rank, out of each rank's own rows. Collective: every rank of
@@ -283,8 +361,9 @@ class Partition:
         if ring.world_size == 1:
             return self.unshard([x], dim)
         check_real("gather")
-        who = (list(self.lengths), list(self.order), self.layout)
-        blocks = call(torch.ops.ringattn.gather, x.movedim(dim, 0), *who, dim, ring.name)
+        lengths, order, layout, pieces = partition_arguments(self)
+        arguments = (x.movedim(dim, 0), lengths, order, layout, dim, ring.name, pieces)
+        blocks = call(torch.ops.ringattn.gather, *arguments)
         shards = [
             block.narrow(0, 0, length).movedim(0, dim)
             for block, length in zip(blocks, self.lengths, strict=True)
@@ -322,6 +401,15 @@ class Partition:
             pieces.append((rank, (tail_stop - tail, tail_stop)))
             head_start, tail_stop = head_start + head, tail_stop - tail
         return pieces
+
+    def _in_order(self) -> list[tuple[int, int, int]]:
+        """(start, stop, rank) of the pieces that cover the sequence, ascending. Under zigzag and
+        contiguous their number does not depend on lengths: empty ones are among them."""
+        if self.assigned:
+            return sorted((*piece, r) for r, owned in enumerate(self.assigned) for piece in owned)
+        pieces = self._pieces()
+        heads, tails = pieces[::2], pieces[1::2]  # the last tail is the innermost
+        return [(start, stop, rank) for rank, (start, stop) in heads + tails[::-1]]
 
     def _check_rank(self, rank: int) -> int:
         rank = check_integer("rank", rank)
@@ -379,6 +467,60 @@ def check_partition_type(partition: object) -> Partition:
     raise ValueError(f"partition must be a Partition, {got}")
 
 
-def partition_arguments(partition: Partition) -> tuple[list[int], list[int], str]:
-    """The operators' arguments for a partition: lengths, order, layout."""
-    return list(partition.lengths), list(partition.order), partition.layout
+def partition_arguments(
+    partition: Partition,
+) -> tuple[list[int], list[int], str, torch.Tensor | None]:
+    """The operators' arguments for a partition: lengths, order, layout, pieces."""
+    pieces = None
+    if partition.assigned:
+        pieces = torch.tensor(flat_pieces(partition), dtype=torch.int64).reshape(-1, 3)
+    return list(partition.lengths), list(partition.order), partition.layout, pieces
+
+
+def flat_pieces(partition: Partition) -> list[tuple[int, int, int]]:
+    """(rank, start, stop) of each piece, with layout "pieces"; otherwise none."""
+    return [(rank, *piece) for rank, owned in enumerate(partition.assigned) for piece in owned]
+
+
+def normal_pieces(pieces: object) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Sorted, joined and without empty ones; ValueError where they break a rule of
+    :meth:`Partition.pieces`."""
+    shape = "[[(start, stop), ...] of rank 0, [...] of rank 1, ...]"
+    if not isinstance(pieces, (list, tuple)) or not pieces:
+        raise ValueError(f"pieces must be {shape}, at least one rank, got {pieces!r}")
+    assigned = []
+    for rank, owned in enumerate(pieces):
+        if not isinstance(owned, (list, tuple)):
+            raise ValueError(f"pieces must be {shape}, got {owned!r} for rank {rank}")
+        joined: list[tuple[int, int]] = []
+        for piece in sorted(_check_piece(piece, rank) for piece in owned):
+            if piece[0] == piece[1]:
+                continue
+            if joined and joined[-1][1] == piece[0]:
+                piece = (joined.pop()[0], piece[1])
+            joined.append(piece)
+        assigned.append(tuple(joined))
+    covered = 0
+    for start, stop in sorted(piece for owned in assigned for piece in owned):
+        if start != covered:
+            times = "twice" if start < covered else "nowhere"
+            raise ValueError(
+                f"pieces must cover each position once, got {min(start, covered)} {times}"
+            )
+        covered = stop
+    return tuple(assigned)
+
+
+def _check_piece(piece: object, rank: int) -> tuple[int, int]:
+    name = f"a piece of rank {rank}"
+    try:
+        start, stop = check_integers(name, piece, least=0)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be (start, stop), got {piece!r}") from None
+    if start > stop:
+        raise ValueError(f"{name} must be (start, stop) with start <= stop, got {piece!r}")
+    return start, stop
+
+
+def _num_tokens(pieces: Sequence[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in pieces)

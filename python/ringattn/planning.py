@@ -259,7 +259,8 @@ def predict(
     Raises:
         ValueError: another number of profiles than ranks, a depth below 1.
     """
-    lengths, order, layout = partition_arguments(check_partition_type(partition))
+    lengths, order, layout, _ = partition_arguments(check_partition_type(partition))
+    check_layout(layout)
     return tuple(
         _C.predict(
             layout,

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ringattn import _C
 from ringattn._distributed.collectives import agree
 from ringattn._distributed.groups import Group, resolve_group
 from ringattn._profiling.equalize import NOISE, is_close, snap_equal
@@ -282,10 +281,8 @@ class Rebalancer:
         profile = self._measured[rank]
         if self._latest is not None:
             partition = self._latest.partition
-            visits = _C.schedule(
-                partition.layout, list(partition.lengths), list(partition.order), rank, self._causal
-            )
-            planned = self._cost.attention_flops * sum(visit.num_pairs for visit in visits)
+            pairs = partition.num_pairs(rank, causal=self._causal)
+            planned = self._cost.attention_flops * pairs
             in_tiles = work_in_tiles(
                 partition, rank, self._cost, profile.tiles, causal=self._causal
             )

@@ -55,7 +55,7 @@ def rotate_kv(
         check_tensors(kv=kv)
         check_dims("kv", kv, "[2, B, S_r, H_kv, D]")
         check_collective(kv=kv)
-        lengths, order, _ = partition_arguments(check_partition(partition, ring))
+        lengths, order, _, _ = partition_arguments(check_partition(partition, ring))
         check_transport(transport)
     except Exception as error:
         report_to_peers(ring, error)

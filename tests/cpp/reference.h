@@ -10,16 +10,18 @@
 #include <utility>
 #include <vector>
 
-#include "core/band.h"
+#include "attention/attention_call.h"
 
 namespace ringattn::testing {
 
-/// Attention as it is written in a book, over the pairs of any of `bands`: float64, one loop for
+/// Attention as it is written in a book, over the pairs for which sees(i, j): float64, one loop for
 /// each index. out [B, S_q, H, D], lse [B, H, S_q].
-inline std::pair<at::Tensor, at::Tensor> reference_band_attention(const at::Tensor& q,
-                                                                  const at::Tensor& k,
-                                                                  const at::Tensor& v, double scale,
-                                                                  const std::vector<Band>& bands) {
+template <typename Sees>
+std::pair<at::Tensor, at::Tensor> reference_masked_attention(const at::Tensor& q,
+                                                             const at::Tensor& k,
+                                                             const at::Tensor& v,
+                                                             const Scoring& scoring,
+                                                             const Sees& sees) {
   const at::Tensor wide_q = q.to(at::kCPU, at::kDouble), wide_k = k.to(at::kCPU, at::kDouble),
                    wide_v = v.to(at::kCPU, at::kDouble);
   at::Tensor out = at::zeros(wide_q.sizes(), at::kDouble);
@@ -33,15 +35,15 @@ inline std::pair<at::Tensor, at::Tensor> reference_band_attention(const at::Tens
   for (int64_t b = 0; b < q.size(0); ++b) {
     for (int64_t h = 0; h < q.size(2); ++h) {
       for (int64_t i = 0; i < q.size(1); ++i) {
-        double sum =
-            0.0;  // scores of unit-normal inputs are small: no maximum is needed in float64
+        // Scores of unit-normal inputs are small: no maximum is needed in float64.
+        double sum = scoring.sinks.defined() ? std::exp(scoring.sinks[h].item<double>()) : 0.0;
         for (int64_t j = 0; j < k.size(1); ++j) {
-          if (std::none_of(bands.begin(), bands.end(),
-                           [&](const Band& band) { return band.sees(i, j); }))
-            continue;
+          if (!sees(i, j)) continue;
           double score = 0.0;
           for (int64_t d = 0; d < dim; ++d) score += queries[b][i][h][d] * keys[b][j][h / group][d];
-          const double weight = std::exp(score * scale);
+          score *= scoring.scale;
+          if (scoring.softcap != 0.0) score = scoring.softcap * std::tanh(score / scoring.softcap);
+          const double weight = std::exp(score);
           sum += weight;
           for (int64_t d = 0; d < dim; ++d) outs[b][i][h][d] += weight * values[b][j][h / group][d];
         }
@@ -58,7 +60,14 @@ inline std::pair<at::Tensor, at::Tensor> reference_attention(const at::Tensor& q
                                                              const at::Tensor& k,
                                                              const at::Tensor& v, double scale,
                                                              std::optional<int64_t> diagonal) {
-  return reference_band_attention(q, k, v, scale, {Band::whole(q.size(1), k.size(1), diagonal)});
+  return reference_masked_attention(
+      q, k, v, scale, [&](int64_t i, int64_t j) { return !diagonal || j - i <= *diagonal; });
+}
+
+/// Keys under a diagonal as in torch.tril; none: no mask.
+inline KeyBlock key_block(const at::Tensor& k, const at::Tensor& v,
+                          std::optional<int64_t> diagonal = {}) {
+  return {k, v, /*first_query=*/0, diagonal.value_or(KeyBlock::kNoMask)};
 }
 
 /// Largest difference; where one is infinite the other must be too.

@@ -222,8 +222,9 @@ inline Results attend_chain(const Problem& problem) {
     part.state = results.state.narrow(1, first, rows);
     part.lse = results.lse.narrow(2, first, rows);
     part.fold = true;
-    ringattn::block_attention(problem.q.narrow(1, first, rows), segment.k, segment.v, kScale,
-                              segment.diagonal + first, part);
+    ringattn::block_attention(problem.q.narrow(1, first, rows),
+                              {key_block(segment.k, segment.v, segment.diagonal + first)}, kScale,
+                              part);
   }
   return results;
 }

@@ -158,6 +158,8 @@ def check_attention(
     visible: torch.Tensor | None = None,
     diagonal: int | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     what: str = "",
 ) -> Error:
     """Holds a result of attention on q, k and v against the rule.
@@ -169,6 +171,9 @@ def check_attention(
         visible: bool ``[S_q, S_k]``; or else
         diagonal: as in ``torch.tril``.
         scale: of the scores.
+        softcap: of the scores, which PyTorch's attention does not have: the yardstick is its error
+            without, and so it is for sinks.
+        sinks: ``[H]``.
         what: said in the failure: ranks, layout and the like; shapes are added.
 
     Returns:
@@ -181,11 +186,12 @@ def check_attention(
     what = f"{what} {q.dtype} q {list(q.shape)} k {list(k.shape)}".strip()
     assert out.dtype == q.dtype, f"{what}: out must be {q.dtype}, got {out.dtype}"
     state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    expected, expected_lse = reference.masked_attention(
-        q.double(), k.double(), v.double(), visible, scale
-    )
+    doubles = (q.double(), k.double(), v.double(), visible, scale)
+    expected, expected_lse = reference.masked_attention(*doubles, softcap, sinks)
     error = measure(out, expected)
-    pytorch = pytorch_error(q, k, v, visible, scale, expected)
+    plain = softcap == 0.0 and sinks is None
+    yardstick = expected if plain else reference.masked_attention(*doubles)[0]
+    pytorch = pytorch_error(q, k, v, visible, scale, yardstick)
     assert_within(f"out of {what}", error, allowed_error(q.dtype, pytorch, expected))
     if lse is not None:
         assert lse.dtype == state_dtype, f"{what}: lse must be {state_dtype}, got {lse.dtype}"

@@ -7,7 +7,7 @@ import ringattn
 import torch
 from _distributed import RankPool, this
 from _numerics import Error, check_attention, poisoned_memory
-from ringattn import Partition
+from ringattn import Partition, reference
 
 #: Lengths and order for each number of ranks: even, odd, lopsided, with empty ranks, reordered.
 SPLITS: dict[int, list[tuple[list[int], list[int] | None]]] = {
@@ -35,6 +35,10 @@ class Case:
     num_kv_heads: int = 2
     head_dim: int = 64
     scale: float | None = None
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    with_sinks: bool = False
+    cu_seqlens: tuple[int, ...] | None = None
     transport: str = "auto"
     depth: int | None = None
     seed: int = 11
@@ -48,6 +52,21 @@ class Case:
         v = torch.randn(self.batch, rows, self.num_kv_heads, self.head_dim, generator=generator)
         q, k, v = (x.to(device, self.dtype) for x in (q, k, v))
         return q, k, v
+
+    def sinks(self, device: torch.device | str) -> torch.Tensor | None:
+        """A logit per head, one of them no sink."""
+        if not self.with_sinks:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        sinks = 2 * torch.randn(self.num_heads, generator=generator)
+        sinks[-1] = -torch.inf
+        return sinks.to(device, self.dtype)
+
+    def visible(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """bool ``[S, S]``: which query sees which key."""
+        positions = torch.arange(self.partition.seq_len, device=device)
+        mask = (self.causal, self.window_size, self.cu_seqlens)
+        return reference.visible_keys(positions, positions, *mask)
 
     def local_inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The rows of this rank, on its device."""
@@ -66,6 +85,10 @@ def ring_call(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
             v,
             case.partition,
             causal=case.causal,
+            window_size=case.window_size,
+            softcap=case.softcap,
+            sinks=case.sinks(q.device),
+            cu_seqlens=case.cu_seqlens,
             scale=case.scale,
             transport=case.transport,
             depth=case.depth,
@@ -86,7 +109,9 @@ def check_ring(ring: RankPool, case: Case) -> Error:
     on_device = [x.to(ring.device_type) for x in (out, lse, *case.inputs("cpu"))]
     return check_attention(
         *on_device,
-        diagonal=0 if case.causal else None,
+        visible=case.visible(ring.device_type),
         scale=case.scale,
+        softcap=case.softcap,
+        sinks=case.sinks(ring.device_type),
         what=f"{ring.world_size} ranks, {case}",
     )

@@ -3,12 +3,16 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <limits>
+#include <vector>
 
 #include "attention/merge_states.h"
 
@@ -25,20 +29,20 @@ State empty_state(const at::Tensor& q) {
 // With fewer keys than a vector holds, ATen's kernel compares them one by one, which loses a NaN.
 constexpr int64_t kFewKeys = 16;
 
-// Plain attention in float64. Scores that the state's dtype cannot hold are -inf: a row without
-// other scores has weight 0.
-State dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                      const Band& band) {
+// Plain attention in float64 to the keys that `visible`, bool [S_q, S_k], shows; undefined: to all.
+// Scores that the state's dtype cannot hold are -inf: a row without other scores has weight 0.
+State dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      const Scoring& scoring, const at::Tensor& visible) {
   const int64_t group_size = q.size(2) / k.size(2);
   const auto by_query_head = [&](const at::Tensor& x) {
     return x.to(at::kDouble).repeat_interleave(group_size, 2).transpose(1, 2);  // [B, H, S_k, D]
   };
   at::Tensor scores =
-      q.to(at::kDouble).transpose(1, 2).matmul(by_query_head(k).transpose(2, 3)).mul(scale);
-  if (band.has_lower() || band.has_upper()) {
-    auto visible = at::ones({q.size(1), k.size(1)}, q.options().dtype(at::kBool));
-    if (band.has_upper()) visible = visible.tril(band.upper);
-    if (band.has_lower()) visible = visible.triu(band.lower);
+      q.to(at::kDouble).transpose(1, 2).matmul(by_query_head(k).transpose(2, 3)).mul(scoring.scale);
+  if (scoring.softcap != 0.0) {
+    scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap);
+  }
+  if (visible.defined()) {
     scores.masked_fill_(visible.logical_not(), -std::numeric_limits<double>::infinity());
   }
   const at::Tensor lse = scores.logsumexp(-1).to(q.scalar_type());  // [B, H, S_q]
@@ -88,8 +92,8 @@ void empty_rows_without_scores(const State& state, const at::Tensor& q, const at
 State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
                       bool causal) {
   if (k.size(1) < kFewKeys) {
-    const auto diagonal = causal ? std::optional<int64_t>(0) : std::nullopt;
-    return dense_attention(q, k, v, scale, Band::whole(q.size(1), k.size(1), diagonal));
+    const auto all = at::ones({q.size(1), k.size(1)}, q.options().dtype(at::kBool));
+    return dense_attention(q, k, v, scale, causal ? all.tril() : at::Tensor());
   }
   // Note: the kernel masks with -inf before it scales: a scale of 0 makes that NaN, a negative one
   // +inf. The sign goes into q, and so does a scale of 0, where NaN stays NaN.
@@ -102,100 +106,166 @@ State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   return state;
 }
 
-// Rows of a chunk of `attend_between`.
-constexpr int64_t kChunkRows = 128;
+// An interval of keys for each row, [S_q]; those of rows that see nothing are empty.
+struct Intervals {
+  std::vector<int64_t> begin, end;
 
-// A band with a lower limit, in chunks of rows; each reads only the keys that its rows see.
-State attend_between(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                     const Band& band) {
+  bool empty(int64_t row) const { return begin[row] >= end[row]; }
+};
+
+Intervals intervals_of(const KeyBlock& block, int64_t num_queries) {
+  const int64_t num_keys = block.k.size(1);
+  const int32_t* table =
+      block.key_ranges.defined() ? block.key_ranges.const_data_ptr<int32_t>() : nullptr;
+  Intervals intervals;
+  for (int64_t row = 0; row < num_queries; ++row) {
+    int64_t begin = 0, end = num_keys;
+    if (table != nullptr) {
+      begin = std::max<int64_t>(table[2 * row], 0);
+      end = std::min<int64_t>(table[2 * row + 1], num_keys);
+    } else if (row < block.first_query) {
+      end = 0;
+    } else if (block.diagonal < num_keys) {
+      end = std::clamp<int64_t>(row + 1 + block.diagonal, 0, num_keys);
+    }
+    intervals.begin.push_back(begin);
+    intervals.end.push_back(end);
+  }
+  return intervals;
+}
+
+// Rows that dense_attention computes together, and how far their intervals may lie apart: a NaN in
+// a value reaches rows that see a key so close.
+constexpr int64_t kChunkRows = 128, kChunkSpread = 256;
+
+// The end of the chunk of rows that begins with `first`, and the keys that its rows see.
+struct Chunk {
+  int64_t end;
+  int64_t key_begin, key_end;  // none: key_begin >= key_end
+};
+
+Chunk chunk_of(const Intervals& intervals, int64_t first, int64_t num_queries) {
+  Chunk chunk = {first, 0, 0};
+  for (; chunk.end < std::min(first + kChunkRows, num_queries); ++chunk.end) {
+    if (intervals.empty(chunk.end)) continue;
+    const int64_t begin = intervals.begin[chunk.end], end = intervals.end[chunk.end];
+    if (chunk.key_begin >= chunk.key_end) {
+      chunk.key_begin = begin;
+    } else if (begin > chunk.key_begin + kChunkSpread || end > chunk.key_end + kChunkSpread) {
+      break;
+    }
+    chunk.key_end = end;
+  }
+  return chunk;
+}
+
+// Any intervals and softcap; each chunk of rows reads only the keys that its rows see.
+State attend_intervals(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                       const Scoring& scoring, const Intervals& intervals) {
   State state = empty_state(q);
-  for (int64_t row = 0; row < q.size(1); row += kChunkRows) {
-    const int64_t rows = std::min(kChunkRows, q.size(1) - row);
-    const int64_t begin = std::max<int64_t>(0, row + band.lower);
-    const int64_t end = std::min(k.size(1), band.upper + row + rows);
-    if (begin >= end) continue;
-    const Band chunk = {
-        0, rows, 0, end - begin, band.lower + row - begin, band.upper + row - begin};
-    const State part = dense_attention(q.narrow(1, row, rows), k.narrow(1, begin, end - begin),
-                                       v.narrow(1, begin, end - begin), scale, chunk);
-    state.out.narrow(1, row, rows).copy_(part.out);
-    state.lse.narrow(2, row, rows).copy_(part.lse);
+  Chunk chunk;
+  for (int64_t first = 0; first < q.size(1); first = chunk.end) {
+    chunk = chunk_of(intervals, first, q.size(1));
+    const int64_t num_rows = chunk.end - first, num_keys = chunk.key_end - chunk.key_begin;
+    if (num_keys <= 0) continue;
+    const auto bounds = [&](const std::vector<int64_t>& all) {
+      return at::tensor(at::ArrayRef<int64_t>(all.data() + first, num_rows), at::kLong)
+          .unsqueeze(1);
+    };
+    const at::Tensor keys = at::arange(chunk.key_begin, chunk.key_end, at::kLong);
+    const at::Tensor visible =
+        keys.ge(bounds(intervals.begin)).logical_and_(keys.lt(bounds(intervals.end)));
+    const State part =
+        dense_attention(q.narrow(1, first, num_rows), k.narrow(1, chunk.key_begin, num_keys),
+                        v.narrow(1, chunk.key_begin, num_keys), scoring, visible);
+    state.out.narrow(1, first, num_rows).copy_(part.out);
+    state.lse.narrow(2, first, num_rows).copy_(part.lse);
   }
   return state;
 }
 
-// All of these rows and keys, of which the band's limits say what is visible. Without a lower limit
-// it takes at most two calls of the kernel: rows that see nothing are cut off, and keys that every
-// row sees are split from those under the triangle.
+// All of these rows and keys under a diagonal. It takes at most two calls of the kernel: rows that
+// see nothing are cut off, and keys that every row sees are split from those under the triangle.
 //
-//   upper < 0: rows i < -upper see nothing; the others are the triangle of diagonal 0.
-//   upper > 0: every row sees keys j < upper; the keys after them are the triangle of diagonal 0.
+//   diagonal < 0: rows i < -diagonal see nothing; the others are the triangle of diagonal 0.
+//   diagonal > 0: every row sees keys j < diagonal; the keys after them are the triangle of 0.
 State attend_wide(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                  const Band& band) {
+                  int64_t diagonal) {
   const int64_t num_queries = q.size(1);
   const int64_t num_keys = k.size(1);
-  const int64_t upper = band.upper;
-  if (q.numel() == 0 || band.num_pairs() == 0) return empty_state(q);
-  if (band.has_lower()) return attend_between(q, k, v, scale, band);
-  if (!band.has_upper()) return flash_attention(q, k, v, scale, /*causal=*/false);
-  if (upper == 0) return flash_attention(q, k, v, scale, /*causal=*/true);
+  if (q.numel() == 0 || num_keys == 0 || diagonal <= -num_queries) return empty_state(q);
+  if (diagonal >= num_keys - 1) return flash_attention(q, k, v, scale, /*causal=*/false);
+  if (diagonal == 0) return flash_attention(q, k, v, scale, /*causal=*/true);
 
-  if (upper < 0) {
+  if (diagonal < 0) {
     State state = empty_state(q);
     const State seeing =
-        flash_attention(q.narrow(1, -upper, num_queries + upper), k, v, scale, true);
-    state.out.narrow(1, -upper, num_queries + upper).copy_(seeing.out);
-    state.lse.narrow(2, -upper, num_queries + upper).copy_(seeing.lse);
+        flash_attention(q.narrow(1, -diagonal, num_queries + diagonal), k, v, scale, true);
+    state.out.narrow(1, -diagonal, num_queries + diagonal).copy_(seeing.out);
+    state.lse.narrow(2, -diagonal, num_queries + diagonal).copy_(seeing.lse);
     return state;
   }
-  State state = flash_attention(q, k.narrow(1, 0, upper), v.narrow(1, 0, upper), scale, false);
-  const int64_t rest = num_keys - upper;
+  State state =
+      flash_attention(q, k.narrow(1, 0, diagonal), v.narrow(1, 0, diagonal), scale, false);
+  const int64_t rest = num_keys - diagonal;
   const State triangle =
-      flash_attention(q, k.narrow(1, upper, rest), v.narrow(1, upper, rest), scale, true);
+      flash_attention(q, k.narrow(1, diagonal, rest), v.narrow(1, diagonal, rest), scale, true);
   merge_states_(state.out, state.lse, triangle.out, triangle.lse);
   return state;
 }
 
 }  // namespace
 
-State attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-             const Band& band) {
-  const auto wide = state_dtype(q.scalar_type());
-  const auto rows = [wide](const at::Tensor& x, int64_t begin, int64_t count) {
-    const at::Tensor widened = x.narrow(1, begin, count).to(wide);
+State attend(const at::Tensor& q, const KeyBlock& block, const Scoring& scoring) {
+  const auto wide = [type = state_dtype(q.scalar_type())](const at::Tensor& x) {
+    const at::Tensor widened = x.to(type);
     return widened.stride(-1) == 1 ? widened : widened.contiguous();
   };
-  return attend_wide(rows(q, band.query_begin, band.num_queries()),
-                     rows(k, band.key_begin, band.num_keys()),
-                     rows(v, band.key_begin, band.num_keys()), scale, band);
+  const at::Tensor k = wide(block.k), v = wide(block.v);
+  if (block.key_ranges.defined() || scoring.softcap != 0.0) {
+    return attend_intervals(wide(q), k, v, scoring, intervals_of(block, q.size(1)));
+  }
+  const int64_t first = block.first_query, num_rows = q.size(1) - first;
+  const int64_t diagonal =
+      block.diagonal == KeyBlock::kNoMask ? KeyBlock::kNoMask : block.diagonal + first;
+  const State seeing =
+      attend_wide(wide(q.narrow(1, first, num_rows)), k, v, scoring.scale, diagonal);
+  if (first == 0) return seeing;
+  State state = empty_state(q);
+  state.out.narrow(1, first, num_rows).copy_(seeing.out);
+  state.lse.narrow(2, first, num_rows).copy_(seeing.lse);
+  return state;
 }
 
-void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
-                     const AttentionResult& result) {
+void add_sinks(const State& state, const Scoring& scoring) {
+  if (!scoring.sinks.defined()) return;
+  // A sink is a state of its own, of a key with that score whose value is 0.
+  merge_states_(state.out, state.lse, at::zeros_like(state.out),
+                scoring.sinks.unsqueeze(-1).expand_as(state.lse));
+}
+
+void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks,
+                     const Scoring& scoring, const AttentionResult& result) {
   State state;
-  if (result.fold) {
-    state = {result.state, result.lse};
-  } else if (blocks.size() != 1 || blocks.front().band.num_queries() != q.size(1)) {
-    state = empty_state(q);
-  }
-  for (const auto& [k, v, band, source] : blocks) {
-    const State part = attend(q, k, v, scale, band);
+  if (result.fold) state = {result.state, result.lse};
+  for (const KeyBlock& block : blocks) {
+    const State part = attend(q, block, scoring);
     if (state.out.defined()) {
-      merge_states_(state.out.narrow(1, band.query_begin, band.num_queries()),
-                    state.lse.narrow(2, band.query_begin, band.num_queries()), part.out, part.lse);
+      merge_states_(state.out, state.lse, part.out, part.lse);
     } else {
       state = part;
     }
   }
+  if (!state.out.defined()) state = empty_state(q);
+  const int64_t num_final = result.final_end - result.final_begin;
+  const State final = {state.out.narrow(1, result.final_begin, num_final),
+                       state.lse.narrow(2, result.final_begin, num_final)};
+  add_sinks(final, scoring);
   if (!result.fold) {
     result.lse.copy_(state.lse);
     if (result.state.defined()) result.state.copy_(state.out);
   }
-  if (result.out.defined()) {
-    const int64_t num_final = result.final_end - result.final_begin;
-    result.out.narrow(1, result.final_begin, num_final)
-        .copy_(state.out.narrow(1, result.final_begin, num_final));
-  }
+  if (result.out.defined()) result.out.narrow(1, result.final_begin, num_final).copy_(final.out);
 }
 
 }  // namespace ringattn::cpu

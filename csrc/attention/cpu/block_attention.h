@@ -14,14 +14,16 @@ struct State {
   at::Tensor lse;  // [B, H, S_q]
 };
 
-/// The state of the band's rows over its keys alone, in tensors of its own. Half types are widened
-/// first: nothing is rounded before the result is.
-State attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-             const Band& band);
+/// The state of all rows of q over the keys of one block, in tensors of its own. Half types are
+/// widened first: nothing is rounded before the result is.
+State attend(const at::Tensor& q, const KeyBlock& block, const Scoring& scoring);
 
-/// See ringattn::block_attention; any number of blocks, any bands. Half types are widened first:
-/// nothing is rounded before the result is.
-void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks, double scale,
-                     const AttentionResult& result);
+/// Sinks join the denominator of a state's rows, in place.
+void add_sinks(const State& state, const Scoring& scoring);
+
+/// See ringattn::block_attention; any number of blocks. Half types are widened first: nothing is
+/// rounded before the result is.
+void block_attention(const at::Tensor& q, const std::vector<KeyBlock>& blocks,
+                     const Scoring& scoring, const AttentionResult& result);
 
 }  // namespace ringattn::cpu

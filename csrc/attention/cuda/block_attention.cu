@@ -3,7 +3,6 @@
 #include <cuda_fp16.h>
 
 #include "attention/cuda/block_attention.h"
-#include "attention/cuda/segment_list.h"
 #include "attention/cuda/sm80/launch.h"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/scheduler/tile_selection.h"
@@ -59,8 +58,6 @@ bool supports_segment_lists(const AttentionShape& shape) {
   return sm90::supports(shape) && sm90::available() && wants_sm90(/*unless_set=*/true);
 }
 
-bool takes_several_launches(int num_segments) { return num_segments > sm90::kMaxSegments; }
-
 std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim) {
   AttentionShape shape;
   shape.dtype = dtype;
@@ -71,13 +68,7 @@ std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim) {
 
 cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.num_queries == 0 || p.num_heads == 0) return cudaSuccess;
-  if (!takes_several_launches(p.num_segments)) return launch(p, stream);
-  if (p.state.data == nullptr || p.fetch == Fetch::kRemote) return cudaErrorInvalidValue;
-  for (int first = 0; first < p.num_segments; first += sm90::kMaxSegments) {
-    const cudaError_t error = launch(launch_of_list(p, first, sm90::kMaxSegments), stream);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return launch(p, stream);
 }
 
 }  // namespace ringattn::cuda

@@ -11,13 +11,9 @@
 
 namespace ringattn::cuda {
 
-/// Whether the current device has kernels for calls like this one with any number of segments, or
-/// with remote ones: compute capability 9.0, 16-bit types.
+/// Whether the current device has kernels for calls like this one with up to
+/// PeerSignals::kMaxPeers segments, or with remote ones: compute capability 9.0, 16-bit types.
 RINGATTN_API bool supports_segment_lists(const AttentionShape& shape);
-
-/// Whether a list of so many segments takes several launches. Such a call must have a state, which
-/// holds the results of all rows between the launches, and cannot fetch remote segments.
-RINGATTN_API bool takes_several_launches(int num_segments);
 
 /// The tiles in which calls of many rows are computed on the current device, the fastest first.
 RINGATTN_API std::vector<AttentionTile> attention_tiles(DataType dtype, int head_dim);
@@ -25,8 +21,8 @@ RINGATTN_API std::vector<AttentionTile> attention_tiles(DataType dtype, int head
 /// Block attention on the current device, enqueued on `stream`. Needs compute capability 8.0 and
 /// aligned rows (alignment.h). The same inputs give the same bits. With nothing enqueued:
 /// cudaErrorNotSupported for lists of segments where supports_segment_lists is false,
-/// cudaErrorInvalidValue for a list that takes several launches without a state, or that fetches,
-/// and, on compute capability 9.0, for modes of LaunchOptions without what they need or with more.
+/// cudaErrorInvalidValue for too many segments and, on compute capability 9.0, for modes of
+/// LaunchOptions without what they need or with more.
 /// A call without queries launches nothing, and leaves the scratch as it is.
 RINGATTN_API cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream);
 

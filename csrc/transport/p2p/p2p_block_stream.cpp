@@ -10,7 +10,7 @@ namespace ringattn {
 namespace {
 
 // Wire format of a block: [rows, 2, B, H_kv, D], keys and values interleaved by row, so that any
-// number of leading rows is one contiguous message. The block of the leading `rows`: one view each.
+// range of rows is one contiguous message. The block of the leading `rows`: one view each.
 Block from_wire(const at::Tensor& wire, int64_t rows) {
   const auto part = [&](int64_t index) {
     return wire.as_strided({wire.size(2), rows, wire.size(3), wire.size(4)},
@@ -20,21 +20,22 @@ Block from_wire(const at::Tensor& wire, int64_t rows) {
   return {part(0), part(1)};
 }
 
-at::Tensor to_wire(const at::Tensor& k, const at::Tensor& v, int64_t rows) {
-  at::Tensor wire = at::empty({rows, 2, k.size(0), k.size(2), k.size(3)}, k.options());
-  const Block staged = from_wire(wire, rows);
-  staged.k.copy_(k.narrow(1, 0, rows));
-  staged.v.copy_(v.narrow(1, 0, rows));
+at::Tensor to_wire(const at::Tensor& k, const at::Tensor& v, const RowRange& rows) {
+  at::Tensor wire = at::empty({rows.size(), 2, k.size(0), k.size(2), k.size(3)}, k.options());
+  const Block staged = from_wire(wire, rows.size());
+  staged.k.copy_(k.narrow(1, rows.begin, rows.size()));
+  staged.v.copy_(v.narrow(1, rows.begin, rows.size()));
   return wire;
 }
 
 class MessageStream : public BlockStream {
  public:
   MessageStream(MessageTransport& transport, const RingExchangePlan& exchange)
-      : transport_(transport), exchange_(exchange), transfers_(exchange.hops.size()) {
-    int64_t rows_sent = 0;
-    for (const HopPlan& hop : exchange_.hops) rows_sent = std::max(rows_sent, hop.rows_sent);
-    if (rows_sent > 0) own_block_ = to_wire(exchange_.k, exchange_.v, rows_sent);
+      : transport_(transport),
+        exchange_(exchange),
+        sent_(rows_sent(exchange.hops)),
+        transfers_(exchange.hops.size()) {
+    if (!sent_.empty()) own_block_ = to_wire(exchange_.k, exchange_.v, sent_);
     exchange_.k.reset();
     exchange_.v.reset();
 
@@ -48,7 +49,7 @@ class MessageStream : public BlockStream {
 
   Block wait(int64_t step) override {
     if (transfers_[step - 1]) transfers_[step - 1]->wait();
-    return from_wire(buffer_of(step), exchange_.hops[step - 1].rows_received);
+    return from_wire(buffer_of(step), exchange_.hops[step - 1].received.size());
   }
 
   void release(int64_t step) override { start(step + exchange_.depth + 1); }
@@ -72,21 +73,26 @@ class MessageStream : public BlockStream {
   void start(int64_t step) {
     if (step > static_cast<int64_t>(exchange_.hops.size())) return;
     const HopPlan& hop = exchange_.hops[step - 1];
-    if (hop.rows_sent == 0 && hop.rows_received == 0) return;
+    if (hop.sent.empty() && hop.received.empty()) return;
     Message message;
     message.call = exchange_.call;
     message.step = step;
     message.timed = exchange_.timed;
     message.destination = hop.destination;
     message.source = hop.source;
-    if (hop.rows_sent > 0) message.send = own_block_.narrow(0, 0, hop.rows_sent);
-    if (hop.rows_received > 0) message.receive = buffer_of(step).narrow(0, 0, hop.rows_received);
+    if (!hop.sent.empty()) {
+      message.send = own_block_.narrow(0, hop.sent.begin - sent_.begin, hop.sent.size());
+    }
+    if (!hop.received.empty()) {
+      message.receive = buffer_of(step).narrow(0, 0, hop.received.size());
+    }
     transfers_[step - 1] = transport_.start(message);
   }
 
   MessageTransport& transport_;
   RingExchangePlan exchange_;
-  at::Tensor own_block_;  // [rows, 2, B, H_kv, D], this rank's block: the rows that peers attend
+  RowRange sent_;                    // of this rank's block, the rows that peers attend
+  at::Tensor own_block_;             // [rows, 2, B, H_kv, D], these rows
   std::vector<at::Tensor> buffers_;  // [rows, 2, B, H_kv, D] each, received blocks in rotation
   std::vector<std::unique_ptr<Transfer>> transfers_;  // [W - 1]; null: nothing travels
 };

@@ -47,7 +47,7 @@ std::vector<int64_t> plan_key(const RingExchangePlan& exchange) {
                               k.size(3),      static_cast<int64_t>(k.scalar_type()),
                               exchange.depth, exchange.kernel_fetches};
   for (const HopPlan& hop : exchange.hops) {
-    key.insert(key.end(), {hop.source, hop.rows_received, hop.source_rows});
+    key.insert(key.end(), {hop.source, hop.received.begin, hop.received.end, hop.source_rows});
   }
   return key;
 }
@@ -73,18 +73,21 @@ std::unique_ptr<MemoryPlan> plan_memory(const RingExchangePlan& exchange,
     const HopPlan& hop = exchange.hops[i];
     (*step_of_rank)[hop.source] = i + 1;
     const int64_t buffer = begin[i % (static_cast<int64_t>(begin.size()) - 1)];  // bytes
-    const int64_t plane = hop.rows_received * head_dim;                          // elements
+    const int64_t num_rows = hop.received.size();
+    const int64_t plane = num_rows * head_dim;  // elements
     const auto view = [&](int64_t offset) {
-      return elements.as_strided({batch, hop.rows_received, kv_heads, head_dim},
+      return elements.as_strided({batch, num_rows, kv_heads, head_dim},
                                  {plane, head_dim, 2 * batch * plane, 1}, buffer / bytes + offset);
     };
     resident.blocks.push_back({view(0), view(batch * plane)});
+    const char* const first_row =
+        static_cast<const char*>(staged.of(hop.source)) + hop.received.begin * head_dim * bytes;
     if (exchange.kernel_fetches) {
-      resident.sources.push_back({staged.of(hop.source), hop.source_rows});
+      resident.sources.push_back({first_row, hop.source_rows});
       continue;
     }
     CopyPlan copy;
-    copy.from = static_cast<const char*>(staged.of(hop.source));
+    copy.from = first_row;
     copy.to = static_cast<char*>(fetched.mutable_data_ptr()) + buffer;
     copy.planes = 2 * kv_heads * batch;
     copy.plane_bytes = plane * bytes;

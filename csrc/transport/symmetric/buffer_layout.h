@@ -17,8 +17,8 @@
 
 namespace ringattn {
 
-/// The copy of a block's leading rows from where its owner has staged them to this rank. A plane:
-/// the rows of one head and batch entry, keys or values.
+/// The copy of a range of a block's rows from where its owner has staged them to this rank. A
+/// plane: the rows of one head and batch entry, keys or values.
 struct CopyPlan {
   const char* from = nullptr;
   char* to = nullptr;

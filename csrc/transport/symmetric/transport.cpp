@@ -185,13 +185,14 @@ class SymmetricStream : public BlockStream {
     plan_ = &transport_.plan(exchange);
 
     cuda::StageParams params;
-    params.k = stage_source(k);
-    params.v = stage_source(v);
-    params.staged = transport_.staged_by(transport_.rendezvous_.rank);
+    // Each row has its place in the staged block, whichever rows are staged.
+    const RowRange rows = k.numel() > 0 ? rows_sent(exchange_.hops) : RowRange{};
+    params.k = stage_source(k.narrow(1, rows.begin, rows.size()));
+    params.v = stage_source(v.narrow(1, rows.begin, rows.size()));
+    params.staged = static_cast<char*>(transport_.staged_by(transport_.rendezvous_.rank)) +
+                    rows.begin * k.size(3) * k.element_size();
     params.batch = static_cast<int>(k.size(0));
-    for (const HopPlan& hop : exchange_.hops) {
-      if (k.numel() > 0) params.rows = std::max(params.rows, static_cast<int>(hop.rows_sent));
-    }
+    params.rows = static_cast<int>(rows.size());
     params.staged_rows = static_cast<int>(k.size(1));
     params.num_kv_heads = static_cast<int>(k.size(2));
     params.row_bytes = static_cast<int>(k.size(3) * k.element_size());

@@ -21,6 +21,7 @@ import torch
 
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo, resolve_group
+from ringattn._masks import Mask
 from ringattn.functional import attend, block_attention
 from ringattn.partition import Partition
 
@@ -270,7 +271,7 @@ def _attention(
             partition = _parallel_config._ringattn.partition(ring, query)
         else:  # diffusers splits evenly
             partition = Partition.contiguous([query.size(1)] * ring.world_size)
-        out, lse = attend(ring, query, key, value, partition, False, scale)
+        out, lse = attend(ring, query, key, value, partition, Mask(causal=False), scale)
     else:
         _check(reasons)
         diagonal = 0 if is_causal else None

@@ -11,11 +11,12 @@
 #include "reference.h"
 
 using ringattn::AttentionResult;
-using ringattn::Band;
 using ringattn::KeyBlock;
+using ringattn::Scoring;
+using ringattn::testing::key_block;
 using ringattn::testing::max_error;
 using ringattn::testing::reference_attention;
-using ringattn::testing::reference_band_attention;
+using ringattn::testing::reference_masked_attention;
 
 namespace {
 
@@ -56,7 +57,7 @@ TEST_CASE("block attention equals three loops, for any diagonal and any lengths"
            std::vector<std::optional<int64_t>>{{}, 0, 1, 20, -1, -6, -num_queries, 1000}) {
         const auto [q, k, v] = inputs(options, num_queries, num_keys);
         const auto [out, lse] =
-            ringattn::block_attention(q, k, v, kScale, diagonal, q.scalar_type());
+            ringattn::block_attention(q, key_block(k, v, diagonal), kScale, q.scalar_type());
         const auto [expected, expected_lse] = reference_attention(q, k, v, kScale, diagonal);
         INFO(num_queries << " x " << num_keys << ", diagonal " << diagonal.value_or(-9999));
         CHECK(max_error(out, expected) < tolerance(options));
@@ -66,36 +67,39 @@ TEST_CASE("block attention equals three loops, for any diagonal and any lengths"
   }
 }
 
-TEST_CASE("the CPU attends to any bands of any blocks, folded or not, final where it is asked") {
+TEST_CASE("the CPU attends to any intervals of any blocks, folded or not, with sinks and softcap") {
   std::mt19937 random(5);
-  const auto limit = [&](int64_t unlimited) {
-    return random() % 3 == 0 ? unlimited : static_cast<int64_t>(random() % 320) - 160;
-  };
   const auto options = at::TensorOptions(at::kCPU).dtype(at::kDouble);
   for (int trial = 0; trial < 60; ++trial) {
     const int64_t num_queries = 1 + random() % 300, num_blocks = 1 + random() % 3;
-    const bool fold = trial % 3 == 0;
     const at::Tensor q = at::randn({2, num_queries, 4, 16}, options);
+    Scoring scoring(kScale);
+    if (trial % 2 == 0) scoring.softcap = 1.5;
     std::vector<KeyBlock> blocks;
     std::vector<at::Tensor> keys, values;
-    std::vector<Band> all;
+    std::vector<std::vector<std::pair<int64_t, int64_t>>> seen(num_queries);  // of all keys
     int64_t first_key = 0;
     for (int64_t number = 0; number < num_blocks; ++number) {
       const int64_t num_keys = 1 + random() % 300;
       keys.push_back(at::randn({2, num_keys, 2, 16}, options));
       values.push_back(at::randn({2, num_keys, 2, 16}, options));
-      // Two bands of a block share no pair: they are one above the other.
-      const int64_t middle = random() % (num_queries + 1);
-      for (const auto& [begin, end] : {std::pair{int64_t{0}, middle}, {middle, num_queries}}) {
-        Band band{begin, end, static_cast<int64_t>(random() % num_keys), num_keys};
-        band.upper = limit(Band::kUnlimited);
-        band.lower = limit(-Band::kUnlimited);
-        if (band.num_pairs() <= 0) continue;
-        blocks.push_back({keys.back(), values.back(), band});
-        band.key_begin += first_key;
-        band.key_end += first_key;
-        all.push_back(band);
+      // Bounds that never decrease, past both ends of the keys, sometimes empty.
+      std::vector<int> bounds[2];
+      for (auto& column : bounds) {
+        for (int64_t row = 0; row < num_queries; ++row) {
+          column.push_back(static_cast<int>(random() % (num_keys + 40)) - 20);
+        }
+        std::sort(column.begin(), column.end());
       }
+      const at::Tensor table = at::empty({num_queries, 2}, at::kInt);
+      for (int64_t row = 0; row < num_queries; ++row) {
+        for (int column = 0; column < 2; ++column) table[row][column] = bounds[column][row];
+        const int64_t begin = std::max(bounds[0][row], 0);
+        const int64_t end = std::min<int64_t>(bounds[1][row], num_keys);
+        if (begin < end) seen[row].emplace_back(first_key + begin, first_key + end);
+      }
+      blocks.push_back({keys.back(), values.back()});
+      blocks.back().key_ranges = table;
       first_key += num_keys;
     }
     AttentionResult result;
@@ -104,28 +108,41 @@ TEST_CASE("the CPU attends to any bands of any blocks, folded or not, final wher
     result.out = at::full(q.sizes(), std::nan(""), options);
     result.state = at::zeros(q.sizes(), options);
     result.lse = at::full({2, 4, num_queries}, -std::numeric_limits<double>::infinity(), options);
-    result.fold = fold;
-    ringattn::block_attention(q, blocks, kScale, result);
-    const auto [expected, expected_lse] =
-        reference_band_attention(q, at::cat(keys, 1), at::cat(values, 1), kScale, all);
+    result.fold = trial % 3 == 0;
+    const auto expect = [&] {
+      return reference_masked_attention(
+          q, at::cat(keys, 1), at::cat(values, 1), scoring, [&](int64_t i, int64_t j) {
+            return std::any_of(seen[i].begin(), seen[i].end(),
+                               [&](const auto& x) { return x.first <= j && j < x.second; });
+          });
+    };
+    const auto [state, state_lse] = expect();
+    if (trial % 5 < 2) scoring.sinks = at::randn({4}, options);
+    const auto [expected, expected_lse] = expect();
+    ringattn::block_attention(q, blocks, scoring, result);
     const int64_t num_final = result.final_end - result.final_begin;
-    CHECK(max_error(result.lse, expected_lse) < 1e-11);
-    CHECK(max_error(result.state.narrow(1, 0, result.final_begin),
-                    expected.narrow(1, 0, result.final_begin)) < 1e-11);
-    CHECK(max_error(result.out.narrow(1, result.final_begin, num_final),
-                    expected.narrow(1, result.final_begin, num_final)) < 1e-11);
+    const auto check = [&](const at::Tensor& got, const at::Tensor& want, int64_t dim,
+                           int64_t begin, int64_t count) {
+      CHECK(max_error(got.narrow(dim, begin, count), want.narrow(dim, begin, count)) < 1e-11);
+    };
+    // Sinks join final rows alone.
+    check(result.lse, state_lse, 2, 0, result.final_begin);
+    check(result.state, state, 1, 0, result.final_begin);
+    check(result.lse, expected_lse, 2, result.final_begin, num_final);
+    check(result.out, expected, 1, result.final_begin, num_final);
   }
 }
 
 TEST_CASE("no queries, no keys and no batch are attention too") {
   for (const auto& options : devices()) {
     const auto [q, k, v] = inputs(options, 3, 0);
-    const auto [out, lse] = ringattn::block_attention(q, k, v, kScale, {}, q.scalar_type());
+    const auto [out, lse] = ringattn::block_attention(q, key_block(k, v), kScale, q.scalar_type());
     CHECK(out.eq(0).all().item<bool>());
     CHECK(lse.isneginf().all().item<bool>());
     const auto empty = inputs(options, 0, 3);
-    CHECK(ringattn::block_attention(empty.q, empty.k, empty.v, kScale, 0, q.scalar_type())
-              .first.numel() == 0);
+    CHECK(
+        ringattn::block_attention(empty.q, key_block(empty.k, empty.v, 0), kScale, q.scalar_type())
+            .first.numel() == 0);
   }
 }
 
@@ -139,12 +156,12 @@ TEST_CASE("folding two blocks equals attention over both, rows leave where they 
     AttentionResult result;
     result.state = at::full(q.sizes(), std::nan(""), wide);
     result.lse = at::full({2, 4, num_queries}, std::nan(""), wide);
-    ringattn::block_attention(q, k.narrow(1, 0, 30), v.narrow(1, 0, 30), kScale, {}, result);
+    ringattn::block_attention(q, {{k.narrow(1, 0, 30), v.narrow(1, 0, 30)}}, kScale, result);
     result.fold = true;
     result.out = at::full(q.sizes(), std::nan(""), options);
     result.final_begin = final_begin;
     result.final_end = num_queries;
-    ringattn::block_attention(q, k.narrow(1, 30, 20), v.narrow(1, 30, 20), kScale, {}, result);
+    ringattn::block_attention(q, {{k.narrow(1, 30, 20), v.narrow(1, 30, 20)}}, kScale, result);
 
     const int64_t num_final = num_queries - final_begin;
     CHECK(max_error(result.out.narrow(1, final_begin, num_final),
@@ -163,16 +180,17 @@ TEST_CASE("memory of another layout gives the same") {
       return x.transpose(1, 2).contiguous().transpose(1, 2);
     };
     const auto [expected, expected_lse] =
-        ringattn::block_attention(q, k, v, kScale, 0, q.scalar_type());
-    const auto [out, lse] = ringattn::block_attention(heads_first(q), heads_first(k),
-                                                      heads_first(v), kScale, 0, q.scalar_type());
+        ringattn::block_attention(q, key_block(k, v, 0), kScale, q.scalar_type());
+    const auto [out, lse] = ringattn::block_attention(
+        heads_first(q), key_block(heads_first(k), heads_first(v), 0), kScale, q.scalar_type());
     CHECK(max_error(out, expected) < tolerance(options));
     // Rows that begin anywhere, D that is not dense.
     const at::Tensor wide = at::randn({2, 34, 2, 33}, options);
     const at::Tensor odd = wide.narrow(3, 1, 32).slice(3, 0, 32, 2);
-    CHECK(max_error(ringattn::block_attention(q, odd, odd, kScale, {}, q.scalar_type()).first,
-                    ringattn::block_attention(q, odd.contiguous(), odd.contiguous(), kScale, {},
-                                              q.scalar_type())
-                        .first) == 0.0);
+    const at::Tensor even = odd.contiguous();
+    CHECK(max_error(
+              ringattn::block_attention(q, key_block(odd, odd), kScale, q.scalar_type()).first,
+              ringattn::block_attention(q, key_block(even, even), kScale, q.scalar_type()).first) ==
+          0.0);
   }
 }

@@ -185,60 +185,11 @@ TEST_CASE("neighbouring row tiles that share keys and values leave the bits of t
   }
 }
 
-TEST_CASE("lists longer than a launch takes are attention over all of their segments") {
-  if (!can_run()) return;
-  constexpr int64_t kRows = 300;
-  for (const Dim& dim : kDims) {
-    for (const size_t num_segments : {17, 20, 40}) {
-      std::vector<Shape> shapes;
-      while (shapes.size() < num_segments) {
-        const Shape& shape = kZigzag[shapes.size() % kZigzag.size()];
-        shapes.push_back({shape.num_keys / 3, shape.diagonal, shape.first_query});
-      }
-      Problem problem(kRows, shapes, dim, at::kBFloat16);
-      const Expected exact = expected(problem);
-      INFO("D " << dim.head_dim << " in tiles of " << dim.tile_rows << ", " << num_segments
-                << " segments");
-      Launch launch;
-      launch.scratch = zero_scratch();
-      launch.final_begin = 37;
-      launch.final_end = 190;
-      Results results(problem);
-      REQUIRE(attend_list(problem, launch, results) == cudaSuccess);
-      CHECK(launch.scratch.eq(0).all().item<bool>());
-      CHECK(max_error(results.lse, exact.lse) < 1e-5);
-      // Final rows are in `out`, and only they.
-      results.state.narrow(1, 37, 190 - 37).copy_(results.out.narrow(1, 37, 190 - 37));
-      CHECK(exact.share_of_bound(results.state, 2) <= 1.0);
-      CHECK(results.out.narrow(1, 0, 37).isnan().all().item<bool>());
-      CHECK(results.out.narrow(1, 190, kRows - 190).isnan().all().item<bool>());
-
-      // Without a state of the caller's, in a call on tensors.
-      std::vector<ringattn::KeyBlock> blocks;
-      for (const auto& [k, v, diagonal, first_query, source] : problem.segments) {
-        ringattn::Band band = ringattn::Band::whole(kRows, k.size(1), diagonal + first_query);
-        band.query_begin = first_query;
-        blocks.push_back({k, v, band});
-      }
-      ringattn::AttentionResult result;
-      result.out = at::full_like(problem.q, kNaN);
-      result.lse = at::full_like(results.lse, kNaN);
-      result.final_end = kRows;
-      ringattn::block_attention(problem.q, blocks, kScale, result);
-      CHECK(max_error(result.lse, exact.lse) < 1e-5);
-      CHECK(exact.share_of_bound(result.out, 2) <= 1.0);
-    }
-  }
-}
-
-TEST_CASE("a list longer than a launch takes is refused without a state, with nothing enqueued") {
+TEST_CASE("a list longer than a launch takes is refused, with nothing enqueued") {
   if (!can_run()) return;
   const Problem problem(40, std::vector<Shape>(17, {40, 0, 0}), 64, at::kBFloat16);
   Results results(problem);
-  Launch launch;
-  launch.final_end = 40;
-  launch.with_state = false;
-  CHECK(attend_list(problem, launch, results) == cudaErrorInvalidValue);
+  CHECK(attend_list(problem, {}, results) == cudaErrorInvalidValue);
   CHECK(results.lse.isnan().all().item<bool>());
 }
 

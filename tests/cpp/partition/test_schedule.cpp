@@ -1,15 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cstdlib>
 #include <random>
-#include <set>
+#include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "catch.h"
 #include "partition/schedule.h"
 
-using ringattn::Band;
+using ringattn::BlockRows;
 using ringattn::Layout;
+using ringattn::Mask;
 using ringattn::Partition;
+using ringattn::RowRange;
 using ringattn::schedule;
+using ringattn::Segment;
+using ringattn::Visibility;
 using ringattn::Visit;
 
 namespace {
@@ -28,58 +35,132 @@ std::vector<int64_t> random_lengths(std::mt19937& random) {
   return lengths;
 }
 
-// How many bands of a schedule hold each pair of a query row and a key row.
-void check_against_brute_force(const Partition& partition, int64_t rank, bool causal) {
+bool sees(const Visit& visit, const std::vector<int32_t>& ranges, int64_t i, int64_t j) {
+  const auto inside = [](const RowRange& rows, int64_t row) {
+    return rows.begin <= row && row < rows.end;
+  };
+  if (!inside(visit.queries, i) || !inside(visit.keys, j)) return false;
+  i -= visit.queries.begin;
+  j -= visit.keys.begin;
+  switch (visit.visibility) {
+    case Visibility::kAll:
+      return true;
+    case Visibility::kTriangle:
+      return j <= i;
+    case Visibility::kIntervals:
+      return ranges[2 * i] <= j && j < ranges[2 * i + 1];
+  }
+  return false;
+}
+
+bool is_visible(const Mask& mask, int64_t query, int64_t key) {
+  if (mask.causal && key > query) return false;
+  if (mask.window_left >= 0 && key < query - mask.window_left) return false;
+  if (mask.window_right >= 0 && key > query + mask.window_right) return false;
+  const auto& ends = mask.cu_seqlens;
+  return std::none_of(ends.begin(), ends.end(), [&](int64_t end) {
+    return std::min(query, key) < end && end <= std::max(query, key);
+  });
+}
+
+// Every pair of a query row and a key row, and the hulls of those that see each other.
+void check_against_brute_force(const Partition& partition, int64_t rank, const Mask& mask) {
   const auto queries = positions(partition, rank);
-  for (const Visit& visit : schedule(partition, rank, {causal})) {
+  const auto hops = ringattn::plan_hops(partition, rank, mask);
+  const auto visits = schedule(partition, rank, mask);
+  for (size_t step = 0; step < visits.size(); ++step) {
+    const Visit& visit = visits[step];
     const auto keys = positions(partition, visit.source);
-    int64_t num_pairs = 0, rows_used = 0;
-    for (size_t i = 0; i < queries.size(); ++i) {
-      for (size_t j = 0; j < keys.size(); ++j) {
-        int64_t times = 0;
-        for (const Band& band : visit.bands) times += band.sees(i, j) ? 1 : 0;
-        const bool visible = !causal || keys[j] <= queries[i];
-        REQUIRE(times == (visible ? 1 : 0));
-        num_pairs += times;
-        if (visible) rows_used = std::max<int64_t>(rows_used, j + 1);
+    std::vector<int32_t> ranges;
+    if (visit.visibility == Visibility::kIntervals) {
+      const auto block = partition.rows(visit.source).part(visit.keys.begin, visit.keys.end);
+      ranges = ringattn::key_ranges(partition.rows(rank), block, mask, partition.seq_len());
+      for (size_t i = 2; i < ranges.size(); ++i) REQUIRE(ranges[i - 2] <= ranges[i]);
+    }
+    int64_t num_pairs = 0;
+    RowRange seen;
+    for (int64_t i = 0; i < static_cast<int64_t>(queries.size()); ++i) {
+      for (int64_t j = 0; j < static_cast<int64_t>(keys.size()); ++j) {
+        const bool visible = is_visible(mask, queries[i], keys[j]);
+        REQUIRE(sees(visit, ranges, i, j) == visible);
+        num_pairs += visible ? 1 : 0;
+        if (visible) seen.include({j, j + 1});
       }
     }
-    REQUIRE(visit.num_pairs() == num_pairs);
-    REQUIRE(visit.rows_used() == rows_used);
-    REQUIRE(ringattn::rows_used(partition, rank, visit.source, {causal}) == rows_used);
-    for (const Band& band : visit.bands) REQUIRE(band.num_pairs() > 0);
+    REQUIRE(visit.num_pairs == num_pairs);
+    REQUIRE(visit.visible() == (num_pairs > 0));
+    if (visit.visible()) REQUIRE(visit.keys == seen);
+    if (step == 0) continue;
+    // What is received is what is seen, and the owner sends as much.
+    const auto& hop = hops[step - 1];
+    REQUIRE(hop.received.size() == seen.size());
+    if (partition.length(rank) == 0 || partition.length(hop.source) == 0) continue;
+    const auto sent = ringattn::plan_hops(partition, hop.source, mask)[step - 1];
+    REQUIRE(sent.destination == rank);
+    REQUIRE(sent.sent == hop.received);
   }
+}
+
+// Pieces of random lengths for random ranks; every position is in one.
+Partition random_pieces(std::mt19937& random) {
+  std::vector<std::vector<Segment>> pieces(1 + random() % 4);
+  int64_t begin = 0;
+  for (int count = random() % 12; count > 0; --count) {
+    const int64_t end = begin + 1 + random() % 6;
+    auto& owned = pieces[random() % pieces.size()];
+    if (!owned.empty() && owned.back().end == begin) {
+      owned.back().end = end;
+    } else {
+      owned.push_back({begin, end});
+    }
+    begin = end;
+  }
+  return Partition(std::move(pieces));
+}
+
+Mask random_mask(std::mt19937& random, int64_t seq_len) {
+  Mask mask;
+  mask.causal = random() % 2 == 0;
+  if (random() % 2 == 0) mask.window_left = random() % 12;
+  if (random() % 2 == 0) mask.window_right = random() % 12;
+  if (random() % 3 == 0) return mask;
+  mask.cu_seqlens = {0, seq_len};
+  for (int count = random() % 6; count > 0; --count) {
+    mask.cu_seqlens.push_back(random() % (seq_len + 1));
+  }
+  std::sort(mask.cu_seqlens.begin(), mask.cu_seqlens.end());
+  return mask;
 }
 
 }  // namespace
 
-TEST_CASE("a band counts its visible pairs") {
-  std::mt19937 random(1);
-  const auto limit = [&](int64_t unlimited) {
-    return random() % 5 == 0 ? unlimited : static_cast<int64_t>(random() % 40) - 20;
-  };
+TEST_CASE("a row's interval of any block holds what it sees, under any mask and partition") {
+  std::mt19937 random(6);
   for (int trial = 0; trial < 2000; ++trial) {
-    Band band;
-    band.query_begin = random() % 5;
-    band.query_end = band.query_begin + random() % 15;
-    band.key_begin = random() % 5;
-    band.key_end = band.key_begin + random() % 15;
-    band.upper = limit(Band::kUnlimited);
-    band.lower = std::min(limit(-Band::kUnlimited), band.upper);
-    const int64_t last_key = band.num_keys() - 1, last_query = band.num_queries() - 1;
-    int64_t pairs = 0, below = 0, above = 0;
-    for (int64_t i = 0; i <= last_query; ++i) {
-      for (int64_t j = 0; j <= last_key; ++j) {
-        pairs += band.sees(band.query_begin + i, band.key_begin + j) ? 1 : 0;
-        below += j - i < band.lower ? 1 : 0;
-        above += j - i > band.upper ? 1 : 0;
-      }
+    const Partition partition =
+        trial % 3 == 0 ? random_pieces(random)
+                       : Partition(trial % 3 == 1 ? Layout::kZigzag : Layout::kContiguous,
+                                   random_lengths(random));
+    const Mask mask = random_mask(random, partition.seq_len());
+    for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
+      check_against_brute_force(partition, rank, mask);
     }
-    REQUIRE(band.num_pairs() == pairs);
-    if (last_key < 0 || last_query < 0) continue;
-    REQUIRE(band.has_lower() == (below > 0));
-    REQUIRE(band.has_upper() == (above > 0));
   }
+}
+
+TEST_CASE("the hull of rows ends with keys that one of them sees") {
+  // Rows 0 and 3 see nothing of the keys, which are parts of three documents.
+  const Mask mask = {/*causal=*/false, -1, -1, {0, 4, 8, 12, 16, 20}};
+  const BlockRows queries({{3, 5}, {9, 10}, {18, 19}}), keys({{5, 8}, {10, 12}, {12, 14}});
+  CHECK(ringattn::key_ranges(queries, keys, mask, 20) ==
+        std::vector<int32_t>{0, 0, 0, 3, 3, 5, 7, 5});
+}
+
+TEST_CASE("pieces that leave out a position, or have one twice, are refused") {
+  CHECK_THROWS_AS(Partition({{{0, 3}}, {{4, 5}}}), std::invalid_argument);
+  CHECK_THROWS_AS(Partition({{{0, 3}}, {{2, 5}}}), std::invalid_argument);
+  CHECK_THROWS_AS(Partition({{{3, 5}, {0, 3}}}), std::invalid_argument);
+  CHECK_THROWS_AS(Partition(std::vector<std::vector<Segment>>{}), std::invalid_argument);
 }
 
 TEST_CASE("a schedule computes exactly the visible pairs") {
@@ -92,8 +173,8 @@ TEST_CASE("a schedule computes exactly the visible pairs") {
     for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) {
       const Partition partition(layout, lengths, order);
       for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
-        check_against_brute_force(partition, rank, true);
-        check_against_brute_force(partition, rank, false);
+        check_against_brute_force(partition, rank, {/*causal=*/true});
+        check_against_brute_force(partition, rank, {/*causal=*/false});
       }
     }
   }
@@ -141,7 +222,7 @@ TEST_CASE("zigzag work between two ranks is half the product of their lengths") 
     for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
       for (const Visit& visit : schedule(partition, rank, {true})) {
         if (visit.source == rank) continue;
-        const int64_t twice = 2 * visit.num_pairs();
+        const int64_t twice = 2 * visit.num_pairs;
         const int64_t product = partition.length(rank) * partition.length(visit.source);
         if (even) CHECK(twice == product);
         // Odd lengths: within half a row of either side.
@@ -154,18 +235,20 @@ TEST_CASE("zigzag work between two ranks is half the product of their lengths") 
 
 TEST_CASE("every row is completed by exactly one call, the last that visits it") {
   std::mt19937 random(4);
-  for (int trial = 0; trial < 200; ++trial) {
+  for (int trial = 0; trial < 400; ++trial) {
     const auto layout = trial % 2 == 0 ? Layout::kZigzag : Layout::kContiguous;
-    const Partition partition(layout, random_lengths(random));
+    const Partition partition =
+        trial % 5 == 0 ? random_pieces(random) : Partition(layout, random_lengths(random));
+    const Mask mask =
+        trial % 4 < 2 ? Mask{trial % 3 != 0} : random_mask(random, partition.seq_len());
     for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
-      const auto visits = schedule(partition, rank, {trial % 3 != 0});
+      const auto visits = schedule(partition, rank, mask);
       std::vector<int> completed(partition.length(rank), 0);
       for (const Visit& visit : visits) {
-        for (const Band& band : visit.bands) {
-          for (int64_t row = band.query_begin; row < band.query_end; ++row)
-            CHECK(completed.at(row) == 0);
+        for (int64_t row = visit.queries.begin; row < visit.queries.end; ++row) {
+          CHECK((!visit.visible() || completed.at(row) == 0));
         }
-        for (int64_t row = visit.final_begin; row < visit.final_end; ++row) ++completed.at(row);
+        for (int64_t row = visit.final.begin; row < visit.final.end; ++row) ++completed.at(row);
       }
       for (const int times : completed) CHECK(times == 1);
     }

@@ -50,21 +50,19 @@ std::vector<RankProfile> in_tiles(const std::vector<double>& speeds, const Tiles
 // its keys? Tiles of rows end at the first row that sees later owners' blocks.
 double time_computed(const Partition& partition, int64_t rank, bool causal,
                      const AttentionTile& tile) {
-  std::vector<ringattn::Band> bands;
-  for (const auto& visit : schedule(partition, rank, {causal})) {
-    bands.insert(bands.end(), visit.bands.begin(), visit.bands.end());
-  }
+  const std::vector<ringattn::Visit> visits = schedule(partition, rank, {causal});
   int64_t split = 0;
   double time = 0.0;
-  for (const auto& band : bands) split = std::max(split, band.query_begin);
+  for (const auto& visit : visits) split = std::max(split, visit.queries.begin);
   for (int64_t row = 0, end; row < partition.length(rank); row = end) {
     end = std::min(row + tile.rows, row < split ? split : partition.length(rank));
     int parts = 0, all_parts = tile.rows / tile.rows_per_warpgroup;
     for (int64_t part = row; part < end; part += tile.rows_per_warpgroup) ++parts;
-    for (const auto& band : bands) {
-      for (int64_t key = 0; key < band.key_end; key += tile.keys) {
-        const bool sees = end - 1 - band.query_begin + band.upper >= key;
-        if (sees && band.query_begin <= row) time += (parts + 2.0) / (all_parts + 2.0);
+    for (const auto& visit : visits) {
+      if (!visit.visible() || visit.queries.begin > row) continue;
+      for (int64_t key = 0; key < visit.keys.end; key += tile.keys) {
+        const bool sees = visit.visibility == ringattn::Visibility::kAll || end - 1 >= key;
+        if (sees) time += (parts + 2.0) / (all_parts + 2.0);
       }
     }
     time += static_cast<double>(tile.overhead_keys) / tile.keys;
@@ -131,7 +129,7 @@ TEST_CASE("of tiles, no partition is much faster than the planned one") {
   for (int trial = 0; trial < kTrials; ++trial) {
     const size_t world_size = 2 + random() % 2;
     const Layout layout = kLayouts[random() % 2];
-    const Workload workload{random() % 4 != 0, random() % 4 == 0};
+    const Workload workload{{random() % 4 != 0}, random() % 4 == 0};
     const int tile = 2 + static_cast<int>(random() % 4);
     int64_t seq_len = 2 * tile * world_size * (1 + random() % (world_size == 2 ? 5 : 3));
     if (random() % 3 == 0) seq_len += random() % (2 * tile);
@@ -192,7 +190,7 @@ TEST_CASE("of short sequences, plans do not depend on how ranks are numbered") {
   std::vector<double> speeds = {1.0, 1.0, 0.5, 0.1, 1.0, 0.5};
   double least = 0.0, most = 0.0;
   for (int shift = 0; shift < 6; ++shift) {
-    const Workload workload = {/*causal=*/false, /*training=*/false};
+    const Workload workload = {{/*causal=*/false}, /*training=*/false};
     const double ms = slowest(
         make_plan(1000, in_tiles(speeds, kLargeAndSmall), kAttention, Layout::kZigzag, workload)
             .rank_ms);

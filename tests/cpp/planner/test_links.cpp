@@ -75,7 +75,7 @@ TEST_CASE("with links, few partitions of a short sequence are faster than the pl
     if (room < seq_len) continue;
     ++trials;
     const Layout layout = random() % 2 ? Layout::kZigzag : Layout::kContiguous;
-    const Workload workload{random() % 4 != 0, false};
+    const Workload workload{{random() % 4 != 0}, false};
     const Depth depth = random() % 3 ? Depth() : Depth(1);
     const Plan planned = ringattn::plan(seq_len, profiles, cost, layout, workload, depth);
     const double ms = slowest(planned.rank_ms);
@@ -149,7 +149,7 @@ TEST_CASE("of many ranks, no plan is much slower than the fast ones alone") {
   for (const int64_t seq_len : {1 << 15, 1 << 16}) {
     for (const bool causal : {true, false}) {
       INFO(seq_len << " tokens, causal: " << causal);
-      const Workload workload = {causal, false};
+      const Workload workload = {{causal}, false};
       const Layout layout = Layout::kZigzag;
       const double ms = slowest(make_plan(seq_len, profiles, kAttention, layout, workload).rank_ms);
       const double alone = slowest(make_plan(seq_len, fast, kAttention, layout, workload).rank_ms);
@@ -164,7 +164,7 @@ TEST_CASE("ranks without tokens delay no other rank") {
   for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) {
     for (const bool causal : {true, false}) {
       for (const Depth depth : {Depth(1), Depth(2), Depth()}) {
-        const Workload workload = {causal, false};
+        const Workload workload = {{causal}, false};
         const Partition some(layout, {9000, 0, 4000, 0, 7000}, {2, 1, 0, 3, 4});
         const Partition alone(layout, {9000, 4000, 7000}, {1, 0, 2});
         const auto ms = predict(some, all, kAttention, workload, depth);

@@ -96,7 +96,7 @@ TEST_CASE("no partition is faster than the planned one") {
     const size_t world_size = 1 + random() % 4;
     const int64_t seq_len = random() % (world_size == 4 ? 24 : 60);
     const Layout layout = kLayouts[random() % 2];
-    const Workload workload{random() % 3 != 0, random() % 4 == 0};
+    const Workload workload{{random() % 3 != 0}, random() % 4 == 0};
     // Attention and products of about the same weight.
     const ModelCost cost{16.0, random() % 3 ? 8.0 * static_cast<double>(seq_len) : 0.0, 8};
     const auto profiles = random_profiles(random, world_size, seq_len);
@@ -170,7 +170,7 @@ TEST_CASE("predictions are those of the definition") {
   for (const Layout layout : kLayouts) {
     for (const bool causal : {false, true}) {
       for (const bool training : {false, true}) {
-        const Workload workload{causal, training};
+        const Workload workload{{causal}, training};
         const auto ms = predict(Partition(layout, lengths, order), profiles, kLayer, workload);
         const double expected = reference_ms(lengths, order, profiles, kLayer, layout, workload);
         CHECK(slowest(ms) == Approx(expected).epsilon(1e-12));

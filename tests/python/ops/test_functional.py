@@ -52,10 +52,14 @@ def test_everything_public_is_documented(thing):
     [
         (
             ringattn.ring_attention,
-            "(q, k, v, partition=None, *, group=None, causal=True, scale=None, transport='auto', "
-            "depth=None, return_lse=False)",
+            "(q, k, v, partition=None, *, group=None, causal=True, window_size=(-1, -1), "
+            "softcap=0.0, sinks=None, cu_seqlens=None, scale=None, transport='auto', depth=None, "
+            "return_lse=False)",
         ),
-        (ringattn.block_attention, "(q, k, v, *, scale=None, diagonal=None)"),
+        (
+            ringattn.block_attention,
+            "(q, k, v, *, scale=None, diagonal=None, key_ranges=None, softcap=0.0, sinks=None)",
+        ),
         (ringattn.merge_states, "(out_a, lse_a, out_b, lse_b)"),
         (
             ringattn.decode_attention,
@@ -65,10 +69,13 @@ def test_everything_public_is_documented(thing):
         (ringattn.synchronize, "(group=None)"),
         (
             ringattn.RingAttention.__init__,
-            "(self, group=None, *, partition=None, causal=True, scale=None, transport='auto', "
-            "depth=None)",
+            "(self, group=None, *, partition=None, causal=True, window_size=(-1, -1), softcap=0.0, "
+            "scale=None, transport='auto', depth=None)",
         ),
-        (ringattn.RingAttention.forward, "(self, q, k, v, partition=None)"),
+        (
+            ringattn.RingAttention.forward,
+            "(self, q, k, v, partition=None, *, cu_seqlens=None, sinks=None)",
+        ),
     ],
 )
 def test_signatures_are_fixed(function, expected):

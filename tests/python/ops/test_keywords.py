@@ -22,29 +22,28 @@ FUNCTIONS: list[Callable[..., Any]] = [
     module,
 ]
 
+MASKS = "causal=, window_size= and cu_seqlens= (ring_attention), diagonal="
+
 #: A value that changes nothing, one that does, and what the refusal says to write.
 KEYWORDS: dict[str, tuple[Any, Any, str]] = {
-    "attn_mask": (None, torch.ones(6, 6), "causal= (ring_attention) and diagonal="),
-    "attention_mask": (None, torch.ones(2, 6), "causal= (ring_attention) and diagonal="),
+    "attn_mask": (None, torch.ones(6, 6), MASKS),
+    "attention_mask": (None, torch.ones(2, 6), MASKS),
     "attn_bias": (None, torch.ones(6, 6), "scores have no bias"),
     "alibi_slopes": (None, torch.ones(4), "scores have no bias"),
-    "block_mask": (None, "mask", "causal= (ring_attention) and diagonal="),
+    "block_mask": (None, "mask", MASKS),
     "score_mod": (None, max, "scale= alone"),
     "dropout_p": (0.0, 0.1, "no dropout"),
     "enable_gqa": (False, True, "fewer key/value heads than query heads are always allowed"),
     "softmax_scale": (None, 0.1, "scale="),
-    "softcap": (0.0, 30.0, "scale= alone"),
-    "window_size": ((-1, -1), (128, 0), "causal= (ring_attention) and diagonal="),
-    "sliding_window": (None, 128, "causal= (ring_attention) and diagonal="),
-    "sinks": (None, torch.ones(4), "(lse - sink).sigmoid()"),
-    "s_aux": (None, torch.ones(4), "(lse - sink).sigmoid()"),
-    "learnable_sink": (None, torch.ones(4), "(lse - sink).sigmoid()"),
-    "cu_seqlens": (None, torch.tensor([0, 6]), "one call for each of its documents"),
-    "cu_seqlens_q": (None, torch.tensor([0, 6]), "one call for each of its documents"),
-    "cu_seqlens_k": (None, torch.tensor([0, 6]), "one call for each of its documents"),
-    "max_seqlen": (None, 6, "one call for each of its documents"),
-    "max_seqlen_q": (None, 6, "one call for each of its documents"),
-    "max_seqlen_k": (None, 6, "one call for each of its documents"),
+    "logits_soft_cap": (0.0, 30.0, "softcap="),
+    "sliding_window": (None, 128, "window_size= (ring_attention)"),
+    "s_aux": (None, torch.ones(4), "sinks="),
+    "learnable_sink": (None, torch.ones(4), "sinks="),
+    "cu_seqlens_q": (None, torch.tensor([0, 6]), "cu_seqlens= (ring_attention)"),
+    "cu_seqlens_k": (None, torch.tensor([0, 6]), "cu_seqlens= (ring_attention)"),
+    "max_seqlen": (None, 6, "cu_seqlens= (ring_attention)"),
+    "max_seqlen_q": (None, 6, "cu_seqlens= (ring_attention)"),
+    "max_seqlen_k": (None, 6, "cu_seqlens= (ring_attention)"),
     "cache_seqlens": (None, torch.tensor([6, 6]), "k_shard[:, :n]"),
     "block_table": (None, torch.zeros(2, 1), "k_shard[:, :n]"),
     "deterministic": (False, True, "the same inputs always give the same bits"),
@@ -67,7 +66,7 @@ def test_values_that_change_nothing_are_accepted(function: Callable[..., Any]) -
     expected = out_of(function(*operands()))
     neutral = {name: value for name, (value, _, _) in KEYWORDS.items()}
     assert torch.equal(out_of(function(*operands(), **neutral)), expected)
-    for others in ({"dropout_p": 0}, {"softcap": None}, {"window_size": [-1, -1]}):
+    for others in ({"dropout_p": 0}, {"softcap": None}, {"sinks": None}):
         assert torch.equal(out_of(function(*operands(), **others)), expected)
 
 
@@ -89,19 +88,6 @@ def test_other_values_are_refused_by_name_with_what_to_write(
 def test_what_has_another_default_elsewhere_is_always_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must be left out \(.*=.*\), got {value}$"):
         ringattn.block_attention(*operands(), **{name: value})
-
-
-def test_a_sink_multiplies_out_as_the_refusal_says() -> None:
-    """A sink is a key without a value, with the same score for every query of a head."""
-    q, k, v = operands()
-    sink = torch.tensor([0.5, -1.0, 2.0, 0.0])
-    out, lse = ringattn.block_attention(q, k, v)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 4
-    with_sink = torch.cat((scores, sink[:, None, None].expand(2, 4, 6, 1)), -1)
-    weights = with_sink.softmax(-1)[..., :-1]
-    expected = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(2, 2))
-    scaled = out * (lse - sink[:, None]).sigmoid().transpose(1, 2)[..., None]
-    torch.testing.assert_close(scaled, expected, rtol=0, atol=2e-6)
 
 
 def test_neutral_keywords_are_compiled() -> None:

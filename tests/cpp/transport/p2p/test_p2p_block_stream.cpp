@@ -59,7 +59,10 @@ RingExchangePlan exchange_of(int64_t depth) {
   exchange.k = at::randn({2, 4, 3, 8});
   exchange.v = at::randn({2, 4, 3, 8});
   //                destination, source, rows sent, received, of the source
-  exchange.hops = {{1, 4, 2, 5, 9}, {2, 3, 3, 1, 1}, {3, 2, 0, 0, 6}, {4, 1, 1, 2, 2}};
+  exchange.hops = {{1, 4, {0, 2}, {4, 9}, 9},
+                   {2, 3, {1, 4}, {0, 1}, 1},
+                   {3, 2, {0, 0}, {6, 6}, 6},
+                   {4, 1, {3, 4}, {0, 2}, 2}};
   exchange.depth = depth;
   exchange.timed = true;
   return exchange;
@@ -101,8 +104,9 @@ TEST_CASE("a message has the rows that its reader sees, keys and values of each 
     CHECK(message.source == hop.source);
     CHECK(message.send.is_contiguous());
     CHECK(message.receive.is_contiguous());
-    CHECK(message.receive.sizes() == at::IntArrayRef({hop.rows_received, 2, 2, 3, 8}));
-    const at::Tensor sent = at::stack({exchange.k, exchange.v}).narrow(2, 0, hop.rows_sent);
+    CHECK(message.receive.sizes() == at::IntArrayRef({hop.received.size(), 2, 2, 3, 8}));
+    const at::Tensor sent =
+        at::stack({exchange.k, exchange.v}).narrow(2, hop.sent.begin, hop.sent.size());
     CHECK(at::equal(message.send, sent.permute({2, 0, 1, 3, 4})));
   }
 }
@@ -116,7 +120,7 @@ TEST_CASE("blocks that are in use at one time share no memory, others do") {
     for (int64_t step = 1; step <= 4; ++step) {
       stream->release(step - 1);
       const Block block = stream->wait(step);
-      const int64_t rows = exchange_of(depth).hops[step - 1].rows_received;
+      const int64_t rows = exchange_of(depth).hops[step - 1].received.size();
       CHECK(block.k.sizes() == at::IntArrayRef({2, rows, 3, 8}));
       CHECK(block.v.sizes() == block.k.sizes());
       if (rows > 0) {

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "partition/schedule.h"
+
+namespace ringattn {
+
+/// For each visit of a schedule that sees intervals, the table of them: key_ranges() of this rank's
+/// rows and of the block's rows that travel. All layers of a model that repeat a call share them.
+/// Not thread-safe: one call at a time.
+class KeyTables {
+ public:
+  KeyTables(const Partition& partition, int64_t rank, const Mask& mask,
+            const std::vector<Visit>& visits);
+
+  /// [W]: int32 [S_r, 2] on `device`, undefined for visits of other kinds. Made in the first call
+  /// for a device: there is nothing to make, and nothing is enqueued, in the others. On CUDA work
+  /// of the current stream may read them.
+  const std::vector<at::Tensor>& on(c10::Device device);
+  /// Whether there are any.
+  bool any() const { return any_; }
+  /// Whether on() would have to make them, which a stream that is captured cannot.
+  bool must_be_made(c10::Device device) const { return any_ && device_ != device; }
+
+ private:
+  void make(c10::Device device);
+
+  const BlockRows queries_;
+  std::vector<BlockRows> keys_;  // [W]
+  std::vector<bool> needed_;     // [W]
+  bool any_ = false;
+  const Mask mask_;
+  const int64_t seq_len_;
+  c10::Device device_ = c10::Device(c10::kMeta);  // of tables_
+  std::vector<at::Tensor> tables_;                // [W]
+  std::shared_ptr<c10::Event> made_;              // null on CPU
+};
+
+}  // namespace ringattn

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments that say which keys a query sees, as the operators take them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ringattn._checks import as_integer, check_flag, check_integers, is_finite
+
+# Boundaries of packed documents in the whole sequence: [0, ..., S].
+CuSeqlens = Sequence[int] | torch.Tensor
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees, and how its scores are made of products: the keywords of
+    :func:`ringattn.ring_attention`."""
+
+    causal: bool = True
+    window_size: Any = (-1, -1)
+    softcap: Any = 0.0
+    cu_seqlens: CuSeqlens | None = None
+
+    def arguments(self) -> tuple[bool, int, int, float, torch.Tensor | None]:
+        """Of the operator: causal, window_left, window_right, softcap, cu_seqlens; ValueError where
+        one breaks a rule. Which boundaries are right the operator checks."""
+        causal = check_flag("causal", self.causal)
+        left, right = check_window(self.window_size)
+        return causal, left, right, check_softcap(self.softcap), documents(self.cu_seqlens)
+
+
+CAUSAL = Mask()
+
+
+def check_window(window_size: Any) -> tuple[int, int]:
+    """(left, right), -1 where it is unlimited."""
+    if window_size is None:
+        return -1, -1
+    sides = None
+    if isinstance(window_size, (tuple, list)) and len(window_size) == 2:
+        sides = [-1 if side is None else as_integer(side) for side in window_size]
+    if sides is None or any(side is None or side < -1 for side in sides):
+        got = type(window_size).__name__ if torch.is_tensor(window_size) else repr(window_size)
+        raise ValueError(
+            "window_size must be (left, right), the keys before and after a query that it sees, "
+            f"-1 for all of them, got {got}"
+        )
+    return sides[0], sides[1]  # type: ignore[return-value]
+
+
+def check_softcap(softcap: Any) -> float:
+    if softcap is None:
+        return 0.0
+    if not is_finite(softcap) or softcap < 0:
+        got = type(softcap).__name__ if torch.is_tensor(softcap) else repr(softcap)
+        raise ValueError(f"softcap must be finite and not negative (0: off), got {got}")
+    return float(softcap)
+
+
+def documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:
+    """int64 on the CPU, one dimension. A CUDA tensor is read once for each of its versions."""
+    if cu_seqlens is None:
+        return None
+    if not isinstance(cu_seqlens, torch.Tensor):
+        if not isinstance(cu_seqlens, (list, tuple)):
+            raise ValueError(
+                "cu_seqlens must be a list or a tensor of boundaries [0, ..., S], "
+                f"got {type(cu_seqlens).__name__}"
+            )
+        return torch.tensor(check_integers("cu_seqlens", cu_seqlens, least=0), dtype=torch.int64)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        raise ValueError(
+            "cu_seqlens must be int32 or int64 of one dimension, "
+            f"got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.is_cpu or torch.compiler.is_compiling():
+        return cu_seqlens.to("cpu", torch.int64).contiguous()
+    return _read_once(cu_seqlens)
+
+
+_read: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+
+
+def _read_once(on_device: torch.Tensor) -> torch.Tensor:
+    versioned = not on_device.is_inference()
+    known = _read.get(id(on_device))
+    if known is not None and known[0]() is on_device and versioned:
+        if known[1] == on_device._version:
+            return known[2]
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "cu_seqlens must be on the CPU, or have been given to a call before, where a call is "
+            "captured in a CUDA graph, got a CUDA tensor that the host has not read"
+        )
+    values = on_device.to("cpu", torch.int64)
+    if versioned:
+        key = id(on_device)
+        forget = weakref.ref(on_device, lambda _: _read.pop(key, None))
+        _read[key] = (forget, on_device._version, values)
+    return values
+
+
+def checked_documents(cu_seqlens: CuSeqlens, seq_len: int) -> torch.Tensor:
+    """:func:`documents` that are the boundaries of a sequence of ``seq_len`` tokens, or a
+    ValueError in the operator's words."""
+    boundaries = documents(cu_seqlens)
+    assert boundaries is not None
+    if boundaries.numel() < 2 or boundaries[0] != 0:
+        raise ValueError(
+            "cu_seqlens must be [0, ..., S], the boundaries of the documents, "
+            f"got {boundaries.tolist()[:8]}"
+        )
+    if boundaries[-1] != seq_len:
+        raise ValueError(
+            f"cu_seqlens must end with the {seq_len} tokens of the whole sequence, "
+            f"got {int(boundaries[-1])}"
+        )
+    falls = (boundaries[1:] < boundaries[:-1]).nonzero()
+    if falls.numel() > 0:
+        at = int(falls[0])
+        raise ValueError(
+            f"cu_seqlens must not decrease, got {int(boundaries[at])} "
+            f"before {int(boundaries[at + 1])}"
+        )
+    return boundaries

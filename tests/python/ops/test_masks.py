@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows, packed documents, sinks and softcap, together, in rings of any partition."""
+
+import random
+from typing import Any
+
+import pytest
+import ringattn
+import torch
+from _distributed import RankPool, this
+from _numerics import check_attention
+from _rings import Case, check_ring, ring_call
+from ringattn import Partition, reference
+from torch.utils.flop_counter import FlopCounterMode
+
+#: Drawn for each number of ranks and dtype.
+CASES = 65
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def random_documents(draw: random.Random, seq_len: int) -> tuple[int, ...]:
+    """Boundaries with short and empty documents among them."""
+    inner = [draw.randint(0, seq_len) for _ in range(draw.choice([0, 1, 3, 8]))]
+    return (0, *sorted(inner + inner[:1]), seq_len)
+
+
+def random_partition(draw: random.Random, world_size: int, seq_len: int) -> Partition:
+    """Uneven, ranks without tokens among them."""
+    layout = draw.choice(["zigzag", "contiguous", "pieces", "even"])
+    if layout == "even":
+        return Partition.even(seq_len, world_size)
+    cuts = sorted(draw.randint(0, seq_len) for _ in range(world_size - 1))
+    if layout != "pieces":
+        lengths = [stop - start for start, stop in zip([0, *cuts], [*cuts, seq_len], strict=True)]
+        order = draw.sample(range(world_size), world_size)
+        return Partition(layout, tuple(lengths), tuple(order))
+    ends = sorted({0, seq_len, *(draw.randint(0, seq_len) for _ in range(9))})
+    pieces: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+    for piece in zip(ends, ends[1:], strict=False):
+        draw.choice(pieces).append(piece)
+    return Partition.pieces(pieces)
+
+
+def random_case(draw: random.Random, world_size: int, dtype: torch.dtype, grow: int) -> Case:
+    seq_len = grow * draw.randint(1, 60)
+    window = [draw.choice([-1, 0, 1, draw.randint(0, seq_len)]) for _ in range(2)]
+    num_kv_heads = draw.choice([1, 2])
+    return Case(
+        random_partition(draw, world_size, seq_len),
+        dtype,
+        causal=draw.random() < 0.6,
+        batch=draw.choice([1, 2]),
+        num_heads=num_kv_heads * draw.choice([1, 2, 3]),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw.choice([16, 64, 72, 128] if grow == 1 else [64, 72, 128, 256]),
+        scale=draw.choice([None, None, 0.3, -0.1]),
+        window_size=(window[0], window[1]) if draw.random() < 0.6 else (-1, -1),
+        softcap=draw.choice([0.0, 0.0, 1.5, 30.0]),
+        with_sinks=draw.random() < 0.4,
+        cu_seqlens=random_documents(draw, seq_len) if draw.random() < 0.6 else None,
+        depth=draw.choice([None, 1]),
+        seed=draw.randint(0, 10**6),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALVES], ids=str)
+def test_every_mask_on_every_partition_equals_three_loops(ring: RankPool, dtype: torch.dtype):
+    on_cpu = ring.device_type == "cpu"
+    if dtype == torch.float64 and not on_cpu:
+        pytest.skip("float64 is computed on CPUs")
+    draw = random.Random(1000 * ring.world_size + torch.finfo(dtype).bits)
+    for _ in range(CASES if dtype not in HALVES or not on_cpu else 8):
+        check_ring(ring, random_case(draw, ring.world_size, dtype, 1 if on_cpu else 13))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALVES], ids=str)
+def test_a_block_under_any_table_equals_three_loops(device: str, dtype: torch.dtype):
+    if dtype == torch.float64 and device != "cpu":
+        pytest.skip("float64 is computed on CPUs")
+    draw = random.Random(torch.finfo(dtype).bits)
+    for trial in range(20):
+        rows, keys = draw.randint(1, 300), draw.randint(1, 300)
+        bounds = [sorted(draw.randint(-9, keys + 9) for _ in range(rows)) for _ in range(2)]
+        table = torch.tensor(bounds, dtype=torch.int32).T.contiguous()
+        shapes = ((rows, 4), (keys, 2), (keys, 2))
+        q, k, v = (torch.randn(2, n, h, 64).to(device, dtype) for n, h in shapes)
+        softcap = draw.choice([0.0, 2.0])
+        sinks = torch.randn(4).to(device, dtype) if trial % 2 else None
+        options = {"softcap": softcap, "sinks": sinks}
+        out, lse = ringattn.block_attention(q, k, v, key_ranges=table.to(device), **options)
+        columns = torch.arange(keys)
+        visible = (columns >= table[:, :1]) & (columns < table[:, 1:])
+        check_attention(
+            out, lse, q, k, v, visible=visible.to(device), what=f"table {trial}", **options
+        )
+
+
+def hidden_nan_call(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of this rank where keys of the document in the middle are NaN."""
+    q, k, v = case.local_inputs()
+    first, last = case.cu_seqlens[1], case.cu_seqlens[2]
+    positions = case.partition.position_ids(this().rank, q.device)
+    k[:, (positions >= first) & (positions < last)] = torch.nan
+    mask = {"window_size": case.window_size, "cu_seqlens": case.cu_seqlens}
+    return ringattn.ring_attention(q, k, v, case.partition, return_lse=True, **mask)
+
+
+def test_a_nan_reaches_the_rows_of_its_document_alone(ring: RankPool):
+    seq_len = 80 if ring.device_type == "cpu" else 800
+    ends = (0, seq_len // 3, seq_len // 2, seq_len)
+    case = Case(Partition.even(seq_len, ring.world_size), cu_seqlens=ends, window_size=(40, 0))
+    for outs in zip(ring.run(ring_call, case), ring.run(hidden_nan_call, case), strict=True):
+        (clean, _), (out, lse) = outs
+        hit = out.isnan().any(-1).any(-1).any(0)
+        assert torch.equal(out[:, ~hit], clean[:, ~hit])
+        assert torch.equal(lse.isnan().any(0).any(0), hit)
+    places = [case.partition.position_ids(rank) for rank in range(ring.world_size)]
+    hits = [out.isnan().any(-1).any(-1).any(0) for out, _ in ring.run(hidden_nan_call, case)]
+    hit = torch.cat([at[rows.cpu()] for at, rows in zip(places, hits, strict=True)])
+    assert sorted(hit.tolist()) == list(range(ends[1], ends[2]))
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"window_size": (-2, 0)}, "window_size must be (left, right), "),
+    ({"window_size": 5}, "window_size must be (left, right), "),
+    ({"window_size": (1.5, 0)}, "window_size must be (left, right), "),
+    ({"softcap": -1.0}, "softcap must be finite and not negative (0: off), got -1.0"),
+    ({"softcap": float("inf")}, "softcap must be finite and not negative (0: off), got inf"),
+    ({"sinks": torch.zeros(3)}, "sinks must have shape [H], H = 4, got [3]"),
+    ({"sinks": torch.zeros(4, dtype=torch.int64)}, "sinks must be floating, got torch.int64"),
+    ({"cu_seqlens": [0, 4]}, "cu_seqlens must end with the 6 tokens of the whole sequence, got 4"),
+    ({"cu_seqlens": [1, 6]}, "cu_seqlens must be [0, ..., S], the boundaries of the documents, "),
+    ({"cu_seqlens": [0, 4, 3, 6]}, "cu_seqlens must not decrease, got 4 before 3"),
+    ({"cu_seqlens": torch.tensor([0.0, 6.0])}, "cu_seqlens must be int32 or int64 of one"),
+    ({"cu_seqlens": 6}, "cu_seqlens must be a list or a tensor of boundaries [0, ..., S], got int"),
+]
+
+
+@pytest.mark.parametrize(("mask", "sentence"), BAD)
+def test_a_mask_that_breaks_a_rule_is_refused(mask: dict[str, Any], sentence: str):
+    q = torch.randn(1, 6, 4, 16)
+    with pytest.raises(ValueError) as error:
+        ringattn.ring_attention(q, q, q, **mask)
+    assert str(error.value).startswith(sentence)
+
+
+def differing_call(case: Case, name: str, values: list[Any]) -> torch.Tensor:
+    q, k, v = case.local_inputs()
+    value = values[this().rank]
+    sinks = None
+    mask = {name: value}
+    if name == "sinks":
+        mask, sinks = {}, case.sinks(q.device) if value else None
+    return ringattn.ring_attention(q, k, v, case.partition, sinks=sinks, **mask)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("window_size", [(3, 0), (4, 0)], "window_size"),
+        ("softcap", [0.0, 2.0], "softcap"),
+        ("sinks", [True, False], "sinks"),
+        ("cu_seqlens", [(0, 9, 20), (0, 10, 20)], "cu_seqlens"),
+        ("cu_seqlens", [(0, 9, 20), None], "cu_seqlens"),
+    ],
+)
+def test_ranks_whose_masks_differ_are_told_so(rank_pool, name, values, said):
+    ring = rank_pool(2, "cpu")
+    case = Case(Partition.even(20, 2), with_sinks=True)
+    for outcome in ring.outcomes(differing_call, case, name, values):
+        assert not outcome.ok and said in outcome.message
+    check_ring(ring, case)  # the group works on
+
+
+def test_ranks_whose_pieces_differ_are_told_so(rank_pool):
+    ring = rank_pool(2, "cpu")
+    for outcome in ring.outcomes(swapped_pieces_call):
+        assert not outcome.ok and "pieces" in outcome.message
+
+
+def swapped_pieces_call() -> torch.Tensor:
+    pieces = [[(0, 4), (8, 12)], [(4, 8), (12, 16)]]
+    x = torch.randn(1, 8, 2, 16)
+    return ringattn.ring_attention(x, x, x, Partition.pieces(pieces[:: 1 - 2 * this().rank]))
+
+
+def test_documents_come_as_a_list_a_tuple_or_a_tensor_and_are_read_again_when_they_change():
+    q = torch.randn(1, 12, 2, 16)
+    ends = [0, 5, 12]
+    expected = ringattn.ring_attention(q, q, q, cu_seqlens=ends)
+    for same in (tuple(ends), torch.tensor(ends), torch.tensor(ends, dtype=torch.int32)):
+        assert torch.equal(ringattn.ring_attention(q, q, q, cu_seqlens=same), expected)
+    changing = torch.tensor(ends)
+    ringattn.ring_attention(q, q, q, cu_seqlens=changing)
+    changing[1] = 7
+    other = ringattn.ring_attention(q, q, q, cu_seqlens=changing)
+    assert torch.equal(other, ringattn.ring_attention(q, q, q, cu_seqlens=[0, 7, 12]))
+    assert not torch.equal(other, expected)
+
+
+def test_the_module_holds_window_and_cap_and_takes_documents_and_sinks_at_the_call():
+    q, sinks = torch.randn(1, 12, 2, 16), torch.randn(2)
+    attn = ringattn.RingAttention(window_size=[3, 0], softcap=2.0)
+    expected = ringattn.ring_attention(
+        q, q, q, window_size=(3, 0), softcap=2.0, cu_seqlens=[0, 5, 12], sinks=sinks
+    )
+    assert torch.equal(attn(q, q, q, cu_seqlens=[0, 5, 12], sinks=sinks), expected)
+    for late in ({"window_size": (3, 0)}, {"softcap": 2.0}):
+        with pytest.raises(ValueError, match="must be left out"):
+            attn(q, q, q, **late)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_other_documents_neither_recompile_nor_break_the_graph(softcap):
+    torch._dynamo.reset()
+    compiles = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        compiles.append(graph)
+        return graph.forward
+
+    def attend(q: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        mask = {"window_size": (4, 0), "softcap": softcap, "cu_seqlens": ends}
+        return ringattn.ring_attention(q, q, q, **mask)
+
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    q = torch.randn(1, 12, 2, 16)
+    for ends in ([0, 5, 12], [0, 6, 12], [0, 1, 12]):
+        given = torch.tensor(ends)
+        assert torch.equal(compiled(q, given), attend(q, given))
+    assert len(compiles) == 1
+    for ends in ([0, 1, 2, 12], [0, 1, 2, 3, 12], [0, 12]):
+        given = torch.tensor(ends)
+        assert torch.equal(compiled(q, given), attend(q, given))
+    assert len(compiles) == 2
+
+
+def test_flops_are_those_of_visible_pairs():
+    q = torch.randn(2, 40, 4, 16)
+    ends, window = [0, 13, 13, 40], (5, 2)
+    positions = torch.arange(40)
+    visible = reference.visible_keys(positions, positions, False, window, ends)
+    with FlopCounterMode(display=False) as counter:
+        ringattn.ring_attention(q, q, q, causal=False, window_size=window, cu_seqlens=ends)
+    assert counter.get_total_flops() == 4 * 16 * 4 * 2 * int(visible.sum())
+
+
+def test_operators_pass_opcheck():
+    q, sinks = torch.randn(1, 6, 2, 16), torch.randn(2)
+    table = torch.tensor([[0, 2]] * 6, dtype=torch.int32)
+    arguments = (q, q, q, 0.25, None, table, 2.0, sinks)
+    torch.library.opcheck(torch.ops.ringattn.block_attention.default, arguments)
+    pieces = torch.tensor([[0, 0, 6]])
+    mask = (3, -1, 2.0, sinks, torch.tensor([0, 2, 6]), pieces)
+    arguments = (q, q, q, [6], [0], "pieces", True, 0.25, "", "auto", None, *mask)
+    torch.library.opcheck(torch.ops.ringattn.ring_forward.default, arguments)
