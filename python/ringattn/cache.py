@@ -185,32 +185,31 @@ class ShardedKVCache:
         layer. Collective; once, after the prompt has been stored, for caches with targets.
         ``group`` as in :func:`ringattn.ring_attention`."""
         ring = resolve_group(group)
-        group = ring.process_group
         planned = plan_moves(self.lengths, self.targets)
-        for storage in self._layers.values():
+        for storage in self._layers.values() if planned else ():
             lengths = list(self.lengths)
-            operations: list[dist.P2POp] = []
-            arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
+            leaving = [storage.new_empty(0)]
+            places: list[torch.Tensor] = []
+            sent, received = [0] * len(lengths), [0] * len(lengths)  # elements, to and from a rank
             for source, destination, tokens in planned:
                 lengths[source] -= tokens
                 if self.rank == source:
-                    leaving = storage.narrow(2, lengths[source], tokens).contiguous()
-                    operations.append(
-                        dist.P2POp(dist.isend, leaving, group=group, group_peer=destination)
-                    )
+                    leaving.append(storage.narrow(2, lengths[source], tokens).flatten())
+                    sent[destination] = leaving[-1].numel()
                 if self.rank == destination:
-                    place = storage.narrow(2, lengths[destination], tokens)
-                    arriving = torch.empty(place.shape, dtype=place.dtype, device=place.device)
-                    arrived.append((place, arriving))
-                    operations.append(
-                        dist.P2POp(dist.irecv, arriving, group=group, group_peer=source)
-                    )
+                    places.append(storage.narrow(2, lengths[destination], tokens))
+                    received[source] = places[-1].numel()
                 lengths[destination] += tokens
-            if operations:
-                begin = functools.partial(dist.batch_isend_irecv, operations)
-                complete(ring, "rebalance", storage.device, begin)
-            for place, arriving in arrived:
-                place.copy_(arriving)
+            arrived = storage.new_empty(sum(received))
+            # Note: by every rank, also one that neither gives nor takes. NCCL's communicator is
+            # made by a group's first operation, which waits for all ranks.
+            begin = functools.partial(
+                _exchange, arrived, torch.cat(leaving), received, sent, ring.process_group
+            )
+            complete(ring, "rebalance", storage.device, begin)
+            arrivals = arrived.split([place.numel() for place in places])
+            for place, arrival in zip(places, arrivals, strict=True):
+                place.copy_(arrival.view_as(place))
         for source, destination, tokens in planned:
             self.lengths[source] -= tokens
             self.lengths[destination] += tokens
@@ -229,6 +228,27 @@ class ShardedKVCache:
             grown = _empty_like(old, *shape)
             grown.narrow(2, 0, old.size(2)).copy_(old)
             self._layers[layer] = grown
+
+
+def _exchange(
+    arrived: torch.Tensor,
+    leaving: torch.Tensor,
+    received: list[int],
+    sent: list[int],
+    group: dist.ProcessGroup | None,
+) -> list[dist.Work]:
+    """Begins to send ``sent`` elements of ``leaving`` to each rank and to receive ``received`` of
+    each; as bytes: any backend takes any dtype then."""
+    size = leaving.element_size()
+    work = dist.all_to_all_single(
+        arrived.view(torch.uint8),
+        leaving.view(torch.uint8),
+        [size * count for count in received],
+        [size * count for count in sent],
+        group=group,
+        async_op=True,
+    )
+    return [work]
 
 
 # Note: not an inference tensor, which later steps outside of inference mode could not write to.

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sharded cache: which rank holds a token, and that no token is copied for another."""
 
+import itertools
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 from _distributed import this
+from ringattn._distributed.collectives import complete
 from ringattn.cache import ShardedKVCache, next_owner, plan_moves
 
 LAYERS, BATCH, KV_HEADS, HEAD_DIM = 2, 2, 3, 8
@@ -96,6 +101,43 @@ def test_a_rebalanced_cache_ends_at_its_targets_with_every_token_once(
         tokens = [token for of_rank in held for token in of_rank[layer]]
         assert sorted(tokens) == list(range(sum(targets)))
         assert [len(of_rank[layer]) for of_rank in held] == targets
+
+
+def exchanges_of_a_rebalance() -> int:
+    cache = new_cache([4, 2, 3], this().rank, targets=[3, 3, 3])
+    with mock.patch("ringattn.cache.complete", wraps=complete) as exchange:
+        cache.rebalance(None)
+    assert cache.lengths == [3, 3, 3]
+    return exchange.call_count
+
+
+def test_every_rank_takes_part_in_a_rebalance_also_one_that_keeps_its_tokens(rank_pool) -> None:
+    """A group's first operation over NCCL waits for all ranks."""
+    assert rank_pool(3).run(exchanges_of_a_rebalance) == [LAYERS] * 3
+
+
+def first_operation_of_a_group(dtype: torch.dtype) -> list[float]:
+    size, rank, device = this().world_size, this().rank, this().device
+    lengths = [4, 2] + [3] * (size - 2)
+    cache = ShardedKVCache(lengths, rank, targets=[3] * size)
+    first = sum(lengths[:rank])
+    k = rows(first, lengths[rank], 0).to(device, dtype)
+    cache.store(0, k, -k)
+    group = dist.new_group(list(range(size)))
+    cache.rebalance(group)
+    keys, values = cache.view(0)
+    assert torch.equal(values, -keys)
+    dist.destroy_process_group(group)
+    return keys[0, :, 0, 0].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rebalance_may_be_the_first_operation_of_a_group(ring, dtype: torch.dtype) -> None:
+    if ring.world_size < 3:
+        pytest.skip("every rank gives or takes")
+    held = ring.run(first_operation_of_a_group, dtype)
+    assert [len(tokens) for tokens in held] == [3] * ring.world_size
+    assert sorted(itertools.chain(*held)) == list(range(3 * ring.world_size))
 
 
 @pytest.mark.parametrize("new_tokens", [0, 3, 40])
