@@ -29,13 +29,13 @@ void merge(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& other
       Real& mine = lse_rows[b][h][s];
       auto into = out_rows[b][s][h];
       const auto from = other_rows[b][s][h];
-      if (other == kEmpty) continue;
       // Note: an empty state's out is not multiplied by 0, which would keep a NaN in it.
       if (mine == kEmpty) {
-        for (int64_t d = 0; d < dim; ++d) into[d] = from[d];
+        for (int64_t d = 0; d < dim; ++d) into[d] = other == kEmpty ? Real(0) : from[d];
         mine = other;
         continue;
       }
+      if (other == kEmpty) continue;
       const auto weights = merge_weights(mine, other);
       for (int64_t d = 0; d < dim; ++d) into[d] = weights.a * into[d] + weights.b * from[d];
       mine = weights.lse;

@@ -48,7 +48,8 @@ struct Floats {
   }
 };
 
-/// sum_i exp(lse_i - max) * out_i and its weights' total; max is the largest lse so far.
+/// sum_i exp(lse_i - max) * out_i and its weights' total; max is the largest lse so far. What an
+/// empty state holds is left out: a NaN of its out would outlive the weight 0.
 template <int kVector>
 struct RunningMerge {
   Floats<kVector> sum;
@@ -66,9 +67,13 @@ struct RunningMerge {
     const float offset = max == -INFINITY ? 0.0f : max;
     const float decay = exp2_approx((before - offset) * kLog2E);
     const float weight = exp2_approx((other_max - offset) * kLog2E);
+    const bool empty = other_max == -INFINITY;
     total = fmaf(total, decay, weight * other_total);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) sum.x[i] = fmaf(sum.x[i], decay, weight * other_sum.x[i]);
+    for (int i = 0; i < kVector; ++i) {
+      const float added = weight * other_sum.x[i];
+      sum.x[i] = fmaf(sum.x[i], decay, empty ? 0.0f : added);
+    }
   }
 
   __device__ float norm() const { return total == 0.0f ? 0.0f : reciprocal(total); }

@@ -60,3 +60,11 @@ TEST_CASE("an empty state does not spread the NaN of its rows") {
   ringattn::merge_states_(out, lse, other, other_lse);
   CHECK(out.eq(1).all().item<bool>());
 }
+
+TEST_CASE("two empty states give 0, whatever they hold") {
+  const at::Tensor out = at::full({1, 1, 1, 8}, kNaN, at::kFloat),
+                   lse = at::full({1, 1, 1}, kEmpty, at::kFloat);
+  ringattn::merge_states_(out, lse, out.clone(), lse.clone());
+  CHECK(out.eq(0).all().item<bool>());
+  CHECK(lse.eq(kEmpty).all().item<bool>());
+}

@@ -282,6 +282,24 @@ def test_blocks_folded_into_a_state_equal_one_block(device, dtype):
     check_attention(out.to(dtype), lse, q, k, v, diagonal=10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("held", [math.nan, math.inf])
+def test_an_empty_state_that_is_folded_into_may_hold_anything(device, dtype, head_dim, held):
+    q, k, v = inputs(device, dtype, head_dim=head_dim)
+    scale = 1 / math.sqrt(head_dim)
+    states = []
+    for what in (0.0, held):
+        out, lse = empty_state(q)
+        torch.ops.ringattn.block_attention_(out, lse, q, k[:, :9], v[:, :9], scale, None)
+        out[:, ::2] = what  # every other row is empty again
+        lse[:, :, ::2] = -math.inf
+        torch.ops.ringattn.block_attention_(out, lse, q, k[:, 9:], v[:, 9:], scale, None)
+        states.append((out, lse))
+    for one, other in zip(*states, strict=True):
+        assert torch.isfinite(one).all() and torch.equal(one, other)
+
+
 def test_a_state_of_part_of_the_rows_may_be_folded_into(device):
     q, k, v = inputs(device)
     out, lse = empty_state(q)

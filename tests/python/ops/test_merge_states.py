@@ -53,6 +53,25 @@ def test_the_empty_state_is_neutral_to_the_bit(device):
     assert (out == 0).all() and (lse == -math.inf).all()
 
 
+@pytest.mark.parametrize("held", [math.nan, math.inf])
+@pytest.mark.parametrize("head_dim", [16, 13])  # vectors of four, single elements
+def test_an_empty_state_is_neutral_whatever_its_out_holds(device, held, head_dim):
+    out_a, lse_a, out_b, lse_b = (x[..., :head_dim] if x.dim() == 4 else x for x in states(device))
+    rows = torch.zeros_like(lse_a, dtype=torch.bool)
+    rows[:, :, ::3] = True
+    empty = lse_b.masked_fill(rows, -math.inf)
+    junk = out_b.masked_fill(rows.transpose(1, 2).unsqueeze(-1), held)
+    zero = out_b.masked_fill(rows.transpose(1, 2).unsqueeze(-1), 0.0)
+    for one, other in (
+        (ringattn.merge_states(out_a, lse_a, junk, empty), (out_a, lse_a, zero, empty)),
+        (ringattn.merge_states(junk, empty, out_a, lse_a), (zero, empty, out_a, lse_a)),
+        (ringattn.merge_states(junk, empty, junk, empty), (zero, empty, zero, empty)),
+    ):
+        expected = ringattn.merge_states(*other)
+        assert torch.equal(one[0], expected[0]) and torch.equal(one[1], expected[1])
+        assert torch.isfinite(one[0]).all()
+
+
 def test_merging_does_not_overflow(device):
     out_a, lse_a, out_b, lse_b = states(device)
     out, lse = ringattn.merge_states(out_a, lse_a + 5000, out_b, lse_b + 5000)

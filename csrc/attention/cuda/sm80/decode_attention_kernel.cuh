@@ -134,14 +134,15 @@ __global__ void __launch_bounds__(Tile::kThreads)
   for (int half = 0; half < 2; ++half) {
     const int row = lane / 4 + 8 * half;
     const float sum = softmax.row_sum(0, half);
-    const float norm = sum == 0.0f ? 0.0f : reciprocal(sum);
+    const bool empty = sum == 0.0f;  // then a NaN among the values has no weight
+    const float norm = reciprocal(sum);
     if (lane % 4 == 0) all_lse[warp * Tile::kRows + row] = softmax.lse(0, half, sum, scale_log2);
 #pragma unroll
     for (int n = 0; n < Gemm::kOutTiles; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         results[row * Tile::kHeadDim + Gemm::out_column(n, c, lane % 4)] =
-            out[0][n][2 * half + c] * norm;
+            empty ? 0.0f : out[0][n][2 * half + c] * norm;
       }
   }
   __syncthreads();

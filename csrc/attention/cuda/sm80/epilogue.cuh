@@ -84,9 +84,12 @@ __device__ __forceinline__ void store_results(const BlockAttentionParams& p, int
       // multiplied with.
       const bool empty = row_lse == -INFINITY;
       float norm = reciprocal(sum);
-      float keep = 0.0f;  // of the state
+      float keep = 0.0f;       // of the state
+      unsigned has_state = 0;  // a bit for each lane: its row is in the state, and not empty there
       if (p.fold) {
-        const MergeWeights weights(own_row < p.num_queries ? lse[own_row] : -INFINITY, row_lse);
+        const float before_lse = own_row < p.num_queries ? lse[own_row] : -INFINITY;
+        has_state = __ballot_sync(0xffffffff, before_lse != -INFINITY);
+        const MergeWeights weights(before_lse, row_lse);
         keep = weights.first;
         norm *= weights.second;
         row_lse = weights.lse;
@@ -126,7 +129,8 @@ __device__ __forceinline__ void store_results(const BlockAttentionParams& p, int
             const int item = (begin + i) * kWarpSize + lane;
             const int row = first + item / kChunksPerRow, column = item % kChunksPerRow * 4;
             before[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (row < p.num_queries && column < p.head_dim) {
+            // An empty row is not read: a NaN there would outlive the factor 0.
+            if ((has_state >> item / kChunksPerRow * 4 & 1) != 0 && column < p.head_dim) {
               before[i] =
                   *reinterpret_cast<const float4*>(state + row * p.state.row_stride + column);
             }

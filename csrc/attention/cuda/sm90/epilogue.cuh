@@ -36,6 +36,7 @@ struct RowResults {
   float keep[2];  // factor of the state
   float norm[2];  // factor of the accumulators
   bool empty[2];  // no key was visible
+  bool folds[2];  // into a state that is not empty: a NaN of one that is would outlive keep, 0
 
   /// Computes them and writes lse. Each step handles both rows, so that their latencies overlap.
   ///   first_row  the lane's first row
@@ -57,6 +58,7 @@ struct RowResults {
       norm[half] = empty[half] ? 0.0f : reciprocal(sum);
       if (failed) row_lse[half] = norm[half] = NAN;
       keep[half] = 0.0f;
+      folds[half] = before[half] != -INFINITY;
     }
     if (p.fold) {
 #pragma unroll
@@ -127,7 +129,8 @@ __device__ __forceinline__ void store_through_shared(const KernelParams& p, cons
 #pragma unroll
     for (int i = 0; i < Tile::kHeadDim / 4; ++i) {
       const int half = i % 2, at = 4 * (i / 2) + 2 * half;
-      const float2 before = load_shared_pair(state_at(half, i / 2));
+      float2 before = make_float2(0.0f, 0.0f);
+      if (rows.folds[half]) before = load_shared_pair(state_at(half, i / 2));
       out[at] = fmaf(before.x, rows.keep[half], out[at] * rows.norm[half]);
       out[at + 1] = fmaf(before.y, rows.keep[half], out[at + 1] * rows.norm[half]);
     }
@@ -214,7 +217,8 @@ __device__ __forceinline__ void store_directly(const KernelParams& p, const Quer
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         before[half][i] = make_float2(0.0f, 0.0f);
-        if (p.fold && begin + i < num_tiles[half]) before[half][i] = state[half][4 * (begin + i)];
+        if (rows.folds[half] && begin + i < num_tiles[half])
+          before[half][i] = state[half][4 * (begin + i)];
       }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
