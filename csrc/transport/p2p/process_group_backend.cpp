@@ -1,19 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fcntl.h>
 #include <netdb.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
-#include <map>
+#include <cstring>
+#include <filesystem>
 #include <mutex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+#include <vector>
 
+#include "core/process_singleton.h"
 #include "transport/group/group_backend.h"
 #include "transport/p2p/process_group.h"
 #include "transport/registry.h"
@@ -24,55 +31,130 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-// A connection to the store's server that nothing is ever sent over: it closes when the process
-// that holds the store ends. Note: c10d writes C++ stacks to stderr when a store whose server is
-// gone is used, so this connection is tested before each use.
-class StoreProbe {
- public:
-  static std::unique_ptr<StoreProbe> of(c10d::Store& store) {
-    c10d::Store* inner = &store;
-    while (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(inner)) {
-      inner = prefixed->getUnderlyingStore().get();
-    }
-    const auto* server = dynamic_cast<const c10d::TCPStore*>(inner);
-    if (server == nullptr) return nullptr;
-    const int connection = connect_to(*server);
-    TORCH_CHECK_WITH(DistBackendError, connection >= 0,
-                     "the process that holds the group's store must be alive, got no connection "
-                     "to it at ",
-                     server->getHost(), ":", server->getPort());
-    return std::unique_ptr<StoreProbe>(new StoreProbe(connection));
+// c10d keeps the prefix of a store to itself.
+struct OpenPrefixStore : c10d::PrefixStore {
+  static const std::string& prefix_of(const c10d::PrefixStore& store) {
+    return store.*(&OpenPrefixStore::prefix_);
   }
-  ~StoreProbe() { close(connection_); }
-  StoreProbe(const StoreProbe&) = delete;
-  StoreProbe& operator=(const StoreProbe&) = delete;
+};
 
+// This process's connection to the server of a store, for all groups over that store. Thread-safe.
+//
+// Note: one, however many groups and threads there are. c10d looks up a name for each connection
+// that it makes or accepts; on a host without reverse DNS this takes seconds, in which the server
+// answers no rank. And not the group's own: there a thread of c10d's may wait for a key, and keep
+// the watchdog from the store.
+class StoreConnection {
+ public:
+  using Address = std::array<uint8_t, sizeof(in6_addr) + sizeof(in_port_t)>;
+
+  static std::shared_ptr<StoreConnection> of(const c10::intrusive_ptr<c10d::Store>& store) {
+    struct Connections {
+      std::mutex mutex;
+      std::vector<std::pair<c10::weak_intrusive_ptr<c10d::Store>, std::shared_ptr<StoreConnection>>>
+          by_store;
+    };
+    auto& [mutex, by_store] = process_singleton<Connections>();
+    const std::lock_guard<std::mutex> lock(mutex);
+    by_store.erase(std::remove_if(by_store.begin(), by_store.end(),
+                                  [](const auto& entry) { return entry.first.expired(); }),
+                   by_store.end());
+    for (const auto& [known, connection] : by_store) {
+      if (known.lock().get() == store.get()) return connection;
+    }
+    by_store.emplace_back(store, std::make_shared<StoreConnection>(*store));
+    return by_store.back().second;
+  }
+
+  explicit StoreConnection(c10d::Store& store) {
+    if (const auto* server = dynamic_cast<const c10d::TCPStore*>(&store)) {
+      socket_ = find_socket(*server);
+      check_open();  // before the store is used
+    }
+    try {
+      store_ = store.clone();
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false,
+                  "ringattn: group must have a store that can be cloned, got one that says: ",
+                  error.what());
+    }
+  }
+  ~StoreConnection() {
+    if (socket_ >= 0) close(socket_);
+  }
+  StoreConnection(const StoreConnection&) = delete;
+  StoreConnection& operator=(const StoreConnection&) = delete;
+
+  const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
+
+  // Whether the process that holds the store is alive. Note: c10d writes C++ stacks to stderr when
+  // a store whose server is gone is used, so this is tested before each use.
   bool is_open() const {
+    if (socket_ < 0) return true;  // a store without a server
     char byte = 0;
-    const ssize_t got = recv(connection_, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    const ssize_t got = recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     return got > 0 || (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR));
+  }
+  void check_open() const {
+    TORCH_CHECK_WITH(DistBackendError, is_open(),
+                     "the process that holds the group's store must be alive, got a closed "
+                     "connection to it");
   }
 
  private:
-  explicit StoreProbe(int connection) : connection_(connection) {}
+  // Another handle of a socket that c10d has connected to the server; nothing is sent or received
+  // over it. -1: none is found.
+  static int find_socket(const c10d::TCPStore& server) {
+    const std::vector<Address> addresses = addresses_of(server);
+    const auto is_connected = [&](int file) {
+      sockaddr_storage peer = {};
+      socklen_t bytes = sizeof(peer);
+      if (getpeername(file, reinterpret_cast<sockaddr*>(&peer), &bytes) != 0) return false;
+      return std::count(addresses.begin(), addresses.end(), address_of(peer)) > 0;
+    };
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+      const int file = std::stoi(entry.path().filename().string());
+      if (!is_connected(file)) continue;
+      const int copy = fcntl(file, F_DUPFD_CLOEXEC, 0);
+      if (copy >= 0 && is_connected(copy)) return copy;  // c10d has not closed it meanwhile
+      if (copy >= 0) close(copy);
+    }
+    return -1;
+  }
 
-  static int connect_to(const c10d::TCPStore& server) {
+  static std::vector<Address> addresses_of(const c10d::TCPStore& server) {
     addrinfo hints = {}, *found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
     const std::string port = std::to_string(server.getPort());
-    if (getaddrinfo(server.getHost().c_str(), port.c_str(), &hints, &found) != 0) return -1;
-    int connection = -1;
-    for (const addrinfo* at = found; at != nullptr && connection < 0; at = at->ai_next) {
-      connection = socket(at->ai_family, at->ai_socktype | SOCK_CLOEXEC, at->ai_protocol);
-      if (connection < 0 || connect(connection, at->ai_addr, at->ai_addrlen) == 0) continue;
-      close(connection);
-      connection = -1;
+    std::vector<Address> addresses;
+    if (getaddrinfo(server.getHost().c_str(), port.c_str(), &hints, &found) != 0) return addresses;
+    for (const addrinfo* at = found; at != nullptr; at = at->ai_next) {
+      sockaddr_storage address = {};
+      std::memcpy(&address, at->ai_addr, at->ai_addrlen);
+      addresses.push_back(address_of(address));
     }
     freeaddrinfo(found);
-    return connection;
+    return addresses;
   }
 
-  int connection_;
+  // Of IPv4, as IPv6 maps it.
+  static Address address_of(const sockaddr_storage& socket_address) {
+    Address address = {};
+    if (socket_address.ss_family == AF_INET) {
+      const auto& v4 = reinterpret_cast<const sockaddr_in&>(socket_address);
+      address[10] = address[11] = 0xff;
+      std::memcpy(&address[12], &v4.sin_addr, sizeof(v4.sin_addr));
+      std::memcpy(&address[16], &v4.sin_port, sizeof(v4.sin_port));
+    } else if (socket_address.ss_family == AF_INET6) {
+      const auto& v6 = reinterpret_cast<const sockaddr_in6&>(socket_address);
+      std::memcpy(&address[0], &v6.sin6_addr, sizeof(v6.sin6_addr));
+      std::memcpy(&address[16], &v6.sin6_port, sizeof(v6.sin6_port));
+    }
+    return address;
+  }
+
+  int socket_ = -1;
+  c10::intrusive_ptr<c10d::Store> store_;
 };
 
 class ProcessGroupBackend : public GroupBackend {
@@ -84,17 +166,20 @@ class ProcessGroupBackend : public GroupBackend {
         size_(group->getSize()),
         timeout_(find_timeout(*group)) {
     if (size_ == 1) return;
-    store_ = group->getStore();
-    probe_ = StoreProbe::of(*store_);  // before the store is used
-    try {
-      spare_ = store_->clone();
-    } catch (const std::exception& error) {
-      TORCH_CHECK(false,
-                  "ringattn: group must have a store that can be cloned, got one that says: ",
-                  error.what());
+    std::vector<std::string> prefixes;  // the outermost first
+    auto inner = group->getStore();
+    while (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(inner.get())) {
+      prefixes.push_back(OpenPrefixStore::prefix_of(*prefixed));
+      inner = prefixed->getUnderlyingStore();
+    }
+    connection_ = StoreConnection::of(inner);
+    connection_->check_open();
+    store_ = connection_->store();
+    for (; !prefixes.empty(); prefixes.pop_back()) {
+      store_ = c10::make_intrusive<c10d::PrefixStore>(prefixes.back(), std::move(store_));
     }
     const std::string counter = "ringattn/" + std::to_string(rank_);
-    prefix_ = "ringattn/" + std::to_string(store().add(counter, 1)) + "/";
+    prefix_ = "ringattn/" + std::to_string(store_->add(counter, 1)) + "/";
   }
 
   int64_t rank() const override { return rank_; }
@@ -113,35 +198,36 @@ class ProcessGroupBackend : public GroupBackend {
 
   void put(const std::string& key, const std::string& value) override {
     if (!store_) return;
-    TORCH_CHECK_WITH(DistBackendError, store_is_alive(),
-                     "the process that holds the group's store must be alive, got a closed "
-                     "connection to it");
-    store().set(prefix_ + key, value);
+    connection_->check_open();
+    store_->set(prefix_ + key, value);
   }
 
   std::optional<std::string> get(const std::string& key, milliseconds patience) override {
     if (!store_ || !store_is_alive()) return {};
-    // Note: polls, because a wait of the store that times out writes to stderr.
+    // Note: polls, because a wait of the store keeps other threads from it, and writes to stderr
+    // where it times out. A comparison with what no rank publishes reads, and waits for nothing.
+    static const std::string nothing = "ringattn: nothing";
     const auto deadline = Clock::now() + patience;
     auto pause = std::chrono::microseconds(100);
     constexpr auto kLongestPause = std::chrono::microseconds(5000);
     try {
-      while (!store().check({prefix_ + key})) {
+      for (;;) {
+        std::string value = store_->compareSet(prefix_ + key, nothing, nothing);
+        if (value != nothing) return value;
         if (Clock::now() >= deadline || !store_is_alive()) return {};
         std::this_thread::sleep_for(pause);
         pause = std::min(2 * pause, kLongestPause);
       }
-      return store().get_to_str(prefix_ + key);
     } catch (const std::exception&) {
       return {};
     }
   }
 
   void remove(const std::string& key) override {
-    if (store_ && store_is_alive()) store().deleteKey(prefix_ + key);
+    if (store_ && store_is_alive()) store_->deleteKey(prefix_ + key);
   }
 
-  bool store_is_alive() override { return probe_ == nullptr || probe_->is_open(); }
+  bool store_is_alive() override { return connection_ == nullptr || connection_->is_open(); }
 
   bool is_connected(int64_t rank) override {
     const auto group = group_.lock();
@@ -172,17 +258,6 @@ class ProcessGroupBackend : public GroupBackend {
   }
 
  private:
-  // Each thread has a clone of the store, with a connection of its own: a thread that waits does
-  // not keep other threads, such as the watchdog's, from the store. The second thread, as a rule
-  // the watchdog's, gets a clone that was made with the group: later, the rank that holds the store
-  // may be gone, and connecting would take as long as the store's own timeout.
-  c10d::Store& store() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    auto& clone = clones_[std::this_thread::get_id()];
-    if (!clone) clone = clones_.size() == 2 && spare_ ? std::move(spare_) : store_->clone();
-    return *clone;
-  }
-
   // The timeout that the group was made with; c10d's own default where no backend has one.
   static milliseconds find_timeout(c10d::ProcessGroup& group) {
     for (const auto type : {c10::kCPU, c10::kCUDA}) {
@@ -200,12 +275,9 @@ class ProcessGroupBackend : public GroupBackend {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
   int64_t rank_, size_;
   milliseconds timeout_;
-  c10::intrusive_ptr<c10d::Store> store_;  // the group's; null for a single rank
-  std::unique_ptr<StoreProbe> probe_;      // null for a store without a server
+  std::shared_ptr<StoreConnection> connection_;  // null for a single rank, as is
+  c10::intrusive_ptr<c10d::Store> store_;        // the group's keys, over that connection
   Unfinished unanswered_;
-  std::mutex mutex_;                       // guards what follows
-  c10::intrusive_ptr<c10d::Store> spare_;  // for the second thread
-  std::map<std::thread::id, c10::intrusive_ptr<c10d::Store>> clones_;
   std::string prefix_;
 };
 
