@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/ScopeExit.h>
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -93,6 +94,8 @@ void def_runtime(py::module_& m) {
       "refuse_call",
       [](const std::string& group_name, const std::string& message) {
         const auto group = GroupContext::resolve(group_name);
+        // Where a thread is in a call, its number is not this one's to refuse.
+        const CallEntry entry(group.get(), "a refused call");
         if (group->size() > 1) group->refuse_call(message);
       },
       py::arg("group_name"), py::arg("message"), py::call_guard<py::gil_scoped_release>());
@@ -122,14 +125,18 @@ void def_runtime(py::module_& m) {
       [](const std::string& group_name, int64_t device) {
         const auto group = GroupContext::resolve(group_name);
         group->failures().throw_if_failed();
+        group->enter("a replay");  // until it ends
+        auto leave = c10::make_scope_exit([&] { group->leave(); });
         with_cuda_transport(*group, device, [](auto& transport) { transport.begin_replay(); });
+        leave.release();
       },
       py::arg("group_name"), py::arg("device"), py::call_guard<py::gil_scoped_release>());
   m.def(
       "end_replay",
       [](const std::string& group_name, int64_t device) {
-        with_cuda_transport(*GroupContext::resolve(group_name), device,
-                            [](auto& transport) { transport.end_replay(); });
+        const auto group = GroupContext::resolve(group_name);
+        const auto leave = c10::make_scope_exit([&] { group->leave(); });
+        with_cuda_transport(*group, device, [](auto& transport) { transport.end_replay(); });
       },
       py::arg("group_name"), py::arg("device"), py::call_guard<py::gil_scoped_release>());
   m.def(
@@ -138,7 +145,9 @@ void def_runtime(py::module_& m) {
         std::vector<std::string> said;
         {
           const py::gil_scoped_release no_gil;
-          said = GroupContext::resolve(group_name)->exchange(mine, operation);
+          const auto group = GroupContext::resolve(group_name);
+          const CallEntry entry(group.get(), "an exchange");
+          said = group->exchange(mine, operation);
         }
         return std::vector<py::bytes>(said.begin(), said.end());
       },
@@ -165,7 +174,10 @@ void def_runtime(py::module_& m) {
   m.def(
       "synchronize",
       [](const std::string& group_name) {
-        if (const auto group = GroupContext::find(group_name)) group->synchronize();
+        if (const auto group = GroupContext::find(group_name)) {
+          const CallEntry entry(group.get(), "synchronize");
+          group->synchronize();
+        }
       },
       py::arg("group_name"), py::call_guard<py::gil_scoped_release>());
   m.def("reread_environment", &reread_environment);

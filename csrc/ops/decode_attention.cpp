@@ -50,6 +50,7 @@ OutAndLse decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at
                               const std::optional<at::Tensor>& key_lengths) {
   const c10::DeviceGuard guard(q.device());
   const auto group = group_name.empty() ? nullptr : GroupContext::resolve(std::string(group_name));
+  const CallEntry entry(group.get(), "decode_attention");
   if (!group || group->size() == 1) {
     check_decode(q, k, v, scale, key_lengths);
     return decode_alone(q, k, v, scale, key_lengths);

@@ -35,6 +35,7 @@ at::Tensor gather_op(const at::Tensor& rows, at::IntArrayRef lengths, at::IntArr
   const c10::DeviceGuard guard(rows.device());
   const std::string layout(layout_name);
   const auto group = GroupContext::resolve(std::string(group_name));
+  const CallEntry entry(group.get(), "gather");
   std::optional<Partition> partition;
   Signature asked = check_call(*group, [&] {
     RINGATTN_CHECK(rows.dim() >= 1, "rows must have a dimension, got none");

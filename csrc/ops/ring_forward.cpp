@@ -158,6 +158,7 @@ std::tuple<at::Tensor, at::Tensor> ring_forward_op(
                        softcap, sinks, cu_seqlens, pieces};
   const c10::DeviceGuard guard(q.device());
   const auto group = group_name.empty() ? nullptr : GroupContext::resolve(std::string(group_name));
+  const CallEntry entry(group.get(), "ring_forward");
   const bool alone = !group || group->size() == 1;
   static thread_local PreparedCalls single_calls;
   PreparedCalls& calls = alone ? single_calls : group->state<PreparedCalls>();

@@ -43,26 +43,40 @@ class Pending {
     }
     for (Rotation& rotation : abandoned) {
       try {
+        const CallEntry entry(rotation.group.get(), "rotate_kv");
         if (rotation.transfer) rotation.transfer->finish();
       } catch (const std::exception&) {
         // Nothing waits for this transfer; the next call of its group throws why the group ended.
+        // Where a thread is in a call of the group, the transport keeps what is unfinished.
       }
     }
   }
 
+  std::shared_ptr<GroupContext> group_of(const at::Tensor& received) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return find(received)->second.group;
+  }
+
   Rotation take(const at::Tensor& received) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = rotations_.find(received.storage().unsafeGetStorageImpl());
-    RINGATTN_CHECK(
-        found != rotations_.end(),
-        "received must be a tensor that rotate_kv returned and wait_kv has not taken, got one that "
-        "nothing fills");
+    const auto found = find(received);
     Rotation rotation = std::move(found->second);
     rotations_.erase(found);
     return rotation;
   }
 
  private:
+  using Rotations = std::unordered_map<const c10::StorageImpl*, Rotation>;
+
+  Rotations::iterator find(const at::Tensor& received) {
+    const auto found = rotations_.find(received.storage().unsafeGetStorageImpl());
+    RINGATTN_CHECK(
+        found != rotations_.end(),
+        "received must be a tensor that rotate_kv returned and wait_kv has not taken, got one that "
+        "nothing fills");
+    return found;
+  }
+
   // Results that the caller has freed: only this map holds their memory. They must still arrive.
   std::vector<Rotation> take_abandoned() {
     std::vector<Rotation> abandoned;
@@ -78,7 +92,7 @@ class Pending {
   }
 
   std::mutex mutex_;
-  std::unordered_map<const c10::StorageImpl*, Rotation> rotations_;
+  Rotations rotations_;
 };
 
 Partition check(const at::Tensor& kv, const std::vector<int64_t>& lengths,
@@ -126,6 +140,7 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
     rotation.received = kv.clone(at::MemoryFormat::Contiguous);
   } else {
     GroupContext& group = *rotation.group;
+    const CallEntry entry(&group, "rotate_kv");
     std::optional<Partition> partition;
     Message message;
     Signature asked = check_call(group, [&] {
@@ -167,7 +182,10 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
 
 at::Tensor wait_kv_op(const at::Tensor& received, const at::Tensor& sent) {
   const c10::DeviceGuard guard(received.device());
-  const Pending::Rotation rotation = process_singleton<Pending>().take(received);
+  Pending& pending = process_singleton<Pending>();
+  const auto group = pending.group_of(received);
+  const CallEntry entry(group.get(), "wait_kv");
+  const Pending::Rotation rotation = pending.take(received);
   if (rotation.transfer) {
     rotation.transfer->wait();
     rotation.transfer->finish();

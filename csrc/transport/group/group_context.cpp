@@ -83,6 +83,13 @@ GroupContext::GroupContext(std::shared_ptr<GroupBackend> backend)
       rendezvous_{backend_->rank(), backend_->size(), backend_->timeout(),
                   [this](const std::string& mine) { return exchange(mine); }, failures_} {}
 
+void GroupContext::enter(const char* operation) {
+  const char* other = nullptr;
+  TORCH_CHECK(under_way_.compare_exchange_strong(other, operation),
+              "ringattn: a group must be in one call at a time, got ", operation, " while ", other,
+              " is under way; give each thread a group of its own (torch.distributed.new_group)");
+}
+
 int64_t GroupContext::begin_call(std::shared_ptr<const Signature> signature, bool tagged) {
   failures_->throw_if_failed();
   const int64_t call = next_call_++;

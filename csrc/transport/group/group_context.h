@@ -3,6 +3,7 @@
 
 #include <c10/core/Device.h>
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -23,7 +24,7 @@ namespace ringattn {
 /// Everything that ringattn keeps for one process group: the numbers of its calls, the signatures
 /// that its ranks have agreed on, the reason of its failure, and its transports. It is freed after
 /// the group: see resolve(). Not thread-safe, except for rendezvous() and failures(): one call at a
-/// time.
+/// time, which CallEntry makes sure of.
 class RINGATTN_API GroupContext {
  public:
   /// The group of this name as it is now. What belonged to groups that have been destroyed since is
@@ -48,6 +49,11 @@ class RINGATTN_API GroupContext {
   const Rendezvous& rendezvous() const { return rendezvous_; }
   const CallAgreement& agreement() const { return *agreement_; }
   FailureDiagnosis& failures() { return *failures_; }
+
+  /// Begins what must not run beside another call of the group; throws where one is under way, and
+  /// changes nothing then. `operation` is a literal.
+  void enter(const char* operation);
+  void leave() { under_way_ = nullptr; }
 
   /// Begins a collective call: returns its number once all ranks have agreed on the signature.
   /// `tagged`: its messages carry tags (CallAgreement).
@@ -112,6 +118,25 @@ class RINGATTN_API GroupContext {
   std::map<std::type_index, std::shared_ptr<void>> states_;
   int64_t next_call_ = 0;
   int64_t num_exchanges_ = 0;
+  std::atomic<const char*> under_way_{nullptr};  // the operation; null: none
+};
+
+/// One call of a group, held from before its first check to its end. A null group and a group of
+/// one rank keep nothing that a second thread could disturb.
+class RINGATTN_API CallEntry {
+ public:
+  CallEntry(GroupContext* group, const char* operation)
+      : group_(group != nullptr && group->size() > 1 ? group : nullptr) {
+    if (group_ != nullptr) group_->enter(operation);
+  }
+  ~CallEntry() {
+    if (group_ != nullptr) group_->leave();
+  }
+  CallEntry(const CallEntry&) = delete;
+  CallEntry& operator=(const CallEntry&) = delete;
+
+ private:
+  GroupContext* const group_;
 };
 
 }  // namespace ringattn

@@ -137,8 +137,10 @@ class DecodeStep:
         if self._records_ranks:
             place = (self._ring.name, self._slot.device.index)
             call(_C.begin_replay, *place)
-            self._graphs[0].replay()
-            call(_C.end_replay, *place)
+            try:
+                self._graphs[0].replay()
+            finally:
+                call(_C.end_replay, *place)
             return self._hidden[:, 0]
         self._graphs[0].replay()
         for graph, (layer, q) in zip(self._graphs[1:], self._queries, strict=True):
