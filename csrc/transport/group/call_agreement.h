@@ -5,6 +5,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -44,8 +45,9 @@ class CallLeft : public c10::Error {
 /// compare again after a refusal, and publish how many calls they have been in: a rank that refused
 /// a call that others made is out of step there, and the group ends.
 ///
-/// Calls are numbered by the group; all ranks make the same calls in the same order, refused ones
-/// included. Not thread-safe, except for absence(): one call at a time.
+/// Calls are numbered; all ranks make the same calls in the same order, refused ones included.
+/// Replays of captured calls have no numbers: the host does not see them. Not thread-safe, except
+/// for absence() and next_call(): one call at a time.
 class RINGATTN_API CallAgreement {
  public:
   /// Signatures that are remembered. Lengths of shards are part of one, and a server sees ever new
@@ -53,6 +55,11 @@ class RINGATTN_API CallAgreement {
   static constexpr size_t kMaxAgreed = 4096;
 
   explicit CallAgreement(std::shared_ptr<GroupBackend> backend) : backend_(std::move(backend)) {}
+
+  /// The number of a call that begins.
+  int64_t number_call() { return next_call_++; }
+  /// The number of the call that begins next.
+  int64_t next_call() const { return next_call_; }
 
   /// Whether the ranks have agreed on this before.
   bool knows(const Signature& signature) const;
@@ -115,6 +122,7 @@ class RINGATTN_API CallAgreement {
   const Recent* recent(int64_t call) const;
 
   const std::shared_ptr<GroupBackend> backend_;
+  std::atomic<int64_t> next_call_{0};
   std::unordered_map<std::string, uint32_t> agreed_;  // by key of a signature: a hash of its text
   bool compare_known_ = false;         // untagged calls compare signatures that are known, too
   uint32_t message_hash_ = 0;          // of the latest call's number and text

@@ -58,6 +58,19 @@ std::optional<std::string> FailureDiagnosis::ended_by(int64_t call, const Ranks&
   return {};
 }
 
+std::optional<std::string> FailureDiagnosis::refused_next(const Ranks& peers) {
+  if (!backend_->store_is_alive()) return {};
+  for (const int64_t peer : peers) {
+    const auto absence = agreement_->absence(agreement_->next_call(), peer);
+    if (absence && absence->refused) {
+      return "rank " + std::to_string(peer) +
+             " refused a call while other ranks replay a CUDA graph: " + absence->why +
+             "; the group cannot be used any more";
+    }
+  }
+  return {};
+}
+
 void FailureDiagnosis::lose(int64_t call, int64_t peer, const std::string& place,
                             const std::string& reason) {
   check_peers(call, {peer}, place);  // a rank publishes why it leaves before its connections close

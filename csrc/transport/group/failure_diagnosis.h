@@ -30,6 +30,7 @@ class RINGATTN_API FailureDiagnosis : public CallMonitor {
   void check_peers(int64_t call, const Ranks& peers, const std::string& place) override;
   void check_connections(const Ranks& peers, const std::string& place) override;
   std::optional<std::string> ended_by(int64_t call, const Ranks& peers) override;
+  std::optional<std::string> refused_next(const Ranks& peers) override;
   void lose(int64_t call, int64_t peer, const std::string& place,
             const std::string& reason) override;
   std::string blame(int64_t call, const std::string& place, const Ranks& suspects,

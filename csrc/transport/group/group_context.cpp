@@ -92,7 +92,7 @@ void GroupContext::enter(const char* operation) {
 
 int64_t GroupContext::begin_call(std::shared_ptr<const Signature> signature, bool tagged) {
   failures_->throw_if_failed();
-  const int64_t call = next_call_++;
+  const int64_t call = agreement_->number_call();
   if (agreement_->join_known(call, signature, tagged)) return call;
   PeerWait wait(rendezvous_, kOutsideCalls, /*step=*/0, {}, signature->operation());
   try {
@@ -109,7 +109,7 @@ int64_t GroupContext::begin_call(std::shared_ptr<const Signature> signature, boo
 }
 
 void GroupContext::refuse_call(const std::string& message) {
-  const int64_t call = next_call_++;
+  const int64_t call = agreement_->number_call();
   const size_t prefix = message.rfind(kPrefix, 0) == 0 ? std::string(kPrefix).size() : 0;
   if (backend_->store_is_alive()) agreement_->refuse(call, message.substr(prefix));
 }

@@ -74,7 +74,7 @@ class RINGATTN_API GroupContext {
     }
   }
   /// The number of the latest call; negative before any.
-  int64_t latest_call() const { return next_call_ - 1; }
+  int64_t latest_call() const { return agreement_->next_call() - 1; }
 
   /// Collective: the strings of all ranks, by rank, through the store. A rank that does not take
   /// part ends the group. `operation`: for log lines and errors; empty: that of the latest call.
@@ -116,7 +116,6 @@ class RINGATTN_API GroupContext {
   std::map<c10::DeviceType, std::string> chosen_;  // the transport of "auto", once chosen
   std::map<c10::DeviceType, c10::Device> devices_;
   std::map<std::type_index, std::shared_ptr<void>> states_;
-  int64_t next_call_ = 0;
   int64_t num_exchanges_ = 0;
   std::atomic<const char*> under_way_{nullptr};  // the operation; null: none
 };

@@ -46,6 +46,9 @@ class RINGATTN_API CallMonitor {
   /// Why the group has ended on one of `peers`, or, on a device, why one refused `call`: then the
   /// group must end here, too. Thread-safe.
   virtual std::optional<std::string> ended_by(int64_t call, const Ranks& peers) = 0;
+  /// Why one of `peers` refused the call that this rank makes next, which a peer may make in place
+  /// of a replay that this rank is in: then the group must end here, too. Thread-safe.
+  virtual std::optional<std::string> refused_next(const Ranks& peers) = 0;
   /// Throws: the connection to `peer` failed for `reason` in `place` of `call`. Ends the group,
   /// unless the peer has left the call.
   virtual void lose(int64_t call, int64_t peer, const std::string& place,

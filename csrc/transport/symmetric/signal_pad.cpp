@@ -361,8 +361,9 @@ void SignalPad::poison_if_failed(const std::vector<at::Tensor>& results) const {
   ringattn::fill_nan_if_failed(results, signals_->at(Layout::kFailed), 2);
 }
 
-void SignalPad::describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank) {
-  watchdog_->describe(call, std::move(step_of_rank));
+void SignalPad::describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank,
+                         bool captured) {
+  watchdog_->describe(call, std::move(step_of_rank), captured);
 }
 
 }  // namespace ringattn

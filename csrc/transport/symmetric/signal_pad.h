@@ -61,8 +61,9 @@ class SignalPad {
   /// Ends the group now, not at the watchdog's next poll, where a mismatch has been detected.
   void check_mismatch();
 
-  /// For errors: the number of the latest call, and the step of each rank's block in it.
-  void describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank);
+  /// As SignalWatchdog's.
+  void describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank,
+                bool captured);
 
  private:
   class Signals;

@@ -58,13 +58,12 @@ void SignalWatchdog::check_peers(Phase phase) {
   next_check_ = now + std::clamp(waited / 20, kFirst, 5 * kFirst);
   auto monitor = monitor_.lock();
   if (!monitor) return;
-  const auto why = monitor->ended_by(call_, others_);
+  auto why = monitor->ended_by(call_, others_);
+  if (!why && captured_) why = refused_in_replay(*monitor, phase);
   if (!why && report_.due(waited)) {
     std::vector<int64_t> late = others_;
     if (phase.in_host_memory()) {  // not worth a call of the device
-      const std::vector<uint32_t> progress = signals_->progress(phase.kind);
-      const auto is_done = [&](int64_t rank) { return progress[rank] >= phase.least; };
-      late.erase(std::remove_if(late.begin(), late.end(), is_done), late.end());
+      late = late_ranks(phase, signals_->progress(phase.kind));
     }
     const int64_t step = step_of_rank_ && !late.empty() ? (*step_of_rank_)[late.front()] : 1;
     if (!late.empty()) {
@@ -74,6 +73,29 @@ void SignalWatchdog::check_peers(Phase phase) {
   // This may be the last reference, and the group's destructor takes this object's lock.
   Watchdog::get().defer_free(std::move(monitor));
   if (why) end([&](CallMonitor&) { return *why; });
+}
+
+// The host does not see replays: this wait may be in one that a peer refuses to take part in. A
+// peer that has launched the same replay may have refused its next call, too. Its signals come,
+// unless its device is far behind.
+std::optional<std::string> SignalWatchdog::refused_in_replay(CallMonitor& monitor, Phase phase) {
+  constexpr auto kBehind = std::chrono::milliseconds(1000);
+  if (!monitor.refused_next(others_)) {
+    refused_since_.reset();
+    return {};
+  }
+  if (!refused_since_) refused_since_ = now_();
+  if (now_() - *refused_since_ < kBehind) return {};
+  const auto reached = progress(phase);
+  return monitor.refused_next(reached ? late_ranks(phase, *reached) : others_);
+}
+
+std::vector<int64_t> SignalWatchdog::late_ranks(Phase phase,
+                                                const std::vector<uint32_t>& reached) const {
+  std::vector<int64_t> late = others_;
+  const auto is_done = [&](int64_t rank) { return reached[rank] >= phase.least; };
+  late.erase(std::remove_if(late.begin(), late.end(), is_done), late.end());
+  return late;
 }
 
 void SignalWatchdog::end_for(const WatchedSignals::CallMismatch& mismatch) {
@@ -94,9 +116,11 @@ void SignalWatchdog::close() {
 }
 
 void SignalWatchdog::describe(int64_t call,
-                              std::shared_ptr<const std::vector<int64_t>> step_of_rank) {
+                              std::shared_ptr<const std::vector<int64_t>> step_of_rank,
+                              bool captured) {
   const std::lock_guard<std::mutex> lock(mutex_);
   call_ = call;
+  captured_ |= captured;
   step_of_rank_ = std::move(step_of_rank);
 }
 
@@ -117,6 +141,7 @@ void SignalWatchdog::restart() {
   since_ = now_();
   report_.restart();
   suspected_ = false;
+  refused_since_.reset();
   silent_since_.reset();
 }
 
@@ -125,8 +150,7 @@ void SignalWatchdog::give_up(Phase phase) {
   const auto asked = now_();
   if (const auto reached = progress(phase)) {
     silent_since_.reset();
-    const auto is_done = [&](int64_t rank) { return (*reached)[rank] >= phase.least; };
-    suspects.erase(std::remove_if(suspects.begin(), suspects.end(), is_done), suspects.end());
+    suspects = late_ranks(phase, *reached);
     // No signal is missing: the wait has ended since, or is of a call whose kernel has not begun.
     if (suspects.empty()) return restart();
     // The next poll must find late ranks too: a call that begins clears its signals.

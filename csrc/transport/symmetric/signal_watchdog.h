@@ -84,7 +84,9 @@ class RINGATTN_API SignalWatchdog {
   void close();
 
   /// For errors: the number of the latest call, and the step of each rank's block in it.
-  void describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank);
+  /// `captured`: it may be replayed at any time.
+  void describe(int64_t call, std::shared_ptr<const std::vector<int64_t>> step_of_rank,
+                bool captured = false);
 
   /// Whether all peers have read what this rank has staged, or will not any more.
   bool all_read();
@@ -92,6 +94,8 @@ class RINGATTN_API SignalWatchdog {
  private:
   void restart();
   void check_peers(Phase phase);
+  std::optional<std::string> refused_in_replay(CallMonitor& monitor, Phase phase);
+  std::vector<int64_t> late_ranks(Phase phase, const std::vector<uint32_t>& reached) const;
   void give_up(Phase phase);
   void end_for(const WatchedSignals::CallMismatch& mismatch);
   void end(const std::function<std::string(CallMonitor&)>& why);
@@ -109,12 +113,14 @@ class RINGATTN_API SignalWatchdog {
   std::mutex mutex_;  // guards what follows
   int64_t call_ = 0;
   std::shared_ptr<const std::vector<int64_t>> step_of_rank_;
+  bool captured_ = false;  // any call has been
   bool closed_ = false, given_up_ = false;
   uint32_t last_phase_ = Phase{}.encoded(), last_calls_ = 0;
   Clock::time_point since_ = now_();                // of the present wait; now where nothing waits
   Clock::time_point next_check_ = since_;           // of what peers have published
   WaitReport report_;                               // of the present wait
   bool suspected_ = false;                          // the last poll found a late rank
+  std::optional<Clock::time_point> refused_since_;  // a peer has refused the next call
   std::optional<Clock::time_point> silent_since_;   // the device does not answer
   std::optional<Clock::time_point> leaving_since_;  // the group is gone, and not all has been read
   Clock::time_point released_;                      // the last release(); long ago: never

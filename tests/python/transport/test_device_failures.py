@@ -21,6 +21,7 @@ pytestmark = pytest.mark.multi_gpu
 
 TIMEOUT_S = 4.0
 GRACE_S = 6.0
+REFUSAL_S = 5.0  # a refusal is found within
 TRANSPORTS = ["nccl", "symmetric"]  # those that are watched here; the group watches its own
 
 
@@ -229,6 +230,45 @@ def test_ranks_in_different_calls_get_an_error(world_size, calls):
             for message in value["messages"]:
                 assert re.search(expected, message), message
             assert value["nan"]
+
+
+def refuse_while_others_replay(captures_decode: bool) -> str:
+    """Rank 1 refuses an eager call where the others replay a graph; what they are told."""
+    case = even("symmetric")
+    q, k, v = (x.to(this().device) for x in case.local_inputs())
+
+    def call() -> torch.Tensor:
+        if captures_decode:
+            return ringattn.decode_attention(q[:, :1], k, v)
+        return ringattn.ring_attention(q, k, v, case.partition, transport="symmetric")
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    torch.cuda.synchronize()
+    ringattn.synchronize()
+    if this().rank == 1:
+        with pytest.raises(ValueError, match="causal must be"):
+            ringattn.ring_attention(q, k, v, case.partition, causal="yes")
+        time.sleep(REFUSAL_S)  # this rank lives: it is not lost
+        return ""
+    start = time.monotonic()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < REFUSAL_S
+    with pytest.raises(dist.DistBackendError) as raised:
+        ringattn.synchronize()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("captures_decode", [False, True], ids=["ring", "decode"])
+def test_ranks_that_replay_a_graph_learn_at_once_that_a_peer_refuses_its_call(captures_decode):
+    with RankPool(2, "cuda", timeout_s=10 * REFUSAL_S) as pool:
+        message, _ = pool.run(refuse_while_others_replay, captures_decode)
+    assert "rank 1 refused a call while other ranks replay a CUDA graph: causal must be" in message
 
 
 def agree_and_die(victim: int, has_met: bool) -> dict[str, object]:

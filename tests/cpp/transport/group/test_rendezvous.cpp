@@ -87,6 +87,7 @@ class Calls : public CallMonitor {
   void check_peers(int64_t, const Ranks&, const std::string&) override {}
   void check_connections(const Ranks&, const std::string&) override {}
   std::optional<std::string> ended_by(int64_t, const Ranks&) override { return {}; }
+  std::optional<std::string> refused_next(const Ranks&) override { return {}; }
   void lose(int64_t, int64_t, const std::string&, const std::string&) override {}
   using CallMonitor::blame;
   std::string blame(int64_t, const std::string& place, const Ranks& suspects,
