@@ -87,6 +87,7 @@ ROOMS = {
     "attention/cuda/sm80": Room(
         rooms=(
             *("core", "attention/params.h", "attention/cuda/numeric.cuh"),
+            "attention/cuda/key_bounds.h",
             "peer_sync/dependent_launch.cuh",
         ),
         libraries=("cuda",),
@@ -94,11 +95,14 @@ ROOMS = {
     "attention/cuda/sm90": Room(
         rooms=(
             *("core", "peer_sync", "attention/params.h", "attention/cuda/alignment.h"),
-            *("attention/cuda/numeric.cuh", "attention/cuda/sm90/scheduler"),
+            *("attention/cuda/numeric.cuh", "attention/cuda/key_bounds.h"),
+            "attention/cuda/sm90/scheduler",
         ),
         libraries=("cuda",),
     ),
-    "attention/cuda/sm90/scheduler": Room(rooms=("core", "attention/params.h")),
+    "attention/cuda/sm90/scheduler": Room(
+        rooms=("core", "attention/params.h", "attention/cuda/key_bounds.h")
+    ),
     "decode_step": Room(rooms=("core", "attention/params.h")),
     "decode_step/cuda": Room(
         rooms=("core", "attention/params.h", "decode_step/params.h"), libraries=("cuda",)

@@ -88,7 +88,7 @@ struct SegmentedParams : KernelParams {
     CUtensorMap k;  // [kBlockK, 64]
     CUtensorMap v;  // [kBlockK, 64]
   } maps[kSegments];
-  KeyBounds keys[kSegments];
+  DiagonalBounds keys[kSegments];
   RemoteSegment remote[kSegments];
 
   /// Where work tiles are dispatched dynamically, those from first_tail_tile on are taken in this

@@ -133,7 +133,7 @@ struct QueryTile {
 
 /// Tiles of keys visible to rows of the work tile up to `rows_end`.
 template <typename Tile>
-__device__ __forceinline__ int visible_key_tiles(const KeyBounds& keys, const QueryTile& tile,
+__device__ __forceinline__ int visible_key_tiles(const DiagonalBounds& keys, const QueryTile& tile,
                                                  int rows_end) {
   // A row that exists. The first one does in unpaired tiles, where it makes their loops shorter.
   const int row = Tile::kInPairs ? tile.work_tile_end - 1 : tile.first_row;
@@ -149,8 +149,8 @@ struct VisibleTiles {
 
 ///   first_row  of the 64; `own` and `unmasked` are undefined if none of them exists
 template <typename Tile>
-__device__ __forceinline__ VisibleTiles visible_tiles(const KeyBounds& keys, const QueryTile& tile,
-                                                      int first_row) {
+__device__ __forceinline__ VisibleTiles visible_tiles(const DiagonalBounds& keys,
+                                                      const QueryTile& tile, int first_row) {
   const int by_first = min(keys.num_keys, first_row + 1 + keys.diagonal);
   return {visible_key_tiles<Tile>(keys, tile, tile.work_tile_end),
           visible_key_tiles<Tile>(keys, tile, min(first_row + kConsumerRows, tile.rows_end)),

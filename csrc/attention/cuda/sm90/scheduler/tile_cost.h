@@ -52,7 +52,7 @@ inline std::vector<WorkTile> timed_work_tiles(const BlockAttentionParams& p,
     // there.
     for (int segment = p.num_segments - 1; segment >= 0; --segment) {
       const KeySegment& keys = p.segments[segment];
-      const KeyBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
+      const DiagonalBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
       const int key_tiles =
           bounds.visible_tiles(assigned.first_row, assigned.work_tile_end, block_k);
       if (key_tiles == 0) continue;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "attention/cuda/key_bounds.h"
 #include "attention/params.h"
 #include "core/attention_tile.h"
 #include "core/ceil_div.h"
@@ -12,24 +13,6 @@
 // the kernel looks it up.
 
 namespace ringattn::cuda::sm90 {
-
-/// Keys under one diagonal: KeySegment without its memory.
-struct KeyBounds {
-  int num_keys;
-  int diagonal;
-  int first_query;
-
-  /// Keys visible to rows up to `rows_end`, all of them on the side of `first_query` that `row` is
-  /// on.
-  constexpr int visible(int row, int rows_end) const {
-    const int end = rows_end + diagonal;
-    return row < first_query || end < 0 ? 0 : end < num_keys ? end : num_keys;
-  }
-  /// The same, in tiles of `block_k` keys.
-  constexpr int visible_tiles(int row, int rows_end, int block_k) const {
-    return (visible(row, rows_end) + block_k - 1) / block_k;
-  }
-};
 
 /// The most work tiles that rebalance_tail reorders.
 constexpr int kMaxTailTiles = 1024;
@@ -138,7 +121,7 @@ inline int64_t tiles_walked(const BlockAttentionParams& p, int row_tiles, int bl
     end = begin + std::min(work_tile_rows, (begin < split ? split : p.num_queries) - begin);
     for (int i = 0; i < p.num_segments; ++i) {
       const KeySegment& keys = p.segments[i];
-      const KeyBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
+      const DiagonalBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
       walked += int64_t{row_tiles} * bounds.visible_tiles(begin, end, block_k);
     }
   }
@@ -188,7 +171,7 @@ inline bool all_see_all(const BlockAttentionParams& p, const TileScheduler& sche
   const int first_end = std::min(scheduler.shape.row_tiles * block_q, p.num_queries);
   return scheduler.split == 0 &&
          std::all_of(p.segments, p.segments + p.num_segments, [&](const KeySegment& keys) {
-           const KeyBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
+           const DiagonalBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
            return bounds.visible(0, first_end) == keys.num_keys;
          });
 }
