@@ -12,7 +12,18 @@ namespace ringattn::cuda {
 namespace {
 
 template <typename Element>
+cudaError_t dispatch_intervals(const BlockAttentionParams& p, cudaStream_t stream) {
+  if (p.head_dim <= 64) return sm80::launch_interval_attention<Element, 64>(p, stream);
+  if (p.head_dim <= 96) return sm80::launch_interval_attention<Element, 96>(p, stream);
+  if (p.head_dim <= 128) return sm80::launch_interval_attention<Element, 128>(p, stream);
+  if (p.head_dim <= 192) return sm80::launch_interval_attention<Element, 192>(p, stream);
+  if (p.head_dim <= 256) return sm80::launch_interval_attention<Element, 256>(p, stream);
+  return cudaErrorInvalidValue;
+}
+
+template <typename Element>
 cudaError_t dispatch_head_dim(const BlockAttentionParams& p, cudaStream_t stream) {
+  if (p.is_general()) return dispatch_intervals<Element>(p, stream);
   if (p.head_dim <= 64) return sm80::launch_block_attention<Element, 64>(p, stream);
   if (p.head_dim <= 96) return sm80::launch_block_attention<Element, 96>(p, stream);
   if (p.head_dim <= 128) return sm80::launch_block_attention<Element, 128>(p, stream);

@@ -191,8 +191,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   // A warp's queries are read by itself alone: their place is free for its results.
   const TilePosition to(p, order, block_index_again());
   store_results<Element, kM, Tile::kHeadDim, Gemm>(
-      p, to.batch, to.head, to.query_tile * Tile::kBlockQ + warp_row, out, softmax, scale_log2,
-      shared + warp_row * Tile::CopyQ::kRowPitch);
+      p, /*sinks=*/nullptr, to.batch, to.head, to.query_tile * Tile::kBlockQ + warp_row, out,
+      softmax, scale_log2, shared + warp_row * Tile::CopyQ::kRowPitch);
 }
 
 /// Heads whose keys and values take a third of L2 or less, whole groups of them.
@@ -211,7 +211,7 @@ inline cudaError_t heads_per_group(const BlockAttentionParams& p, int element_by
   return cudaSuccess;
 }
 
-template <typename Element, typename Tile>
+template <typename Element, typename Tile, auto kKernel>
 cudaError_t launch_tile(const BlockAttentionParams& p, cudaStream_t stream) {
   TileOrder order;
   order.query_tiles = (p.num_queries + Tile::kBlockQ - 1) / Tile::kBlockQ;
@@ -220,11 +220,10 @@ cudaError_t launch_tile(const BlockAttentionParams& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const int64_t blocks = int64_t{order.query_tiles} * order.heads;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  const auto kernel = block_attention_kernel<Element, Tile>;
-  error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
+  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               Tile::kSharedBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), Tile::kThreads, Tile::kSharedBytes, stream>>>(
+  kKernel<<<static_cast<unsigned>(blocks), Tile::kThreads, Tile::kSharedBytes, stream>>>(
       p, p.segments[0], order);
   return cudaGetLastError();
 }
@@ -235,7 +234,7 @@ cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t s
   constexpr auto kDataType = sizeof(Element) == 4 ? DataType::kFloat32 : DataType::kBFloat16;
   constexpr AttentionTile kTile = attention_tile(kDataType, kHeadDim);
   static_assert(kTile.rows == Tile::kBlockQ && kTile.keys == Tile::kBlockK);
-  return launch_tile<Element, Tile>(p, stream);
+  return launch_tile<Element, Tile, block_attention_kernel<Element, Tile>>(p, stream);
 }
 
 }  // namespace ringattn::cuda::sm80

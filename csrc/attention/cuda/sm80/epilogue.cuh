@@ -51,10 +51,11 @@ __device__ __forceinline__ void store_rounded(void* data, int64_t offset, const 
 }
 
 /// Finishes the warp's rows first_row .. first_row + 16 * kM - 1: normalises, merges with the
-/// state, stores.
+/// state, gives final rows their sink, stores.
 template <typename Element, int kM, int kHeadDim, typename Products>
-__device__ __forceinline__ void store_results(const BlockAttentionParams& p, int batch, int head,
-                                              int first_row, const typename Products::Out& out,
+__device__ __forceinline__ void store_results(const BlockAttentionParams& p, const float* sinks,
+                                              int batch, int head, int first_row,
+                                              const typename Products::Out& out,
                                               const OnlineSoftmax<kM>& softmax, float scale_log2,
                                               unsigned char* shared) {
   constexpr int kChunksPerRow = kHeadDim / 4;
@@ -92,6 +93,12 @@ __device__ __forceinline__ void store_results(const BlockAttentionParams& p, int
         const MergeWeights weights(before_lse, row_lse);
         keep = weights.first;
         norm *= weights.second;
+        row_lse = weights.lse;
+      }
+      if (sinks != nullptr && own_row >= p.final_begin && own_row < p.final_end) {
+        const MergeWeights weights(row_lse, sinks[head]);
+        keep *= weights.first;
+        norm *= weights.first;
         row_lse = weights.lse;
       }
       __syncwarp();  // the quad has read lse, and the warp its last rows

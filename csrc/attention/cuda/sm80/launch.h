@@ -16,7 +16,7 @@ namespace ringattn::cuda::sm80 {
 /// are local; the scratch is not touched.
 inline bool supports(const BlockAttentionParams& p) {
   return p.num_segments == 1 && p.segments[0].first_query == 0 && !p.segments[0].is_remote() &&
-         p.fetch == Fetch::kNone && !p.is_general();
+         p.fetch == Fetch::kNone;
 }
 
 constexpr AttentionTile attention_tile(DataType dtype, int head_dim) {
@@ -32,9 +32,13 @@ constexpr AttentionTile attention_tile(DataType dtype, int head_dim) {
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream);
 
+/// The same for general calls (params.h).
+template <typename Element, int kHeadDim>
+cudaError_t launch_interval_attention(const BlockAttentionParams& p, cudaStream_t stream);
+
 /// kHeadDim in {64, 128, 256}. With p.workspace, states [splits][B, S_q, H, D] and, behind them,
 /// their lse [splits][B, H, S_q] go there. Without, the result of the only split goes to p.out,
-/// float32, and p.lse. num_keys > 0.
+/// float32, and p.lse. num_keys > 0, or sinks are given.
 template <typename Element, int kHeadDim>
 cudaError_t launch_decode_attention(const DecodeAttentionParams& p, int splits,
                                     cudaStream_t stream);

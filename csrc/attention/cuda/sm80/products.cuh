@@ -78,17 +78,9 @@ struct Products {
     }
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      // The accumulators of two score tiles are, rounded, one operand of the next product.
       uint32_t a[kM][4];
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        const float(&left)[4] = p[m][2 * step];
-        const float(&right)[4] = p[m][2 * step + 1];
-        a[m][0] = pack<Element>(left[0], left[1]);
-        a[m][1] = pack<Element>(left[2], left[3]);
-        a[m][2] = pack<Element>(right[0], right[1]);
-        a[m][3] = pack<Element>(right[2], right[3]);
-      }
+      for (int m = 0; m < kM; ++m) pack_step(a[m], p[m][2 * step], p[m][2 * step + 1]);
 #pragma unroll
       for (int n = 0; n < kOutTiles; n += 2) {
         uint32_t b[4];
@@ -101,6 +93,55 @@ struct Products {
         }
       }
     }
+  }
+
+  /// The same for rows that see some key of the tile. The others, whose probabilities are 0, keep
+  /// `out` also where v is not finite: the sums of the product cannot go into `out` itself.
+  __device__ static __forceinline__ void accumulate_where(const bool (&sees)[kM][2], Out& out,
+                                                          const float (&decay)[kM][2],
+                                                          const Scores& p, uint32_t v,
+                                                          int /*head_dim*/) {
+    constexpr int kSteps = kKeys / 16;
+    const int lane = threadIdx.x % kWarpSize;
+    const uint32_t v_lane = v + (lane % 16) * kRowPitch + ((lane / 16) ^ (lane % 8)) * kChunkBytes;
+    uint32_t a[kSteps][kM][4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int m = 0; m < kM; ++m) pack_step(a[step][m], p[m][2 * step], p[m][2 * step + 1]);
+#pragma unroll
+    for (int n = 0; n < kOutTiles; n += 2) {
+      float part[kM][2][4] = {};
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        uint32_t b[4];
+        load_matrices_transposed(
+            b, (v_lane ^ (n % 8 * kChunkBytes)) + n / 8 * kLineBytes + step * 16 * kRowPitch);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          mma_m16n8k16<Element>(part[m][0], a[step][m], b[0], b[1]);
+          mma_m16n8k16<Element>(part[m][1], a[step][m], b[2], b[3]);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            float& o = out[m][n + i][c];
+            if (sees[m][c / 2]) o = fmaf(o, decay[m][c / 2], part[m][i][c]);
+          }
+    }
+  }
+
+  /// The accumulators of two score tiles are, rounded, one operand of the next product.
+  __device__ static __forceinline__ void pack_step(uint32_t (&a)[4], const float (&left)[4],
+                                                   const float (&right)[4]) {
+    a[0] = pack<Element>(left[0], left[1]);
+    a[1] = pack<Element>(left[2], left[3]);
+    a[2] = pack<Element>(right[0], right[1]);
+    a[3] = pack<Element>(right[2], right[3]);
   }
 };
 
@@ -188,6 +229,16 @@ struct Products<float, kM, kKeys, kHeadDim> {
 
   __device__ static __forceinline__ void accumulate(Out& out, const float (&decay)[kM][2],
                                                     const Scores& p, uint32_t v, int head_dim) {
+    bool all[kM][2];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) all[m][0] = all[m][1] = true;
+    accumulate_where(all, out, decay, p, v, head_dim);
+  }
+
+  __device__ static __forceinline__ void accumulate_where(const bool (&sees)[kM][2], Out& out,
+                                                          const float (&decay)[kM][2],
+                                                          const Scores& p, uint32_t v,
+                                                          int head_dim) {
     // Slot t of a product's eight keys is key 2t, slot t + 4 is key 2t + 1: as the scores lie.
     const int lane = threadIdx.x % kWarpSize;
     const int g = lane / 4;
@@ -234,6 +285,7 @@ struct Products<float, kM, kKeys, kHeadDim> {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
               float& o = out[m][4 * line + i][c];
+              if (!sees[m][c / 2]) continue;
               o = fmaf(o, begin == 0 ? decay[m][c / 2] : 1.0f, large[m][i][c] + small[m][i][c]);
             }
       }

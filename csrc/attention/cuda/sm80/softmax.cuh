@@ -4,7 +4,9 @@
 #include <cfloat>
 #include <cmath>
 
+#include "attention/cuda/key_bounds.h"
 #include "attention/cuda/numeric.cuh"
+#include "attention/cuda/softcap.cuh"
 
 // Online softmax over tiles of scores laid out as products.cuh says: a lane holds parts of 2 * kM
 // rows, and the four lanes of a quad hold a row.
@@ -35,6 +37,38 @@ __device__ __forceinline__ void mask_scores(float (&s)[kM][kTiles][4], int last_
           if (8 * n + c > last) s[m][n][2 * half + c] = -INFINITY;
         }
     }
+}
+
+/// The same for rows that see keys of one interval each, this lane's rows those of `ranges`.
+///   first_key: of the tile
+template <int kM, int kTiles>
+__device__ __forceinline__ void mask_scores(float (&s)[kM][kTiles][4],
+                                            const KeyRange (&ranges)[kM][2], int first_key) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int begin = ranges[m][half].begin - first_key - 2 * t;
+      const int end = ranges[m][half].end - first_key - 2 * t;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (8 * n + c < begin || 8 * n + c >= end) s[m][n][2 * half + c] = -INFINITY;
+        }
+    }
+}
+
+/// Raw scores become the arguments of the softmax that `softcap` says.
+template <int kM, int kTiles>
+__device__ __forceinline__ void cap_scores(float (&s)[kM][kTiles][4], const Softcap& softcap) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[m][n][c] = softcap(s[m][n][c]);
 }
 
 template <int kM>

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/cuda/sm80/interval_attention_kernel.cuh"
+
+namespace ringattn::cuda::sm80 {
+
+template cudaError_t launch_interval_attention<float, 64>(const BlockAttentionParams&,
+                                                          cudaStream_t);
+template cudaError_t launch_interval_attention<float, 96>(const BlockAttentionParams&,
+                                                          cudaStream_t);
+template cudaError_t launch_interval_attention<float, 128>(const BlockAttentionParams&,
+                                                           cudaStream_t);
+template cudaError_t launch_interval_attention<float, 192>(const BlockAttentionParams&,
+                                                           cudaStream_t);
+template cudaError_t launch_interval_attention<float, 256>(const BlockAttentionParams&,
+                                                           cudaStream_t);
+
+}  // namespace ringattn::cuda::sm80
