@@ -33,8 +33,7 @@ std::pair<at::Tensor, at::Tensor> split(const at::Tensor& partials, const at::Te
 #ifdef RINGATTN_WITH_CUDA
 // Into out [B, T, H, D], of q's dtype or float32, and lse [B, H, T], both contiguous.
 void decode_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                 const std::optional<at::Tensor>& key_lengths, const at::Tensor& out,
-                 const at::Tensor& lse) {
+                 const DecodeMask& mask, const at::Tensor& out, const at::Tensor& lse) {
   const at::Tensor queries = as_kernel_input(q), keys = as_kernel_input(k),
                    values = as_kernel_input(v);
   DecodeAttentionParams params;
@@ -42,8 +41,15 @@ void decode_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
   params.q = strided(queries);
   params.k = strided(keys);
   params.v = strided(values);
-  const at::Tensor lengths = key_lengths ? key_lengths->contiguous() : at::Tensor();
-  if (key_lengths) params.key_lengths = lengths.data_ptr<int32_t>();
+  const auto contiguous = [](const std::optional<at::Tensor>& x) {
+    return x ? x->contiguous() : at::Tensor();
+  };
+  const at::Tensor lengths = contiguous(mask.key_lengths), begins = contiguous(mask.key_begins);
+  if (lengths.defined()) params.key_lengths = lengths.const_data_ptr<int32_t>();
+  if (begins.defined()) params.key_begins = begins.const_data_ptr<int32_t>();
+  const at::Tensor sinks = mask.sinks ? mask.sinks->to(at::kFloat).contiguous() : at::Tensor();
+  if (sinks.defined()) params.sinks = sinks.const_data_ptr<float>();
+  params.softcap = static_cast<float>(mask.softcap);
   params.out = out.mutable_data_ptr();
   params.out_dtype = data_type(out.scalar_type());
   params.lse = lse.data_ptr<float>();
@@ -59,7 +65,7 @@ void decode_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
 }  // namespace
 
 at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          double scale, const std::optional<at::Tensor>& key_lengths) {
+                          double scale, const DecodeMask& mask) {
   const auto wide = q.options().dtype(state_dtype(q.scalar_type()));
   at::Tensor partial = at::empty({partial_floats(q)}, wide);
   if (q.numel() == 0) return partial;
@@ -67,42 +73,46 @@ at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Te
   const at::Tensor out = outs.select(0, 0), lse = lses.select(0, 0);
 #ifdef RINGATTN_WITH_CUDA
   if (q.is_cuda()) {
-    decode_cuda(q, k, v, scale, key_lengths, out, lse);
+    decode_cuda(q, k, v, scale, mask, out, lse);
     return partial;
   }
 #endif
-  const auto attend = [&](int64_t first_row, int64_t num_rows, int64_t num_keys) {
+  const auto attend = [&](int64_t first_row, int64_t num_rows, int64_t begin, int64_t end) {
     const auto rows = [&](const at::Tensor& x) { return x.narrow(0, first_row, num_rows); };
     AttentionResult result;
     result.state = rows(out);
     result.lse = rows(lse);
-    block_attention(rows(q), {{rows(k).narrow(1, 0, num_keys), rows(v).narrow(1, 0, num_keys)}},
-                    scale, result);
+    block_attention(
+        rows(q), {{rows(k).narrow(1, begin, end - begin), rows(v).narrow(1, begin, end - begin)}},
+        scale, result);
   };
-  if (!key_lengths) {
-    attend(0, q.size(0), k.size(1));
+  if (!mask.key_lengths && !mask.key_begins) {
+    attend(0, q.size(0), 0, k.size(1));
     return partial;
   }
-  const at::Tensor lengths = key_lengths->contiguous();
+  const auto bound = [](const std::optional<at::Tensor>& bounds, int64_t row, int64_t otherwise) {
+    return bounds ? (*bounds)[row].item<int64_t>() : otherwise;
+  };
   for (int64_t row = 0; row < q.size(0); ++row) {
-    attend(row, 1, std::clamp<int64_t>(lengths.const_data_ptr<int32_t>()[row], 0, k.size(1)));
+    const int64_t end = std::clamp<int64_t>(bound(mask.key_lengths, row, k.size(1)), 0, k.size(1));
+    attend(row, 1, std::clamp<int64_t>(bound(mask.key_begins, row, 0), 0, end), end);
   }
   return partial;
 }
 
 std::pair<at::Tensor, at::Tensor> decode_alone(const at::Tensor& q, const at::Tensor& k,
                                                const at::Tensor& v, double scale,
-                                               const std::optional<at::Tensor>& key_lengths) {
+                                               const DecodeMask& mask) {
 #ifdef RINGATTN_WITH_CUDA
   if (q.is_cuda() && q.numel() > 0) {
     at::Tensor out = at::empty(q.sizes(), q.options());
     at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)},
                                q.options().dtype(state_dtype(q.scalar_type())));
-    decode_cuda(q, k, v, scale, key_lengths, out, lse);
+    decode_cuda(q, k, v, scale, mask, out, lse);
     return {out, lse};
   }
 #endif
-  return merge_partials(decode_partial(q, k, v, scale, key_lengths), q);
+  return merge_partials(decode_partial(q, k, v, scale, mask), q);
 }
 
 std::pair<at::Tensor, at::Tensor> merge_partials(const at::Tensor& partials, const at::Tensor& q) {

@@ -12,18 +12,27 @@
 
 namespace ringattn {
 
-/// Few queries [B, T, H, D] against this rank's cached keys k, v [B, S_k, H_kv, D]. Batch row b
-/// sees its first key_lengths[b] keys (int32 [B], clamped to [0, S_k]); without key_lengths, all.
-/// Returns one buffer in state dtype: out [B, T, H, D], then lse [B, H, T], so that ranks exchange
-/// it in one message. S_k may be 0.
+/// Which keys a batch row sees, and what happens to its scores.
+struct DecodeMask {
+  std::optional<at::Tensor> key_lengths;  // int32 [B]: row b sees its first key_lengths[b] keys,
+                                          // clamped to [0, S_k]; without: all of them
+  std::optional<at::Tensor> key_begins;   // int32 [B]: but not those before key_begins[b], likewise
+  double softcap = 0.0;                   // scores become softcap * tanh(score / softcap); 0: off
+  std::optional<at::Tensor> sinks;        // [H], of any float type: joins the softmax's denominator
+};
+
+/// Few queries [B, T, H, D] against this rank's cached keys k, v [B, S_k, H_kv, D]. Returns one
+/// buffer in state dtype: out [B, T, H, D], then lse [B, H, T], so that ranks exchange it in one
+/// message. S_k may be 0. Of the ranks whose partials are merged, one gives sinks.
 RINGATTN_API at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k,
                                        const at::Tensor& v, double scale,
-                                       const std::optional<at::Tensor>& key_lengths = {});
+                                       const DecodeMask& mask = {});
 
 /// The same where no other rank has keys: out like q and lse [B, H, T] in state dtype.
-RINGATTN_API std::pair<at::Tensor, at::Tensor> decode_alone(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-    const std::optional<at::Tensor>& key_lengths = {});
+RINGATTN_API std::pair<at::Tensor, at::Tensor> decode_alone(const at::Tensor& q,
+                                                            const at::Tensor& k,
+                                                            const at::Tensor& v, double scale,
+                                                            const DecodeMask& mask = {});
 
 /// Merges what decode_partial returned on every rank, partials [W, B * T * H * (D + 1)], in rank
 /// order. Returns out like q and lse [B, H, T] in state dtype.

@@ -4,6 +4,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <utility>
 
 #include "ops/checks.h"
@@ -13,26 +14,47 @@ namespace ringattn {
 namespace {
 
 // Without the number of keys: it may differ between ranks.
-Signature signature(const at::Tensor& q, const at::Tensor& k, double scale) {
+Signature signature(const at::Tensor& q, const at::Tensor& k, double scale,
+                    const DecodeMask& mask) {
   return Signature("decode_attention")
       .add("shape of q", q.sizes())
       .add("key heads", k.size(2))
       .add("dtype", dtype_name(q.scalar_type()))
       .add("device type", c10::DeviceTypeName(q.device().type()))
-      .add("scale", scale);
+      .add("scale", scale)
+      .add("softcap", mask.softcap)
+      .add("sinks", mask.sinks.has_value())
+      .add("key_begins", mask.key_begins.has_value());
+}
+
+void check_bounds(const at::Tensor& bounds, const char* name, const at::Tensor& q) {
+  RINGATTN_CHECK(bounds.scalar_type() == at::kInt, name, " must be torch.int32, got ",
+                 dtype_name(bounds.scalar_type()));
+  RINGATTN_CHECK(bounds.dim() == 1 && bounds.size(0) == q.size(0), name,
+                 " must have shape [B], B = ", q.size(0), ", got ", bounds.sizes());
+  RINGATTN_CHECK(bounds.device() == q.device(), name, " must be on the device of q, ", q.device(),
+                 ", got ", bounds.device());
 }
 
 void check_decode(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                  const std::optional<at::Tensor>& key_lengths) {
+                  const DecodeMask& mask) {
   check_attention(q, k, v, scale);
-  if (!key_lengths) return;
-  RINGATTN_CHECK(key_lengths->scalar_type() == at::kInt, "key_lengths must be torch.int32, got ",
-                 dtype_name(key_lengths->scalar_type()));
-  RINGATTN_CHECK(key_lengths->dim() == 1 && key_lengths->size(0) == q.size(0),
-                 "key_lengths must have shape [B], B = ", q.size(0), ", got ",
-                 key_lengths->sizes());
-  RINGATTN_CHECK(key_lengths->device() == q.device(), "key_lengths must be on the device of q, ",
-                 q.device(), ", got ", key_lengths->device());
+  if (mask.key_lengths) check_bounds(*mask.key_lengths, "key_lengths", q);
+  if (mask.key_begins) check_bounds(*mask.key_begins, "key_begins", q);
+  RINGATTN_CHECK(mask.softcap >= 0.0 && std::isfinite(mask.softcap),
+                 "softcap must be finite and not negative, got ", mask.softcap);
+  if (mask.sinks) {
+    const at::Tensor& sinks = *mask.sinks;
+    RINGATTN_CHECK(at::isFloatingType(sinks.scalar_type()), "sinks must be of a float dtype, got ",
+                   dtype_name(sinks.scalar_type()));
+    RINGATTN_CHECK(sinks.dim() == 1 && sinks.size(0) == q.size(2),
+                   "sinks must have shape [H], H = ", q.size(2), ", got ", sinks.sizes());
+    RINGATTN_CHECK(sinks.device() == q.device(), "sinks must be on the device of q, ", q.device(),
+                   ", got ", sinks.device());
+  }
+  RINGATTN_CHECK(q.is_cuda() || (mask.softcap == 0.0 && !mask.sinks),
+                 "softcap and sinks must be left out on the CPU, got ",
+                 mask.sinks ? "sinks" : "softcap");
 }
 
 using OutAndLse = std::tuple<at::Tensor, at::Tensor>;
@@ -47,29 +69,33 @@ MessageTransport* exchanging_transport(GroupContext& group, const at::Tensor& q)
 
 OutAndLse decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                               double scale, c10::string_view group_name,
-                              const std::optional<at::Tensor>& key_lengths) {
+                              const std::optional<at::Tensor>& key_lengths,
+                              const std::optional<at::Tensor>& key_begins, double softcap,
+                              const std::optional<at::Tensor>& sinks) {
+  DecodeMask mask = {key_lengths, key_begins, softcap, sinks};
   const c10::DeviceGuard guard(q.device());
   const auto group = group_name.empty() ? nullptr : GroupContext::resolve(std::string(group_name));
   const CallEntry entry(group.get(), "decode_attention");
   if (!group || group->size() == 1) {
-    check_decode(q, k, v, scale, key_lengths);
-    return decode_alone(q, k, v, scale, key_lengths);
+    check_decode(q, k, v, scale, mask);
+    return decode_alone(q, k, v, scale, mask);
   }
   Signature asked = check_call(*group, [&] {
-    check_decode(q, k, v, scale, key_lengths);
+    check_decode(q, k, v, scale, mask);
     group->check_device(q.device());
-    Signature made = signature(q, k, scale);
+    Signature made = signature(q, k, scale, mask);
     check_capture(*group, made, q.device(), [&]() -> const MessageTransport& {
       const MessageTransport* exchanging = exchanging_transport(*group, q);
       return exchanging != nullptr ? *exchanging : group->collectives(q.device());
     });
     return made;
   });
+  if (group->rank() != 0) mask.sinks.reset();  // one rank adds them
   const int64_t call =
       group->begin_call(std::make_shared<const Signature>(std::move(asked)), /*tagged=*/q.is_cpu());
   return group->run(call, [&]() -> OutAndLse {
     if (MessageTransport* exchanging = exchanging_transport(*group, q)) {
-      const at::Tensor partial = decode_partial(q, k, v, scale, key_lengths);
+      const at::Tensor partial = decode_partial(q, k, v, scale, mask);
       OutAndLse merged;
       exchanging->exchange_partials(call, [&](const PartialExchange& exchange) {
         merged = exchange_partials(partial, q, exchange);
@@ -77,7 +103,7 @@ OutAndLse decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at
       return merged;
     }
     CollectiveTransport& transport = group->collectives(q.device());
-    const at::Tensor partial = decode_partial(q, k, v, scale, key_lengths);
+    const at::Tensor partial = decode_partial(q, k, v, scale, mask);
     auto [out, lse] = merge_partials(transport.all_gather(partial, call), q);
     transport.guard({out, lse});
     return {out, lse};

@@ -42,9 +42,11 @@ TORCH_LIBRARY(ringattn, m) {
   m.def("wait_kv(Tensor received, Tensor sent) -> Tensor");
   // q [B, T, H, D], the same on all ranks; k, v: the keys that this rank holds, any number.
   // key_lengths int32 [B]: row b sees this rank's first key_lengths[b] keys; none: all of them.
+  // key_begins int32 [B]: but not those before key_begins[b]. sinks [H], of any float type.
   m.def(
       "decode_attention(Tensor q, Tensor k, Tensor v, float scale, str group_name,"
-      " Tensor? key_lengths=None) -> (Tensor out, Tensor lse)");
+      " Tensor? key_lengths=None, Tensor? key_begins=None, float softcap=0.0, Tensor? sinks=None)"
+      " -> (Tensor out, Tensor lse)");
   // Between the products of one decoded token, on CUDA. x, delta [..., E]; weight [E].
   m.def(
       "add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps)"

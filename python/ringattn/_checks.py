@@ -370,6 +370,25 @@ def finite_scale(scale: float | None, q: torch.Tensor) -> float:
     return float(scale)
 
 
+def finite_softcap(softcap: float | None) -> float:
+    """``softcap`` as a float; None, which other packages take for no softcap, is 0."""
+    if softcap is None:
+        return 0.0
+    if isinstance(softcap, torch.Tensor):  # a learned one would silently be a constant
+        raise ValueError("softcap must be a number, got a tensor")
+    try:
+        if isinstance(softcap, bool):
+            raise TypeError
+        valid = 0 <= softcap <= sys.float_info.max  # torch.compile traces this
+    except (TypeError, ValueError):
+        raise ValueError(f"softcap must be a number, got {softcap!r}") from None
+    if not valid:
+        got = "a number past the range of floats" if isinstance(softcap, int) else softcap
+        got = softcap if softcap < 0 else got
+        raise ValueError(f"softcap must be finite and not negative, got {got}")
+    return float(softcap)
+
+
 def check_transport(transport: Any, *, in_build: bool = False) -> None:
     """ValueError for what is no name; with ``in_build`` also for a transport that this build does
     not have, which a ring call leaves to the operator."""

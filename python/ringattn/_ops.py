@@ -173,6 +173,9 @@ def _(
     scale: float,
     group_name: str,
     key_lengths: torch.Tensor | None = None,
+    key_begins: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_attention(q, k, v)
     return q.new_empty(q.shape), _new_lse(q)

@@ -32,6 +32,9 @@ bool needs_merge(const DecodeAttentionParams& p, int splits) {
   return splits > 1 || p.out_dtype != DataType::kFloat32;
 }
 
+/// Whether the result is empty states, for which no kernel of attention needs to run.
+bool is_empty(const DecodeAttentionParams& p) { return p.num_keys == 0 && p.sinks == nullptr; }
+
 int64_t num_rows(const DecodeAttentionParams& p) {
   return int64_t{p.batch} * p.num_queries * p.num_heads;
 }
@@ -75,14 +78,14 @@ cudaError_t merge_splits(const DecodeAttentionParams& p, int splits, cudaStream_
 }  // namespace
 
 int64_t decode_workspace_floats(const DecodeAttentionParams& p, int num_sms) {
-  if (p.num_kv_heads == 0 || p.num_keys == 0) return 0;
+  if (p.num_kv_heads == 0 || is_empty(p)) return 0;
   const int splits = num_splits(p, num_sms);
   return needs_merge(p, splits) ? splits * num_rows(p) * (p.head_dim + 1) : 0;
 }
 
 cudaError_t decode_attention(const DecodeAttentionParams& p, cudaStream_t stream) {
   if (num_rows(p) == 0) return cudaSuccess;
-  if (p.num_keys == 0) return merge_splits(p, 0, stream);
+  if (is_empty(p)) return merge_splits(p, 0, stream);
   int device = 0, num_sms = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess)

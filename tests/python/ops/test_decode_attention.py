@@ -1,50 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding from a cache that is spread across ranks."""
 
-from dataclasses import dataclass
-
 import pytest
 import ringattn
 import torch
+from _decode import CACHES, DTYPES, Cache
 from _distributed import RankPool, this
 from _numerics import check_attention, poisoned_memory
 from torch.utils.flop_counter import FlopCounterMode
-
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-
-#: Cached keys of each rank.
-CACHES = {
-    1: [[17], [0], [300]],
-    2: [[5, 12], [0, 9], [129, 200]],
-    3: [[4, 4, 4], [0, 0, 11], [1, 160, 0]],
-    4: [[3, 0, 7, 1], [0, 0, 0, 2], [64, 65, 1, 130]],
-}
-
-
-@dataclass(frozen=True)
-class Cache:
-    """One call."""
-
-    lengths: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    num_queries: int = 1
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 64
-    scale: float | None = None
-
-    def inputs(self, device: torch.device | str):
-        generator = torch.Generator().manual_seed(2)
-        rows = sum(self.lengths)
-        q = torch.randn(2, self.num_queries, self.num_heads, self.head_dim, generator=generator)
-        k = torch.randn(2, rows, self.num_kv_heads, self.head_dim, generator=generator)
-        v = torch.randn(2, rows, self.num_kv_heads, self.head_dim, generator=generator)
-        return tuple(x.to(device, self.dtype) for x in (q, k, v))
-
-    def local_inputs(self):
-        q, k, v = self.inputs(this().device)
-        rank = this().rank
-        return q, k.split(self.lengths, dim=1)[rank], v.split(self.lengths, dim=1)[rank]
 
 
 def decode(cache: Cache) -> torch.Tensor:
@@ -138,18 +101,92 @@ def decode_with_all_lengths(cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
     return ringattn.decode_attention(q, k, v, key_lengths=full), ringattn.decode_attention(q, k, v)
 
 
+@pytest.mark.parametrize("name", ["key_lengths", "key_begins"])
 @pytest.mark.parametrize(
-    ("key_lengths", "sentence"),
+    ("bounds", "sentence"),
     [
-        (torch.tensor([1.0, 2.0]), "key_lengths must be torch.int32 or torch.int64, got torch.flo"),
-        (torch.tensor([1, 2, 3]), r"key_lengths must have shape \[B\], B = 2, got \[3\]"),
-        ([1, 2], "key_lengths must be a tensor, got list"),
+        (torch.tensor([1.0, 2.0]), "must be torch.int32 or torch.int64, got torch.float32"),
+        (torch.tensor([1, 2, 3]), r"must have shape \[B\], B = 2, got \[3\]"),
+        ([1, 2], "must be a tensor, got list"),
     ],
 )
-def test_wrong_key_lengths_are_refused(key_lengths, sentence):
+def test_wrong_bounds_of_keys_are_refused(name, bounds, sentence):
     q, k, v = (x.contiguous() for x in Cache((4,)).inputs("cpu"))
-    with pytest.raises(ValueError, match=sentence):
-        ringattn.decode_attention(q, k, v, key_lengths=key_lengths)
+    with pytest.raises(ValueError, match=f"{name} {sentence}"):
+        ringattn.decode_attention(q, k, v, **{name: bounds})
+
+
+def bounds_of_rows(cache: Cache) -> list[list[tuple[int, int]]]:
+    """(begin, length) over the rows and ranks: none, some and all keys, also past both ends."""
+    return [
+        [
+            [(-3, n + 2), (n // 3, n), (n // 2, n // 2 + 1), (n, n), (n // 2, n // 4), (1, n + 9)][
+                (5 * row + rank) % 6
+            ]
+            for rank, n in enumerate(cache.lengths)
+        ]
+        for row in range(2)
+    ]
+
+
+def rows_with_begins(cache: Cache, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that a row does not see are NaN."""
+    q, k, v = cache.local_inputs()
+    k, v = k.clone(), v.clone()
+    bounds = [row[this().rank] for row in bounds_of_rows(cache)]
+    for row, (begin, length) in enumerate(bounds):
+        for x in (k, v):
+            x[row, : max(0, begin)] = x[row, max(0, length) :] = torch.nan
+    begins, lengths = torch.tensor(bounds, device=q.device, dtype=dtype).unbind(1)
+    with poisoned_memory():
+        return ringattn.decode_attention(
+            *(q, k, v), key_begins=begins, key_lengths=lengths, return_lse=True
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bounds_dtype", [torch.int32, torch.int64])
+def test_key_begins_hide_the_start_of_the_cache(ring, dtype, bounds_dtype):
+    for lengths in CACHES[ring.world_size]:
+        cache = Cache(tuple(lengths), dtype, num_queries=3)
+        results = ring.run(rows_with_begins, cache, bounds_dtype)
+        out, lse = results[0]
+        for other_out, other_lse in results[1:]:
+            assert torch.equal(other_out, out) and torch.equal(other_lse, lse)
+        q, k, v = cache.inputs("cpu")
+        for row, bounds in enumerate(bounds_of_rows(cache)):
+            seen = [
+                (torch.arange(n) >= begin) & (torch.arange(n) < end)
+                for n, (begin, end) in zip(lengths, bounds, strict=True)
+            ]
+            visible = torch.cat(seen).expand(cache.num_queries, -1).to(ring.device_type)
+            one = slice(row, row + 1)
+            on_device = [x[one].to(ring.device_type) for x in (out, lse, q, k, v)]
+            check_attention(*on_device, visible=visible, what=f"row {row} {cache}")
+
+
+def decode_with_no_begins(cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = cache.local_inputs()
+    none = torch.zeros(2, dtype=torch.int32, device=q.device)
+    return ringattn.decode_attention(q, k, v, key_begins=none), ringattn.decode_attention(q, k, v)
+
+
+def test_key_begins_that_hide_nothing_change_no_bit(ring):
+    for lengths in CACHES[ring.world_size]:
+        everything = ring.run(decode_with_no_begins, Cache(tuple(lengths), torch.float32))
+        assert all(torch.equal(a, b) for a, b in everything)
+
+
+def begins_on_one_rank(cache: Cache) -> None:
+    q, k, v = cache.local_inputs()
+    begins = torch.zeros(2, dtype=torch.int32) if this().rank == 1 else None
+    ringattn.decode_attention(q, k, v, key_begins=begins)
+
+
+def test_ranks_that_differ_in_what_they_mask_with_are_told_so(shared_ring):
+    lengths = (4,) * shared_ring.world_size
+    for outcome in shared_ring.outcomes(begins_on_one_rank, Cache(lengths)):
+        assert outcome.error is not None and "key_begins" in outcome.message
 
 
 def step_by_step(num_steps: int) -> torch.Tensor:
@@ -196,6 +233,10 @@ def well_behaved(cache: Cache) -> None:
     torch.library.opcheck(operator, (q, k, v, 0.1, name))
     lengths = torch.ones(2, dtype=torch.int32, device=q.device)
     torch.library.opcheck(operator, (q, k, v, 0.1, name, lengths))
+    torch.library.opcheck(operator, (q, k, v, 0.1, name, None, lengths))
+    if q.is_cuda:
+        sinks = torch.ones(q.size(2), device=q.device)
+        torch.library.opcheck(operator, (q, k, v, 0.1, name, lengths, lengths, 30.0, sinks))
 
 
 def test_the_operator_is_well_behaved(ring):

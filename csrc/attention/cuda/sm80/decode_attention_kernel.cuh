@@ -7,6 +7,7 @@
 #include "attention/cuda/sm80/launch.h"
 #include "attention/cuda/sm80/products.cuh"
 #include "attention/cuda/sm80/softmax.cuh"
+#include "attention/cuda/softcap.cuh"
 #include "attention/params.h"
 #include "peer_sync/dependent_launch.cuh"
 
@@ -14,7 +15,8 @@
 // product, so keys and values are read once for all of them. A thread block takes one split of the
 // keys; its warps take chunks of 16 keys in rotation, each with a ring of stages of its own, and
 // synchronise only to merge at the end. The splits divide the keys that are visible, which the
-// kernel reads from key_lengths: a captured launch goes on dividing them evenly as they grow.
+// kernel reads from key_begins and key_lengths: a captured launch goes on dividing them evenly as
+// they grow.
 
 namespace ringattn::cuda::sm80 {
 
@@ -56,17 +58,22 @@ __global__ void __launch_bounds__(Tile::kThreads)
   const int64_t batch = blockIdx.x / row_tiles / p.num_kv_heads;
   const int first_row = blockIdx.x % row_tiles * Tile::kRows;
   const int num_rows = min(Tile::kRows, group * p.num_queries - first_row);
-  // Keys at `end` and later are never read: they may be uninitialised memory.
-  const int visible =
+  // Keys before `begin`, and at `end` and later, are never read: they may be uninitialised memory.
+  const int visible_end =
       p.key_lengths == nullptr ? p.num_keys : max(0, min(p.key_lengths[batch], p.num_keys));
+  const int visible_begin =
+      p.key_begins == nullptr ? 0 : max(0, min(p.key_begins[batch], visible_end));
+  const int visible = visible_end - visible_begin;
   constexpr int kRound = Tile::kWarps * Tile::kKeys;  // whole rounds of the warps
   const int keys_per_split = ((visible - 1) / static_cast<int>(gridDim.y) / kRound + 1) * kRound;
-  const int begin = min(split * keys_per_split, visible);  // the last splits may stay empty
-  const int end = min(begin + keys_per_split, visible);
+  // The last splits may stay empty.
+  const int begin = visible_begin + min(split * keys_per_split, visible);
+  const int end = min(begin + keys_per_split, visible_end);
 
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  const float scale_log2 = scale_in_powers_of_two(p.scale);
+  const Softcap softcap(fabsf(p.scale), p.softcap);
+  const float scale_log2 = p.softcap != 0.0f ? softcap.outer_log2 : scale_in_powers_of_two(p.scale);
 
   unsigned char* warp_shared = shared + Tile::kQueryBytes + warp * Tile::kWarpBytes;
   float* all_lse =
@@ -119,6 +126,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
     const uint32_t k = stages + stage * Tile::kStageBytes;
     typename Gemm::Scores scores;
     Gemm::scores(scores, shared_address(shared), k, p.head_dim);
+    if (p.softcap != 0.0f) cap_scores(scores, softcap);
     if (key + Tile::kKeys > end) mask_scores(scores, Tile::kKeys, end - key);
     float decay[1][2];
     softmax.update(scores, scale_log2, decay);
@@ -158,15 +166,19 @@ __global__ void __launch_bounds__(Tile::kThreads)
   constexpr int kVectorsPerRow = Tile::kHeadDim / 4;
   for (int i = threadIdx.x; i < num_rows * kVectorsPerRow; i += Tile::kThreads) {
     const int row = i / kVectorsPerRow, column = i % kVectorsPerRow * 4;
-    float max = -INFINITY;
-    bool empty = true;
+    const int64_t token = (first_row + row) / group,
+                  head = kv_head * group + (first_row + row) % group;
+    // The first split's state contains the sink: one more state, without a value.
+    const float sink = p.sinks != nullptr && split == 0 ? p.sinks[head] : -INFINITY;
+    float max = sink;
+    bool empty = sink == -INFINITY;
 #pragma unroll
     for (int w = 0; w < Tile::kWarps; ++w) {
       const float lse = all_lse[w * Tile::kRows + row];
       max = fmaxf(max, lse);
       empty = empty && lse == -INFINITY;
     }
-    float total = 0.0f;
+    float total = sink == -INFINITY ? 0.0f : exp2_approx((sink - max) * kLog2E);
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int w = 0; w < Tile::kWarps; ++w) {
@@ -182,8 +194,6 @@ __global__ void __launch_bounds__(Tile::kThreads)
       sum.w = fmaf(weight, x.w, sum.w);
     }
     const float norm = empty ? 0.0f : reciprocal(total);
-    const int64_t token = (first_row + row) / group,
-                  head = kv_head * group + (first_row + row) % group;
     if (column == 0) {
       split_lse[(batch * p.num_heads + head) * p.num_queries + token] =
           empty ? -INFINITY : max + log2_approx(total) * kLn2;
