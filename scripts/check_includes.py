@@ -87,7 +87,7 @@ ROOMS = {
     "attention/cuda/sm80": Room(
         rooms=(
             *("core", "attention/params.h", "attention/cuda/numeric.cuh"),
-            "attention/cuda/key_bounds.h",
+            *("attention/cuda/key_bounds.h", "attention/cuda/softcap.cuh"),
             "peer_sync/dependent_launch.cuh",
         ),
         libraries=("cuda",),
@@ -96,6 +96,7 @@ ROOMS = {
         rooms=(
             *("core", "peer_sync", "attention/params.h", "attention/cuda/alignment.h"),
             *("attention/cuda/numeric.cuh", "attention/cuda/key_bounds.h"),
+            "attention/cuda/softcap.cuh",
             "attention/cuda/sm90/scheduler",
         ),
         libraries=("cuda",),

@@ -12,8 +12,7 @@
 
 namespace ringattn::cuda::sm80 {
 
-/// One segment, of which all rows see something or nothing by its diagonal alone, and whose keys
-/// are local; the scratch is not touched.
+/// One segment, without a `first_query`, whose keys are local; the scratch is not touched.
 inline bool supports(const BlockAttentionParams& p) {
   return p.num_segments == 1 && p.segments[0].first_query == 0 && !p.segments[0].is_remote() &&
          p.fetch == Fetch::kNone;
