@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "attention/block_attention.h"
+#include "attention/cpu/block_attention.h"
 #include "attention/merge_states.h"
 
 #ifdef RINGATTN_WITH_CUDA
@@ -77,6 +78,9 @@ at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Te
     return partial;
   }
 #endif
+  Scoring scoring(scale);
+  scoring.softcap = mask.softcap;
+  if (mask.sinks) scoring.sinks = mask.sinks->to(lse.scalar_type());
   const auto attend = [&](int64_t first_row, int64_t num_rows, int64_t begin, int64_t end) {
     const auto rows = [&](const at::Tensor& x) { return x.narrow(0, first_row, num_rows); };
     AttentionResult result;
@@ -84,7 +88,8 @@ at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Te
     result.lse = rows(lse);
     block_attention(
         rows(q), {{rows(k).narrow(1, begin, end - begin), rows(v).narrow(1, begin, end - begin)}},
-        scale, result);
+        scoring, result);
+    cpu::add_sinks({result.state, result.lse}, scoring);
   };
   if (!mask.key_lengths && !mask.key_begins) {
     attend(0, q.size(0), 0, k.size(1));

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/definitions.h"
+#include "partition/packed.h"
 #include "partition/schedule.h"
 
 namespace py = pybind11;
@@ -17,10 +18,10 @@ namespace ringattn {
 namespace {
 
 using Lengths = std::vector<int64_t>;
-using Pieces = std::vector<std::tuple<int64_t, int64_t, int64_t>>;  // rank, start, stop
+using FlatPieces = std::vector<std::tuple<int64_t, int64_t, int64_t>>;  // rank, start, stop
 
 Partition partition(const std::string& layout, const Lengths& lengths, const Lengths& order,
-                    const Pieces& pieces) {
+                    const FlatPieces& pieces) {
   if (parse_layout(layout) != Layout::kPieces)
     return Partition(parse_layout(layout), lengths, order);
   std::vector<std::vector<Segment>> of_rank(lengths.size());
@@ -45,11 +46,37 @@ std::vector<std::pair<int64_t, int64_t>> segments(const std::string& layout, con
 }
 
 std::vector<Visit> visits(const std::string& layout, const Lengths& lengths, const Lengths& order,
-                          int64_t rank, bool causal, const Pieces& pieces,
+                          int64_t rank, bool causal, const FlatPieces& pieces,
                           const std::pair<int64_t, int64_t>& window, const Lengths& cu_seqlens) {
   const Partition owned = partition(layout, lengths, order, pieces);
   check_rank(owned, rank);
   return schedule(owned, rank, {causal, window.first, window.second, cu_seqlens});
+}
+
+using Ranges = std::vector<std::pair<int64_t, int64_t>>;
+
+VisiblePairs visible_pairs(const Lengths& cu_seqlens, bool causal,
+                           const std::pair<int64_t, int64_t>& window) {
+  return VisiblePairs(Mask{causal, window.first, window.second, cu_seqlens});
+}
+
+std::vector<Ranges> packed(const Lengths& cu_seqlens, int64_t world_size, bool causal,
+                           const std::pair<int64_t, int64_t>& window,
+                           const std::vector<double>& weights) {
+  std::vector<Ranges> all;
+  const VisiblePairs pairs = visible_pairs(cu_seqlens, causal, window);
+  for (const auto& of_rank : packed_pieces(pairs, world_size, weights)) {
+    Ranges& ranges = all.emplace_back();
+    for (const Segment& piece : of_rank) ranges.emplace_back(piece.begin, piece.end);
+  }
+  return all;
+}
+
+int64_t fetched(const Ranges& pieces, const Lengths& cu_seqlens, bool causal,
+                const std::pair<int64_t, int64_t>& window) {
+  std::vector<Segment> owned;
+  for (const auto& [begin, end] : pieces) owned.push_back({begin, end});
+  return rows_fetched(visible_pairs(cu_seqlens, causal, window), owned);
 }
 
 }  // namespace
@@ -66,9 +93,13 @@ void def_partition(py::module_& m) {
   m.def("segments", &segments, py::arg("layout"), py::arg("lengths"), py::arg("order"),
         py::arg("rank"));
   m.def("schedule", &visits, py::arg("layout"), py::arg("lengths"), py::arg("order"),
-        py::arg("rank"), py::arg("causal"), py::arg("pieces") = Pieces(),
+        py::arg("rank"), py::arg("causal"), py::arg("pieces") = FlatPieces(),
         py::arg("window") = std::pair<int64_t, int64_t>(Mask::kUnlimited, Mask::kUnlimited),
         py::arg("cu_seqlens") = Lengths());
+  m.def("packed_pieces", &packed, py::arg("cu_seqlens"), py::arg("world_size"), py::arg("causal"),
+        py::arg("window"), py::arg("weights"));
+  m.def("rows_fetched", &fetched, py::arg("pieces"), py::arg("cu_seqlens"), py::arg("causal"),
+        py::arg("window"));
 }
 
 }  // namespace ringattn

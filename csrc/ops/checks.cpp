@@ -220,7 +220,7 @@ void check_scoring(const at::Tensor& q, double softcap, const std::optional<at::
   if (!sinks) return;
   RINGATTN_CHECK(sinks->dim() == 1 && sinks->size(0) == q.size(2),
                  "sinks must have shape [H], H = ", q.size(2), ", got ", sinks->sizes());
-  RINGATTN_CHECK(at::isFloatingType(sinks->scalar_type()), "sinks must be floating, got ",
+  RINGATTN_CHECK(at::isFloatingType(sinks->scalar_type()), "sinks must be of a float dtype, got ",
                  dtype_name(sinks->scalar_type()));
   RINGATTN_CHECK(sinks->device() == q.device(), "sinks must be on the device of q, ", q.device(),
                  ", got ", sinks->device());

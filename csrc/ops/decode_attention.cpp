@@ -4,7 +4,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <cmath>
 #include <utility>
 
 #include "ops/checks.h"
@@ -41,20 +40,7 @@ void check_decode(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   check_attention(q, k, v, scale);
   if (mask.key_lengths) check_bounds(*mask.key_lengths, "key_lengths", q);
   if (mask.key_begins) check_bounds(*mask.key_begins, "key_begins", q);
-  RINGATTN_CHECK(mask.softcap >= 0.0 && std::isfinite(mask.softcap),
-                 "softcap must be finite and not negative, got ", mask.softcap);
-  if (mask.sinks) {
-    const at::Tensor& sinks = *mask.sinks;
-    RINGATTN_CHECK(at::isFloatingType(sinks.scalar_type()), "sinks must be of a float dtype, got ",
-                   dtype_name(sinks.scalar_type()));
-    RINGATTN_CHECK(sinks.dim() == 1 && sinks.size(0) == q.size(2),
-                   "sinks must have shape [H], H = ", q.size(2), ", got ", sinks.sizes());
-    RINGATTN_CHECK(sinks.device() == q.device(), "sinks must be on the device of q, ", q.device(),
-                   ", got ", sinks.device());
-  }
-  RINGATTN_CHECK(q.is_cuda() || (mask.softcap == 0.0 && !mask.sinks),
-                 "softcap and sinks must be left out on the CPU, got ",
-                 mask.sinks ? "sinks" : "softcap");
+  check_scoring(q, mask.softcap, mask.sinks);
 }
 
 using OutAndLse = std::tuple<at::Tensor, at::Tensor>;

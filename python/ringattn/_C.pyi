@@ -99,6 +99,16 @@ def schedule(
     window: tuple[int, int] = ...,
     cu_seqlens: list[int] = ...,
 ) -> list[Visit]: ...
+def packed_pieces(
+    cu_seqlens: list[int],
+    world_size: int,
+    causal: bool,
+    window: tuple[int, int],
+    weights: list[float],
+) -> list[list[tuple[int, int]]]: ...
+def rows_fetched(
+    pieces: list[tuple[int, int]], cu_seqlens: list[int], causal: bool, window: tuple[int, int]
+) -> int: ...
 
 class GroupWait:
     """A wait of Python's for all other ranks of a group."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringattn._checks import as_integer, check_flag, check_integers, is_finite
+from ringattn._checks import as_integer, check_flag, check_integers, finite_softcap
 
 # Boundaries of packed documents in the whole sequence: [0, ..., S].
 CuSeqlens = Sequence[int] | torch.Tensor
@@ -29,7 +29,7 @@ class Mask(NamedTuple):
         one breaks a rule. Which boundaries are right the operator checks."""
         causal = check_flag("causal", self.causal)
         left, right = check_window(self.window_size)
-        return causal, left, right, check_softcap(self.softcap), documents(self.cu_seqlens)
+        return causal, left, right, finite_softcap(self.softcap), documents(self.cu_seqlens)
 
 
 CAUSAL = Mask()
@@ -49,15 +49,6 @@ def check_window(window_size: Any) -> tuple[int, int]:
             f"-1 for all of them, got {got}"
         )
     return sides[0], sides[1]  # type: ignore[return-value]
-
-
-def check_softcap(softcap: Any) -> float:
-    if softcap is None:
-        return 0.0
-    if not is_finite(softcap) or softcap < 0:
-        got = type(softcap).__name__ if torch.is_tensor(softcap) else repr(softcap)
-        raise ValueError(f"softcap must be finite and not negative (0: off), got {got}")
-    return float(softcap)
 
 
 def documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ from ringattn._checks import (
 )
 from ringattn._distributed.errors import call, report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
-from ringattn._masks import CAUSAL, CuSeqlens, Mask, check_softcap
+from ringattn._masks import CAUSAL, CuSeqlens, Mask
 from ringattn._ring_options import ring_options
 from ringattn.partition import Partition
 
@@ -252,7 +252,7 @@ def block_attention(
     check_dims("q", q, "[B, S_q, H, D]")
     scale = finite_scale(scale, q)
     diagonal = check_int64_or_none("diagonal", diagonal)
-    softcap = check_softcap(softcap)
+    softcap = finite_softcap(softcap)
     tables = {"key_ranges": key_ranges, "sinks": sinks}
     check_tensors(**{name: table for name, table in tables.items() if table is not None})
     out, lse = call(_ops.block_attention, q, k, v, scale, diagonal, key_ranges, softcap, sinks)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ringattn._checks import refuse_keywords
+from ringattn._checks import finite_softcap, refuse_keywords
 from ringattn._distributed.groups import Group, GroupInfo, keep, kept, resolve_group
-from ringattn._masks import CuSeqlens, Mask, check_softcap, check_window
+from ringattn._masks import CuSeqlens, Mask, check_window
 from ringattn.functional import attend
 from ringattn.partition import Partition
 
@@ -57,7 +57,7 @@ class RingAttention(nn.Module):
         self.partition = partition
         self.causal = causal
         self.window_size = check_window(window_size)
-        self.softcap = check_softcap(softcap)
+        self.softcap = finite_softcap(softcap)
         self.scale = scale
         self.transport = transport
         self.depth = depth

@@ -21,10 +21,11 @@ from ringattn._checks import (
     check_is_tensor,
     check_tensors,
     is_dtensor,
+    is_finite,
 )
 from ringattn._distributed.errors import call, check_real, report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
-from ringattn._masks import CuSeqlens, check_window, checked_documents
+from ringattn._masks import CuSeqlens, check_window, checked_documents, documents
 
 LAYOUTS = ("zigzag", "contiguous")  # of lengths; "pieces" is of Partition.pieces alone
 
@@ -166,6 +167,51 @@ class Partition:
                 position that is in two pieces or in none.
         """
         return cls("pieces", assigned=pieces)  # type: ignore[arg-type]
+
+    @classmethod
+    def packed(
+        cls,
+        cu_seqlens: CuSeqlens,
+        world_size: int,
+        *,
+        causal: bool = True,
+        window_size: Sequence[int] = (-1, -1),
+        weights: Sequence[float] | None = None,
+    ) -> Partition:
+        """Pieces that balance packed documents: each rank has as many tokens and, within 2 %, as
+        much attention. Of such pieces those whose ranks fetch few rows of others: a short document
+        stays whole. The same arguments give the same pieces.
+
+        Args:
+            cu_seqlens: boundaries of the documents, as in :func:`ringattn.ring_attention`.
+            world_size: W.
+            causal: of the attention whose work is balanced; so is ``window_size``.
+            window_size: keys before and after a query that it sees.
+            weights: shares of the ranks, ``[W]``, in any unit; None: equal ones. Tokens follow them
+                within one token, work within 2 %. A rank of weight 0 has no tokens.
+
+        Raises:
+            ValueError: no ranks, a mask that breaks a rule, weights that are negative, not finite,
+                all 0 or not W.
+        """
+        boundaries = documents(cu_seqlens)
+        if boundaries is None or boundaries.numel() == 0:
+            raise ValueError("cu_seqlens must be [0, ..., S], the boundaries, got none")
+        boundaries = checked_documents(boundaries, int(boundaries[-1]))
+        world_size = check_integer("world_size", world_size, least=1)
+        shares = [] if weights is None else list(weights)
+        if weights is not None and not (
+            len(shares) == world_size
+            and all(is_finite(share) and share >= 0 for share in shares)
+            and any(share > 0 for share in shares)
+        ):
+            raise ValueError(
+                f"weights must be {world_size} finite numbers, not negative and not all 0, "
+                f"got {weights}"
+            )
+        mask = (check_flag("causal", causal), check_window(window_size))
+        shares = [float(share) for share in shares]
+        return cls.pieces(_C.packed_pieces(boundaries.tolist(), world_size, *mask, shares))
 
     @property
     def seq_len(self) -> int:

@@ -72,7 +72,6 @@ def check_with_sinks(ring: RankPool, cache: Cache, with_sinks: bool) -> None:
 @pytest.mark.parametrize("softcap", [0.0, 0.5, 30.0, 1e4])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_softcap_and_sinks_over_all_ranks(ring, softcap, with_sinks):
-    needs_cuda(ring)
     for dtype in DTYPES:
         if dtype == torch.float64 and ring.device_type == "cuda":
             continue
@@ -86,7 +85,6 @@ def test_softcap_and_sinks_over_all_ranks(ring, softcap, with_sinks):
 
 
 def test_without_keys_the_lse_is_the_sink(ring):
-    needs_cuda(ring)
     cache = Cache((0,) * ring.world_size)
     for out, lse in ring.run(decode_with_sinks, cache, True):
         assert (out == 0).all()
@@ -106,16 +104,10 @@ def extremes(cache: Cache) -> list[torch.Tensor]:
 
 
 def test_extremes_of_softcap_and_sinks(ring):
-    needs_cuda(ring)
     for results in ring.run(extremes, Cache(tuple(CACHES[ring.world_size][-1]))):
         for a, b in zip(results[::2], results[1::2], strict=True):
             assert torch.equal(a, b)
         assert measure(results[-1], results[0].double().cpu()).max < 2e-6
-
-
-def needs_cuda(ring: RankPool) -> None:
-    if ring.device_type != "cuda":
-        pytest.skip("softcap and sinks are for CUDA")
 
 
 @pytest.mark.parametrize(
