@@ -32,23 +32,20 @@ class AutoPartition:
 
     @classmethod
     def measured(
-        cls, model: LLaMA, num_tokens: int, max_new_tokens: int, layout: str, file: Path | None
+        cls,
+        model: LLaMA,
+        num_tokens: int,
+        max_new_tokens: int,
+        layout: str,
+        profiles: list[RankProfile] | None,
     ) -> AutoPartition:
-        """Profiles from ``file``, or of the ranks as they are now.
+        """With these profiles; None: of the ranks as they are now.
 
         Raises:
-            ValueError: profiles in the file for another number of ranks; as
-                :func:`ringattn.load_profiles` and :func:`ringattn.plan`.
+            ValueError: as :func:`ringattn.plan`.
         """
         config, ring = model.config, model.ring
-        if file is not None:
-            profiles = load_profiles(file)
-            if len(profiles) != ring.world_size:
-                raise ValueError(
-                    f"--profiles must hold one for each of the {ring.world_size} ranks, "
-                    f"got {len(profiles)}"
-                )
-        else:
+        if profiles is None:
             profiles = measure_profiles(
                 ring.group,
                 num_heads=config.nheads,
@@ -93,6 +90,22 @@ class AutoPartition:
             "cache_lengths": self.cache_lengths,
             "replans": sum(a != b for a, b in pairwise(lengths)),
         }
+
+
+def profiles_of(file: Path | None, world_size: int) -> list[RankProfile] | None:
+    """Those in a ``--profiles``; None without one.
+
+    Raises:
+        ValueError: profiles for another number of ranks; as :func:`ringattn.load_profiles`.
+    """
+    if file is None:
+        return None
+    profiles = load_profiles(file)
+    if len(profiles) != world_size:
+        raise ValueError(
+            f"--profiles must hold one for each of the {world_size} ranks, got {len(profiles)}"
+        )
+    return profiles
 
 
 def describe(plan: dict[str, Any]) -> str:

@@ -85,3 +85,11 @@ class LLaMAConfig:
     def updated(self, **changes: Any) -> LLaMAConfig:
         """A copy with some fields changed."""
         return replace(self, **changes)
+
+    def check_seq_len(self, seq_len: int) -> None:
+        """ValueError where a sequence has more tokens than the model was trained for."""
+        if seq_len > self.max_expected_seq_len:
+            raise ValueError(
+                f"sequence must have at most the {self.max_expected_seq_len} tokens the model was "
+                f"trained for, got {seq_len}"
+            )

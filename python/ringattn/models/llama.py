@@ -340,10 +340,5 @@ class LLaMA(nn.Module):
                 f"token_ids must have the {expected} tokens of "
                 f"{f'rank {rank}' if sharded else 'the partition'}, got {given}"
             )
-        total = partition.seq_len + new_tokens
-        if total > self.config.max_expected_seq_len:
-            raise ValueError(
-                f"sequence must have at most the {self.config.max_expected_seq_len} tokens the "
-                f"model was trained for, got {total}"
-            )
+        self.config.check_seq_len(partition.seq_len + new_tokens)
         return partition

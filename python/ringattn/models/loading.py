@@ -3,7 +3,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     transport: str = "auto",
     depth: int | None = None,
+    on_weights: Callable[[int, int], None] | None = None,
 ) -> LLaMA:
     """A LLaMA with the weights of a Hugging Face directory, in eval mode, without gradients.
 
@@ -44,6 +45,8 @@ def load_model(
         dtype: floating type of the weights, whatever the files have.
         transport: how blocks travel, see :class:`LLaMA`.
         depth: how many blocks may be under way, likewise.
+        on_weights: called after each tensor with the bytes that are in place and those of all
+            weights: to show how far loading is.
 
     Raises:
         FileNotFoundError: no folder, no ``config.json``, no safetensors.
@@ -53,7 +56,7 @@ def load_model(
     folder = model_folder(path)
     place, dtype = check_device(device), check_floating(dtype)
     model = LLaMA(
-        config_from_hf(read_json_object(folder / "config.json")),
+        read_config(folder),
         group=group,
         device="meta",
         dtype=dtype,
@@ -62,7 +65,7 @@ def load_model(
     )
     model.to_empty(device=place)
     model.requires_grad_(False)
-    _fill(model, _weight_files(folder))
+    _fill(model, _weight_files(folder), on_weights)
     return model.eval()
 
 
@@ -83,6 +86,11 @@ def model_folder(path: str | Path) -> Path:
     if not folder.exists() and _HUB_NAME.fullmatch(str(path)):
         sentence += f": pass huggingface_hub.snapshot_download({str(path)!r})"
     raise FileNotFoundError(sentence)
+
+
+def read_config(folder: Path) -> LLaMAConfig:
+    """That of the model in ``folder``; errors as in :func:`load_model`."""
+    return config_from_hf(read_json_object(folder / "config.json"))
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -196,9 +204,10 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 @torch.no_grad()
-def _fill(model: LLaMA, files: list[Path]) -> None:
+def _fill(model: LLaMA, files: list[Path], on_weights: Callable[[int, int], None] | None) -> None:
     """Copies every tensor of the files to its place in the model."""
     places = dict(_places(model))
+    done, total = 0, sum(place.nbytes for place in places.values())
     filled: set[str] = set()
     unknown: list[str] = []
     for file in files:
@@ -208,6 +217,9 @@ def _fill(model: LLaMA, files: list[Path]) -> None:
                     if name in places:
                         _copy(name, weights.get_tensor(name), places[name])
                         filled.add(name)
+                        done += places[name].nbytes
+                        if on_weights is not None:
+                            on_weights(done, total)
                     elif not _is_redundant(name, model.config):
                         unknown.append(name)
         except SafetensorError as error:

@@ -62,6 +62,16 @@ def test_many_files_load_like_one(tmp_path: Path) -> None:
     torch.testing.assert_close(ours(ids), theirs(ids).logits.detach(), atol=TOLERANCE, rtol=0)
 
 
+def test_loading_says_how_far_it_is(tmp_path: Path) -> None:
+    said: list[tuple[int, int]] = []
+    save(tiny_llama(), tmp_path)
+    model = load_model(tmp_path, on_weights=lambda done, total: said.append((done, total)))
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert [total for _, total in said] == [num_bytes] * len(said)
+    done = [done for done, _ in said]
+    assert len(done) > 3 and done == sorted(set(done)) and done[-1] == num_bytes
+
+
 def test_files_of_any_name_load_without_an_index(tmp_path: Path) -> None:
     theirs = tiny_llama()
     save(theirs, tmp_path)
