@@ -19,7 +19,9 @@ def test_prompts_of_unequal_lengths_from_a_sharded_cache() -> None:
     flags += ["--distributed", "--distributed_strategy", "ring"]
     done = run_command([SCRIPT, *SHORT, *flags, *prompts], ranks=2)
     assert done.returncode == 0, done.stderr
-    first, second, times = done.stdout.split("\n\n", 2)
+    header, first, second, times = done.stdout.split("\n\n", 3)
+    assert header.startswith("model: llama micro, random weights: its text means nothing, fp32 on ")
+    assert "\nprompt: 15 and 27 tokens over 2 ranks\nweights: " in header
     assert "a first prompt" in first and "another one that is longer" in second
     for line in ("time to first token: ", "time per token: ", "one rank alone: the same tokens"):
         assert line in times
@@ -33,6 +35,53 @@ def test_weights_of_hugging_face_on_unequal_shards_without_a_cache(tmp_path: Pat
     done = run_command([SCRIPT, *SHORT, *weights, *options], ranks=2)
     assert done.returncode == 0, done.stderr
     assert "one rank alone: the same tokens" in done.stdout
+
+
+def test_without_a_model_it_is_a_small_random_one() -> None:
+    done = run_command([SCRIPT, "--max_new_tokens", "2"])
+    assert (done.returncode, done.stderr) == (0, "")
+    header, text, times = done.stdout.split("\n\n", 2)
+    assert header.startswith("model: llama micro, random weights: its text means nothing, fp32 on ")
+    assert text.startswith("The ring passes keys and values on, ")
+    assert all(
+        char.isprintable() or char == "\n" for char in done.stdout
+    )  # whatever the model says
+    assert times.startswith("time to first token: ")
+
+
+def test_a_folder_alone_is_in_the_format_of_hugging_face(tmp_path: Path) -> None:
+    model = save(tiny_llama(vocab_size=256), tmp_path / "model")
+    done = run_command([SCRIPT, *SHORT, "--model_path", model], ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("model: model, fp32 on cpu\n")
+    assert "one rank alone: the same tokens" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--model_path", "nowhere"],
+            "path must be a folder with config.json and *.safetensors, got 'nowhere'",
+        ),
+        (
+            ["--variant", "7b", "--model_path", "nowhere"],
+            "--model_path must be a folder or a file, got no such path nowhere",
+        ),
+        (
+            ["--architecture", "granite"],
+            "--variant must be of 8b, 3_1_2b for granite, got none",
+        ),
+        (["--architecture", "lama"], "llama, "),
+        (["--prompt_file", "nowhere"], "No such file or directory: 'nowhere'"),
+        (["--tokenizer", "nowhere.model"], "--tokenizer must be a folder with a tokenizer, or "),
+    ],
+)
+def test_wrong_usage_is_one_sentence(arguments: list[str], message: str) -> None:
+    done = run_command([SCRIPT, *arguments])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("inference: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr
 
 
 def test_wrong_lengths_are_one_sentence() -> None:
