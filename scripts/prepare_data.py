@@ -24,15 +24,21 @@ import codecs
 import contextlib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
+
+try:
+    from tqdm import tqdm
+except ModuleNotFoundError:
+    sys.exit("prepare_data: tqdm must be installed (pip install tqdm), got no such package")
 
 PIECE = 2**18  # bytes of a file that are tokenized at once
 PARTS = ("train", "val")
+SUFFIXES = [".txt", ".md"]  # of a folder's files
 _UINT16_IDS = 2**16
 
 #: A piece of text, the part it belongs to, and whether a document begins with it.
@@ -110,16 +116,33 @@ def pieces_of_files(paths: list[Path], val_share: float) -> Iterator[Piece]:
             yield from pieces_of_file(path, val_share, bar)
 
 
+def looks_like_a_path(name: str) -> bool:
+    """Whether a data set cannot be called that: its name is NAME or OWNER/NAME, and has no suffix
+    of a text."""
+    owner, _, rest = name.rpartition("/")
+    is_name = rest != "" and "/" not in owner and not name.startswith((".", "~", "/"))
+    return not is_name or Path(name).suffix in SUFFIXES
+
+
 def pieces_of_data_set(name: str, split: str, column: str, val_share: float) -> Iterator[Piece]:
-    """Each document whole."""
+    """Each document whole.
+
+    Raises:
+        ValueError: the name is neither a path nor a data set's, or the package is missing.
+    """
+    sentence = f"SOURCE must be a file, a folder or a data set's name, got no such path {name}"
+    if looks_like_a_path(name):
+        raise ValueError(sentence)
     try:
         import datasets
     except ModuleNotFoundError:
         raise ValueError(
-            f"SOURCE must be a file or a folder without the package datasets (pip install "
-            f"datasets), got {name}"
+            f"{sentence}, and for data sets no package datasets (pip install datasets)"
         ) from None
-    documents = datasets.load_dataset(name, split=split, streaming=True)
+    try:
+        documents = datasets.load_dataset(name, split=split, streaming=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{sentence}, and no such data set: {error}") from None
     for number, document in enumerate(tqdm(documents, unit="document")):
         if column not in document:
             known = ", ".join(sorted(document))
@@ -216,9 +239,7 @@ def main() -> None:
     parser.add_argument("--separator", type=int, metavar="ID", help="(default: bytes 0, else BOS)")
     parser.add_argument("--val-share", type=share, default=0.1, help="(default: 0.1)")
     parser.add_argument("--max-tokens", type=int, default=2**48, metavar="N", help="at most")
-    parser.add_argument(
-        "--suffixes", nargs="+", default=[".txt", ".md"], help="of a folder's files"
-    )
+    parser.add_argument("--suffixes", nargs="+", default=SUFFIXES, help="of a folder's files")
     parser.add_argument("--split", default="train", help="of a data set (default: train)")
     parser.add_argument("--column", default="text", help="of a data set (default: text)")
     options = parser.parse_args()

@@ -2,6 +2,7 @@
 """scripts/prepare_data.py: text becomes ids that can be memory-mapped, all of it, once."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -114,7 +115,15 @@ def test_prompts_are_the_text_and_repeat_where_it_is_short(prepare, tmp_path: Pa
         ("{0} --tokenizer {0}/a.txt", "--tokenizer must be a tokenizer's file, got "),
         ("{0} --suffixes .tex", "SOURCE must hold files with .tex, got "),
         ("{0}/empty.txt", "SOURCE must have text for train and val, got none for train"),
-        ("no/such/set", "SOURCE must be a file or a folder without the package datasets"),
+        ("some/set", "got no such path some/set, and for data sets no package datasets (pip ins"),
+        (
+            "no/such/set",
+            "SOURCE must be a file, a folder or a data set's name, got no such path no/",
+        ),
+        ("{0}/b.txt", "got no such path {0}/b.txt"),
+        ("{0}s/", "got no such path {0}s/"),
+        ("bok.txt", "got no such path bok.txt"),
+        ("./book", "got no such path ./book"),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_leaves_no_files(
@@ -128,5 +137,34 @@ def test_wrong_usage_is_one_sentence_and_leaves_no_files(
     with pytest.raises(SystemExit) as ended:
         prepare(*arguments.format(source).split(), "--out", tmp_path / "data")
     assert ended.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert message.format(source) in capsys.readouterr().err.splitlines()[-1]
     assert not list((tmp_path / "data").glob("*"))
+
+
+def test_a_data_set_that_is_not_there_may_be_a_path_that_was_mistyped(
+    prepare, monkeypatch, capsys, tmp_path: Path
+) -> None:
+    def load_dataset(*args: object, **kwargs: object) -> None:
+        raise FileNotFoundError("Dataset 'opnwebtext' doesn't exist on the Hub")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(SystemExit) as ended:
+        prepare("opnwebtext", "--out", tmp_path / "data")
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "got no such path opnwebtext, and no such data set: Dataset 'opnwebtext' does" in error
+
+
+def test_a_package_that_is_missing_is_one_sentence() -> None:
+    prepare_without_tqdm = "import sys; sys.modules['tqdm'] = None; import prepare_data"
+    done = subprocess.run(
+        [sys.executable, "-c", prepare_without_tqdm],
+        cwd=ROOT / "scripts",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "prepare_data: tqdm must be installed (pip install tqdm), got no such package\n",
+    )
