@@ -32,7 +32,7 @@ if [[ ! "$bytes" =~ ^[1-9][0-9]*$ ]]; then
 fi
 
 # shellcheck source=scripts/setup.sh
-. scripts/setup.sh none library
+. scripts/setup.sh none library-here
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 python examples/demo_prompt.py --bytes "$bytes" >"$folder/prompt.txt"
@@ -46,6 +46,7 @@ fi
 threads=$(($(nproc) / ranks))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 
+echo "demo: $ranks ranks, a text of $(wc -c <"$folder/prompt.txt") bytes"
 python -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m ringattn generate \
   --prompt-file "$folder/prompt.txt" --warmup 1 --compare --json "$folder/result.json" "$@"
 

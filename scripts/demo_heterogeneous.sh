@@ -25,7 +25,7 @@ if [[ -n "$ranks" && ! "$ranks" =~ ^[1-9][0-9]*$ ]]; then
 fi
 
 # shellcheck source=scripts/setup.sh
-. scripts/setup.sh study library
+. scripts/setup.sh study library-here
 if [ -z "$ranks" ]; then
   gpus="$(python -c 'import torch, ringattn._library as lib
 print(torch.cuda.device_count() if "cuda" in lib.DEVICES else 0)')"

@@ -3,7 +3,8 @@
 #
 # Puts a working ringattn into the active environment: `. scripts/setup.sh [extras [thing...]]`
 #   extras  as in pyproject.toml, comma-separated ("test" unless given), or "none"
-#   thing   library (unless given), toolchain, catch2, clang-format, clang-tidy: what is needed beside them
+#   thing   library (unless given), toolchain, catch2, clang-format, clang-tidy: what is needed beside them;
+#           library-here: a library whose kernels are built only where there is a GPU
 #
 # An active venv or conda environment is used as it is, and its torch is never replaced; otherwise a
 # `.venv` beside this checkout is made. What is missing comes from the system's package manager (as root or
@@ -13,7 +14,7 @@
 ringattn_usage="usage: . scripts/setup.sh [extras [thing...]]"
 case "${1:-}" in
   -h | --help)
-    sed -n '4,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '4,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     # shellcheck disable=SC2317
     return 0 2>/dev/null || exit 0
     ;;
@@ -25,9 +26,9 @@ case "${1:-}" in
 esac
 for ringattn_thing in "${@:2}"; do
   case "$ringattn_thing" in
-    library | toolchain | catch2 | clang-format | clang-tidy) ;;
+    library | library-here | toolchain | catch2 | clang-format | clang-tidy) ;;
     *)
-      echo "setup: thing must be of library, toolchain, catch2, clang-format, clang-tidy," \
+      echo "setup: thing must be of library, library-here, toolchain, catch2, clang-format, clang-tidy," \
         "got $ringattn_thing; $ringattn_usage" >&2
       # shellcheck disable=SC2317
       return 2 2>/dev/null || exit 2
@@ -137,14 +138,20 @@ ringattn_build_dir() {
   python -c 'import sys; print("build/cmake-" + sys.implementation.cache_tag)'
 }
 
+ringattn_stamp() { python -c 'import sys; print(sys.prefix + "/ringattn.stamp")'; }
+
+# Whether the library of this tree is installed, built as RINGATTN_CUDA says.
+ringattn_is_installed() {
+  local fingerprint
+  fingerprint="$(ringattn_fingerprint)" &&
+    [ "$(cat "$(ringattn_stamp)" 2>/dev/null)" = "$fingerprint" ] &&
+    python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("ringattn"))'
+}
+
 ringattn_install_library() {
-  local stamp fingerprint kernels=""
-  stamp="$(python -c 'import sys; print(sys.prefix)')/ringattn.stamp"
+  local fingerprint kernels=""
+  ringattn_is_installed && return
   fingerprint="$(ringattn_fingerprint)" || return 1
-  if [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ] &&
-    python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("ringattn"))'; then
-    return
-  fi
   if [ "${RINGATTN_CUDA:-}" != OFF ] && command -v nvcc >/dev/null; then
     kernels=" with kernels for several architectures"
   fi
@@ -154,7 +161,7 @@ ringattn_install_library() {
     --config-settings=cmake.define.RINGATTN_PTXAS_VERBOSE=ON \
     --config-settings=cmake.define.CMAKE_CUDA_COMPILER_LAUNCHER="python3;$ringattn_root/scripts/record_ptxas.py" \
     --editable "$ringattn_root" || return 1
-  echo "$fingerprint" >"$stamp"
+  echo "$fingerprint" >"$(ringattn_stamp)"
 }
 
 ringattn_setup() {
@@ -163,16 +170,17 @@ ringattn_setup() {
   [ $# -gt 1 ] || set -- "$ringattn_extras" library
   for thing in "${@:2}"; do
     case "$thing" in
-      library | toolchain) tools=(headers compiler cmake ninja ${tools[@]+"${tools[@]}"}) ;;
+      library | library-here | toolchain) tools=(headers compiler cmake ninja ${tools[@]+"${tools[@]}"}) ;;
       *) tools+=("$thing") ;;
     esac
   done
   ringattn_activate || return 1
   for thing in ${tools[@]+"${tools[@]}"}; do ringattn_need "$thing" || return 1; done
   # What only needs a compiler needs none of ringattn's requirements.
-  if [[ "$ringattn_extras" == none && " ${*:2} " != *" library "* ]]; then return; fi
+  if [[ "$ringattn_extras" == none && " ${*:2} " != *" library"* ]]; then return; fi
   ringattn_install_requirements || return 1
-  if [[ " ${*:2} " == *" library "* ]]; then
+  if [[ " ${*:2} " == *" library-here "* ]]; then ringattn_leave_out_kernels; fi
+  if [[ " ${*:2} " == *" library"* ]]; then
     (cd "$ringattn_root" && ringattn_install_library) || return 1
   fi
   ringattn_say "ready: $(python --version), torch $(ringattn_torch_version)"

@@ -140,3 +140,14 @@ ringattn_has_catch2() {
 #endif
 CPP
 }
+
+ringattn_has_gpu() { compgen -G '/dev/nvidia[0-9]*' >/dev/null || nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
+# Kernels take minutes to compile. Without a GPU they are left out, unless they are there or RINGATTN_CUDA
+# says otherwise.
+ringattn_leave_out_kernels() {
+  if [ -n "${RINGATTN_CUDA:-}" ] || ! command -v nvcc >/dev/null || ringattn_has_gpu; then return; fi
+  ringattn_is_installed && return
+  ringattn_say "no GPU here: without kernels (RINGATTN_CUDA=ON builds them)"
+  export RINGATTN_CUDA=OFF
+}

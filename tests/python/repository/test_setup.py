@@ -157,6 +157,44 @@ def test_a_torch_that_is_there_is_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "other/build/constraints.txt").read_text() == "torch==2.11.0\n"
 
 
+@pytest.mark.parametrize(
+    ("nvcc", "gpu", "asked_for", "installed", "built"),
+    [
+        (True, False, "", "nothing", "OFF"),
+        (True, False, "ON", "nothing", "ON"),
+        (True, True, "", "nothing", ""),
+        (False, False, "", "nothing", ""),  # there are none to leave out
+        (True, False, "", "", ""),  # kernels that are there stay
+        (True, False, "", "OFF", "OFF"),
+    ],
+)
+def test_kernels_for_a_demo_are_built_where_a_gpu_is(
+    tmp_path: Path, nvcc: bool, gpu: bool, asked_for: str, installed: str, built: str
+) -> None:
+    """`installed`: what RINGATTN_CUDA was when the library was built."""
+    stubs = ({"nvcc": "exit 0"} if nvcc else {}) | {"nvidia_smi": "echo GPU 0" if gpu else "exit 9"}
+    path = commands_on(tmp_path / "bin", **stubs)
+    copy_of_scripts(tmp_path)
+    script = f"""
+        . scripts/setup_tools.sh
+        compgen() {{ false; }}  # devices of the machine that runs the test do not count
+        ringattn_is_installed() {{ [ "${{RINGATTN_CUDA:-}}" = "{installed}" ]; }}
+        ringattn_leave_out_kernels
+        echo "${{RINGATTN_CUDA:-}}"
+    """
+    done = subprocess.run(
+        [shutil.which("bash"), "-c", script],
+        cwd=tmp_path,
+        env={"PATH": path, "RINGATTN_CUDA": asked_for},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, built + "\n")
+    said = "setup: no GPU here: without kernels (RINGATTN_CUDA=ON builds them)\n"
+    assert done.stderr == (said if built != asked_for else "")
+
+
 def test_python_must_be_the_one_of_the_active_environment(tmp_path: Path) -> None:
     done = setup(tmp_path / "checkout", "none toolchain", VIRTUAL_ENV=str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
@@ -174,8 +212,8 @@ def test_python_must_be_the_one_of_the_active_environment(tmp_path: Path) -> Non
         ("test.sh python", "test library"),
         ("test.sh oldest", "none toolchain"),
         ("test.sh", "lint,docs,test clang-format library catch2 library library library"),
-        ("demo.sh --ranks 2", "none library"),
-        ("demo_heterogeneous.sh", "study library"),
+        ("demo.sh --ranks 2", "none library-here"),
+        ("demo_heterogeneous.sh", "study library-here"),
     ],
 )
 def test_a_script_sets_up_what_it_needs(tmp_path: Path, command: str, asked_for: str) -> None:
