@@ -51,16 +51,8 @@ class CpuOperation : public Wakeable {
 
   void wait() {
     if (!work_) return;
-    PeerWait wait(rendezvous_, call_, step_, {other_});
-    const WaitTicker::Registration ticks(*this);
-    while (!completed(wait)) {
-      wait.poll();
-      if (!wait.expired()) continue;
-      CallMonitor& calls = *rendezvous_.calls;
-      calls.fail(calls.blame(call_, wait.place(), {other_}, "no message came"));
-      calls.throw_if_failed();
-    }
-    work_.reset();
+    wait_until_completed();
+    work_.reset();  // after the registration has ended: the ticker wakes work_ until then
   }
 
   void wake() override {
@@ -80,6 +72,18 @@ class CpuOperation : public Wakeable {
       start(tensors, rendezvous_.calls->message_tag(step_));
     } catch (const std::exception& error) {
       lose(error, PeerWait(rendezvous_, call_, step_, {other}));
+    }
+  }
+
+  void wait_until_completed() {
+    PeerWait wait(rendezvous_, call_, step_, {other_});
+    const WaitTicker::Registration ticks(*this);
+    while (!completed(wait)) {
+      wait.poll();
+      if (!wait.expired()) continue;
+      CallMonitor& calls = *rendezvous_.calls;
+      calls.fail(calls.blame(call_, wait.place(), {other_}, "no message came"));
+      calls.throw_if_failed();
     }
   }
 
