@@ -30,7 +30,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "diffusers must be installed for ringattn.integrations.diffusers, got none: type "
-        "`pip install 'ringattn[diffusers]'`"
+        "`pip install 'diffusers==0.42.*'`"
     ) from error
 
 #: The release whose backends, split plans and parallel configs this module knows.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""IBM's Foundation Model Stack (FMS 1.13): ``pip install ringattn[fms]``.
+"""IBM's Foundation Model Stack (FMS 1.13): ``pip install 'ibm-fms>=1.13.1,<2'``.
 
 :func:`ringattn.parallelize` puts a model on the ring. :func:`get_model` loads one onto it, and
 :func:`generate` draws the same tokens on every rank. Importing this module registers the attention

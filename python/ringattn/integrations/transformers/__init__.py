@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face transformers (4.57 and 5): ``pip install ringattn[transformers]``.
+"""Hugging Face transformers (4.57 and 5): ``pip install 'transformers>=4.57'``.
 
 :func:`ringattn.parallelize` puts a model on the ring. Importing this module also registers the
 attention implementation "ringattn" for one process: ``from_pretrained(...,
