@@ -6,9 +6,14 @@ and to sources are checked and work.
 """
 
 import re
+import sys
+from pathlib import Path
 
 import ringattn
 from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+import write_api
 
 project = "ringattn"
 author = "the ringattn developers"
@@ -55,5 +60,12 @@ def add_toctree(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{entries}\n```\n"
 
 
+def make_api_reference(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Sphinx makes the entries of docs/api.md itself: it checks their references."""
+    if docname == "docs/api":
+        source[0] = write_api.directives(source[0])
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", add_toctree)
+    app.connect("source-read", make_api_reference)

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README and the pages of docs/ as the tests read them: sections, code blocks, links."""
 
+import contextlib
+import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+Names = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[3]
 #: What users and developers read; docs/log and the results index hold history and are left out.
@@ -43,6 +48,32 @@ def blocks(page: str) -> Iterator[Block]:
     for found in _FENCE.finditer(text):
         above = _HEADING.findall(_without_code(text[: found.start()]))
         yield Block(page, above[-1], found[2], found[3], found[1])
+
+
+def shown(page: str, *sections: str) -> list[str]:
+    """The Python blocks of these sections that run, in order."""
+    found = [
+        block.text
+        for block in blocks(page)
+        if block.section in sections and block.language == "python" and block.not_run is None
+    ]
+    assert found, f"{page} must have Python blocks below {sections}"
+    return found
+
+
+def output(page: str, section: str) -> list[str]:
+    """The lines of a section's last block that is no code."""
+    text = [x.text for x in blocks(page) if x.section == section and x.language == ""][-1]
+    return [line for line in text.splitlines() if not line.startswith("$")]
+
+
+def run(texts: list[str], names: Names) -> list[str]:
+    """Runs blocks one after the other in `names`; the lines that they print."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for text in texts:
+            exec(text, names)
+    return printed.getvalue().splitlines()
 
 
 def anchors(page: str) -> set[str]:

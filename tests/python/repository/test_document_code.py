@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every Python block of the README and of docs/ runs as it stands, and does what the page says."""
 
-import contextlib
-import io
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,40 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _distributed import RankPool, this
-from _documents import PAGES, ROOT, blocks
+from _documents import PAGES, ROOT, Names, blocks, output, run, shown
 from _llama import random_ids, save, tiny_llama
 from ringattn import Partition
 from torch.profiler import ProfilerActivity, profile
 
-Names = dict[str, Any]
 Pools = Callable[[int], RankPool]
 NUM_TOKENS = 21  # what pages assume of a sequence: no length that ranks divide
-
-
-def shown(page: str, *sections: str) -> list[str]:
-    """The Python blocks of these sections that run, in order."""
-    found = [
-        block.text
-        for block in blocks(page)
-        if block.section in sections and block.language == "python" and block.not_run is None
-    ]
-    assert found, f"{page} must have Python blocks below {sections}"
-    return found
-
-
-def output(page: str, section: str) -> list[str]:
-    """The lines of a section's last block that is no code."""
-    text = [x.text for x in blocks(page) if x.section == section and x.language == ""][-1]
-    return [line for line in text.splitlines() if not line.startswith("$")]
-
-
-def run(texts: list[str], names: Names) -> list[str]:
-    """Runs blocks one after the other in `names`; the lines that they print."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        for text in texts:
-            exec(text, names)
-    return printed.getvalue().splitlines()
 
 
 def assumed() -> Names:
@@ -263,6 +233,13 @@ RUN = {
         "From diffusers",
         "From FMS",
         "From a ring of your own",
+    ],
+    "docs/programs.md": [  # by test_program_page.py
+        "First, under torchrun",
+        'Even, a list of lengths, "auto", `plan`',
+        "A data loader",
+        "Threads",
+        "Time a call",
     ],
     "docs/transports.md": ["Start"],
 }

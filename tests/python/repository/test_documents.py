@@ -5,6 +5,7 @@ tables are complete, and history stays in docs/log and the results index."""
 import csv
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import plot_ring
@@ -12,6 +13,9 @@ import pytest
 import ringattn
 import torch
 from _documents import HISTORY, PAGES, ROOT, anchors, blocks, links, text_of
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import write_api
 
 RESULTS = ROOT / "benchmarks/results"
 LENGTHS = {"8K": 8192, "16K": 16384, "32K": 32768, "64K": 65536, "128K": 131072}
@@ -106,6 +110,18 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in anchors(str(there.relative_to(ROOT))), f"{page} links to {target}"
 
 
+def test_what_is_to_be_installed_can_be_installed() -> None:
+    """No release is on an index, and the build needs the torch that is installed."""
+    texts = [text_of(page) for page in PAGES]
+    texts += [path.read_text() for path in (ROOT / "python").rglob("*.py")]
+    commands = re.findall(r"pip install ([^`\n]*)", "\n".join(texts))
+    assert len(commands) > 5
+    for command in commands:
+        assert not re.search(r"(?:^|['\" ])ringattn\b", command), command
+        of_the_tree = re.search(r"(?:^|['\" ])\.", command)
+        assert "--no-build-isolation" in command or not of_the_tree, command
+
+
 def test_the_index_of_the_docs_names_every_page() -> None:
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert pages - {"README.md"} <= set(links("docs/README.md"))
@@ -150,11 +166,29 @@ def test_every_environment_variable_is_in_the_table() -> None:
 
 
 def test_the_api_reference_has_every_public_name() -> None:
-    text = text_of("docs/api.md")
     public = {f"ringattn.{name}" for name in ringattn.__all__}
     public |= {f"ringattn.models.{name}" for name in ringattn.models.__all__} - {"ringattn.models"}
-    listed = set(re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.M))
+    listed = {name for _, name, _ in write_api.names()}
     assert public - {"ringattn.models"} <= listed
+
+
+def test_the_api_reference_is_what_the_docstrings_say() -> None:
+    text = text_of("docs/api.md")
+    assert text == write_api.page(write_api.operators_of(text)), "python scripts/write_api.py"
+
+
+def test_the_api_reference_is_markdown_with_working_links() -> None:
+    text = text_of("docs/api.md")
+    assert ":func:" not in text and "``" not in text.replace("```", "") and "eval-rst" not in text
+    assert "### `ringattn.plan`\n\n```py\nplan(seq_len: int, " in text
+    assert "\n**Args**\n\n* `seq_len`: " in text
+
+
+def test_the_api_reference_of_sphinx_has_the_same_names() -> None:
+    made = write_api.directives(text_of("docs/api.md"))
+    entries = re.findall(r"^\.\. auto(\w+):: (\S+)$", made, re.M)
+    assert [name for _, name in entries] == [name for _, name, _ in write_api.names()]
+    assert ("class", "ringattn.Partition") in entries and "## Operators\n" in made
 
 
 def test_the_api_reference_shows_the_schemas_of_the_operators() -> None:
