@@ -248,7 +248,7 @@ def main() -> None:
     try:
         tokenizer = Tokenizer.of(options.tokenizer, options.separator)
         facts = prepare(pieces_of(options), tokenizer, options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     for part in PARTS:
         print(f"{options.out / part}.bin: {facts[f'{part}_tokens']:,} tokens, {facts['dtype']}")

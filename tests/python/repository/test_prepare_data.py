@@ -155,6 +155,14 @@ def test_a_data_set_that_is_not_there_may_be_a_path_that_was_mistyped(
     assert "got no such path opnwebtext, and no such data set: Dataset 'opnwebtext' does" in error
 
 
+def test_a_file_in_the_place_of_the_folder_is_one_sentence(prepare, capsys, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("text of a file")
+    with pytest.raises(SystemExit) as ended:
+        prepare(tmp_path / "book.txt", "--out", tmp_path / "book.txt")
+    assert ended.value.code == 2
+    assert "File exists: " in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_package_that_is_missing_is_one_sentence() -> None:
     prepare_without_tqdm = "import sys; sys.modules['tqdm'] = None; import prepare_data"
     done = subprocess.run(
