@@ -127,7 +127,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"softcap": -1.0}, "softcap must be finite and not negative, got -1.0"),
     ({"softcap": float("inf")}, "softcap must be finite and not negative, got inf"),
     ({"sinks": torch.zeros(3)}, "sinks must have shape [H], H = 4, got [3]"),
-    ({"sinks": torch.zeros(4, dtype=torch.int64)}, "sinks must be of a float dtype, got torch.int64"),
+    (
+        {"sinks": torch.zeros(4, dtype=torch.int64)},
+        "sinks must be of a float dtype, got torch.int64",
+    ),
     ({"cu_seqlens": [0, 4]}, "cu_seqlens must end with the 6 tokens of the whole sequence, got 4"),
     ({"cu_seqlens": [1, 6]}, "cu_seqlens must be [0, ..., S], the boundaries of the documents, "),
     ({"cu_seqlens": [0, 4, 3, 6]}, "cu_seqlens must not decrease, got 4 before 3"),
