@@ -139,8 +139,8 @@ void refuse_gradients(const Call& call, c10::DispatchKeySet keys) {
         !tensor._fw_grad(/*level=*/0).defined(), call.name(i),
         " must have no tangent because there is no forward-mode derivative, got a dual tensor");
     RINGATTN_CHECK(!with_grad || !tensor.requires_grad(), call.name(i),
-                   " must not require grad because there is no backward yet (detach it, or call ",
-                   "under torch.no_grad()), got requires_grad=True");
+                   " must not require grad because there is no backward yet (training needs a ",
+                   "later version of ringattn, inference torch.no_grad()), got requires_grad=True");
   });
   // A graph that saved a written tensor for its backward detects the write by the version.
   std::vector<at::Tensor> written;

@@ -10,7 +10,7 @@ import math
 import numbers
 import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set, Sized
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -161,6 +161,17 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
 
 # ---- numbers and flags -------------------------------------------------------------------------
 
+_MOST_SHOWN = 80  # characters of a value in an error
+
+
+def shown(value: Any) -> str:
+    """``value`` as an error shows it: its repr, or, where that is long, what it is."""
+    text = repr(value)
+    if (len(text) <= _MOST_SHOWN and "\n" not in text) or isinstance(value, numbers.Number):
+        return text
+    size = f" of {len(value)}" if isinstance(value, Sized) else ""
+    return f"a {type(value).__name__}{size}"
+
 
 def as_integer(value: Any) -> int | None:
     """A plain int of any kind of integer, NumPy's and tensors' among them; None for what is none.
@@ -180,7 +191,7 @@ def as_integer(value: Any) -> int | None:
 def check_integer(name: str, value: Any, *, least: Literal[0, 1] | None = None) -> int:
     number = as_integer(value)
     if number is None:
-        raise ValueError(f"{name} must be an integer, got {value!r}")
+        raise ValueError(f"{name} must be an integer, got {shown(value)}")
     if least is not None and number < least:
         raise ValueError(f"{name} must {_AT_LEAST[least]}, got {number}")
     return number
@@ -203,19 +214,22 @@ def check_int64_or_none(name: str, value: Any, *, least: Literal[0, 1] | None = 
     if value is None:
         return None
     if as_integer(value) is None:
-        raise ValueError(f"{name} must be an integer or None, got {value!r}")
+        raise ValueError(f"{name} must be an integer or None, got {shown(value)}")
     return check_int64(name, value, least=least)
 
 
 def check_integers(
     name: str, values: Iterable[Any], *, least: Literal[0, 1] | None = None
 ) -> tuple[int, ...]:
+    # Keys of a mapping, members of a set and bytes are integers in no order that was meant.
+    if isinstance(values, (Mapping, Set, bytes, bytearray)):
+        raise ValueError(f"{name} must be a list of integers, got {shown(values)}")
     try:
         found = tuple(as_integer(value) for value in values)
     except TypeError:
         found = (None,)
     if None in found:
-        raise ValueError(f"{name} must be integers, got {values!r}")
+        raise ValueError(f"{name} must be integers, got {shown(values)}")
     integers = cast(tuple[int, ...], found)
     if least is not None:
         for number in integers:
@@ -237,26 +251,26 @@ def is_finite(value: Any) -> bool:
 
 def check_positive(name: str, value: Any) -> float:
     if not is_finite(value) or value <= 0:
-        raise ValueError(f"{name} must be finite and positive, got {value!r}")
+        raise ValueError(f"{name} must be finite and positive, got {shown(value)}")
     return float(value)
 
 
 def check_not_negative(name: str, value: Any) -> float:
     if not is_finite(value) or value < 0:
-        raise ValueError(f"{name} must be finite and not negative, got {value!r}")
+        raise ValueError(f"{name} must be finite and not negative, got {shown(value)}")
     return float(value)
 
 
 def check_percentage(name: str, value: Any) -> float:
     if not is_number(value) or not 0 < value <= 100:
-        raise ValueError(f"{name} must lie in (0, 100], got {value!r}")
+        raise ValueError(f"{name} must lie in (0, 100], got {shown(value)}")
     return float(value)
 
 
 def check_flag(name: str, value: Any) -> bool:
     """True or False, NumPy's too; not what equals them."""
     if not isinstance(value, (bool, np.bool_)):
-        got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
+        got = type(value).__name__ if isinstance(value, torch.Tensor) else shown(value)
         raise ValueError(f"{name} must be True or False, got {got}")
     return bool(value)
 
@@ -335,8 +349,8 @@ def check_collective(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if with_grad and tensor.requires_grad:
             raise ValueError(
-                f"{name} must not require grad because there is no backward yet (detach it, or "
-                "call under torch.no_grad()), got requires_grad=True"
+                f"{name} must not require grad because there is no backward yet (training needs a "
+                "later version of ringattn, inference torch.no_grad()), got requires_grad=True"
             )
         if not compiling and has_tangent(tensor):
             raise ValueError(
@@ -353,8 +367,8 @@ def finite_scale(scale: float | None, q: torch.Tensor) -> float:
     if scale is None:
         # D 0 is the operator's to refuse.
         return 1 / math.sqrt(q.size(-1)) if q.size(-1) > 0 else 1.0
-    if isinstance(scale, torch.Tensor):  # a learned one would silently be a constant
-        raise ValueError("scale must be a number, got a tensor")
+    if isinstance(scale, torch.Tensor):
+        scale = _scale_of(scale)
     try:
         if isinstance(scale, bool):
             raise TypeError
@@ -389,11 +403,29 @@ def finite_softcap(softcap: float | None) -> float:
     return float(softcap)
 
 
+def _scale_of(scale: torch.Tensor) -> float:
+    """The number in a tensor of one element, which on CUDA the host waits for."""
+    if torch.compiler.is_compiling():
+        raise ValueError("scale must be a number under torch.compile, got a tensor")
+    if scale.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "scale must be a number, got a tensor that requires grad, which would be a constant "
+            "here"
+        )
+    if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool:
+        raise ValueError(f"scale must be a number, got a tensor {list(scale.shape)}, {scale.dtype}")
+    if not is_concrete(scale) or scale.is_meta:
+        raise ValueError("scale must be a number, got a tensor without a value")
+    if scale.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError("scale must be a number under capture, got a tensor on CUDA")
+    return float(scale.item())
+
+
 def check_transport(transport: Any, *, in_build: bool = False) -> None:
     """ValueError for what is no name; with ``in_build`` also for a transport that this build does
     not have, which a ring call leaves to the operator."""
     if not isinstance(transport, str):
-        raise ValueError(f"transport must be a name, got {transport!r}")
+        raise ValueError(f"transport must be a name, got {shown(transport)}")
     if in_build and transport not in (names := ("auto", *_C.transports())):
         *others, last = (f'"{name}"' for name in names)
         raise ValueError(f'transport must be {", ".join(others)} or {last}, got "{transport}"')

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ring attention as a module."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +12,24 @@ from ringattn._checks import finite_softcap, refuse_keywords
 from ringattn._distributed.groups import Group, GroupInfo, keep, kept, resolve_group
 from ringattn._masks import CuSeqlens, Mask, check_window
 from ringattn.functional import attend
-from ringattn.partition import Partition
+from ringattn.partition import Partition, check_partition_type
+
+
+def _partition_or_group_first(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor whose first argument may be the partition instead of the group."""
+
+    @functools.wraps(init)
+    def flexible(self: Any, *args: Any, **kwargs: Any) -> None:
+        first = args[0] if args else None
+        is_plan = isinstance(getattr(first, "partition", None), Partition)
+        if is_plan or isinstance(first, Partition):
+            if kwargs.get("partition") is not None:
+                raise ValueError("partition must be given once, got it as first argument, too")
+            kwargs["partition"] = check_partition_type(first)
+            args = args[1:]
+        init(self, *args, **kwargs)
+
+    return flexible
 
 
 class RingAttention(nn.Module):
@@ -19,7 +38,8 @@ class RingAttention(nn.Module):
 
     Args:
         group: as in :func:`ringattn.ring_attention`; None is looked up in each call.
-        partition: which rank owns which tokens, for calls without a partition of their own.
+        partition: which rank owns which tokens, for calls without a partition of their own. It may
+            be the first argument, as it is the one behind the tensors in the function.
         causal: a query sees the keys at its own and at earlier positions.
         window_size: as in :func:`ringattn.ring_attention`; so is ``softcap``.
         softcap: of the scores.
@@ -32,11 +52,13 @@ class RingAttention(nn.Module):
 
     Raises:
         ValueError: keywords of other packages, as in :func:`ringattn.ring_attention`, here or in
-            the call; the other ranks of the group get an error from their next call.
+            the call; the other ranks of the group get an error from their next call. A partition
+            that is given twice.
 
     The method is ring attention (Liu et al., https://arxiv.org/abs/2310.01889).
     """
 
+    @_partition_or_group_first
     def __init__(
         self,
         group: Group = None,

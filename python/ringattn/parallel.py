@@ -14,7 +14,7 @@ from torch import nn
 from ringattn._checks import check_integers, check_transport
 from ringattn._distributed.collectives import agree
 from ringattn._distributed.groups import Group, GroupByName, GroupInfo, keep, kept, resolve_group
-from ringattn.partition import Partition, check_num_ranks
+from ringattn.partition import Partition, check_num_ranks, shown_partition
 from ringattn.planning import ModelCost, plan
 from ringattn.profiles import RankProfile
 from ringattn.profiling import measure_profiles
@@ -83,7 +83,7 @@ class Split:
         elif isinstance(partition, str) or not isinstance(partition, Sequence):
             raise ValueError(
                 'partition must be a Partition, a list of lengths, "even" or "auto", '
-                f"got {partition!r}"
+                f"got {shown_partition(partition)}"
             )
         else:
             weights = check_integers("partition", partition, least=0)

@@ -22,6 +22,7 @@ from ringattn._checks import (
     check_tensors,
     is_dtensor,
     is_finite,
+    shown,
 )
 from ringattn._distributed.errors import call, check_real, report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
@@ -507,10 +508,26 @@ def check_partition_type(partition: object) -> Partition:
     """A Partition, or a ValueError that says what to write."""
     if isinstance(partition, Partition):
         return partition
-    got = f"got {type(partition).__name__}"
-    if isinstance(partition, (list, tuple)):
-        got += f": pass ringattn.Partition.zigzag({list(partition)})"
-    raise ValueError(f"partition must be a Partition, {got}")
+    raise ValueError(f"partition must be a Partition, got {shown_partition(partition)}")
+
+
+def shown_partition(given: object) -> str:
+    """What was given where a partition is due, and what was meant by it where that is known."""
+    if isinstance(given, (list, tuple)):
+        pass_lengths = f"ringattn.Partition.zigzag({shown(list(given))})"
+        return f"{type(given).__name__}: pass {pass_lengths}"
+    kind = type(given).__name__
+    if isinstance(getattr(given, "partition", None), Partition):  # of the planner
+        return f"{kind}: pass plan.partition"
+    if isinstance(given, bool):
+        return f"{given}: causality is causal={given}"
+    if isinstance(given, torch.Tensor):
+        return f"{kind}: masks are no tensors here, causal attention is causal=True"
+    if isinstance(given, float):
+        return f"{given}: the factor of the scores is scale={given}"
+    if isinstance(given, (str, int)):
+        return shown(given)
+    return kind
 
 
 def partition_arguments(

@@ -21,6 +21,7 @@ from ringattn._checks import (
     check_integer,
     check_not_negative,
     check_positive,
+    shown,
 )
 from ringattn.partition import Partition, check_layout, check_partition_type, partition_arguments
 from ringattn.profiles import AttentionTile, RankProfile
@@ -226,7 +227,7 @@ def plan(
     """
     check_layout(layout)
     planned = _C.plan(
-        check_int64("seq_len", seq_len, least=0),
+        _num_tokens("seq_len", seq_len),
         _compiled_profiles(profiles),
         _compiled_cost(cost),
         layout,
@@ -319,10 +320,18 @@ def plan_cache(num_tokens: int, profiles: Sequence[RankProfile], cost: ModelCost
             ``memory_gbps`` of some ranks only.
     """
     return _C.plan_cache(
-        check_int64("num_tokens", num_tokens, least=0),
+        _num_tokens("num_tokens", num_tokens),
         _compiled_profiles(profiles),
         _compiled_cost(cost),
     )
+
+
+def _num_tokens(name: str, value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        raise ValueError(
+            f"{name} must be an integer, got {shown(value)}: the order is {name}, profiles, cost"
+        )
+    return check_int64(name, value, least=0)
 
 
 def _compiled_profiles(profiles: Sequence[RankProfile]) -> list[_C.RankProfile]:

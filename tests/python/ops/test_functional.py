@@ -12,6 +12,7 @@ import torch
 from _distributed import this
 from ringattn import Partition
 
+COST = ringattn.ModelCost.attention_only(4, 16)
 PUBLIC = [getattr(ringattn, name) for name in ringattn.__all__ if name != "testing"]
 
 
@@ -269,6 +270,13 @@ def test_scales_of_numpy_are_numbers() -> None:
             {"partition": (6,)},
             r"partition must be a Partition, got tuple: pass ringattn\.Partition\.zigzag\(\[6\]\)$",
         ),
+        ({"partition": True}, "partition must be a Partition, got True: causality is causal=True$"),
+        ({"partition": 0.5}, "must be a Partition, got 0.5: the factor of the scores is scale=0.5"),
+        ({"partition": torch.ones(6, 6).bool()}, "got Tensor: masks are no tensors here"),
+        (
+            {"partition": ringattn.plan(6, [ringattn.RankProfile(1, 1)], COST)},
+            "partition must be a Partition, got Plan: pass plan.partition$",
+        ),
         ({"partition": Partition.even(5, 1)}, "q must have the 5 rows .* got 6"),
         ({"partition": Partition.even(12, 2)}, "partition must have the 1 ranks .* got 2"),
         ({"group": "world"}, "group must be a ProcessGroup, .* or \"single\", got 'world'"),
@@ -291,6 +299,42 @@ def test_numbers_and_flags_may_be_numpys() -> None:
     assert torch.equal(out, ringattn.ring_attention(q, k, v))
     expected, _ = ringattn.block_attention(q, k, v, diagonal=1)
     assert torch.equal(ringattn.block_attention(q, k, v, diagonal=np.int32(1))[0], expected)
+
+
+def test_a_scale_may_be_a_tensor_of_one_element() -> None:
+    tensors = operands()
+    expected = ringattn.ring_attention(*tensors, scale=0.5)
+    scale = torch.tensor([0.5])
+    assert torch.equal(ringattn.ring_attention(*tensors, scale=scale), expected)
+    with torch.no_grad():
+        learned = torch.nn.Parameter(scale.squeeze())
+        assert torch.equal(ringattn.ring_attention(*tensors, scale=learned), expected)
+    for function in (ringattn.block_attention, ringattn.decode_attention):
+        for given, right in zip(
+            function(*tensors, scale=scale), function(*tensors, scale=0.5), strict=True
+        ):
+            assert torch.equal(given, right)
+    scale.fill_(2)  # it is read in each call
+    expected = ringattn.ring_attention(*tensors, scale=2.0)
+    assert torch.equal(ringattn.ring_attention(*tensors, scale=scale), expected)
+
+
+def test_the_module_takes_a_partition_first_as_the_function_does() -> None:
+    tensors, partition = operands(), Partition.even(6, 1)
+    expected = ringattn.ring_attention(*tensors)
+    for attention in (
+        ringattn.RingAttention(partition),
+        ringattn.RingAttention(partition, group="single"),
+        ringattn.RingAttention("single", partition=partition),
+        copy.deepcopy(ringattn.RingAttention(partition)),
+    ):
+        assert attention.partition == partition
+        assert torch.equal(attention(*tensors), expected)
+    with pytest.raises(ValueError, match="partition must be given once, got it as first argument"):
+        ringattn.RingAttention(partition, partition=partition)
+    plan = ringattn.plan(6, [ringattn.RankProfile(1, 1)], COST)
+    with pytest.raises(ValueError, match="must be a Partition, got Plan: pass plan.partition"):
+        ringattn.RingAttention(plan)
 
 
 def test_a_learned_scale_is_refused_where_it_would_be_a_constant():

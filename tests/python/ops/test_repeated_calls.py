@@ -69,7 +69,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"partition": Partition.zigzag([8, 0])}, "partition must have the 1 ranks of the group"),
     ({"causal": 1}, "causal must be True or False"),
     ({"scale": float("nan")}, "scale must be finite"),
-    ({"scale": torch.tensor(0.25)}, "scale must be a number, got a tensor"),
+    ({"scale": torch.ones(2)}, r"scale must be a number, got a tensor \[2\]"),
     ({"depth": 0}, "depth must be positive"),
     ({"depth": True}, "depth must be an integer"),
     ({"transport": "pigeon"}, "transport must be"),

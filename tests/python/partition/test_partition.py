@@ -179,6 +179,10 @@ def test_integers_of_other_kinds_are_integers(kind):
         (lambda: Partition.zigzag([]), "lengths must name at least one rank, got none"),
         (lambda: Partition.zigzag([3, -1]), "lengths must not be negative, got -1"),
         (lambda: Partition.zigzag([3, 1.5]), "lengths must be integers, got"),
+        (lambda: Partition.zigzag({0: 32}), r"lengths must be a list of integers, got \{0: 32\}"),
+        (lambda: Partition.contiguous({3, 5}), "lengths must be a list of integers, got {3, 5}"),
+        (lambda: Partition.zigzag(b"ab"), "lengths must be a list of integers, got b'ab'"),
+        (lambda: Partition.zigzag([3, 1], {1: 0, 0: 1}), "order must be a list of integers, got"),
         (lambda: Partition.zigzag([3, True]), r"lengths must be integers, got \[3, True\]"),
         (lambda: Partition.zigzag([3, 1], [1, False]), r"order must be integers, got \[1, False\]"),
         (

@@ -346,6 +346,18 @@ def test_no_other_place_of_cached_keys_is_read_faster(num_tokens, caps, gbps):
         (lambda: ringattn.plan(-1, ranks(1), LAYER), "seq_len must not be negative, got -1"),
         (lambda: ringattn.plan(1.5, ranks(1), LAYER), "seq_len must be an integer, got 1.5"),
         (
+            lambda: ringattn.plan(ranks(1, 1), 8, LAYER),
+            "^seq_len must be an integer, got a list of 2: the order is seq_len, profiles, cost$",
+        ),
+        (
+            lambda: ringattn.plan_cache(ranks(1, 1), 8, LAYER),
+            "^num_tokens must be an integer, got a list of 2: the order is num_tokens, profiles, ",
+        ),
+        (
+            lambda: predict(ringattn.plan(8, ranks(1), LAYER), ranks(1), LAYER),
+            "^partition must be a Partition, got Plan: pass plan.partition$",
+        ),
+        (
             lambda: ringattn.plan(8, ranks(1), LAYER, layout="spiral"),
             'layout must be "zigzag" or "contiguous", got "spiral"',
         ),
