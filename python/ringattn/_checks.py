@@ -313,12 +313,13 @@ def check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
         raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
 
 
-HEAD_DIM_RULE = "a multiple of 8 from 8 to 256"
+MAX_HEAD_DIM = 256
+HEAD_DIM_RULE = f"a multiple of 8 from 8 to {MAX_HEAD_DIM}"
 
 
 def is_head_dim(head_dim: int) -> bool:
     """Whether kernels take this head dimension, see HEAD_DIM_RULE."""
-    return head_dim % 8 == 0 and 0 < head_dim <= 256
+    return head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM
 
 
 def has_heads_first(x: torch.Tensor) -> bool:

@@ -14,13 +14,20 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+from ringattn._checks import MAX_HEAD_DIM, is_head_dim
 from ringattn._distributed.collectives import complete
 from ringattn._distributed.groups import GroupInfo
 from ringattn._masks import CAUSAL
 from ringattn.cache import ShardedKVCache
 from ringattn.functional import attend, attend_cached, block_attention, merge_states
 from ringattn.partition import Partition
+
+# What hides keys in scores: a further head dimension of queries and keys. A kernel takes multiples
+# of 8 dimensions. The largest number of float16 is 65504; scores are float32.
+_HIDING_DIMS = 8
+_HIDING = 6e4
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,9 @@ class Padding:
     ``[starts[b], starts[b] + lengths[b])``.
 
     Each row is rolled so that its real tokens come first. Causal attention over rolled rows needs
-    no mask: no real token sees a later one, and padding comes after all real tokens.
+    no mask: no real token sees a later one, and padding comes after all real tokens. A row of
+    padding gets what a causal mask that hides padding gives it: 0 before the tokens, where it sees
+    nothing; after them attention to all of them.
     """
 
     starts: tuple[int, ...]  # [B]
@@ -108,6 +117,7 @@ class ModelCall:
         self.transport = transport
         self.depth = depth
         self._columns: dict[torch.device, torch.Tensor] = {}
+        self._padded: tuple[torch.Tensor, torch.Tensor] | None = None  # of _padding_rows()
 
     @classmethod
     def prefill(
@@ -289,11 +299,46 @@ class ModelCall:
         own_q, own_k, own_v = (x.narrow(1, 0, self.num_rows) for x in (q, k, v))
         if self.cache is not None:
             self.cache.store(layer, own_k, own_v)
+        if self.padding is not None and any(self.padding.ends):
+            own_q, own_k, own_v = self._hide_padding(own_q, own_k, own_v)
         out, _ = attend(
             *(self.ring, own_q, own_k, own_v, self.partition),
             *(CAUSAL, scale, self.transport, self.depth),
         )
-        return out if self.num_rows > 0 else q.new_zeros(q.shape)
+        if self.num_rows == 0:
+            return q.new_zeros(q.shape)
+        if self.padding is not None:
+            before, _ = self._padding_rows(out.device)
+            out = out[..., : q.size(-1)].masked_fill(before[:, :, None, None], 0)
+        return out
+
+    def _hide_padding(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same with more head dimensions, which add to the score of a row of padding after the
+        tokens and a key of padding what makes its weight 0, and 0 to all other scores."""
+        head_dim = q.size(-1)
+        if not is_head_dim(head_dim + _HIDING_DIMS):
+            raise ValueError(
+                "attention_mask must have its padding before the tokens where the head dimension "
+                f"is above {MAX_HEAD_DIM - _HIDING_DIMS}, got padding after them and {head_dim}"
+            )
+        before, after = self._padding_rows(q.device)
+        q, k, v = (F.pad(x, (0, _HIDING_DIMS)) for x in (q, k, v))
+        q[..., head_dim].masked_fill_(after[:, :, None], _HIDING)
+        k[..., head_dim].masked_fill_((before | after)[:, :, None], -_HIDING)
+        return q, k, v
+
+    def _padding_rows(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of this rank's rows are padding before the tokens, and after them, bool
+        ``[B, S_r]`` each."""
+        assert self.padding is not None
+        if self._padded is None:
+            starts, lengths = torch.tensor((self.padding.starts, self.padding.lengths)).to(device)
+            places = self._own_columns(device)[None, :]
+            before = places >= self.num_tokens - starts[:, None]
+            self._padded = before, (places >= lengths[:, None]) & ~before
+        return self._padded
 
     def _rolled(self, columns: torch.Tensor) -> torch.Tensor:
         """Places of the caller's ``columns``, ``[1, n]``, after rows have been rolled: ``[B, n]``,

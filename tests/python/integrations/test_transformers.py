@@ -90,9 +90,15 @@ def padded_calls_agree(name: str) -> None:
         for positions in (None, (mask.cumsum(1) - 1).clamp_(min=0)):
             options = {"attention_mask": mask, "position_ids": positions}
             for use_cache in (True, False):
-                expected = plain(ids, use_cache=use_cache, **options).logits
-                given = model(ids, use_cache=use_cache, **options).logits
-                assert_near(given[real], expected[real])
+                options |= {"use_cache": use_cache, "output_hidden_states": True}
+                expected, given = plain(ids, **options), model(ids, **options)
+                assert_near(given.logits, expected.logits)  # of padding, too
+                for actual, right in zip(given.hidden_states, expected.hidden_states, strict=True):
+                    assert_near(actual, right)
+            labels = ids.masked_fill(~real, -100)
+            for targets in (labels, ids):
+                loss = model(ids, labels=targets, **options).loss
+                assert_near(loss, plain(ids, labels=targets, **options).loss)
         if name == "before":
             for use_cache in (True, False):
                 options = {"max_new_tokens": 5, "use_cache": use_cache, "attention_mask": mask}

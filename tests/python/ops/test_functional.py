@@ -333,7 +333,7 @@ def test_the_module_takes_a_partition_first_as_the_function_does() -> None:
     with pytest.raises(ValueError, match="partition must be given once, got it as first argument"):
         ringattn.RingAttention(partition, partition=partition)
     plan = ringattn.plan(6, [ringattn.RankProfile(1, 1)], COST)
-    with pytest.raises(ValueError, match="must be a Partition, got Plan: pass plan.partition"):
+    with pytest.raises(ValueError, match=r"must be a Partition, got Plan: pass plan\.partition"):
         ringattn.RingAttention(plan)
 
 
