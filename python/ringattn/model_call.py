@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -36,14 +37,19 @@ class Padding:
     ``[starts[b], starts[b] + lengths[b])``.
 
     Each row is rolled so that its real tokens come first. Causal attention over rolled rows needs
-    no mask: no real token sees a later one, and padding comes after all real tokens. A row of
-    padding gets what a causal mask that hides padding gives it: 0 before the tokens, where it sees
-    nothing; after them attention to all of them.
+    no mask: no real token sees a later one, and padding comes after all real tokens. What
+    rows of padding see is that of the unmodified model (``sees``):
+
+    * "text": tokens before them, as under a causal mask that hides padding. Before the tokens they
+      see nothing, and get 0.
+    * "padding": themselves and padding before them; each row has its padding on one side.
+    * None: their results are not used.
     """
 
     starts: tuple[int, ...]  # [B]
     lengths: tuple[int, ...]  # [B]
     seq_len: int  # S
+    sees: Literal["text", "padding"] | None = "text"
 
     @classmethod
     def of(cls, mask: torch.Tensor) -> Padding | None:
@@ -70,6 +76,11 @@ class Padding:
                     f"or after it, got a hole in row {row}"
                 )
         return cls(tuple(starts.tolist()), tuple(lengths.tolist()), seq_len)
+
+    @property
+    def hides_keys(self) -> bool:
+        """Whether rows of padding see less than causal attention over rolled rows gives them."""
+        return self.sees == "padding" or (self.sees == "text" and any(self.ends))
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -299,7 +310,7 @@ class ModelCall:
         own_q, own_k, own_v = (x.narrow(1, 0, self.num_rows) for x in (q, k, v))
         if self.cache is not None:
             self.cache.store(layer, own_k, own_v)
-        if self.padding is not None and any(self.padding.ends):
+        if self.padding is not None and self.padding.hides_keys:
             own_q, own_k, own_v = self._hide_padding(own_q, own_k, own_v)
         out, _ = attend(
             *(self.ring, own_q, own_k, own_v, self.partition),
@@ -307,26 +318,32 @@ class ModelCall:
         )
         if self.num_rows == 0:
             return q.new_zeros(q.shape)
-        if self.padding is not None:
+        out = out[..., : q.size(-1)].contiguous()
+        if self.padding is not None and self.padding.sees == "text":
             before, _ = self._padding_rows(out.device)
-            out = out[..., : q.size(-1)].masked_fill(before[:, :, None, None], 0)
+            out = out.masked_fill(before[:, :, None, None], 0)
         return out
 
     def _hide_padding(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same with more head dimensions, which add to the score of a row of padding after the
-        tokens and a key of padding what makes its weight 0, and 0 to all other scores."""
+        """The same with more head dimensions, which add to the score of a row of padding and a key
+        that it does not see what makes its weight 0, and 0 to all other scores."""
+        assert self.padding is not None
         head_dim = q.size(-1)
         if not is_head_dim(head_dim + _HIDING_DIMS):
             raise ValueError(
-                "attention_mask must have its padding before the tokens where the head dimension "
-                f"is above {MAX_HEAD_DIM - _HIDING_DIMS}, got padding after them and {head_dim}"
+                "attention_mask must not hide keys from rows of padding where the head dimension "
+                f"is above {MAX_HEAD_DIM - _HIDING_DIMS}, got {head_dim}: put padding before the "
+                "tokens"
             )
         before, after = self._padding_rows(q.device)
+        rows, hidden = after, before | after
+        if self.padding.sees == "padding":
+            rows, hidden = before | after, ~(before | after)
         q, k, v = (F.pad(x, (0, _HIDING_DIMS)) for x in (q, k, v))
-        q[..., head_dim].masked_fill_(after[:, :, None], _HIDING)
-        k[..., head_dim].masked_fill_((before | after)[:, :, None], -_HIDING)
+        q[..., head_dim].masked_fill_(rows[:, :, None], _HIDING)
+        k[..., head_dim].masked_fill_(hidden[:, :, None], -_HIDING)
         return q, k, v
 
     def _padding_rows(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -230,7 +230,7 @@ def steps_are_refused() -> None:
     model(one, **step)  # nothing has been stored by the refused ones
     for side, kwargs, message in (
         ("left", {}, "position_ids must be given after a padded prompt"),
-        ("right", {}, "must have its padding before the prompt to go on after it"),
+        ("right", {}, "must have its padding before the prompts to generate"),
         ("left", {"rows": 1}, "x must have the 2 rows of the cache, got 1"),
     ):
         ids, extra = padded(3, 6, side=side)
@@ -249,6 +249,10 @@ def generations_are_refused() -> None:
     plain, model = two_of()
     ringattn.parallelize(model)
     ids, extra = padded(3, 6, side="right")
+    for use_cache in (True, False):  # of FMS itself
+        options = {"do_sample": False, "use_cache": use_cache, "extra_kwargs": dict(extra)}
+        with pytest.raises(ValueError, match="padding before the prompts to generate"):
+            fms_generation.generate(model, ids, max_new_tokens=3, **options)
     refusals: list[tuple[Any, dict[str, Any], str]] = [
         (plain, {}, "model must be on a ring"),
         (model, {"max_seq_len": 5, "use_cache": True}, "max_seq_len must be 6 or more, got 5"),
@@ -261,9 +265,6 @@ def generations_are_refused() -> None:
     for which, kwargs, message in refusals:
         with pytest.raises(ValueError, match=message):
             ring_fms.generate(which, **{"input_ids": ids, **kwargs})
-    # FMS's own loop finds out at its second token.
-    with pytest.raises(ValueError, match="padding before the prompt to go on after it"):
-        fms_generation.generate(model, ids, do_sample=False, use_cache=True, extra_kwargs=extra)
 
 
 def test_generations_are_refused(rank_pool: Pools) -> None:

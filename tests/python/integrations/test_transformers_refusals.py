@@ -178,6 +178,9 @@ def refused_calls() -> None:
         ({CACHE: of_one_rank()}, f"must be that of rank {this().rank} of 2, got rank 0 of 1"),
         ({CACHE: of_another_depth()}, "must have 2 layers, got 1"),
         ({CACHE: cache, "attention_mask": torch.cat((hole, ones), 1)}, "must be the prompt's mask"),
+        ({"is_causal": False}, "is_causal must be True or None, got False"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, "cu_seq_lens_q must be left out"),
+        ({"softcap": 30.0}, "softcap must be left out"),
     ]
     for options, message in calls:
         with pytest.raises(ValueError, match=message):
@@ -193,6 +196,30 @@ def refused_calls() -> None:
         plain(ids, **{CACHE: cache})
     with pytest.raises(ValueError, match="crop"):
         cache.crop(2)
+    for name in ("keys", "values"):
+        with pytest.raises(
+            ValueError, match=r"lie on the ranks of a ring: get_seq_length\(\) is 6"
+        ):
+            getattr(cache.layers[0], name)
+    changes: list[Callable[[], None]] = [
+        lambda: model.set_attn_implementation("sdpa"),
+        lambda: model.set_attn_implementation("eager"),
+        lambda: setattr(model.config, "_attn_implementation", "sdpa"),
+        lambda: setattr(model.model.layers[1].self_attn, "config", copy.deepcopy(plain.config)),
+    ]
+    for change in changes:
+        own = model.model.layers[1].self_attn.config
+        change()
+        with pytest.raises(ValueError, match=r'must stay "ringattn" .*: call ringattn.unparallel'):
+            model(ids)
+        model.model.layers[1].self_attn.config = own
+        model.set_attn_implementation("ringattn")
+        assert_near(model(ids).logits, right)
+    for owner in (model.config, model.model.layers[0].self_attn):
+        owner.is_causal = False
+        with pytest.raises(ValueError, match="is_causal must be True, got False"):
+            model(ids)
+        owner.is_causal = True
     assert cache.get_seq_length() == 6
     model.requires_grad_(True)
     with torch.enable_grad(), pytest.raises(ValueError, match=r"under torch.no_grad\(\) because"):
@@ -216,6 +243,7 @@ def refused_generations() -> None:
         ({"penalty_alpha": 0.6, "top_k": 4}, "got contrastive search"),
         ({"custom_generate": lambda *a, **k: None}, "custom_generate must be None"),
         ({"attention_mask": padded}, 'tokenize with padding_side="left"'),
+        ({"cache_implementation": "static"}, "got StaticCache: a ring keeps its own"),
         ({"max_new_tokens": 3 + this().rank}, "max_length must be the same on all ranks"),
         ({"inputs": ids + this().rank}, "input_ids.* must be the same on all ranks"),
         ({"do_sample": this().rank == 1}, "do_sample must be the same on all ranks"),

@@ -149,6 +149,17 @@ def test_a_cache_goes_on_with_the_batch_rows_that_were_selected(ring: RankPool, 
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
 
 
+def test_rows_of_padding_need_room_in_the_head_dimension_to_hide_keys() -> None:
+    ring, partition = resolve_group("single"), Partition.zigzag([PROMPT])
+    q = torch.zeros(2, PROMPT, 1, 256)
+    with pytest.raises(
+        ValueError, match="head dimension is above 248, got 256: put padding before"
+    ):
+        ModelCall.prefill(ring, partition, padding=padding_of("after")).attend(0, q, q, q, None)
+    call = ModelCall.prefill(ring, partition, padding=padding_of("before"))
+    assert call.attend(0, q, q, q, None).shape == q.shape
+
+
 def test_rows_of_unequal_length_grow_past_the_room_of_an_unknown_number_of_tokens() -> None:
     ring, partition = resolve_group("single"), Partition.zigzag([PROMPT])
     padding = padding_of("before")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,14 @@ from ringattn.cache import ShardedKVCache
 from ringattn.integrations.fms.agreement import OTHER_MASK, Agreement
 from ringattn.integrations.fms.attention import NAME, LayerCall
 from ringattn.integrations.fms.caches import Sequences, handles_of, sequences_of
-from ringattn.integrations.fms.masks import check_values, differs, padding_of, visible
+from ringattn.integrations.fms.masks import (
+    check_ends,
+    check_values,
+    differs,
+    padding_of,
+    seen_by_padding,
+    visible,
+)
 from ringattn.integrations.fms.support import body_of, check_keywords, check_positions, family
 from ringattn.integrations.shared import by_name, parameter_names
 from ringattn.model_call import ModelCall
@@ -217,7 +224,11 @@ def _prepared(
         )
     mask, wrong = given.get("mask"), None
     if past is None:
-        call, past = _prompt(body, ring, settings, tokens, position_ids, mask, use_cache)
+        last = given.get(_LAST, 0)
+        call, past = _prompt(body, ring, settings, tokens, position_ids, mask, use_cache, last)
+        # Its next call would have the padding between real tokens.
+        if given.get(_GENERATES) and not use_cache and call.padding is not None:
+            check_ends(call.padding)
     else:
         wrong = _check_step(body, past, tokens, position_ids, mask)
         call = ModelCall.decode(ring, past.store, tokens.size(1))
@@ -239,6 +250,7 @@ def _prompt(
     position_ids: torch.Tensor | None,
     mask: Any,
     use_cache: bool,
+    last: int,
 ) -> tuple[ModelCall, Sequences | None]:
     batch, num_tokens = tokens.shape[:2]
     padding = None
@@ -246,6 +258,8 @@ def _prompt(
         seen = visible(mask, batch, num_tokens, num_tokens)
         check_values(mask)
         padding = padding_of(seen, position_ids)
+        if padding is not None:
+            padding = replace(padding, sees=seen_by_padding(seen, padding, last))
     highest = num_tokens - 1 if position_ids is None else int(position_ids.max())
     check_positions(body, tokens.device, highest)
     partition = settings.split.partition(num_tokens)
@@ -271,11 +285,8 @@ def _check_step(
     the host would have to wait to know."""
     batch, num_tokens = tokens.shape[:2]
     before, padding = past.store.seq_len, past.padding
-    if padding is not None and any(padding.ends):
-        raise ValueError(
-            "mask must have its padding before the prompt to go on after it, got a cache of a "
-            'prompt with padding after it: call pad_input_ids() with padding_side="left"'
-        )
+    if padding is not None:
+        check_ends(padding)
     if padding is not None and len(padding.starts) != batch:
         raise ValueError(f"x must have the {len(padding.starts)} rows of the cache, got {batch}")
     if padding is not None and position_ids is None:

@@ -16,7 +16,7 @@ from torch import nn
 from ringattn._distributed.collectives import agree, checksum, draw_on_rank
 from ringattn._distributed.groups import GroupInfo
 from ringattn.integrations.fms.attach import settings_of
-from ringattn.integrations.fms.masks import check_values, padding_of, visible
+from ringattn.integrations.fms.masks import check_ends, check_values, padding_of, visible
 
 _Hook = Callable[..., tuple[torch.Tensor, MutableMapping[str, Any]]]
 
@@ -106,11 +106,8 @@ def _check(given: dict[str, Any]) -> None:
         seen = visible(extra["mask"], batch, ids.size(-1), ids.size(-1))
         check_values(extra["mask"])
         padding = padding_of(seen, extra.get("position_ids"))
-        if padding is not None and any(padding.ends):
-            raise ValueError(
-                "mask must have its padding before the prompts to generate, got padding after one: "
-                'call pad_input_ids() with padding_side="left"'
-            )
+        if padding is not None:
+            check_ends(padding)
 
 
 def _facts(given: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from ringattn.model_call import Padding
@@ -50,6 +52,15 @@ def check_values(mask: torch.Tensor) -> None:
         raise ValueError(
             "mask must hide keys or not, with -inf or 0, got other values: a bias of the scores is "
             "not supported"
+        )
+
+
+def check_ends(padding: Padding) -> None:
+    """ValueError where new tokens are to follow a prompt with padding after it."""
+    if any(padding.ends):
+        raise ValueError(
+            "mask must have its padding before the prompts to generate, got padding after one: "
+            'call pad_input_ids() with padding_side="left"'
         )
 
 
@@ -121,6 +132,23 @@ def _real(
     side = any(after)
     chosen = torch.tensor([side if one is None else one for one in after], device=last.device)
     return last ^ chosen[:, None]
+
+
+def seen_by_padding(
+    seen: torch.Tensor, padding: Padding, last: int
+) -> Literal["text", "padding"] | None:
+    """What rows of padding see, as :class:`Padding` names it; None where it is something else, or
+    where the caller wants the ``last`` tokens alone, which are none of them. Waits for the device.
+    """
+    if seen.size(1) == 1 or (0 < last <= min(padding.lengths) and not any(padding.ends)):
+        return None
+    real = padding.mask(seen.device)
+    for sees, keys in (("padding", ~real), ("text", real)):
+        expected = keys[:, None, :].expand(seen.shape).tril()
+        if bool(((seen == expected) | real[:, :, None]).all()):
+            one_side = all(0 in ends for ends in zip(padding.starts, padding.ends, strict=True))
+            return "text" if sees == "text" else "padding" if one_side else None
+    return None
 
 
 def differs(seen: torch.Tensor, padding: Padding | None, past: int) -> torch.Tensor:

@@ -16,13 +16,19 @@ from ringattn._distributed.groups import GroupInfo
 from ringattn.integrations.shared import by_name, parameter_names
 from ringattn.integrations.transformers.attention import NAME
 from ringattn.integrations.transformers.caches import (
+    CACHES,
     PassingCache,
     check_ring_layer,
     fill,
     ring_layer,
 )
 from ringattn.integrations.transformers.generate import Generate
-from ringattn.integrations.transformers.support import has_restarts, window
+from ringattn.integrations.transformers.support import (
+    check_attention_keywords,
+    check_module,
+    has_restarts,
+    window,
+)
 from ringattn.model_call import ModelCall, Padding
 from ringattn.parallel import RingSettings
 from ringattn.planning import ModelCost
@@ -30,7 +36,6 @@ from ringattn.planning import ModelCost
 _ATTACHED = "_ringattn"  # the attribute of a model that is on a ring
 _CALL = "ringattn_call"  # keyword arguments of this package, on their way through a model
 _COLUMNS = "ringattn_columns"
-_CACHES = ("cache", "past_key_values")  # what transformers 5 and 4 call a cache
 
 
 @dataclass
@@ -67,7 +72,7 @@ def attach(model: Any, settings: RingSettings) -> None:
         module.config = own if config is not text or text is own else own_text
     attached.handles += [
         body.register_forward_pre_hook(
-            BeforeBody(settings, parameter_names(body)), with_kwargs=True
+            BeforeBody(settings, attached, parameter_names(body)), with_kwargs=True
         ),
         body.register_forward_hook(AfterBody(), with_kwargs=True),
     ]
@@ -123,16 +128,19 @@ class BeforeBody:
     """Before the layers: this rank's rows in, with their positions and the call that goes with
     them."""
 
-    def __init__(self, settings: RingSettings, names: list[str]) -> None:
+    def __init__(self, settings: RingSettings, attached: Attached, names: list[str]) -> None:
         self.settings = settings
+        self.attached = attached
         self.names = names  # of the body's arguments
-        self.cache_name = next(name for name in _CACHES if name in names)
+        self.cache_name = next(name for name in CACHES if name in names)
 
     def __call__(
         self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         ring = self.settings.ring()
         try:
+            for module, _ in self.attached.configs:
+                check_module(module, NAME)
             given = by_name(self.names, args, kwargs)
             return (), _prepared(body, ring, self.settings, self.cache_name, given)
         except ValueError as error:
@@ -205,7 +213,7 @@ def _prepared(
         raise ValueError(
             "output_attentions must be False, got True: no rank has all of the weights"
         )
-    given = next((kwargs.pop(name) for name in _CACHES if kwargs.get(name) is not None), None)
+    given = next((kwargs.pop(name) for name in CACHES if kwargs.get(name) is not None), None)
     use_cache = bool(_option(config, kwargs, "use_cache"))
     layer = None
     if given is not None:
@@ -233,7 +241,7 @@ def _prepared(
         ),
         "return_dict": True,
     }
-    for name in (*_CACHES, "cache_position"):
+    for name in (*CACHES, "cache_position"):
         if name != cache_name:
             prepared.pop(name, None)
     return prepared
@@ -261,6 +269,7 @@ def _call(
             f"attention_mask must be [B, S], [{batch}, {past + num_tokens}] with the tokens before "
             f"this call, got {list(mask.shape)}"
         )
+    check_attention_keywords(kwargs, past + num_tokens)
     seen = window(config)
     if seen is not None and seen < past + num_tokens:
         raise ValueError(

@@ -11,6 +11,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from ringattn._distributed.groups import GroupInfo
 from ringattn.cache import ShardedKVCache
 
+CACHES = ("cache", "past_key_values")  # what transformers 5 and 4 call a cache
+
 _Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -27,6 +29,20 @@ class RingLayer(CacheLayerMixin):
         self.index = index
         self.padding = padding  # of the prompt: ringattn.model_call.Padding or None
         self.is_initialized = True
+
+    @property
+    def keys(self) -> torch.Tensor:  # type: ignore[override]
+        """Refused: no rank has them all."""
+        raise ValueError(
+            "keys and values must be those of this process, got a layer whose tokens lie on the "
+            f"ranks of a ring: get_seq_length() is {self.store.seq_len}"
+        )
+
+    @keys.setter
+    def keys(self, none: None) -> None:
+        """Nothing: the base class has none yet."""
+
+    values = keys
 
     def get_seq_length(self, *args: Any) -> int:
         """Tokens that all ranks hold together."""
@@ -112,7 +128,10 @@ def ring_layer(cache: object) -> RingLayer | None:
         kind = type(cache).__name__
         if isinstance(cache, DynamicCache):
             kind = f"an offloading {kind}"
-        raise ValueError(f"cache must be a DynamicCache without offloading, got {kind}")
+        raise ValueError(
+            f"cache must be a DynamicCache without offloading, got {kind}: a ring keeps its own "
+            "(leave cache and cache_implementation out)"
+        )
     layers = list(cache.layers)
     if layers and isinstance(layers[0], RingLayer):
         return layers[0]

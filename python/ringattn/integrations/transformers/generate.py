@@ -15,6 +15,7 @@ from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthC
 
 from ringattn._distributed.collectives import agree, checksum, complete, draw_on_rank
 from ringattn._distributed.groups import GroupInfo
+from ringattn.integrations.transformers.caches import CACHES, ring_layer
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -89,6 +90,9 @@ class Decode:
             )
         if config.output_attentions:
             raise ValueError("output_attentions must be False, got True")
+        cache = next((model_kwargs[name] for name in CACHES if model_kwargs.get(name)), None)
+        if cache is not None:
+            ring_layer(cache)
         mask = model_kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask[:, -1].all()):
             raise ValueError(

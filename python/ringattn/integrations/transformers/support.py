@@ -100,8 +100,21 @@ def _rope_types(config: Any) -> set[str]:
     return found
 
 
+def check_module(module: Any, implementation: str) -> None:
+    """ValueError where the attention of a module of a parallelized model has been changed since."""
+    found = module.config._attn_implementation
+    if found != implementation:
+        raise ValueError(
+            f'attention must stay "{implementation}" while a model is parallelized, got {found!r}: '
+            "call ringattn.unparallelize(model) first"
+        )
+    if not (getattr(module, "is_causal", True) and getattr(module.config, "is_causal", True)):
+        raise ValueError("is_causal must be True, got False: attention here is causal")
+
+
 def check_attention_keywords(given: Mapping[str, Any], num_keys: int) -> None:
-    """ValueError for keywords of a layer to its attention function that change what is computed."""
+    """ValueError for keywords of a call, or of a layer to its attention function, that change what
+    is computed."""
     seen = given.get("sliding_window")
     if seen is not None and seen < num_keys:
         raise ValueError(
