@@ -121,7 +121,8 @@ def ring_attention(
             on CPU or CUDA, float64 on CPU. D is a multiple of 8, at most 256. S_r may be 0. The
             rows of a whole tensor x that this rank owns are ``partition.shard(x, rank)``;
             ``x.chunk(W, 1)[rank]`` has other rows, of the same shape, unless the layout is
-            "contiguous". Tensors ``[B, H, S_r, D]`` need their ``transpose(1, 2)``.
+            "contiguous". Tensors ``[B, H, S_r, D]`` need their ``transpose(1, 2)``: where S_r, H
+            and H_kv are equal, neither shapes nor strides can tell that it is missing.
         k: keys of this rank, ``[B, S_r, H_kv, D]``, ``H % H_kv == 0``, dtype and device of ``q``.
         v: values of this rank, like ``k``.
         partition: which rank owns which tokens, the same on all ranks, such as
@@ -224,7 +225,8 @@ def block_attention(
 
     Args:
         q: ``[B, S_q, H, D]``, float16, bfloat16 or float32 on CPU or CUDA, float64 on CPU. D is a
-            multiple of 8, at most 256.
+            multiple of 8, at most 256. Tensors ``[B, H, S_q, D]`` need their ``transpose(1, 2)``:
+            where S_q is a multiple of S_k, nothing can tell that it is missing.
         k: ``[B, S_k, H_kv, D]``, ``H % H_kv == 0``, dtype and device of ``q``.
         v: like ``k``.
         scale: of the scores, any finite number; None means ``1 / sqrt(D)``.

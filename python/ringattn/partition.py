@@ -522,7 +522,7 @@ def shown_partition(given: object) -> str:
     if isinstance(given, bool):
         return f"{given}: causality is causal={given}"
     if isinstance(given, torch.Tensor):
-        return f"{kind}: masks are no tensors here, causal attention is causal=True"
+        return f"{kind}: the masks are causal=, window_size= and cu_seqlens="
     if isinstance(given, float):
         return f"{given}: the factor of the scores is scale={given}"
     if isinstance(given, (str, int)):

@@ -236,15 +236,15 @@ class LLaMA(nn.Module):
         Args:
             token_ids: int64, the whole sequence ``[B, S]`` on every rank, or with ``sharded`` this
                 rank's tokens ``[B, S_r]`` in position order.
-            partition: which rank owns which tokens; None is the even zigzag partition, and with
-                ``sharded`` an error where there is more than one rank.
+            partition: which rank owns which tokens, such as ``Partition.even(S, W)``, and so whose
+                logits come back. None, all tokens on this rank, is for a single rank alone.
             sharded: whether ``token_ids`` are this rank's own already.
 
         Raises:
-            ValueError: a partition for another number of ranks or tokens, more tokens than the
-                model was trained for, tokens on another device than the weights or (on CPU; a GPU
-                would have to be waited for) outside the vocabulary, and what
-                :func:`ringattn.ring_attention` raises.
+            ValueError: no partition on more than one rank, one for another number of ranks or
+                tokens, more tokens than the model was trained for, tokens on another device than
+                the weights or (on CPU; a GPU would have to be waited for) outside the vocabulary,
+                and what :func:`ringattn.ring_attention` raises.
         """
         ring = self.ring
         try:
@@ -330,8 +330,8 @@ class LLaMA(nn.Module):
         if token_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"token_ids must be int64 or int32, got {token_ids.dtype}")
         given = token_ids.size(1)
-        if partition is None and (world_size == 1 or not sharded):
-            partition = Partition.even(given, world_size)
+        if partition is None and world_size == 1:
+            partition = Partition.even(given, 1)
         partition = check_partition(partition, ring)
         check_num_ranks(partition.world_size, world_size)
         expected = partition.lengths[rank] if sharded else partition.seq_len

@@ -58,7 +58,7 @@ def test_ranks_together_equal_one_rank(
     folder: Path,
     rank_pool: Callable[..., RankPool],
 ) -> None:
-    if sharded and partition is None and world_size > 1:
+    if partition is None and world_size > 1:
         partition = Partition.even(SEQ_LEN, world_size)  # None is refused
     alone = load_model(folder)(random_ids(2, SEQ_LEN))
     pool = rank_pool(world_size)
@@ -138,7 +138,8 @@ def test_every_call_takes_the_transport_of_the_model(
 
 def wrong_transport(folder: Path) -> None:
     way = "pigeon" if this().rank == 1 else "auto"
-    load_model(folder, transport=way)(random_ids(1, SEQ_LEN))
+    partition = Partition.even(SEQ_LEN, 2)
+    load_model(folder, transport=way)(random_ids(1, SEQ_LEN), partition)
 
 
 def test_a_wrong_transport_on_one_rank_is_an_error_on_all(
@@ -151,11 +152,11 @@ def test_a_wrong_transport_on_one_rank_is_an_error_on_all(
 
 
 def wrong_call(folder: Path, rank_that_errs: int, batched: bool) -> None:
-    model = load_model(folder)
+    model, partition = load_model(folder), Partition.even(SEQ_LEN, this().world_size)
     if this().rank != rank_that_errs:
-        model(random_ids(1, SEQ_LEN))
+        model(random_ids(1, SEQ_LEN), partition)
     elif batched:
-        torch.vmap(model)(random_ids(3, 1, SEQ_LEN))
+        torch.vmap(lambda ids: model(ids, partition))(random_ids(3, 1, SEQ_LEN))
     else:
         model(random_ids(1, SEQ_LEN), Partition.even(SEQ_LEN + 1, this().world_size))
 

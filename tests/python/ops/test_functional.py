@@ -272,7 +272,7 @@ def test_scales_of_numpy_are_numbers() -> None:
         ),
         ({"partition": True}, "partition must be a Partition, got True: causality is causal=True$"),
         ({"partition": 0.5}, "must be a Partition, got 0.5: the factor of the scores is scale=0.5"),
-        ({"partition": torch.ones(6, 6).bool()}, "got Tensor: masks are no tensors here"),
+        ({"partition": torch.ones(6, 6).bool()}, "got Tensor: the masks are causal=, window_size="),
         (
             {"partition": ringattn.plan(6, [ringattn.RankProfile(1, 1)], COST)},
             "partition must be a Partition, got Plan: pass plan.partition$",

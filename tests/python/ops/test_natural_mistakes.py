@@ -11,6 +11,7 @@ import pytest
 import ringattn
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from _distributed import RankPool, fake_default_group, this
 from _llama import random_ids
 from ringattn import Partition
@@ -187,7 +188,8 @@ def without_a_partition() -> dict[str, str]:
             "chunks": lambda: ringattn.ring_attention(*chunks),
             "module": lambda: ringattn.RingAttention()(*chunks),
             "rotate": lambda: ringattn.rotate_kv(torch.stack(chunks[:2]), None),  # type: ignore[arg-type]
-            "model": lambda: model(torch.zeros(1, 6, dtype=torch.int64), sharded=True),
+            "model": lambda: model(torch.zeros(1, 6, dtype=torch.int64)),
+            "model of shards": lambda: model(torch.zeros(1, 6, dtype=torch.int64), sharded=True),
         }
     )
 
@@ -248,6 +250,17 @@ def test_a_cache_with_heads_first_says_what_to_pass() -> None:
     q, cache = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 9, 16)
     with pytest.raises(ValueError, match=r"got 1; these look like \[B, H, S, D\]: pass transpose"):
         ringattn.decode_attention(q, cache, cache)
+
+
+def test_as_many_heads_as_rows_are_right_with_any_strides() -> None:
+    """Strides of ``[B, H, S, D]`` transposed are those of ``[B, S, H, D]`` transposed once too
+    often: a refusal of the mistake would refuse what is right."""
+    heads_first = torch.randn(3, 1, 4, 4, 16, generator=torch.Generator().manual_seed(0))
+    right = F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+    views = heads_first.transpose(2, 3)
+    for tensors in (views, views.contiguous()):
+        torch.testing.assert_close(ringattn.ring_attention(*tensors), right)
+        torch.testing.assert_close(ringattn.block_attention(*tensors, diagonal=0)[0], right)
 
 
 def attend_to_chunks(layout: str) -> torch.Tensor:

@@ -293,8 +293,8 @@ def ring_inputs() -> tuple[torch.Tensor, ...]:
     return (*case.local_inputs(), case.partition)
 
 
-def token_ids() -> tuple[torch.Tensor]:
-    return (torch.arange(12)[None] % 16,)
+def token_ids() -> tuple[torch.Tensor, Partition]:
+    return torch.arange(12)[None] % 16, Partition.even(12, 2)
 
 
 def tiny_model(group) -> LLaMA:
