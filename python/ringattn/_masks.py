@@ -77,10 +77,9 @@ _read: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
 def _read_once(on_device: torch.Tensor) -> torch.Tensor:
     versioned = not on_device.is_inference()
-    known = _read.get(id(on_device))
-    if known is not None and known[0]() is on_device and versioned:
-        if known[1] == on_device._version:
-            return known[2]
+    known = _read.get(id(on_device)) if versioned else None
+    if known is not None and known[0]() is on_device and known[1] == on_device._version:
+        return known[2]
     if torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "cu_seqlens must be on the CPU, or have been given to a call before, where a call is "

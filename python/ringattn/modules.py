@@ -120,5 +120,6 @@ class RingAttention(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"partition={self.partition}, causal={self.causal}, window_size={self.window_size}, "
-            f"softcap={self.softcap}, scale={self.scale}, transport={self.transport!r}, depth={self.depth}"
+            f"softcap={self.softcap}, scale={self.scale}, transport={self.transport!r}, "
+            f"depth={self.depth}"
         )

@@ -159,8 +159,8 @@ class Partition:
         """Any assignment: what other packages' loaders give, or :meth:`packed` chooses.
 
         Args:
-            pieces: for each rank its pieces ``(start, stop)`` of the sequence, in any order, ``[W]``;
-                a rank may have none. Together they cover ``[0, S)`` once. They are normalised:
+            pieces: for each rank its pieces ``(start, stop)`` of the sequence, in any order,
+                ``[W]``; a rank may have none. Together they cover ``[0, S)`` once. They are normalised:
                 sorted, neighbours joined, empty ones dropped.
 
         Raises:
@@ -273,8 +273,8 @@ class Partition:
         window_size: Sequence[int] = (-1, -1),
         cu_seqlens: CuSeqlens | None = None,
     ) -> int:
-        """Visible pairs of a query of ``rank`` and a key of the sequence, of one head and batch row:
-        the work of its attention, by which balance is measured.
+        """Visible pairs of a query of ``rank`` and a key of the sequence, of one head and batch
+        row: the work of its attention, by which balance is measured.
 
         Args:
             rank: whose queries.

@@ -65,8 +65,8 @@ def attention(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of :func:`ringattn.block_attention`: query row i sees key column j when
-    ``j - i <= diagonal``, or by ``key_ranges`` when ``begin <= j < end``; without either all. Shapes
-    as in :func:`masked_attention`."""
+    ``j - i <= diagonal``, or by ``key_ranges`` when ``begin <= j < end``; without either all.
+    Shapes as in :func:`masked_attention`."""
     visible = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device)
     if key_ranges is not None:
         columns = torch.arange(k.size(1), device=q.device)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows, packed documents, sinks and softcap, together, in rings of any partition."""
 
+import itertools
 import random
 from typing import Any
 
@@ -36,7 +37,7 @@ def random_partition(draw: random.Random, world_size: int, seq_len: int) -> Part
         return Partition(layout, tuple(lengths), tuple(order))
     ends = sorted({0, seq_len, *(draw.randint(0, seq_len) for _ in range(9))})
     pieces: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
-    for piece in zip(ends, ends[1:], strict=False):
+    for piece in itertools.pairwise(ends):
         draw.choice(pieces).append(piece)
     return Partition.pieces(pieces)
 
