@@ -40,6 +40,7 @@ struct Segment {
   int64_t diagonal;
   int64_t first_query;
   at::Tensor source = {};  // [H_kv, 2, B, at least S_k, D]: k and v are fetched from there
+  at::Tensor ranges = {};  // int32 [S_q, 2]: the keys that each row sees, instead of a diagonal
 };
 
 /// x with rows of NaN behind those of each batch entry.
@@ -64,6 +65,9 @@ struct Problem {
   at::Tensor q;  // [B, S_q, H, D]
   std::vector<Segment> segments;
   int32_t tile_rows;
+  double scale = kScale;
+  double softcap = 0.0;
+  at::Tensor sinks = {};  // [H], float32
 
   Problem(int64_t num_queries, const std::vector<Shape>& shapes, Dim dim, at::ScalarType dtype,
           Heads heads = {})
@@ -132,6 +136,7 @@ inline std::vector<KeySegment> segments_of(const Problem& problem) {
     segment.diagonal = from.diagonal;
     segment.first_query = from.first_query;
     if (from.source.defined()) segment.source = {from.source.data_ptr(), from.source.size(3)};
+    if (from.ranges.defined()) segment.key_ranges = from.ranges.data_ptr<int32_t>();
   }
   return segments;
 }
@@ -141,11 +146,13 @@ inline BlockAttentionParams params_of(const Problem& problem,
                                       const std::vector<KeySegment>& segments) {
   BlockAttentionParams params;
   static_cast<AttentionShape&>(params) =
-      ringattn::attention_shape(problem.q, problem.heads().kv, kScale);
+      ringattn::attention_shape(problem.q, problem.heads().kv, problem.scale);
   params.q = ringattn::strided(problem.q);
   params.segments = segments.data();
   params.num_segments = segments.size();
   params.tile_rows = problem.tile_rows;
+  params.softcap = static_cast<float>(problem.softcap);
+  if (problem.sinks.defined()) params.sinks = problem.sinks.data_ptr<float>();
   return params;
 }
 
@@ -238,19 +245,29 @@ struct Expected {
   /// Largest share of the bound that an error takes, with room for float32 sums.
   ///   roundings: those of the probabilities, and one if the result is rounded too
   double share_of_bound(const at::Tensor& result, int roundings) const {
-    return ((result.to(at::kDouble) - out).abs() / (bound * roundings + 5e-6)).max().item<double>();
+    return shares_of_bound(result, roundings).max().item<double>();
+  }
+  at::Tensor shares_of_bound(const at::Tensor& result, int roundings) const {
+    return (result.to(at::kDouble) - out).abs() / (bound * roundings + 5e-6);
   }
 };
 
-inline Expected expected(const Problem& problem) {
+/// Values of keys that no row sees may be NaN.
+///   is_final  the sinks have joined
+inline Expected expected(const Problem& problem, bool is_final = false) {
   const int64_t num_queries = problem.q.size(1);
   std::vector<at::Tensor> keys, values, hidden;
   const at::Tensor i = at::arange(num_queries, problem.q.options().dtype(at::kLong)).unsqueeze(1);
   for (const Segment& segment : problem.segments) {
     keys.push_back(segment.k.to(at::kDouble));
-    values.push_back(segment.v.to(at::kDouble));
+    values.push_back(segment.v.to(at::kDouble).nan_to_num(0.0));
     const at::Tensor j = at::arange(segment.k.size(1), i.options()).unsqueeze(0);
-    hidden.push_back((j - i).gt(segment.diagonal).logical_or(i.lt(segment.first_query)));
+    if (segment.ranges.defined()) {
+      const at::Tensor begin = segment.ranges.slice(1, 0, 1), end = segment.ranges.slice(1, 1, 2);
+      hidden.push_back(j.lt(begin).logical_or(j.ge(end)));
+    } else {
+      hidden.push_back((j - i).gt(segment.diagonal).logical_or(i.lt(segment.first_query)));
+    }
   }
   const int64_t heads_per_kv_head = problem.heads().query / problem.heads().kv;
   const auto heads_first = [&](const std::vector<at::Tensor>& x) {
@@ -258,10 +275,13 @@ inline Expected expected(const Problem& problem) {
   };
   const at::Tensor k = heads_first(keys), v = heads_first(values);  // [B, H, keys, D]
   const at::Tensor q = problem.q.to(at::kDouble).transpose(1, 2);
-  const at::Tensor scores =
-      (at::matmul(q, k.transpose(2, 3)) * kScale)
-          .masked_fill(at::cat(hidden, 1), -std::numeric_limits<double>::infinity());
-  const at::Tensor lse = at::logsumexp(scores, {3});
+  at::Tensor scores = at::matmul(q, k.transpose(2, 3)) * problem.scale;
+  if (problem.softcap != 0.0) scores = at::tanh(scores / problem.softcap) * problem.softcap;
+  scores = scores.masked_fill(at::cat(hidden, 1), -std::numeric_limits<double>::infinity());
+  at::Tensor lse = at::logsumexp(scores, {3});
+  if (is_final && problem.sinks.defined()) {
+    lse = at::logaddexp(lse, problem.sinks.to(at::kDouble).reshape({1, -1, 1}).expand_as(lse));
+  }
   const at::Tensor weights = at::exp(scores - lse.unsqueeze(3)).nan_to_num(0.0);
   const double unit = problem.q.scalar_type() == at::kHalf ? 0x1p-11 : 0x1p-8;
   return {at::matmul(weights, v).transpose(1, 2), lse,

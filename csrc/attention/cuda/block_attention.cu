@@ -46,7 +46,7 @@ bool is_short(const BlockAttentionParams& p) {
 }
 
 cudaError_t launch(const BlockAttentionParams& p, cudaStream_t stream) {
-  if (sm90::supports(p) && !p.is_general() && wants_sm90(/*unless_set=*/!is_short(p))) {
+  if (sm90::supports(p) && wants_sm90(/*unless_set=*/!is_short(p))) {
     const cudaError_t error =
         sm90::available() ? sm90::block_attention(p, stream) : cudaErrorNotSupported;
     if (error != cudaErrorNotSupported || wants_sm90(/*unless_set=*/false)) return error;

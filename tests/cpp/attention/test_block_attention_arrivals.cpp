@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "remote_segments.h"
 #include "segment_lists.h"
 #include "side_stream.h"
 
@@ -16,6 +17,7 @@ using ringattn::testing::attend_list;
 using ringattn::testing::can_run;
 using ringattn::testing::Dim;
 using ringattn::testing::Ends;
+using ringattn::testing::fetching_launch;
 using ringattn::testing::Heads;
 using ringattn::testing::is_fetch_bound;
 using ringattn::testing::kAll;
@@ -34,57 +36,16 @@ using ringattn::testing::kZigzag;
 using ringattn::testing::Launch;
 using ringattn::testing::pairs_row_tiles;
 using ringattn::testing::Problem;
+using ringattn::testing::Remote;
 using ringattn::testing::Results;
 using ringattn::testing::same_bits;
 using ringattn::testing::Segment;
 using ringattn::testing::Shape;
 using ringattn::testing::SideStream;
+using ringattn::testing::stage_again;
 using ringattn::testing::zero_scratch;
 
 namespace {
-
-/// Makes all segments but the first remote: fetched into memory that holds NaN, from blocks with
-/// more rows than are visible, NaN too.
-class Remote {
- public:
-  explicit Remote(Problem& problem) {
-    for (size_t i = 1; i < problem.segments.size(); ++i) {
-      Segment& segment = problem.segments[i];
-      // [H_kv, 2, B, S_k, D]
-      const at::Tensor planes = at::stack({segment.k, segment.v}).permute({3, 0, 1, 2, 4});
-      segment.source = at::constant_pad_nd(planes, {0, 0, 0, 5}, kNaN).contiguous();
-      sources_.push_back(segment.source);
-      to_.push_back(at::empty_like(planes, planes.options(), at::MemoryFormat::Contiguous));
-      segment.k = to_.back().select(1, 0).permute({1, 2, 0, 3});
-      segment.v = to_.back().select(1, 1).permute({1, 2, 0, 3});
-    }
-  }
-
-  void forget() const {
-    for (const at::Tensor& to : to_) to.fill_(kNaN);
-  }
-  /// Replaces a head of all sources by NaN and returns it in host memory, from where a copy engine
-  /// restores it while a launch occupies every multiprocessor.
-  std::vector<at::Tensor> take_away(int64_t head) const {
-    std::vector<at::Tensor> taken;
-    for (const at::Tensor& source : sources_) {
-      taken.push_back(source[head].cpu());
-      source[head].fill_(kNaN);
-    }
-    return taken;
-  }
-  void give_back(int64_t head, const std::vector<at::Tensor>& taken, const SideStream& side) const {
-    for (size_t i = 0; i < taken.size(); ++i) side.copy(sources_[i][head], taken[i]);
-  }
-
-  bool nothing_arrived() const {
-    return std::all_of(to_.begin(), to_.end(),
-                       [](const at::Tensor& to) { return to.isnan().all().item<bool>(); });
-  }
-
- private:
-  std::vector<at::Tensor> sources_, to_;
-};
 
 /// What to attend: keys of two heads for each KV head, or of an odd number of them, with which
 /// thread blocks share keys as row tiles.
@@ -98,25 +59,6 @@ struct Case {
 Launch alone() {
   Launch launch;
   launch.max_blocks = 7;
-  return launch;
-}
-
-/// The signals at the begin of the next call: peers have staged everything, none has a read signal.
-void stage_again(const Problem& problem, const Launch& launch) {
-  launch.signals[kStaged].fill_(static_cast<int>(ringattn::staged_heads(problem.heads().kv)));
-  launch.signals[kStagedMirrorByPeer].fill_(77);  // a tag
-  for (const int read : {kReadByThisRank, kReadMirrorByThisRank}) launch.signals[read].fill_(0);
-}
-
-/// A launch that fetches keys of `num_peers` peers.
-Launch fetching_launch(const Problem& problem, int64_t num_peers, int64_t room) {
-  Launch launch;
-  launch.scratch = zero_scratch(room);
-  launch.failed = at::zeros({1}, launch.scratch.options());
-  launch.given_up = at::zeros({1}, at::TensorOptions(at::kInt).pinned_memory(true));
-  launch.signals = at::zeros({kNumSignals, num_peers}, launch.scratch.options());
-  launch.signals[kReadByPeer].fill_(1);
-  stage_again(problem, launch);
   return launch;
 }
 

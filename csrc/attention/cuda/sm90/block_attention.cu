@@ -8,7 +8,15 @@ namespace ringattn::cuda::sm90 {
 namespace {
 
 template <typename Element>
+cudaError_t dispatch_general(const BlockAttentionParams& p, cudaStream_t stream) {
+  if (p.head_dim <= 64) return launch_general_block_attention<Element, 64>(p, stream);
+  if (p.head_dim <= 128) return launch_general_block_attention<Element, 128>(p, stream);
+  return launch_general_block_attention<Element, 256>(p, stream);
+}
+
+template <typename Element>
 cudaError_t dispatch_head_dim(const BlockAttentionParams& p, cudaStream_t stream) {
+  if (p.is_general()) return dispatch_general<Element>(p, stream);
   if (p.head_dim <= 64) return launch_block_attention<Element, 64>(p, stream);
   if (p.head_dim <= 128) return launch_block_attention<Element, 128>(p, stream);
   return launch_block_attention<Element, 256>(p, stream);

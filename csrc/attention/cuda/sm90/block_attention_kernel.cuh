@@ -7,8 +7,10 @@
 #include <type_traits>
 
 #include "attention/cuda/sm90/epilogue.cuh"
+#include "attention/cuda/sm90/interval_consumer.cuh"
 #include "attention/cuda/sm90/kernel_params.h"
 #include "attention/cuda/sm90/producer.cuh"
+#include "attention/cuda/sm90/products.cuh"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/named_barrier.cuh"
@@ -32,62 +34,9 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// q = -q in the warpgroup's 64 rows, for a negative scale: online softmax needs the largest score.
-template <typename Tile>
-__device__ __forceinline__ void negate_queries(uint32_t queries, int barrier) {
-  constexpr int kVectors = kConsumerRows * kColumnBlockPitch / 16;  // of a column block
-#pragma unroll 1
-  for (int i = threadIdx.x % kWarpgroupSize; i < Tile::kColumnBlocks * kVectors;
-       i += kWarpgroupSize) {
-    const uint32_t at = queries + i / kVectors * Tile::kQueryBlockBytes + i % kVectors * 16;
-    uint32_t x[4];
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(at));
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0] ^ 0x80008000),
-                 "r"(x[1] ^ 0x80008000), "r"(x[2] ^ 0x80008000), "r"(x[3] ^ 0x80008000)
-                 : "memory");
-  }
-  fence_async_shared();
-  named_barrier_wait(barrier, kWarpgroupSize);
-}
-
-/// Issues a group of products: s = q @ k.T, of 64 query rows with a tile of keys.
-template <typename Element, typename Tile>
-__device__ __forceinline__ void issue_scores(float (&s)[Tile::kBlockK / 2], uint32_t queries,
-                                             uint32_t keys) {
-  using Product = ProductOfShared<Element, Tile::kBlockK>;
-  const auto q = OperandDescriptor::k_major(queries), k = OperandDescriptor::k_major(keys);
-  begin_products();
-  Product::template issue<false>(s, q.at(0), k.at(0));
-#pragma unroll
-  for (int step = 1; step < Tile::kHeadDim / 16; ++step) {
-    const int block = step / 4, offset = step % 4 * 32;  // 16 columns are 32 bytes
-    Product::template issue<true>(s, q.at(block * Tile::kQueryBlockBytes + offset),
-                                  k.at(block * Tile::kKeyBlockBytes + offset));
-  }
-  commit_products();
-}
-
-/// Issues a group of products: out += p @ v.
-template <typename Element, typename Tile>
-__device__ __forceinline__ void issue_values(float (&out)[Tile::kHeadDim / 2],
-                                             const uint32_t (&p)[Tile::kBlockK / 4],
-                                             uint32_t values) {
-  const auto v = OperandDescriptor::n_major(values, Tile::kKeyBlockBytes);
-  begin_products();
-#pragma unroll
-  for (int step = 0; step < Tile::kBlockK / 16; ++step) {
-    ProductOfRegisters<Element, Tile::kHeadDim>::issue(out, p[4 * step], p[4 * step + 1],
-                                                       p[4 * step + 2], p[4 * step + 3],
-                                                       v.at(step * 16 * kColumnBlockPitch));
-  }
-  commit_products();
-}
-
 /// A consumer warpgroup: attends its 64 rows of one query tile after the other.
 template <typename Element, typename Tile, int kSegments>
-__device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
+__device__ __forceinline__ void consume(const SegmentedParams<kSegments, Variant::kDiagonal>& p,
                                         const SharedMemory<Tile>& shared, int consumer) {
   const bool is_first_thread = threadIdx.x % kWarpgroupSize == 0;
   const bool is_first_lane = threadIdx.x % 32 == 0;
@@ -269,9 +218,9 @@ __device__ __forceinline__ void consume(const SegmentedParams<kSegments>& p,
   if (is_first_thread) wait_for_stores_to_read();  // shared memory is freed with the thread block
 }
 
-template <typename Element, typename Tile, int kSegments>
+template <typename Element, typename Tile, int kSegments, Variant kVariant>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    block_attention_kernel(const __grid_constant__ SegmentedParams<kSegments> p) {
+    block_attention_kernel(const __grid_constant__ SegmentedParams<kSegments, kVariant> p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   const SharedMemory<Tile> shared(dynamic_shared);
   // The shuffle tells the compiler that it is the same in all lanes.
@@ -289,7 +238,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     copy<Tile>(p, shared);
   } else {
     take_registers<Tile::kConsumerRegisters>();
-    consume<Element, Tile>(p, shared, warpgroup - 1);
+    if constexpr (p.kGeneral) {
+      consume_intervals<Element, Tile>(p, shared, warpgroup - 1);
+    } else {
+      consume<Element, Tile>(p, shared, warpgroup - 1);
+    }
   }
   // Shared memory is freed with the thread block, and the other thread block may still arrive
   // there.

@@ -40,8 +40,10 @@ struct RowResults {
 
   /// Computes them and writes lse. Each step handles both rows, so that their latencies overlap.
   ///   first_row  the lane's first row
-  __device__ __forceinline__ void finish(const KernelParams& p, const QueryTile& tile,
-                                         int first_row, const OnlineSoftmax& softmax, bool failed) {
+  template <int kSegments, Variant kVariant>
+  __device__ __forceinline__ void finish(const SegmentedParams<kSegments, kVariant>& p,
+                                         const QueryTile& tile, int first_row,
+                                         const OnlineSoftmax& softmax, bool failed) {
     float* lse = lse_of_head(p, tile);
     float before[2] = {-INFINITY, -INFINITY}, row_lse[2];
     rows_end = tile.rows_end;
@@ -53,7 +55,7 @@ struct RowResults {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = softmax.row_sum(half);
-      row_lse[half] = softmax.lse(half, sum, p.scale_log2);
+      row_lse[half] = softmax.lse(half, sum, p.softmax_scale());
       empty[half] = !failed && row_lse[half] == -INFINITY;
       norm[half] = empty[half] ? 0.0f : reciprocal(sum);
       if (failed) row_lse[half] = norm[half] = NAN;
@@ -70,9 +72,25 @@ struct RowResults {
       }
       __syncwarp();  // the quad has read lse
     }
+    if constexpr (p.kGeneral) join_sink(p, p, tile, row_lse);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (threadIdx.x % 4 == 0 && row[half] < rows_end) lse[row[half]] = row_lse[half];
+    }
+  }
+
+  /// A final row's softmax gets the logit of its head's sink, which has no value.
+  __device__ __forceinline__ void join_sink(const GeneralParams& general, const KernelParams& p,
+                                            const QueryTile& tile, float (&row_lse)[2]) {
+    if (general.sinks == nullptr) return;
+    const float sink = __ldcg(general.sinks + tile.head);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row[half] < p.final_begin || row[half] >= p.final_end) continue;
+      const MergeWeights weights(row_lse[half], sink);
+      keep[half] *= weights.first;
+      norm[half] *= weights.first;
+      row_lse[half] = weights.lse;
     }
   }
 
@@ -91,13 +109,17 @@ __device__ __forceinline__ bool all_final(const KernelParams& p, const QueryTile
   return tile.first_row >= p.final_begin && tile.rows_end <= p.final_end;
 }
 
+__device__ __forceinline__ bool none_final(const KernelParams& p, const QueryTile& tile) {
+  return tile.rows_end <= p.final_begin || tile.first_row >= p.final_end;
+}
+
 /// Whether the copy engine loads the tile's state and stores its results: the tile has rows, all of
 /// them go to the same tensor, and rows of its boxes beyond the tile are past the tensor's end.
 template <typename Tile>
 __device__ __forceinline__ bool goes_through_shared(const KernelParams& p, const QueryTile& tile) {
-  const bool none_final = tile.rows_end <= p.final_begin || tile.first_row >= p.final_end;
+  const bool is_state = none_final(p, tile);
   const bool has_room = Tile::kStateThroughShared || !p.fold;
-  return has_room && (all_final(p, tile) || (Tile::kStateThroughShared && none_final)) &&
+  return has_room && (all_final(p, tile) || (Tile::kStateThroughShared && is_state)) &&
          (tile.rows_end == tile.first_row + Tile::kBlockQ ||
           (tile.rows_end == p.num_queries && tile.first_row < p.num_queries));
 }
@@ -185,12 +207,13 @@ __device__ __forceinline__ void store_through_shared(const KernelParams& p, cons
 
 /// Merges with the state where there is one; each row goes to `out` or to `state`. Addresses are
 /// computed once for each row: for each pair of columns they would be most of the instructions.
-template <typename Element, typename Tile>
+///   kMaxBatch  loads in flight for each row
+template <typename Element, typename Tile, int kMaxBatch = 16>
 __device__ __forceinline__ void store_directly(const KernelParams& p, const QueryTile& tile,
                                                const RowResults& rows,
                                                const float (&out)[Tile::kHeadDim / 2]) {
-  constexpr int kTiles = Tile::kHeadDim / 8;         // of 8 columns
-  constexpr int kBatch = kTiles < 16 ? kTiles : 16;  // loads in flight, twice
+  constexpr int kTiles = Tile::kHeadDim / 8;  // of 8 columns
+  constexpr int kBatch = kTiles < kMaxBatch ? kTiles : kMaxBatch;
   const int first_column = threadIdx.x % 4 * 2;
   const auto row_of = [&](const auto& memory, int row) {
     return tile.batch * memory.batch_stride + tile.head * memory.head_stride +

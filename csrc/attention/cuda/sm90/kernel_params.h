@@ -5,7 +5,9 @@
 #include <vector_types.h>
 
 #include <cstdint>
+#include <type_traits>
 
+#include "attention/cuda/key_bounds.h"
 #include "attention/cuda/sm90/scheduler/tile_scheduler.h"
 #include "attention/params.h"
 
@@ -78,18 +80,47 @@ struct KernelParams {
   bool fold;
 };
 
+/// What a kernel is compiled for.
+enum class Variant {
+  kDiagonal,          // segments under diagonals
+  kIntervals,         // a range of keys for each row, sinks
+  kIntervalsSoftcap,  // and softcap
+};
+
+/// Of the general variants alone.
+struct GeneralParams {
+  const float* sinks;  // [H]; null: none
+  // Of a raw score s: its capped one, in powers of two, is limit * tanh(|s| * exponent / -2 ln 2).
+  float softcap_limit;
+  float softcap_exponent;
+};
+struct NoParams {};
+
 /// Parameters of a kernel for up to kSegments segments. A single segment is local; of several, some
 /// may be fetched.
-template <int kSegments>
-struct SegmentedParams : KernelParams {
+template <int kSegments, Variant kVariant>
+struct SegmentedParams
+    : KernelParams,
+      std::conditional_t<kVariant == Variant::kDiagonal, NoParams, GeneralParams> {
   static constexpr bool kFetches = kSegments > 1;
+  static constexpr bool kGeneral = kVariant != Variant::kDiagonal;
+  static constexpr bool kSoftcap = kVariant == Variant::kIntervalsSoftcap;
 
   struct Maps {
     CUtensorMap k;  // [kBlockK, 64]
     CUtensorMap v;  // [kBlockK, 64]
   } maps[kSegments];
-  DiagonalBounds keys[kSegments];
+  std::conditional_t<kGeneral, KeyBounds, DiagonalBounds> keys[kSegments];
   RemoteSegment remote[kSegments];
+
+  /// In place of visible segments, where there are none.
+  constexpr int none_visible() const { return kGeneral ? 0 : num_segments; }
+
+  /// What softmax multiplies scores with: capped ones are powers of two.
+  constexpr float softmax_scale() const {
+    if constexpr (kSoftcap) return 1.0f;
+    return scale_log2;
+  }
 
   /// Where work tiles are dispatched dynamically, those from first_tail_tile on are taken in this
   /// order (rebalance_tail).

@@ -6,6 +6,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -98,13 +99,16 @@ cudaError_t prepare(int device, int& pairs) {
 template <typename Tile>
 WorkTileShape choose_work_tile_shape(const BlockAttentionParams& p, int max_blocks, int pairs) {
   const bool possible = Tile::kInPairs && max_blocks % 2 == 0 && 2 * pairs >= max_blocks;
-  return possible ? pair_shape(p, Tile::kBlockQ, Tile::kBlockK) : WorkTileShape{};
+  if (!possible) return {};
+  const WorkTileShape shape = pair_shape(p, Tile::kBlockQ, Tile::kBlockK);
+  // Under a table, neighbouring row tiles may see little in common.
+  return p.is_general() && shape.row_tiles > 1 ? WorkTileShape{} : shape;
 }
 
 /// The remote segments, and the order in which they are fetched.
-template <typename Tile, int kSegments>
+template <typename Tile, int kSegments, Variant kVariant>
 cudaError_t add_remote_segments(const BlockAttentionParams& p, int64_t heads_per_group,
-                                SegmentedParams<kSegments>& params) {
+                                SegmentedParams<kSegments, kVariant>& params) {
   constexpr int64_t kElementBytes = 2;
   params.remote_fetch = p.remote_fetch;
   FetchOrder& fetch_order = params.fetch_order;
@@ -163,8 +167,9 @@ inline cudaError_t make_query_maps(const BlockAttentionParams& p, KernelParams& 
 
 /// The segments that have keys. Each has tensor maps of its own, which end with its keys: memory
 /// behind them is never read.
-template <typename Tile, int kSegments>
-cudaError_t add_segments(const BlockAttentionParams& p, SegmentedParams<kSegments>& params) {
+template <typename Tile, int kSegments, Variant kVariant>
+cudaError_t add_segments(const BlockAttentionParams& p,
+                         SegmentedParams<kSegments, kVariant>& params) {
   for (int i = 0; i < p.num_segments; ++i) {
     const KeySegment& from = p.segments[i];
     if (from.num_keys == 0) continue;
@@ -176,7 +181,11 @@ cudaError_t add_segments(const BlockAttentionParams& p, SegmentedParams<kSegment
     cudaError_t error = map(from.k, params.maps[segment].k);
     if (error == cudaSuccess) error = map(from.v, params.maps[segment].v);
     if (error != cudaSuccess) return error;
-    params.keys[segment] = {from.num_keys, from.diagonal, from.first_query};
+    if constexpr (params.kGeneral) {
+      params.keys[segment] = KeyBounds::of(from);
+    } else {
+      params.keys[segment] = {from.num_keys, from.diagonal, from.first_query};
+    }
   }
   return cudaSuccess;
 }
@@ -194,10 +203,11 @@ inline std::vector<int> shape_key(const BlockAttentionParams& p) {
 }
 
 /// The order of the tail, where work tiles are dispatched dynamically.
-template <typename Tile, int kSegments>
+template <typename Tile, int kSegments, Variant kVariant>
 void order_tail(const BlockAttentionParams& p, bool fetch_bound, int blocks,
-                SegmentedParams<kSegments>& params) {
+                SegmentedParams<kSegments, kVariant>& params) {
   params.first_tail_tile = INT32_MAX;
+  if (has_tables(p)) return;          // the durations are not known here
   constexpr int kMaxTiles = 1 << 14;  // with more, idle time at the end hardly matters
   const TileScheduler& scheduler = params.scheduler;
   if (p.scheduling == Scheduling::kStatic || scheduler.num_tiles > kMaxTiles) return;
@@ -221,7 +231,7 @@ void order_tail(const BlockAttentionParams& p, bool fetch_bound, int blocks,
   std::copy(tail.begin(), tail.end(), params.tail_order);
 }
 
-template <typename Element, typename Tile, int kSegments>
+template <typename Element, typename Tile, int kSegments, Variant kVariant>
 cudaError_t launch_segmented(const BlockAttentionParams& p, bool fetch_bound, cudaStream_t stream) {
   if (p.num_segments > kSegments || !modes_are_valid(p)) return cudaErrorInvalidValue;
   const int64_t query_tiles = ceil_div(p.num_queries, Tile::kBlockQ) + 1;
@@ -235,12 +245,12 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool fetch_bound, cu
   DeviceLimits limits;
   error = device_limits(device, limits);
   if (error != cudaSuccess) return error;
-  SegmentedParams<kSegments> params = {};
+  SegmentedParams<kSegments, kVariant> params = {};
   error = make_query_maps(p, params);
   if (error == cudaSuccess) error = add_segments<Tile>(p, params);
   if (error != cudaSuccess) return error;
 
-  constexpr auto kKernel = block_attention_kernel<Element, Tile, kSegments>;
+  constexpr auto kKernel = block_attention_kernel<Element, Tile, kSegments, kVariant>;
   int pairs = 0;
   error = prepare<kKernel, Tile>(device, pairs);
   if (error != cudaSuccess) return error;
@@ -270,6 +280,12 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool fetch_bound, cu
   params.scale_log2 = std::max(std::fabs(p.scale) * kLog2E, FLT_MIN);
   params.negative_scale = p.scale < 0.0f;
   params.fold = p.fold;
+  if constexpr (params.kGeneral) {
+    params.sinks = p.sinks;
+    params.softcap_limit = p.softcap * kLog2E;
+    // Not 0 either, so that an infinite score is at the limit.
+    params.softcap_exponent = std::min(-2.0f * kLog2E * std::fabs(p.scale) / p.softcap, -FLT_MIN);
+  }
 
   // Thread blocks without a work tile can still fetch keys.
   const int fetching_blocks = static_cast<int>(
@@ -307,9 +323,10 @@ cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t s
   const bool fetch_bound = is_fetch_bound(p);
   const auto launch = [&](auto tile) {
     using Tile = decltype(tile);
+    constexpr Variant kDiagonal = Variant::kDiagonal;
     return p.num_segments == 1 && p.fetch == Fetch::kNone
-               ? launch_segmented<Element, Tile, 1>(p, fetch_bound, stream)
-               : launch_segmented<Element, Tile, kMaxSegments>(p, fetch_bound, stream);
+               ? launch_segmented<Element, Tile, 1, kDiagonal>(p, fetch_bound, stream)
+               : launch_segmented<Element, Tile, kMaxSegments, kDiagonal>(p, fetch_bound, stream);
   };
   if constexpr (kHeadDim <= 64) {
     return launch(Tile64{});
@@ -322,13 +339,27 @@ cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t s
     }
     if (!fetch_bound) return small ? launch(SmallTile128{}) : launch(Tile128{});
     const auto launch_fetch_bound = [&](auto tile) {
-      return launch_segmented<Element, decltype(tile), kMaxSegments>(p, fetch_bound, stream);
+      return launch_segmented<Element, decltype(tile), kMaxSegments, Variant::kDiagonal>(
+          p, fetch_bound, stream);
     };
     return small ? launch_fetch_bound(SmallTile128FetchBound{})
                  : launch_fetch_bound(Tile128FetchBound{});
   } else {
     return launch(Tile256{});
   }
+}
+
+template <typename Element, int kHeadDim>
+cudaError_t launch_general_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
+  using Tile =
+      std::conditional_t<kHeadDim <= 64, GeneralTile64,
+                         std::conditional_t<kHeadDim <= 128, GeneralTile128, GeneralTile256>>;
+  const bool fetch_bound = is_fetch_bound(p);
+  return p.softcap == 0.0f
+             ? launch_segmented<Element, Tile, kMaxSegments, Variant::kIntervals>(p, fetch_bound,
+                                                                                  stream)
+             : launch_segmented<Element, Tile, kMaxSegments, Variant::kIntervalsSoftcap>(
+                   p, fetch_bound, stream);
 }
 
 }  // namespace ringattn::cuda::sm90

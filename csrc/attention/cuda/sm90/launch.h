@@ -29,4 +29,8 @@ cudaError_t block_attention(const BlockAttentionParams& p, cudaStream_t stream);
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream);
 
+/// The same, where p.is_general().
+template <typename Element, int kHeadDim>
+cudaError_t launch_general_block_attention(const BlockAttentionParams& p, cudaStream_t stream);
+
 }  // namespace ringattn::cuda::sm90

@@ -81,8 +81,8 @@ __device__ __forceinline__ void prefetch_state(const KernelParams& p, const Quer
 
 /// Loads keys or values of one tile after the other. One thread block of a cluster loads them for
 /// all; the others signal to it when their buffers are free.
-template <Operand kOperand, typename Tile, int kSegments>
-__device__ __forceinline__ void load_operand(const SegmentedParams<kSegments>& p,
+template <Operand kOperand, typename Tile, int kSegments, Variant kVariant>
+__device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kVariant>& p,
                                              const SharedMemory<Tile>& shared) {
   const uint32_t ranks = cluster_size(), from_rank = kOperand == kKeys ? 0 : ranks - 1;
   const bool is_here = cluster_rank() == from_rank;
@@ -97,16 +97,26 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments>& p
     const QueryTile tile = query_tile<Tile>(p, work_tile);
     const int kv_head = tile.head / p.heads_per_kv_head;
     if constexpr (p.kFetches) arrived.go_to(kv_head / p.fetch_order.heads_per_arrival);
+    uint32_t segments = 0;
+    if constexpr (p.kGeneral) segments = visible_segments(p, tile);
 #pragma unroll 1
     for (int segment = 0; segment < p.num_segments; ++segment) {
-      const int key_tiles = visible_key_tiles<Tile>(p.keys[segment], tile, tile.work_tile_end);
-      if (key_tiles == 0) continue;
+      int first_tile = 0, key_tiles;
+      if constexpr (p.kGeneral) {
+        if ((segments >> segment & 1) == 0) continue;
+        const KeyTiles tiles = visible_tiles<Tile>(p.keys[segment], tile);
+        first_tile = tiles.begin;
+        key_tiles = tiles.end;
+      } else {
+        key_tiles = visible_key_tiles<Tile>(p.keys[segment], tile, tile.work_tile_end);
+        if (key_tiles == 0) continue;
+      }
       if constexpr (p.kFetches) {
         if (is_here) arrived.wait_for(p, segment);
       }
       const CUtensorMap& from = kOperand == kKeys ? p.maps[segment].k : p.maps[segment].v;
 #pragma unroll 1
-      for (int key_tile = key_tiles - 1; key_tile >= 0; --key_tile) {
+      for (int key_tile = key_tiles - 1; key_tile >= first_tile; --key_tile) {
         const uint32_t to = shared.buffer(kOperand, ring.stage);
         const uint32_t full = shared.full(kOperand, ring.stage);
         const uint32_t free_elsewhere = shared.free_elsewhere(kOperand, ring.stage);
@@ -114,7 +124,9 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments>& p
           return BoxOrigin{block * kColumnBlock, key_tile * Tile::kBlockK, kv_head, tile.batch};
         };
         if constexpr (kOperand == kValues && Tile::kStateThroughL2) {
-          if (segment == p.num_segments - 1) prefetch_state<Tile>(p, tile, key_tiles, key_tile);
+          if (p.kGeneral ? segments >> segment == 1 : segment == p.num_segments - 1) {
+            prefetch_state<Tile>(p, tile, key_tiles - first_tile, key_tile - first_tile);
+          }
         }
         wait(shared.free(kOperand, ring.stage), ring.parity ^ 1);
         arrive_expecting(full, Tile::kKeyBytes);
@@ -144,8 +156,8 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments>& p
 }
 
 /// Loads queries of one tile after the other, and the state that their results are folded into.
-template <typename Tile, int kSegments>
-__device__ __forceinline__ void load_queries(const SegmentedParams<kSegments>& p,
+template <typename Tile, int kSegments, Variant kVariant>
+__device__ __forceinline__ void load_queries(const SegmentedParams<kSegments, kVariant>& p,
                                              const SharedMemory<Tile>& shared) {
   uint32_t parity = 0;  // of the next tile's queries
   uint32_t states = 0;  // loaded so far
@@ -154,14 +166,17 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments>& p
 
   /// Each consumer's queries as soon as it has freed the previous ones; none where no keys are
   /// visible.
+  ///   segment  the first one with keys; of general variants visible_segments
   const auto announce = [&](const QueryTile& tile, int segment) {
-    const bool sees_keys = segment < p.num_segments;
+    const bool sees_keys = p.kGeneral ? segment != 0 : segment < p.num_segments;
 #pragma unroll 1
     for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
       const int first_row = tile.first_row + consumer * kConsumerRows;
       const uint32_t full = shared.queries_full(consumer);
       VisibleTiles visible = {};
-      if (sees_keys) visible = visible_tiles<Tile>(p.keys[segment], tile, first_row);
+      if constexpr (!p.kGeneral) {
+        if (sees_keys) visible = visible_tiles<Tile>(p.keys[segment], tile, first_row);
+      }
       // Its slot was last read for the tile before the previous one, whose queries are free.
       shared.set_tile(consumer, parity, tile, states % 2, segment, visible);
       wait(shared.queries_free(consumer), parity ^ 1);
@@ -181,9 +196,14 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments>& p
        work_tile = work_tiles.read(p, shared)) {
     work_tiles.free(p, shared);
     const QueryTile tile = query_tile<Tile>(p, work_tile);
-    const int segment = visible_segment<Tile>(p, tile, 0);
+    int segment;
+    if constexpr (p.kGeneral) {
+      segment = visible_segments(p, tile);
+    } else {
+      segment = visible_segment<Tile>(p, tile, 0);
+    }
     announce(tile, segment);
-    if (!Tile::kStateThroughShared || segment == p.num_segments || !p.fold ||
+    if (!Tile::kStateThroughShared || segment == p.none_visible() || !p.fold ||
         !goes_through_shared<Tile>(p, tile)) {
       continue;
     }
@@ -200,12 +220,12 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments>& p
             shared.state_full(), L2Policy::kEvictFirst);
       }
   }
-  announce({-1, 0, 0, 0, 0, 0}, p.num_segments);
+  announce({-1, 0, 0, 0, 0, 0}, p.none_visible());
 }
 
 /// The producer warpgroup.
-template <typename Tile, int kSegments>
-__device__ __forceinline__ void copy(const SegmentedParams<kSegments>& p,
+template <typename Tile, int kSegments, Variant kVariant>
+__device__ __forceinline__ void copy(const SegmentedParams<kSegments, kVariant>& p,
                                      const SharedMemory<Tile>& shared) {
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   const bool elected = elect_one_lane();

@@ -40,7 +40,9 @@ struct KnownArrivals {
   }
 
   /// Waits until these heads of the segment have arrived.
-  __device__ __forceinline__ void wait_for(const SegmentedParams<kSegments>& p, int segment) {
+  template <Variant kVariant>
+  __device__ __forceinline__ void wait_for(const SegmentedParams<kSegments, kVariant>& p,
+                                           int segment) {
     const RemoteSegment& remote = p.remote[segment];
     if (remote.from == nullptr || (segments >> segment & 1) != 0) return;
     wait_for_count(
@@ -59,8 +61,9 @@ struct Chunk {
   uint32_t* arrival;  // its counter
 };
 
-template <typename Tile, int kSegments>
-__device__ __forceinline__ Chunk chunk_at(const SegmentedParams<kSegments>& p, uint32_t number) {
+template <typename Tile, int kSegments, Variant kVariant>
+__device__ __forceinline__ Chunk chunk_at(const SegmentedParams<kSegments, kVariant>& p,
+                                          uint32_t number) {
   const FetchOrder& fetch_order = p.fetch_order;
   const uint32_t group = number / fetch_order.chunks_per_group;
   const uint32_t heads = fetch_order.heads_in(group, fetch_order.heads_per_group);
@@ -223,8 +226,8 @@ class FetchPipeline {
 
 /// Fetches all chunks, by one thread of every thread block. `between` is called first, before each
 /// copy and before each poll.
-template <typename Tile, int kSegments, typename Between>
-__device__ __forceinline__ void fetch_chunks(const SegmentedParams<kSegments>& p,
+template <typename Tile, int kSegments, Variant kVariant, typename Between>
+__device__ __forceinline__ void fetch_chunks(const SegmentedParams<kSegments, kVariant>& p,
                                              const SharedMemory<Tile>& shared,
                                              const Between& between) {
   const RemoteFetch& remote_fetch = p.remote_fetch;
@@ -283,8 +286,9 @@ __device__ __forceinline__ void fetch_chunks(const SegmentedParams<kSegments>& p
 
 /// Called by the last `warps` producer warps of each thread block when they are done. The last warp
 /// of all resets the scratch and waits for the peers.
-template <int kSegments>
-__device__ __forceinline__ void finish_launch(const SegmentedParams<kSegments>& p, uint32_t warps) {
+template <int kSegments, Variant kVariant>
+__device__ __forceinline__ void finish_launch(const SegmentedParams<kSegments, kVariant>& p,
+                                              uint32_t warps) {
   const LaunchScratch& scratch = p.remote_fetch.scratch;
   if (scratch.data == nullptr) return;
   const int lane = threadIdx.x % 32;

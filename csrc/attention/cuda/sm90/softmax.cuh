@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "attention/cuda/key_bounds.h"
 #include "attention/cuda/numeric.cuh"
 #include "attention/cuda/sm90/ptx/instruction_order.cuh"
 
@@ -30,6 +31,40 @@ __device__ __forceinline__ void mask_scores(float (&s)[kScores], int last_key, i
       }
   }
 }
+
+/// s[i, j] = -inf where key j is not one of those that row i sees.
+///   seen       by each of this lane's rows
+///   first_key  of the tile
+template <int kScores>
+__device__ __forceinline__ void mask_scores(float (&s)[kScores], const KeyRange (&seen)[2],
+                                            int first_key) {
+  const int first_column = first_key + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int begin = seen[half].begin - first_column, end = seen[half].end - first_column;
+#pragma unroll
+    for (int n = 0; n < kScores / 4; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if (8 * n + c < begin || 8 * n + c >= end) s[4 * n + 2 * half + c] = -INFINITY;
+      }
+  }
+}
+
+/// Softcap, of raw scores: cap * tanh(scale * s / cap) in powers of two. Odd in s, +-limit for
+/// infinite scores; a NaN stays NaN.
+///
+/// Note: tanh.approx, one instruction, is wrong by up to 2^-11, more than the rounding error of the
+/// probabilities. This is wrong by 2^-22 of the limit.
+struct Softcap {
+  float limit;     // cap * log2(e)
+  float exponent;  // -2 * log2(e) * scale / cap
+
+  __device__ __forceinline__ float operator()(float s) const {
+    const float e = exp2_approx(fabsf(s) * exponent);  // exp(-2 |x|), x = scale * s / cap
+    return copysignf(fmaf(-limit, e, limit) * reciprocal(1.0f + e), s);
+  }
+};
 
 /// A number for each of a lane's two rows.
 struct RowPair {

@@ -110,6 +110,10 @@ using SmallTile128 = TileShape<128, 2, 128, 3, 2, false, true, 4096, 40, 232>;
 using SmallTile128FetchBound = TileShape<128, 2, 128, 2, 2, false, true, 4096, 40, 232>;
 using SmallTile128WithState = TileShape<128, 2, 128, 2, 2, true, true, 4096, 40, 232>;
 using Tile256 = TileShape<256, 2, 80, 2, 2, true, true, 4096, 40, 232>;
+// Of the general variants, one for each head dimension.
+using GeneralTile64 = TileShape<64, 3, 80, 3, 3, true, false, 4096, 32, 160>;
+using GeneralTile128 = SmallTile128WithState;
+using GeneralTile256 = Tile256;
 // clang-format on
 static_assert(Tile128::kBlockQ == kLargeTile.rows && Tile128::kBlockK == kLargeTile.keys);
 static_assert(SmallTile128::kBlockQ == kSmallTile.rows && SmallTile128::kBlockK == kSmallTile.keys);
@@ -159,13 +163,72 @@ __device__ __forceinline__ VisibleTiles visible_tiles(const DiagonalBounds& keys
 
 /// The first segment from `segment` on with keys visible to the work tile.
 template <typename Tile, int kSegments>
-__device__ __forceinline__ int visible_segment(const SegmentedParams<kSegments>& p,
-                                               const QueryTile& tile, int segment) {
+__device__ __forceinline__ int visible_segment(
+    const SegmentedParams<kSegments, Variant::kDiagonal>& p, const QueryTile& tile, int segment) {
   while (segment < p.num_segments &&
          visible_key_tiles<Tile>(p.keys[segment], tile, tile.work_tile_end) == 0) {
     ++segment;
   }
   return segment;
+}
+
+// The same for general variants. Their row tiles are never in pairs: the rows of a work tile begin
+// with `first_row` of each of its thread blocks.
+
+/// The segments with keys that the work tile may see, a bit for each.
+template <int kSegments, Variant kVariant>
+__device__ __forceinline__ uint32_t visible_segments(const SegmentedParams<kSegments, kVariant>& p,
+                                                     const QueryTile& tile) {
+  static_assert(kSegments <= 32);
+  uint32_t segments = 0;
+#pragma unroll 4
+  for (int segment = 0; segment < p.num_segments; ++segment) {
+    const KeyRange some = p.keys[segment].visible(tile.first_row, tile.work_tile_end).some;
+    segments |= static_cast<uint32_t>(some.begin < some.end) << segment;
+  }
+  return segments;
+}
+
+/// A segment's tiles of keys that the work tile sees.
+template <typename Tile>
+__device__ __forceinline__ KeyTiles visible_tiles(const KeyBounds& keys, const QueryTile& tile) {
+  return KeyTiles::of(keys.visible(tile.first_row, tile.work_tile_end), Tile::kBlockK);
+}
+
+/// A segment's tiles of keys that the work tile sees, as one consumer comes to them: the last
+/// first.
+struct ConsumerTiles {
+  int above;     // tiles before those that the consumer's rows see
+  KeyTiles own;  // of every row of an unmasked tile, a higher tile has a key that it sees, too
+  int below;     // tiles after them
+};
+
+///   first_row  of the consumer's rows, none of which may exist
+template <typename Tile>
+__device__ __forceinline__ ConsumerTiles consumer_tiles(const KeyBounds& keys,
+                                                        const QueryTile& tile, int first_row) {
+  const KeyTiles all = visible_tiles<Tile>(keys, tile);
+  ConsumerTiles tiles = {all.size(), {}, 0};
+  if (first_row >= tile.rows_end) return tiles;
+  const int rows_end = min(first_row + kConsumerRows, tile.rows_end);
+  KeyTiles own = KeyTiles::of(keys.visible(first_row, rows_end), Tile::kBlockK, /*keys_above=*/1);
+  // Of a table that decreases they may not be among the work tile's.
+  own.begin = max(own.begin, all.begin);
+  own.end = min(own.end, all.end);
+  if (own.begin >= own.end) return tiles;
+  own.unmasked_begin = max(own.unmasked_begin, own.begin);
+  own.unmasked_end = max(own.unmasked_end, own.begin);
+  return {all.end - own.end, own, own.begin - all.begin};
+}
+
+/// The keys of a segment that each of a lane's two rows sees. Rows that do not exist see those of
+/// the last one that does: their scores must not ask for new maxima in unmasked tiles.
+__device__ __forceinline__ void load_ranges(const KeyBounds& keys, const QueryTile& tile,
+                                            int lane_row, KeyRange (&seen)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    seen[half] = keys.range(min(tile.first_row + lane_row + 8 * half, tile.rows_end - 1));
+  }
 }
 
 /// Addresses in shared memory.
@@ -264,6 +327,16 @@ struct SharedMemory {
     return visible;
   }
 
+  /// Of general variants, for which the slot holds visible_segments.
+  __device__ __forceinline__ uint32_t segments(int consumer, uint32_t parity) const {
+    uint32_t segments;
+    asm volatile("ld.shared.u32 %0, [%1];"
+                 : "=r"(segments)
+                 : "r"(tile_slot(consumer, parity) + 16)
+                 : "memory");
+    return segments;
+  }
+
   /// Written before work_tile_full, read after it.
   __device__ __forceinline__ uint32_t work_tile_slot() const {
     return slots() + Tile::kSlotBytes - Tile::kWorkTileBytes;
@@ -333,8 +406,8 @@ struct RingPosition {
 };
 
 /// This thread block's part of work tile number `work_tile`.
-template <typename Tile, int kSegments>
-__device__ __forceinline__ QueryTile query_tile(const SegmentedParams<kSegments>& p,
+template <typename Tile, int kSegments, Variant kVariant>
+__device__ __forceinline__ QueryTile query_tile(const SegmentedParams<kSegments, kVariant>& p,
                                                 int work_tile) {
   const TileScheduler& scheduler = p.scheduler;
   if constexpr (p.kFetches) work_tile = p.reordered(work_tile);

@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/cuda/sm90/launch.cuh"
+
+namespace ringattn::cuda::sm90 {
+
+template cudaError_t launch_general_block_attention<__nv_bfloat16, 256>(const BlockAttentionParams&,
+                                                                        cudaStream_t);
+
+}  // namespace ringattn::cuda::sm90

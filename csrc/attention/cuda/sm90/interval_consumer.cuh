@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "attention/cuda/sm90/epilogue.cuh"
+#include "attention/cuda/sm90/kernel_params.h"
+#include "attention/cuda/sm90/products.cuh"
+#include "attention/cuda/sm90/ptx/mbarrier.cuh"
+#include "attention/cuda/sm90/ptx/named_barrier.cuh"
+#include "attention/cuda/sm90/ptx/tma.cuh"
+#include "attention/cuda/sm90/recompute_scores.cuh"
+#include "attention/cuda/sm90/softmax.cuh"
+#include "attention/cuda/sm90/tile.cuh"
+#include "peer_sync/memory_order.cuh"
+
+// The consumer of general variants, in which each row sees a range of a segment's keys. Of the
+// tiles that the work tile walks, those above and below the rows of one consumer are of no use to
+// it. It skips them, in every segment:
+//
+//   tiles of a segment, last first   | above | masked ... | unmasked ... | masked ... | below |
+//   the consumer                     | skip  | attend     | attend       | attend     | skip  |
+//
+// Values of a tile are multiplied under the scores of the next one. Before tiles that are skipped
+// nothing is next, so they are multiplied alone.
+
+namespace ringattn::cuda::sm90 {
+
+/// A consumer warpgroup of a general variant: `consume` (block_attention_kernel.cuh), with tiles
+/// that are skipped and masked at both ends.
+template <typename Element, typename Tile, int kSegments, Variant kVariant>
+__device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegments, kVariant>& p,
+                                                  const SharedMemory<Tile>& shared, int consumer) {
+  const bool is_first_thread = threadIdx.x % kWarpgroupSize == 0;
+  const bool is_first_lane = threadIdx.x % 32 == 0;
+  const int lane_row = consumer * kConsumerRows + threadIdx.x % kWarpgroupSize / 32 * 16 +
+                       threadIdx.x % 32 / 4;  // within the tile
+  const uint32_t queries = shared.queries(consumer);
+  const int own_barrier = kWarpgroupBarrier + consumer;
+
+  // Ping-pong, as in `consume`: every consumer has a turn for every tile, also one that it skips.
+  constexpr int kPingPongThreads = 2 * kWarpgroupSize;
+  const int own_ping_pong = kPingPongBarrier + consumer;
+  const int next_ping_pong = kPingPongBarrier + (consumer + 1) % Tile::kConsumers;
+  if (consumer == 0) named_barrier_arrive(own_ping_pong, kPingPongThreads);
+
+  RingPosition<Tile::kKeyStages> keys_at;
+  RingPosition<Tile::kValueStages> values_at;
+  uint32_t queries_parity = 0;
+  const auto free_keys = [&] {
+    __syncwarp();
+    if (is_first_lane) arrive(shared.free(kKeys, keys_at.stage));
+    keys_at.advance();
+  };
+  const auto free_values = [&] {
+    if (is_first_thread) arrive(shared.free(kValues, values_at.stage));
+    values_at.advance();
+  };
+  /// Tiles are freed after the ping-pong barrier, where all warps wait: a warp that came later
+  /// would miss the phase of a buffer that is full again. No values may be pending.
+  const auto skip = [&](int key_tiles) {
+#pragma unroll 1
+    for (; key_tiles > 0; --key_tiles) {
+      wait(shared.full(kKeys, keys_at.stage), keys_at.parity);
+      wait(shared.full(kValues, values_at.stage), values_at.parity);
+      named_barrier_wait(own_ping_pong, kPingPongThreads);
+      named_barrier_arrive(next_ping_pong, kPingPongThreads);
+      free_keys();
+      free_values();
+    }
+  };
+  const auto cap = [&](float(&scores)[Tile::kBlockK / 2]) {
+    if constexpr (p.kSoftcap) {
+      const Softcap softcap = {p.softcap_limit, p.softcap_exponent};
+#pragma unroll
+      for (int i = 0; i < Tile::kBlockK / 2; ++i) scores[i] = softcap(scores[i]);
+    }
+  };
+
+  for (;;) {
+    wait(shared.queries_full(consumer), queries_parity);
+    QueryTile tile = shared.tile(consumer, queries_parity);
+    uint32_t segments = shared.segments(consumer, queries_parity);  // not yet come to
+    if (!tile.exists()) break;
+    const bool sees_keys = segments != 0;
+    float out[Tile::kHeadDim / 2] = {};
+    OnlineSoftmax softmax;
+    RowResults rows;
+    const auto finish_rows = [&] {
+      bool failed = false;
+      if constexpr (p.kFetches) {
+        failed =
+            p.remote_fetch.failed != nullptr && load_relaxed_system(p.remote_fetch.failed) != 0;
+      }
+      if (is_first_thread) wait_for_stores_to_read();  // of the previous tile
+      rows.finish(p, tile, tile.first_row + lane_row, softmax, failed);
+      // From here on all threads may overwrite the previous results, and these queries.
+      named_barrier_wait(own_barrier, kWarpgroupSize);
+    };
+    if (p.fold) prefetch_lse(p, tile, tile.first_row + lane_row);
+    /// Not where results leave through the memory of the queries.
+    const auto free_queries = [&] {
+      __syncwarp();  // all lanes have read the tile
+      if (is_first_lane &&
+          (!sees_keys || Tile::kSeparateOut || !goes_through_shared<Tile>(p, tile))) {
+        arrive(shared.queries_free(consumer));
+      }
+    };
+
+    // The tile is read again where it is needed, until the queries are free: registers are few.
+    const auto rows_see = [&](int segment, KeyRange(&seen)[2]) {
+      load_ranges(p.keys[segment], shared.tile(consumer, queries_parity), lane_row, seen);
+    };
+    int segment = 0;
+    ConsumerTiles visible = {};
+    /// Goes to the next segment of which these rows see keys; without one, visible.own is empty.
+    /// Returns how many tiles there are to skip.
+    const auto next_segment = [&] {
+      int between = visible.below;
+      visible.own = {};
+#pragma unroll 1
+      while (segments != 0 && visible.own.empty()) {
+        segment = __ffs(segments) - 1;
+        segments &= segments - 1;
+        const QueryTile at = shared.tile(consumer, queries_parity);
+        visible =
+            consumer_tiles<Tile>(p.keys[segment], at, at.first_row + consumer * kConsumerRows);
+        between += visible.above;
+      }
+      return between;
+    };
+
+    int between = next_segment();
+    if (!visible.own.empty()) {
+      uint32_t probabilities[Tile::kBlockK / 4];
+      if (p.negative_scale) negate_queries<Tile>(queries, own_barrier);
+
+      // A tile of keys behind skipped ones: there is nothing to overlap it with.
+      const auto attend_first = [&](int key_tile) {
+        KeyRange seen[2];
+        rows_see(segment, seen);
+        float scores[Tile::kBlockK / 2];
+        wait(shared.full(kKeys, keys_at.stage), keys_at.parity);
+        named_barrier_wait(own_ping_pong, kPingPongThreads);
+        issue_scores<Element, Tile>(scores, queries, shared.buffer(kKeys, keys_at.stage));
+        wait_for_products<0>();
+        named_barrier_arrive(next_ping_pong, kPingPongThreads);
+        free_keys();
+        cap(scores);
+        mask_scores(scores, seen, key_tile * Tile::kBlockK);
+        softmax.exponentiate(scores, p.softmax_scale());
+        round_probabilities<Element>(scores, probabilities);
+        scale_accumulators(out, softmax.decay);
+      };
+
+      // Scores of this tile of keys, and values of the previous one.
+      const auto attend = [&](int key_tile, auto masked) {
+        KeyRange seen[2];
+        if constexpr (decltype(masked)::value) {
+          rows_see(segment, seen);
+        }
+        float scores[Tile::kBlockK / 2];
+        const uint32_t keys = shared.buffer(kKeys, keys_at.stage);
+        wait(shared.full(kKeys, keys_at.stage), keys_at.parity);
+        named_barrier_wait(own_ping_pong, kPingPongThreads);
+        issue_scores<Element, Tile>(scores, queries, keys);
+        wait(shared.full(kValues, values_at.stage), values_at.parity);
+        issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
+        named_barrier_arrive(next_ping_pong, kPingPongThreads);
+        wait_for_products<1>();
+
+        cap(scores);
+        if constexpr (decltype(masked)::value) {
+          mask_scores(scores, seen, key_tile * Tile::kBlockK);
+          softmax.exponentiate(scores, p.softmax_scale());
+          wait_for_products<0>();
+          free_values();
+          round_probabilities<Element>(scores, probabilities);
+          scale_accumulators(out, softmax.decay);
+        } else {
+          RowPair sums = softmax.exponentiate_untested(scores, p.softmax_scale());
+          wait_for_products<0>();
+          free_values();
+          if (__any_sync(0xffffffff, softmax.has_risen(sums))) {
+            const RowFlags overflowed = OnlineSoftmax::overflowed(sums);
+            if (__any_sync(0xffffffff, overflowed[0] || overflowed[1])) {
+              recompute_scores<Element, Tile::kHeadDim>(
+                  scores, overflowed, queries, Tile::kQueryBlockBytes, keys, Tile::kKeyBlockBytes);
+              if constexpr (p.kSoftcap) {
+                const Softcap softcap = {p.softcap_limit, p.softcap_exponent};
+#pragma unroll
+                for (int i = 0; i < Tile::kBlockK / 2; ++i) {
+                  if (overflowed[i / 2 % 2]) scores[i] = softcap(scores[i]);
+                }
+              }
+              softmax.restart(scores, sums, overflowed, p.softmax_scale());
+              scale_accumulators(out, softmax.decay);
+            }
+            softmax.recentre(scores, sums, out, p.softmax_scale());
+          }
+          softmax.add(sums);
+          round_probabilities<Element>(scores, probabilities);
+        }
+        free_keys();
+      };
+
+      for (bool values_pending = false;;) {
+        int key_tile = visible.own.end - 1;
+        if (!values_pending) {
+          skip(between);
+          attend_first(key_tile);
+          --key_tile;
+        }
+        for (int masked_end = visible.own.unmasked_end;; masked_end = visible.own.begin) {
+#pragma unroll 1
+          for (; key_tile >= masked_end; --key_tile) attend(key_tile, std::true_type{});
+          if (masked_end == visible.own.begin) break;
+#pragma unroll 1
+          for (; key_tile >= visible.own.unmasked_begin; --key_tile) {
+            attend(key_tile, std::false_type{});
+          }
+        }
+        between = next_segment();
+        if (visible.own.empty()) break;
+        values_pending = between == 0;
+        if (!values_pending) {
+          wait(shared.full(kValues, values_at.stage), values_at.parity);
+          issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
+          wait_for_products<0>();
+          free_values();
+        }
+      }
+
+      tile = shared.tile(consumer, queries_parity);
+      free_queries();
+      wait(shared.full(kValues, values_at.stage), values_at.parity);
+      issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
+      finish_rows();  // while the products run
+      wait_for_products<0>();
+      free_values();
+      rows.clear_empty(out);
+      skip(between);
+    } else {
+      skip(between);
+      free_queries();
+      // The state is the result, where there is one and no row of it is to be rounded.
+      if (!sees_keys && p.fold && none_final(p, tile)) {
+        queries_parity ^= 1;
+        continue;
+      }
+      finish_rows();
+    }
+
+    if (sees_keys && goes_through_shared<Tile>(p, tile)) {
+      store_through_shared<Element>(p, tile, shared, consumer, rows, out);
+      if (!Tile::kSeparateOut && is_first_lane) {
+        wait_for_stores_to_read();  // of this thread, if it has issued any
+        arrive(shared.queries_free(consumer));
+      }
+    } else {
+      // More loads in flight would spill at D 256.
+      store_directly<Element, Tile, 8>(p, tile, rows, out);
+    }
+    queries_parity ^= 1;
+  }
+  if (is_first_thread) wait_for_stores_to_read();  // shared memory is freed with the thread block
+}
+
+}  // namespace ringattn::cuda::sm90

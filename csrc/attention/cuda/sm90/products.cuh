@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "attention/cuda/sm90/ptx/named_barrier.cuh"
+#include "attention/cuda/sm90/ptx/tma.cuh"
+#include "attention/cuda/sm90/ptx/wgmma.cuh"
+#include "attention/cuda/sm90/tile.cuh"
+
+// The two products of a consumer warpgroup: its 64 query rows with a tile of keys, and their
+// probabilities with a tile of values.
+
+namespace ringattn::cuda::sm90 {
+
+/// q = -q in the warpgroup's 64 rows, for a negative scale: online softmax needs the largest score.
+template <typename Tile>
+__device__ __forceinline__ void negate_queries(uint32_t queries, int barrier) {
+  constexpr int kVectors = kConsumerRows * kColumnBlockPitch / 16;  // of a column block
+#pragma unroll 1
+  for (int i = threadIdx.x % kWarpgroupSize; i < Tile::kColumnBlocks * kVectors;
+       i += kWarpgroupSize) {
+    const uint32_t at = queries + i / kVectors * Tile::kQueryBlockBytes + i % kVectors * 16;
+    uint32_t x[4];
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(at));
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0] ^ 0x80008000),
+                 "r"(x[1] ^ 0x80008000), "r"(x[2] ^ 0x80008000), "r"(x[3] ^ 0x80008000)
+                 : "memory");
+  }
+  fence_async_shared();
+  named_barrier_wait(barrier, kWarpgroupSize);
+}
+
+/// Issues a group of products: s = q @ k.T, of 64 query rows with a tile of keys.
+template <typename Element, typename Tile>
+__device__ __forceinline__ void issue_scores(float (&s)[Tile::kBlockK / 2], uint32_t queries,
+                                             uint32_t keys) {
+  using Product = ProductOfShared<Element, Tile::kBlockK>;
+  const auto q = OperandDescriptor::k_major(queries), k = OperandDescriptor::k_major(keys);
+  begin_products();
+  Product::template issue<false>(s, q.at(0), k.at(0));
+#pragma unroll
+  for (int step = 1; step < Tile::kHeadDim / 16; ++step) {
+    const int block = step / 4, offset = step % 4 * 32;  // 16 columns are 32 bytes
+    Product::template issue<true>(s, q.at(block * Tile::kQueryBlockBytes + offset),
+                                  k.at(block * Tile::kKeyBlockBytes + offset));
+  }
+  commit_products();
+}
+
+/// Issues a group of products: out += p @ v.
+template <typename Element, typename Tile>
+__device__ __forceinline__ void issue_values(float (&out)[Tile::kHeadDim / 2],
+                                             const uint32_t (&p)[Tile::kBlockK / 4],
+                                             uint32_t values) {
+  const auto v = OperandDescriptor::n_major(values, Tile::kKeyBlockBytes);
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < Tile::kBlockK / 16; ++step) {
+    ProductOfRegisters<Element, Tile::kHeadDim>::issue(out, p[4 * step], p[4 * step + 1],
+                                                       p[4 * step + 2], p[4 * step + 3],
+                                                       v.at(step * 16 * kColumnBlockPitch));
+  }
+  commit_products();
+}
+
+}  // namespace ringattn::cuda::sm90
