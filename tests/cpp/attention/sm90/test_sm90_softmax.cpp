@@ -17,12 +17,16 @@
 
 namespace {
 
+using ringattn::cuda::KeyBounds;
+using ringattn::cuda::KeyRange;
+using ringattn::cuda::KeyTiles;
 using ringattn::cuda::sm90::mask_scores;
 using ringattn::cuda::sm90::OnlineSoftmax;
 using ringattn::cuda::sm90::row_max;
 using ringattn::cuda::sm90::RowFlags;
 using ringattn::cuda::sm90::RowPair;
 using ringattn::cuda::sm90::scale_accumulators;
+using ringattn::cuda::sm90::Softcap;
 
 constexpr int kRows = 16;
 constexpr int kTile = 80;
@@ -34,7 +38,9 @@ struct Problem {
   std::array<std::vector<float>, kRows> scores;  // raw
   std::vector<float> values;
   float scale = 0.125f;
-  int diagonal = 1 << 20;  // row i sees keys up to i + diagonal
+  int diagonal = 1 << 20;        // row i sees keys up to i + diagonal
+  std::vector<KeyRange> ranges;  // or, if not empty, these
+  float softcap = 0.0f;          // 0: none
 
   Problem(int num_keys, float deviation, uint32_t seed) : values(num_keys) {
     std::mt19937 random(seed);
@@ -50,6 +56,13 @@ struct Problem {
     return std::max_element(scores[row].begin(), scores[row].end()) - scores[row].begin();
   }
   int seen(int row) const { return std::clamp(row + diagonal + 1, 0, num_keys()); }
+  KeyRange range(int row) const { return ranges.empty() ? KeyRange{0, seen(row)} : ranges[row]; }
+  /// Tiles that the warp walks, and those without a mask.
+  KeyTiles tiles() const {
+    if (ranges.empty()) return {0, (num_keys() + kTile - 1) / kTile, 0, seen(0) / kTile};
+    const KeyBounds bounds = {num_keys(), 0, 0, ranges.data()};
+    return KeyTiles::of(bounds.visible(0, kRows), kTile, /*keys_above=*/1);
+  }
 };
 
 struct Results {
@@ -63,11 +76,16 @@ struct Results {
 Results attend(const Problem& problem) {
   Results results;
   std::atomic<int> risen{0}, overflowed{0};
-  const int num_keys = problem.num_keys(), num_tiles = (num_keys + kTile - 1) / kTile;
-  const int unmasked = problem.seen(0) / kTile;
+  const int num_keys = problem.num_keys();
+  const KeyTiles tiles = problem.tiles();
   emulator::run([&](int lane) {
     const int row = lane / 4;  // and 8 below
-    const float scale_log2 = problem.scale * kLog2E;
+    const float scale_log2 = problem.softcap == 0.0f ? problem.scale * kLog2E : 1.0f;
+    const Softcap softcap = {problem.softcap * kLog2E,
+                             -2.0f * kLog2E * problem.scale / problem.softcap};
+    const auto capped = [&](float score) {
+      return problem.softcap == 0.0f ? score : softcap(score);
+    };
     OnlineSoftmax softmax;
     float out[4] = {};  // as accumulators of 8 columns lie: of the rows, the first column
     float scores[kTile / 2];
@@ -77,13 +95,17 @@ Results attend(const Problem& problem) {
     const auto load = [&](int tile) {
       for (int i = 0; i < kTile / 2; ++i) {
         const int key = key_of(tile, i);
-        scores[i] = key < num_keys ? problem.scores[row + 8 * (i / 2 % 2)][key] : 0.0f;
+        scores[i] = capped(key < num_keys ? problem.scores[row + 8 * (i / 2 % 2)][key] : 0.0f);
       }
     };
-    for (int tile = num_tiles - 1; tile >= 0; --tile) {
+    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
       load(tile);
-      if (tile == num_tiles - 1 || tile >= unmasked) {
-        mask_scores(scores, row + problem.diagonal - tile * kTile, num_keys - tile * kTile);
+      if (tile == tiles.end - 1 || tile >= tiles.unmasked_end || tile < tiles.unmasked_begin) {
+        if (problem.ranges.empty()) {
+          mask_scores(scores, row + problem.diagonal - tile * kTile, num_keys - tile * kTile);
+        } else {
+          mask_scores(scores, {problem.ranges[row], problem.ranges[row + 8]}, tile * kTile);
+        }
         softmax.exponentiate(scores, scale_log2);
         scale_accumulators(out, softmax.decay);
       } else {
@@ -95,7 +117,7 @@ Results attend(const Problem& problem) {
             if (lane == 0) ++overflowed;
             for (int i = 0; i < kTile / 2; ++i) {
               if (rows[i / 2 % 2])
-                scores[i] = problem.scores[row + 8 * (i / 2 % 2)][key_of(tile, i)];
+                scores[i] = capped(problem.scores[row + 8 * (i / 2 % 2)][key_of(tile, i)]);
             }
             softmax.restart(scores, sums, rows, scale_log2);
             scale_accumulators(out, softmax.decay);
@@ -135,17 +157,21 @@ Results attend(const Problem& problem) {
 }
 
 void check_row(const Problem& problem, const Results& results, int row) {
-  const int seen = problem.seen(row);
+  const auto [begin, end] = problem.range(row);
+  const auto score = [&](int key) {
+    const double score = double{problem.scores[row][key]} * problem.scale;
+    return problem.softcap == 0.0f ? score : problem.softcap * std::tanh(score / problem.softcap);
+  };
   double max = -kInfinity, sum = 0.0, out = 0.0;
-  for (int key = 0; key < seen; ++key) max = std::max<double>(max, problem.scores[row][key]);
-  for (int key = 0; key < seen; ++key) {
-    const double p = std::exp((problem.scores[row][key] - max) * problem.scale);
+  for (int key = begin; key < end; ++key) max = std::max(max, score(key));
+  for (int key = begin; key < end; ++key) {
+    const double p = std::exp(score(key) - max);
     sum += p;
     out += p * problem.values[key];
   }
   INFO("row " << row << " of " << problem.num_keys() << " keys");
   CHECK(results.out[row] == Approx(out / sum).epsilon(1e-5).margin(1e-5));
-  CHECK(results.lse[row] == Approx(max * problem.scale + std::log(sum)).epsilon(1e-6).margin(1e-6));
+  CHECK(results.lse[row] == Approx(max + std::log(sum)).epsilon(1e-6).margin(1e-6));
 }
 
 bool same_bits(float a, float b) { return std::memcmp(&a, &b, sizeof(a)) == 0; }
@@ -266,4 +292,54 @@ TEST_CASE("sm90: a maximum that overflows when scaled leaves NaN, not nothing") 
   const Results results = attend(problem);
   CHECK(std::isnan(results.lse[7]));
   check_row(problem, results, 6);
+}
+
+TEST_CASE("sm90: rows see ranges of keys that begin and end in any tile") {
+  std::mt19937 random(7);
+  for (int trial = 0; trial < 40; ++trial) {
+    Problem problem(700, 1.0f + trial % 3 * 6.0f, trial);
+    std::vector<int> begins(kRows), ends(kRows);
+    const int begin = static_cast<int>(random() % 400), width = static_cast<int>(random() % 500);
+    for (int& key : begins) key = begin + static_cast<int>(random() % (1 + trial * 4));
+    for (int& key : ends) key = begin + width + static_cast<int>(random() % (1 + trial * 4));
+    std::sort(begins.begin(), begins.end());
+    std::sort(ends.begin(), ends.end());
+    for (int row = 0; row < kRows; ++row) {
+      problem.ranges.push_back({std::min(begins[row], 700), std::min(ends[row], 700)});
+    }
+    if (trial % 2 == 1) problem.softcap = trial % 4 == 1 ? 2.0f : 30.0f;
+    // What no row sees may be anything.
+    for (auto& scores : problem.scores) {
+      std::fill(scores.begin(), scores.begin() + std::min(begins[0], 700), kNaN);
+      std::fill(scores.begin() + std::min(ends[kRows - 1], 700), scores.end(), kNaN);
+    }
+    const Results results = attend(problem);
+    INFO("trial " << trial);
+    CHECK(results.tiles_overflowed == 0);  // each row has a maximum before its unmasked tiles
+    for (int row = 0; row < kRows; ++row) {
+      const auto [first, last] = problem.range(row);
+      if (first < last) {
+        check_row(problem, results, row);
+      } else {
+        CHECK(results.lse[row] == -kInfinity);
+      }
+    }
+  }
+}
+
+TEST_CASE("sm90: softcap is a tanh, odd, at its limit for infinite scores, and keeps a NaN") {
+  constexpr float kScale = 0.125f;
+  for (const float cap : {1.0f, 20.0f, 50.0f, 300.0f}) {
+    const Softcap softcap = {cap * kLog2E, -2.0f * kLog2E * kScale / cap};
+    for (float s = 1e-3f; s < 1e6f; s *= 1.1f) {
+      const double exact = cap * std::tanh(double{s} * kScale / cap) * kLog2E;
+      INFO("score " << s << ", softcap " << cap);
+      CHECK(std::fabs(softcap(s) - exact) <= 4e-7 * cap * kLog2E);
+      CHECK(same_bits(softcap(-s), -softcap(s)));
+    }
+    CHECK(softcap(0.0f) == 0.0f);
+    CHECK(softcap(kInfinity) == cap * kLog2E);
+    CHECK(softcap(-kInfinity) == -cap * kLog2E);
+    CHECK(std::isnan(softcap(kNaN)));
+  }
 }

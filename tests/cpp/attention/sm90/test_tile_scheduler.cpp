@@ -378,3 +378,16 @@ TEST_CASE("a ring is fetch-bound where each KV head has few queries, or many hea
   CHECK_FALSE(many(3, 1));
   CHECK(many(6, 1));
 }
+
+TEST_CASE("estimates read no table: it is in the memory of the device") {
+  std::vector<KeySegment> segments = {segment(4000, 0, 0), segment(300, 0, 0)};
+  for (KeySegment& keys : segments) keys.key_ranges = reinterpret_cast<const int32_t*>(8);
+  const BlockAttentionParams p = call(segments, 5000, 6, 2);
+  CHECK(p.is_general());
+  const WorkTileShape shape = pair_shape(p, 128, 128);
+  int64_t heads_at_once = 0;
+  const TileScheduler scheduler = make_tile_scheduler(p, shape, 128, kL2Bytes, 132, heads_at_once);
+  CHECK(timed_work_tiles(p, scheduler, 2, is_fetch_bound(p), 128, 128, 132).size() ==
+        static_cast<size_t>(scheduler.num_tiles));
+  CHECK(tiles_walked(p, 1, 128, 128) > 0);
+}
