@@ -29,7 +29,11 @@ Visit plain_visit(const Partition& partition, int64_t rank, int64_t source, bool
                                                                 : partition.length(rank);
   }
   const int64_t num_queries = visit.queries.size(), num_keys = visit.keys.size();
-  if (num_queries == 0 || num_keys == 0) return {source};
+  if (num_queries == 0 || num_keys == 0) {
+    visit = {};
+    visit.source = source;
+    return visit;
+  }
   visit.num_pairs = visit.visibility == Visibility::kTriangle ? num_keys * (num_keys + 1) / 2
                                                               : num_queries * num_keys;
   return visit;

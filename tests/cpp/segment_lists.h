@@ -14,6 +14,7 @@
 #include "attention/cuda/sm90/scheduler/tile_scheduler.h"
 #include "attention/tensor_params.h"
 #include "catch.h"
+#include "reference.h"
 
 // Launches over a list of key segments: problems, what is launched, and what to expect of it.
 
