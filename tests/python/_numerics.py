@@ -135,9 +135,10 @@ def allowed_error(dtype: torch.dtype, pytorch: Error, expected: torch.Tensor) ->
         largest = max(FLOAT32_TOLERANCE, TIMES_PYTORCH * pytorch.max)
         return Error(largest, largest)
     rounding = measure(expected.to(dtype), expected)
+    # A float32 result that lies between two halves may be rounded the other way.
     return Error(
-        max(TIMES_PYTORCH * pytorch.max, rounding.max),
-        max(TIMES_PYTORCH * pytorch.rms, rounding.rms),
+        max(TIMES_PYTORCH * pytorch.max, 1.001 * rounding.max),
+        max(TIMES_PYTORCH * pytorch.rms, 1.001 * rounding.rms),
     )
 
 

@@ -62,7 +62,9 @@ def check_with_sinks(ring: RankPool, cache: Cache, with_sinks: bool) -> None:
     scale = cache.head_dim**-0.5 if cache.scale is None else cache.scale
     # Without softcap and sinks: PyTorch has neither.
     plain, _ = expected_with_sinks(replace(cache, softcap=0.0), with_sinks=False)
-    pytorch = pytorch_error(q, k, v, visible, scale, plain) if k.size(1) else Error(0.0, 0.0)
+    pytorch = (
+        pytorch_error(q, k, v, visible, scale, plain.to(q.device)) if k.size(1) else Error(0.0, 0.0)
+    )
     what = f"{cache}, sinks {with_sinks}"
     assert_within(what, measure(out, expected), allowed_error(cache.dtype, pytorch, expected))
     tolerance = FLOAT32_TOLERANCE * max(1.0, expected_lse[expected_lse.isfinite()].abs().max())
