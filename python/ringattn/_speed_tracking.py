@@ -111,15 +111,12 @@ class _Rank:
 
 
 class SpeedTracker:
-    """The believed speeds of ranks relative to their profiles.
+    """The believed speeds of ranks relative to their profiles, by the law of
+    :class:`ringattn.Rebalancer`.
 
-    Small deviations are averaged. A large one changes the belief when it is observed again: a fall
-    after two in four requests, a rise after three in a row, because a rank with too many tokens
-    delays all others while one with too few only idles. A rank that falls soon after a rise flaps:
-    each time, its next rise has to last twice as long. When the belief about one rank jumps, the
-    beliefs about others follow what they showed in the same requests, if in the same direction:
-    clocks of all devices fall and rise together, and ranks that followed one by one would look
-    unequal in between.
+    When the belief about one rank jumps, the beliefs about others follow what they showed in the
+    same requests, if in the same direction: clocks of all devices fall and rise together, and ranks
+    that followed one by one would look unequal in between.
 
     Args:
         world_size: W.
@@ -158,18 +155,17 @@ class SpeedTracker:
         for speed in speeds:
             if speed is not None and not 0.0 < speed < math.inf:
                 raise ValueError(f"speeds must be finite and positive, got {speed}")
-        calm: list[_Rank] = []
-        jumped: list[_Rank] = []
-        for rank, speed in zip(self._ranks, speeds, strict=True):
-            if speed is not None:
-                (jumped if rank.update(speed) else calm).append(rank)
+        pairs = zip(self._ranks, speeds, strict=True)
+        seen = [(rank, rank.update(speed)) for rank, speed in pairs if speed is not None]
+        jumped = [rank for rank, has_jumped in seen if has_jumped]
         if not jumped:
             return
         self.jumps += len(jumped)
         self._jumped = True
         self._settle()
-        for rank in calm:
-            rank.follow(jumped[0])
+        for rank, has_jumped in seen:
+            if not has_jumped:
+                rank.follow(jumped[0])
 
     def should_replan(self, excess: float, slowest: int) -> bool:
         """Whether to replace the plan in use; called once after each request.

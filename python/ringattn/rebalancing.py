@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ringattn._distributed.collectives import agree
 from ringattn._distributed.groups import Group, resolve_group
@@ -22,6 +23,13 @@ from ringattn.timings import Timings, call_tflops
 _TRIAL = 3
 _MIN_BEFORE = 2
 _WORSE = 0.01
+_MEMORY = 48  # requests
+
+# A request whose attention takes less than _ENOUGH overheads of a call, each of _LEAST_MS at least,
+# says nothing about one that is more than _SIMILAR times as long.
+_ENOUGH = 64
+_LEAST_MS = 0.01
+_SIMILAR = 2
 
 
 @dataclass
@@ -33,34 +41,8 @@ class _Observation:
     flops: float = 0.0  # operations of a call
 
 
-@dataclass
-class _LatencyHistory:
-    """Latencies of the latest requests of each length, per operation of all ranks together."""
-
-    requests: int = 0
-    partitions: dict[int, Partition] = field(default_factory=dict)
-    # seq_len -> (number of the request, milliseconds per operation)
-    latest: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-
-    def add(self, partition: Partition, observations: Sequence[_Observation]) -> None:
-        self.requests += 1
-        flops = sum(observation.flops for observation in observations)
-        if flops > 0:
-            self.partitions[partition.seq_len] = partition
-            latencies = self.latest.setdefault(partition.seq_len, [])
-            slowest_ms = max(observation.call_ms for observation in observations)
-            latencies.append((self.requests, slowest_ms / flops))
-            del latencies[:-_TRIAL]
-
-    def forget(self) -> None:
-        """Drops all but the last requests: older ones ran at other speeds."""
-        for latencies in self.latest.values():
-            latencies[:] = [
-                latency for latency in latencies if latency[0] > self.requests - _MIN_BEFORE
-            ]
-
-    def latencies(self, seq_len: int) -> list[float]:
-        return [ms for _, ms in self.latest.get(seq_len, [])]
+#: Requests under one plan, oldest first: partition, milliseconds per operation of all ranks.
+_History = list[tuple[Partition, float]]
 
 
 @dataclass
@@ -68,17 +50,19 @@ class _Trial:
     """State before a new plan, which is restored where the new plan turns out slower."""
 
     profiles: list[RankProfile]  # profiles of the previous plan
-    history: _LatencyHistory
+    history: _History
     excess: float  # time that the new plan was predicted to save, relative
     tracker: SpeedTracker  # with the speeds estimated then: a bad plan looks like slow ranks
 
-    def outcome(self, history: _LatencyHistory) -> float | None:
+    def outcome(self, history: _History) -> float | None:
         """Latency under the new plan over latency under the previous one; None: not known yet."""
-        for seq_len in history.latest:
-            new, old = history.latencies(seq_len), self.history.latencies(seq_len)
-            if len(new) < _TRIAL or len(old) < _MIN_BEFORE:
-                continue
-            if history.partitions[seq_len] != self.history.partitions[seq_len]:
+        for partition in dict(history):
+            new, old = (
+                [ms for each, ms in requests if each.seq_len == partition.seq_len][-_TRIAL:]
+                for requests in (history, self.history)
+            )
+            is_other = partition not in dict(self.history)
+            if is_other and len(new) == _TRIAL and len(old) >= _MIN_BEFORE:
                 return statistics.median(new) / statistics.median(old)
         return None
 
@@ -104,9 +88,11 @@ class Rebalancer:
 
     Matrix products are assumed to slow down with attention, the only work that is timed. A rank
     without tokens has no speed, and one whose calls are mostly overhead looks slow: a rank that
-    has fallen that far comes back with new profiles only. Requests need not all be observed.
-    Where a whole ring is one launch, ``record_timings(by_block=False)`` measures that launch, its
-    own waits included; block by block, calls are slower, and not equally so on all ranks.
+    has fallen that far comes back with new profiles only. Requests whose attention takes less than
+    64 overheads teach nothing about ones that are more than twice as long: among the last 48 only
+    the longest teach then, and longer ones begin with the profiles again. Requests need not all be
+    observed. Where a whole ring is one launch, ``record_timings(by_block=False)`` measures that
+    launch, its own waits included; block by block, calls are slower, and not equally on all ranks.
 
     Where all ranks hold the same arguments and call the same methods, all have the same plans, bit
     for bit. Not thread safe.
@@ -137,10 +123,19 @@ class Rebalancer:
         self._cost = cost
         self._causal = causal
         self._layout = layout
+        overhead_ms = max(_LEAST_MS, *(profile.overhead_ms for profile in self._measured))
+        tflops = sum(profile.attention_tflops for profile in self._measured)
+        pairs = _ENOUGH * overhead_ms * tflops * 1e9 / max(cost.attention_flops, 1.0)
+        self._enough = math.sqrt(2 * pairs if causal else pairs)  # tokens
+        self._lengths: list[int] = []  # of the latest requests
+        self._latest: Plan | None = None
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Forgets all that requests have shown."""
         self._tracker = SpeedTracker(len(self._measured))
         self._in_use = self._measured
-        self._latest: Plan | None = None
-        self._history = _LatencyHistory()
+        self._history: _History = []
         self._trial: _Trial | None = None
 
     @property
@@ -150,8 +145,7 @@ class Rebalancer:
 
     @property
     def speeds(self) -> list[float]:
-        """Estimated speed of each rank, relative to its first profile, ``[W]``; plans follow it
-        only when that pays."""
+        """Estimated speed of each rank, relative to its first profile, ``[W]``."""
         return self._tracker.speeds
 
     def plan(self, seq_len: int) -> Plan:
@@ -163,7 +157,8 @@ class Rebalancer:
         Raises:
             ValueError: as :func:`ringattn.plan`.
         """
-        self._latest = self._plan(seq_len, self._in_use)
+        profiles = self._measured if self._is_beyond_all(seq_len) else self._in_use
+        self._latest = self._plan(seq_len, profiles)
         return self._latest
 
     def observe(self, timings: Timings, group: Group = None) -> bool:
@@ -203,22 +198,35 @@ class Rebalancer:
             "seq_len": None if self._latest is None else self._latest.partition.seq_len,
         }
         observations = agree(ring, "observe", mistake, facts, own)
+        current = self._latest
+        if current is not None and not self._teaches(current.partition.seq_len):
+            return False
         jumps = self._tracker.jumps
         self._tracker.observe([observation.speed for observation in observations])
-        if self._latest is None:
+        if current is None:
             return False
-        self._history.add(self._latest.partition, observations)
-        if self._tracker.jumps != jumps:
-            self._history.forget()
-        return self._give_up() or self._change(self._latest)
+        if (flops := sum(observation.flops for observation in observations)) > 0:
+            slowest_ms = max(observation.call_ms for observation in observations)
+            self._history.append((current.partition, slowest_ms / flops))
+        # Requests before a jump ran at other speeds.
+        del self._history[: -_MEMORY if self._tracker.jumps == jumps else -_MIN_BEFORE]
+        return self._give_up() or self._change(current)
+
+    def _is_beyond_all(self, seq_len: int) -> bool:
+        """Whether no request so far says anything about one of this length."""
+        longest = max(self._lengths, default=0)
+        return longest < self._enough and seq_len >= min(self._enough, _SIMILAR * longest)
+
+    def _teaches(self, seq_len: int) -> bool:
+        """Whether a request says something about the latest ones, the longest of them too."""
+        if self._is_beyond_all(seq_len):
+            self._start_over()
+        self._lengths = [*self._lengths[1 - _MEMORY :], seq_len]
+        return seq_len >= min(self._enough, max(self._lengths) / _SIMILAR)
 
     def _give_up(self) -> bool:
         """Returns to the previous plan where the new one has turned out slower."""
-        trial = self._trial
-        if trial is None:
-            return False
-        outcome = trial.outcome(self._history)
-        if outcome is None:
+        if (trial := self._trial) is None or (outcome := trial.outcome(self._history)) is None:
             return False
         self._trial = None
         if outcome <= 1 + _WORSE:
@@ -239,18 +247,14 @@ class Rebalancer:
             for profile, speed in zip(self._measured, self._snapped_speeds(), strict=True)
         ]
         current_ms = predict(
-            current.partition,
-            estimated,
-            self._cost,
-            causal=self._causal,
-            depth=current.depth,
+            current.partition, estimated, self._cost, causal=self._causal, depth=current.depth
         )
         best_ms = self._plan(current.partition.seq_len, estimated).predicted_ms
         excess = max(current_ms) / best_ms - 1 if best_ms > 0 else 0.0
         if not self._tracker.should_replan(excess, current_ms.index(max(current_ms))):
             return False
         self._trial = _Trial(self._in_use, self._history, excess, copy.deepcopy(self._tracker))
-        self._in_use, self._history = estimated, _LatencyHistory()
+        self._in_use, self._history = estimated, []
         return True
 
     def _snapped_speeds(self) -> list[float]:
@@ -259,13 +263,14 @@ class Rebalancer:
         Ranks that are treated as unequal drift closer, because the one that owned too much no
         longer rests while it waits: they count as equal again at half the tolerance.
         """
-        estimated, measured, in_use = self.speeds, self._measured, self._in_use
+        estimated = self.speeds
+        measured = [profile.attention_tflops for profile in self._measured]
+        in_use = [profile.attention_tflops for profile in self._in_use]
 
         def equal(first: int, rank: int) -> bool:
-            parted = in_use[rank].attention_tflops != in_use[first].attention_tflops
-            return measured[rank].attention_tflops == measured[first].attention_tflops and is_close(
-                estimated[rank], estimated[first], NOISE / 2 if parted else NOISE
-            )
+            tolerance = NOISE if in_use[rank] == in_use[first] else NOISE / 2
+            close = is_close(estimated[rank], estimated[first], tolerance)
+            return measured[rank] == measured[first] and close
 
         return snap_equal(estimated, equal)
 
@@ -290,10 +295,8 @@ class Rebalancer:
             if not any(step.flops for step in steps):
                 steps[0] = replace(steps[0], flops=planned)
         speeds = call_tflops(calls, profile.overhead_ms)
-        call_ms = [sum(step.attention_ms + step.wait_ms for step in steps) for steps in calls]
-        flops = [sum(step.flops for step in steps) for steps in calls]
         return _Observation(
             in_tiles * statistics.median(speeds) / profile.attention_tflops if speeds else None,
-            statistics.median(call_ms),
-            statistics.median(flops),
+            statistics.median(sum(s.attention_ms + s.wait_ms for s in steps) for steps in calls),
+            statistics.median(sum(step.flops for step in steps) for steps in calls),
         )

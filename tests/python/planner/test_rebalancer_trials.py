@@ -209,3 +209,67 @@ def unfilled_tiles(causal: bool) -> list[float]:
 def test_unfilled_tiles_are_no_slowness(rank_pool, causal):
     for speeds in rank_pool(2).run(unfilled_tiles, causal):
         assert speeds == pytest.approx([1.0, 1.0])
+
+
+#: Of a service: the second rank at half speed, its prompts drawn evenly on a logarithmic scale.
+HALF = [RankProfile(500, 700, overhead_ms=0.03), RankProfile(250, 700, overhead_ms=0.06)]
+PROMPTS = [15403, 10125, 1970, 899, 3059, 1826, 11478, 1115, 2585, 4341, 20981, 2963, 1005]
+PROMPTS += [10020, 5144, 863, 21148, 30142, 13048, 20384]
+
+
+def mixed_prompts(
+    prompts: list[int], extra_ms: tuple[float, float], falls_at: int, profiles: list[RankProfile]
+) -> tuple[list[float], list[float], list[float]]:
+    """Each rank's calls take longer than its profile says, by the same time whatever their length;
+    from a request on the second rank is half as fast again. What each request took, what it would
+    have taken as first planned, and as planned for the speeds at the time."""
+    rebalancer = Rebalancer(profiles, COST)
+    took, as_planned, at_best = [], [], []
+    for request, seq_len in enumerate(prompts):
+        speeds = (1.0, 0.5 if request >= falls_at else 1.0)
+        actual = [
+            replace(
+                profile,
+                attention_tflops=profile.attention_tflops * speed,
+                overhead_ms=HALF[rank].overhead_ms + extra_ms[rank],
+            )
+            for rank, (profile, speed) in enumerate(zip(profiles, speeds, strict=True))
+        ]
+        p = rebalancer.plan(seq_len).partition
+        times = predict(p, actual, COST)
+        took.append(max(times))
+        for known, of in ((profiles, as_planned), (actual, at_best)):
+            of.append(max(predict(ringattn.plan(seq_len, known, COST).partition, actual, COST)))
+        ms = times[this().rank]
+        rebalancer.observe(one_call(ms, own_flops(p), max(times) - ms))
+    return took, as_planned, at_best
+
+
+UNKNOWN = [replace(profile, overhead_ms=0.0) for profile in HALF]
+
+
+@pytest.mark.parametrize("profiles", [HALF, UNKNOWN], ids=["overhead measured", "unknown"])
+@pytest.mark.parametrize("extra_ms", [(0.0, 0.15), (0.15, 0.0), (0.15, 0.15)])
+@pytest.mark.parametrize(
+    "prompts",
+    [PROMPTS * 5, sorted(PROMPTS) * 5, [1024] * 30 + [32768] * 10],
+    ids=["mixed", "growing", "long after short"],
+)
+def test_short_prompts_do_not_decide_how_long_ones_are_split(
+    rank_pool, prompts, extra_ms, profiles
+):
+    """Their calls are mostly overhead: either rank looks slower than it is, or both alike."""
+    for took, as_planned, _ in rank_pool(2).run(mixed_prompts, prompts, extra_ms, 1000, profiles):
+        for seq_len, ms, planned_ms in zip(prompts, took, as_planned, strict=True):
+            assert seq_len < 16384 or ms <= 1.06 * planned_ms, (seq_len, ms, planned_ms)
+        assert sum(took) <= 1.04 * sum(as_planned)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS * 10, [2048] * 200], ids=["mixed", "all short"])
+def test_a_rank_that_falls_is_followed_whatever_the_prompts(rank_pool, prompts):
+    for took, as_planned, at_best in rank_pool(2).run(
+        mixed_prompts, prompts, (0.02, 0.05), 60, HALF
+    ):
+        late = slice(100, None)
+        assert sum(took[late]) <= 1.05 * sum(at_best[late])
+        assert sum(took[late]) < 0.85 * sum(as_planned[late])
