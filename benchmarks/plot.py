@@ -19,7 +19,7 @@ from typing import Any
 
 from ringattn.strategies import PUBLISHED, Regression
 from study.figures import OF_SWEEP, regression_surface, total_percentage
-from study.style import Drawing, Row
+from study.style import Drawing, Row, hardware
 from study.tables import (
     MAY_BE_EMPTY,
     REFERENCE,
@@ -100,8 +100,9 @@ SOURCES: dict[str, tuple[str, Callable[[Path], Any]]] = {
 }
 
 
-def drawings(sources: dict[str, Any]) -> Iterator[tuple[str, Drawing]]:
-    """Names of the files, with a folder where there are several kinds, and figures, one by one."""
+def drawings(sources: dict[str, Any]) -> Iterator[tuple[str, str, Drawing]]:
+    """Names of the files, with a folder where there are several kinds, the source, and figures, one
+    by one."""
     if "sweep" in sources:
         rows = sources["sweep"]
         kinds = list(dict.fromkeys(row["what"] for row in rows))
@@ -111,10 +112,11 @@ def drawings(sources: dict[str, Any]) -> Iterator[tuple[str, Drawing]]:
             for name, draw in OF_SWEEP.items():
                 drawing = draw(of_kind)
                 if drawing is not None:
-                    yield f"{folder}{name}", drawing
-        yield "regression_surface", regression_surface(sources.get("regression", PUBLISHED))
+                    yield f"{folder}{name}", "sweep", drawing
+        surface = regression_surface(sources.get("regression", PUBLISHED))
+        yield "regression_surface", "regression", surface
     if "trace" in sources:
-        yield "drift_trace", drift_trace(sources["trace"])
+        yield "drift_trace", "trace", drift_trace(sources["trace"])
 
 
 def main() -> None:
@@ -140,7 +142,9 @@ def main() -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out must be a folder that can be written, got: {error}")
-    for name, drawing in drawings(sources):
+    for name, source, drawing in drawings(sources):
+        if (path := getattr(arguments, source)) and (machine := hardware(path)):
+            drawing.figure.suptitle(f"{drawing.figure.get_suptitle()}\n{machine}")
         (arguments.out / name).parent.mkdir(parents=True, exist_ok=True)
         drawing.write(arguments.out, name)
         print(arguments.out / f"{name}.png")

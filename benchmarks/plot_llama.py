@@ -14,7 +14,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from study.style import Row, log_scale, panels, plt, read_rows, short
+from study.style import Row, legend_below, log_scale, panels, plt, read_rows, short
 
 #: Colour and marker of each strategy.
 STYLES = {"regular": ("#999999", "s"), "ring": ("#0072B2", "o")}
@@ -63,6 +63,33 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
         if not ax.lines:
             ax.set_axis_off()
             ax.text(0.5, 0.5, "not measured", ha="center", transform=ax.transAxes, color="#999999")
+    return figure
+
+
+def read_requests(path: Path) -> list[Row]:
+    """As :func:`read`, of a table of ``--requests``."""
+    return read_rows(path, "p95_ttft_ms", "no rows with p95_ttft_ms", ("partition", "shares"))
+
+
+def draw_requests(tables: dict[str, Sequence[Row]]) -> Figure:
+    """p50 and p95 of the time to the first token side by side for each partition, a panel for each
+    machine."""
+    figure, axes = panels(len(tables), "Time to the first token of requests", columns=2)
+    for ax, (machine, rows) in zip(axes, tables.items(), strict=True):
+        for shift, (name, colour) in zip(
+            (-0.2, 0.2), (("p50", "#56B4E9"), ("p95", "#0072B2")), strict=True
+        ):
+            at = [place + shift for place in range(len(rows))]
+            bars = ax.bar(
+                at, [row[f"{name}_ttft_ms"] for row in rows], 0.38, color=colour, label=name
+            )
+            ax.bar_label(bars, fmt="%.0f", fontsize=8)
+        ax.set_xticks(range(len(rows)), [row["partition"] for row in rows])
+        ax.grid(False, axis="x")
+        ax.margins(y=0.12)
+        ax.set_ylabel("ms")
+        ax.set_title(machine, fontsize=10)
+    legend_below(figure, axes[0])
     return figure
 
 

@@ -89,6 +89,20 @@ def read_rows(path: Path, column: str, without: str, texts: Sequence[str]) -> li
     ]
 
 
+def hardware(table: Path) -> str:
+    """The ranks of a table and their device, from the header of the Markdown file beside it; empty
+    where there is none."""
+    beside = table.with_suffix(".md")
+    lines = beside.read_text().split("```")[1].splitlines() if beside.is_file() else []
+    header = dict(line.split(": ", 1) for line in lines if ": " in line)
+    return f"{header['ranks']} ranks, {header['device']}" if "ranks" in header else ""
+
+
+def overlaid(count: int) -> list[float]:
+    """Widths of so many lines, first to last drawn: where they lie on each other, all are seen."""
+    return [1.2 + 0.8 * above for above in reversed(range(count))]
+
+
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Writes the figure as PNG and as SVG, and closes it."""
     paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
@@ -149,19 +163,26 @@ def lines(
     level: Callable[[Any], Sequence[float]] | None = None,
 ) -> Drawing:
     """One panel for each value of the column `panel`, one line for each split type: `y` over the
-    values of `x`, which stand side by side in the order in which they come."""
+    values of `x`, which stand side by side in the order in which they come. At each value the
+    markers of the split types stand side by side as well: their `y` may be equal."""
     values = list(dict.fromkeys(row[panel] for row in rows))
     places = {value: place for place, value in enumerate(dict.fromkeys(row[x] for row in rows))}
+    names = [name for name in STYLES if any(row["split_type"] == name for row in rows)]
+    apart = min(0.14, 0.6 / len(names))
     figure, axes = panels(len(values), title)
     for value, ax in zip(values, axes, strict=True):
         here = [row for row in rows if row[panel] == value]
-        for name, (colour, marker, label) in STYLES.items():
+        for number, (name, width) in enumerate(zip(names, overlaid(len(names)), strict=True)):
+            colour, marker, label = STYLES[name]
             line = sorted((places[row[x]], row[y]) for row in here if row["split_type"] == name)
             if line:
-                ax.plot(*zip(*line, strict=True), color=colour, marker=marker, label=label)
+                at = [place + apart * (number - (len(names) - 1) / 2) for place, _ in line]
+                look = {"color": colour, "marker": marker, "linewidth": width, "label": label}
+                ax.plot(at, [height for _, height in line], **look)
         for height in level(value) if level else ():
             ax.axhline(height, color="#555555", linewidth=1, linestyle="--")
         ax.set_xticks(list(places.values()), [x_tick(value) for value in places])
+        ax.set_xlim(-0.5, len(places) - 0.5)
         ax.set_title(panel_label(value), fontsize=10)
         ax.set_xlabel(x_label)
         ax.set_ylabel(y_label)

@@ -127,6 +127,31 @@ def test_labels_of_a_logarithmic_axis_have_room(values: tuple[float, ...]) -> No
         assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
+def test_lines_of_equal_values_are_all_seen() -> None:
+    names = ("even_zigzag", "planned", "rebalanced")
+    rows = [{"split_type": name, "set": 0, "place": p, "ms": 1.0} for name in names for p in (0, 1)]
+    words = {"y_label": "ms", "x_label": "tokens", "panel_label": str, "x_tick": str}
+    drawing = style.lines(rows, "Times", panel="set", x="place", y="ms", **words)
+    lines = drawn(drawing.figure).axes[0].lines
+    assert [line.get_label() for line in lines] == [style.STYLES[name][2] for name in names]
+    # Markers stand side by side, around their tick; what lies above is thinner.
+    assert len({line.get_xdata()[0] for line in lines}) == 3
+    assert all(abs(line.get_xdata()[0]) < 0.4 for line in lines)
+    widths = [line.get_linewidth() for line in lines]
+    assert widths == sorted(widths, reverse=True) and len(set(widths)) == 3
+
+
+def test_figures_name_the_hardware_of_their_table(tmp_path: Path) -> None:
+    rows = [row for row in _study.sweep(SETS[:1]) if row["seq_len"] == _study.LENGTHS[0]]
+    sweep = _study.write_sweep(tmp_path / "s.csv", rows, 2)
+    assert style.hardware(sweep) == ""
+    (tmp_path / "s.md").write_text("# T\n\n```\nranks: 2\ndevice: a GPU\n```\n\n| a |\n")
+    assert style.hardware(sweep) == "2 ranks, a GPU"
+    done = plot(sweep, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks, a GPU" in (tmp_path / "out/latency_scaling.svg").read_text()
+
+
 def test_the_legend_of_the_regression_lies_below_what_is_drawn() -> None:
     figure = drawn(regression_surface(PUBLISHED).figure)
     (legend,) = figure.legends

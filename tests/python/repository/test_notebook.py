@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/analysis.ipynb runs, and shows what its cells print and draw of the committed tables."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,23 @@ def test_what_a_cell_prints_and_returns_is_kept(execute: Any, tmp_path: Path) ->
     assert printed["text"] == ["3\n"] and value["data"] == {"text/plain": ["4"]}
     assert picture["data"]["image/png"] == "cG5n"
     assert [cell["execution_count"] for cell in done["cells"]] == [1, 2, 3]
+
+
+def test_bars_of_requests_stand_side_by_side_and_labels_have_room() -> None:
+    rows = [
+        {"partition": name, "p50_ttft_ms": p50, "p95_ttft_ms": p95}
+        for name, p50, p95 in (("even", 127, 660), ("planned", 97, 486), ("rebalanced", 105, 596))
+    ]
+    figure = plot_llama.draw_requests({"2xh100_202611": rows, "cpu2core_202611": rows})
+    figure.canvas.draw()
+    for ax in figure.axes:
+        spans = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in ax.patches)
+        assert len(spans) == 6
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        texts = [*ax.texts, *ax.get_xticklabels(), ax.title]
+        boxes = [text.get_window_extent() for text in texts]
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    plot_llama.plt.close(figure)
 
 
 def row(strategy: str, tokens: float, x_regular: float | None, status: str = "ok") -> dict:
