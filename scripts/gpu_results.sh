@@ -4,8 +4,10 @@
 # Measures a machine with GPUs: `scripts/gpu_results.sh OUT [stage...]`, in an environment that has
 # ringattn with its kernels. OUT/*.md and OUT/*.csv go to benchmarks/results. Stages (default: all):
 #
-#   tests      every test that needs a GPU, on 1, 2, 3 and all GPUs, or with ranks that share one
-#              (OUT/tests_*.xml, JUnit)
+#   tests      every test that needs a GPU, in groups by the number of GPUs, as many at once as there are
+#              GPUs for (OUT/tests_*.xml, JUnit). Each is a stage as well, which ends within ten minutes:
+#              tests_2a, tests_2b, tests_1, tests_sm80, tests_3, tests_4. Ranks share GPUs where there
+#              are fewer; tests that need NCCL are skipped then.
 #   attention  one GPU beside PyTorch's kernels; shapes of a ring, folding, short sequences
 #   ring       all GPUs beside one GPU and other rings: causal, dense, no groups of heads, uneven; a
 #              timeline; fewer GPUs
@@ -25,7 +27,7 @@ export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" # multicast needs rights that n
 export PYTHONUNBUFFERED=1
 
 case "${1:-}" in
-  -h | --help) sed -n '4,20s/^# \{0,1\}//p' "$0" && exit ;;
+  -h | --help) sed -n '4,22s/^# \{0,1\}//p' "$0" && exit ;;
   '' | -*)
     echo "usage: scripts/gpu_results.sh OUT [stage...]" >&2
     exit 2
@@ -64,12 +66,18 @@ ranks() {
   run "$seconds" "$log" torchrun --standalone --nproc-per-node "$num" "$@" || failed=1
 }
 
-# pytest_on GPUS LABEL pytest-arguments...: in the background.
+# Groups of tests: those of --gpu-group (tests/python/_gpus.py), and that of one GPU once more with the
+# portable kernels.
+groups=(2a 2b 1 sm80 3 4)
+
+# pytest_on FIRST NUM GROUP SIZE: a group of tests that need SIZE GPUs, on NUM GPUs, in the background.
 pytest_on() {
-  local gpus=$1 label=$2
-  shift 2
-  CUDA_VISIBLE_DEVICES=$gpus run 400 "tests_$label" python3 -m pytest -q -p no:cacheprovider \
-    --junitxml "$out/tests_${label}_$month.xml" tests/python "$@" &
+  local family="" group=$3
+  [ "$group" = sm80 ] && family=sm80 group=1
+  RINGATTN_KERNEL_FAMILY=$family RINGATTN_RANKS_PER_GPU=$((($4 + $2 - 1) / $2)) \
+    CUDA_VISIBLE_DEVICES=$(seq -s , "$1" $(($1 + $2 - 1))) \
+    run 570 "tests_$3" python3 -m pytest -q -p no:cacheprovider --gpu-group "$group" \
+    --junitxml "$out/tests_$3_${num_gpus}x${model}_$month.xml" tests/python &
   pids+=($!)
 }
 
@@ -79,26 +87,17 @@ wait_for_all() {
   pids=()
 }
 
-stage_tests() {
-  local pids=() late="late_copies_are_waited_for"
-  local two="not cuda-3 and not cuda-4 and not groups_of_some and not ($late and (3 or 4))"
-  pytest_on 0 "1x$model" -m cuda
-  [ "$num_gpus" -lt 2 ] && wait_for_all
-  RINGATTN_KERNEL_FAMILY=sm80 pytest_on $((num_gpus > 1)) "1x${model}_sm80" -m cuda
-  if [ "$num_gpus" -eq 1 ]; then # what needs no NCCL, with ranks that share the GPU
-    wait_for_all
-    RINGATTN_RANKS_PER_GPU=4 pytest_on 0 "shared_1x$model" -m multi_gpu
-  fi
-  if [ "$num_gpus" -ge 4 ]; then pytest_on 2,3 "2x$model" -m multi_gpu -k "$two"; fi
-  wait_for_all
-  if [ "$num_gpus" -eq 2 ]; then pytest_on 0,1 "2x$model" -m multi_gpu -k "$two"; fi
-  if [ "$num_gpus" -ge 3 ]; then
-    pytest_on 0,1,2 "3x$model" -m multi_gpu -k "cuda-3 or ($late and 3)"
-  fi
-  if [ "$num_gpus" -ge 4 ]; then
-    pytest_on 0,1,2,3 "4x$model" -m multi_gpu \
-      -k "cuda-4 or groups_of_some or launch_is_correct or ($late and 4)"
-  fi
+# test_groups GROUP...: in this order, as many at once as there are GPUs for.
+test_groups() {
+  local group size num first=0 pids=()
+  for group in "$@"; do
+    size="${group%[ab]}"
+    [ "$group" = sm80 ] && size=1
+    num=$((size < num_gpus ? size : num_gpus))
+    [ $((first + num)) -gt "$num_gpus" ] && wait_for_all && first=0
+    pytest_on "$first" "$num" "$group" "$size"
+    first=$((first + num))
+  done
   wait_for_all
   sed -i "s|$PWD/||g" "$out"/tests_*.xml # a skipped test names its file
 }
@@ -172,11 +171,20 @@ stage_scaling() {
   ranks "$num_gpus" 200 scaling benchmarks/scaling.py --out "$(name scaling "$num_gpus")"
 }
 
+chosen=()
 for stage in "${stages[@]}"; do
-  if ! declare -F "stage_$stage" >/dev/null; then
-    echo "gpu_results: stage must be tests, attention, ring, long, transport, decode, models, llama or scaling, got $stage" >&2
+  if [ "$stage" = tests ]; then
+    chosen+=("${groups[@]}")
+  elif [[ " ${groups[*]/#/tests_} " == *" $stage "* ]]; then
+    chosen+=("${stage#tests_}")
+  elif ! declare -F "stage_$stage" >/dev/null; then
+    echo "gpu_results: stage must be tests, ${groups[*]/#/tests_}, attention, ring, long, transport," \
+      "decode, models, llama or scaling, got $stage" >&2
     exit 2
   fi
 done
-for stage in "${stages[@]}"; do "stage_$stage"; done
+[ ${#chosen[@]} -gt 0 ] && test_groups "${chosen[@]}"
+for stage in "${stages[@]}"; do
+  [[ "$stage" == tests* ]] || "stage_$stage"
+done
 exit $failed

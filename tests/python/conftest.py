@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from _distributed import RANKS_PER_GPU, RankPool, RankPools
+from _gpus import GROUPS, num_gpus, only, parameters
 from ringattn import _C
 
 MAX_WORLD_SIZE = 4
@@ -21,19 +22,21 @@ RINGS = [
     *(pytest.param(("cpu", size), id=f"cpu-{size}") for size in range(1, MAX_WORLD_SIZE + 1)),
     pytest.param(("cuda", 1), id="cuda-1", marks=pytest.mark.cuda),
     *(
-        pytest.param(("cuda", size), id=f"cuda-{size}", marks=pytest.mark.multi_gpu)
+        pytest.param(("cuda", size), id=f"cuda-{size}", marks=pytest.mark.multi_gpu(size=size))
         for size in range(2, MAX_WORLD_SIZE + 1)
     ),
 ]
 
 
-def _parameters(item: pytest.Item) -> dict[str, object]:
-    return item.callspec.params if hasattr(item, "callspec") else {}
-
-
 #: Rooms whose tests mostly wait, for timeouts or for ranks that start, and a small one: half of the
 #: suite's time.
 WAITING = ("cli", "integrations", "planner", "transport")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-group", choices=GROUPS, help="only tests that need GPUs, and of those one group"
+    )
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -45,8 +48,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Two workers: one runs the rooms that mostly wait, the other one all others, some of which
-    measure time."""
+    """Two workers: one runs the rooms that mostly wait, the other one all others."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByWaiting(LoadScopeScheduling):
@@ -58,32 +60,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """float64 is for the CPU: its combinations with CUDA devices are no tests. Tests that compare
-    measured times run again where they fail: other programs may take the cores meanwhile, while
-    what is broken fails each time."""
-    for item in items:
-        if item.get_closest_marker("compares_times"):
-            item.add_marker(pytest.mark.flaky(reruns=2))
-    on_device = [item for item in items if any(item.iter_markers(name="cuda"))]
-    on_device += [item for item in items if any(item.iter_markers(name="multi_gpu"))]
-    impossible = {item for item in on_device if torch.float64 in _parameters(item).values()}
-    if impossible:
-        config.hook.pytest_deselected(items=list(impossible))
-        items[:] = [item for item in items if item not in impossible]
+    """float64 is for the CPU: its combinations with CUDA devices are no tests."""
+    kept = [
+        item
+        for item in items
+        if not (num_gpus(item) and torch.float64 in parameters(item).values())
+    ]
+    if group := config.getoption("gpu_group"):
+        kept = only(kept, group)
+    if dropped := set(items) - set(kept):
+        config.hook.pytest_deselected(items=list(dropped))
+        items[:] = kept
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    num_devices = torch.cuda.device_count()
-    if item.get_closest_marker("cuda") and num_devices < 1:
-        pytest.skip("needs a CUDA device")
-    if marker := item.get_closest_marker("multi_gpu"):
-        given = _parameters(item)
-        size = given["ring"][1] if "ring" in given else (*marker.args, 2)[0]
-        with_nccl = item.get_closest_marker("nccl") or given.get("transport") == "nccl"
-        if num_devices * (1 if with_nccl else RANKS_PER_GPU) < size:
-            pytest.skip(f"needs {size} CUDA devices")
-    if item.get_closest_marker("hopper") and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+    with_nccl = item.get_closest_marker("nccl") or parameters(item).get("transport") == "nccl"
+    here = torch.cuda.device_count()
+    missing = num_gpus(item) > here * (1 if with_nccl else RANKS_PER_GPU)
+    if not missing and item.get_closest_marker("hopper"):
+        missing = torch.cuda.get_device_capability() != (9, 0)
+    if missing:  # one reason for all of them: the log has one line
+        pytest.skip(f"needs GPUs that this machine does not have, it has {here}")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

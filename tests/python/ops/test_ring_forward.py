@@ -191,7 +191,7 @@ def call_in_subgroups(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(4))]
+    "device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(size=4))]
 )
 def test_groups_of_some_of_the_ranks(rank_pool, device_type):
     case = Case(Partition.zigzag([20, 17], [1, 0]))

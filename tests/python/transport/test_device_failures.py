@@ -14,6 +14,7 @@ import ringattn
 import torch
 import torch.distributed as dist
 from _distributed import RankPool, this
+from _gpus import WORLD_SIZES
 from _rings import Case, ring_call
 from ringattn import Partition
 
@@ -208,9 +209,7 @@ def make_another_call(lonely: int, usual_call: Call, lonely_call: Call) -> dict[
     ],
     ids=lambda calls: "-".join(call.__name__ for call in calls),
 )
-@pytest.mark.parametrize(
-    "world_size", [2, pytest.param(3, marks=pytest.mark.multi_gpu(3))], ids=lambda size: f"{size}"
-)
+@pytest.mark.parametrize("world_size", WORLD_SIZES[:2])
 def test_ranks_in_different_calls_get_an_error(world_size, calls):
     lonely = world_size - 1
     with RankPool(world_size, "cuda", timeout_s=TIMEOUT_S) as pool:

@@ -9,14 +9,13 @@ import pytest
 import ringattn
 import torch
 from _distributed import RankPool, this
+from _gpus import WORLD_SIZES
 from _numerics import poisoned_memory
 from _rings import Case, ring_call
 from ringattn import _C, Partition
 from ringattn.testing import inject_transfer_delays
 
 pytestmark = pytest.mark.multi_gpu
-
-WORLD_SIZES = [2, *(pytest.param(size, marks=pytest.mark.multi_gpu(size)) for size in (3, 4))]
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def beside_rings(rounds: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_exchanges_rings_and_replays_in_any_order(rank_pool, world_size):
-    rank_pool(world_size, "cuda").run(beside_rings, 300, call_timeout_s=120.0)
+    rank_pool(world_size, "cuda").run(beside_rings, 300)
 
 
 def on_streams_in_turn(rounds: int) -> None:

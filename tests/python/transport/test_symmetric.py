@@ -13,6 +13,7 @@ import ringattn
 import torch
 import torch.distributed as dist
 from _distributed import RankPool, this
+from _gpus import WORLD_SIZES
 from _numerics import poisoned_memory
 from _rings import SPLITS, Case, check_ring
 from ringattn import Partition
@@ -71,7 +72,7 @@ def setting(request: pytest.FixtureRequest) -> dict[str, str]:
     return request.param
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_way_to_launch_is_correct(setting, world_size):
     with RankPool(world_size, "cuda", environment=setting) as ring:
         for case in (*cases(world_size), long_case(world_size)):
@@ -156,15 +157,10 @@ def under_stress(cases: list[Case], rounds: int) -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [2, *(pytest.param(size, marks=pytest.mark.multi_gpu(size)) for size in (3, 4))],
-)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_late_copies_are_waited_for(rank_pool, world_size):
     ring_of_ranks = rank_pool(world_size, "cuda")
-    ring_of_ranks.run(
-        under_stress, [*cases(world_size), long_case(world_size)], 1000, call_timeout_s=300.0
-    )
+    ring_of_ranks.run(under_stress, [*cases(world_size), long_case(world_size)], 1000)
 
 
 def fetch_in_different_ways(cases: list[Case], rounds: int) -> None:
@@ -206,13 +202,10 @@ def fetch_in_different_ways(cases: list[Case], rounds: int) -> None:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize(
-    "world_size",
-    [2, *(pytest.param(size, marks=pytest.mark.multi_gpu(size)) for size in (3, 4))],
-)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_ranks_may_fetch_in_different_ways(rank_pool, world_size):
     chosen = cases(world_size)[::3]
-    rank_pool(world_size, "cuda").run(fetch_in_different_ways, chosen, 300, call_timeout_s=120.0)
+    rank_pool(world_size, "cuda").run(fetch_in_different_ways, chosen, 300)
 
 
 def replayed(case: Case, replays: int) -> None:
@@ -244,7 +237,7 @@ def replayed(case: Case, replays: int) -> None:
 
 def test_a_captured_ring_can_be_replayed(rank_pool):
     for case in (cases(2)[0], cases(2)[4], long_case(2)):
-        rank_pool(2, "cuda").run(replayed, case, 500, call_timeout_s=300.0)
+        rank_pool(2, "cuda").run(replayed, case, 500)
 
 
 def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:

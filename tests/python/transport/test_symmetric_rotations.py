@@ -10,6 +10,7 @@ import pytest
 import ringattn
 import torch
 from _distributed import RankPool, this
+from _gpus import WORLD_SIZES
 from _numerics import poisoned_memory
 from _rings import Case, ring_call
 from ringattn import _C, Partition
@@ -19,8 +20,6 @@ pytestmark = pytest.mark.multi_gpu
 
 #: Rows of float32 with two heads of 64: 64 KB and 41 MB a block.
 LITTLE, MUCH = 64, 40_000
-
-WORLD_SIZES = [2, *(pytest.param(size, marks=pytest.mark.multi_gpu(size)) for size in (3, 4))]
 
 
 @dataclass
@@ -74,7 +73,7 @@ def rotate_again_and_again(rows: list[int], rounds: int, by_copy_engines: bool =
 )
 def test_late_words_are_waited_for(world_size, environment):
     with RankPool(world_size, "cuda", environment=environment) as pool:
-        pool.run(rotate_again_and_again, [LITTLE, 3 * LITTLE, MUCH], 300, call_timeout_s=100.0)
+        pool.run(rotate_again_and_again, [LITTLE, 3 * LITTLE, MUCH], 300)
 
 
 def rotate_in_ways_of_their_own(rounds: int) -> None:
@@ -84,7 +83,7 @@ def rotate_in_ways_of_their_own(rounds: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_ranks_may_fetch_a_rotation_in_different_ways(world_size):
     with RankPool(world_size, "cuda") as pool:
-        pool.run(rotate_in_ways_of_their_own, 300, call_timeout_s=100.0)
+        pool.run(rotate_in_ways_of_their_own, 300)
 
 
 def replay(rows: int, replays: int, with_a_ring: bool) -> None:
@@ -122,4 +121,4 @@ def replay(rows: int, replays: int, with_a_ring: bool) -> None:
 @pytest.mark.parametrize("with_a_ring", [False, True], ids=["alone", "around a ring"])
 @pytest.mark.parametrize("rows", [LITTLE, MUCH], ids=["by a kernel", "by copy engines"])
 def test_a_captured_rotation_can_be_replayed(rank_pool, rows, with_a_ring):
-    rank_pool(2, "cuda").run(replay, rows, 100, with_a_ring, call_timeout_s=60.0)
+    rank_pool(2, "cuda").run(replay, rows, 100, with_a_ring)
