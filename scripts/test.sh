@@ -11,7 +11,8 @@
 #   transformers  models of Hugging Face transformers with the oldest and an earlier version of it (only when named)
 #   oldest  a build for the oldest supported torch and its Python tests, in an environment apart (only when named)
 #   torches the same for every supported torch (an hour; only when named)
-# Parts run beside pytest, and their output is printed in order. JUnit files go to build/test-results.
+# Parts run beside pytest, and their output is printed in order; the end of what failed comes once more,
+# last. JUnit files go to build/test-results.
 
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -22,7 +23,7 @@ while [ $# -gt 0 ]; do
   case "$1" in
     lint | cpp | spills | docs | tidy | python | oldest | torches | transformers) named+=("$1") ;;
     --) shift && break ;;
-    -h | --help) sed -n '4,14s/^# \{0,1\}//p' "$0" && exit ;;
+    -h | --help) sed -n '4,15s/^# \{0,1\}//p' "$0" && exit ;;
     *)
       printf -v known '%s, ' "${all[@]}"
       echo "test: part must be of ${known%, }, got $1; usage: scripts/test.sh [part...]" >&2
@@ -115,6 +116,16 @@ if [[ " ${parts[*]} " == *" cpp "* ]]; then
   ringattn_progress_or_log cpp "test: building the C++ tests" build_cpp || run_cpp() { return 1; }
 fi
 
+# About how long each takes on two idle cores, without what is compiled.
+declare -A minutes=([lint]=1 [cpp]=1 [spills]=1 [docs]=2 [tidy]=10 [oldest]=20 [torches]=60
+  [transformers]=10 [python]=14)
+longest=0
+for part in "${parts[@]}"; do
+  [ "${minutes[$part]}" -gt "$longest" ] && longest="${minutes[$part]}"
+done
+selected="${pytest_arguments[*]}"
+echo "test: ${parts[*]}: about $longest min on two idle cores${selected:+, less with $selected}"
+
 aside=() front=()
 for part in "${parts[@]}"; do
   : >"$results/$part.log"
@@ -142,6 +153,10 @@ wait "$beside" "$printer"
 
 mapfile -t failed < <(grep -L ok "$results"/*.outcome | sed 's#.*/##; s#\.outcome$##')
 if [ ${#failed[@]} -gt 0 ]; then
+  for part in "${failed[@]}"; do
+    # pytest ends with its failures, and it came last.
+    [ "$part" = python ] || { echo "== $part, once more" && tail -n 60 "$results/$part.log"; }
+  done
   echo "test: failed: ${failed[*]}" >&2
   exit 1
 fi

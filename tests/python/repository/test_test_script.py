@@ -23,13 +23,13 @@ def test_a_long_command_says_how_far_it_is(tmp_path: Path) -> None:
         "ringattn_progress_or_log name 'x: more' sh -c 'echo because; exit 3' || echo status $?"
     )
     done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     lines = done.stderr.splitlines()
-    assert re.fullmatch(r"x: building, [12] s \(3 of 9 steps\)", lines[1])
-    assert re.fullmatch(r"x: building: done in [23] s", lines[-4])
+    assert re.fullmatch(r"x: building, \d+ s \(3 of 9 steps\)", lines[1])
+    assert re.fullmatch(r"x: building: done in \d+ s", lines[-4])
     assert lines[0] == "x: building" and lines[-1] == "because"
-    assert re.fullmatch(r"x: more: failed after \d s \(build/name.log\)", lines[-2])
+    assert re.fullmatch(r"x: more: failed after \d+ s \(build/name.log\)", lines[-2])
     assert done.stdout == "status 1\n"
 
 
@@ -41,7 +41,7 @@ def test_parts_are_printed_in_order_and_pytest_comes_last(
         tmp_path,
         setup="ringattn_build_dir() { echo build; }; ringattn_progress_or_log() { :; }",
         # It waits for pytest to run beside it.
-        lint="for _ in {1..50}; do [ -e ran ] || sleep 0.1; done; cat ran && echo lint is slow",
+        lint="for _ in {1..6000}; do [ -e ran ] || sleep 0.1; done; cat ran && echo lint is slow",
     )
     path = commands_on(
         tmp_path / "bin", ctest=f"echo 1 test; {cpp}", python=": >ran; echo $1 $2 $3; echo 3 passed"
@@ -52,13 +52,17 @@ def test_parts_are_printed_in_order_and_pytest_comes_last(
         env={**os.environ, "PATH": os.pathsep.join([path, os.environ["PATH"]])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == status
-    lines = [re.sub(r", \d s$", "", line) for line in done.stdout.splitlines()]
+    about, *lines = [re.sub(r", \d+ s$", "", line) for line in done.stdout.splitlines()]
+    assert re.fullmatch(r"test: lint cpp python: about \d+ min on two idle cores", about)
     assert lines[:4] == ["== lint", "lint is slow", "== lint: ok", "== cpp"]
     assert lines[4:7] == ["1 test", f"== cpp: {'FAILED' if status else 'ok'}", "== python"]
-    assert lines[7:] == ["-u -m pytest", "3 passed", *(["== python: ok"] if status else [])]
+    assert lines[7:9] == ["-u -m pytest", "3 passed"]
+    # What failed is there once more, last.
+    again = ["== python: ok", "== cpp, once more", "1 test"]
+    assert lines[9:] == (again if status else [])
     assert done.stderr == ("test: failed: cpp\n" if status else "")
 
 
@@ -86,14 +90,14 @@ def test_an_interrupt_ends_every_part_and_prints_what_there_is(tmp_path: Path) -
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "ran").exists() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 600
+    log = tmp_path / "build/test-results/lint.log"  # Python listens, and lint has printed
+    while not ((tmp_path / "ran").exists() and log.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    time.sleep(1)  # until Python listens and lint has printed
     os.killpg(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 1
-    assert out.splitlines()[:5] == [
+    assert out.splitlines()[1:6] == [
         *("== lint", "lint begins", "== lint: FAILED, interrupted", "== python", "2 passed")
     ]
 
