@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <ctime>
 #include <limits>
 #include <numeric>
 #include <optional>
@@ -20,14 +19,6 @@ using Lengths = std::vector<int64_t>;
 inline const ModelCost kAttention{16384.0, 0.0, 4096};  // of LLaMA-3-8B
 constexpr Layout kLayouts[] = {Layout::kZigzag, Layout::kContiguous};
 
-/// Of 8 ranks and a million tokens; with sanitizers, which slow everything down, much less is
-/// asked.
-#ifdef __SANITIZE_ADDRESS__
-constexpr double kMaxPlanningMs = 50.0;
-#else
-constexpr double kMaxPlanningMs = 5.0;
-#endif
-
 inline double slowest(const std::vector<double>& ms) {
   return *std::max_element(ms.begin(), ms.end());
 }
@@ -36,14 +27,6 @@ inline Plan make_plan(int64_t seq_len, const std::vector<RankProfile>& profiles,
                       const ModelCost& cost = kAttention, Layout layout = Layout::kZigzag,
                       Workload workload = {}, std::optional<int64_t> depth = std::nullopt) {
   return plan(seq_len, profiles, cost, layout, workload, depth);
-}
-
-/// The processor's time for planning a million tokens: other programs do not count.
-inline double planning_ms(const std::vector<RankProfile>& profiles, const ModelCost& cost,
-                          Layout layout) {
-  const std::clock_t start = std::clock();
-  make_plan(1 << 20, profiles, cost, layout);
-  return 1e3 * static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
 }
 
 /// The least of ms(lengths, order) over all lengths in steps of `unit` that memory allows, and all

@@ -43,7 +43,7 @@ def run_command(
     *,
     ranks: int = 1,
     cwd: Path = ROOT,
-    timeout: float = 120.0,
+    timeout: float = 600.0,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python COMMAND``, or ``torchrun --nproc-per-node RANKS COMMAND`` for several ranks.

@@ -74,6 +74,14 @@ def test_transport_benchmark_receives_what_was_sent(tmp_path: Path) -> None:
     assert all(row["wrong"] == "0" and float(row["GB/s"]) > 0 for row in rows)
 
 
+def test_planning_benchmark_plans_with_links_and_tiles_in_both_layouts(tmp_path: Path) -> None:
+    stem = tmp_path / "planning"
+    run("benchmarks/planning.py", "--seq-len", "4096", "--rounds", "2", "--out", str(stem))
+    rows = read(stem)
+    assert len({(row["layout"], row["links"], row["tiles"]) for row in rows}) == 8
+    assert all(0 < float(row["ms"]) <= float(row["slowest"]) for row in rows)
+
+
 @pytest.mark.parametrize(
     ("given", "written"),
     [
@@ -140,7 +148,7 @@ def test_a_command_names_what_changes_a_run_and_nothing_else(
 )
 def test_wrong_usage_is_one_sentence(arguments: str, message: str) -> None:
     script, *options = arguments.split()
-    done = run_command([f"benchmarks/{script}", *options], timeout=60)
+    done = run_command([f"benchmarks/{script}", *options], timeout=600)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr.splitlines()[-1]
 

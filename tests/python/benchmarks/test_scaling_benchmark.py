@@ -18,7 +18,7 @@ SMALL = ["--device", "cpu", "--rounds", "2", "--warmup", "1"]
 def test_all_problems_are_right_over_eight_ranks(tmp_path: Path) -> None:
     stem = tmp_path / "right"
     command = ["benchmarks/scaling.py", *SMALL, "--parts", "correctness", "--out", stem]
-    done = run_command(command, ranks=8, timeout=300)
+    done = run_command(command, ranks=8, timeout=600)
     assert done.returncode == 0, done.stderr
     rows = json.loads(Path(f"{stem}.json").read_text())["rows"]
     problems = {(row["mask"], row["total_seq"], row["shape"]) for row in rows}

@@ -43,7 +43,7 @@ def torchrun(*command: str | Path) -> subprocess.CompletedProcess[str]:
         [*launcher, *map(str, command)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
 

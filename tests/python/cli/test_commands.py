@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from _commands import run_command
+from _distributed import AT_ONCE_S
 
 SCRIPT = """
 import os, sys
@@ -34,7 +35,7 @@ def test_a_command_runs_as_under_python(
         env={"SAID": "yes"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert theirs.stdout.count("yes") == 1
     assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout)
@@ -56,14 +57,14 @@ def test_ranks_meet_as_under_torchrun(tmp_path: Path) -> None:
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(5)\ntime.sleep(100)\n"
+        "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(5)\ntime.sleep(6000)\n"
     )
     start = time.monotonic()
     done = run_command(["script.py"], ranks=2, cwd=tmp_path)
-    assert done.returncode == 1 and time.monotonic() - start < 60
+    assert done.returncode == 1 and time.monotonic() - start < AT_ONCE_S
 
 
 def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import time; time.sleep(100)")
+    (tmp_path / "script.py").write_text("import time; time.sleep(6000)")
     with pytest.raises(subprocess.TimeoutExpired):
         run_command(["script.py"], cwd=tmp_path, timeout=0.5)

@@ -129,7 +129,7 @@ def hop_with_inductor() -> None:
 
 
 def test_inductor_overwrites_no_block_that_has_been_received(rank_pool):
-    rank_pool(2).run(hop_with_inductor, call_timeout_s=180.0)
+    rank_pool(2).run(hop_with_inductor)
 
 
 def compiled_decode() -> None:

@@ -76,7 +76,7 @@ def test_a_process_of_torchrun_without_a_group_is_refused(destroyed: bool, messa
         for rank in range(2)
     ]
     for rank in ranks:
-        said, _ = rank.communicate(timeout=120)
+        said, _ = rank.communicate(timeout=600)
         assert rank.returncode == 0 and said == f"{message}\n"
 
 

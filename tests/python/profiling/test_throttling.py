@@ -54,7 +54,7 @@ def is_alive(pid: int) -> bool:
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 600
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
@@ -88,7 +88,7 @@ def test_the_daemon_stops_when_its_owner_is_killed(daemon: Path, how: signal.Sig
         "import time; from ringattn.testing import MPS\n"
         "with MPS() as mps:\n"
         "    print(mps.environment(1)['CUDA_MPS_PIPE_DIRECTORY'], flush=True)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(6000)\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
@@ -157,7 +157,6 @@ def attention_ms() -> float:
     return cpu_ms(lambda: ringattn.ring_attention(q, q, q, partition))
 
 
-@pytest.mark.compares_times
 def test_a_slow_rank_repeats_its_linear_layers() -> None:
     alone = linear_ms()
     with testing.slowdown(6.0):
@@ -207,7 +206,6 @@ def test_repetition_passes_through_torch_compile() -> None:
         assert torch.equal(compiled(q), block(q))
 
 
-@pytest.mark.compares_times
 def test_a_schedule_changes_the_speed_from_request_to_request() -> None:
     attention_ms()
     alone = attention_ms()
@@ -245,7 +243,6 @@ def ring_under_drift(slow_rank: int) -> list[float]:
     return times
 
 
-@pytest.mark.compares_times
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_one_rank_of_a_ring_drifts(rank_pool: Callable[..., RankPool], world_size: int) -> None:
     slow_rank = world_size - 1
@@ -332,7 +329,7 @@ def enter_green_context() -> None:
         raise AssertionError("the context must not be entered")
 
 
-@pytest.mark.multi_gpu(2)
+@pytest.mark.multi_gpu(size=2)
 def test_green_contexts_refuse_a_process_with_a_communicator(
     rank_pool: Callable[..., RankPool],
 ) -> None:
@@ -354,7 +351,7 @@ def test_mps_gives_a_process_its_share_of_a_device() -> None:
             env={**os.environ, **mps.environment(percentage)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
         count, total = done.stdout.split()

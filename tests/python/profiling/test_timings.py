@@ -114,15 +114,18 @@ def test_a_recording_does_not_nest_and_ends_with_an_exception():
     assert timings.steps == []
 
 
-@pytest.mark.compares_times
 def test_slowdown_multiplies_the_attention_time_and_changes_no_bit():
     q = torch.randn(1, 1024, 4, 64)
     outs: list[torch.Tensor] = []
 
     def attention_ms() -> float:
+        """Processor time: other programs do not count."""
+        start = time.thread_time()
         with ringattn.record_timings() as timings:
             outs.append(ringattn.ring_attention(q, q, q))
-        return timings.summary()["attention_ms"]
+        spent_ms = 1e3 * (time.thread_time() - start)
+        assert timings.summary()["attention_ms"] > 0.5 * spent_ms  # repetitions are recorded
+        return spent_ms
 
     def one_round() -> dict[str, float]:
         ms = {"alone": attention_ms()}
@@ -134,7 +137,6 @@ def test_slowdown_multiplies_the_attention_time_and_changes_no_bit():
         return ms | {"after": attention_ms()}
 
     one_round()
-    # The least of each, of rounds: other programs take the cores for a while, and not for all.
     rounds = [one_round() for _ in range(8)]
     least = {name: min(ms[name] for ms in rounds) for name in rounds[0]}
     for name in ("slow", "again"):
@@ -157,15 +159,14 @@ def one_slow_rank(case: Case) -> float:
     q, k, v = case.local_inputs()
     factor = 8.0 if this().rank == 0 else 1.0
     with ringattn.testing.slowdown(factor), ringattn.record_timings() as timings:
-        start = time.perf_counter()
+        start = time.thread_time()
         out = ringattn.ring_attention(q, k, v, case.partition, causal=False)
-        elapsed = time.perf_counter() - start
-    return timings, elapsed, out
+        spent = time.thread_time() - start
+    return timings, spent, out
 
 
-@pytest.mark.compares_times
 def test_peers_do_not_slow_down_with_a_slow_rank(rank_pool):
     case = Case(Partition.even(1024, 2), batch=1, causal=False)
     rank_pool(2).run(one_slow_rank, case)
-    (slow, *_), (fast, *_) = rank_pool(2).run(one_slow_rank, case)
-    assert slow.summary()["attention_ms"] > 3 * fast.summary()["attention_ms"]
+    (_, slow, _), (_, fast, _) = rank_pool(2).run(one_slow_rank, case)
+    assert slow > 3 * fast  # processor time

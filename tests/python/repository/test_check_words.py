@@ -10,7 +10,7 @@ from _scripts import ROOT
 
 def check_words(root: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts/check_words.py"), str(root)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def test_the_tree_has_no_retired_words() -> None:

@@ -39,7 +39,7 @@ def compare(folder: Path, old: str, new: str, *options: str) -> subprocess.Compl
         (folder / name / "kernels.cu.o").write_text(text)
     command = [sys.executable, str(ROOT / "scripts/compare_sass.py"), f"--cuobjdump={cuobjdump}"]
     command += [*options, str(folder / "old"), str(folder / "new")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,6 @@ def test_a_build_without_code_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_builds_must_be_there(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts/compare_sass.py"), "nowhere", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (2, "")
     assert "a build must be a folder or a file, got nowhere" in done.stderr

@@ -209,7 +209,7 @@ def test_the_api_reference_shows_the_schemas_of_the_operators() -> None:
 def test_building_the_docs_says_how_it_is_used() -> None:
     def run(*arguments: str) -> tuple[int, str, str]:
         command = ["bash", str(ROOT / "scripts/build_docs.sh"), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         return done.returncode, done.stdout, done.stderr
 
     status, out, error = run("--help")

@@ -26,7 +26,7 @@ def run(
         env={"PATH": path, **variables},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=600,
     )
     calls = folder / "calls"
     return done, calls.read_text().splitlines() if calls.exists() else []

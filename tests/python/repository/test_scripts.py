@@ -18,7 +18,7 @@ def script(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
 
 
@@ -75,14 +75,14 @@ def test_wrong_usage_is_one_line(command: str, message: str) -> None:
 
 def test_help_of_setup_leaves_the_shell_that_sources_it() -> None:
     command = ["bash", "-euc", ". scripts/setup.sh --help; echo still here"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "still here"
 
 
 def check_includes(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts/check_includes.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def test_check_includes_gives_help_and_checks_folders(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def need(
         env={"PATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     calls = folder / "calls"
     called = calls.read_text().splitlines() if calls.exists() else []
@@ -95,7 +95,7 @@ def test_a_catch2_that_cannot_be_downloaded_is_named(tmp_path: Path) -> None:
         env={**os.environ, "https_proxy": "http://127.0.0.1:9"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 1
     assert "Catch2 must be installed (Debian, Ubuntu: apt install catch2)" in done.stderr
@@ -123,7 +123,7 @@ def setup(folder: Path, arguments: str, **variables: str) -> subprocess.Complete
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
 
 
@@ -223,6 +223,6 @@ def test_a_script_sets_up_what_it_needs(tmp_path: Path, command: str, asked_for:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert (done.returncode, done.stdout) == (3, f"asked for: {asked_for}\n")

@@ -37,7 +37,7 @@ except ImportError as error:
 print("libringattn" in open("/proc/self/maps").read())
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600
     )
     return [*result.stderr.splitlines(), *result.stdout.splitlines()]
 

@@ -5,22 +5,18 @@ that names the culprit, and never a hang."""
 import os
 import re
 import threading
-import time
 from dataclasses import replace
 
 import pytest
 import ringattn
 import torch
 import torch.distributed as dist
-from _distributed import Outcome, RankPool, this
+from _distributed import AT_ONCE_S, Outcome, RankPool, this
 from _rings import Case, check_ring, ring_call
 from ringattn import Partition
 
-TIMEOUT_S = 2.0
-#: How much later than the group's timeout an error may come, on a busy machine.
-GRACE_S = 6.0
-#: What takes no timeout: a fraction of a second, on a busy machine more.
-AT_ONCE_S = 15.0
+#: Of groups in which a rank never comes. What all ranks do before ends in it on a busy machine.
+TIMEOUT_S = 4.0
 
 
 def even(world_size: int, rows: int = 6, **options) -> Case:
@@ -193,12 +189,12 @@ def survivors(outcomes: list[Outcome], gone: int) -> list[Outcome]:
     return [outcome for outcome in outcomes if outcome.rank != gone]
 
 
-def assert_named(outcomes: list[Outcome], gone: int, within_s: float) -> None:
+def assert_named(outcomes: list[Outcome], gone: int) -> None:
     for outcome in survivors(outcomes, gone):
         assert outcome.error == "DistBackendError", outcome
         assert re.search(rf"\brank {gone}\b", outcome.message), outcome.message
         assert re.search(r"\bstep \d", outcome.message), outcome.message
-        assert outcome.seconds < within_s, outcome
+        assert outcome.seconds < AT_ONCE_S, outcome
 
 
 def all_but_one_call(absent: int, warm: bool) -> None:
@@ -214,7 +210,7 @@ def all_but_one_call(absent: int, warm: bool) -> None:
 def test_a_rank_that_never_calls_is_named(world_size, absent, warm):
     with RankPool(world_size, timeout_s=TIMEOUT_S) as ring:
         outcomes = ring.outcomes(all_but_one_call, absent, warm)
-        assert_named(outcomes, absent, TIMEOUT_S + GRACE_S)
+        assert_named(outcomes, absent)
 
 
 def one_dies(victim: int, warm: bool) -> None:
@@ -229,10 +225,10 @@ def one_dies(victim: int, warm: bool) -> None:
 @pytest.mark.parametrize("warm", [False, True], ids=["new signature", "repeated signature"])
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (3, 0)])
 def test_a_rank_that_dies_before_a_call_is_named(world_size, victim, warm):
-    with RankPool(world_size, timeout_s=TIMEOUT_S) as ring:
+    with RankPool(world_size) as ring:
         outcomes = ring.outcomes(one_dies, victim, warm)
         assert outcomes[victim].died
-        assert_named(outcomes, victim, TIMEOUT_S + GRACE_S)
+        assert_named(outcomes, victim)
 
 
 def one_dies_on_the_way(victim: int) -> None:
@@ -246,10 +242,10 @@ def one_dies_on_the_way(victim: int) -> None:
 
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (4, 2)])
 def test_a_rank_that_dies_in_the_middle_ends_every_rank_with_an_error(world_size, victim):
-    with RankPool(world_size, timeout_s=TIMEOUT_S) as ring:
+    with RankPool(world_size) as ring:
         outcomes = ring.outcomes(one_dies_on_the_way, victim)
         assert outcomes[victim].died
-        assert_named(outcomes, victim, 0.5 + TIMEOUT_S + GRACE_S)
+        assert_named(outcomes, victim)
 
 
 def disagree_later() -> None:
@@ -275,7 +271,7 @@ def fail_and_go_on(absent: int) -> str:
     case = even(this().world_size)
     ring_call(case)
     if this().rank == absent:
-        time.sleep(2 * TIMEOUT_S)
+        this().store.wait(["given up"])
     else:
         with pytest.raises(dist.DistBackendError, match="rank"):
             ring_call(case)
@@ -283,6 +279,7 @@ def fail_and_go_on(absent: int) -> str:
             ring_call(case)
         with pytest.raises(dist.DistBackendError, match="rank"):
             ringattn.synchronize()
+        this().store.set("given up", "")
     group = dist.new_group(list(range(this().world_size)))
     q, k, v = case.local_inputs()
     ringattn.ring_attention(q, k, v, case.partition, group=group)
@@ -310,7 +307,7 @@ def absent_from(function_name: str, absent: int) -> None:
 def test_a_rank_missing_from_the_other_collectives_is_named(function_name):
     with RankPool(3, timeout_s=TIMEOUT_S) as ring:
         outcomes = ring.outcomes(absent_from, function_name, 2)
-        assert_named(outcomes, 2, TIMEOUT_S + GRACE_S)
+        assert_named(outcomes, 2)
 
 
 # ---- a repeated call that one rank refuses while the others are already in it ------------------

@@ -12,17 +12,15 @@ import pytest
 import ringattn
 import torch
 import torch.distributed as dist
-from _distributed import RankPool, this
+from _distributed import AT_ONCE_S, GROUP_TIMEOUT_S, RankPool, this
 from _llama import random_ids, save, tiny_llama
 from ringattn import _C, Partition, generation
 from ringattn._distributed.groups import resolve_group
 from ringattn.cache import ShardedKVCache
 from ringattn.models import load_model
 
+#: Of groups in which a rank never comes. What all ranks do before ends in it on a busy machine.
 TIMEOUT_S = 4.0
-#: How much later than the group's timeout an error may come, on a busy machine. A rank that waits
-#: for two timeouts in a row is later than that.
-GRACE_S = 3.0
 
 
 def lose_a_rank_in(function_name: str, victim: int) -> str:
@@ -77,13 +75,13 @@ def check_blames(said: dict[int, str], victim: int, place: str) -> None:
     ],
 )
 def test_a_rank_that_dies_is_named_by_the_other_collectives(function_name, world_size, victim):
-    with RankPool(world_size, timeout_s=TIMEOUT_S) as ring:
+    with RankPool(world_size) as ring:
         outcomes = ring.outcomes(lose_a_rank_in, function_name, victim)
     assert outcomes.pop(victim).died
     assert all(outcome.ok for outcome in outcomes), outcomes
     said = {outcome.rank: outcome.value for outcome in outcomes}
     check_closed(said, victim, rf"step \d of {function_name}")
-    assert all(outcome.seconds < TIMEOUT_S for outcome in outcomes), outcomes
+    assert all(outcome.seconds < AT_ONCE_S for outcome in outcomes), outcomes
 
 
 def lose_a_rank_beside_the_ring(
@@ -153,14 +151,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["gather", "observe", "measure_profiles", "rebalance", "generate"])
 def test_a_rank_that_is_missing_beside_the_ring_is_named(name, dies, folder):
     victim = 1
-    with RankPool(3, timeout_s=TIMEOUT_S) as ring:
+    with RankPool(3, timeout_s=GROUP_TIMEOUT_S if dies else TIMEOUT_S) as ring:
         outcomes = ring.outcomes(lose_a_rank_beside_the_ring, name, folder, victim, dies)
     outcomes.pop(victim)
     assert all(outcome.ok for outcome in outcomes), outcomes
     for outcome in outcomes:
         (first, second), (waited, waited_again) = outcome.value
         assert second == first
-        assert waited < TIMEOUT_S + GRACE_S and waited_again < GRACE_S
+        assert waited < AT_ONCE_S and waited_again < AT_ONCE_S
     said = {outcome.rank: outcome.value[0][0] for outcome in outcomes}
     place = rf"step \d of {name}"
     if dies:
@@ -185,11 +183,11 @@ def fail_alone(victim: int) -> tuple[str, float]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_fails_alone_says_why_to_all(victim):
-    with RankPool(2, timeout_s=TIMEOUT_S) as ring:
+    with RankPool(2) as ring:
         found = ring.run(fail_alone, victim)
     for sentence, seconds in found:
         assert f"rank {victim}" in sentence and "no memory is left" in sentence, sentence
-        assert seconds < TIMEOUT_S / 2
+        assert seconds < AT_ONCE_S
 
 
 def test_rotations_without_a_wait_are_freed():
