@@ -147,7 +147,7 @@ void def_runtime(py::module_& m) {
           const py::gil_scoped_release no_gil;
           const auto group = GroupContext::resolve(group_name);
           const CallEntry entry(group.get(), "an exchange");
-          said = group->exchange(mine, operation);
+          said = group->exchange_in_call(mine, literal(operation));
         }
         return std::vector<py::bytes>(said.begin(), said.end());
       },

@@ -54,6 +54,7 @@ constexpr std::array kRules = {
     Rule{"gated_silu", Gradient::kRefused, /*collective=*/false},
     Rule{"rotate_into_cache", Gradient::kRefused, /*collective=*/false},
     Rule{"gather", Gradient::kRefused, /*collective=*/true},
+    Rule{"all_gather", Gradient::kRefused, /*collective=*/true},
 };
 
 // Where the arguments lie that the rule of an operator is about.

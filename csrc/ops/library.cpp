@@ -64,5 +64,8 @@ TORCH_LIBRARY(ringattn, m) {
   m.def(
       "gather(Tensor rows, SymInt[] lengths, int[] order, str layout, int dim, str group_name,"
       " Tensor? pieces=None) -> Tensor");
+  // mine of this rank -> those of all ranks, which have one shape, [W, ...]. operation: its name in
+  // errors. facts: lines "name=value" that the ranks must agree on.
+  m.def("all_gather(Tensor mine, str operation, str facts, str group_name) -> Tensor");
   ringattn::register_dispatch_rules(m);
 }

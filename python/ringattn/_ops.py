@@ -219,6 +219,12 @@ def _(
     return rows.new_empty([len(lengths), max(lengths), *rows.shape[1:]])
 
 
+@torch.library.register_fake("ringattn::all_gather")
+def _(mine: torch.Tensor, operation: str, facts: str, group_name: str) -> torch.Tensor:
+    world_size = _resolve_process_group(GroupName(group_name)).size()
+    return mine.new_empty([world_size, *mine.shape])
+
+
 # Flop formulas: 4 * D operations (two products of a multiplication and an addition each) for every
 # head and every visible pair of a query and a key.
 

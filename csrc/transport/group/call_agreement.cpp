@@ -51,6 +51,13 @@ Difference first_difference(const std::string& mine, const std::string& theirs) 
   return {"call", mine, theirs};
 }
 
+// The first line of a request: in how many untagged calls its rank has been.
+constexpr int64_t kTagged = -1;
+std::string calls_line(int64_t calls_before) {
+  return "calls before=" + std::to_string(calls_before) + "\n";
+}
+bool is_tagged(const std::string& line) { return line == calls_line(kTagged); }
+
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n') + 1); }
 
 }  // namespace
@@ -69,7 +76,7 @@ bool CallAgreement::join_known(int64_t call, const std::shared_ptr<const Signatu
 
 void CallAgreement::join(int64_t call, std::shared_ptr<const Signature> signature, bool tagged,
                          c10::function_ref<void(int64_t)> poll) {
-  const uint32_t text_hash = compare(call, *signature, tagged ? 0 : untagged_calls_, poll);
+  const uint32_t text_hash = compare(call, *signature, tagged ? kTagged : untagged_calls_, poll);
   if (agreed_.size() >= kMaxAgreed) agreed_.clear();
   agreed_.emplace(signature->key(), text_hash);
   begin(call, text_hash, std::move(signature), tagged);
@@ -79,7 +86,7 @@ void CallAgreement::begin(int64_t call, uint32_t text_hash,
                           std::shared_ptr<const Signature> signature, bool tagged) {
   call_hash_ = text_hash;
   message_hash_ = hash(std::to_string(call), call_hash_);
-  recent_[call % recent_.size()] = {call, tagged ? 0 : untagged_calls_, std::move(signature)};
+  recent_[call % recent_.size()] = {call, tagged ? kTagged : untagged_calls_, std::move(signature)};
   if (!tagged) ++untagged_calls_;
 }
 
@@ -147,12 +154,17 @@ std::optional<CallAgreement::Verdict> CallAgreement::judge(const Statements& sta
   for (int64_t rank = 0; rank < backend_->size(); ++rank) {
     if (!statements[rank] || *statements[rank] == *statements[*first]) continue;
     const std::string one = statements[*first]->substr(1), other = statements[rank]->substr(1);
-    const Difference difference = first_difference(one, other);
+    const std::string before = first_line(one), other_before = first_line(other);
+    const bool out_of_step =
+        before != other_before && !is_tagged(before) && !is_tagged(other_before);
+    const Difference difference = out_of_step ? first_difference(before, other_before)
+                                              : first_difference(one.substr(before.size()),
+                                                                 other.substr(other_before.size()));
     const std::string got = ", got " + difference.mine + " on rank " + std::to_string(*first) +
                             " and " + difference.theirs + " on rank " + std::to_string(rank);
     // A rank refused a known call while others made it: from there on a rank would take blocks of
     // one call for those of another.
-    if (first_line(one) != first_line(other)) {
+    if (out_of_step) {
       return Verdict{"ranks must have made the same calls" + got +
                          ", one of which was refused; the group cannot be used any more",
                      /*ends_group=*/true};
@@ -163,7 +175,7 @@ std::optional<CallAgreement::Verdict> CallAgreement::judge(const Statements& sta
 }
 
 std::string CallAgreement::statement(const Signature& signature, int64_t calls_before) {
-  return kRequest + ("calls before=" + std::to_string(calls_before) + "\n") + signature.text();
+  return kRequest + calls_line(calls_before) + signature.text();
 }
 
 bool CallAgreement::differs(const Statements& statements, const std::string& mine) const {

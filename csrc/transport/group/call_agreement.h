@@ -116,7 +116,7 @@ class RINGATTN_API CallAgreement {
   void publish(int64_t call, const std::string& text);
   struct Recent {
     int64_t call = -1;
-    int64_t calls_before = 0;  // untagged ones that this rank had been in; 0 for a tagged call
+    int64_t calls_before = 0;  // untagged ones that this rank had been in; negative: it is tagged
     std::shared_ptr<const Signature> signature;
   };
   const Recent* recent(int64_t call) const;

@@ -2,13 +2,24 @@
 #include "transport/group/call_signature.h"
 
 #include <cstring>
+#include <functional>
+#include <mutex>
+#include <set>
 #include <sstream>
 #include <vector>
+
+#include "core/process_singleton.h"
 
 namespace ringattn {
 namespace {
 
-constexpr char kText = 't', kIntegers = 'l', kInteger = 'i', kReal = 'r', kBoolean = 'b';
+constexpr char kText = 't', kIntegers = 'l', kInteger = 'i', kReal = 'r', kBoolean = 'b',
+               kLines = 'n';
+
+struct Names {
+  std::mutex mutex;
+  std::set<std::string, std::less<>> kept;
+};
 
 /// Reads back what append() has written.
 class Reader {
@@ -35,6 +46,12 @@ class Reader {
 };
 
 }  // namespace
+
+const char* literal(std::string_view name) {
+  Names& names = process_singleton<Names>();
+  const std::lock_guard<std::mutex> lock(names.mutex);
+  return names.kept.emplace(name).first->c_str();
+}
 
 Signature::Signature(const char* operation) : operation_(operation) {
   constexpr size_t kUsualBytes = 512;
@@ -65,6 +82,9 @@ Signature& Signature::add(const char* name, double value) {
 Signature& Signature::add(const char* name, bool value) {
   return append(kBoolean, name, &value, sizeof(value));
 }
+Signature& Signature::add_lines(std::string_view lines) {
+  return append(kLines, nullptr, lines.data(), lines.size());
+}
 
 std::string Signature::text() const {
   std::ostringstream text;
@@ -72,8 +92,13 @@ std::string Signature::text() const {
   Reader reader(bytes_);
   while (reader.more()) {
     const char kind = reader.next<char>();
-    text << reader.next<const char*>() << "=";
+    const auto* name = reader.next<const char*>();
     const auto bytes = reader.next<size_t>();
+    if (kind == kLines) {
+      text << reader.next_text(bytes);
+      continue;
+    }
+    text << name << "=";
     if (kind == kText) {
       text << reader.next_text(bytes);
     } else if (kind == kInteger) {

@@ -11,6 +11,10 @@
 
 namespace ringattn {
 
+/// A name as a literal, for signatures. Each of the callers' names, which are few, is kept for
+/// good.
+RINGATTN_API const char* literal(std::string_view name);
+
 /// The properties of a call that all ranks must agree on: names and values, in the order in which a
 /// difference is searched.
 ///
@@ -27,6 +31,8 @@ class RINGATTN_API Signature {
   Signature& add(const char* name, double value);
   Signature& add(const char* name, bool value);
   Signature& add(const char* name, const char* value) { return add(name, std::string_view(value)); }
+  /// Lines that are made already, each "name=value" and a newline.
+  Signature& add_lines(std::string_view lines);
 
   const char* operation() const { return operation_; }
   /// Equal in this process if and only if all names and values are equal.

@@ -125,24 +125,32 @@ void GroupContext::check_device(c10::Device device, const std::string& transport
   }
 }
 
-std::vector<std::string> GroupContext::exchange(const std::string& mine,
-                                                const std::string& operation) {
-  const auto key = [&](int64_t number, int64_t rank) {
-    return "exchange/" + std::to_string(number) + "/" + std::to_string(rank);
-  };
+std::vector<std::string> GroupContext::exchange(const std::string& mine) {
+  PeerWait wait(rendezvous_, kOutsideCalls, /*step=*/0, {}, failures_->operation(latest_call()));
+  return exchange(mine, "exchange/" + std::to_string(num_exchanges_++), wait);
+}
+
+std::vector<std::string> GroupContext::exchange_in_call(const std::string& mine,
+                                                        const char* operation) {
+  const int64_t call = begin_call(std::make_shared<const Signature>(operation), /*tagged=*/true);
+  PeerWait wait(rendezvous_, call, /*step=*/0, {});
+  wait.test_connections();
+  return exchange(mine, "in_call/" + std::to_string(call), wait);
+}
+
+std::vector<std::string> GroupContext::exchange(const std::string& mine, const std::string& name,
+                                                PeerWait& wait) {
+  const auto key = [&](int64_t rank) { return name + "/" + std::to_string(rank); };
   constexpr auto kLook = std::chrono::milliseconds(100);
-  const int64_t number = num_exchanges_++;
-  PeerWait wait(rendezvous_, kOutsideCalls, /*step=*/0, {},
-                operation.empty() ? failures_->operation(latest_call()) : operation);
   failures_->check_store(wait.place());
-  backend_->put(key(number, rank()), mine);
+  backend_->put(key(rank()), mine);
   std::vector<std::string> gathered;
   for (int64_t other = 0; other < size(); ++other) {
     wait.set_peers({other});
-    auto theirs = backend_->get(key(number, other), std::min(kLook, backend_->timeout() / 5));
+    auto theirs = backend_->get(key(other), std::min(kLook, backend_->timeout() / 5));
     while (!theirs && !wait.expired()) {
       wait.poll();
-      theirs = backend_->get(key(number, other), std::min(kLook, backend_->timeout() / 5));
+      theirs = backend_->get(key(other), std::min(kLook, backend_->timeout() / 5));
     }
     if (!theirs) {
       failures_->fail("rank " + std::to_string(other) + " did not come to " + wait.place() +
@@ -153,8 +161,9 @@ std::vector<std::string> GroupContext::exchange(const std::string& mine,
     failures_->throw_if_failed();
     gathered.push_back(*theirs);
   }
-  // Every rank has published its string, so every rank has read those of the exchange before.
-  if (number > 0) backend_->remove(key(number - 1, rank()));
+  // Every rank has published its string, so every rank has read those of the exchanges before.
+  for (const std::string& earlier : exchanged_) backend_->remove(earlier);
+  exchanged_ = {key(rank())};
   return gathered;
 }
 
@@ -187,6 +196,13 @@ MessageTransport& GroupContext::transport(const std::string& name, c10::Device d
 CollectiveTransport& GroupContext::collectives(c10::Device device) {
   return static_cast<CollectiveTransport&>(
       transport(device.is_cuda() ? "nccl" : "process_group", device));
+}
+
+CollectiveTransport& GroupContext::own_transport(c10::Device device) {
+  const std::string latest = last_transport_;
+  auto& own = static_cast<CollectiveTransport&>(transport("process_group", device));
+  last_transport_ = latest;
+  return own;
 }
 
 const std::string& GroupContext::choose_transport(c10::Device device) {

@@ -21,6 +21,8 @@
 
 namespace ringattn {
 
+class PeerWait;
+
 /// Everything that ringattn keeps for one process group: the numbers of its calls, the signatures
 /// that its ranks have agreed on, the reason of its failure, and its transports. It is freed after
 /// the group: see resolve(). Not thread-safe, except for rendezvous() and failures(): one call at a
@@ -76,9 +78,11 @@ class RINGATTN_API GroupContext {
   /// The number of the latest call; negative before any.
   int64_t latest_call() const { return agreement_->next_call() - 1; }
 
-  /// Collective: the strings of all ranks, by rank, through the store. A rank that does not take
-  /// part ends the group. `operation`: for log lines and errors; empty: that of the latest call.
-  std::vector<std::string> exchange(const std::string& mine, const std::string& operation = "");
+  /// Collective, in the course of a call: the strings of all ranks, by rank, through the store. A
+  /// rank that does not take part ends the group.
+  std::vector<std::string> exchange(const std::string& mine);
+  /// The same as a call of its own, which ends where a peer has refused it or is in another one.
+  std::vector<std::string> exchange_in_call(const std::string& mine, const char* operation);
 
   /// Tensors of one type of device must be on the same device in all calls of a group. Tensors that
   /// the group itself carries must be on a type of device that it has a backend for.
@@ -90,6 +94,8 @@ class RINGATTN_API GroupContext {
   const std::string& last_transport() const { return last_transport_; }
   /// A transport with collectives, for small tensors.
   CollectiveTransport& collectives(c10::Device device);
+  /// The group's own transport, for exchanges beside the calls that last_transport() is about.
+  CollectiveTransport& own_transport(c10::Device device);
   /// Waits until everything that this group has in flight is done or has failed; throws if it has.
   void synchronize();
   /// Whether nothing that this group owns is in use on a device.
@@ -105,6 +111,8 @@ class RINGATTN_API GroupContext {
 
  private:
   const std::string& choose_transport(c10::Device device);
+  std::vector<std::string> exchange(const std::string& mine, const std::string& name,
+                                    PeerWait& wait);
 
   const std::shared_ptr<GroupBackend> backend_;
   const std::shared_ptr<CallAgreement> agreement_;
@@ -117,6 +125,7 @@ class RINGATTN_API GroupContext {
   std::map<c10::DeviceType, c10::Device> devices_;
   std::map<std::type_index, std::shared_ptr<void>> states_;
   int64_t num_exchanges_ = 0;
+  std::vector<std::string> exchanged_;  // keys of this rank that are in the store
   std::atomic<const char*> under_way_{nullptr};  // the operation; null: none
 };
 

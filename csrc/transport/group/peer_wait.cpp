@@ -35,7 +35,8 @@ PeerWait::PeerWait(const Rendezvous& rendezvous, int64_t call, int64_t step,
       call_(call),
       step_(step),
       peers_(std::move(peers)),
-      operation_(std::move(operation)) {}
+      operation_(std::move(operation)),
+      tests_connections_(call == kOutsideCalls) {}
 
 std::string PeerWait::place() const {
   return "step " + std::to_string(step_) + " of " +
@@ -66,7 +67,7 @@ void PeerWait::poll() {
   }
   // A wait for a message ends when its connection closes. A wait through the store has to test the
   // connection, and each test leaves an unmatched receive behind.
-  if (call_ == kOutsideCalls && waited >= next_check_) {
+  if (tests_connections_ && waited >= next_check_) {
     rendezvous_.calls->check_connections(peers_, place());
     next_check_ = 2 * waited;
   }

@@ -42,6 +42,8 @@ class RINGATTN_API PeerWait {
   PeerWait(const Rendezvous& rendezvous, int64_t call, int64_t step, std::vector<int64_t> peers,
            std::string operation = "");
 
+  /// The wait is for what peers publish in the store, so that a closed connection does not end it.
+  void test_connections() { tests_connections_ = true; }
   /// Throws where the wait is in vain: a peer has refused or left the call, has another signature,
   /// or has ended the group; its connection is closed; this group has failed; the user has
   /// pressed Ctrl-C, which ends the group. Logs from time to time that this rank waits.
@@ -60,6 +62,7 @@ class RINGATTN_API PeerWait {
   const int64_t call_, step_;
   std::vector<int64_t> peers_;
   const std::string operation_;
+  bool tests_connections_;
   const Clock::time_point start_ = Clock::now();
   Clock::time_point next_look_ = start_;
   std::chrono::milliseconds next_check_{500};  // of connections, after so long a wait

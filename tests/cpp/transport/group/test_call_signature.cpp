@@ -17,11 +17,13 @@ TEST_CASE("a signature's text has every value, in order") {
                                   .add("batch size", int64_t{2})
                                   .add("causal", true)
                                   .add("scale", 0.1)
-                                  .add("nothing", std::vector<int64_t>{});
+                                  .add("nothing", std::vector<int64_t>{})
+                                  .add_lines("one=1\ntwo=[2]\n")
+                                  .add("last", int64_t{3});
   CHECK(signature.operation() == std::string("ring_forward"));
   CHECK(signature.text() ==
         "operator=ring_forward\nlengths=[3, 0, 5]\nlayout=zigzag\ndtype=Half\nbatch size=2\n"
-        "causal=True\nscale=0.10000000000000001\nnothing=[]\n");
+        "causal=True\nscale=0.10000000000000001\nnothing=[]\none=1\ntwo=[2]\nlast=3\n");
 }
 
 TEST_CASE("signatures have one key if and only if they say the same") {

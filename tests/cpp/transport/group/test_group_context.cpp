@@ -305,6 +305,26 @@ TEST_CASE("exchanged strings are by rank, and the store keeps the latest ones on
   CHECK(ranks.store.size() == 3);
 }
 
+TEST_CASE("an exchange in a call of its own ends where a peer refuses it or is in another call") {
+  Ranks ranks(2);
+  const auto exchange = [&](int64_t rank) { ranks[rank].exchange_in_call("word", "gather"); };
+  CHECK(ranks.at_once(exchange) == kNothing2);
+  CHECK(ranks.at_once([&](int64_t rank) {
+    if (rank == 0) return exchange(0);
+    ranks[1].refuse_call("ringattn: kv must be good, got bad");
+  })[0] == "ringattn: rank 1: kv must be good, got bad");
+  CHECK(ranks.at_once(exchange) == kNothing2);
+  CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
+  const auto said = ranks.at_once([&](int64_t rank) {
+    if (rank == 0) return exchange(0);
+    begin(ranks[1], 8);
+  });
+  const std::string sentence =
+      "ringattn: ranks must agree on operator, got gather on rank 0 and call on rank 1";
+  CHECK(said == std::vector<std::string>(2, sentence));
+  CHECK(ranks.at_once(exchange) == kNothing2);
+}
+
 TEST_CASE("the store keeps one word of agreement for each rank") {
   Ranks ranks(2);
   for (int64_t heads = 1; heads <= 20; ++heads) {
