@@ -29,6 +29,7 @@ from lib.ranks import from_all_ranks, process_group, rank, world_size
 from lib.report import Report, environment
 from lib.timing import Contestant, Timing, measure
 from ringattn import Partition
+from ringattn._distributed.one_rank import OnOneRank
 from ringattn.cache import ShardedKVCache
 from ringattn.generation import choose, decode
 from ringattn.models import LLaMA, LLaMAConfig, demo_model_path, load_model
@@ -129,7 +130,7 @@ def seconds(
     cache = random_cache(model, partition, batch, tokens + 1)
     step = DecodeStep.of(model, cache, batch)
     ids = torch.ones(batch, dtype=torch.int64, device=model.device)
-    sampler = partition.owner(partition.seq_len - 1)
+    sampler = OnOneRank(model.ring, partition.owner(partition.seq_len - 1), "draw a token")
     decode(model, ids, cache, step)
     if step is not None and graphs:
         start = time.perf_counter()

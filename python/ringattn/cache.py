@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ringattn._distributed.checksums import chained, checksum
 from ringattn._distributed.collectives import complete
 from ringattn._distributed.groups import Group, resolve_group
 
@@ -89,6 +90,8 @@ class ShardedKVCache:
         self.capacity = _with_room(self.lengths, rank, new_tokens, self.targets)
         if targets is not None:  # what :meth:`rebalance` may bring here
             self.capacity = max(self.capacity, targets[rank])
+        # A checksum of the tokens that came before, by which ranks compare their caches.
+        self.history: torch.Tensor | int = 0
         self._layers: dict[int, torch.Tensor] = {}  # [2, B, capacity, H_kv, D], keys first
         self.storage_version = 0  # another one: layers lie at other addresses than before
 
@@ -175,6 +178,8 @@ class ShardedKVCache:
     def select(self, rows: torch.Tensor) -> None:
         """Keeps these batch rows, int64 ``[B']``, in this order; one may be named several times."""
         self.storage_version += 1
+        if isinstance(self.history, torch.Tensor):
+            self.history = chained(self.history, checksum(rows.to(self.history.device)))
         for layer, storage in self._layers.items():
             self._layers[layer] = storage.index_select(1, rows.to(storage.device))
         if self.key_lengths is not None:

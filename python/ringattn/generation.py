@@ -15,8 +15,11 @@ from typing import Any, Literal
 import torch
 
 from ringattn._checks import as_integer, check_flag, check_int64, check_integer, check_integers
-from ringattn._distributed.collectives import agree, checksum, draw_on_rank, gather_objects
+from ringattn._distributed.checksums import checksum
+from ringattn._distributed.collectives import Content, agree, gather_objects
+from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
+from ringattn._distributed.one_rank import OnOneRank
 from ringattn.cache import ShardedKVCache
 from ringattn.model_call import ModelCall
 from ringattn.models.decode_step import DecodeStep, misfit
@@ -113,8 +116,13 @@ def generate(
     new_ids = []
     for tokens in _tokens(model, request):
         new_ids.append(tokens)
-        if on_tokens is not None:
+        if on_tokens is None:
+            continue
+        try:
             on_tokens(tokens)
+        except Exception as error:  # of any type: the peers wait for this rank
+            report_to_peers(ring, error)
+            raise
     return torch.cat((prompt_ids, torch.stack(new_ids, 1).to(prompt_ids)), 1)
 
 
@@ -202,7 +210,7 @@ class _Request:
         """Values that must be equal on all ranks, by their names in errors."""
         return {
             "prompt_ids' shape": tuple(self.prompt_ids.shape),
-            "prompt_ids' checksum": int(checksum(self.prompt_ids)),
+            "prompt_ids": Content(int(checksum(self.prompt_ids))),
             "partition": self.partition,
             "cache_lengths": self.cache_lengths,
             "max_new_tokens": self.max_new_tokens,
@@ -245,7 +253,7 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
         new_tokens=request.max_new_tokens - 1,
         targets=request.cache_lengths,
     )
-    sampler = request.partition.owner(prompt_len - 1)
+    sampler = OnOneRank(model.ring, request.partition.owner(prompt_len - 1), "draw a token")
     generator = None
     if request.seed is not None:
         generator = torch.Generator(device).manual_seed(request.seed)
@@ -315,12 +323,16 @@ def decode(
 def choose(
     model: LLaMA,
     hidden: torch.Tensor,
-    sampler: int,
+    sampler: OnOneRank,
     batch: int,
     sampling: Sampling,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """The next tokens, int64 ``[B]``: drawn on rank ``sampler``, the same on all ranks. Errors as
-    in :func:`draw_on_rank`."""
-    draw = lambda: sampling.draw(model.project(hidden), generator)  # noqa: E731
-    return draw_on_rank(model.ring, sampler, batch, model.device, draw)
+    """The next tokens, int64 ``[B]``: drawn on one rank, the same on all ranks."""
+
+    def draw() -> torch.Tensor | None:
+        if model.ring.rank != sampler.source:
+            return None
+        return sampling.draw(model.project(hidden), generator)
+
+    return sampler(batch, model.device, draw)

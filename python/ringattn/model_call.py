@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringattn._checks import MAX_HEAD_DIM, is_head_dim
-from ringattn._distributed.collectives import complete
+from ringattn._distributed.agreement import Agreement, Given
+from ringattn._distributed.checksums import chained, checksum, number_of
+from ringattn._distributed.collectives import all_gather
 from ringattn._distributed.groups import GroupInfo
 from ringattn._masks import CAUSAL
 from ringattn.cache import ShardedKVCache
@@ -98,6 +99,28 @@ class Padding:
         return (columns >= starts) & (columns < stops) | (columns >= self.seq_len)
 
 
+@dataclass
+class Inputs:
+    """What the caller of a model gave to a call, which must be the same on all ranks.
+
+    Args:
+        agreement: the model's.
+        tokens: ids ``[B, T]``, or embeddings ``[B, T, E]``, whose values may differ: each rank has
+            computed its own.
+        name: what errors call them.
+        mask_name: what errors call the mask.
+        position_ids: ``[B, T]`` or ``[1, T]``; None: those of :meth:`ModelCall.position_ids`.
+        more: what else is compared.
+    """
+
+    agreement: Agreement
+    tokens: torch.Tensor
+    name: str
+    mask_name: str = "attention_mask"
+    position_ids: torch.Tensor | None = None
+    more: Given = field(default_factory=Given)
+
+
 class ModelCall:
     """One forward of a model, of a prompt (:meth:`prefill`) or of new tokens after one
     (:meth:`decode`).
@@ -106,7 +129,8 @@ class ModelCall:
     whose results are dropped, because layers of other libraries take no empty tensors. New tokens
     are on every rank; their keys and values are spread by the cache.
 
-    Every rank makes the same calls in the same order. Not thread safe.
+    Every rank makes the same calls in the same order. What the caller gave to a call is compared
+    between ranks (:meth:`compare`). Not thread safe.
     """
 
     def __init__(
@@ -119,6 +143,7 @@ class ModelCall:
         padding: Padding | None = None,
         transport: str = "auto",
         depth: int | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
         self.ring = ring
         self.num_tokens = num_tokens  # S of a prompt, T of new tokens
@@ -127,8 +152,11 @@ class ModelCall:
         self.padding = padding
         self.transport = transport
         self.depth = depth
+        self._inputs = inputs
         self._columns: dict[torch.device, torch.Tensor] = {}
         self._padded: tuple[torch.Tensor, torch.Tensor] | None = None  # of _padding_rows()
+        if inputs is not None and inputs.tokens.device.type == "cpu":
+            self.compare()
 
     @classmethod
     def prefill(
@@ -140,6 +168,7 @@ class ModelCall:
         padding: Padding | None = None,
         transport: str = "auto",
         depth: int | None = None,
+        inputs: Inputs | None = None,
     ) -> ModelCall:
         """A prompt, or a whole sequence.
 
@@ -150,6 +179,7 @@ class ModelCall:
             padding: where rows have fewer than S tokens.
             transport: as in :func:`ringattn.ring_attention`.
             depth: likewise.
+            inputs: what the caller gave; None: all ranks are known to have the same.
         """
         return cls(
             ring,
@@ -159,14 +189,58 @@ class ModelCall:
             padding=padding,
             transport=transport,
             depth=depth,
+            inputs=inputs,
         )
 
     @classmethod
-    def decode(cls, ring: GroupInfo, cache: ShardedKVCache, num_tokens: int = 1) -> ModelCall:
+    def decode(
+        cls,
+        ring: GroupInfo,
+        cache: ShardedKVCache,
+        num_tokens: int = 1,
+        *,
+        inputs: Inputs | None = None,
+    ) -> ModelCall:
         """``num_tokens`` new tokens per batch row, after what ``cache`` holds. Advances the
         cache."""
+        call = cls(ring, num_tokens, partition=None, cache=cache, inputs=inputs)
         cache.advance(num_tokens)
-        return cls(ring, num_tokens, partition=None, cache=cache)
+        return call
+
+    def compare(self) -> None:
+        """Compares what the caller gave with what other ranks got. Collective, and done once: on a
+        CPU as the call is made, before the cache is advanced; on CUDA by the first :meth:`whole` or
+        :meth:`select`, because layers are exchanges in which a rank that refused its call is
+        noticed.
+
+        Raises:
+            ValueError: on every rank, see :class:`Agreement`.
+        """
+        inputs, self._inputs = self._inputs, None
+        if inputs is None or (self.ring.world_size == 1 and not inputs.more.may_be_flawed):
+            return
+        tokens, more = inputs.tokens, inputs.more
+        ids = None if tokens.is_floating_point() else checksum(tokens)
+        places = None if inputs.position_ids is None else checksum(inputs.position_ids)
+        # Of new tokens, the mask follows from the prompt's, or is a flaw.
+        padding = number_of(self.padding)
+        cache = self.cache
+        given = Given(
+            {f"shape of {inputs.name}": list(tokens.shape[:2]), **more.facts},
+            {
+                "cache": None if cache is None else chained(cache.history, cache.seq_len),
+                inputs.name: ids,
+                inputs.mask_name: padding,
+                "position_ids": places,
+                **more.values,
+            },
+            more.flaws,
+            more.hints,
+        )
+        inputs.agreement.compare(self.ring, "forward", tokens.device, given)
+        if cache is not None:
+            numbers = (0 if number is None else number for number in (ids, places, padding))
+            cache.history = chained(cache.history, *numbers)
 
     @staticmethod
     def new_cache(
@@ -227,6 +301,7 @@ class ModelCall:
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """The results of all tokens in the caller's order, ``[B, S, ...]``, from those of this
         rank's rows, ``[B, max(1, S_r), ...]``. Collective."""
+        self.compare()
         if self.partition is None:
             return x
         x = self.partition.gather(x.narrow(1, 0, self.num_rows), self.ring.group)
@@ -237,27 +312,24 @@ class ModelCall:
 
     def select(self, x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """:meth:`whole` for the tokens in ``columns`` only, int64 ``[n]``, in the caller's order:
-        ``[B, n, ...]``. Collective: one all-reduce of these rows, 0 on ranks that do not own
+        ``[B, n, ...]``. Collective: one all-gather of these rows, 0 on ranks that do not own
         them."""
+        self.compare()
         columns = columns.to(x.device)
         columns = torch.where(columns < 0, columns + self.num_tokens, columns)
         if self.partition is None:
             return x.index_select(1, columns)
         places = self._rolled(columns[None, :]).expand(x.size(0), -1)
+        if columns.numel() * self.ring.world_size > self.num_tokens:
+            return self.whole(x).index_select(1, columns)
+        own = self._own_columns(x.device)
         if self.num_rows == 0:
             chosen = x.new_zeros(x.size(0), columns.numel(), *x.shape[2:])
         else:
-            own = self._own_columns(x.device)
             rows = torch.searchsorted(own, places.contiguous()).clamp_(max=self.num_rows - 1)
             chosen = _take(x, rows)
             chosen[own[rows] != places] = 0
-        if self.ring.world_size > 1:
-            group = self.ring.process_group
-            complete(
-                *(self.ring, "select", x.device),
-                lambda: [dist.all_reduce(chosen, group=group, async_op=True)],
-            )
-        return chosen
+        return all_gather(self.ring, "select", chosen).sum(0, dtype=x.dtype)
 
     def last(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """:meth:`select` of the last ``count`` columns, at most all."""

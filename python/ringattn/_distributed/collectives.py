@@ -4,19 +4,19 @@
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ringattn import _C
-from ringattn._distributed.errors import call, check_real, report_to_peers
+from ringattn._distributed.errors import call, check_real
 from ringattn._distributed.groups import GroupInfo
 
 _Value = TypeVar("_Value")
 
 _POLL_S = 0.1  # period at which a waiting rank checks for Ctrl-C and for failures of peers
-_NO_TOKEN = -1  # sent in place of tokens where drawing them failed
 
 
 def complete(
@@ -83,6 +83,27 @@ class _InThread(threading.Thread):
         return self._done.wait(seconds)
 
 
+def all_gather(
+    ring: GroupInfo, operation: str, mine: torch.Tensor, facts: str = ""
+) -> torch.Tensor:
+    """The tensors of all ranks, which have one shape: ``[W, ...]``. Collective.
+
+    Args:
+        ring: the ranks.
+        operation: its name in errors.
+        mine: this rank's.
+        facts: lines "name=value" that the ranks must agree on.
+
+    Raises:
+        ValueError: on every rank: ranks in different operations, facts or shapes that differ, a
+            rank that refuses its call.
+    """
+    if ring.world_size == 1:
+        return mine.unsqueeze(0)
+    check_real(operation)
+    return call(torch.ops.ringattn.all_gather, mine, operation, facts, ring.name)
+
+
 def gather_objects(ring: GroupInfo, operation: str, own: _Value) -> list[_Value]:
     """The objects of all ranks, in rank order. Collective, through the group's store."""
     if ring.world_size == 1:
@@ -92,6 +113,16 @@ def gather_objects(ring: GroupInfo, operation: str, own: _Value) -> list[_Value]
     return [
         pickle.loads(given) for given in call(_C.exchange, ring.name, pickle.dumps(own), operation)
     ]
+
+
+@dataclass(frozen=True)
+class Content:
+    """A fact too large for a sentence, compared by its checksum."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return "one"
 
 
 def agree(
@@ -115,11 +146,12 @@ def agree(
             raise ValueError(problem if rank == ring.rank else f"rank {rank}: {problem}")
     for name, first in gathered[0][1].items():
         for rank, (_, theirs, _) in enumerate(gathered):
-            if theirs[name] != first:
-                raise ValueError(
-                    f"{name} must be the same on all ranks, "
-                    f"got {first} on rank 0 and {theirs[name]} on rank {rank}"
-                )
+            if theirs[name] == first:
+                continue
+            got = f"{first} on rank 0 and {theirs[name]} on rank {rank}"
+            if isinstance(first, Content) and isinstance(theirs[name], Content):
+                got = f"different ones on ranks 0 and {rank}"
+            raise ValueError(f"{name} must be the same on all ranks, got {got}")
     return [given for _, _, given in gathered]
 
 
@@ -128,47 +160,3 @@ def barrier(ring: GroupInfo, operation: str) -> None:
     if ring.world_size > 1:
         call(_C.check_group, ring.name)
         call(_C.exchange, ring.name, b"", operation)
-
-
-def checksum(tokens: torch.Tensor) -> torch.Tensor:
-    """A scalar int64 tensor on the same device, equal for equal integers in equal order."""
-    flat = tokens.flatten().to(torch.int64)
-    places = torch.arange(1, flat.numel() + 1, device=flat.device)
-    return ((flat + 1) * places * 0x9E3779B1).sum()
-
-
-def draw_on_rank(
-    ring: GroupInfo, source: int, batch: int, device: torch.device, draw: Callable[[], torch.Tensor]
-) -> torch.Tensor:
-    """Token ids, int64 ``[B]``: the result of ``draw()`` on rank ``source``, sent to every rank.
-    Collective.
-
-    Raises:
-        RuntimeError: ``draw`` failed: on CPU on all ranks; on CUDA on ``source``, and the other
-            ranks report that ``source`` is gone.
-    """
-    # Note: reading a token would make every rank wait for its device in each step. On CUDA the
-    # peers therefore learn of the failure as of a rank that refuses its call.
-    can_read = device.type == "cpu"
-    problem: Exception | None = None
-    if ring.rank == source:
-        try:
-            tokens = draw()
-        except Exception as error:  # of any type: the peers wait for this rank
-            problem = error
-            if not can_read:
-                report_to_peers(ring, error)
-                raise
-    if ring.rank != source or problem is not None:
-        tokens = torch.full((batch,), _NO_TOKEN, dtype=torch.int64, device=device)
-    if ring.world_size > 1:
-        group = ring.process_group
-        complete(
-            *(ring, "generate", device),
-            lambda: [dist.broadcast(tokens, group=group, group_src=source, async_op=True)],
-        )
-    if can_read and int(tokens[0]) == _NO_TOKEN:
-        # Every rank raises the sentence of rank ``source``.
-        sentence = f"rank {source} could not draw a token: {problem}"
-        raise RuntimeError(gather_objects(ring, "generate", sentence)[source]) from problem
-    return tokens

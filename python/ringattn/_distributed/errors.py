@@ -2,8 +2,8 @@
 """How errors of C++ reach the caller, and how the error of one rank reaches all ranks."""
 
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ringattn import _C
 from ringattn._distributed.groups import GroupInfo
 
 _PREFIX = "ringattn: "
+_KNOWN = "known_to_all_ranks"  # an attribute of exceptions
 
 
 def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | None = None) -> Any:
@@ -37,10 +38,23 @@ def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | No
         raise ValueError(sentence) from None
 
 
+@contextmanager
+def known_to_all() -> Iterator[None]:
+    """Around an exchange: every rank gets an error of its own for the errors that come out of it,
+    so :func:`report_to_peers` does not report them."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        vars(error)[_KNOWN] = True
+        raise
+
+
 def report_to_peers(ring: GroupInfo, error: Exception) -> None:
     """Reports that this rank refuses its call, so that all ranks fail at once and name this rank
     instead of waiting for it. Nothing is reported while compiling or with fake tensors: the call
     that is traced is not the one that the peers run."""
+    if _KNOWN in vars(error):
+        return
     if ring.world_size > 1 and not torch.compiler.is_compiling() and detect_fake_mode() is None:
         with suppress(RuntimeError):  # the store is gone: this rank still raises its own error
             _C.refuse_call(ring.name, str(error))

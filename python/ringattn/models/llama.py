@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ringattn._checks import check_device, check_floating, is_concrete
+from ringattn._distributed.agreement import Agreement
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, keep, kept, resolve_group
 from ringattn.cache import ShardedKVCache
-from ringattn.model_call import ModelCall
+from ringattn.model_call import Inputs, ModelCall
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.rope import RotaryEmbedding, Rotation, rotate
 from ringattn.partition import Partition, check_num_ranks, check_partition
@@ -189,6 +190,7 @@ class LLaMA(nn.Module):
             "dtype": None if dtype is None else check_floating(dtype),
         }
         self._travel: dict[str, Any] = {"transport": transport, "depth": depth}
+        self._agreement = Agreement()
         self.base_model = LLaMAHeadless(config, **factory)
         self.head = (  # None: the embedding's weight is the head's
             None
@@ -241,11 +243,13 @@ class LLaMA(nn.Module):
             sharded: whether ``token_ids`` are this rank's own already.
 
         Raises:
-            ValueError: no partition on more than one rank, one for another number of ranks or
-                tokens, more tokens than the model was trained for, tokens on another device than
-                the weights or (on CPU; a GPU would have to be waited for) outside the vocabulary,
-                and what :func:`ringattn.ring_attention` raises.
+            ValueError: ids that differ between ranks (on CUDA in the next call); no partition on
+                more than one rank, one for another number of ranks or tokens, more tokens than the
+                model was trained for, tokens on another device than the weights or (on CPU; a GPU
+                would have to be waited for) outside the vocabulary, and what
+                :func:`ringattn.ring_attention` raises.
         """
+        self._agreement.check()
         ring = self.ring
         try:
             partition = self.check(token_ids, partition, sharded=sharded)
@@ -255,8 +259,11 @@ class LLaMA(nn.Module):
             raise
         local_ids = token_ids if sharded else partition.shard(token_ids, ring.rank)
         position_ids = partition.position_ids(ring.rank, device=local_ids.device)
-        call = self.prefill_call(partition)
-        return self.project(self.base_model(local_ids, position_ids, call))
+        inputs = None if sharded else Inputs(self._agreement, token_ids, "token_ids")
+        call = self.prefill_call(partition, inputs=inputs)
+        hidden = self.base_model(local_ids, position_ids, call)
+        call.compare()
+        return self.project(hidden)
 
     def _check_ids(self, token_ids: torch.Tensor) -> None:
         if token_ids.device != self.device:
@@ -279,9 +286,16 @@ class LLaMA(nn.Module):
         weight = self.base_model.embedding.weight if self.head is None else self.head.weight
         return F.linear(hidden, weight)
 
-    def prefill_call(self, partition: Partition, cache: ShardedKVCache | None = None) -> ModelCall:
-        """The call of a prompt spread by ``partition``, whose keys and values ``cache`` keeps."""
-        return ModelCall.prefill(self.ring, partition, cache=cache, **self._travel)
+    def prefill_call(
+        self,
+        partition: Partition,
+        cache: ShardedKVCache | None = None,
+        *,
+        inputs: Inputs | None = None,
+    ) -> ModelCall:
+        """The call of a prompt spread by ``partition``, whose keys and values ``cache`` keeps;
+        ``inputs`` as in :meth:`ModelCall.prefill`."""
+        return ModelCall.prefill(self.ring, partition, cache=cache, inputs=inputs, **self._travel)
 
     def new_cache(
         self,

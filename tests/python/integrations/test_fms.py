@@ -130,7 +130,7 @@ def own_tokens() -> None:
 @torch.no_grad()
 def other_prompts() -> None:
     model = ringattn.parallelize(tiny())
-    message = "x must be the same tokens on all ranks, got different ones"
+    message = "x must be the same on all ranks, got different ones"
     with pytest.raises(ValueError, match=message):
         model(prompt(1, 6, seed=this().rank))
     check_close(model(prompt(1, 6)), tiny()(prompt(1, 6)))  # the group works on

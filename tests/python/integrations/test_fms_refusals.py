@@ -259,7 +259,7 @@ def generations_are_refused() -> None:
         (model, {"max_seq_len": 6, "max_new_tokens": 4}, "max_seq_len must be 9 or more, got 6"),
         (model, {"extra_kwargs": extra}, "padding before the prompts to generate"),
         (model, {"max_new_tokens": 3 + this().rank}, "max_new_tokens must be the same on all"),
-        (model, {"input_ids": prompt(2, 6, seed=this().rank)}, "input_ids' checksum must be the"),
+        (model, {"input_ids": prompt(2, 6, seed=this().rank)}, "input_ids must be the same on all"),
         (model, {"input_ids": [1]}, r"input_ids must be \[B, S\] or \[S\], got list"),
     ]
     for which, kwargs, message in refusals:

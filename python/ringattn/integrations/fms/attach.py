@@ -10,10 +10,10 @@ import torch
 from fms.modules.attention import MultiHeadAttention
 from torch import nn
 
+from ringattn._distributed.agreement import Agreement, Given
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
 from ringattn.cache import ShardedKVCache
-from ringattn.integrations.fms.agreement import OTHER_MASK, Agreement
 from ringattn.integrations.fms.attention import NAME, LayerCall
 from ringattn.integrations.fms.caches import Sequences, handles_of, sequences_of
 from ringattn.integrations.fms.masks import (
@@ -26,7 +26,7 @@ from ringattn.integrations.fms.masks import (
 )
 from ringattn.integrations.fms.support import body_of, check_keywords, check_positions, family
 from ringattn.integrations.shared import by_name, parameter_names
-from ringattn.model_call import ModelCall
+from ringattn.model_call import Inputs, ModelCall
 from ringattn.parallel import RingSettings
 from ringattn.planning import ModelCost
 
@@ -71,7 +71,7 @@ def attach(model: Any, settings: RingSettings) -> None:
     before_body = BeforeBody(settings, agreement, parameter_names(body))
     attached.handles += [
         body.register_forward_pre_hook(before_body, with_kwargs=True),
-        body.register_forward_hook(AfterBody(agreement), with_kwargs=True),
+        body.register_forward_hook(AfterBody(), with_kwargs=True),
     ]
     if body is not model:
         before = BeforeHead(parameter_names(model))
@@ -85,6 +85,11 @@ def detach(model: Any) -> None:
     if attached is not None:
         for handle in attached.handles:
             handle.remove()
+
+
+def add_handle(model: Any, handle: Any) -> None:
+    """Adds a hook's handle to what :func:`detach` removes."""
+    getattr(body_of(model), _ATTACHED).handles.append(handle)
 
 
 def settings_of(model: object) -> RingSettings | None:
@@ -128,9 +133,9 @@ class BeforeBody:
         try:
             given = by_name(self.names, args, kwargs)
             ids = self.names[0]  # x_in, or x as in Mixtral
-            rows, rest = _prepared(body, ring, self.settings, given.get(ids), given)
+            rows, rest = _prepared(body, ring, self, given.get(ids), given)
             return (), {ids: rows, **rest}
-        except ValueError as error:
+        except Exception as error:  # of any type: the peers wait for this rank
             report_to_peers(ring, error)
             raise
 
@@ -138,16 +143,12 @@ class BeforeBody:
 class AfterBody:
     """After the layers: the rows that the caller asked for, of all ranks; the caller's cache."""
 
-    def __init__(self, agreement: Agreement) -> None:
-        self.agreement = agreement
-
     def __call__(
         self, body: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> tuple[torch.Tensor, list[Any]]:
         context: Context = kwargs[_CALL]
         call, (hidden, _) = context.call, output
         with torch.no_grad():
-            self.agreement.compare(call.ring, context.tokens, context.wrong)
             whole = call.last(hidden, context.last) if context.last else call.whole(hidden)
         if hidden.requires_grad:
             whole = NoBackward.apply(whole, hidden)
@@ -174,21 +175,17 @@ class Context(LayerCall):
     """What goes with a call through the layers, as a keyword argument: the attention op takes the
     call, the hook after the layers the rest."""
 
-    def __init__(
-        self,
-        call: ModelCall,
-        tokens: torch.Tensor,
-        last: int,
-        sequences: Sequences | None,
-        wrong: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, call: ModelCall, last: int, sequences: Sequences | None) -> None:
         super().__init__(call)
-        self.tokens = tokens  # of the whole sequence
         self.last = last  # how many last tokens the caller wants; 0: all
         self.sequences = sequences  # behind the cache that the caller gets
-        self.wrong = wrong  # whether the mask was another one than it must be; None: it was not
 
 
+OTHER_MASK = "mask must be the prompt's mask and 0 for the tokens after it, got another one"
+_OTHER_TOKENS = (
+    "generate with ringattn.integrations.fms.generate(), where ranks draw the same tokens, or with "
+    "do_sample=False"
+)
 _NO_BACKWARD = (
     "parallelized models must be called without gradients because there is no backward yet "
     "(call under torch.no_grad()), got weights or embeddings with requires_grad=True"
@@ -196,7 +193,7 @@ _NO_BACKWARD = (
 
 
 def _prepared(
-    body: Any, ring: GroupInfo, settings: RingSettings, tokens: Any, given: dict[str, Any]
+    body: Any, ring: GroupInfo, hook: BeforeBody, tokens: Any, given: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """This rank's rows and the keyword arguments of the layers, from those of the caller."""
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 + tokens.is_floating_point():
@@ -222,23 +219,26 @@ def _prepared(
             f"position_ids must be [B, S] or [1, S] with the {tokens.size(1)} tokens of x, "
             f"got {list(position_ids.shape)}"
         )
-    mask, wrong = given.get("mask"), None
+    mask, last = given.get("mask"), given.get(_LAST, 0)
+    facts = {"last_n_tokens": last, "use_cache": use_cache, "a cache": past is not None}
+    more = Given(facts, hints={"x": _OTHER_TOKENS})
+    inputs = Inputs(hook.agreement, tokens, "x", "mask", position_ids, more)
     if past is None:
-        last = given.get(_LAST, 0)
-        call, past = _prompt(body, ring, settings, tokens, position_ids, mask, use_cache, last)
+        call, past = _prompt(body, ring, hook.settings, inputs, mask, use_cache, last)
         # Its next call would have the padding between real tokens.
         if given.get(_GENERATES) and not use_cache and call.padding is not None:
             check_ends(call.padding)
     else:
         wrong = _check_step(body, past, tokens, position_ids, mask)
-        call = ModelCall.decode(ring, past.store, tokens.size(1))
+        more.flaws = {OTHER_MASK: wrong}
+        call = ModelCall.decode(ring, past.store, tokens.size(1), inputs=inputs)
     return call.rows(tokens), {
         "position_ids": (
             call.position_ids(tokens.device) if position_ids is None else call.rows(position_ids)
         ),
         "use_cache": False,  # of the layers: the call keeps keys and values
         "attn_name": NAME,
-        _CALL: Context(call, tokens, given.get(_LAST, 0), past, wrong),
+        _CALL: Context(call, last, past),
     }
 
 
@@ -246,12 +246,12 @@ def _prompt(
     body: Any,
     ring: GroupInfo,
     settings: RingSettings,
-    tokens: torch.Tensor,
-    position_ids: torch.Tensor | None,
+    inputs: Inputs,
     mask: Any,
     use_cache: bool,
     last: int,
 ) -> tuple[ModelCall, Sequences | None]:
+    tokens, position_ids = inputs.tokens, inputs.position_ids
     batch, num_tokens = tokens.shape[:2]
     padding = None
     if mask is not None:
@@ -267,7 +267,11 @@ def _prompt(
     if use_cache:
         store = ModelCall.new_cache(ring, partition, padding=padding, device=tokens.device)
     call = ModelCall.prefill(
-        ring, partition, cache=store, padding=padding, transport=settings.transport
+        *(ring, partition),
+        cache=store,
+        padding=padding,
+        transport=settings.transport,
+        inputs=inputs,
     )
     if store is None:
         return call, None

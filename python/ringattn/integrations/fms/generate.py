@@ -13,8 +13,10 @@ import torch.distributed as dist
 from fms.distributed.strategy import TensorParallelStrategy
 from torch import nn
 
-from ringattn._distributed.collectives import agree, checksum, draw_on_rank
+from ringattn._distributed.checksums import checksum
+from ringattn._distributed.collectives import Content, agree
 from ringattn._distributed.groups import GroupInfo
+from ringattn._distributed.one_rank import OnOneRank
 from ringattn.integrations.fms.attach import settings_of
 from ringattn.integrations.fms.masks import check_ends, check_values, padding_of, visible
 
@@ -59,9 +61,12 @@ def generate(model: nn.Module, input_ids: torch.Tensor, *args: Any, **kwargs: An
     except ValueError as error:
         mistake = str(error)
     agree(ring, "generate", mistake, _facts(given))
-    given["post_iteration_hook"] = FirstRankChooses(ring, model, given["post_iteration_hook"])
+    first = FirstRankChooses(ring, model, given["post_iteration_hook"])
+    given["post_iteration_hook"] = first
     given["extra_kwargs"] = {"last_n_tokens": 1, **(given["extra_kwargs"] or {})}
-    return fms.utils.generation.generate(*bound.args, **bound.kwargs)
+    generated = fms.utils.generation.generate(*bound.args, **bound.kwargs)
+    first.on_first.check()
+    return generated
 
 
 class FirstRankChooses:
@@ -69,7 +74,7 @@ class FirstRankChooses:
 
     def __init__(self, ring: GroupInfo, model: nn.Module, then: _Hook | None) -> None:
         strategy = getattr(model, "distributed_strategy", None)
-        self.ring = ring
+        self.on_first = OnOneRank(ring, 0, "choose a token", callers=True)
         self.copy = strategy.group if isinstance(strategy, TensorParallelStrategy) else None
         self.then = then  # the caller's, whose token it is where there is one
 
@@ -80,13 +85,19 @@ class FirstRankChooses:
         next_val: torch.Tensor,
         kwargs: MutableMapping[str, Any],
     ) -> tuple[torch.Tensor, MutableMapping[str, Any]]:
-        if self.then is not None:
-            next_val, kwargs = self.then(position, logits, next_val, kwargs)
-        tokens = next_val.flatten().contiguous()
-        if self.copy is not None:
-            dist.broadcast(tokens, group=self.copy, group_src=0)
-        tokens = draw_on_rank(self.ring, 0, tokens.numel(), tokens.device, lambda: tokens)
-        return tokens.view_as(next_val), kwargs
+        chosen, rest = next_val, kwargs
+
+        def choose() -> torch.Tensor:
+            nonlocal chosen, rest
+            if self.then is not None:
+                chosen, rest = self.then(position, logits, next_val, kwargs)
+            tokens = chosen.flatten().contiguous()
+            if self.copy is not None:
+                dist.broadcast(tokens, group=self.copy, group_src=0)
+            return tokens
+
+        tokens = self.on_first(next_val.numel(), next_val.device, choose)
+        return tokens.view_as(chosen), rest
 
 
 def _check(given: dict[str, Any]) -> None:
@@ -115,7 +126,11 @@ def _facts(given: dict[str, Any]) -> dict[str, Any]:
     ids = given["input_ids"]
     names = ("max_seq_len", "max_new_tokens", "do_sample", "use_cache", "eos_token_id")
     facts: dict[str, Any] = {name: given[name] for name in names}
+    for name in ("post_iteration_hook", "prepare_model_inputs_hook"):
+        hook = given.get(name)
+        kind = getattr(hook, "__qualname__", type(hook).__qualname__)
+        facts[name] = None if hook is None else kind
     if isinstance(ids, torch.Tensor):
         facts["input_ids' shape"] = tuple(ids.shape)
-        facts["input_ids' checksum"] = int(checksum(ids))
+        facts["input_ids"] = Content(int(checksum(ids)))
     return facts

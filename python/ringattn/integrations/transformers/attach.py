@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ringattn._distributed.agreement import Agreement, Given
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
 from ringattn.integrations.shared import by_name, parameter_names
@@ -29,13 +30,13 @@ from ringattn.integrations.transformers.support import (
     has_restarts,
     window,
 )
-from ringattn.model_call import ModelCall, Padding
+from ringattn.model_call import Inputs, ModelCall, Padding
 from ringattn.parallel import RingSettings
 from ringattn.planning import ModelCost
 
 _ATTACHED = "_ringattn"  # the attribute of a model that is on a ring
 _CALL = "ringattn_call"  # keyword arguments of this package, on their way through a model
-_COLUMNS = "ringattn_columns"
+_ASKED = "ringattn_asked"
 
 
 @dataclass
@@ -72,7 +73,8 @@ def attach(model: Any, settings: RingSettings) -> None:
         module.config = own if config is not text or text is own else own_text
     attached.handles += [
         body.register_forward_pre_hook(
-            BeforeBody(settings, attached, parameter_names(body)), with_kwargs=True
+            BeforeBody(settings, attached, Agreement(), parameter_names(body)),
+            with_kwargs=True,
         ),
         body.register_forward_hook(AfterBody(), with_kwargs=True),
     ]
@@ -96,6 +98,20 @@ def detach(model: Any) -> None:
     vars(model).pop("generate", None)
 
 
+class Asked(NamedTuple):
+    """What the caller of a model with a head asks for.
+
+    Args:
+        columns: those that the head runs on, int64 ``[n]``; None: all.
+        kept: ``logits_to_keep``, for comparisons.
+        labels: of a loss.
+    """
+
+    columns: torch.Tensor | None = None
+    kept: int | list[int] | None = None
+    labels: Any = None
+
+
 class BeforeHead:
     """Before a model with a head: which columns the head runs on, so that no other hidden states
     are put together."""
@@ -107,43 +123,51 @@ class BeforeHead:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         kwargs = by_name(self.names, args, kwargs)
-        kept_logits = kwargs.get("logits_to_keep")
-        if kept_logits is None or "logits_to_keep" not in self.names:
-            return (), kwargs
-        if isinstance(kept_logits, int):
-            if kept_logits == 0:
-                return (), kwargs
+        kept, labels = kwargs.get("logits_to_keep"), kwargs.get("labels")
+        if kept is None or "logits_to_keep" not in self.names:
+            return (), {**kwargs, _ASKED: Asked(labels=labels)}
+        if isinstance(kept, int):
+            if kept == 0:
+                return (), {**kwargs, _ASKED: Asked(None, kept, labels)}
             given = kwargs.get("input_ids")
             given = kwargs.get("inputs_embeds") if given is None else given
             length = given.size(1) if isinstance(given, torch.Tensor) else 0
             # As slice(-n, None) does; for a negative n, too.
-            columns = torch.arange(length)[slice(-kept_logits, None)]
+            asked = Asked(torch.arange(length)[slice(-kept, None)], kept, labels)
         else:
-            columns = kept_logits
+            asked = Asked(kept, list(kept.shape), labels)
         # The rows that come back are those that were asked for.
-        return (), {**kwargs, _COLUMNS: columns, "logits_to_keep": 0}
+        return (), {**kwargs, _ASKED: asked, "logits_to_keep": 0}
 
 
 class BeforeBody:
     """Before the layers: this rank's rows in, with their positions and the call that goes with
     them."""
 
-    def __init__(self, settings: RingSettings, attached: Attached, names: list[str]) -> None:
+    def __init__(
+        self,
+        settings: RingSettings,
+        attached: Attached,
+        agreement: Agreement,
+        names: list[str],
+    ) -> None:
         self.settings = settings
         self.attached = attached
+        self.agreement = agreement
         self.names = names  # of the body's arguments
         self.cache_name = next(name for name in CACHES if name in names)
 
     def __call__(
         self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
+        self.agreement.check()
         ring = self.settings.ring()
         try:
             for module, _ in self.attached.configs:
                 check_module(module, NAME)
             given = by_name(self.names, args, kwargs)
-            return (), _prepared(body, ring, self.settings, self.cache_name, given)
-        except ValueError as error:
+            return (), _prepared(body, ring, self, given)
+        except Exception as error:  # of any type: the peers wait for this rank
             report_to_peers(ring, error)
             raise
 
@@ -155,7 +179,7 @@ class AfterBody:
         self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         context: Context = kwargs[_CALL]
-        call, columns = context.call, kwargs.get(_COLUMNS)
+        call, columns = context.call, kwargs.get(_ASKED, Asked()).columns
         hidden = output.last_hidden_state
         output.last_hidden_state = (
             call.whole(hidden) if columns is None else call.select(hidden, columns)
@@ -183,14 +207,11 @@ class Context:
 
 
 def _prepared(
-    body: nn.Module,
-    ring: GroupInfo,
-    settings: RingSettings,
-    cache_name: str,
-    kwargs: dict[str, Any],
+    body: nn.Module, ring: GroupInfo, hook: BeforeBody, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """The keyword arguments of the layers, from those of the caller."""
     config: Any = body.config
+    cache_name = hook.cache_name
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     if (ids is None) == (embeds is None):
         raise ValueError(
@@ -221,7 +242,21 @@ def _prepared(
         use_cache = True
     if layer is not None:
         check_ring_layer(layer, ring, config.num_hidden_layers, given)
-    call, positions = _call(ring, settings, config, tokens, layer, use_cache, kwargs)
+    hidden_states = bool(_option(config, kwargs, "output_hidden_states"))
+    asked: Asked = kwargs.get(_ASKED, Asked())
+    facts = {
+        "logits_to_keep": asked.kept,
+        "output_hidden_states": hidden_states,
+        "use_cache": use_cache,
+        "tokens in a cache": layer is not None,
+    }
+    columns = None if isinstance(asked.kept, int) else asked.columns
+    labels = asked.labels if isinstance(asked.labels, torch.Tensor) else None
+    more = Given(facts, {"logits_to_keep": columns, "labels": labels})
+    inputs = Inputs(
+        hook.agreement, tokens, "input_ids" if embeds is None else "inputs_embeds", more=more
+    )
+    call, positions = _call(ring, hook.settings, config, inputs, layer, use_cache, kwargs)
     if use_cache and given is None:
         given = DynamicCache()
     prepared = {
@@ -251,13 +286,14 @@ def _call(
     ring: GroupInfo,
     settings: RingSettings,
     config: Any,
-    tokens: torch.Tensor,
+    inputs: Inputs,
     layer: Any,
     use_cache: bool,
     kwargs: dict[str, Any],
 ) -> tuple[ModelCall, torch.Tensor]:
     """The call, and the position ids of this rank's rows. Checks come first: the cache is advanced
     last of all."""
+    tokens = inputs.tokens
     batch, num_tokens = tokens.shape[:2]
     past = 0 if layer is None else layer.store.seq_len
     mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -291,6 +327,7 @@ def _call(
                 "position_ids must not restart without a cache, got packed sequences, which are "
                 "not supported"
             )
+    inputs.position_ids = position_ids
     if layer is None:
         padding = None if mask is None else Padding.of(mask)
         partition = settings.split.partition(num_tokens)
@@ -298,35 +335,48 @@ def _call(
         if use_cache:
             cache = ModelCall.new_cache(ring, partition, padding=padding, device=tokens.device)
         call = ModelCall.prefill(
-            ring, partition, cache=cache, padding=padding, transport=settings.transport
+            *(ring, partition),
+            cache=cache,
+            padding=padding,
+            transport=settings.transport,
+            inputs=inputs,
         )
     else:
-        _check_step(layer.padding, mask, past, num_tokens)
-        call = ModelCall.decode(ring, layer.store, num_tokens)
+        wrong = _check_step(layer.padding, mask, past, num_tokens)
+        inputs.more.flaws = {_OTHER_MASK: wrong}
+        call = ModelCall.decode(ring, layer.store, num_tokens, inputs=inputs)
     if position_ids is None:
         return call, call.position_ids(tokens.device)
     return call, call.rows(position_ids)
 
 
-def _check_step(padding: Padding | None, mask: Any, past: int, num_tokens: int) -> None:
-    """ValueError where new tokens come with another mask than the prompt's and ones."""
+_OTHER_MASK = (
+    "attention_mask must be the prompt's mask and ones for the tokens after it, got another one"
+)
+
+
+def _check_step(
+    padding: Padding | None, mask: Any, past: int, num_tokens: int
+) -> torch.Tensor | None:
+    """ValueError where new tokens come with another mask than the prompt's and ones. Whether they
+    do, where the host would have to wait to know."""
     if padding is not None and any(padding.ends):
         raise ValueError(
             "attention_mask must have its padding before the prompt to go on after it, "
             "got a cache of a prompt with padding after it"
         )
     if mask is None:
-        return
+        return None
     if padding is None:
-        same = bool((mask != 0).all())
+        wrong = (mask == 0).any()
     else:
         expected = padding.mask(mask.device, past - padding.seq_len + num_tokens)
-        same = torch.equal(mask != 0, expected)
-    if not same:
-        raise ValueError(
-            "attention_mask must be the prompt's mask and ones for the tokens after it, "
-            "got another one"
-        )
+        if mask.shape != expected.shape:
+            raise ValueError(_OTHER_MASK)
+        wrong = ((mask != 0) != expected).any()
+    if wrong.device.type == "cpu" and bool(wrong):
+        raise ValueError(_OTHER_MASK)
+    return wrong if wrong.device.type != "cpu" else None
 
 
 def _option(config: Any, kwargs: dict[str, Any], name: str, default: Any = None) -> Any:

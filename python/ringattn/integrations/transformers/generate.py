@@ -5,16 +5,21 @@ with the tokens of the group's first rank."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
 
-from ringattn._distributed.collectives import agree, checksum, complete, draw_on_rank
+from ringattn._distributed.checksums import checksum
+from ringattn._distributed.collectives import Content, agree
+from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
+from ringattn._distributed.one_rank import OnOneRank
+from ringattn.integrations.shared import by_name
 from ringattn.integrations.transformers.caches import CACHES, ring_layer
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -32,14 +37,22 @@ class Generate:
         self.ring = ring
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("custom_generate") is not None:
-            raise ValueError(
-                "custom_generate must be None for a parallelized model, "
-                f"got {kwargs['custom_generate']!r}"
-            )
+        generate, ring = type(self.model).generate, self.ring()
+        given = by_name(list(inspect.signature(generate).parameters)[1:], args, kwargs)
         # Note: transformers drops a streamer on its way to a custom function, after the prompt.
-        decode = Decode(self.ring(), kwargs.get("streamer"), kwargs.get("assistant_model"))
-        return type(self.model).generate(self.model, *args, custom_generate=decode, **kwargs)
+        decode = Decode(ring, given.get("streamer"), given.get("assistant_model"))
+        try:
+            if given.get("custom_generate") is not None:
+                raise ValueError(
+                    "custom_generate must be None for a parallelized model, "
+                    f"got {given['custom_generate']!r}"
+                )
+            return generate(self.model, **{**given, "custom_generate": decode})
+        except Exception as error:  # of any type: the peers wait for this rank
+            if not decode.has_begun:
+                with suppress(ValueError):  # as the peers raise it
+                    agree(ring, "generate", str(error) or type(error).__name__, {})
+            raise
 
 
 class Decode:
@@ -47,8 +60,9 @@ class Decode:
 
     def __init__(self, ring: GroupInfo, streamer: Any, assistant: Any) -> None:
         self.ring = ring
-        self.streamer = streamer
+        self.streamer = None if streamer is None else Streamer(ring, streamer)
         self.assistant = assistant
+        self.has_begun = False  # whether the peers know of this rank's part
 
     def __call__(
         self,
@@ -65,18 +79,28 @@ class Decode:
             self._check(config, model_kwargs)
         except ValueError as error:
             mistake = str(error)
-        agree(ring, "generate", mistake, _facts(input_ids, config, model_kwargs))
-        first = FirstRankDraws(ring, config.do_sample, keep_scores=bool(config.output_scores))
+        self.has_begun = True
+        facts = _facts(input_ids, config, model_kwargs)
+        facts["logits_processor"] = _kinds(logits_processor)
+        facts["stopping_criteria"] = _kinds(stopping_criteria)
+        agree(ring, "generate", mistake, facts)
+        first = FirstRankDraws(
+            *(ring, logits_processor, config.do_sample), keep_scores=bool(config.output_scores)
+        )
+        stops = FirstRankStops.where_needed(ring, stopping_criteria)
         # The choice is made: transformers takes the one token that is left.
         config.do_sample = False
         output = model._sample(
             input_ids,
-            logits_processor=LogitsProcessorList([*logits_processor, first]),
-            stopping_criteria=FirstRankStops.where_needed(ring, stopping_criteria),
+            logits_processor=LogitsProcessorList([first]),
+            stopping_criteria=stops,
             generation_config=config,
             streamer=self.streamer,
             **model_kwargs,
         )
+        first.on_first.check()
+        if isinstance(stops, FirstRankStops):
+            stops.on_first.check()
         if getattr(output, "scores", None) is not None:
             output.scores = tuple(first.scores)
         return output
@@ -102,25 +126,35 @@ class Decode:
 
 
 class FirstRankDraws(LogitsProcessor):
-    """The last processor of the logits: leaves one token, which the group's first rank has drawn as
-    transformers does."""
+    """The caller's processors of the logits, and one that leaves one token, which the group's first
+    rank has drawn as transformers does."""
 
-    def __init__(self, ring: GroupInfo, do_sample: bool, *, keep_scores: bool) -> None:
-        self.ring = ring
+    def __init__(
+        self,
+        ring: GroupInfo,
+        processors: LogitsProcessorList,
+        do_sample: bool,
+        *,
+        keep_scores: bool,
+    ) -> None:
+        self.on_first = OnOneRank(ring, 0, "draw a token", callers=True)
+        self.processors: Callable[..., torch.Tensor] = processors
         self.do_sample = do_sample
         self.keep_scores = keep_scores
         self.scores: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.keep_scores:
-            self.scores.append(scores)
-
-        def draw() -> torch.Tensor:
+        def draw() -> torch.Tensor | None:
+            processed = self.processors(input_ids, scores)
+            if self.keep_scores:
+                self.scores.append(processed)
+            if self.on_first.ring.rank != 0:
+                return None
             if not self.do_sample:
-                return scores.argmax(-1)
-            return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+                return processed.argmax(-1)
+            return torch.multinomial(processed.softmax(-1), num_samples=1).squeeze(1)
 
-        tokens = draw_on_rank(self.ring, 0, scores.size(0), scores.device, draw)
+        tokens = self.on_first(scores.size(0), scores.device, draw)
         chosen = torch.full_like(scores, -torch.inf)
         return chosen.scatter_(1, tokens.unsqueeze(1), 0)
 
@@ -129,7 +163,7 @@ class FirstRankStops(StoppingCriteriaList):
     """Stopping criteria as the group's first rank sees them: clocks and callers' own criteria may
     differ between ranks."""
 
-    ring: GroupInfo
+    on_first: OnOneRank
 
     @classmethod
     def where_needed(cls, ring: GroupInfo, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
@@ -138,17 +172,42 @@ class FirstRankStops(StoppingCriteriaList):
         if ring.world_size == 1 or all(type(each) in by_tokens for each in criteria):
             return criteria
         agreed = cls(criteria)
-        agreed.ring = ring
+        agreed.on_first = OnOneRank(ring, 0, "test whether to stop", callers=True)
         return agreed
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        done: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
-        flags, group = done.to(torch.uint8), self.ring.process_group
-        complete(
-            *(self.ring, "generate", flags.device),
-            lambda: [dist.broadcast(flags, group=group, group_src=0, async_op=True)],
+        ask = super().__call__
+        flags = self.on_first(
+            *(input_ids.size(0), input_ids.device), lambda: ask(input_ids, scores, **kwargs)
         )
         return flags.bool()
+
+
+class Streamer:
+    """The caller's streamer, whose failure the other ranks learn of."""
+
+    def __init__(self, ring: GroupInfo, streamer: Any) -> None:
+        self.ring = ring
+        self.streamer = streamer
+
+    def put(self, value: torch.Tensor) -> None:
+        """Passes tokens on."""
+        self._pass_on(lambda: self.streamer.put(value))
+
+    def end(self) -> None:
+        """Passes the end on."""
+        self._pass_on(self.streamer.end)
+
+    def _pass_on(self, send: Callable[[], None]) -> None:
+        try:
+            send()
+        except Exception as error:  # of any type: the peers wait for this rank
+            report_to_peers(self.ring, error)
+            raise
+
+
+def _kinds(parts: Iterable[Any]) -> list[str]:
+    return [type(part).__name__ for part in parts]
 
 
 def _facts(input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -156,8 +215,8 @@ def _facts(input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -
     mask = model_kwargs.get("attention_mask")
     return {
         "input_ids' shape": tuple(input_ids.shape),
-        "input_ids' checksum": int(checksum(input_ids)),
-        "attention_mask's checksum": None if mask is None else int(checksum(mask)),
+        "input_ids": Content(int(checksum(input_ids))),
+        "attention_mask": None if mask is None else Content(int(checksum(mask))),
         "max_length": config.max_length,
         "do_sample": bool(config.do_sample),
         "eos_token_id": str(config.eos_token_id),
