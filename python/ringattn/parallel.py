@@ -14,6 +14,7 @@ from torch import nn
 from ringattn._checks import check_integers, check_transport
 from ringattn._distributed.collectives import agree
 from ringattn._distributed.groups import Group, GroupByName, GroupInfo, keep, kept, resolve_group
+from ringattn._distributed.weights import check_same_weights
 from ringattn.partition import Partition, check_num_ranks, shown_partition
 from ringattn.planning import ModelCost, plan
 from ringattn.profiles import RankProfile
@@ -141,9 +142,13 @@ def parallelize(
 ) -> _Model:
     """Runs a model of Hugging Face transformers or of FMS over the ring. Collective.
 
+    Parameters and buffers are compared between ranks, bit by bit, which reads them once.
+
     From then on every rank calls the model as before, with the whole sequence's ids. Each rank
     computes its own tokens; attention goes through the ring; outputs come back as the unmodified
-    model returns them. The cache of a generation stays spread over the ranks.
+    model returns them. The cache of a generation stays spread over the ranks. What ranks give to a
+    call must be the same: where it is not, every rank gets a ValueError, on CUDA at the latest from
+    the next call.
 
     Args:
         model: with the same weights on every rank, on one device. Its parameters and its state dict
@@ -162,11 +167,23 @@ def parallelize(
         ValueError: on every rank, with ``model`` untouched: what is no model of these libraries, a
             model that does what the ring does not (windows, softcap, sinks, cross attention, ...;
             the error names every reason), a partition for another number of ranks, an unknown
-            transport, ranks that disagree.
+            transport, ranks that disagree, weights that differ between ranks (the error names one).
 
     Calls run under ``torch.no_grad()``: ring attention has no backward yet, and inputs that require
     grad are refused.
     """
+    return put_on_ring(model, partition, group, transport)
+
+
+def put_on_ring(
+    model: _Model,
+    partition: Partition | Sequence[int] | str | None,
+    group: Group,
+    transport: str,
+    *,
+    weights_are_set: bool = True,
+) -> _Model:
+    """:func:`parallelize`, which without ``weights_are_set`` does not compare them."""
     ring = resolve_group(group)
     adapter: Adapter | None = None
     split, mistake = None, None
@@ -181,6 +198,8 @@ def parallelize(
     facts = {"transport": transport, "partition": "auto" if split is None else split}
     agree(ring, "parallelize", mistake, facts)
     assert adapter is not None
+    if weights_are_set:
+        check_same_weights(ring, model)
     if split is None:
         split = _measured(ring, adapter.cost(model), model, transport)
     adapter.detach(model)

@@ -249,7 +249,9 @@ class LLaMA(nn.Module):
                 would have to be waited for) outside the vocabulary, and what
                 :func:`ringattn.ring_attention` raises.
         """
-        self._agreement.check()
+        traced = torch.compiler.is_compiling()
+        if not traced:
+            self._agreement.check()
         ring = self.ring
         try:
             partition = self.check(token_ids, partition, sharded=sharded)
@@ -259,7 +261,9 @@ class LLaMA(nn.Module):
             raise
         local_ids = token_ids if sharded else partition.shard(token_ids, ring.rank)
         position_ids = partition.position_ids(ring.rank, device=local_ids.device)
-        inputs = None if sharded else Inputs(self._agreement, token_ids, "token_ids")
+        inputs = None
+        if not sharded and not traced:
+            inputs = Inputs(self._agreement, token_ids, "token_ids")
         call = self.prefill_call(partition, inputs=inputs)
         hidden = self.base_model(local_ids, position_ids, call)
         call.compare()

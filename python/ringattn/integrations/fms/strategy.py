@@ -16,9 +16,11 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ringattn._checks import check_transport
 from ringattn._distributed.collectives import agree
 from ringattn._distributed.groups import Group, keep, kept, resolve_group
+from ringattn._distributed.weights import check_same_weights
+from ringattn.integrations.fms.attach import add_handle, settings_of
 from ringattn.integrations.fms.attention import NAME
 from ringattn.integrations.fms.rope import rope_arguments
-from ringattn.parallel import Split, parallelize
+from ringattn.parallel import Split, parallelize, put_on_ring
 from ringattn.partition import Partition
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -105,7 +107,26 @@ class _AttachWhenBuilt:
             self.handle.remove()
             # As the assignment under way is about to do.
             module._modules[name] = submodule
-            self.strategy.attach(module)
+            strategy = self.strategy
+            put_on_ring(
+                *(module, strategy.partition, strategy.group, strategy.transport),
+                weights_are_set=False,
+            )
+            add_handle(module, module.register_forward_pre_hook(CompareWeights()))
+
+
+class CompareWeights:
+    """Before the first call of a model that was put on the ring while it was built, and before its
+    weights were set."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        settings = settings_of(model)
+        if not self.done and settings is not None:
+            check_same_weights(settings.ring(), model)
+        self.done = True
 
 
 def get_model(

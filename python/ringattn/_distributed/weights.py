@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether all ranks have the same weights."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ringattn._distributed.checksums import bits_checksum
+from ringattn._distributed.collectives import gather_objects
+from ringattn._distributed.groups import GroupInfo
+
+
+class Summary(NamedTuple):
+    """Of a parameter or a buffer."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int | None  # of its bits; None where it has none: on the meta device, sparse, ...
+
+
+def check_same_weights(ring: GroupInfo, model: nn.Module) -> None:
+    """Compares all parameters and buffers, bit by bit. Collective; reads the weights once.
+
+    Raises:
+        ValueError: on every rank, with the first one that differs, and where.
+    """
+    if ring.world_size == 1:
+        return
+    gathered = gather_objects(ring, "parallelize", _summaries(model))
+    first = gathered[0]
+    for rank, theirs in enumerate(gathered):
+        if only := [*(first.keys() - theirs.keys()), *(theirs.keys() - first.keys())]:
+            one, other = (0, rank) if only[0] in first else (rank, 0)
+            raise ValueError(
+                "model must have the same parameters and buffers on all ranks, "
+                f"got {only[0]} on rank {one} and none on rank {other}"
+            )
+        for name, own in first.items():
+            if own[:2] != theirs[name][:2]:
+                raise ValueError(
+                    f"{name} must be the same on all ranks, got {_kind(own)} on rank 0 and "
+                    f"{_kind(theirs[name])} on rank {rank}"
+                )
+        different = [name for name, own in first.items() if theirs[name] != own]
+        if different:
+            more = f" (and {len(different) - 1} more)" if different[1:] else ""
+            raise ValueError(
+                f"{different[0]}{more} must be the same on all ranks, got other values on rank "
+                f"{rank} than on rank 0: load the same weights on every rank, or call "
+                "torch.manual_seed() with one seed before the model is made"
+            )
+
+
+def _kind(summary: Summary) -> str:
+    return f"{summary.dtype} {list(summary.shape)}"
+
+
+def _summaries(model: nn.Module) -> dict[str, Summary]:
+    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+    sums = {name: bits_checksum(x) for name, x in tensors.items() if _has_bits(x)}
+    # All are queued before the first is waited for.
+    numbers = {name: int(total) for name, total in sums.items()}
+    return {
+        name: Summary(tuple(x.shape), str(x.dtype), numbers.get(name))
+        for name, x in tensors.items()
+    }
+
+
+def _has_bits(x: torch.Tensor) -> bool:
+    is_plain = type(x) in (torch.Tensor, nn.Parameter)
+    return is_plain and not x.is_meta and x.layout == torch.strided and not x.is_quantized
