@@ -52,6 +52,26 @@ struct KeyBounds {
     return {{first.begin, last.end}, {last.begin, first.end}};
   }
 
+  /// Whether one of rows [first_row, rows_end) sees one of keys [first_key, keys_end). Hulls may
+  /// have gaps. The rows that could are adjacent: from the first that ends behind first_key on.
+  constexpr bool any_sees(int first_row, int rows_end, int first_key, int keys_end) const {
+    int row = first_row, end = rows_end;
+    while (row < end) {
+      const int middle = row + (end - row) / 2;
+      if (range(middle).end > first_key) {
+        end = middle;
+      } else {
+        row = middle + 1;
+      }
+    }
+    for (; row < rows_end; ++row) {
+      const KeyRange seen = range(row);
+      if (seen.begin >= keys_end) return false;
+      if (seen.begin < seen.end) return true;
+    }
+    return false;
+  }
+
  private:
   constexpr int32_t clamp(int32_t key) const {
     return key < 0 ? 0 : key < num_keys ? key : num_keys;

@@ -57,20 +57,24 @@ void poison_unseen(Segment& segment) {
   const at::Tensor ranges = segment.ranges.cpu();
   const int64_t num_keys = segment.k.size(1);
   const auto rows = ranges.accessor<int32_t, 2>();
-  std::vector<bool> seen(num_keys);
-  int64_t first = num_keys, end = 0;
+  std::vector<bool> seen(num_keys), near(num_keys);
   for (int64_t row = 0; row < ranges.size(0); ++row) {
     for (int64_t key = std::max(rows[row][0], 0); key < std::min<int64_t>(rows[row][1], num_keys);
          ++key) {
       seen[key] = true;
-      first = std::min(first, key);
-      end = std::max(end, key + 1);
+    }
+  }
+  for (const int64_t step : {1, -1}) {
+    int64_t since = kFar + 1;  // keys since the latest that is seen
+    for (int64_t key = step > 0 ? 0 : num_keys - 1; key >= 0 && key < num_keys; key += step) {
+      since = seen[key] ? 0 : since + 1;
+      if (since <= kFar) near[key] = true;
     }
   }
   at::Tensor unseen = at::zeros({num_keys}, at::kBool), far = unseen.clone();
   for (int64_t key = 0; key < num_keys; ++key) {
     unseen[key] = !seen[key];
-    far[key] = key < first - kFar || key >= end + kFar;
+    far[key] = !near[key];
   }
   const auto fill = [](const at::Tensor& x, const at::Tensor& rows) {
     x.masked_fill_(rows.to(x.device()).reshape({1, -1, 1, 1}), kNaN);

@@ -124,6 +124,25 @@ TEST_CASE("tiles of keys hold all keys that rows see, unmasked ones no other") {
   }
 }
 
+TEST_CASE("keys in a gap are seen by none of the rows around it") {
+  std::mt19937 random(6);
+  for (int trial = 0; trial < 3000; ++trial) {
+    const int num_queries = 1 + static_cast<int>(random() % 30);
+    const Segment segment = random_segment(random, num_queries);
+    const int num_keys = segment.keys.num_keys;
+    if (num_keys == 0) continue;
+    const int first = static_cast<int>(random() % num_queries);
+    const int end = first + 1 + static_cast<int>(random() % (num_queries - first));
+    const int first_key = static_cast<int>(random() % num_keys);
+    const int keys_end = first_key + 1 + static_cast<int>(random() % (num_keys - first_key));
+    bool sees = false;
+    for (int row = first; row < end; ++row) {
+      for (int key = first_key; key < keys_end; ++key) sees |= segment.sees(row, key);
+    }
+    REQUIRE(KeyBounds::of(segment.keys).any_sees(first, end, first_key, keys_end) == sees);
+  }
+}
+
 TEST_CASE("a table that decreases gives tiles of the segment") {
   std::mt19937 random(5);
   for (int trial = 0; trial < 1000; ++trial) {

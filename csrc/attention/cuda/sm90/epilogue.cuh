@@ -79,6 +79,14 @@ struct RowResults {
     }
   }
 
+  /// A row that saw nothing is not stored if its state is not empty: its result is there already.
+  __device__ __forceinline__ void leave_states() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (empty[half] && folds[half]) row[half] = rows_end;
+    }
+  }
+
   /// A final row's softmax gets the logit of its head's sink, which has no value.
   __device__ __forceinline__ void join_sink(const GeneralParams& general, const KernelParams& p,
                                             const QueryTile& tile, float (&row_lse)[2]) {

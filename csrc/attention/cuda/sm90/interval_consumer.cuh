@@ -15,6 +15,7 @@
 #include "attention/cuda/sm90/recompute_scores.cuh"
 #include "attention/cuda/sm90/softmax.cuh"
 #include "attention/cuda/sm90/tile.cuh"
+#include "attention/cuda/softcap.cuh"
 #include "peer_sync/memory_order.cuh"
 
 // The consumer of general variants, in which each row sees a range of a segment's keys. Of the
@@ -25,7 +26,9 @@
 //   the consumer                     | skip  | attend     | attend       | attend     | skip  |
 //
 // Values of a tile are multiplied under the scores of the next one. Before tiles that are skipped
-// nothing is next, so they are multiplied alone.
+// nothing is next, so they are multiplied alone. So are those of tiles far from the keys of some
+// rows (two documents, rows of two pieces of a sequence): the product of a probability 0 and a NaN
+// must not reach these rows. Tiles that no row sees lie between them, and are skipped.
 
 namespace ringattn::cuda::sm90 {
 
@@ -36,8 +39,13 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
                                                   const SharedMemory<Tile>& shared, int consumer) {
   const bool is_first_thread = threadIdx.x % kWarpgroupSize == 0;
   const bool is_first_lane = threadIdx.x % 32 == 0;
-  const int lane_row = consumer * kConsumerRows + threadIdx.x % kWarpgroupSize / 32 * 16 +
-                       threadIdx.x % 32 / 4;  // within the tile
+  // Within the tile. Computed again in each use: registers are few.
+  const auto lane_row_of = [consumer] {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return static_cast<int>(consumer * kConsumerRows + thread % kWarpgroupSize / 32 * 16 +
+                            thread % 32 / 4);
+  };
   const uint32_t queries = shared.queries(consumer);
   const int own_barrier = kWarpgroupBarrier + consumer;
 
@@ -74,9 +82,10 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
   };
   const auto cap = [&](float(&scores)[Tile::kBlockK / 2]) {
     if constexpr (p.kSoftcap) {
-      const Softcap softcap = {p.softcap_limit, p.softcap_exponent};
 #pragma unroll
-      for (int i = 0; i < Tile::kBlockK / 2; ++i) scores[i] = softcap(scores[i]);
+      for (int i = 0; i < Tile::kBlockK / 2; ++i) {
+        scores[i] = tanh_by_exp2(p.softcap_inner * scores[i]);
+      }
     }
   };
 
@@ -96,11 +105,11 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
             p.remote_fetch.failed != nullptr && load_relaxed_system(p.remote_fetch.failed) != 0;
       }
       if (is_first_thread) wait_for_stores_to_read();  // of the previous tile
-      rows.finish(p, tile, tile.first_row + lane_row, softmax, failed);
+      rows.finish(p, tile, tile.first_row + lane_row_of(), softmax, failed);
       // From here on all threads may overwrite the previous results, and these queries.
       named_barrier_wait(own_barrier, kWarpgroupSize);
     };
-    if (p.fold) prefetch_lse(p, tile, tile.first_row + lane_row);
+    if (p.fold) prefetch_lse(p, tile, tile.first_row + lane_row_of());
     /// Not where results leave through the memory of the queries.
     const auto free_queries = [&] {
       __syncwarp();  // all lanes have read the tile
@@ -112,31 +121,18 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
 
     // The tile is read again where it is needed, until the queries are free: registers are few.
     const auto rows_see = [&](int segment, KeyRange(&seen)[2]) {
-      load_ranges(p.keys[segment], shared.tile(consumer, queries_parity), lane_row, seen);
+      load_ranges(p.keys[segment], shared.tile(consumer, queries_parity), lane_row_of(), seen);
     };
-    int segment = 0;
-    ConsumerTiles visible = {};
-    /// Goes to the next segment of which these rows see keys; without one, visible.own is empty.
-    /// Returns how many tiles there are to skip.
-    const auto next_segment = [&] {
-      int between = visible.below;
-      visible.own = {};
+    uint32_t probabilities[Tile::kBlockK / 4];
+    bool values_pending = false;  // those of the latest tile have not been multiplied yet
+    int between = 0;              // tiles to skip, of which these rows see nothing
+    if (sees_keys && p.negative_scale) negate_queries<Tile>(queries, own_barrier);
 #pragma unroll 1
-      while (segments != 0 && visible.own.empty()) {
-        segment = __ffs(segments) - 1;
-        segments &= segments - 1;
-        const QueryTile at = shared.tile(consumer, queries_parity);
-        visible =
-            consumer_tiles<Tile>(p.keys[segment], at, at.first_row + consumer * kConsumerRows);
-        between += visible.above;
-      }
-      return between;
-    };
-
-    int between = next_segment();
-    if (!visible.own.empty()) {
-      uint32_t probabilities[Tile::kBlockK / 4];
-      if (p.negative_scale) negate_queries<Tile>(queries, own_barrier);
+    for (; segments != 0; segments &= segments - 1) {
+      const int segment = __ffs(segments) - 1;
+      const QueryTile at = shared.tile(consumer, queries_parity);
+      const ConsumerTiles visible =
+          consumer_tiles<Tile>(p.keys[segment], at, at.first_row + consumer * kConsumerRows);
 
       // A tile of keys behind skipped ones: there is nothing to overlap it with.
       const auto attend_first = [&](int key_tile) {
@@ -190,10 +186,9 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
               recompute_scores<Element, Tile::kHeadDim>(
                   scores, overflowed, queries, Tile::kQueryBlockBytes, keys, Tile::kKeyBlockBytes);
               if constexpr (p.kSoftcap) {
-                const Softcap softcap = {p.softcap_limit, p.softcap_exponent};
 #pragma unroll
                 for (int i = 0; i < Tile::kBlockK / 2; ++i) {
-                  if (overflowed[i / 2 % 2]) scores[i] = softcap(scores[i]);
+                  if (overflowed[i / 2 % 2]) scores[i] = tanh_by_exp2(p.softcap_inner * scores[i]);
                 }
               }
               softmax.restart(scores, sums, overflowed, p.softmax_scale());
@@ -207,33 +202,60 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
         free_keys();
       };
 
-      for (bool values_pending = false;;) {
-        int key_tile = visible.own.end - 1;
-        if (!values_pending) {
-          skip(between);
-          attend_first(key_tile);
-          --key_tile;
+      /// A tile in a gap between the keys of some rows and those of others.
+      const auto is_unseen = [&](int key_tile) {
+        const QueryTile at = shared.tile(consumer, queries_parity);
+        const int first_row = at.first_row + consumer * kConsumerRows;
+        return !p.keys[segment].any_sees(first_row, min(first_row + kConsumerRows, at.rows_end),
+                                         key_tile * Tile::kBlockK, (key_tile + 1) * Tile::kBlockK);
+      };
+      /// Values of the latest tile, where some rows see no key near it.
+      const auto add_apart = [&](int key_tile) {
+        KeyRange seen[2];
+        rows_see(segment, seen);
+        RowFlags sees;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          sees.of[half] = max(seen[half].begin, key_tile * Tile::kBlockK) <
+                          min(seen[half].end, (key_tile + 1) * Tile::kBlockK);
         }
-        for (int masked_end = visible.own.unmasked_end;; masked_end = visible.own.begin) {
+        wait(shared.full(kValues, values_at.stage), values_at.parity);
+        add_values_to_rows<Element>(out, probabilities, shared.buffer(kValues, values_at.stage),
+                                    Tile::kKeyBlockBytes, sees);
+        named_barrier_wait(own_barrier, kWarpgroupSize);  // all warps have read the values
+
+        free_values();
+      };
+
+      between += visible.above;
 #pragma unroll 1
-          for (; key_tile >= masked_end; --key_tile) attend(key_tile, std::true_type{});
-          if (masked_end == visible.own.begin) break;
-#pragma unroll 1
-          for (; key_tile >= visible.own.unmasked_begin; --key_tile) {
-            attend(key_tile, std::false_type{});
+      for (int key_tile = visible.own.end - 1; key_tile >= visible.own.begin; --key_tile) {
+        const bool near = key_tile >= visible.near_begin && key_tile < visible.near_end;
+        if (!near && is_unseen(key_tile)) {
+          ++between;
+        } else if (!near || between > 0 || !values_pending) {
+          if (values_pending) {
+            wait(shared.full(kValues, values_at.stage), values_at.parity);
+            issue_values<Element, Tile>(out, probabilities,
+                                        shared.buffer(kValues, values_at.stage));
+            wait_for_products<0>();
+            free_values();
           }
-        }
-        between = next_segment();
-        if (visible.own.empty()) break;
-        values_pending = between == 0;
-        if (!values_pending) {
-          wait(shared.full(kValues, values_at.stage), values_at.parity);
-          issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
-          wait_for_products<0>();
-          free_values();
+          skip(between);
+          between = 0;
+          attend_first(key_tile);
+          values_pending = near;
+          if (!near) add_apart(key_tile);
+        } else if (key_tile >= visible.own.unmasked_end || key_tile < visible.own.unmasked_begin) {
+          attend(key_tile, std::true_type{});
+        } else {
+          attend(key_tile, std::false_type{});
         }
       }
+      between += visible.below;
+    }
 
+    if (values_pending) {
       tile = shared.tile(consumer, queries_parity);
       free_queries();
       wait(shared.full(kValues, values_at.stage), values_at.parity);
@@ -241,18 +263,14 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
       finish_rows();  // while the products run
       wait_for_products<0>();
       free_values();
-      rows.clear_empty(out);
       skip(between);
     } else {
       skip(between);
       free_queries();
-      // The state is the result, where there is one and no row of it is to be rounded.
-      if (!sees_keys && p.fold && none_final(p, tile)) {
-        queries_parity ^= 1;
-        continue;
-      }
       finish_rows();
+      if (!sees_keys && none_final(p, tile)) rows.leave_states();
     }
+    rows.clear_empty(out);
 
     if (sees_keys && goes_through_shared<Tile>(p, tile)) {
       store_through_shared<Element>(p, tile, shared, consumer, rows, out);

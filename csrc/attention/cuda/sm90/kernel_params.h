@@ -90,9 +90,9 @@ enum class Variant {
 /// Of the general variants alone.
 struct GeneralParams {
   const float* sinks;  // [H]; null: none
-  // Of a raw score s: its capped one, in powers of two, is limit * tanh(|s| * exponent / -2 ln 2).
-  float softcap_limit;
-  float softcap_exponent;
+  // A raw score s becomes tanh(softcap_inner * s), which softmax multiplies by softcap_log2.
+  float softcap_inner;
+  float softcap_log2;
 };
 struct NoParams {};
 
@@ -116,10 +116,13 @@ struct SegmentedParams
   /// In place of visible segments, where there are none.
   constexpr int none_visible() const { return kGeneral ? 0 : num_segments; }
 
-  /// What softmax multiplies scores with: capped ones are powers of two.
+  /// What softmax multiplies scores by, in powers of two.
   constexpr float softmax_scale() const {
-    if constexpr (kSoftcap) return 1.0f;
-    return scale_log2;
+    if constexpr (kSoftcap) {
+      return this->softcap_log2;
+    } else {
+      return scale_log2;
+    }
   }
 
   /// Where work tiles are dispatched dynamically, those from first_tail_tile on are taken in this

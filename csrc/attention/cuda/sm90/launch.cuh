@@ -17,6 +17,7 @@
 #include "attention/cuda/sm90/scheduler/tile_cost.h"
 #include "attention/cuda/sm90/scheduler/tile_selection.h"
 #include "attention/cuda/sm90/tensor_map.h"
+#include "attention/cuda/softcap.cuh"
 #include "core/lru_cache.h"
 
 // The host's side of one instantiation: tile order, tensor maps, launch.
@@ -282,9 +283,9 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool fetch_bound, cu
   params.fold = p.fold;
   if constexpr (params.kGeneral) {
     params.sinks = p.sinks;
-    params.softcap_limit = p.softcap * kLog2E;
-    // Not 0 either, so that an infinite score is at the limit.
-    params.softcap_exponent = std::min(-2.0f * kLog2E * std::fabs(p.scale) / p.softcap, -FLT_MIN);
+    const float softcap = std::clamp(p.softcap, Softcap::kSmallest, Softcap::kLargest);
+    params.softcap_inner = std::min(std::fabs(p.scale) / softcap, FLT_MAX);
+    params.softcap_log2 = softcap * kLog2E;
   }
 
   // Thread blocks without a work tile can still fetch keys.

@@ -51,21 +51,6 @@ __device__ __forceinline__ void mask_scores(float (&s)[kScores], const KeyRange 
   }
 }
 
-/// Softcap, of raw scores: cap * tanh(scale * s / cap) in powers of two. Odd in s, +-limit for
-/// infinite scores; a NaN stays NaN.
-///
-/// Note: tanh.approx, one instruction, is wrong by up to 2^-11, more than the rounding error of the
-/// probabilities. This is wrong by 2^-22 of the limit.
-struct Softcap {
-  float limit;     // cap * log2(e)
-  float exponent;  // -2 * log2(e) * scale / cap
-
-  __device__ __forceinline__ float operator()(float s) const {
-    const float e = exp2_approx(fabsf(s) * exponent);  // exp(-2 |x|), x = scale * s / cap
-    return copysignf(fmaf(-limit, e, limit) * reciprocal(1.0f + e), s);
-  }
-};
-
 /// A number for each of a lane's two rows.
 struct RowPair {
   float of[2];

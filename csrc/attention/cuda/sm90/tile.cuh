@@ -201,24 +201,33 @@ struct ConsumerTiles {
   int above;     // tiles before those that the consumer's rows see
   KeyTiles own;  // of every row of an unmasked tile, a higher tile has a key that it sees, too
   int below;     // tiles after them
+  int near_begin, near_end;  // tiles whose keys are at most kNearKeys from keys that each row sees
 };
+
+/// A value that is not finite may reach rows that see a key so near. Beyond, it may not.
+constexpr int kNearKeys = 512;
 
 ///   first_row  of the consumer's rows, none of which may exist
 template <typename Tile>
 __device__ __forceinline__ ConsumerTiles consumer_tiles(const KeyBounds& keys,
                                                         const QueryTile& tile, int first_row) {
   const KeyTiles all = visible_tiles<Tile>(keys, tile);
-  ConsumerTiles tiles = {all.size(), {}, 0};
+  ConsumerTiles tiles = {all.size(), {}, 0, 0, 0};
   if (first_row >= tile.rows_end) return tiles;
   const int rows_end = min(first_row + kConsumerRows, tile.rows_end);
-  KeyTiles own = KeyTiles::of(keys.visible(first_row, rows_end), Tile::kBlockK, /*keys_above=*/1);
+  const VisibleKeys visible = keys.visible(first_row, rows_end);
+  KeyTiles own = KeyTiles::of(visible, Tile::kBlockK, /*keys_above=*/1);
   // Of a table that decreases they may not be among the work tile's.
   own.begin = max(own.begin, all.begin);
   own.end = min(own.end, all.end);
   if (own.begin >= own.end) return tiles;
   own.unmasked_begin = max(own.unmasked_begin, own.begin);
   own.unmasked_end = max(own.unmasked_end, own.begin);
-  return {all.end - own.end, own, own.begin - all.begin};
+  const bool both_see =
+      visible.some.begin < visible.all.end && visible.all.begin < visible.some.end;
+  const int near_begin = max(visible.all.begin - kNearKeys + Tile::kBlockK - 1, 0) / Tile::kBlockK;
+  const int near_end = both_see ? (visible.all.end + kNearKeys) / Tile::kBlockK : 0;
+  return {all.end - own.end, own, own.begin - all.begin, near_begin, near_end};
 }
 
 /// The keys of a segment that each of a lane's two rows sees. Rows that do not exist see those of
