@@ -9,6 +9,7 @@
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/scheduler/tile_cost.h"
 #include "attention/cuda/sm90/scheduler/tile_selection.h"
+#include "attention/cuda/sm90/visible_tiles.cuh"
 
 // The shapes of tiles, the map of shared memory, and the work tiles that a thread block takes.
 
@@ -122,123 +123,6 @@ static_assert(Tile256::kBlockQ == kTile256.rows && Tile256::kBlockK == kTile256.
 
 /// What is loaded in tiles of kBlockK rows.
 enum Operand { kKeys, kValues };
-
-/// The query tile of one thread block: rows of one head.
-struct QueryTile {
-  int first_row;      // negative: there are no more tiles
-  int rows_end;       // first_row or less: the second row tile of a pair, without rows
-  int work_tile_end;  // end of the cluster's rows, all of which process the same keys
-  int batch;
-  int head;
-  uint32_t state_parity;  // of the barrier state_full, if a state is loaded
-
-  __device__ __forceinline__ bool exists() const { return first_row >= 0; }
-};
-
-/// Tiles of keys visible to rows of the work tile up to `rows_end`.
-template <typename Tile>
-__device__ __forceinline__ int visible_key_tiles(const DiagonalBounds& keys, const QueryTile& tile,
-                                                 int rows_end) {
-  // A row that exists. The first one does in unpaired tiles, where it makes their loops shorter.
-  const int row = Tile::kInPairs ? tile.work_tile_end - 1 : tile.first_row;
-  return keys.visible_tiles(row, rows_end, Tile::kBlockK);
-}
-
-/// A segment's tiles of keys, counted from the first, as the 64 rows of a consumer see them.
-struct VisibleTiles {
-  int tiles;     // visible to the work tile
-  int own;       // visible to any of the 64 rows
-  int unmasked;  // wholly visible to all of the 64 rows
-};
-
-///   first_row  of the 64; `own` and `unmasked` are undefined if none of them exists
-template <typename Tile>
-__device__ __forceinline__ VisibleTiles visible_tiles(const DiagonalBounds& keys,
-                                                      const QueryTile& tile, int first_row) {
-  const int by_first = min(keys.num_keys, first_row + 1 + keys.diagonal);
-  return {visible_key_tiles<Tile>(keys, tile, tile.work_tile_end),
-          visible_key_tiles<Tile>(keys, tile, min(first_row + kConsumerRows, tile.rows_end)),
-          max(by_first, 0) / Tile::kBlockK};
-}
-
-/// The first segment from `segment` on with keys visible to the work tile.
-template <typename Tile, int kSegments>
-__device__ __forceinline__ int visible_segment(
-    const SegmentedParams<kSegments, Variant::kDiagonal>& p, const QueryTile& tile, int segment) {
-  while (segment < p.num_segments &&
-         visible_key_tiles<Tile>(p.keys[segment], tile, tile.work_tile_end) == 0) {
-    ++segment;
-  }
-  return segment;
-}
-
-// The same for general variants. Their row tiles are never in pairs: the rows of a work tile begin
-// with `first_row` of each of its thread blocks.
-
-/// The segments with keys that the work tile may see, a bit for each.
-template <int kSegments, Variant kVariant>
-__device__ __forceinline__ uint32_t visible_segments(const SegmentedParams<kSegments, kVariant>& p,
-                                                     const QueryTile& tile) {
-  static_assert(kSegments <= 32);
-  uint32_t segments = 0;
-#pragma unroll 4
-  for (int segment = 0; segment < p.num_segments; ++segment) {
-    const KeyRange some = p.keys[segment].visible(tile.first_row, tile.work_tile_end).some;
-    segments |= static_cast<uint32_t>(some.begin < some.end) << segment;
-  }
-  return segments;
-}
-
-/// A segment's tiles of keys that the work tile sees.
-template <typename Tile>
-__device__ __forceinline__ KeyTiles visible_tiles(const KeyBounds& keys, const QueryTile& tile) {
-  return KeyTiles::of(keys.visible(tile.first_row, tile.work_tile_end), Tile::kBlockK);
-}
-
-/// A segment's tiles of keys that the work tile sees, as one consumer comes to them: the last
-/// first.
-struct ConsumerTiles {
-  int above;     // tiles before those that the consumer's rows see
-  KeyTiles own;  // of every row of an unmasked tile, a higher tile has a key that it sees, too
-  int below;     // tiles after them
-  int near_begin, near_end;  // tiles whose keys are at most kNearKeys from keys that each row sees
-};
-
-/// A value that is not finite may reach rows that see a key so near. Beyond, it may not.
-constexpr int kNearKeys = 512;
-
-///   first_row  of the consumer's rows, none of which may exist
-template <typename Tile>
-__device__ __forceinline__ ConsumerTiles consumer_tiles(const KeyBounds& keys,
-                                                        const QueryTile& tile, int first_row) {
-  const KeyTiles all = visible_tiles<Tile>(keys, tile);
-  ConsumerTiles tiles = {all.size(), {}, 0, 0, 0};
-  if (first_row >= tile.rows_end) return tiles;
-  const int rows_end = min(first_row + kConsumerRows, tile.rows_end);
-  const VisibleKeys visible = keys.visible(first_row, rows_end);
-  KeyTiles own = KeyTiles::of(visible, Tile::kBlockK, /*keys_above=*/1);
-  // Of a table that decreases they may not be among the work tile's.
-  own.begin = max(own.begin, all.begin);
-  own.end = min(own.end, all.end);
-  if (own.begin >= own.end) return tiles;
-  own.unmasked_begin = max(own.unmasked_begin, own.begin);
-  own.unmasked_end = max(own.unmasked_end, own.begin);
-  const bool both_see =
-      visible.some.begin < visible.all.end && visible.all.begin < visible.some.end;
-  const int near_begin = max(visible.all.begin - kNearKeys + Tile::kBlockK - 1, 0) / Tile::kBlockK;
-  const int near_end = both_see ? (visible.all.end + kNearKeys) / Tile::kBlockK : 0;
-  return {all.end - own.end, own, own.begin - all.begin, near_begin, near_end};
-}
-
-/// The keys of a segment that each of a lane's two rows sees. Rows that do not exist see those of
-/// the last one that does: their scores must not ask for new maxima in unmasked tiles.
-__device__ __forceinline__ void load_ranges(const KeyBounds& keys, const QueryTile& tile,
-                                            int lane_row, KeyRange (&seen)[2]) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    seen[half] = keys.range(min(tile.first_row + lane_row + 8 * half, tile.rows_end - 1));
-  }
-}
 
 /// Addresses in shared memory.
 template <typename Tile>
