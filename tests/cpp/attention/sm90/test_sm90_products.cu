@@ -127,9 +127,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   write_accumulators<kN>(accumulators, d);
 }
 
-template <typename Element, int kN, int kDepth>
+/// By warpgroups or, in the given rows of each warp's 16, by single warps.
+template <typename Element, int kN, int kDepth, bool kByWarps>
 __global__ void __launch_bounds__(kThreads, 1)
-    multiply_registers(const uint32_t* a, const uint4* b, int offset, float* d) {
+    multiply_registers(const uint32_t* a, const uint4* b, int offset, RowFlags rows, float* d) {
   extern __shared__ unsigned char dynamic[];
   const uint32_t shared_b = aligned(dynamic, offset);
   copy_to_shared(shared_b, b, kN * kDepth * 2);
@@ -138,8 +139,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   read_accumulators<kN>(accumulators, d);
   uint32_t registers[kDepth / 4];
   read_left_operand<kDepth>(registers, a);
-  issue_of_registers<Element, kN, kDepth>(accumulators, registers, shared_b);
-  wait_for_products<0>();
+  if constexpr (kByWarps) {
+    add_values_to_rows<Element>(accumulators, registers, shared_b, kDepth * kRowBytes, rows);
+  } else {
+    issue_of_registers<Element, kN, kDepth>(accumulators, registers, shared_b);
+    wait_for_products<0>();
+  }
   write_accumulators<kN>(accumulators, d);
 }
 
@@ -261,19 +266,22 @@ void check_of_shared() {
   }
 }
 
-template <typename Element, int kN, int kDepth>
-void check_of_registers() {
+template <typename Element, int kN, int kDepth, bool kByWarps = false>
+void check_of_registers(const RowFlags& rows = {{true, true}}) {
   CAPTURE(kN, kDepth);
   const auto a = eighths(kRows, kDepth, 4), b = eighths(kDepth, kN, 5),
              before = eighths(kRows, kN, 6);
-  const auto expected = product(a, b, kN, kDepth, false, before);
+  auto expected = product(a, b, kN, kDepth, false, before);
+  for (int i = 0; i < kRows * kN; ++i) {
+    if (!rows.of[i / kN % 16 / 8]) expected[i] = before[i];
+  }
   const DeviceArray<Element> device_a(rounded<Element>(a)), device_b(image<Element>(b, kDepth, kN));
-  const auto kernel = multiply_registers<Element, kN, kDepth>;
+  const auto kernel = multiply_registers<Element, kN, kDepth, kByWarps>;
   allow_all_shared_memory(kernel);
   for (int offset : {0, last_offset(kDepth * kN * 2)}) {
     const DeviceArray<float> d(before);
     kernel<<<1, kThreads, kMaxSharedBytes>>>(as<uint32_t>(device_a), as<uint4>(device_b), offset,
-                                             d.data());
+                                             rows, d.data());
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     CHECK((d.values() == expected));
   }
@@ -329,6 +337,17 @@ TEMPLATE_TEST_CASE("sm90: products of registers with a transposed operand", "", 
   check_of_registers<TestType, 64, 128>();
   check_of_registers<TestType, 128, 128>();
   check_of_registers<TestType, 256, 80>();
+}
+
+TEMPLATE_TEST_CASE("sm90: a warp by itself adds values to some of its rows", "", __half,
+                   __nv_bfloat16) {
+  if (!has_hopper()) return;
+  for (const RowFlags& rows :
+       {RowFlags{{true, true}}, RowFlags{{false, true}}, RowFlags{{true, false}}}) {
+    check_of_registers<TestType, 64, 80, true>(rows);
+    check_of_registers<TestType, 128, 128, true>(rows);
+    check_of_registers<TestType, 256, 80, true>(rows);
+  }
 }
 
 TEMPLATE_TEST_CASE("sm90: the older group of products can be read while the newer one runs", "",
