@@ -71,6 +71,13 @@ int64_t BlockRows::sum_before(int64_t end) const {
          std::max<int64_t>(0, end - piece.end) * rows_[i + 1];
 }
 
+int64_t BlockRows::Counter::rows_before(int64_t position) {
+  const std::vector<Segment>& pieces = rows_.pieces_;
+  while (piece_ < pieces.size() && pieces[piece_].end <= position) ++piece_;
+  if (piece_ == pieces.size()) return rows_.size();
+  return rows_.rows_[piece_] + std::max<int64_t>(0, position - pieces[piece_].begin);
+}
+
 BlockRows BlockRows::part(int64_t begin, int64_t end) const {
   std::vector<Segment> pieces;
   for (size_t i = 0; i < pieces_.size(); ++i) {
@@ -115,30 +122,32 @@ std::vector<Segment> visible_positions(const BlockRows& queries, const Mask& mas
   return visible;
 }
 
-std::vector<int32_t> key_ranges(const BlockRows& queries, const BlockRows& keys, const Mask& mask,
-                                int64_t seq_len) {
-  std::vector<int32_t> ranges;
-  ranges.reserve(2 * queries.size());
+void key_ranges(const BlockRows& queries, const BlockRows& keys, const Mask& mask, int64_t seq_len,
+                int32_t* ranges) {
+  BlockRows::Counter before_begin(keys), before_end(keys);
+  int32_t* range = ranges;
   for_each_run(queries, mask, seq_len, [&](const Segment& run, const Segment& document) {
-    for (int64_t position = run.begin; position < run.end; ++position) {
+    for (int64_t position = run.begin; position < run.end; ++position, range += 2) {
       const Segment seen = mask.visible(position, document);
-      ranges.push_back(static_cast<int32_t>(keys.rows_before(seen.begin)));
-      ranges.push_back(static_cast<int32_t>(keys.rows_before(seen.end)));
+      range[0] = static_cast<int32_t>(before_begin.rows_before(seen.begin));
+      range[1] = static_cast<int32_t>(before_end.rows_before(seen.end));
     }
   });
-  // begin == end in an empty interval so far, and the other bounds are as its neighbours have them.
-  std::vector<bool> empty(queries.size());
+  // begin == end in an empty interval so far. Its new bounds leave it empty.
   int32_t last_end = 0, next_begin = static_cast<int32_t>(keys.size());
-  for (int64_t row = 0; row < queries.size(); ++row) {
-    empty[row] = ranges[2 * row] == ranges[2 * row + 1];
-    int32_t& end = ranges[2 * row + 1];
-    end = last_end = empty[row] ? last_end : end;
+  constexpr int32_t kEmpty = -1;
+  for (int32_t* row = ranges; row != range; row += 2) {
+    if (row[0] == row[1]) {
+      row[0] = kEmpty;
+      row[1] = last_end;
+    }
+    last_end = row[1];
   }
-  for (int64_t row = queries.size() - 1; row >= 0; --row) {
-    int32_t& begin = ranges[2 * row];
-    begin = next_begin = empty[row] ? next_begin : begin;
+  for (int32_t* row = range; row != ranges;) {
+    row -= 2;
+    if (row[0] == kEmpty) row[0] = next_begin;
+    next_begin = row[0];
   }
-  return ranges;
 }
 
 }  // namespace ringattn

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -24,6 +25,16 @@ class RINGATTN_API BlockRows {
   int64_t position(int64_t row) const;
   /// The sum of rows_before() over the positions [0, end).
   int64_t sum_before(int64_t end) const;
+  /// rows_before() for positions that never decrease, in constant time.
+  class Counter {
+   public:
+    explicit Counter(const BlockRows& rows) : rows_(rows) {}
+    int64_t rows_before(int64_t position);
+
+   private:
+    const BlockRows& rows_;
+    size_t piece_ = 0;  // the first that does not end before the latest position
+  };
   /// The rows [begin, end) as a block of their own.
   BlockRows part(int64_t begin, int64_t end) const;
 
@@ -41,12 +52,12 @@ RINGATTN_API int64_t num_pairs(const BlockRows& queries, const BlockRows& keys, 
 RINGATTN_API std::vector<Segment> visible_positions(const BlockRows& queries, const Mask& mask,
                                                     int64_t seq_len);
 
-/// For each query row the interval of key rows that it sees, [begin, end) one after the other,
-/// [2 * queries.size()]. An empty interval lies between those of the rows around it: it begins
-/// where the next one that is not empty does (there is none: at the last key row's end) and ends
-/// where the one before ends (none: at 0), so that the hull of several rows has no key that none of
-/// them sees at its ends.
-RINGATTN_API std::vector<int32_t> key_ranges(const BlockRows& queries, const BlockRows& keys,
-                                             const Mask& mask, int64_t seq_len);
+/// For each query row the interval of key rows that it sees, [begin, end) one after the other, into
+/// `ranges` [2 * queries.size()]. An empty interval lies between those of the rows around it: it
+/// begins where the next one that is not empty does (there is none: at the last key row's end) and
+/// ends where the one before ends (none: at 0), so that the hull of several rows has no key that
+/// none of them sees at its ends.
+RINGATTN_API void key_ranges(const BlockRows& queries, const BlockRows& keys, const Mask& mask,
+                             int64_t seq_len, int32_t* ranges);
 
 }  // namespace ringattn

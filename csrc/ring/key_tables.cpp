@@ -4,8 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <algorithm>
-
 namespace ringattn {
 
 KeyTables::KeyTables(const Partition& partition, int64_t rank, const Mask& mask,
@@ -38,9 +36,8 @@ void KeyTables::make(c10::Device device) {
   const auto on_host = at::TensorOptions(at::kInt).pinned_memory(device.is_cuda());
   for (size_t step = 0; step < needed_.size(); ++step) {
     if (!needed_[step]) continue;
-    const std::vector<int32_t> ranges = key_ranges(queries_, keys_[step], mask_, seq_len_);
     const at::Tensor table = at::empty({queries_.size(), 2}, on_host);
-    std::copy(ranges.begin(), ranges.end(), table.mutable_data_ptr<int32_t>());
+    key_ranges(queries_, keys_[step], mask_, seq_len_, table.mutable_data_ptr<int32_t>());
     tables_[step] = table.to(device, /*non_blocking=*/true);
   }
   device_ = device;

@@ -61,7 +61,7 @@ class Executor {
       options.scheduling = Scheduling::kDynamic;
       options.fetch = Fetch::kRemote;
       remote_fetch = remote->remote_fetch;
-    } else if (shares_device_with_transfers()) {
+    } else if (needs_dynamic_scheduling()) {
       options.scheduling = Scheduling::kDynamic;
       remote_fetch.scratch = scratch();
     }
@@ -115,9 +115,11 @@ class Executor {
     return result;
   }
 
-  // Transfers may occupy some multiprocessors for a while.
-  bool shares_device_with_transfers() const {
-    return visits_.size() > 1 && q_.is_cuda() && supports_segment_lists(q_);
+  // Transfers may occupy some multiprocessors for a while, and rows of documents see unequal
+  // numbers of keys.
+  bool needs_dynamic_scheduling() const {
+    const bool may_be_uneven = visits_.size() > 1 || call_.plan.key_tables->any();
+    return may_be_uneven && q_.is_cuda() && supports_segment_lists(q_);
   }
 
   LaunchScratch scratch() {

@@ -35,6 +35,13 @@ std::vector<int64_t> random_lengths(std::mt19937& random) {
   return lengths;
 }
 
+std::vector<int32_t> key_ranges(const BlockRows& queries, const BlockRows& keys, const Mask& mask,
+                                int64_t seq_len) {
+  std::vector<int32_t> ranges(2 * queries.size());
+  ringattn::key_ranges(queries, keys, mask, seq_len, ranges.data());
+  return ranges;
+}
+
 bool sees(const Visit& visit, const std::vector<int32_t>& ranges, int64_t i, int64_t j) {
   const auto inside = [](const RowRange& rows, int64_t row) {
     return rows.begin <= row && row < rows.end;
@@ -74,7 +81,7 @@ void check_against_brute_force(const Partition& partition, int64_t rank, const M
     std::vector<int32_t> ranges;
     if (visit.visibility == Visibility::kIntervals) {
       const auto block = partition.rows(visit.source).part(visit.keys.begin, visit.keys.end);
-      ranges = ringattn::key_ranges(partition.rows(rank), block, mask, partition.seq_len());
+      ranges = key_ranges(partition.rows(rank), block, mask, partition.seq_len());
       for (size_t i = 2; i < ranges.size(); ++i) REQUIRE(ranges[i - 2] <= ranges[i]);
     }
     int64_t num_pairs = 0;
@@ -152,8 +159,7 @@ TEST_CASE("the hull of rows ends with keys that one of them sees") {
   // Rows 0 and 3 see nothing of the keys, which are parts of three documents.
   const Mask mask = {/*causal=*/false, -1, -1, {0, 4, 8, 12, 16, 20}};
   const BlockRows queries({{3, 5}, {9, 10}, {18, 19}}), keys({{5, 8}, {10, 12}, {12, 14}});
-  CHECK(ringattn::key_ranges(queries, keys, mask, 20) ==
-        std::vector<int32_t>{0, 0, 0, 3, 3, 5, 7, 5});
+  CHECK(key_ranges(queries, keys, mask, 20) == std::vector<int32_t>{0, 0, 0, 3, 3, 5, 7, 5});
 }
 
 TEST_CASE("pieces that leave out a position, or have one twice, are refused") {
