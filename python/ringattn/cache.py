@@ -253,6 +253,7 @@ def _exchange(
         group=group,
         async_op=True,
     )
+    assert work is not None  # async_op
     return [work]
 
 

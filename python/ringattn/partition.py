@@ -160,8 +160,8 @@ class Partition:
 
         Args:
             pieces: for each rank its pieces ``(start, stop)`` of the sequence, in any order,
-                ``[W]``; a rank may have none. Together they cover ``[0, S)`` once. They are normalised:
-                sorted, neighbours joined, empty ones dropped.
+                ``[W]``; a rank may have none. Together they cover ``[0, S)`` once. They are
+                normalised: sorted, neighbours joined, empty ones dropped.
 
         Raises:
             ValueError: no ranks, pieces that are no pairs of non-negative integers in order, a

@@ -125,7 +125,7 @@ class RINGATTN_API GroupContext {
   std::map<c10::DeviceType, c10::Device> devices_;
   std::map<std::type_index, std::shared_ptr<void>> states_;
   int64_t num_exchanges_ = 0;
-  std::vector<std::string> exchanged_;  // keys of this rank that are in the store
+  std::vector<std::string> exchanged_;           // keys of this rank that are in the store
   std::atomic<const char*> under_way_{nullptr};  // the operation; null: none
 };
 

@@ -24,12 +24,13 @@ def tiny() -> LLaMA:
 
 def forwards_that_differ() -> list[str]:
     model, errors, rank = tiny(), [], this().rank
-    right = model(random_ids(2, 8))
+    partition = ringattn.Partition.even(8, 2)
+    right = model(random_ids(2, 8), partition)
     for mine in (random_ids(2, 8, seed=rank), random_ids(2, 8).flip(rank)):
         with pytest.raises(ValueError, match="on all ranks") as error:
-            model(mine)
+            model(mine, partition)
         errors.append(str(error.value))
-        assert torch.equal(model(random_ids(2, 8)), right)
+        assert torch.equal(model(random_ids(2, 8), partition), right)
     return errors
 
 

@@ -31,7 +31,7 @@ class RingLayer(CacheLayerMixin):
         self.is_initialized = True
 
     @property
-    def keys(self) -> torch.Tensor:  # type: ignore[override]
+    def keys(self) -> torch.Tensor:
         """Refused: no rank has them all."""
         raise ValueError(
             "keys and values must be those of this process, got a layer whose tokens lie on the "
@@ -39,7 +39,7 @@ class RingLayer(CacheLayerMixin):
         )
 
     @keys.setter
-    def keys(self, none: None) -> None:
+    def keys(self, none: torch.Tensor | None) -> None:
         """Nothing: the base class has none yet."""
 
     values = keys
