@@ -16,10 +16,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from ringattn._checks import MAX_HEAD_DIM, is_head_dim
+from ringattn._checks import MAX_HEAD_DIM, check_collective, is_head_dim
 from ringattn._distributed.agreement import Agreement, Given
 from ringattn._distributed.checksums import chained, checksum, number_of
 from ringattn._distributed.collectives import all_gather
+from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
 from ringattn._masks import CAUSAL
 from ringattn.cache import ShardedKVCache
@@ -219,7 +220,16 @@ class ModelCall:
         inputs, self._inputs = self._inputs, None
         if inputs is None or (self.ring.world_size == 1 and not inputs.more.may_be_flawed):
             return
+        try:
+            self._compare(inputs)
+        except Exception as error:
+            report_to_peers(self.ring, error)  # they wait for this rank's part
+            raise
+
+    def _compare(self, inputs: Inputs) -> None:
         tokens, more = inputs.tokens, inputs.more
+        if not tokens.is_floating_point():
+            check_collective(**{inputs.name: tokens})
         ids = None if tokens.is_floating_point() else checksum(tokens)
         places = None if inputs.position_ids is None else checksum(inputs.position_ids)
         # Of new tokens, the mask follows from the prompt's, or is a flaw.

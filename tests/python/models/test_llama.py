@@ -165,7 +165,10 @@ def wrong_call(folder: Path, rank_that_errs: int, batched: bool) -> None:
     ("batched", "message"),
     [
         (False, "token_ids must have the 38 tokens of the partition, got 37"),
-        (True, "q must not be batched by torch.vmap, got a batched tensor (B is the batch)"),
+        (
+            True,
+            "token_ids must not be batched by torch.vmap, got a batched tensor (B is the batch)",
+        ),
     ],
 )
 def test_a_wrong_call_on_one_rank_fails_on_all_and_names_it(
