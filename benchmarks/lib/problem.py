@@ -105,6 +105,14 @@ class Problem:
         shards = (partition.shard(x, rank()) for x in self.tensors)
         return Problem(*shards, self.causal), partition.position_ids(rank(), self.q.device)
 
+    def weights(self, scores: torch.Tensor, rows: torch.Tensor, head: int) -> torch.Tensor:
+        """Of the values, [B, R, S]: the softmax of scores of these rows, int64 [R], under the
+        mask."""
+        if self.causal:
+            hidden = torch.arange(self.seq_len, device=scores.device) > rows[:, None]  # [R, S]
+            scores = scores.masked_fill(hidden, -math.inf)
+        return scores.softmax(-1)
+
     def max_error(self, out: torch.Tensor, positions: torch.Tensor, samples: int = 32) -> float:
         """Largest difference from float64 attention, over some rows.
 
@@ -115,7 +123,6 @@ class Problem:
         stride = max(1, positions.numel() // samples)
         rows = torch.arange(positions.numel() - 1, -1, -stride, device=positions.device)
         asked = positions[rows]  # [R]
-        hidden = torch.arange(self.seq_len, device=out.device) > asked[:, None]  # [R, S]
         repeats = self.q.size(2) // self.k.size(2)
         worst = 0.0
         for head in range(self.q.size(2)):
@@ -123,9 +130,8 @@ class Problem:
             k = self.k[:, :, head // repeats].double()  # [B, S, D]
             v = self.v[:, :, head // repeats].double()
             scores = q @ k.transpose(1, 2) / math.sqrt(q.size(-1))  # [B, R, S]
-            if self.causal:
-                scores.masked_fill_(hidden, -math.inf)
-            error = (scores.softmax(-1) @ v - out[:, rows, head].double()).abs().max().item()
+            weights = self.weights(scores, asked, head)
+            error = (weights @ v - out[:, rows, head].double()).abs().max().item()
             # max() of Python would drop a NaN.
             worst = error if math.isnan(error) else max(worst, error)
             if math.isnan(worst):

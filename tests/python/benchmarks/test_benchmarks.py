@@ -65,6 +65,30 @@ def test_ring_benchmark_compares_rings_with_one_device(tmp_path: Path) -> None:
     assert 0 <= float(rows["ringattn zigzag auto"]["wait share"]) <= 1
 
 
+MASKS = ["--seq-lens", "96", "--head-dim", "16", "--median", "24", "--seeds", "3"]
+
+
+def test_masks_benchmark_times_every_mask_and_all_are_exact(tmp_path: Path) -> None:
+    stem = tmp_path / "masks"
+    run("benchmarks/masks.py", *SMALL, *HEADS, *MASKS, "--windows", "8", "--out", str(stem))
+    rows = read(stem)
+    masks = {(row["window"], row["sinks"], row["softcap"]) for row in rows}
+    assert len(masks) == 2 * 4  # packed and window; plain, sinks, softcap, both
+    ours = {"ringattn", "ringattn kernel", "ringattn causal", "torch FlexAttention"}
+    assert {row["what"] for row in rows} == ours | {"torch CPU"}
+    assert all(float(row["of causal"]) > 0 and float(row["max error"]) < 2e-6 for row in rows)
+
+
+def test_masks_benchmark_compares_partitions_of_a_pack(tmp_path: Path) -> None:
+    stem = tmp_path / "masks"
+    run("benchmarks/masks.py", *SMALL, *HEADS, *MASKS, "--out", str(stem), ranks=2)
+    rows = {row["what"]: row for row in read(stem)}
+    assert rows.keys() == {"one device", "packed", "contiguous", "zigzag"}
+    assert all(float(row["max error"]) < 2e-6 for row in rows.values())
+    assert float(rows["packed"]["busiest"]) <= float(rows["contiguous"]["busiest"])
+    assert float(rows["packed"]["share of ideal"]) > 0
+
+
 def test_transport_benchmark_receives_what_was_sent(tmp_path: Path) -> None:
     stem = tmp_path / "transport"
     sizes = ["--kilobytes", "64,256"]
@@ -141,6 +165,7 @@ def test_a_command_names_what_changes_a_run_and_nothing_else(
             "findings.py python/ringattn/models/pydoc_llama/config.json",
             "STEM.json must be a sweep of benchmarks/heterogeneous.py, got python/ringattn/",
         ),
+        ("masks.py --windows 0", "--windows: must be an integer from 1 on, got '0'"),
         ("ring.py --layouts foo", "--layouts: must be of zigzag, contiguous, got 'foo'"),
         ("ring.py", "ranks must be started by torchrun, got a process without it"),
         ("transport.py", "ranks must be started by torchrun, got a process without it"),
