@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -75,6 +76,8 @@ class Partition:
     lengths: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
     assigned: tuple[tuple[tuple[int, int], ...], ...] = ()
+    # With layout "pieces", what operators get: a tensor, which other pieces do not recompile for.
+    _flat: ClassVar[torch.Tensor | None] = None
 
     def __post_init__(self) -> None:
         if self.layout == "pieces":
@@ -82,6 +85,8 @@ class Partition:
             object.__setattr__(self, "assigned", assigned)
             object.__setattr__(self, "lengths", tuple(map(_num_tokens, assigned)))
             object.__setattr__(self, "order", tuple(range(len(assigned))))
+            flat = torch.tensor(flat_pieces(self), dtype=torch.int64).reshape(-1, 3)
+            object.__setattr__(self, "_flat", flat)
             return
         check_layout(self.layout)
         if self.assigned:
@@ -534,10 +539,7 @@ def partition_arguments(
     partition: Partition,
 ) -> tuple[list[int], list[int], str, torch.Tensor | None]:
     """The operators' arguments for a partition: lengths, order, layout, pieces."""
-    pieces = None
-    if partition.assigned:
-        pieces = torch.tensor(flat_pieces(partition), dtype=torch.int64).reshape(-1, 3)
-    return list(partition.lengths), list(partition.order), partition.layout, pieces
+    return list(partition.lengths), list(partition.order), partition.layout, partition._flat
 
 
 def flat_pieces(partition: Partition) -> list[tuple[int, int, int]]:

@@ -239,6 +239,34 @@ def test_other_documents_neither_recompile_nor_break_the_graph(softcap):
     assert len(compiles) == 2
 
 
+def compile_over_pieces() -> tuple[int, list[bool]]:
+    """How often a call over other pieces is compiled, and whether results are those without."""
+    torch._dynamo.reset()
+    compiles = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        compiles.append(graph)
+        return graph.forward
+
+    def attend(q: torch.Tensor, partition: Partition) -> torch.Tensor:
+        return ringattn.ring_attention(q, q, q, partition, window_size=(5, 0))
+
+    compiled, right = torch.compile(attend, fullgraph=True, backend=backend), []
+    for cuts in ((4, 8, 12), (3, 6, 11), (2, 6, 12), (1, 9, 14), (5, 6, 7)):
+        ends = (0, *cuts, 16)
+        pieces = list(itertools.pairwise(ends))
+        partition = Partition.pieces([pieces[::2], pieces[1::2]])
+        generator = torch.Generator().manual_seed(1)
+        q = partition.shard(torch.randn(1, 16, 2, 16, generator=generator), this().rank)
+        right.append(torch.equal(compiled(q, partition), attend(q, partition)))
+    return len(compiles), right
+
+
+def test_other_pieces_are_compiled_twice_at_most(rank_pool):
+    for compiles, right in rank_pool(2, "cpu").run(compile_over_pieces):
+        assert all(right) and compiles <= 2
+
+
 def test_flops_are_those_of_visible_pairs():
     q = torch.randn(2, 40, 4, 16)
     ends, window = [0, 13, 13, 40], (5, 2)
