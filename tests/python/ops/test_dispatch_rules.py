@@ -33,7 +33,7 @@ def arguments(name: str, **given: torch.Tensor) -> list[Any]:
 
 
 def test_the_operators_are_those_of_the_package() -> None:
-    assert len(OPERATORS) == 11 and "ring_forward" in OPERATORS
+    assert len(OPERATORS) == 12 and "ring_forward" in OPERATORS
 
 
 @pytest.mark.parametrize("name", OPERATORS)

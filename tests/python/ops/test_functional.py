@@ -64,7 +64,8 @@ def test_everything_public_is_documented(thing):
         (ringattn.merge_states, "(out_a, lse_a, out_b, lse_b)"),
         (
             ringattn.decode_attention,
-            "(q, k_shard, v_shard, *, group=None, scale=None, key_lengths=None, return_lse=False)",
+            "(q, k_shard, v_shard, *, group=None, scale=None, key_lengths=None, key_begins=None, "
+            "softcap=0.0, sinks=None, return_lse=False)",
         ),
         (ringattn.rotate_kv, "(kv, partition, *, group=None, transport='auto')"),
         (ringattn.synchronize, "(group=None)"),
