@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ringattn._distributed.checksums import chained, checksum
 from ringattn._distributed.collectives import complete
 from ringattn._distributed.groups import Group, resolve_group
+from ringattn._key_positions import KeyPositions
 
 _GROWTH = 1.5  # factor by which a full storage grows
 # Room for an unknown number of new tokens: a share of the prompt's tokens, and at least so many.
@@ -69,6 +70,8 @@ class ShardedKVCache:
         targets: how many tokens each rank shall hold in the end, ``[W]``; None: all the same.
         key_lengths: int32 ``[B]`` on the device of the keys, how many of this rank's tokens each
             batch row has; None: all of them.
+        positions: where this rank's part of the prompt lies in the sequence, for layers with a
+            window; None: unknown.
     """
 
     def __init__(
@@ -79,8 +82,11 @@ class ShardedKVCache:
         new_tokens: int | None = 0,
         targets: Sequence[int] | None = None,
         key_lengths: torch.Tensor | None = None,
+        positions: KeyPositions | None = None,
     ) -> None:
         self.rank = rank
+        self.positions = positions  # None after a rebalance(), which leaves keys out of order
+        self.prompt_len = sum(lengths)
         self.lengths = list(lengths)  # tokens of each rank, [W]
         self.targets = [0] * len(self.lengths) if targets is None else list(targets)
         self.key_lengths = key_lengths
@@ -92,6 +98,7 @@ class ShardedKVCache:
             self.capacity = max(self.capacity, targets[rank])
         # A checksum of the tokens that came before, by which ranks compare their caches.
         self.history: torch.Tensor | int = 0
+        self._begins: dict[tuple[int, int, torch.device], torch.Tensor] = {}  # of this step
         self._layers: dict[int, torch.Tensor] = {}  # [2, B, capacity, H_kv, D], keys first
         self.storage_version = 0  # another one: layers lie at other addresses than before
 
@@ -106,6 +113,31 @@ class ShardedKVCache:
         if self.key_lengths is None or self._count == 0:
             return self.key_lengths
         return self.key_lengths - self._count
+
+    def first_keys(self, left: int, count: int) -> list[int]:
+        """The first key of this rank that the newest ``count`` tokens see through a window of
+        ``left`` keys before each: of every batch row, or ``[1]`` for all of them.
+
+        Raises:
+            ValueError: keys that are out of order.
+        """
+        if self.positions is None:
+            raise ValueError(
+                "cache must have its keys in the order of the sequence for layers with a window, "
+                "got one that was rebalanced: leave cache_lengths out"
+            )
+        return self.positions.before(self.seq_len - self.prompt_len - count - left)
+
+    def begins(self, left: int, count: int, device: torch.device) -> torch.Tensor:
+        """:meth:`first_keys` of each of these tokens, int32 ``[B, count]`` or ``[1, count]``; made
+        once for the layers of a step."""
+        key = (left, count, device)
+        if key not in self._begins:
+            per_token = [self.first_keys(left, each) for each in range(count, 0, -1)]
+            self._begins[key] = (
+                torch.tensor(per_token, dtype=torch.int32).t().contiguous().to(device)
+            )
+        return self._begins[key]
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes one layer's keys and values of this rank's part of the prompt, each
@@ -125,9 +157,13 @@ class ShardedKVCache:
             How many of them each rank takes, ``[W]``.
         """
         shares = shares_of(count, self.lengths, self.targets)
+        num_new = self.seq_len - self.prompt_len
         self.lengths = [held + share for held, share in zip(self.lengths, shares, strict=True)]
         self._start, self._count = sum(shares[: self.rank]), shares[self.rank]
         self._places = None
+        self._begins.clear()
+        if self.positions is not None:
+            self.positions.append(num_new + self._start, self._count)
         if self.key_lengths is not None and self._count > 0:
             first, device = self.key_lengths.to(torch.int64), self.key_lengths.device
             tokens = first.unsqueeze(1) + torch.arange(self._count, device=device)
@@ -178,12 +214,15 @@ class ShardedKVCache:
     def select(self, rows: torch.Tensor) -> None:
         """Keeps these batch rows, int64 ``[B']``, in this order; one may be named several times."""
         self.storage_version += 1
+        self._begins.clear()
         if isinstance(self.history, torch.Tensor):
             self.history = chained(self.history, checksum(rows.to(self.history.device)))
         for layer, storage in self._layers.items():
             self._layers[layer] = storage.index_select(1, rows.to(storage.device))
         if self.key_lengths is not None:
             self.key_lengths = self.key_lengths.index_select(0, rows.to(self.key_lengths.device))
+            if self.positions is not None:
+                self.positions.select(rows.tolist())
 
     def rebalance(self, group: Group = None) -> None:
         """Moves tokens of ranks that hold more than their targets to those that hold less, in every
@@ -191,6 +230,8 @@ class ShardedKVCache:
         ``group`` as in :func:`ringattn.ring_attention`."""
         ring = resolve_group(group)
         planned = plan_moves(self.lengths, self.targets)
+        if planned:
+            self.positions = None
         for storage in self._layers.values() if planned else ():
             lengths = list(self.lengths)
             leaving = [storage.new_empty(0)]

@@ -16,15 +16,17 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from ringattn._cached_attention import attend_newest, attend_next
 from ringattn._checks import MAX_HEAD_DIM, check_collective, is_head_dim
 from ringattn._distributed.agreement import Agreement, Given
 from ringattn._distributed.checksums import chained, checksum, number_of
 from ringattn._distributed.collectives import all_gather
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
-from ringattn._masks import CAUSAL
+from ringattn._key_positions import KeyPositions
+from ringattn._masks import CAUSAL, Mask, check_window
 from ringattn.cache import ShardedKVCache
-from ringattn.functional import attend, attend_cached, block_attention, merge_states
+from ringattn.functional import attend
 from ringattn.partition import Partition
 
 # What hides keys in scores: a further head dimension of queries and keys. A kernel takes multiples
@@ -276,6 +278,10 @@ class ModelCall:
             new_tokens=new_tokens,
             targets=targets,
             key_lengths=key_lengths,
+            positions=KeyPositions(
+                partition.segments(ring.rank),
+                [partition.seq_len] if padding is None else padding.lengths,
+            ),
         )
 
     @property
@@ -353,7 +359,14 @@ class ModelCall:
         return self.rows(columns[None, :])
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        mask: Mask = CAUSAL,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of layer ``layer``. Collective.
 
@@ -363,47 +376,58 @@ class ModelCall:
             k: ``[B, rows, H_kv, D]``.
             v: like ``k``.
             scale: of the scores; None means ``1 / sqrt(D)``.
+            mask: window, softcap, and documents of a prompt without padding.
+            sinks: as in :func:`ringattn.ring_attention`.
 
         Returns:
             ``[B, rows, H, D]``.
+
+        Raises:
+            ValueError: a window over a cache whose keys are out of order, see
+                :meth:`ShardedKVCache.rebalance`; a softcap where padding follows tokens.
         """
         scale = 1 / math.sqrt(q.size(-1)) if scale is None else scale
         if self.partition is not None:
-            return self._attend_to_prompt(layer, q, k, v, scale)
-        assert self.cache is not None
-        if self.num_tokens == 1:
-            keys, values = self.cache.append(layer, k, v)
-            out, _ = attend_cached(self.ring, q, keys, values, scale, self.cache.key_lengths)
-            return out
-        if self.num_before > 0:
-            keys, values = self.cache.view(layer, newest=False)
-            lengths = self.cache.older_key_lengths
-            older = attend_cached(self.ring, q, keys, values, scale, lengths)
-            newer = block_attention(q, k, v, scale=scale, diagonal=0)
-            out = merge_states(*older, *newer)[0].to(q.dtype)
-        else:
-            out, _ = block_attention(q, k, v, scale=scale, diagonal=0)
-        self.cache.append(layer, k, v)
-        return out
+            return self._attend_to_prompt(layer, q, k, v, scale, mask, sinks)
+        assert self.cache is not None and mask.cu_seqlens is None
+        step = attend_newest if self.num_tokens == 1 else attend_next
+        return step(self.ring, self.cache, layer, q, k, v, scale, mask, sinks)
 
     def _attend_to_prompt(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        mask: Mask,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         own_q, own_k, own_v = (x.narrow(1, 0, self.num_rows) for x in (q, k, v))
         if self.cache is not None:
             self.cache.store(layer, own_k, own_v)
         if self.padding is not None and self.padding.hides_keys:
+            if mask.softcap:
+                raise ValueError(
+                    "attention_mask must have its padding before the tokens where scores have a "
+                    "softcap, got padding after them"
+                )
             own_q, own_k, own_v = self._hide_padding(own_q, own_k, own_v)
         out, _ = attend(
             *(self.ring, own_q, own_k, own_v, self.partition),
-            *(CAUSAL, scale, self.transport, self.depth),
+            *(mask, scale, self.transport, self.depth, sinks),
         )
         if self.num_rows == 0:
             return q.new_zeros(q.shape)
         out = out[..., : q.size(-1)].contiguous()
         if self.padding is not None and self.padding.sees == "text":
-            before, _ = self._padding_rows(out.device)
-            out = out.masked_fill(before[:, :, None, None], 0)
+            blind, after = self._padding_rows(out.device)
+            left, _ = check_window(mask.window_size)
+            if left >= 0 and any(self.padding.ends):
+                lengths = torch.tensor(self.padding.lengths, device=out.device)
+                places = self._own_columns(out.device)[None, :] - left
+                blind = blind | after & (places >= lengths[:, None])
+            out = out.masked_fill(blind[:, :, None, None], 0)
         return out
 
     def _hide_padding(

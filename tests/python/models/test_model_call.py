@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One forward over the ranks: rows, columns and attention are those of one process."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from _distributed import RankPool, this
 from ringattn import Partition, block_attention
 from ringattn._distributed.groups import resolve_group
+from ringattn._masks import CAUSAL, Mask
 from ringattn.model_call import ModelCall, Padding
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -89,23 +93,28 @@ def heads(num_tokens: int, seed: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def attended(name: str) -> list[torch.Tensor]:
+def attended(
+    name: str, mask: Mask = CAUSAL, sinks: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """Attention of a prompt and of the steps after it, over the ring, put together."""
     device = this().device
     call = prefill(name, keeps=True)
     q, k, v = (call.rows(x.to(device)) for x in heads(PROMPT, seed=0))
-    outs = [call.whole(call.attend(5, q, k, v, scale=None))]
+    sinks = None if sinks is None else sinks.to(device)
+    outs = [call.whole(call.attend(5, q, k, v, None, mask, sinks))]
     assert call.cache is not None
     for step, num_tokens in enumerate(STEPS, start=1):
         call = ModelCall.decode(call.ring, call.cache, num_tokens)
         q, k, v = (x.to(device) for x in heads(num_tokens, seed=step))
         assert call.position_ids(device)[0, 0] == call.num_before
         assert call.num_before == PROMPT + sum(STEPS[: step - 1])
-        outs.append(call.attend(5, q, k, v, scale=None))
+        outs.append(call.attend(5, q, k, v, None, mask, sinks))
     return [out.cpu() for out in outs]
 
 
-def on_one_process(name: str) -> list[torch.Tensor]:
+def on_one_process(
+    name: str, mask: Mask = CAUSAL, sinks: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """The same, row by row over its real tokens; NaN where a token is padding."""
     parts = [heads(PROMPT, seed=0), *(heads(n, seed=i) for i, n in enumerate(STEPS, start=1))]
     q, k, v = (torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
@@ -113,7 +122,11 @@ def on_one_process(name: str) -> list[torch.Tensor]:
     whole = torch.full_like(q, torch.nan)
     for row in range(2):
         own = [x[row : row + 1, real[row]] for x in (q, k, v)]
-        whole[row, real[row]] = block_attention(*own, diagonal=0)[0][0]
+        places = torch.arange(own[0].size(1), dtype=torch.int32)
+        left = mask.window_size[0] if mask.window_size[0] >= 0 else places.numel()
+        ranges = torch.stack(((places - left).clamp(min=0), places + 1), 1)
+        out, _ = block_attention(*own, key_ranges=ranges, softcap=mask.softcap, sinks=sinks)
+        whole[row, real[row]] = out[0]
     return list(whole.split((PROMPT, *STEPS), 1))
 
 
@@ -128,6 +141,46 @@ def test_attention_of_a_prompt_and_of_what_follows_is_that_of_one_process(
             seen = ~right.isnan()
             assert seen.any()
             torch.testing.assert_close(out[seen], right[seen], rtol=0, atol=2e-6)
+
+
+WINDOWS = [Mask(window_size=(left, -1)) for left in (0, 2, 7)]
+SINKS = torch.linspace(-1, 2, HEADS)
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("name", MASKS)
+def test_windows_softcap_and_sinks_are_those_of_one_process(ring: RankPool, name: str) -> None:
+    capped = [] if name in ("after", "around") else [Mask(window_size=(2, -1), softcap=0.7)]
+    for mask in (*WINDOWS, *capped, CAUSAL):
+        for sinks in (None, SINKS):
+            expected = on_one_process(name, mask, sinks)
+            for outs in ring.run(attended, name, mask, sinks):
+                for out, right in zip(outs, expected, strict=True):
+                    seen = ~right.isnan()
+                    torch.testing.assert_close(out[seen], right[seen], rtol=0, atol=2e-6)
+
+
+def refuses_capped_padding_and_windows_out_of_order() -> None:
+    device = this().device
+    call = prefill("after", keeps=True)
+    q, k, v = (call.rows(x.to(device)) for x in heads(PROMPT, seed=0))
+    with pytest.raises(ValueError, match="padding before the tokens where scores have a softcap"):
+        call.attend(5, q, k, v, None, Mask(softcap=1.0))
+    partition = Partition.zigzag([9, 2])
+    cache = ModelCall.new_cache(call.ring, partition, device=device, targets=[4, 8])
+    call = ModelCall.prefill(call.ring, partition, cache=cache)
+    q, k, v = (call.rows(x.to(device)) for x in heads(PROMPT, seed=0))
+    call.attend(5, q, k, v, None)
+    cache.rebalance()
+    for num_tokens in (1, 2):
+        call = ModelCall.decode(call.ring, cache, num_tokens)
+        q, k, v = (x.to(device) for x in heads(num_tokens, seed=1))
+        with pytest.raises(ValueError, match=r"order of the sequence .* got one that was rebal"):
+            call.attend(5, q, k, v, None, WINDOWS[1])
+
+
+def test_what_a_window_or_a_softcap_cannot_have_is_refused(rank_pool: Callable[..., Any]) -> None:
+    rank_pool(2).run(refuses_capped_padding_and_windows_out_of_order)
 
 
 def select_batch_rows(name: str) -> torch.Tensor:
