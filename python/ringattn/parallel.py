@@ -165,7 +165,7 @@ def parallelize(
 
     Raises:
         ValueError: on every rank, with ``model`` untouched: what is no model of these libraries, a
-            model that does what the ring does not (windows, softcap, sinks, cross attention, ...;
+            model that does what the ring does not (chunked or cross attention, ...;
             the error names every reason), a partition for another number of ranks, an unknown
             transport, ranks that disagree, weights that differ between ranks (the error names one).
 

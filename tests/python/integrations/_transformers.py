@@ -29,6 +29,51 @@ CACHE = (
 )
 
 
+#: What a config of a family has beside the common values.
+OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 3.0,
+    },
+    "gemma2": {"query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {"query_pre_attn_scalar": 9},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
+}
+
+#: (family, changes of its config) of models whose layers see windows, or of which some do.
+MASKED = {
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "qwen2": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "phi3": ("phi3", {"sliding_window": 3}),
+    "phi3-full": ("phi3", {"sliding_window": None}),
+    "gemma2": ("gemma2", {"sliding_window": 4}),
+    "gemma3": (
+        "gemma3_text",
+        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt_oss": ("gpt_oss", {"sliding_window": 4}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "cohere2": (
+        "cohere2",
+        {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+
+
 def config_of(family: str, **changes: Any) -> Any:
     """A config of two layers. Granite's multipliers are not 1, so that one that is lost is seen."""
     values: dict[str, Any] = {
@@ -45,15 +90,7 @@ def config_of(family: str, **changes: Any) -> Any:
         "eos_token_id": None,
         "attention_dropout": 0.0,
     }
-    if family == "mistral":
-        values["sliding_window"] = None
-    if family == "granite":
-        values |= {
-            "attention_multiplier": 0.3,
-            "embedding_multiplier": 2.0,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 3.0,
-        }
+    values |= OF_FAMILIES.get(family, {})
     return AutoConfig.for_model(family, **(values | changes))
 
 
@@ -67,6 +104,9 @@ def model_of(
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.mul_(4)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.normal_()
     return model.to(this().device if device is None else device)
 
 

@@ -44,18 +44,13 @@ MLA = {
     "kv_lora_rank": 8,
     "q_lora_rank": 8,
 }
-WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-
 #: family, changes of its config, and a part of each reason.
 MODELS = [
-    ("mistral", {"sliding_window": 8}, ["sliding window of 8 tokens"]),
-    ("qwen2", WINDOW, ["sliding window of 8 tokens"]),
-    ("qwen3", WINDOW, ["sliding window of 8 tokens"]),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["of type 'dynamic'"]),
     ("llama", {"rope_scaling": LONGROPE}, ["of type 'longrope'"]),
     ("llama", {"head_dim": 12}, ["head dimension must be a multiple of 8 from 8 to 256, got 12"]),
-    ("gemma2", {"sliding_window": 8}, ["family must be one of llama", "window of 8", "softcap"]),
-    ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, ["attention sinks"]),
+    ("phi3", {"rope_scaling": LONGROPE}, ["of type 'longrope'"]),
+    ("gemma3_text", {"use_bidirectional_attention": True}, ["is_causal=False"]),
     ("llama4_text", {"num_local_experts": 2}, ["chunked attention"]),
     ("qwen3_next", {"num_experts": 2, "num_experts_per_tok": 1}, ["linear attention"]),
     ("mamba", {}, ["state-space (SSM) layers"]),
@@ -166,7 +161,7 @@ def refused_calls() -> None:
         ({"inputs_embeds": plain.get_input_embeddings()(ids)}, "got both"),
         ({"input_ids": ids[0]}, r"input_ids must be \[B, S\]"),
         ({"input_ids": ids[:, :0]}, "must hold tokens"),
-        ({"input_ids": token_ids(257)}, "sliding window of 256 tokens, got 257"),
+        ({"output_router_logits": True}, "output_router_logits must be False"),
         (
             {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]], device=device), "use_cache": False},
             "must not restart without a cache, got packed sequences",

@@ -28,7 +28,6 @@ from ringattn.integrations.transformers.support import (
     check_attention_keywords,
     check_module,
     has_restarts,
-    window,
 )
 from ringattn.model_call import Inputs, ModelCall, Padding
 from ringattn.parallel import RingSettings
@@ -234,6 +233,10 @@ def _prepared(
         raise ValueError(
             "output_attentions must be False, got True: no rank has all of the weights"
         )
+    if _option(config, kwargs, "output_router_logits"):
+        raise ValueError(
+            "output_router_logits must be False, got True: no rank has those of all tokens"
+        )
     given = next((kwargs.pop(name) for name in CACHES if kwargs.get(name) is not None), None)
     use_cache = bool(_option(config, kwargs, "use_cache"))
     layer = None
@@ -306,12 +309,6 @@ def _call(
             f"this call, got {list(mask.shape)}"
         )
     check_attention_keywords(kwargs, past + num_tokens)
-    seen = window(config)
-    if seen is not None and seen < past + num_tokens:
-        raise ValueError(
-            f"sequence must fit into the model's sliding window of {seen} tokens, "
-            f"got {past + num_tokens}"
-        )
     if position_ids is not None:
         if position_ids.dim() != 2 or position_ids.size(0) not in (1, batch):
             raise ValueError(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from ringattn._distributed.groups import resolve_group
+from ringattn._masks import Mask
 from ringattn.functional import block_attention, decode_attention
 from ringattn.integrations.shared import check_dropout
 from ringattn.integrations.transformers.support import check_attention_keywords
@@ -48,7 +49,8 @@ def attention(
         dropout: must be 0.
         ringattn_call: of a parallelized model, whose hooks put it among the keyword arguments; its
             ``call`` is a :class:`ringattn.model_call.ModelCall`.
-        kwargs: the layer's own; windows, softcap and sinks among them are refused.
+        kwargs: the layer's own: ``sliding_window``, ``softcap`` and ``s_aux`` (sinks), which are
+            refused without a call.
 
     Returns:
         ``[B, S, H, D]``, and None for the attention weights.
@@ -57,12 +59,22 @@ def attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if ringattn_call is not None:
         layer: Any = module.layer_idx
-        return ringattn_call.call.attend(layer, q, k, v, scaling), None
+        seen = layer_mask(kwargs)
+        sinks = kwargs.get("s_aux")
+        return ringattn_call.call.attend(layer, q, k, v, scaling, seen, sinks), None
     _check_alone(module, attention_mask, kwargs, k.size(1))
     if q.size(1) == 1:
         return decode_attention(q, k, v, group="single", scale=scaling), None
     out, _ = block_attention(q, k, v, scale=scaling, diagonal=k.size(1) - q.size(1))
     return out, None
+
+
+def layer_mask(given: Mapping[str, Any]) -> Mask:
+    """The mask of a layer of a parallelized model, by what it passes to its attention function.
+    ``sliding_window`` counts the query's own key."""
+    window = given.get("sliding_window")
+    left = -1 if window is None else window - 1
+    return Mask(True, (left, -1), given.get("softcap") or 0.0)
 
 
 def mask(

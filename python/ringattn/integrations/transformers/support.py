@@ -12,8 +12,12 @@ from ringattn._checks import check_keywords
 from ringattn.integrations import shared
 
 #: Families whose layers were read: they pass keyword arguments down to the attention function, and
-#: nothing but attention looks at other tokens.
-SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "granite")
+#: nothing but attention looks at other tokens. What a layer passes (window, softcap, sinks) is what
+#: the unmodified model computes; leftovers in its config are not.
+SUPPORTED_FAMILIES = (
+    *("llama", "qwen2", "qwen3", "mistral", "granite"),
+    *("gemma2", "gemma3_text", "gpt_oss", "phi3", "olmo2", "olmo3", "cohere2"),
+)
 
 # Rotations that depend on nothing but the position.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -25,35 +29,19 @@ def refusal(model: Any) -> str | None:
     return shared.refusal(config.model_type, _reasons(model, config))
 
 
-def window(config: Any) -> int | None:
-    """Keys that a query sees at most in some layer; None: all earlier ones. ``layer_types`` decides
-    where there are any, because configs keep a ``sliding_window`` that no layer uses."""
-    size: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return size if any("sliding" in kind for kind in kinds) else None
-    return size if getattr(config, "use_sliding_window", True) else None
-
-
 def _reasons(model: Any, config: Any) -> Iterator[str]:
     if config.model_type not in SUPPORTED_FAMILIES:
         yield f"the family must be one of {', '.join(SUPPORTED_FAMILIES)}"
+    if config.model_type == "gemma3_text" and hasattr(model.config, "vision_config"):
+        yield "tokens of its images see each other: take its language model alone"
     kinds = set(getattr(config, "layer_types", None) or ())
     kinds |= set(getattr(config, "layers_block_type", None) or ())
-    seen = window(config)
-    trained = getattr(config, "max_position_embeddings", None)
-    if seen is not None and (trained is None or seen < trained):
-        yield f"it has a sliding window of {seen} tokens"
     if "chunked_attention" in kinds or getattr(config, "attention_chunk_size", None):
         yield "it has chunked attention"
     if any("mamba" in kind for kind in kinds) or _has_state_space(config):
         yield "it has state-space (SSM) layers"
     elif any("linear" in kind for kind in kinds) or hasattr(config, "linear_num_value_heads"):
         yield "it has linear attention"
-    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
-        yield "it has attention sinks"
-    if getattr(config, "attn_logit_softcapping", None):
-        yield "its scores have a softcap"
     if getattr(config, "kv_lora_rank", None):
         yield "it has latent attention (MLA)"
     if (
