@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from ringattn._checks import check_integers, check_transport
@@ -94,8 +95,11 @@ class Split:
             raise ValueError("partition must have a token, got lengths of 0 only")
         return cls(world_size, weights, layout, order)
 
-    def partition(self, seq_len: int) -> Partition:
-        """The partition of a sequence of ``seq_len`` tokens, at least 1."""
+    def partition(self, seq_len: int, documents: torch.Tensor | None = None) -> Partition:
+        """The partition of a sequence of ``seq_len`` tokens, at least 1. Packed ``documents``, by
+        their boundaries, are balanced where the ranks have even shares."""
+        if documents is not None and self.weights is None and self.profiles is None:
+            return Partition.packed(documents, self.world_size)
         if seq_len not in self._known:
             if len(self._known) > 256:  # calls without a cache are one token longer each time
                 self._known.clear()

@@ -162,10 +162,6 @@ def refused_calls() -> None:
         ({"input_ids": ids[0]}, r"input_ids must be \[B, S\]"),
         ({"input_ids": ids[:, :0]}, "must hold tokens"),
         ({"output_router_logits": True}, "output_router_logits must be False"),
-        (
-            {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]], device=device), "use_cache": False},
-            "must not restart without a cache, got packed sequences",
-        ),
         ({"position_ids": torch.arange(4, device=device)[None]}, "must have the 6 tokens"),
         ({CACHE: StaticCache(plain.config, max_cache_len=9)}, "must be a DynamicCache"),
         ({CACHE: offloading()}, "got an offloading DynamicCache"),
@@ -174,7 +170,7 @@ def refused_calls() -> None:
         ({CACHE: of_another_depth()}, "must have 2 layers, got 1"),
         ({CACHE: cache, "attention_mask": torch.cat((hole, ones), 1)}, "must be the prompt's mask"),
         ({"is_causal": False}, "is_causal must be True or None, got False"),
-        ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, "cu_seq_lens_q must be left out"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, "got no cu_seq_lens_k"),
         ({"softcap": 30.0}, "softcap must be left out"),
     ]
     for options, message in calls:

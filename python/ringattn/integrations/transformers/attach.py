@@ -12,6 +12,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ringattn._distributed.agreement import Agreement, Given
+from ringattn._distributed.checksums import number_of
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
 from ringattn.integrations.shared import by_name, parameter_names
@@ -24,10 +25,10 @@ from ringattn.integrations.transformers.caches import (
     ring_layer,
 )
 from ringattn.integrations.transformers.generate import Generate
+from ringattn.integrations.transformers.packed import DOCUMENTS, packed_documents
 from ringattn.integrations.transformers.support import (
     check_attention_keywords,
     check_module,
-    has_restarts,
 )
 from ringattn.model_call import Inputs, ModelCall, Padding
 from ringattn.parallel import RingSettings
@@ -203,6 +204,7 @@ class Context:
     cache_name: str
     num_layers: int
     return_dict: bool
+    documents: torch.Tensor | None = None  # boundaries of packed documents, of a prompt
 
 
 def _prepared(
@@ -259,7 +261,9 @@ def _prepared(
     inputs = Inputs(
         hook.agreement, tokens, "input_ids" if embeds is None else "inputs_embeds", more=more
     )
-    call, positions = _call(ring, hook.settings, config, inputs, layer, use_cache, kwargs)
+    call, positions, documents = _call(
+        ring, hook.settings, config, inputs, layer, use_cache, kwargs
+    )
     if use_cache and given is None:
         given = DynamicCache()
     prepared = {
@@ -276,6 +280,7 @@ def _prepared(
             cache_name,
             config.num_hidden_layers,
             bool(_option(config, kwargs, "return_dict", default=True)),
+            documents,
         ),
         "return_dict": True,
     }
@@ -293,9 +298,9 @@ def _call(
     layer: Any,
     use_cache: bool,
     kwargs: dict[str, Any],
-) -> tuple[ModelCall, torch.Tensor]:
-    """The call, and the position ids of this rank's rows. Checks come first: the cache is advanced
-    last of all."""
+) -> tuple[ModelCall, torch.Tensor, torch.Tensor | None]:
+    """The call, the position ids of this rank's rows, and the documents. Checks come first: the
+    cache is advanced last of all."""
     tokens = inputs.tokens
     batch, num_tokens = tokens.shape[:2]
     past = 0 if layer is None else layer.store.seq_len
@@ -308,7 +313,8 @@ def _call(
             f"attention_mask must be [B, S], [{batch}, {past + num_tokens}] with the tokens before "
             f"this call, got {list(mask.shape)}"
         )
-    check_attention_keywords(kwargs, past + num_tokens)
+    others = {name: value for name, value in kwargs.items() if name not in DOCUMENTS}
+    check_attention_keywords(others, past + num_tokens)
     if position_ids is not None:
         if position_ids.dim() != 2 or position_ids.size(0) not in (1, batch):
             raise ValueError(
@@ -319,15 +325,14 @@ def _call(
                 f"position_ids must have the {num_tokens} tokens of input_ids, "
                 f"got {position_ids.size(1)}"
             )
-        if not use_cache and mask is None and has_restarts(position_ids):
-            raise ValueError(
-                "position_ids must not restart without a cache, got packed sequences, which are "
-                "not supported"
-            )
+    documents = packed_documents(kwargs, num_tokens, use_cache=use_cache)
+    if documents is not None:
+        boundaries = number_of(tuple(documents.tolist()))
+        inputs.more.values = {**inputs.more.values, "cu_seq_lens_q": boundaries}
     inputs.position_ids = position_ids
     if layer is None:
         padding = None if mask is None else Padding.of(mask)
-        partition = settings.split.partition(num_tokens)
+        partition = settings.split.partition(num_tokens, documents)
         cache = None
         if use_cache:
             cache = ModelCall.new_cache(ring, partition, padding=padding, device=tokens.device)
@@ -343,8 +348,8 @@ def _call(
         inputs.more.flaws = {_OTHER_MASK: wrong}
         call = ModelCall.decode(ring, layer.store, num_tokens, inputs=inputs)
     if position_ids is None:
-        return call, call.position_ids(tokens.device)
-    return call, call.rows(position_ids)
+        return call, call.position_ids(tokens.device), documents
+    return call, call.rows(position_ids), documents
 
 
 _OTHER_MASK = (

@@ -59,7 +59,7 @@ def attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if ringattn_call is not None:
         layer: Any = module.layer_idx
-        seen = layer_mask(kwargs)
+        seen = layer_mask(kwargs, ringattn_call.documents)
         sinks = kwargs.get("s_aux")
         return ringattn_call.call.attend(layer, q, k, v, scaling, seen, sinks), None
     _check_alone(module, attention_mask, kwargs, k.size(1))
@@ -69,12 +69,12 @@ def attention(
     return out, None
 
 
-def layer_mask(given: Mapping[str, Any]) -> Mask:
+def layer_mask(given: Mapping[str, Any], documents: torch.Tensor | None = None) -> Mask:
     """The mask of a layer of a parallelized model, by what it passes to its attention function.
     ``sliding_window`` counts the query's own key."""
     window = given.get("sliding_window")
     left = -1 if window is None else window - 1
-    return Mask(True, (left, -1), given.get("softcap") or 0.0)
+    return Mask(True, (left, -1), given.get("softcap") or 0.0, documents)
 
 
 def mask(

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from ringattn._checks import check_keywords
 from ringattn.integrations import shared
 
@@ -112,9 +110,3 @@ def check_attention_keywords(given: Mapping[str, Any], num_keys: int) -> None:
     check_keywords("attention", {name: given[name] for name in names if name in given})
     if given.get("is_causal") is False:
         raise ValueError("is_causal must be True or None, got False: attention here is causal")
-
-
-def has_restarts(position_ids: torch.Tensor) -> bool:
-    """Whether positions of a row do not follow each other by 1, as those of packed sequences.
-    Waits for the device."""
-    return bool((position_ids.diff(dim=-1) != 1).any())
