@@ -53,9 +53,9 @@ def report_to_peers(ring: GroupInfo, error: Exception) -> None:
     """Reports that this rank refuses its call, so that all ranks fail at once and name this rank
     instead of waiting for it. Nothing is reported while compiling or with fake tensors: the call
     that is traced is not the one that the peers run."""
-    if _KNOWN in vars(error):
+    if ring.world_size == 1 or torch.compiler.is_compiling() or detect_fake_mode() is not None:
         return
-    if ring.world_size > 1 and not torch.compiler.is_compiling() and detect_fake_mode() is None:
+    if _KNOWN not in vars(error):
         with suppress(RuntimeError):  # the store is gone: this rank still raises its own error
             _C.refuse_call(ring.name, str(error))
 

@@ -103,4 +103,4 @@ def test_the_bounds_are_those_of_the_rule():
     assert allowed_error(torch.float16, Error(1e-3, 1e-4), expected) == Error(2e-3, 2e-4)
     # PyTorch may be exact by chance; a correctly rounded result must pass all the same.
     rounded = measure(expected.half(), expected)
-    assert allowed_error(torch.float16, Error(0.0, 0.0), expected).max == rounded.max > 0
+    assert allowed_error(torch.float16, Error(0.0, 0.0), expected).max == 1.001 * rounded.max > 0
