@@ -172,6 +172,11 @@ class _Request:
             raise ValueError(f"cuda_graphs must have a model that can be recorded, got {part}")
         if partition is None and isinstance(prompt_ids, torch.Tensor) and prompt_ids.dim() == 2:
             partition = Partition.even(prompt_ids.size(1), model.ring.world_size)
+        if model.config.window_size is not None:
+            raise ValueError(
+                "model must be without a window to generate: its cache has none; got window_size "
+                f"{model.config.window_size}: call model(ids, partition) for logits"
+            )
         partition = model.check(prompt_ids, partition, new_tokens=max_new_tokens)
         if prompt_ids.numel() == 0:
             raise ValueError(f"prompt_ids must hold tokens, got shape {list(prompt_ids.shape)}")

@@ -51,6 +51,7 @@ class LLaMAConfig:
     attn_bias: bool = False
     mlp_bias: bool = False
     tie_heads: bool = False  #: the head's weight is the embedding's
+    window_size: int | None = None  #: keys that a query sees, its own among them; None: all before
     eos_ids: tuple[int, ...] = ()  #: any of them ends a sequence
     pad_id: int | None = None
 
@@ -61,6 +62,7 @@ class LLaMAConfig:
         }
         for name in _FOLLOWING:
             checked[name] = check_int64_or_none(name, getattr(self, name), least=0) or 0
+        checked["window_size"] = check_int64_or_none("window_size", self.window_size, least=1)
         checked["norm_eps"] = check_not_negative("norm_eps", self.norm_eps)
         checked["rope_theta"] = check_positive("rope_theta", self.rope_theta)
         for name in ("attn_bias", "mlp_bias", "tie_heads"):

@@ -22,7 +22,9 @@ from ringattn._checks import check_device, check_floating, is_concrete
 from ringattn._distributed.agreement import Agreement
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, keep, kept, resolve_group
+from ringattn._masks import CuSeqlens, Mask, checked_documents
 from ringattn.cache import ShardedKVCache
+from ringattn.functional import attend
 from ringattn.model_call import Inputs, ModelCall
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.rope import RotaryEmbedding, Rotation, rotate
@@ -37,6 +39,7 @@ class LLaMAAttention(nn.Module):
         self.num_heads, self.num_kv_heads = config.nheads, config.kvheads
         self.head_dim = config.head_dim
         self.scale = 1 / math.sqrt(config.head_dim)
+        self.window_size = config.window_size
         width = config.nheads * config.head_dim
         kv_width = config.kvheads * config.head_dim
         self.qkv = nn.Linear(config.emb_dim, width + 2 * kv_width, config.attn_bias, **factory)
@@ -61,9 +64,19 @@ class LLaMAAttention(nn.Module):
         v: torch.Tensor,
         call: ModelCall,
         layer: int,
+        cu_seqlens: CuSeqlens | None = None,
     ) -> torch.Tensor:
-        """``[B, S_r, H * D]``; ``call`` as in :meth:`LLaMAHeadless.forward`."""
-        return call.attend(layer, q, k, v, self.scale).flatten(2)
+        """``[B, S_r, H * D]``; ``call`` and ``cu_seqlens`` as in :meth:`LLaMAHeadless.forward`."""
+        if self.window_size is None and cu_seqlens is None:
+            return call.attend(layer, q, k, v, self.scale).flatten(2)
+        if call.partition is None or call.cache is not None:
+            what = "packed documents" if self.window_size is None else "a window"
+            raise ValueError(f"cache must be left out in a model call with {what}, got one")
+        left = -1 if self.window_size is None else self.window_size - 1
+        mask = Mask(window_size=(left, -1), cu_seqlens=cu_seqlens)
+        travel = (call.transport, call.depth)
+        out, _ = attend(call.ring, q, k, v, call.partition, mask, self.scale, *travel)
+        return out.flatten(2)
 
 
 class GatedLinearUnit(nn.Module):
@@ -96,10 +109,11 @@ class LLaMABlock(nn.Module):
         rotation: Rotation,
         call: ModelCall,
         layer: int,
+        cu_seqlens: CuSeqlens | None = None,
     ) -> torch.Tensor:
         """``[B, S_r, E]`` to the same shape; see :meth:`LLaMAHeadless.forward`."""
         q, k, v = self.before(x, rotation)
-        return self.after(x, self.attn.attend(q, k, v, call, layer))
+        return self.after(x, self.attn.attend(q, k, v, call, layer, cu_seqlens))
 
     def before(
         self, x: torch.Tensor, rotation: Rotation
@@ -133,13 +147,16 @@ class LLaMAHeadless(nn.Module):
         token_ids: torch.Tensor,
         position_ids: torch.Tensor,
         call: ModelCall,
+        cu_seqlens: CuSeqlens | None = None,
     ) -> torch.Tensor:
         """Hidden states of this rank's tokens, or of new tokens. Collective.
 
         Args:
             token_ids: int64 ``[B, S_r]``, in position order; new tokens are the same on every rank.
-            position_ids: int64 ``[S_r]``, their places in the whole sequence.
+            position_ids: int64 ``[S_r]``, their places in the whole sequence or its documents.
             call: of a prompt, or of new tokens after one.
+            cu_seqlens: boundaries of packed documents, without a cache, as in
+                :func:`ringattn.ring_attention`.
 
         Returns:
             ``[B, S_r, E]``.
@@ -147,7 +164,7 @@ class LLaMAHeadless(nn.Module):
         x = self.embedding(token_ids)
         rotation = self.rotary(position_ids)
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotation, call, index)
+            x = layer(x, rotation, call, index, cu_seqlens)
         return self.dec_norm(x)
 
 
@@ -232,6 +249,7 @@ class LLaMA(nn.Module):
         partition: Partition | None = None,
         *,
         sharded: bool = False,
+        cu_seqlens: CuSeqlens | None = None,
     ) -> torch.Tensor:
         """Logits of this rank's tokens, ``[B, S_r, V]``. Collective: every rank calls it.
 
@@ -241,13 +259,15 @@ class LLaMA(nn.Module):
             partition: which rank owns which tokens, such as ``Partition.even(S, W)``, and so whose
                 logits come back. None, all tokens on this rank, is for a single rank alone.
             sharded: whether ``token_ids`` are this rank's own already.
+            cu_seqlens: boundaries of packed documents, as in :func:`ringattn.ring_attention`: each
+                gets the logits that it gets alone, its positions counted from its start.
 
         Raises:
-            ValueError: ids that differ between ranks (on CUDA in the next call); no partition on
-                more than one rank, one for another number of ranks or tokens, more tokens than the
-                model was trained for, tokens on another device than the weights or (on CPU; a GPU
-                would have to be waited for) outside the vocabulary, and what
-                :func:`ringattn.ring_attention` raises.
+            ValueError: ids that differ between ranks (on CUDA in the next call); ``cu_seqlens``
+                that are no boundaries of the sequence; no partition on more than one rank, one for
+                another number of ranks or tokens, more tokens than the model was trained for,
+                tokens on another device than the weights or (on CPU; a GPU would have to be waited
+                for) outside the vocabulary, and what :func:`ringattn.ring_attention` raises.
         """
         traced = torch.compiler.is_compiling()
         if not traced:
@@ -256,16 +276,20 @@ class LLaMA(nn.Module):
         try:
             partition = self.check(token_ids, partition, sharded=sharded)
             self._check_ids(token_ids)
+            if cu_seqlens is not None:
+                cu_seqlens = checked_documents(cu_seqlens, partition.seq_len)
         except ValueError as error:
             report_to_peers(ring, error)
             raise
         local_ids = token_ids if sharded else partition.shard(token_ids, ring.rank)
-        position_ids = partition.position_ids(ring.rank, device=local_ids.device)
+        position_ids = partition.position_ids(
+            ring.rank, device=local_ids.device, cu_seqlens=cu_seqlens
+        )
         inputs = None
         if not sharded and not traced:
             inputs = Inputs(self._agreement, token_ids, "token_ids")
         call = self.prefill_call(partition, inputs=inputs)
-        hidden = self.base_model(local_ids, position_ids, call)
+        hidden = self.base_model(local_ids, position_ids, call, cu_seqlens)
         call.compare()
         return self.project(hidden)
 

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -140,9 +140,25 @@ def config_from_hf(hf: Mapping[str, Any]) -> LLaMAConfig:
         attn_bias=_flag(hf, "attention_bias"),
         mlp_bias=_flag(hf, "mlp_bias"),
         tie_heads=_flag(hf, "tie_word_embeddings"),
+        window_size=_window(hf),
         eos_ids=tuple(_whole({"eos_token_id": token}, "eos_token_id") for token in eos),
         pad_id=_whole(hf, "pad_token_id", None),
     )
+
+
+def _window(hf: Mapping[str, Any]) -> int | None:
+    """The window of all layers. A sliding_window counts where layer_types or use_sliding_window say
+    that layers have it: Hugging Face's LLaMA has none by itself."""
+    kinds = set(_of_type(hf, "layer_types", (list,), "a list", []))
+    if kinds - {"full_attention", "sliding_attention"} or len(kinds) > 1:
+        raise ValueError(
+            "layer_types must be sliding_attention in all layers or full_attention in all in "
+            f"config.json, got {', '.join(sorted(map(str, kinds)))}"
+        )
+    used = kinds == {"sliding_attention"} if kinds else _flag(hf, "use_sliding_window")
+    if not used:
+        return None
+    return cast(int, _whole(hf, "sliding_window"))
 
 
 _ROPE_NUMBERS = (
