@@ -223,6 +223,12 @@ RUN = {
     "README.md": ["Example", "Unequal GPUs"],
     "docs/errors.md": ["On CUDA, errors may come later"],
     "docs/heterogeneity.md": ["Three steps", "Speeds that change"],
+    "docs/masks.md": [  # by test_masks_page.py
+        "A window",
+        "Packed documents",
+        "Sinks and softcap",
+        "A table of one device",
+    ],
     "docs/memory.md": ["During one `ring_attention` call"],
     "docs/migrating.md": [
         "From `F.scaled_dot_product_attention`",
