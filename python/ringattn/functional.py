@@ -378,10 +378,10 @@ def decode_attention(
         key_begins: likewise: batch row b does not see the keys before ``key_begins[b]`` of this
             rank, which are not read and may be uninitialised. None: from the first key on.
         softcap: c > 0 makes the scaled scores ``c * tanh(score / c)``, the same c on all ranks; 0
-            leaves them as they are. CUDA only.
+            leaves them as they are.
         sinks: ``[H]`` on the device of ``q``, any float dtype: a logit for each query head that
             joins the softmax's denominator and carries no value, neither scaled nor capped. Given
-            on every rank; those of the group's first rank count. -inf is no sink. CUDA only.
+            on every rank; those of the group's first rank count. -inf is no sink.
         return_lse: also return the log-sum-exp of the scaled scores.
 
     Returns:
