@@ -4,14 +4,16 @@
 from collections.abc import Callable
 from typing import Any
 
-import fms.utils.generation as fms_generation
 import pytest
 import ringattn
 import ringattn.integrations.fms as ring_fms
 import torch
 from _distributed import RankPool, this
-from _fms import MODELS, initialized, padded, prompt, tiny, two_of
 from torch import nn
+
+fms_generation = pytest.importorskip("fms.utils.generation")
+
+from _fms import MODELS, initialized, padded, prompt, tiny, two_of  # noqa: E402
 
 Pools = Callable[..., RankPool]
 

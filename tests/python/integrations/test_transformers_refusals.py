@@ -49,7 +49,6 @@ MODELS = [
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["of type 'dynamic'"]),
     ("llama", {"rope_scaling": LONGROPE}, ["of type 'longrope'"]),
     ("llama", {"head_dim": 12}, ["head dimension must be a multiple of 8 from 8 to 256, got 12"]),
-    ("phi3", {"rope_scaling": LONGROPE}, ["of type 'longrope'"]),
     ("gemma3_text", {"use_bidirectional_attention": True}, ["is_causal=False"]),
     ("llama4_text", {"num_local_experts": 2}, ["chunked attention"]),
     ("qwen3_next", {"num_experts": 2, "num_experts_per_tok": 1}, ["linear attention"]),

@@ -60,6 +60,8 @@ def cost(model: PreTrainedModel) -> ModelCost:
 def attach(model: Any, settings: RingSettings) -> None:
     """See :func:`ringattn.parallelize`; ``model`` has been checked."""
     body = model.base_model
+    if body is model and hasattr(model, "lm_head"):  # Gemma 3 of transformers 4 names another
+        body = model.model
     attached = Attached([], [])
     # transformers shares one config among the models that were made from it.
     own = copy.deepcopy(model.config)
