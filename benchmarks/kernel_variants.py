@@ -69,6 +69,7 @@ def build(name: str, tree: Path, head_dim: int, defines: list[str]) -> Path:
         sm90 / "instantiations" / f"block_attention_bfloat16_{kernel_dim}.cu": ["-Xptxas=-v"],
         sm90 / "tensor_map.cu": [],
         tree / "csrc/attention/cuda/sm90/scheduler/makespan.cpp": [],
+        tree / "csrc/partition/block_rows.cpp": [],
         tree / "csrc/partition/partition.cpp": [],
         tree / "csrc/partition/schedule.cpp": [],
         tree / "csrc/transport/symmetric/kernels/stage.cu": [],

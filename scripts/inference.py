@@ -118,15 +118,18 @@ def text_of(tokenizer: Any, ids: torch.Tensor) -> str:
 
 class Shown:
     """What rank 0 prints while tokens come: the text of one prompt, or how many tokens of several.
-    FMS calls it after each token."""
+    FMS calls it after each token, on rank 0; every rank gives one, since all must ask for the
+    same."""
 
-    def __init__(self, tokenizer: Any, prompts: list[torch.Tensor], num_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: Any, prompts: list[torch.Tensor], num_tokens: int, quiet: bool
+    ) -> None:
         self.end = tokenizer.eos_token_id
         self.num_tokens = num_tokens
         self.seconds: list[float] = []  # that printing took, of each token
-        self.progress = Progress("prompt" if len(prompts) == 1 else "prompts")
+        self.progress = Progress("prompt" if len(prompts) == 1 else "prompts", quiet=quiet)
         self.text = None
-        if len(prompts) == 1:
+        if len(prompts) == 1 and not quiet:
             self.prompt = visible(text_of(tokenizer, prompts[0]))
             self.text = TextStream(lambda ids: text_of(tokenizer, torch.tensor(ids)))
         self.ended = False
@@ -180,7 +183,7 @@ def generated(
         extra_kwargs=padding,
         post_iteration_hook=shown,
     )
-    if shown is not None:
+    if shown is not None and shown.seconds:
         seconds = [taken - printing for taken, printing in zip(seconds, shown.seconds, strict=True)]
     return result, seconds
 
@@ -302,12 +305,11 @@ def run(
         count = sum(parameter.numel() for parameter in model.parameters())
         seconds = time.perf_counter() - begun
         print(f"weights: {count:,} parameters, loaded in {seconds:.1f} s\n", flush=True)
-    shown = Shown(tokenizer, prompts, options.max_new_tokens) if first else None
+    shown = Shown(tokenizer, prompts, options.max_new_tokens, quiet=not first)
     try:
         result, seconds = generated(model, prompts, device, True, options, shown)
     finally:
-        if shown is not None:
-            shown.close()
+        shown.close()
     if first:
         if len(prompts) > 1:
             show_rows(tokenizer, result)

@@ -4,7 +4,25 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#ifdef RINGATTN_WITH_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
 namespace ringattn {
+namespace {
+
+bool is_captured(c10::Device device) {
+#ifdef RINGATTN_WITH_CUDA
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
+  return status != cudaStreamCaptureStatusNone;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
 
 KeyTables::KeyTables(const Partition& partition, int64_t rank, const Mask& mask,
                      const std::vector<Visit>& visits)
@@ -21,10 +39,12 @@ KeyTables::KeyTables(const Partition& partition, int64_t rank, const Mask& mask,
 
 const std::vector<at::Tensor>& KeyTables::on(c10::Device device) {
   if (must_be_made(device)) make(device);
-  if (made_) {
-    const c10::impl::VirtualGuardImpl guard(device.type());
-    const c10::Stream stream = guard.getStream(device);
-    made_->block(stream);
+  // A captured stream cannot wait for what is outside of its graph. The tables were made in an
+  // earlier call, are kept with the graph, and a capture begins after the device is idle.
+  if (any_ && device.is_cuda() && !is_captured(device)) {
+    const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+    if (made_ && made_->query()) made_.reset();
+    if (made_) made_->block(stream);
     for (const at::Tensor& table : tables_) {
       if (table.defined()) table.record_stream(stream);
     }

@@ -40,7 +40,7 @@ class KeyTables {
   const int64_t seq_len_;
   c10::Device device_ = c10::Device(c10::kMeta);  // of tables_
   std::vector<at::Tensor> tables_;                // [W]
-  std::shared_ptr<c10::Event> made_;              // null on CPU
+  std::shared_ptr<c10::Event> made_;              // null on CPU, and once they are there
 };
 
 }  // namespace ringattn

@@ -267,6 +267,31 @@ def test_other_pieces_are_compiled_twice_at_most(rank_pool):
         assert all(right) and compiles <= 2
 
 
+@pytest.mark.cuda
+def test_a_cuda_graph_keeps_the_documents_of_its_capture():
+    q = torch.randn(1, 700, 4, 64, dtype=torch.bfloat16, device="cuda")
+
+    def attend(ends: list[int]) -> torch.Tensor:
+        return ringattn.ring_attention(q, q, q, cu_seqlens=ends, window_size=(200, 0))
+
+    expected, graph = attend([0, 300, 700]), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend([0, 300, 700])
+    for first in range(40):  # more documents than calls are remembered
+        attend([0, first + 1, 700])
+    q.copy_(torch.randn_like(q))
+    expected = attend([0, 300, 700])
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
+    other = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(ValueError, match="must have been made once before"),
+        torch.cuda.graph(other),
+    ):
+        attend([0, 699, 700, 700])
+
+
 def test_flops_are_those_of_visible_pairs():
     q = torch.randn(2, 40, 4, 16)
     ends, window = [0, 13, 13, 40], (5, 2)

@@ -170,7 +170,7 @@ def test_a_package_that_is_missing_is_one_sentence() -> None:
         cwd=ROOT / "scripts",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (done.returncode, done.stderr) == (
         1,
