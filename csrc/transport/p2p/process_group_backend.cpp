@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -205,15 +206,13 @@ class ProcessGroupBackend : public GroupBackend {
   std::optional<std::string> get(const std::string& key, milliseconds patience) override {
     if (!store_ || !store_is_alive()) return {};
     // Note: polls, because a wait of the store keeps other threads from it, and writes to stderr
-    // where it times out. A comparison with what no rank publishes reads, and waits for nothing.
-    static const std::string nothing = "ringattn: nothing";
+    // where it times out.
     const auto deadline = Clock::now() + patience;
     auto pause = std::chrono::microseconds(100);
     constexpr auto kLongestPause = std::chrono::microseconds(5000);
     try {
       for (;;) {
-        std::string value = store_->compareSet(prefix_ + key, nothing, nothing);
-        if (value != nothing) return value;
+        if (auto value = read(prefix_ + key)) return value;
         if (Clock::now() >= deadline || !store_is_alive()) return {};
         std::this_thread::sleep_for(pause);
         pause = std::min(2 * pause, kLongestPause);
@@ -258,6 +257,23 @@ class ProcessGroupBackend : public GroupBackend {
   }
 
  private:
+  // The value of a key, if it is there. A comparison with what no rank publishes waits for nothing;
+  // not every store has it.
+  std::optional<std::string> read(const std::string& key) {
+    if (compares_) {
+      static const std::string nothing = "ringattn: nothing";
+      try {
+        std::string value = store_->compareSet(key, nothing, nothing);
+        return value == nothing ? std::nullopt : std::optional<std::string>(std::move(value));
+      } catch (const std::exception&) {
+        if (!store_is_alive()) throw;
+        compares_ = false;
+      }
+    }
+    if (!store_->check({key})) return {};
+    return store_->get_to_str(key);
+  }
+
   // The timeout that the group was made with; c10d's own default where no backend has one.
   static milliseconds find_timeout(c10d::ProcessGroup& group) {
     for (const auto type : {c10::kCPU, c10::kCUDA}) {
@@ -279,6 +295,7 @@ class ProcessGroupBackend : public GroupBackend {
   c10::intrusive_ptr<c10d::Store> store_;        // the group's keys, over that connection
   Unfinished unanswered_;
   std::string prefix_;
+  std::atomic<bool> compares_{true};  // the store has compareSet
 };
 
 std::shared_ptr<GroupBackend> find_process_group(const std::string& name) {
