@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ringattn._distributed.collectives import all_gather
@@ -85,7 +87,7 @@ def _in_windows(
     keys: torch.Tensor,
     values: torch.Tensor,
     left: int,
-    options: dict[str, float],
+    options: dict[str, Any],
 ) -> _State:
     """What this rank's older keys add to new tokens that see a window of them."""
     # Rows of a padded batch see different keys.
