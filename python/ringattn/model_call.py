@@ -217,7 +217,7 @@ class ModelCall:
         noticed.
 
         Raises:
-            ValueError: on every rank, see :class:`Agreement`.
+            ValueError: on every rank, see ``Agreement``.
         """
         inputs, self._inputs = self._inputs, None
         if inputs is None or (self.ring.world_size == 1 and not inputs.more.may_be_flawed):
@@ -384,7 +384,8 @@ class ModelCall:
 
         Raises:
             ValueError: a window over a cache whose keys are out of order, see
-                :meth:`ShardedKVCache.rebalance`; a softcap where padding follows tokens.
+                :meth:`ringattn.cache.ShardedKVCache.rebalance`; a softcap where padding follows
+                tokens.
         """
         scale = 1 / math.sqrt(q.size(-1)) if scale is None else scale
         if self.partition is not None:

@@ -51,7 +51,7 @@ class LLaMAConfig:
     attn_bias: bool = False
     mlp_bias: bool = False
     tie_heads: bool = False  #: the head's weight is the embedding's
-    window_size: int | None = None  #: keys that a query sees, its own among them; None: all before
+    window_size: int | None = None  #: keys before a query and its own that it sees
     eos_ids: tuple[int, ...] = ()  #: any of them ends a sequence
     pad_id: int | None = None
 

@@ -322,7 +322,7 @@ class LLaMA(nn.Module):
         inputs: Inputs | None = None,
     ) -> ModelCall:
         """The call of a prompt spread by ``partition``, whose keys and values ``cache`` keeps;
-        ``inputs`` as in :meth:`ModelCall.prefill`."""
+        ``inputs`` as in :meth:`ringattn.model_call.ModelCall.prefill`."""
         return ModelCall.prefill(self.ring, partition, cache=cache, inputs=inputs, **self._travel)
 
     def new_cache(
