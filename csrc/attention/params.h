@@ -117,6 +117,44 @@ struct BlockAttentionParams : AttentionShape, LaunchOptions {
   }
 };
 
+/// The backward of block attention: S_q query rows against one block of keys, whose rows they see
+/// as in the forward. With P = exp(score - lse), G the gradient of out:
+///
+///   dv += P^T G,  dS = P * (G v^T - delta),  dk += scale * dS^T q,  dq += scale * dS k
+///
+/// where dS is multiplied by 1 - (score / softcap)^2 under a softcap. `lse` is that of all keys
+/// that the rows see, of other blocks and sinks too. A row with lse -inf has gradient 0, and adds
+/// none.
+struct BlockAttentionBackwardParams : AttentionShape {
+  Strided q;                   // [B, S_q, H, D], dtype
+  Strided k;                   // [B, S_k, H_kv, D], dtype
+  Strided v;                   // [B, S_k, H_kv, D], dtype
+  Strided grad_out;            // [B, S_q, H, D], dtype
+  const float* lse = nullptr;  // [B, H, S_q], stride of S_q is 1, natural log
+  const float* delta =
+      nullptr;  // [B, H, S_q]: rowsum(G * out) - the gradient of lse; strides of lse
+  int64_t lse_batch_stride = 0;
+  int64_t lse_head_stride = 0;
+  Strided dq;  // [B, S_q, H, D], float32: added to
+  Strided dk;  // [B, S_k, H_kv, D], float32: written, not added to, of keys that no row sees too
+  Strided dv;  // [B, S_k, H_kv, D], float32: likewise
+  int32_t num_keys = 0;     // S_k
+  int32_t diagonal = 0;     // as in KeySegment
+  int32_t first_query = 0;  // as in KeySegment
+  /// With data, int32 [S_k, 2] in device memory, aligned to 8 bytes: key j is seen by the rows
+  /// [begin, end), clamped to [0, S_q], by none where begin >= end. Neither column decreases.
+  /// `diagonal` and `first_query` are 0 then. A table that decreases gives an unspecified result
+  /// and reads and writes no other memory.
+  const int32_t* query_ranges = nullptr;
+  float softcap = 0.0f;  // as in BlockAttentionParams
+  /// The sums into dq are made in a fixed order: the same inputs give the same bits. (Those of dk
+  /// and dv always are.)
+  bool deterministic = false;
+  /// [B, H, ceil(S_q / 64)], device memory, only with `deterministic`: 0 before the launch,
+  /// unspecified after it.
+  int32_t* semaphores = nullptr;
+};
+
 /// Few queries, many keys, visible to all queries of their batch row: keys are split over thread
 /// blocks and the partial results merged in a fixed order. The result is a float32 state, or its
 /// out rounded.
