@@ -41,6 +41,9 @@ struct KeyBlock {
   // int32 [S_q, 2], contiguous, on q's device: row i sees keys [begin, end), see KeySegment; then
   // first_query is 0 and there is no diagonal. Undefined: none.
   at::Tensor key_ranges = {};
+  // In a backward instead of key_ranges, int32 [S_k, 2]: the rows that see each key, see
+  // BlockAttentionBackwardParams.
+  at::Tensor query_ranges = {};
   RemoteBlock source = {};  // see KeySegment; without data: a local block
 
   bool is_remote() const { return source.data != nullptr; }

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/block_attention.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <tuple>
 
+#include "attention/block_attention_backward.h"
 #include "ops/checks.h"
+#include "ops/gradient_arguments.h"
 
 namespace ringattn {
 namespace {
@@ -36,20 +40,48 @@ KeyBlock key_block(const at::Tensor& k, const at::Tensor& v, std::optional<int64
   return block;
 }
 
+void check_arguments(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                     std::optional<int64_t> diagonal, const std::optional<at::Tensor>& key_ranges,
+                     double softcap, const std::optional<at::Tensor>& sinks) {
+  check_attention(q, k, v, scale);
+  check_scoring(q, softcap, sinks);
+  RINGATTN_CHECK(!diagonal || !key_ranges,
+                 "diagonal must be left out where there are key_ranges, got ", *diagonal);
+}
+
 std::tuple<at::Tensor, at::Tensor> block_attention_op(const at::Tensor& q, const at::Tensor& k,
                                                       const at::Tensor& v, double scale,
                                                       std::optional<int64_t> diagonal,
                                                       const std::optional<at::Tensor>& key_ranges,
                                                       double softcap,
                                                       const std::optional<at::Tensor>& sinks) {
-  check_attention(q, k, v, scale);
-  check_scoring(q, softcap, sinks);
-  RINGATTN_CHECK(!diagonal || !key_ranges,
-                 "diagonal must be left out where there are key_ranges, got ", *diagonal);
+  check_arguments(q, k, v, scale, diagonal, key_ranges, softcap, sinks);
   const c10::DeviceGuard guard(q.device());
   KeyBlock block = key_block(k, v, diagonal);
   if (key_ranges) block.key_ranges = check_key_ranges(*key_ranges, q);
   return block_attention(q, block, make_scoring(q, scale, softcap, sinks), q.scalar_type());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> block_attention_backward_op(
+    const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_lse, const at::Tensor& q,
+    const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+    double scale, std::optional<int64_t> diagonal, const std::optional<at::Tensor>& key_ranges,
+    double softcap, const std::optional<at::Tensor>& sinks) {
+  const GradientArguments given{grad_out, grad_lse, out, lse};
+  check_arguments(q, k, v, scale, diagonal, key_ranges, softcap, sinks);
+  check_gradients(given, q);
+  const c10::DeviceGuard guard(q.device());
+  KeyBlock block = key_block(k, v, diagonal);
+  if (key_ranges) {
+    block.query_ranges = transposed_ranges(check_key_ranges(*key_ranges, q), k.size(1));
+  }
+  const RowGradients rows = row_gradients(given);
+  const auto wide = rows.lse.options();
+  const at::Tensor dq = at::zeros(q.sizes(), wide), dk = at::empty(k.sizes(), wide),
+                   dv = at::empty(v.sizes(), wide);
+  block_attention_backward(q, block, make_scoring(q, scale, softcap, sinks), rows, dq, dk, dv);
+  const auto type = q.scalar_type();
+  return {dq.to(type), dk.to(type), dv.to(type), gradient_of_sinks(sinks, rows)};
 }
 
 void fold_block_attention_op(at::Tensor& out, at::Tensor& lse, const at::Tensor& q,
@@ -67,12 +99,14 @@ void fold_block_attention_op(at::Tensor& out, at::Tensor& lse, const at::Tensor&
 
 TORCH_LIBRARY_IMPL(ringattn, CPU, m) {
   m.impl("block_attention", &block_attention_op);
+  m.impl("block_attention_backward", &block_attention_backward_op);
   m.impl("block_attention_", &fold_block_attention_op);
 }
 
 #ifdef RINGATTN_WITH_CUDA
 TORCH_LIBRARY_IMPL(ringattn, CUDA, m) {
   m.impl("block_attention", &block_attention_op);
+  m.impl("block_attention_backward", &block_attention_backward_op);
   m.impl("block_attention_", &fold_block_attention_op);
 }
 #endif

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "ops/checks.h"
+#include "ops/operator_backward.h"
 #include "transport/group/group_context.h"
 
 // What PyTorch's transformations do to the operators. A table has one rule for each operator; the
@@ -29,33 +30,34 @@ namespace {
 
 using Stack = torch::jit::Stack;
 
-enum class Gradient {
-  kRefused,  // there is no backward, and no derivative in forward mode
-  kDefined,  // the operator's own file registers its Autograd kernel
-};
-
 struct Rule {
   const char* name;
-  Gradient gradient;
+  const char* backward;  // the operator of its gradients; null: there is none
   bool collective;  // has a group_name: a refusal is reported to the peers, which wait in the call
   // Inputs that autocast casts, as those of PyTorch's own attention. States keep their dtype.
   std::array<std::string_view, 3> autocast{};
 };
 
 constexpr std::array kRules = {
-    Rule{"block_attention", Gradient::kRefused, /*collective=*/false, {"q", "k", "v"}},
-    Rule{"block_attention_", Gradient::kRefused, /*collective=*/false, {"q", "k", "v"}},
-    Rule{"merge_states_", Gradient::kRefused, /*collective=*/false},
-    Rule{"ring_forward", Gradient::kRefused, /*collective=*/true, {"q", "k", "v"}},
-    Rule{"rotate_kv", Gradient::kRefused, /*collective=*/true, {"kv"}},
-    Rule{"wait_kv", Gradient::kRefused, /*collective=*/false},
-    Rule{"decode_attention", Gradient::kRefused, /*collective=*/true, {"q", "k", "v"}},
-    Rule{"add_rms_norm", Gradient::kRefused, /*collective=*/false},
-    Rule{"gated_silu", Gradient::kRefused, /*collective=*/false},
-    Rule{"rotate_into_cache", Gradient::kRefused, /*collective=*/false},
-    Rule{"gather", Gradient::kRefused, /*collective=*/true},
-    Rule{"all_gather", Gradient::kRefused, /*collective=*/true},
+    Rule{"block_attention", "block_attention_backward", /*collective=*/false, {"q", "k", "v"}},
+    Rule{"block_attention_backward", nullptr, /*collective=*/false},
+    Rule{"block_attention_", nullptr, /*collective=*/false, {"q", "k", "v"}},
+    Rule{"merge_states_", nullptr, /*collective=*/false},
+    Rule{"ring_forward", "ring_backward", /*collective=*/true, {"q", "k", "v"}},
+    Rule{"ring_backward", nullptr, /*collective=*/true},
+    Rule{"rotate_kv", nullptr, /*collective=*/true, {"kv"}},
+    Rule{"wait_kv", nullptr, /*collective=*/false},
+    Rule{"decode_attention", nullptr, /*collective=*/true, {"q", "k", "v"}},
+    Rule{"add_rms_norm", nullptr, /*collective=*/false},
+    Rule{"gated_silu", nullptr, /*collective=*/false},
+    Rule{"rotate_into_cache", nullptr, /*collective=*/false},
+    Rule{"gather", nullptr, /*collective=*/true},
+    Rule{"all_gather", nullptr, /*collective=*/true},
 };
+
+c10::OperatorHandle find_operator(const std::string& name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(("ringattn::" + name).c_str(), "");
+}
 
 // Where the arguments lie that the rule of an operator is about.
 struct Arguments {
@@ -76,11 +78,17 @@ struct Arguments {
       if (!name.empty()) autocast.push_back(position(name));
     }
     if (rule.collective) group_name = position("group_name");
+    if (rule.backward == nullptr) return;
+    sinks = position("sinks");
+    backward = find_operator(rule.backward);
   }
 
   size_t count;
   std::vector<size_t> tensors, written, autocast;
   std::optional<size_t> group_name;  // of a collective operator
+  // Of an operator with a backward.
+  std::optional<size_t> sinks;
+  std::optional<c10::OperatorHandle> backward;
 };
 
 // A call: its operator, its stack and where its arguments lie.
@@ -131,26 +139,58 @@ void check_tensors(const Call& call, const Check& check) {
   }
 }
 
-// There is no backward: a result that silently is a constant would train a wrong model. Nor is
-// there a derivative in forward mode. Nothing that the operator itself calls is differentiated.
+void check_no_tangent(const Call& call, size_t i, const at::Tensor& tensor) {
+  RINGATTN_CHECK(!tensor._fw_grad(/*level=*/0).defined(), call.name(i),
+                 " must have no tangent because there is no forward-mode derivative, got a dual "
+                 "tensor");
+}
+
+// Nothing that the operator itself calls is differentiated.
+void run_below_autograd(const Call& call, c10::DispatchKeySet keys) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  call.op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, &call.stack);
+}
+
+// A result that silently is a constant would train a wrong model. Nor is there a derivative in
+// forward mode.
 void refuse_gradients(const Call& call, c10::DispatchKeySet keys) {
   const bool with_grad = c10::GradMode::is_enabled();
   check_tensors(call, [&](size_t i, const at::Tensor& tensor) {
-    RINGATTN_CHECK(
-        !tensor._fw_grad(/*level=*/0).defined(), call.name(i),
-        " must have no tangent because there is no forward-mode derivative, got a dual tensor");
+    check_no_tangent(call, i, tensor);
     RINGATTN_CHECK(!with_grad || !tensor.requires_grad(), call.name(i),
-                   " must not require grad because there is no backward yet (training needs a ",
-                   "later version of ringattn, inference torch.no_grad()), got requires_grad=True");
+                   " must not require grad because ", call.op.schema().name(),
+                   " has no backward: call it under torch.no_grad(), got requires_grad=True");
   });
   // A graph that saved a written tensor for its backward detects the write by the version.
   std::vector<at::Tensor> written;
   for (const size_t i : call.arguments.written) written.push_back(call.tensor(i));
-  {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    call.op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, &call.stack);
-  }
+  run_below_autograd(call, keys);
   for (const at::Tensor& tensor : written) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+void differentiate(const Call& call, c10::DispatchKeySet keys) {
+  const auto& sinks = call.arguments.sinks;
+  check_tensors(call,
+                [&](size_t i, const at::Tensor& tensor) { check_no_tangent(call, i, tensor); });
+  constexpr size_t kNumInputs = 3;  // q, k, v
+  bool with_grad = call.has_tensor(*sinks) && call.tensor(*sinks).requires_grad();
+  for (size_t i = 0; i < kNumInputs; ++i) with_grad = with_grad || call.tensor(i).requires_grad();
+  if (!with_grad || !c10::GradMode::is_enabled()) return run_below_autograd(call, keys);
+  const auto begin = call.stack.end() - static_cast<int64_t>(call.arguments.count);
+  const std::vector<c10::IValue> given(begin, call.stack.end());
+  const auto forward = [&] {
+    run_below_autograd(call, keys);
+    std::vector<at::Tensor> results;
+    for (const c10::IValue& result : torch::jit::last(call.stack, 2)) {
+      results.push_back(result.toTensor());
+    }
+    torch::jit::drop(call.stack, 2);
+    return results;
+  };
+  for (at::Tensor& result :
+       differentiable_results({*call.arguments.backward, given, *sinks, forward})) {
+    call.stack.emplace_back(std::move(result));
+  }
 }
 
 template <c10::DeviceType device_type>
@@ -191,15 +231,14 @@ class Kernel : public c10::OperatorKernel {
 
 void register_dispatch_rules(torch::Library& library) {
   for (const Rule& rule : kRules) {
-    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
-        (std::string("ringattn::") + rule.name).c_str(), "");
+    const c10::OperatorHandle op = find_operator(rule.name);
     const auto add = [&](c10::DispatchKey key, Kernel::Function* function) {
       auto kernel = std::make_unique<Kernel>(function, Arguments(rule, op.schema()));
       library.impl(
           rule.name,
           torch::dispatch(key, torch::CppFunction::makeFromBoxedFunctor(std::move(kernel))));
     };
-    if (rule.gradient == Gradient::kRefused) add(c10::DispatchKey::Autograd, &refuse_gradients);
+    add(c10::DispatchKey::Autograd, rule.backward == nullptr ? &refuse_gradients : &differentiate);
     add(c10::DispatchKey::AutocastCPU, &autocast<c10::kCPU>);
     add(c10::DispatchKey::AutocastCUDA, &autocast<c10::kCUDA>);
     add(c10::DispatchKey::FuncTorchBatched, &refuse_vmap);

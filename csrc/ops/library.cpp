@@ -21,6 +21,12 @@ TORCH_LIBRARY(ringattn, m) {
       "block_attention(Tensor q, Tensor k, Tensor v, float scale, SymInt? diagonal,"
       " Tensor? key_ranges=None, float softcap=0.0, Tensor? sinks=None)"
       " -> (Tensor out, Tensor lse)");
+  // Gradients of its results -> those of its arguments; dsinks is empty without sinks.
+  m.def(
+      "block_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v,"
+      " Tensor out, Tensor lse, float scale, SymInt? diagonal, Tensor? key_ranges=None,"
+      " float softcap=0.0, Tensor? sinks=None)"
+      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
   // Folds into a state: out [B, S_q, H, D] and lse, float32 (float64 for float64 inputs).
   m.def(
       "block_attention_(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, float scale,"
@@ -32,6 +38,13 @@ TORCH_LIBRARY(ringattn, m) {
       "causal, float scale, str group_name, str transport, int? depth, int window_left=-1,"
       " int window_right=-1, float softcap=0.0, Tensor? sinks=None, Tensor? cu_seqlens=None,"
       " Tensor? pieces=None) -> (Tensor out, Tensor lse)");
+  // The same for the results of ring_forward, of this rank's rows. dsinks are of these rows alone.
+  m.def(
+      "ring_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,"
+      " Tensor lse, SymInt[] lengths, int[] order, str layout, bool causal, float scale,"
+      " str group_name, str transport, int? depth, int window_left=-1, int window_right=-1,"
+      " float softcap=0.0, Tensor? sinks=None, Tensor? cu_seqlens=None, Tensor? pieces=None)"
+      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
   // kv [2, B, S_r, H_kv, D] -> that of the rank before this one in the order, cyclic; filled by the
   // side stream.
   m.def(

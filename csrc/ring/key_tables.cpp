@@ -4,6 +4,10 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <utility>
+
+#include "attention/block_attention_backward.h"
+
 #ifdef RINGATTN_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
@@ -45,11 +49,27 @@ const std::vector<at::Tensor>& KeyTables::on(c10::Device device) {
     const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
     if (made_ && made_->query()) made_.reset();
     if (made_) made_->block(stream);
-    for (const at::Tensor& table : tables_) {
-      if (table.defined()) table.record_stream(stream);
+    for (const auto* tables : {&tables_, &transposed_}) {
+      for (const at::Tensor& table : *tables) {
+        if (table.defined()) table.record_stream(stream);
+      }
     }
   }
   return tables_;
+}
+
+std::vector<at::Tensor> KeyTables::transposed_on(c10::Device device) {
+  const std::vector<at::Tensor>& tables = on(device);
+  if (!transposed_.empty()) return transposed_;
+  std::vector<at::Tensor> transposed(tables.size());
+  for (size_t step = 0; step < tables.size(); ++step) {
+    if (needed_[step]) transposed[step] = transposed_ranges(tables[step], keys_[step].size());
+  }
+  if (any_ && device.is_cuda()) {
+    if (is_captured(device)) return transposed;
+    mark_made();
+  }
+  return transposed_ = std::move(transposed);
 }
 
 void KeyTables::make(c10::Device device) {
@@ -61,9 +81,13 @@ void KeyTables::make(c10::Device device) {
     tables_[step] = table.to(device, /*non_blocking=*/true);
   }
   device_ = device;
-  if (device.is_cpu()) return;
-  made_ = std::make_shared<c10::Event>(device.type());
-  made_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  transposed_.clear();
+  if (device.is_cuda()) mark_made();
+}
+
+void KeyTables::mark_made() {
+  made_ = std::make_shared<c10::Event>(device_.type());
+  made_->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
 }  // namespace ringattn

@@ -24,6 +24,9 @@ class KeyTables {
   /// for a device: there is nothing to make, and nothing is enqueued, in the others. On CUDA work
   /// of the current stream may read them.
   const std::vector<at::Tensor>& on(c10::Device device);
+  /// The same of a backward: int32 [keys, 2], the rows that see each key. Under capture they are
+  /// made each time, as part of the graph.
+  std::vector<at::Tensor> transposed_on(c10::Device device);
   /// Whether there are any.
   bool any() const { return any_; }
   /// Whether on() would have to make them, which a stream that is captured cannot.
@@ -31,6 +34,8 @@ class KeyTables {
 
  private:
   void make(c10::Device device);
+  // Of what the current stream holds now.
+  void mark_made();
 
   const BlockRows queries_;
   std::vector<BlockRows> keys_;  // [W]
@@ -40,6 +45,7 @@ class KeyTables {
   const int64_t seq_len_;
   c10::Device device_ = c10::Device(c10::kMeta);  // of tables_
   std::vector<at::Tensor> tables_;                // [W]
+  std::vector<at::Tensor> transposed_;            // [W], empty until they are asked for
   std::shared_ptr<c10::Event> made_;              // null on CPU, and once they are there
 };
 

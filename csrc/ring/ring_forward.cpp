@@ -53,7 +53,7 @@ class Executor {
       visible.push_back(key_block(step, blocks[step - first], queries));
       if (remote != nullptr && step > 0) visible.back().source = remote->sources[step - 1];
     }
-    const at::Tensor given = rows(q_, 1, queries);
+    const at::Tensor given = rows_of(q_, 1, queries);
     for (const KeyBlock& keys : visible) repeat_for_slowdown(given, keys);
     LaunchOptions options;
     RemoteFetch remote_fetch;
@@ -82,16 +82,12 @@ class Executor {
   const at::Tensor& lse() const { return lse_; }
 
  private:
-  static at::Tensor rows(const at::Tensor& x, int64_t dim, const RowRange& range) {
-    return range.size() == x.size(dim) ? x : x.narrow(dim, range.begin, range.size());
-  }
-
   // The block of `step` as the rows `queries` see it. What travels is what is seen; of the own
   // block, whose rows all are here, that is a part.
   KeyBlock key_block(int64_t step, const Block& block, const RowRange& queries) const {
     const Visit& visit = visits_[step];
-    KeyBlock keys = {step == 0 ? rows(block.k, 1, visit.keys) : block.k,
-                     step == 0 ? rows(block.v, 1, visit.keys) : block.v};
+    KeyBlock keys = {step == 0 ? rows_of(block.k, 1, visit.keys) : block.k,
+                     step == 0 ? rows_of(block.v, 1, visit.keys) : block.v};
     if (visit.visibility == Visibility::kIntervals) {
       keys.key_ranges = key_tables_[step];
       return keys;
@@ -104,13 +100,13 @@ class Executor {
   AttentionResult result(const RowRange& queries, const RowRange& final) {
     AttentionResult result;
     result.fold = !first_;
-    result.lse = rows(lse_, 2, queries);
+    result.lse = rows_of(lse_, 2, queries);
     result.final_begin = final.empty() ? 0 : final.begin - queries.begin;
     result.final_end = final.empty() ? 0 : final.end - queries.begin;
-    if (!final.empty()) result.out = rows(out_, 1, queries);
+    if (!final.empty()) result.out = rows_of(out_, 1, queries);
     if (result.fold || final.size() != queries.size()) {
       if (!state_.defined()) state_ = at::empty(q_.sizes(), lse_.options());
-      result.state = rows(state_, 1, queries);
+      result.state = rows_of(state_, 1, queries);
     }
     return result;
   }
@@ -183,15 +179,6 @@ RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const R
 }
 
 }  // namespace
-
-RingPlan plan_ring(const Partition& partition, int64_t rank, const Mask& mask) {
-  RingPlan plan;
-  plan.visits = schedule(partition, rank, mask);
-  plan.hops = plan_hops(partition, rank, mask);
-  plan.key_tables = std::make_shared<KeyTables>(partition, rank, mask, plan.visits);
-  plan.max_rows = *std::max_element(partition.lengths().begin(), partition.lengths().end());
-  return plan;
-}
 
 std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const at::Tensor& given_k,
                                                const at::Tensor& given_v, const RingCall& call,

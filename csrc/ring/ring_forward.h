@@ -3,36 +3,13 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-#include <memory>
 #include <utility>
-#include <vector>
 
-#include "attention/block_attention.h"
 #include "core/export.h"
-#include "partition/schedule.h"
-#include "ring/key_tables.h"
+#include "ring/ring_plan.h"
 #include "transport/transport.h"
 
 namespace ringattn {
-
-/// What one rank attends, sends and receives at each step: the same in all calls over a partition
-/// under one mask.
-struct RingPlan {
-  std::vector<Visit> visits;  // [W]
-  std::vector<HopPlan> hops;  // [W - 1]; hops[i] belongs to step i + 1
-  int64_t max_rows = 0;       // of the blocks of all ranks
-  std::shared_ptr<KeyTables> key_tables;
-};
-RINGATTN_API RingPlan plan_ring(const Partition& partition, int64_t rank, const Mask& mask);
-
-/// One ring call as one rank runs it.
-struct RingCall {
-  const RingPlan& plan;
-  Scoring scoring;
-  int64_t depth = 1;   // blocks in flight ahead of the one being attended, 1 .. W-1
-  int64_t number = 0;  // of the call in its group
-};
 
 /// Exact attention of this rank's queries over the whole sequence.
 ///

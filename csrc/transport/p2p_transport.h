@@ -16,6 +16,7 @@ namespace ringattn {
 struct Message {
   int64_t call = 0;
   int64_t step = 0;
+  bool returns = false;  // the step's second message, which goes the other way
   at::Tensor send;  // contiguous
   int64_t destination = 0;
   at::Tensor receive;  // contiguous

@@ -343,16 +343,20 @@ def is_concrete(tensor: torch.Tensor) -> bool:
     )
 
 
+def check_no_grad(operation: str, **tensors: torch.Tensor) -> None:
+    """For an operation without a backward."""
+    for name, tensor in tensors.items():
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise ValueError(
+                f"{name} must not require grad because {operation} has no backward: call it under "
+                "torch.no_grad(), got requires_grad=True"
+            )
+
+
 def check_collective(**tensors: torch.Tensor) -> None:
     """Refusals that the dispatcher would raise before the operator could report them to peers."""
-    with_grad = torch.is_grad_enabled()
     compiling = torch.compiler.is_compiling()
     for name, tensor in tensors.items():
-        if with_grad and tensor.requires_grad:
-            raise ValueError(
-                f"{name} must not require grad because there is no backward yet (training needs a "
-                "later version of ringattn, inference torch.no_grad()), got requires_grad=True"
-            )
         if not compiling and has_tangent(tensor):
             raise ValueError(
                 f"{name} must have no tangent because there is no forward-mode derivative, got a "

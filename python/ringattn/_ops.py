@@ -103,6 +103,32 @@ def _(
     return q.new_empty(q.shape), _new_lse(q)
 
 
+def _new_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dsinks = _new_lse(q).new_empty([0]) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+@torch.library.register_fake("ringattn::block_attention_backward")
+def _(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    diagonal: int | None,
+    key_ranges: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check_attention(q, k, v)
+    return _new_gradients(q, k, v, sinks)
+
+
 @torch.library.register_fake("ringattn::block_attention_")
 def _(
     out: torch.Tensor,
@@ -145,6 +171,34 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_attention(q, k, v)
     return q.new_empty(q.shape), _new_lse(q)
+
+
+@torch.library.register_fake("ringattn::ring_backward")
+def _(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lengths: Sequence[int],
+    order: Sequence[int],
+    layout: str,
+    causal: bool,
+    scale: float,
+    group_name: str,
+    transport: str,
+    depth: int | None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    pieces: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check_attention(q, k, v)
+    return _new_gradients(q, k, v, sinks)
 
 
 @torch.library.register_fake("ringattn::rotate_kv")
@@ -226,7 +280,7 @@ def _(mine: torch.Tensor, operation: str, facts: str, group_name: str) -> torch.
 
 
 # Flop formulas: 4 * D operations (two products of a multiplication and an addition each) for every
-# head and every visible pair of a query and a key.
+# head and every visible pair of a query and a key; in a backward, which has five products, 10 * D.
 
 
 def _pair_flops(q_shape: Sequence[int]) -> int:
@@ -261,6 +315,12 @@ def _block_attention_flops(
         return _pair_flops(q.shape) * _num_pairs(q.size(1), k.size(1), diagonal)
     begin, end = key_ranges.clamp(0, k.size(1)).unbind(1)
     return _pair_flops(q.shape) * int((end - begin).clamp(min=0).sum())
+
+
+@register_flop_formula(_ops.block_attention_backward, get_raw=True)
+def _block_attention_backward_flops(*args: Any, **kwargs: Any) -> int:
+    _, _, q, k, v, _, _, *rest = args
+    return _block_attention_flops(q, k, v, *rest, **kwargs) * 5 // 2
 
 
 @register_flop_formula(_ops.block_attention_)
@@ -304,6 +364,12 @@ def _ring_forward_flops(
     who = (layout, list(lengths), list(order), _rank_in(group_name), causal)
     visits = _C.schedule(*who, assigned, (window_left, window_right), known)
     return _pair_flops(q.shape) * sum(visit.num_pairs for visit in visits)
+
+
+@register_flop_formula(_ops.ring_backward, get_raw=True)
+def _ring_backward_flops(*args: Any, **kwargs: Any) -> int:
+    _, _, q, k, v, _, _, *rest = args
+    return _ring_forward_flops(q, k, v, *rest, **kwargs) * 5 // 2
 
 
 @register_flop_formula(_ops.decode_attention)

@@ -13,6 +13,7 @@ from ringattn._checks import (
     check_flag,
     check_int64_or_none,
     check_keywords,
+    check_no_grad,
     check_tensors,
     finite_scale,
     finite_softcap,
@@ -160,11 +161,15 @@ def ring_attention(
     Raises:
         ValueError: an argument that breaks a rule above, ranks that disagree about them (on all
             ranks, when a combination is first used), no process group under torchrun or after
-            ``destroy_process_group()``, inputs that require grad under grad mode, DTensors,
-            ``torch.vmap``, and keywords of other packages (``attn_mask``, ``dropout_p``,
+            ``destroy_process_group()``, DTensors, ``torch.vmap``, and keywords of other packages (``attn_mask``, ``dropout_p``,
             ``max_seqlen``, ...) but with the values that change nothing (None, 0.0).
         torch.distributed.DistBackendError: a peer died or never arrived; it names the rank and the
             step. On CUDA it may come from the next call, see :func:`synchronize`.
+
+    Gradients of out and lse reach q, k, v and sinks; those of other ranks' keys and values return to
+    their owner, in float32 (float64 for float64). The backward is a collective call too: every rank
+    makes it, and for the same inputs. Gradients of ``sinks`` are of this rank's rows alone, like
+    those of a weight. There is no double backward.
 
     Rotary embeddings come before this call, and need the positions of this rank's rows in the whole
     sequence: ``partition.position_ids(rank)``, not ``torch.arange(S_r)``. Wrong positions cannot be
@@ -243,8 +248,8 @@ def block_attention(
         (float64 for float64). A query that sees no key has out 0 and lse -inf, or its sink.
 
     Raises:
-        ValueError: an argument that breaks a rule above, inputs that require grad under grad mode,
-            DTensors, ``torch.vmap``, keywords of other packages, as in :func:`ring_attention`.
+        ValueError: an argument that breaks a rule above, DTensors, ``torch.vmap``, keywords of
+            other packages, as in :func:`ring_attention`.
 
     The tiled computation with running maximum and sum is FlashAttention (Dao et al.,
     https://arxiv.org/abs/2205.14135).
@@ -401,6 +406,7 @@ def decode_attention(
         check_tensors(q=q, k_shard=k_shard, v_shard=v_shard)
         check_dims("q", q, "[B, T, H, D]")
         check_collective(q=q, k_shard=k_shard, v_shard=v_shard)
+        check_no_grad("decode_attention", q=q, k_shard=k_shard, v_shard=v_shard)
         scale = finite_scale(scale, q)
         return_lse = check_flag("return_lse", return_lse)
         key_lengths = _key_bounds("key_lengths", key_lengths, k_shard)
@@ -409,6 +415,7 @@ def decode_attention(
         if sinks is not None:
             check_tensors(sinks=sinks)
             check_collective(sinks=sinks)
+            check_no_grad("decode_attention", sinks=sinks)
     except Exception as error:
         report_to_peers(ring, error)
         raise

@@ -20,6 +20,7 @@ from ringattn._checks import (
     check_integer,
     check_integers,
     check_is_tensor,
+    check_no_grad,
     check_tensors,
     is_dtensor,
     is_finite,
@@ -434,6 +435,7 @@ class Partition:
                 f"got {x.size(dim)}"
             )
         check_collective(x=x)
+        check_no_grad("Partition.gather", x=x)
         return dim
 
     def _head(self, length: int) -> int:

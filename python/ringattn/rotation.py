@@ -3,7 +3,13 @@
 
 import torch
 
-from ringattn._checks import check_collective, check_dims, check_tensors, check_transport
+from ringattn._checks import (
+    check_collective,
+    check_dims,
+    check_no_grad,
+    check_tensors,
+    check_transport,
+)
 from ringattn._distributed.errors import call, report_to_peers
 from ringattn._distributed.groups import Group, resolve_group
 from ringattn.partition import Partition, check_partition, partition_arguments
@@ -48,13 +54,15 @@ def rotate_kv(
         A :class:`RotatedKV`; its ``wait()`` returns the previous rank's block.
 
     Raises:
-        ValueError, torch.distributed.DistBackendError: as in :func:`ring_attention`.
+        ValueError, torch.distributed.DistBackendError: as in :func:`ring_attention`; ``kv`` that
+            requires grad under grad mode.
     """
     ring = resolve_group(group)
     try:
         check_tensors(kv=kv)
         check_dims("kv", kv, "[2, B, S_r, H_kv, D]")
         check_collective(kv=kv)
+        check_no_grad("rotate_kv", kv=kv)
         lengths, order, _, _ = partition_arguments(check_partition(partition, ring))
         check_transport(transport)
     except Exception as error:

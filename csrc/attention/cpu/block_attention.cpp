@@ -14,6 +14,7 @@
 #include <limits>
 #include <vector>
 
+#include "attention/cpu/intervals.h"
 #include "attention/merge_states.h"
 
 namespace ringattn::cpu {
@@ -106,13 +107,6 @@ State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   return state;
 }
 
-// An interval of keys for each row, [S_q]; those of rows that see nothing are empty.
-struct Intervals {
-  std::vector<int64_t> begin, end;
-
-  bool empty(int64_t row) const { return begin[row] >= end[row]; }
-};
-
 Intervals intervals_of(const KeyBlock& block, int64_t num_queries) {
   const int64_t num_keys = block.k.size(1);
   const int32_t* table =
@@ -134,50 +128,28 @@ Intervals intervals_of(const KeyBlock& block, int64_t num_queries) {
   return intervals;
 }
 
-// Rows that dense_attention computes together, and how far their intervals may lie apart: a NaN in
-// a value reaches rows that see a key so close.
-constexpr int64_t kChunkRows = 128, kChunkSpread = 256;
-
-// The end of the chunk of rows that begins with `first`, and the keys that its rows see.
-struct Chunk {
-  int64_t end;
-  int64_t key_begin, key_end;  // none: key_begin >= key_end
-};
-
-Chunk chunk_of(const Intervals& intervals, int64_t first, int64_t num_queries) {
-  Chunk chunk = {first, 0, 0};
-  for (; chunk.end < std::min(first + kChunkRows, num_queries); ++chunk.end) {
-    if (intervals.empty(chunk.end)) continue;
-    const int64_t begin = intervals.begin[chunk.end], end = intervals.end[chunk.end];
-    if (chunk.key_begin >= chunk.key_end) {
-      chunk.key_begin = begin;
-    } else if (begin > chunk.key_begin + kChunkSpread || end > chunk.key_end + kChunkSpread) {
-      break;
-    }
-    chunk.key_end = end;
-  }
-  return chunk;
-}
+// Rows that dense_attention computes together.
+constexpr int64_t kChunkRows = 128;
 
 // Any intervals and softcap; each chunk of rows reads only the keys that its rows see.
 State attend_intervals(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                        const Scoring& scoring, const Intervals& intervals) {
   State state = empty_state(q);
-  Chunk chunk;
+  IntervalChunk chunk;
   for (int64_t first = 0; first < q.size(1); first = chunk.end) {
-    chunk = chunk_of(intervals, first, q.size(1));
-    const int64_t num_rows = chunk.end - first, num_keys = chunk.key_end - chunk.key_begin;
+    chunk = chunk_of(intervals, first, kChunkRows);
+    const int64_t num_rows = chunk.end - first, num_keys = chunk.hull_end - chunk.hull_begin;
     if (num_keys <= 0) continue;
     const auto bounds = [&](const std::vector<int64_t>& all) {
       return at::tensor(at::ArrayRef<int64_t>(all.data() + first, num_rows), at::kLong)
           .unsqueeze(1);
     };
-    const at::Tensor keys = at::arange(chunk.key_begin, chunk.key_end, at::kLong);
+    const at::Tensor keys = at::arange(chunk.hull_begin, chunk.hull_end, at::kLong);
     const at::Tensor visible =
         keys.ge(bounds(intervals.begin)).logical_and_(keys.lt(bounds(intervals.end)));
     const State part =
-        dense_attention(q.narrow(1, first, num_rows), k.narrow(1, chunk.key_begin, num_keys),
-                        v.narrow(1, chunk.key_begin, num_keys), scoring, visible);
+        dense_attention(q.narrow(1, first, num_rows), k.narrow(1, chunk.hull_begin, num_keys),
+                        v.narrow(1, chunk.hull_begin, num_keys), scoring, visible);
     state.out.narrow(1, first, num_rows).copy_(part.out);
     state.lse.narrow(2, first, num_rows).copy_(part.lse);
   }

@@ -23,9 +23,13 @@ using Clock = std::chrono::steady_clock;
 // Half of a message, on CPU: the group's own threads (gloo) move the data.
 class CpuOperation : public Wakeable {
  public:
-  CpuOperation(const Rendezvous& rendezvous, std::shared_ptr<Unfinished> unfinished, int64_t call,
-               int64_t step)
-      : rendezvous_(rendezvous), unfinished_(std::move(unfinished)), call_(call), step_(step) {}
+  CpuOperation(const Rendezvous& rendezvous, std::shared_ptr<Unfinished> unfinished,
+               const Message& message)
+      : rendezvous_(rendezvous),
+        unfinished_(std::move(unfinished)),
+        call_(message.call),
+        step_(message.step),
+        tag_(rendezvous.calls->message_tag(message.returns ? -message.step : message.step)) {}
   CpuOperation(const CpuOperation&) = delete;
   CpuOperation& operator=(const CpuOperation&) = delete;
   ~CpuOperation() override {
@@ -69,7 +73,7 @@ class CpuOperation : public Wakeable {
     other_ = other;
     std::vector<at::Tensor> tensors = {tensor};
     try {
-      start(tensors, rendezvous_.calls->message_tag(step_));
+      start(tensors, tag_);
     } catch (const std::exception& error) {
       lose(error, PeerWait(rendezvous_, call_, step_, {other}));
     }
@@ -107,6 +111,7 @@ class CpuOperation : public Wakeable {
   const Rendezvous& rendezvous_;
   const std::shared_ptr<Unfinished> unfinished_;
   const int64_t call_, step_;
+  const int32_t tag_;
   int64_t other_ = 0;
   c10::intrusive_ptr<c10d::Work> work_;
   std::atomic<bool> can_wake_{true};
@@ -117,8 +122,8 @@ class CpuTransfer : public Transfer {
  public:
   CpuTransfer(const Rendezvous& rendezvous, c10d::ProcessGroup& process_group,
               const std::shared_ptr<Unfinished>& unfinished, const Message& message)
-      : sending_(rendezvous, unfinished, message.call, message.step),
-        receiving_(rendezvous, unfinished, message.call, message.step),
+      : sending_(rendezvous, unfinished, message),
+        receiving_(rendezvous, unfinished, message),
         receives_(message.receive.defined()),
         start_(Clock::now()) {
     if (message.send.defined()) sending_.send(process_group, message.send, message.destination);

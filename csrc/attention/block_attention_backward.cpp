@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/block_attention_backward.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "attention/cpu/block_attention_backward.h"
+
+#ifdef RINGATTN_WITH_CUDA
+#include "attention/cuda/block_attention_backward.h"
+#include "attention/tensor_params.h"
+#endif
+
+namespace ringattn {
+
+#ifdef RINGATTN_WITH_CUDA
+namespace {
+
+at::Tensor attention_delta_cuda(const at::Tensor& grad_out, const at::Tensor& grad_lse,
+                                const at::Tensor& out) {
+  const at::Tensor delta =
+      at::empty({out.size(0), out.size(2), out.size(1)}, out.options().dtype(at::kFloat));
+  const at::Tensor rows = as_kernel_input(grad_out), results = as_kernel_input(out);
+  const at::Tensor of_lse = grad_lse.defined() ? grad_lse.contiguous() : grad_lse;
+  AttentionDeltaParams params;
+  static_cast<AttentionShape&>(params) = attention_shape(out, out.size(2), /*scale=*/1.0);
+  params.grad_out = strided(rows);
+  params.out = strided(results);
+  if (of_lse.defined()) params.grad_lse = of_lse.const_data_ptr<float>();
+  params.delta = delta.mutable_data_ptr<float>();
+  check_launch(cuda::attention_delta(params, current_stream(out)), "attention_delta");
+  return delta;
+}
+
+void block_attention_backward_cuda(const at::Tensor& q, const KeyBlock& block,
+                                   const Scoring& scoring, const RowGradients& rows,
+                                   const at::Tensor& dq, const at::Tensor& dk,
+                                   const at::Tensor& dv) {
+  const at::Tensor queries = as_kernel_input(q), grad_out = as_kernel_input(rows.grad_out),
+                   keys = as_kernel_input(block.k), values = as_kernel_input(block.v);
+  BlockAttentionBackwardParams params;
+  static_cast<AttentionShape&>(params) = attention_shape(q, keys.size(2), scoring.scale);
+  params.q = strided(queries);
+  params.k = strided(keys);
+  params.v = strided(values);
+  params.grad_out = strided(grad_out);
+  params.lse = rows.lse.const_data_ptr<float>();
+  params.delta = rows.delta.const_data_ptr<float>();
+  params.lse_batch_stride = rows.lse.stride(0);
+  params.lse_head_stride = rows.lse.stride(1);
+  params.dq = strided(dq);
+  params.dk = strided(dk);
+  params.dv = strided(dv);
+  params.num_keys = static_cast<int32_t>(keys.size(1));
+  if (block.query_ranges.defined()) {
+    params.query_ranges = block.query_ranges.const_data_ptr<int32_t>();
+  } else {
+    params.diagonal = static_cast<int32_t>(std::clamp(block.diagonal, -q.size(1), keys.size(1)));
+    params.first_query = static_cast<int32_t>(block.first_query);
+  }
+  params.softcap = static_cast<float>(scoring.softcap);
+  params.deterministic = at::globalContext().deterministicAlgorithms();
+  at::Tensor semaphores;
+  if (params.deterministic) {
+    constexpr int64_t kRows = 64;  // see BlockAttentionBackwardParams
+    semaphores = at::zeros({q.size(0), q.size(2), (q.size(1) + kRows - 1) / kRows},
+                           q.options().dtype(at::kInt));
+    params.semaphores = semaphores.mutable_data_ptr<int32_t>();
+  }
+  check_launch(cuda::block_attention_backward(params, current_stream(q)),
+               "block_attention_backward");
+}
+
+}  // namespace
+#endif
+
+at::Tensor attention_delta(const at::Tensor& grad_out, const at::Tensor& grad_lse,
+                           const at::Tensor& out) {
+#ifdef RINGATTN_WITH_CUDA
+  if (out.is_cuda()) return attention_delta_cuda(grad_out, grad_lse, out);
+#endif
+  const auto type = state_dtype(out.scalar_type());
+  const at::Tensor delta = grad_out.to(type).mul(out.to(type)).sum(-1).transpose(1, 2).contiguous();
+  return grad_lse.defined() ? delta.sub(grad_lse) : delta;
+}
+
+at::Tensor sink_gradients(const at::Tensor& sinks, const at::Tensor& lse, const at::Tensor& delta) {
+  // lse contains the sink; it is -inf only where the sink is, too.
+  const at::Tensor weights =
+      sinks.to(lse.scalar_type()).unsqueeze(-1).sub(lse).exp().masked_fill_(lse.isneginf(), 0.0);
+  return weights.mul_(delta).sum({0, 2}).neg_();
+}
+
+at::Tensor transposed_ranges(const at::Tensor& key_ranges, int64_t num_keys) {
+  // Row i sees key j when begin_i <= j and j < end_i: both bounds only rise.
+  const at::Tensor keys = at::arange(num_keys, key_ranges.options());
+  const auto rows_up_to = [&](int64_t column) {
+    return at::searchsorted(key_ranges.select(1, column).contiguous(), keys, /*out_int32=*/true,
+                            /*right=*/true);
+  };
+  return at::stack({rows_up_to(1), rows_up_to(0)}, 1);
+}
+
+void block_attention_backward(const at::Tensor& q, const KeyBlock& block, const Scoring& scoring,
+                              const RowGradients& rows, const at::Tensor& dq, const at::Tensor& dk,
+                              const at::Tensor& dv) {
+  if (dk.numel() == 0 || q.numel() == 0) {
+    dk.zero_();
+    dv.zero_();
+    return;
+  }
+#ifdef RINGATTN_WITH_CUDA
+  if (q.is_cuda()) {
+    return block_attention_backward_cuda(q, block, scoring, rows, dq, dk, dv);
+  }
+#endif
+  cpu::block_attention_backward(q, block, scoring, rows, dq, dk, dv);
+}
+
+}  // namespace ringattn

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "attention/attention_call.h"
+#include "core/export.h"
+
+// The backward of block attention on tensors of any device that has kernels. Arguments have been
+// checked by the caller.
+
+namespace ringattn {
+
+/// What reaches the rows of a call from behind, and what their forward left.
+struct RowGradients {
+  at::Tensor grad_out;  // [B, S_q, H, D], q's dtype
+  at::Tensor lse;       // [B, H, S_q], state dtype, contiguous: over all keys that the rows see
+  at::Tensor delta;     // [B, H, S_q], state dtype, contiguous: see attention_delta()
+};
+
+/// rowsum(grad_out * out) - grad_lse, [B, H, S_q], state dtype. `grad_lse` may be undefined: 0.
+RINGATTN_API at::Tensor attention_delta(const at::Tensor& grad_out, const at::Tensor& grad_lse,
+                                        const at::Tensor& out);
+
+/// The gradient of sinks [H], in the state's dtype, of these rows alone.
+RINGATTN_API at::Tensor sink_gradients(const at::Tensor& sinks, const at::Tensor& lse,
+                                       const at::Tensor& delta);
+
+/// int32 [S_q, 2] -> int32 [num_keys, 2], on the same device: of rows that see keys [begin, end),
+/// the rows that see each key. Neither column decreases, before and after.
+RINGATTN_API at::Tensor transposed_ranges(const at::Tensor& key_ranges, int64_t num_keys);
+
+/// Adds the gradient of the rows to dq [B, S_q, H, D], and writes those of the block's keys and
+/// values to dk and dv [B, S_k, H_kv, D]: all in the state's dtype, of any strides but a last one
+/// of
+/// 1. A block with a table has query_ranges. On CUDA: runs on the current stream. Under
+/// torch.use_deterministic_algorithms(True) the same inputs give the same bits.
+RINGATTN_API void block_attention_backward(const at::Tensor& q, const KeyBlock& block,
+                                           const Scoring& scoring, const RowGradients& rows,
+                                           const at::Tensor& dq, const at::Tensor& dk,
+                                           const at::Tensor& dv);
+
+}  // namespace ringattn

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "attention/block_attention_backward.h"
+
+namespace ringattn::cpu {
+
+/// See ringattn::block_attention_backward. Half types are widened first.
+void block_attention_backward(const at::Tensor& q, const KeyBlock& block, const Scoring& scoring,
+                              const RowGradients& rows, const at::Tensor& dq, const at::Tensor& dk,
+                              const at::Tensor& dv);
+
+}  // namespace ringattn::cpu

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/cpu/intervals.h"
+
+#include <algorithm>
+
+namespace ringattn::cpu {
+
+IntervalChunk chunk_of(const Intervals& intervals, int64_t first, int64_t max_size) {
+  // How far bounds of one chunk may lie apart: in a forward a NaN in a value reaches rows that see
+  // a key so close.
+  constexpr int64_t kSpread = 256;
+  IntervalChunk chunk = {first, 0, 0};
+  for (; chunk.end < std::min(first + max_size, intervals.size()); ++chunk.end) {
+    if (intervals.empty(chunk.end)) continue;
+    const int64_t begin = intervals.begin[chunk.end], end = intervals.end[chunk.end];
+    if (chunk.hull_begin >= chunk.hull_end) {
+      chunk.hull_begin = begin;
+    } else if (begin > chunk.hull_begin + kSpread || end > chunk.hull_end + kSpread) {
+      break;
+    }
+    chunk.hull_end = end;
+  }
+  return chunk;
+}
+
+}  // namespace ringattn::cpu

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ring/ring_backward.h"
+
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "attention/block_attention.h"
+#include "ring/gradient_return.h"
+#include "ring/step_recorder.h"
+#include "testing/throttle.h"
+
+namespace ringattn {
+namespace {
+
+// The gradients of one rank's rows and of the blocks that visit it.
+class Gradients {
+ public:
+  Gradients(const at::Tensor& q, const RowGradients& rows, const RingCall& call)
+      : q_(q),
+        rows_(rows),
+        call_(call),
+        query_tables_(call.plan.key_tables->transposed_on(q.device())),
+        dq_(at::zeros(q.sizes(), rows.lse.options())) {}
+
+  /// Those of a block, [2, B, rows, H_kv, D], of which `k` and `v` are the rows that are seen.
+  void attend(int64_t step, const at::Tensor& k, const at::Tensor& v,
+              const at::Tensor& gradients) const {
+    const Visit& visit = call_.plan.visits[step];
+    if (!visit.visible()) {
+      gradients.zero_();
+      return;
+    }
+    KeyBlock block = {k, v};
+    if (visit.visibility == Visibility::kIntervals) block.query_ranges = query_tables_[step];
+    if (visit.visibility == Visibility::kTriangle) block.diagonal = 0;
+    const RowRange& queries = visit.queries;
+    const RowGradients rows = {rows_of(rows_.grad_out, 1, queries), rows_of(rows_.lse, 2, queries),
+                               rows_of(rows_.delta, 2, queries)};
+    const at::Tensor q = rows_of(q_, 1, queries), dq = rows_of(dq_, 1, queries);
+    repeat_for_slowdown(q, block, rows);
+    block_attention_backward(q, block, call_.scoring, rows, dq, gradients.select(0, 0),
+                             gradients.select(0, 1));
+  }
+
+  /// Operations of a step: for every pair, five products of D multiplications and additions.
+  double flops(int64_t step) const {
+    const auto pairs = static_cast<double>(call_.plan.visits[step].num_pairs);
+    return 10.0 * static_cast<double>(q_.size(0) * q_.size(2) * q_.size(3)) * pairs;
+  }
+
+  const at::Tensor& dq() const { return dq_; }
+
+ private:
+  // ringattn.testing.slowdown: repeats the whole block, and drops the results, as often as the
+  // factor has room for. The rest is a share of the keys.
+  void repeat_for_slowdown(const at::Tensor& q, const KeyBlock& block,
+                           const RowGradients& rows) const {
+    for (double extra = slowdown() - 1.0; extra > 0.0; extra -= 1.0) {
+      const auto num_keys = static_cast<int64_t>(
+          std::lround(std::min(extra, 1.0) * static_cast<double>(block.k.size(1))));
+      if (num_keys == 0) continue;
+      KeyBlock part = block;
+      part.k = block.k.narrow(1, 0, num_keys);
+      part.v = block.v.narrow(1, 0, num_keys);
+      if (part.query_ranges.defined()) part.query_ranges = part.query_ranges.narrow(0, 0, num_keys);
+      const at::Tensor dq = at::zeros(q.sizes(), dq_.options()),
+                       dk = at::zeros(part.k.sizes(), dq_.options()), dv = at::empty_like(dk);
+      block_attention_backward(q, part, call_.scoring, rows, dq, dk, dv);
+    }
+  }
+
+  const at::Tensor& q_;
+  const RowGradients& rows_;
+  const RingCall& call_;
+  const std::vector<at::Tensor> query_tables_;  // [W]
+  const at::Tensor dq_;                         // [B, S_r, H, D], state dtype
+};
+
+RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const RingCall& call,
+                               bool timed) {
+  RingExchangePlan exchange;
+  exchange.call = call.number;
+  exchange.k = k;
+  exchange.v = v;
+  exchange.hops = call.plan.hops;
+  exchange.max_rows = call.plan.max_rows;
+  exchange.depth = static_cast<int64_t>(call.plan.hops.size());
+  exchange.timed = timed;
+  return exchange;
+}
+
+}  // namespace
+
+RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k,
+                            const at::Tensor& given_v, const RowGradients& rows,
+                            const RingCall& call, MessageTransport* transport) {
+  const at::Tensor q = as_attention_input(given_q), k = as_attention_input(given_k),
+                   v = as_attention_input(given_v);
+  const auto num_steps = static_cast<int64_t>(call.plan.visits.size());
+  CallTimer timer(q.device());
+  auto own_sizes = k.sizes().vec();
+  own_sizes.insert(own_sizes.begin(), 2);
+  const at::Tensor own = at::zeros(own_sizes, rows.lse.options());
+  Gradients gradients(q, rows, call);
+
+  std::shared_ptr<BlockStream> stream;
+  std::optional<GradientReturn> returns;
+  if (num_steps > 1) {
+    stream = transport->open(exchange_plan(k, v, call, timer.on()));
+    returns.emplace(*transport, call, own);
+  }
+  std::vector<Block> blocks;
+  for (int64_t step = 0; step < num_steps; ++step) {
+    RECORD_USER_SCOPE("ringattn::ring_backward_step");
+    timer.begin_launch();
+    // All blocks are there before the first gradient leaves: the memory that a block is fetched
+    // from is also that of messages, and every rank makes its messages in the same order.
+    if (step == 1) {
+      for (int64_t next = 1; next < num_steps; ++next) blocks.push_back(stream->wait(next));
+      for (int64_t next = 0; next < num_steps; ++next) stream->release(next);
+      stream->finish({});
+    }
+    timer.begin_attention();
+    if (step == 0) {
+      const RowRange& seen = call.plan.visits[0].keys;
+      gradients.attend(0, rows_of(k, 1, seen), rows_of(v, 1, seen), rows_of(own, 2, seen));
+    } else {
+      const at::Tensor visiting = returns->visiting(step);
+      gradients.attend(step, blocks[step - 1].k, blocks[step - 1].v, visiting);
+      returns->send(step, visiting);
+      // The transfer of the step before runs beside the attention of this one.
+      if (step > 1) returns->add(step - 1);
+    }
+    if (timer.on()) {
+      StepTiming timing;
+      timing.source = call.plan.visits[step].source;
+      timing.own = step == 0;
+      timing.flops = gradients.flops(step);
+      std::function<double()> transfer_ms;
+      if (step > 0) transfer_ms = [=] { return stream->transfer_ms(step); };
+      timer.end_launch(timing, std::move(transfer_ms));
+    }
+  }
+  if (returns) {
+    if (num_steps > 1) returns->add(num_steps - 1);
+    returns->finish();
+  }
+  const auto rounded = [&](const at::Tensor& x) {  // in memory of its own
+    return x.to(q.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+  };
+  const RingGradients result = {gradients.dq().to(q.scalar_type()), rounded(own.select(0, 0)),
+                                rounded(own.select(0, 1))};
+  if (transport != nullptr) transport->guard({result.dq, result.dk, result.dv});
+  timer.finish();
+  return result;
+}
+
+}  // namespace ringattn

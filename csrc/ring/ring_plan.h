@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention/attention_call.h"
+#include "core/export.h"
+#include "core/hop_plan.h"
+#include "partition/schedule.h"
+#include "ring/key_tables.h"
+
+namespace ringattn {
+
+/// What one rank attends, sends and receives at each step: the same in all calls over a partition
+/// under one mask, in both passes.
+struct RingPlan {
+  std::vector<Visit> visits;  // [W]
+  std::vector<HopPlan> hops;  // [W - 1]; hops[i] belongs to step i + 1
+  int64_t max_rows = 0;       // of the blocks of all ranks
+  std::shared_ptr<KeyTables> key_tables;
+};
+RINGATTN_API RingPlan plan_ring(const Partition& partition, int64_t rank, const Mask& mask);
+
+/// One ring call as one rank runs it.
+struct RingCall {
+  const RingPlan& plan;
+  Scoring scoring;
+  int64_t depth = 1;   // blocks in flight ahead of the one being attended, 1 .. W-1
+  int64_t number = 0;  // of the call in its group
+};
+
+/// The rows `range` of x along `dim`.
+inline at::Tensor rows_of(const at::Tensor& x, int64_t dim, const RowRange& range) {
+  return range.size() == x.size(dim) ? x : x.narrow(dim, range.begin, range.size());
+}
+
+}  // namespace ringattn

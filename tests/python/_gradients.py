@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of ring calls and of single blocks, against those of float64 attention in pure torch.
+
+float64   at most 1e-9
+float32   at most 1e-5, or twice the error of PyTorch's backward where that is more
+halves    max at most twice that of PyTorch's own backward in that dtype, on one device
+
+each times the largest gradient where that is above 1.
+"""
+
+from typing import Any
+
+import ringattn
+import torch
+import torch.nn.functional as F
+from _distributed import RankPool, this
+from _numerics import TIMES_PYTORCH, Error, measure, poisoned_memory
+from _rings import Case
+from ringattn import reference
+
+NAMES = ("dq", "dk", "dv", "dsinks")
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+def result_gradients(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of out and lse of the whole sequence, the same wherever they are asked for."""
+    generator = torch.Generator().manual_seed(case.seed + 2)
+    rows = case.partition.seq_len
+    state = torch.float64 if case.dtype == torch.float64 else torch.float32
+    of_out = torch.randn(case.batch, rows, case.num_heads, case.head_dim, generator=generator)
+    of_lse = torch.randn(case.batch, case.num_heads, rows, generator=generator)
+    return of_out.to(case.dtype), of_lse.to(state)
+
+
+def ring_gradients(case: Case, deterministic: bool = False) -> list[torch.Tensor]:
+    """dq, dk, dv of this rank's rows and its part of dsinks."""
+    place = this()
+    inputs = [x.requires_grad_() for x in case.local_inputs()]
+    sinks = case.sinks(place.device)
+    if sinks is not None:
+        inputs.append(sinks.requires_grad_())
+    of_out, of_lse = result_gradients(case)
+    with poisoned_memory() if deterministic else torch.enable_grad():
+        out, lse = ringattn.ring_attention(
+            *inputs[:3],
+            case.partition,
+            causal=case.causal,
+            window_size=case.window_size,
+            softcap=case.softcap,
+            sinks=sinks,
+            cu_seqlens=case.cu_seqlens,
+            scale=case.scale,
+            transport=case.transport,
+            depth=case.depth,
+            return_lse=True,
+        )
+        gradients = [
+            case.partition.shard(of_out, place.rank).to(place.device),
+            case.partition.shard(of_lse, place.rank, dim=2).to(place.device),
+        ]
+        return list(torch.autograd.grad([out, lse], inputs, gradients))
+
+
+def expected_gradients(case: Case, visible: torch.Tensor) -> list[torch.Tensor]:
+    """Of the whole sequence, in float64 from the same inputs."""
+    inputs = [x.double().requires_grad_() for x in case.inputs("cpu")]
+    sinks = case.sinks("cpu")
+    if sinks is not None:
+        inputs.append(sinks.double().requires_grad_())
+    out, lse = reference.masked_attention(
+        *inputs[:3], visible, case.scale, case.softcap, inputs[3] if sinks is not None else None
+    )
+    results = [out, lse.masked_fill(lse.isneginf(), 0.0)]  # what is -inf is constant
+    gradients = [x.double() for x in result_gradients(case)]
+    expected = list(torch.autograd.grad(results, inputs, gradients))
+    if sinks is not None:
+        expected[3][sinks.isneginf()] = 0.0  # no sink: 0 times infinity above
+    return expected
+
+
+def pytorch_gradients(case: Case, visible: torch.Tensor, device: str) -> list[torch.Tensor]:
+    """dq, dk, dv of PyTorch's attention in the case's dtype, without softcap, sinks and lse."""
+    inputs = [x.requires_grad_() for x in case.inputs(device)]
+    q, k, v = (x.transpose(1, 2).contiguous() for x in inputs)
+    scale = 1 / case.head_dim**0.5 if case.scale is None else case.scale
+    mask = visible.to(device)
+    if scale <= 0:
+        q, scale = -q, -scale
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    out = out.transpose(1, 2)
+    sees = mask.any(1)[None, :, None, None]
+    return list(
+        torch.autograd.grad(
+            out.where(sees, 0.0), inputs, result_gradients(case)[0].to(device).where(sees, 0.0)
+        )
+    )
+
+
+def pytorch_errors(case: Case, visible: torch.Tensor, device: str) -> list[Error]:
+    """Largest errors of PyTorch's dq, dk and dv, of the gradient of out alone."""
+    inputs = [x.double().requires_grad_() for x in case.inputs("cpu")]
+    out, _ = reference.masked_attention(*inputs, visible, case.scale)
+    expected = torch.autograd.grad(out, inputs, result_gradients(case)[0].double())
+    actual = pytorch_gradients(case, visible, device)
+    return [measure(a.nan_to_num(), e) for a, e in zip(actual, expected, strict=True)]
+
+
+def allowed(case: Case, visible: torch.Tensor, device: str) -> list[float]:
+    """Of dq, dk, dv and dsinks, for gradients up to 1."""
+    base = TOLERANCE.get(case.dtype, 0.0)
+    if case.dtype == torch.float64 or visible.numel() == 0:
+        return [max(base, 1e-9)] * 4
+    errors = [TIMES_PYTORCH * error.max for error in pytorch_errors(case, visible, device)]
+    rounding = torch.finfo(case.dtype).eps  # of a result up to 1, and of a rounded sum of heads
+    return [max(base, error, rounding) for error in (*errors, max(errors))]
+
+
+def compare(case: Case, actual: list[torch.Tensor], visible: torch.Tensor, device: str) -> None:
+    """Holds gradients of the whole sequence against the rule at the top."""
+    expected = expected_gradients(case, visible)
+    assert len(actual) == len(expected)
+    limits = allowed(case, visible, device)
+    for name, mine, right, limit in zip(NAMES, actual, expected, limits, strict=False):
+        assert mine.dtype == case.dtype
+        error = measure(mine, right)
+        scale = max(1.0, right.abs().max().item() if right.numel() else 0.0)
+        assert error.max <= limit * scale, (
+            f"{name} must be within {limit * scale:.3g}, got {error}; {case}"
+        )
+
+
+def whole_gradients(case: Case, parts: list[Any]) -> list[torch.Tensor]:
+    """From those of each rank: rows are joined, and parts of dsinks summed."""
+    whole = [case.partition.unshard([part[i] for part in parts]) for i in range(3)]
+    if case.with_sinks:
+        dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+        whole.append(sum(part[3].to(dtype) for part in parts).to(case.dtype))
+    return whole
+
+
+def check_ring_gradients(ring: RankPool, case: Case) -> None:
+    """Runs the case on every rank, with poisoned memory and without."""
+    for deterministic in (True, False):
+        parts = ring.run(ring_gradients, case, deterministic)
+        parts = [[x.cpu() for x in part] for part in parts]
+        compare(case, whole_gradients(case, parts), case.visible(), ring.device_type)
