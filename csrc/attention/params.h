@@ -155,6 +155,22 @@ struct BlockAttentionBackwardParams : AttentionShape {
   int32_t* semaphores = nullptr;
 };
 
+/// What a backward needs of the forward's result: delta = rowsum(grad_out * out) - grad_lse.
+struct AttentionDeltaParams {
+  Strided grad_out;                 // [B, S_q, H, D], dtype; null data: absent, which is 0
+  Strided out;                      // [B, S_q, H, D], dtype; not read where grad_out is absent
+  const float* grad_lse = nullptr;  // [B, H, S_q], any strides; null: absent
+  int64_t grad_lse_batch_stride = 0;
+  int64_t grad_lse_head_stride = 0;
+  int64_t grad_lse_row_stride = 0;
+  float* delta = nullptr;  // [B, H, S_q], contiguous
+  int32_t batch = 0;
+  int32_t num_queries = 0;
+  int32_t num_heads = 0;
+  int32_t head_dim = 0;
+  DataType dtype = DataType::kBFloat16;
+};
+
 /// Few queries, many keys, visible to all queries of their batch row: keys are split over thread
 /// blocks and the partial results merged in a fixed order. The result is a float32 state, or its
 /// out rounded.

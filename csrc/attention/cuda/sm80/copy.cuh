@@ -102,6 +102,22 @@ struct TileCopy {
     }
   }
 
+  /// The same for rows that are wanted(row of the tile) alone; the others are zero.
+  template <typename Wanted>
+  __device__ __forceinline__ void load_where(uint32_t tile, int first, const Wanted& wanted) const {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int row = first_row() + pass * kRowsPerPass;
+      const uint32_t to = tile + offset(row, chunk());
+      const unsigned char* from = source + int64_t{first + row} * row_bytes;
+      const int lines = wanted(row) ? num_lines : 0;
+#pragma unroll
+      for (int line = 0; line < kLines; ++line) {
+        copy_chunk_async(to + line * kLineBytes, from + line * kLineBytes, line, lines);
+      }
+    }
+  }
+
   /// tile = -tile, this thread's own copies; they must have arrived.
   __device__ void negate(unsigned char* tile) const {
     constexpr uint32_t kSigns = sizeof(Element) == 2 ? 0x80008000u : 0x80000000u;

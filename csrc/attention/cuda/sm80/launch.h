@@ -42,4 +42,9 @@ template <typename Element, int kHeadDim>
 cudaError_t launch_decode_attention(const DecodeAttentionParams& p, int splits,
                                     cudaStream_t stream);
 
+/// kHeadDim in {64, 128, 256}: the smallest that holds p.head_dim. num_keys > 0.
+template <typename Element, int kHeadDim>
+cudaError_t launch_block_attention_backward(const BlockAttentionBackwardParams& p,
+                                            cudaStream_t stream);
+
 }  // namespace ringattn::cuda::sm80

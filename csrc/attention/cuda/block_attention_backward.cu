@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/cuda/block_attention_backward.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "attention/cuda/alignment.h"
+#include "attention/cuda/sm80/launch.h"
+
+namespace ringattn::cuda {
+namespace {
+
+constexpr int kLanesPerRow = 8;
+constexpr int kThreads = 256;
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+/// kVector adjacent elements, as one access.
+template <typename Element, int kVector>
+struct alignas(sizeof(Element) * kVector) Elements {
+  Element x[kVector];
+};
+
+/// kLanesPerRow threads add up a row of a head; adjacent rows of a warp are adjacent in delta.
+template <typename Element, int kVector>
+__global__ void __launch_bounds__(kThreads)
+    attention_delta_kernel(const __grid_constant__ AttentionDeltaParams p) {
+  const int64_t index = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanesPerRow;
+  const int lane = threadIdx.x % kLanesPerRow;
+  const int64_t rows = int64_t{p.batch} * p.num_heads * p.num_queries;
+  const int64_t row = index % p.num_queries, head = index / p.num_queries % p.num_heads,
+                batch = index / p.num_queries / p.num_heads;
+  float sum = 0.0f;
+  if (index < rows && p.grad_out.data != nullptr) {
+    const auto at = [&](const Strided& x) {
+      return static_cast<const Element*>(x.data) + batch * x.batch_stride + row * x.row_stride +
+             head * x.head_stride;
+    };
+    const Element *grad_out = at(p.grad_out), *out = at(p.out);
+    for (int column = lane * kVector; column < p.head_dim; column += kLanesPerRow * kVector) {
+      using Vector = Elements<Element, kVector>;
+      const Vector a = *reinterpret_cast<const Vector*>(grad_out + column);
+      const Vector b = *reinterpret_cast<const Vector*>(out + column);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum = fmaf(to_float(a.x[i]), to_float(b.x[i]), sum);
+    }
+  }
+#pragma unroll
+  for (int other = kLanesPerRow / 2; other > 0; other /= 2) {
+    sum += __shfl_xor_sync(0xffffffff, sum, other);
+  }
+  if (index >= rows || lane != 0) return;
+  if (p.grad_lse != nullptr) {
+    sum -= p.grad_lse[batch * p.grad_lse_batch_stride + head * p.grad_lse_head_stride +
+                      row * p.grad_lse_row_stride];
+  }
+  p.delta[index] = sum;
+}
+
+template <typename Element>
+cudaError_t launch_delta(const AttentionDeltaParams& p, cudaStream_t stream) {
+  constexpr int kRows = kThreads / kLanesPerRow;
+  const int64_t rows = int64_t{p.batch} * p.num_heads * p.num_queries;
+  const int64_t blocks = (rows + kRows - 1) / kRows;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  const auto aligned = [&](const Strided& x) {
+    return rows_are_aligned(x, sizeof(Element), p.batch, p.num_queries, p.num_heads);
+  };
+  constexpr int kVector = 16 / sizeof(Element);
+  const bool vectors = p.head_dim % kVector == 0 && aligned(p.grad_out) && aligned(p.out);
+  const auto kernel =
+      vectors ? attention_delta_kernel<Element, kVector> : attention_delta_kernel<Element, 1>;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename Element>
+cudaError_t dispatch_head_dim(const BlockAttentionBackwardParams& p, cudaStream_t stream) {
+  if (p.head_dim <= 64) return sm80::launch_block_attention_backward<Element, 64>(p, stream);
+  if (p.head_dim <= 128) return sm80::launch_block_attention_backward<Element, 128>(p, stream);
+  if (p.head_dim <= 256) return sm80::launch_block_attention_backward<Element, 256>(p, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t attention_delta(const AttentionDeltaParams& p, cudaStream_t stream) {
+  if (p.batch == 0 || p.num_queries == 0 || p.num_heads == 0) return cudaSuccess;
+  switch (p.dtype) {
+    case DataType::kFloat16:
+      return launch_delta<__half>(p, stream);
+    case DataType::kBFloat16:
+      return launch_delta<__nv_bfloat16>(p, stream);
+    case DataType::kFloat32:
+      return launch_delta<float>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cudaStream_t stream) {
+  if (p.batch == 0 || p.num_keys == 0 || p.num_kv_heads == 0) return cudaSuccess;
+  if (p.deterministic && p.semaphores == nullptr) return cudaErrorInvalidValue;
+  // The families that are faster where they run come here.
+  switch (p.dtype) {
+    case DataType::kFloat16:
+      return dispatch_head_dim<__half>(p, stream);
+    case DataType::kBFloat16:
+      return dispatch_head_dim<__nv_bfloat16>(p, stream);
+    case DataType::kFloat32:
+      return dispatch_head_dim<float>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace ringattn::cuda

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "attention/params.h"
+
+// Which query rows see the keys of a block: key_bounds.h transposed. Plain C++ that host and device
+// code share.
+
+namespace ringattn::cuda {
+
+/// Rows [begin, end); none where begin >= end. As a key's entry of
+/// BlockAttentionBackwardParams::query_ranges lies in memory.
+struct alignas(8) QueryRange {
+  int32_t begin;
+  int32_t end;
+
+  constexpr bool empty() const { return begin >= end; }
+};
+
+/// Rows that see adjacent keys. Both columns of a table never decrease, so the first and the last
+/// of the keys say it all.
+struct VisibleQueries {
+  QueryRange some;  // no row outside it sees a key; a row inside may see none either
+  QueryRange all;   // every row of it sees every key
+};
+
+/// The rows that see each key. A table that decreases gives ranges within [0, num_queries], too.
+struct QueryBounds {
+  int32_t num_queries;
+  int32_t num_keys;
+  int32_t diagonal;          // without a table
+  int32_t first_query;       // likewise
+  const QueryRange* ranges;  // the table, [S_k]; null: none
+
+  static constexpr QueryBounds of(const BlockAttentionBackwardParams& p) {
+    return {p.num_queries, p.num_keys, p.diagonal, p.first_query,
+            static_cast<const QueryRange*>(static_cast<const void*>(p.query_ranges))};
+  }
+
+  /// Of any key from 0 on; keys past the last one are seen by no row.
+  constexpr QueryRange range(int key) const {
+    if (key >= num_keys) return {num_queries, num_queries};
+    if (ranges == nullptr) {
+      const int first = key - diagonal;  // at most S_k + S_q
+      return {clamp(first > first_query ? first : first_query), num_queries};
+    }
+#ifdef __CUDA_ARCH__
+    // Through L2: a launch that begins before the previous kernel ends may find old lines in L1.
+    const int2 entry = __ldcg(reinterpret_cast<const int2*>(ranges + key));
+    return {clamp(entry.x), clamp(entry.y)};
+#else
+    return {clamp(ranges[key].begin), clamp(ranges[key].end)};
+#endif
+  }
+
+  /// Of keys [first_key, keys_end), at least one of which exists. Keys that do not exist are seen
+  /// by no row.
+  constexpr VisibleQueries visible(int first_key, int keys_end) const {
+    const QueryRange first = range(first_key), last = range(keys_end - 1);
+    if (keys_end <= num_keys) return {{first.begin, last.end}, {last.begin, first.end}};
+    return {{first.begin, range(num_keys - 1).end}, {num_queries, 0}};
+  }
+
+ private:
+  constexpr int32_t clamp(int32_t row) const {
+    return row < 0 ? 0 : row < num_queries ? row : num_queries;
+  }
+};
+
+}  // namespace ringattn::cuda

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "attention/cuda/query_bounds.h"
+#include "attention/cuda/sm80/mma.cuh"
+#include "attention/params.h"
+
+// The share of a tile of keys in dq, added to global memory: in any order, or one tile of keys
+// after the other.
+
+namespace ringattn::cuda::sm80 {
+
+__device__ __forceinline__ float2 scaled(const float2& x, float scale) {
+  return make_float2(x.x * scale, x.y * scale);
+}
+__device__ __forceinline__ float4 scaled(const float4& x, float scale) {
+  return make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale);
+}
+
+__device__ __forceinline__ void add_to_global(float* to, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+__device__ __forceinline__ void add_to_global(float* to, const float2& x) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x.x), "f"(x.y)
+               : "memory");
+#else
+  add_to_global(to, x.x);
+  add_to_global(to + 1, x.y);
+#endif
+}
+__device__ __forceinline__ void add_to_global(float* to, const float4& x) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x),
+               "f"(x.y), "f"(x.z), "f"(x.w)
+               : "memory");
+#else
+  add_to_global(to, make_float2(x.x, x.y));
+  add_to_global(to + 2, make_float2(x.z, x.w));
+#endif
+}
+
+/// What a thread block computes, in shared memory: values that all threads read and seldom need
+/// would take registers from the sums.
+struct KeyTileWork {
+  int batch;
+  int kv_head;
+  int key_tile;
+  VisibleQueries rows;  // that see its keys
+  /// Turns at the rows of dq, in deterministic calls: a semaphore for each kTurnRows of them holds
+  /// the number of the last key tile that has added to them, plus 1. A key tile's turn comes after
+  /// the last one before it that visits the same rows. Of visited tiles, only those that no row
+  /// sees lie between: bounds do not decrease.
+  int awaited;      // what the semaphores of rows before awaited_end must hold
+  int awaited_end;  // later rows are awaited of no key tile
+  bool gave_up;
+};
+
+constexpr int kTurnRows = 64;
+
+/// Sets `awaited` for the key tile of `block_k` keys.
+__device__ inline void find_turn(KeyTileWork& work, const QueryBounds& bounds, int block_k) {
+  work.awaited = work.awaited_end = 0;
+  work.gave_up = false;
+  for (int before = work.key_tile - 1; before >= 0; --before) {
+    const QueryRange rows = bounds.visible(before * block_k, (before + 1) * block_k).some;
+    if (rows.empty()) continue;
+    work.awaited = before + 1;
+    work.awaited_end = rows.end;
+    return;
+  }
+}
+
+/// Before rows from first_row on are added to, a tile that does not cross a multiple of kTurnRows.
+__device__ __forceinline__ void wait_for_turn(KeyTileWork& work, const int32_t* semaphores,
+                                              int first_row) {
+  const bool first = first_row % kTurnRows == 0 || first_row <= work.rows.some.begin;
+  if (!first || first_row / kTurnRows * kTurnRows >= work.awaited_end) return;
+  if (threadIdx.x == 0 && !work.gave_up) {
+    // Note: bounded. A table that decreases, whose result is unspecified, may give no turn.
+    constexpr int64_t kCycles = int64_t{1} << 33;
+    const int64_t start = clock64();
+    int32_t value;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+                   : "=r"(value)
+                   : "l"(semaphores + first_row / kTurnRows)
+                   : "memory");
+      work.gave_up = clock64() - start > kCycles;
+    } while (value != work.awaited && !work.gave_up);
+  }
+  __syncthreads();
+}
+
+/// After it.
+__device__ __forceinline__ void end_turn(const KeyTileWork& work, int32_t* semaphores,
+                                         int first_row, int block_q) {
+  const int end = first_row + block_q;
+  if (end % kTurnRows != 0 && end < work.rows.some.end) return;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(semaphores + first_row / kTurnRows),
+                 "r"(work.key_tile + 1)
+                 : "memory");
+  }
+}
+
+/// dq += scale * score_gradients @ k, for the rows of the tile that see a key.
+template <typename Tile>
+__device__ __forceinline__ void add_query_gradients(const BlockAttentionBackwardParams& p,
+                                                    KeyTileWork& work, int head, int tile,
+                                                    uint32_t score_gradients, uint32_t k) {
+  using Product = typename Tile::QueryGradients;
+  const int warp = threadIdx.x / kWarpSize;
+  const int warp_row = warp / Tile::kQueryWarpsD * Tile::kQueryM * 16;
+  const int first_column = warp % Tile::kQueryWarpsD * Tile::kQueryN * Tile::kQueryPasses * 8;
+  const int first_row = tile * Tile::kBlockQ;
+  int32_t* const semaphores =
+      p.semaphores + (int64_t{work.batch} * p.num_heads + head) *
+                         ((p.num_queries + kTurnRows - 1) / kTurnRows);
+#pragma unroll
+  for (int pass = 0; pass < Tile::kQueryPasses; ++pass) {
+    const int warp_column = first_column + pass * Tile::kQueryN * 8;
+    typename Product::Sums dq = {};
+    Product::add(dq, score_gradients, warp_row, k, warp_column);
+    if (pass == 0 && p.deterministic) wait_for_turn(work, semaphores, first_row);
+    float* const to = static_cast<float*>(p.dq.data) + work.batch * p.dq.batch_stride +
+                      head * p.dq.head_stride + warp_column;
+    Product::for_each(dq, [&](int row, int column, auto values) {
+      const int query = first_row + warp_row + row;
+      if (query >= work.rows.some.begin && query < work.rows.some.end &&
+          warp_column + column < p.head_dim) {
+        add_to_global(to + query * p.dq.row_stride + column, scaled(values, p.scale));
+      }
+    });
+  }
+  if (p.deterministic) end_turn(work, semaphores, first_row, Tile::kBlockQ);
+}
+
+}  // namespace ringattn::cuda::sm80

@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "attention/cuda/sm80/copy.cuh"
+#include "attention/cuda/sm80/mma.cuh"
+
+// Products of two tiles in shared memory, as one warp computes its part: 16 * kM rows and 8 * kN
+// columns of c += a @ b.T, where a [rows, depth] and b [columns, depth] lie as copy.cuh says, as
+// they are or transposed. `c` are accumulators of m16n8.
+
+namespace ringattn::cuda::sm80 {
+
+/// How an operand lies in shared memory, and the pitch of its rows there.
+enum class Layout { kRowMajor, kTransposed };
+
+template <Layout kLayout_, int kPitch_>
+struct TileLayout {
+  static constexpr bool kTransposed = kLayout_ == Layout::kTransposed;
+  static constexpr int kRowPitch = kPitch_;
+
+  /// The address of a chunk of a row.
+  __device__ static uint32_t address(uint32_t tile, int row, int chunk) {
+    return tile + row * kRowPitch + chunk / 8 * kLineBytes + (chunk % 8 ^ row % 8) * kChunkBytes;
+  }
+};
+
+/// From the address of a chunk to that `chunks` later: within a line they move by an exclusive or.
+/// The first of them has a number whose bits below the power of two over `chunks` are 0, but for
+/// those that `chunks` has not.
+__device__ __forceinline__ uint32_t later_chunk(uint32_t address, int chunks) {
+  return (address ^ (chunks % 8 * kChunkBytes)) + chunks / 8 * kLineBytes;
+}
+
+/// threadIdx.x, hidden from the compiler: addresses derived from it are recomputed for each product
+/// and keep no registers between products.
+__device__ __forceinline__ int thread_index_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
+
+/// float16 and bfloat16: m16n8k16.
+template <typename Element, int kM, int kN, int kDepth, typename A, typename B>
+struct TileProduct {
+  using Sums = float[kM][kN][4];
+  static constexpr int kVector = 2;  // adjacent columns of a lane's sums
+  static_assert(kN % 2 == 0 && kDepth % 16 == 0);
+  static_assert(!A::kTransposed || is_power_of_two(kM));
+  static_assert(!B::kTransposed || is_power_of_two(kN));
+
+  /// c += a[first_row : first_row + 16 kM] @ b[first_column : first_column + 8 kN].T
+  __device__ static __forceinline__ void add(Sums& c, uint32_t a, int first_row, uint32_t b,
+                                             int first_column) {
+    const int lane = thread_index_again() % kWarpSize;
+    const int eight = lane / 8 % 2, sixteen = lane / 16;
+    const uint32_t a_lane =
+        A::kTransposed ? A::address(a, sixteen * 8 + lane % 8, first_row / 8 + eight)
+                       : A::address(a, first_row + lane % 16, sixteen);
+    const uint32_t b_lane = B::kTransposed
+                                ? B::address(b, lane % 16, first_column / 8 + sixteen)
+                                : B::address(b, first_column + sixteen * 8 + lane % 8, eight);
+#pragma unroll
+    for (int step = 0; step < kDepth / 16; ++step) {
+      uint32_t x[kM][4];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        if constexpr (A::kTransposed) {
+          load_matrices_transposed(x[m], later_chunk(a_lane, 2 * m) + step * 16 * A::kRowPitch);
+        } else {
+          load_matrices(x[m], later_chunk(a_lane, 2 * step) + m * 16 * A::kRowPitch);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+        uint32_t y[4];
+        if constexpr (B::kTransposed) {
+          load_matrices_transposed(y, later_chunk(b_lane, n) + step * 16 * B::kRowPitch);
+        } else {
+          load_matrices(y, later_chunk(b_lane, 2 * step) + n * 8 * B::kRowPitch);
+        }
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          mma_m16n8k16<Element>(c[m][n], x[m], y[0], y[1]);
+          mma_m16n8k16<Element>(c[m][n + 1], x[m], y[2], y[3]);
+        }
+      }
+    }
+  }
+
+  /// Calls use(row, column, x) for all of the lane's sums, kVector of a row at a time.
+  template <typename Use>
+  __device__ static __forceinline__ void for_each(const Sums& c, const Use& use) {
+    const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          use(16 * m + 8 * half + g, 8 * n + 2 * t,
+              make_float2(c[m][n][2 * half], c[m][n][2 * half + 1]));
+        }
+  }
+};
+
+/// float32: three products in tf32, and short sums in the matrix units, as in products.cuh.
+template <int kM, int kN, int kDepth, typename A, typename B>
+struct TileProduct<float, kM, kN, kDepth, A, B> {
+  using Sums = float[kM][kN][4];
+  static constexpr int kSteps = kM > 1 || kDepth < 32 ? 2 : 4;  // summed up in the matrix units
+  static constexpr int kTiles = B::kTransposed ? 4 : 2;         // of b that are loaded together
+  static_assert(kN % kTiles == 0 && kDepth % (8 * kSteps) == 0 && is_power_of_two(kM));
+
+  __device__ static __forceinline__ void add(Sums& c, uint32_t a, int first_row, uint32_t b,
+                                             int first_column) {
+    const int lane = thread_index_again() % kWarpSize;
+    const int g = lane / 4, t = lane % 4;
+    const int eight = lane / 8 % 2, sixteen = lane / 16;
+    const uint32_t a_lane = A::kTransposed
+                                ? A::address(a, t, first_row / 4 + g / 4) + g % 4 * sizeof(float)
+                                : A::address(a, first_row + lane % 16, sixteen);
+    // Four column tiles share 32 columns: a lane reads 16 bytes of them at a time, in an order that
+    // spreads over the banks. Slot g of tile i is column 4 (g / 2 + 4 (g % 2)) + i.
+    const uint32_t b_lane =
+        B::kTransposed ? B::address(b, t, first_column / 4 + g / 2 + 4 * (g % 2))
+                       : B::address(b, first_column + sixteen * 8 + lane % 8, eight);
+    const auto four_rows_on = [](uint32_t address, int pitch) {
+      return (address ^ (4 * kChunkBytes)) + 4 * pitch;
+    };
+#pragma unroll
+    for (int begin = 0; begin < kDepth / 8; begin += kSteps) {
+      uint32_t a_high[kSteps][kM][4], a_low[kSteps][kM][4];
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          const int step = begin + s;
+          uint32_t x[4];
+          if constexpr (A::kTransposed) {
+            const uint32_t at = later_chunk(a_lane, 4 * m) + step * 8 * A::kRowPitch;
+            x[0] = load_word(at);
+            x[1] = load_word(later_chunk(at, 2));
+            x[2] = load_word(four_rows_on(at, A::kRowPitch));
+            x[3] = load_word(later_chunk(four_rows_on(at, A::kRowPitch), 2));
+          } else {
+            load_matrices(x, later_chunk(a_lane, 2 * step) + m * 16 * A::kRowPitch);
+          }
+          split(a_high[s][m], a_low[s][m], x);
+        }
+#pragma unroll
+      for (int n = 0; n < kN; n += kTiles) {
+        float large[kM][kTiles][4] = {}, small[kM][kTiles][4] = {};
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+          const int step = begin + s;
+          uint32_t y[kTiles / 2][4], y_high[kTiles / 2][4], y_low[kTiles / 2][4];
+          if constexpr (B::kTransposed) {
+            const uint32_t at = later_chunk(b_lane, n * 2) + step * 8 * B::kRowPitch;
+            load_chunk(y[0], at);
+            load_chunk(y[1], four_rows_on(at, B::kRowPitch));
+          } else {
+            load_matrices(y[0], later_chunk(b_lane, 2 * step) + n * 8 * B::kRowPitch);
+          }
+#pragma unroll
+          for (int i = 0; i < kTiles / 2; ++i) split(y_high[i], y_low[i], y[i]);
+#pragma unroll
+          for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+              // The halves of the depth: two registers of one load, or those of two loads.
+              const int first = B::kTransposed ? 0 : 2 * i, second = B::kTransposed ? 1 : 2 * i + 1;
+              const auto half = [&](const uint32_t(&part)[kTiles / 2][4], int which) {
+                return B::kTransposed ? part[which % (kTiles / 2)][i] : part[0][which % 4];
+              };
+              mma_m16n8k8(small[m][i], a_low[s][m], half(y_high, first), half(y_high, second));
+              mma_m16n8k8(large[m][i], a_high[s][m], half(y_high, first), half(y_high, second));
+              mma_m16n8k8(small[m][i], a_high[s][m], half(y_low, first), half(y_low, second));
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+          for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) c[m][n + i][e] += large[m][i][e] + small[m][i][e];
+      }
+    }
+  }
+
+  template <typename Use>
+  __device__ static __forceinline__ void for_each(const Sums& c, const Use& use) {
+    const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if constexpr (B::kTransposed) {
+#pragma unroll
+          for (int n = 0; n < kN; n += 4)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const int e = 2 * half + i;
+              use(16 * m + 8 * half + g, 8 * n + 16 * i + 4 * t,
+                  make_float4(c[m][n][e], c[m][n + 1][e], c[m][n + 2][e], c[m][n + 3][e]));
+            }
+        } else {
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+            use(16 * m + 8 * half + g, 8 * n + 2 * t,
+                make_float2(c[m][n][2 * half], c[m][n][2 * half + 1]));
+          }
+        }
+  }
+
+ private:
+  __device__ static __forceinline__ void split(uint32_t (&high)[4], uint32_t (&low)[4],
+                                               const uint32_t (&x)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split_tf32(__uint_as_float(x[i]), high[i], low[i]);
+  }
+  __device__ static __forceinline__ uint32_t load_word(uint32_t address) {
+    uint32_t x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address));
+    return x;
+  }
+  __device__ static __forceinline__ void load_chunk(uint32_t (&x)[4], uint32_t address) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address));
+  }
+};
+
+}  // namespace ringattn::cuda::sm80
