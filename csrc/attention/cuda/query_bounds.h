@@ -22,7 +22,7 @@ struct alignas(8) QueryRange {
 /// Rows that see adjacent keys. Both columns of a table never decrease, so the first and the last
 /// of the keys say it all.
 struct VisibleQueries {
-  QueryRange some;  // no row outside it sees a key; a row inside may see none either
+  QueryRange some;  // no row outside it sees a key, a row inside may see none either; 0, 0: none
   QueryRange all;   // every row of it sees every key
 };
 
@@ -58,9 +58,11 @@ struct QueryBounds {
   /// Of keys [first_key, keys_end), at least one of which exists. Keys that do not exist are seen
   /// by no row.
   constexpr VisibleQueries visible(int first_key, int keys_end) const {
-    const QueryRange first = range(first_key), last = range(keys_end - 1);
-    if (keys_end <= num_keys) return {{first.begin, last.end}, {last.begin, first.end}};
-    return {{first.begin, range(num_keys - 1).end}, {num_queries, 0}};
+    const bool all_exist = keys_end <= num_keys;
+    const QueryRange first = range(first_key);
+    const QueryRange last = range(all_exist ? keys_end - 1 : num_keys - 1);
+    if (first.begin >= last.end) return {};
+    return {{first.begin, last.end}, all_exist ? QueryRange{last.begin, first.end} : QueryRange{}};
   }
 
  private:

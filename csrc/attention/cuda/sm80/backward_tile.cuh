@@ -107,6 +107,7 @@ struct BackwardTile : Shape {
   static_assert(Shape::kKeyWarpsK * Shape::kKeyWarpsD == Shape::kWarps);
   static_assert(Shape::kQueryWarpsQ * Shape::kQueryWarpsD == Shape::kWarps);
   static_assert(kScoreM > 0 && kScoreN > 0 && kKeyM > 0 && kQueryM > 0);
+  static_assert(kThreads % 64 == 0);  // passes of load_queries are whole groups of 8 rows
   static_assert(kThreads >= Shape::kBlockQ && kThreads >= Shape::kBlockK);
 
   using CopyQ = TileCopy<Element, Shape::kBlockQ, Shape::kHeadDim, kThreads>;
@@ -129,6 +130,35 @@ struct BackwardTile : Shape {
       2 * CopyQ::kBytes + 2 * CopyK::kBytes + (Shape::kSharesScores ? 1 : 2) * kScoresBytes +
       (Shape::kBlockK + Shape::kBlockQ) * 8;  // ranges of keys, statistics of rows
   static_assert(kSharedBytes <= 99 * 1024);
+
+  /// Where a warp's part of dk and dv begins.
+  __device__ static int key_row(int warp) { return warp / Shape::kKeyWarpsD * kKeyM * 16; }
+  __device__ static int key_column(int warp) { return warp % Shape::kKeyWarpsD * kKeyN * 8; }
+
+  /// tile = tensor[first_row : first_row + kBlockQ]; rows outside [begin, end) and columns from
+  /// head_dim on are zero. head: row 0 of a tensor [rows, head_dim].
+  __device__ static __forceinline__ void load_queries(uint32_t tile, const Element* head,
+                                                      int64_t row_stride, int head_dim,
+                                                      int first_row, int begin, int end) {
+    // As in TileCopy, but no address keeps a register until the next tile.
+    const int thread = thread_index_again();
+    const int row = thread / 8, chunk = thread % 8;
+    constexpr int kChunk = kChunkBytes / sizeof(Element), kLine = kLineBytes / sizeof(Element);
+    const int lines = (head_dim - chunk * kChunk + kLine - 1) / kLine;
+    const uint32_t to = tile + CopyQ::offset(row, chunk);
+    const Element* from = head + (first_row + row) * row_stride + chunk * kChunk;
+#pragma unroll
+    for (int pass = 0; pass < CopyQ::kPasses; ++pass) {
+      constexpr int kRows = CopyQ::kRowsPerPass;
+      const int at = first_row + row + pass * kRows;
+      const int wanted = at >= begin && at < end ? lines : 0;
+#pragma unroll
+      for (int line = 0; line < CopyQ::kLines; ++line) {
+        copy_chunk_async(to + pass * kRows * CopyQ::kRowPitch + line * kLineBytes,
+                         from + pass * kRows * row_stride + line * kLine, line, wanted);
+      }
+    }
+  }
 
   /// A warp's P or dS, rounded, into a tile [kBlockQ, kBlockK].
   __device__ static __forceinline__ void store_scores(unsigned char* tile,

@@ -47,27 +47,31 @@ struct RowStats {
   float delta;
 };
 
+/// The steps of a thread block. Each derives its part from threadIdx.x anew: little is left in
+/// registers beside the sums of dk and dv.
 template <typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
-    block_attention_backward_kernel(const __grid_constant__ BlockAttentionBackwardParams p,
-                                    const KeyTileOrder order) {
+struct BackwardSteps {
   using Element = typename Tile::Element;
   using Scores = typename Tile::Scores;
   using KeyGradients = typename Tile::KeyGradients;
-  extern __shared__ __align__(128) unsigned char shared[];
-  const uint32_t shared_k = shared_address(shared);
-  const uint32_t shared_v = shared_k + Tile::CopyK::kBytes;
-  const uint32_t shared_q = shared_v + Tile::CopyK::kBytes;
-  const uint32_t shared_grad_out = shared_q + Tile::CopyQ::kBytes;
-  constexpr int kInputBytes = 2 * Tile::CopyK::kBytes + 2 * Tile::CopyQ::kBytes;
-  unsigned char* const probabilities = shared + kInputBytes;
-  unsigned char* const score_gradients =
-      probabilities + (Tile::kSharesScores ? 0 : Tile::kScoresBytes);
-  auto* const ranges = reinterpret_cast<QueryRange*>(score_gradients + Tile::kScoresBytes);
-  auto* const row_stats = reinterpret_cast<RowStats*>(ranges + Tile::kBlockK);
 
-  __shared__ KeyTileWork work;
-  {
+  const BlockAttentionBackwardParams& p;
+  KeyTileWork& work;
+  unsigned char* const shared;
+
+  // Shared memory: k, v, q, grad_out, P, dS, ranges of the keys, statistics of the rows.
+  static constexpr int kV = Tile::CopyK::kBytes, kQ = 2 * kV, kGradOut = kQ + Tile::CopyQ::kBytes,
+                       kP = kGradOut + Tile::CopyQ::kBytes,
+                       kScoreGradients = kP + (Tile::kSharesScores ? 0 : Tile::kScoresBytes),
+                       kRanges = kScoreGradients + Tile::kScoresBytes,
+                       kStats = kRanges + Tile::kBlockK * sizeof(QueryRange);
+  static_assert(kStats + Tile::kBlockQ * sizeof(RowStats) == Tile::kSharedBytes);
+
+  __device__ uint32_t address(int offset) const { return shared_address(shared) + offset; }
+  __device__ QueryRange* ranges() const { return reinterpret_cast<QueryRange*>(shared + kRanges); }
+  __device__ RowStats* row_stats() const { return reinterpret_cast<RowStats*>(shared + kStats); }
+
+  __device__ __forceinline__ void find_work(const KeyTileOrder& order) const {
     const QueryBounds bounds = QueryBounds::of(p);
     if (threadIdx.x == 0) {
       order.find(work, p.num_kv_heads, blockIdx.x);
@@ -77,198 +81,224 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     }
     __syncthreads();
     for (int i = threadIdx.x; i < Tile::kBlockK; i += Tile::kThreads) {
-      ranges[i] = bounds.range(work.key_tile * Tile::kBlockK + i);
+      ranges()[i] = bounds.range(work.key_tile * Tile::kBlockK + i);
     }
     __syncthreads();
   }
-  const int heads_per_kv_head = p.num_heads / p.num_kv_heads;
-  const int first_head = work.kv_head * heads_per_kv_head;
-  const int first_tile = work.rows.some.begin / Tile::kBlockQ;
-  const int tiles_end = (work.rows.some.end + Tile::kBlockQ - 1) / Tile::kBlockQ;
 
-  const int thread = threadIdx.x, warp = thread / kWarpSize;
-  const int g = thread % kWarpSize / 4, t = thread % 4;
-  const int score_row = warp / Tile::kScoreWarpsK * Tile::kScoreM * 16;
-  const int score_column = warp % Tile::kScoreWarpsK * Tile::kScoreN * 8;
-  const int key_row = warp / Tile::kKeyWarpsD * Tile::kKeyM * 16;
-  const int key_column = warp % Tile::kKeyWarpsD * Tile::kKeyN * 8;
-
-  typename KeyGradients::Sums dk = {}, dv = {};
-  const auto load_queries = [&](const Strided& x, uint32_t to, int head, int tile) {
-    const typename Tile::CopyQ copy(
-        static_cast<const Element*>(x.data) + work.batch * x.batch_stride + head * x.head_stride,
-        x.row_stride, p.head_dim);
-    const int first_row = tile * Tile::kBlockQ;
-    copy.load_where(to, first_row, [&](int row) {
-      return first_row + row >= work.rows.some.begin && first_row + row < work.rows.some.end;
-    });
-  };
-  const auto load_stats = [&](int head, int tile) {
-    RowStats stats = {-INFINITY, 0.0f};
-    const int row = tile * Tile::kBlockQ + thread;
-    if (thread < Tile::kBlockQ && row >= work.rows.some.begin && row < work.rows.some.end) {
-      const int64_t offset = work.batch * p.lse_batch_stride + head * p.lse_head_stride + row;
-      stats.minus_lse = -p.lse[offset];
-      stats.delta = p.delta[offset];
-    }
-    return stats;
-  };
-
-  RowStats stats;
-  if (work.rows.some.begin < work.rows.some.end) {
+  __device__ __forceinline__ void load_keys() const {
     // A key that no row sees may be anything.
-    const auto is_seen = [&](int key) { return !ranges[key].empty(); };
-    const auto load_keys = [&](const Strided& x, uint32_t to) {
+    const auto is_seen = [&](int key) { return !ranges()[key].empty(); };
+    const auto load = [&](const Strided& x, int to) {
       const typename Tile::CopyK copy(static_cast<const Element*>(x.data) +
-                                          work.batch * x.batch_stride + work.kv_head * x.head_stride,
+                                          work.batch * x.batch_stride +
+                                          work.kv_head * x.head_stride,
                                       x.row_stride, p.head_dim);
-      copy.load_where(to, work.key_tile * Tile::kBlockK, is_seen);
+      copy.load_where(address(to), work.key_tile * Tile::kBlockK, is_seen);
     };
-    load_keys(p.k, shared_k);
-    load_keys(p.v, shared_v);
-    load_queries(p.q, shared_q, first_head, first_tile);
-    load_queries(p.grad_out, shared_grad_out, first_head, first_tile);
-    commit_copies();
-    stats = load_stats(first_head, first_tile);
+    load(p.k, 0);
+    load(p.v, kV);
   }
-  const float scale_log2 = p.scale * kLog2E;
 
-  for (int head = first_head; head < first_head + heads_per_kv_head; ++head) {
-    for (int tile = first_tile; tile < tiles_end; ++tile) {
-      const int first_row = tile * Tile::kBlockQ;
-      if (thread < Tile::kBlockQ) {
-        // The lse of a row that sees no key is -inf; -inf - -inf would be NaN.
-        const bool none = fabsf(stats.minus_lse) == INFINITY;
-        row_stats[thread] = {none ? -INFINITY : stats.minus_lse * kLog2E,
-                             none ? 0.0f : stats.delta};
-      }
-      wait_for_copies<0>();
-      // The tile has arrived, and no thread reads P and dS of the previous one any more.
-      const bool has_empty_rows = __syncthreads_or(
-          thread < Tile::kBlockQ && first_row + thread >= work.rows.some.begin &&
-          first_row + thread < work.rows.some.end && stats.minus_lse == INFINITY);
-      if (has_empty_rows) {
-        // Whatever such a row holds, it must not reach a sum: 0 * NaN is NaN.
-        for (int row = 0; row < Tile::kBlockQ; ++row) {
-          if (row_stats[row].minus_lse != -INFINITY) continue;
-          for (int i = thread * 4; i < Tile::CopyQ::kRowPitch; i += Tile::kThreads * 4) {
-            *reinterpret_cast<uint32_t*>(shared + 2 * Tile::CopyK::kBytes +
-                                         row * Tile::CopyQ::kRowPitch + i) = 0;
-            *reinterpret_cast<uint32_t*>(shared + 2 * Tile::CopyK::kBytes + Tile::CopyQ::kBytes +
-                                         row * Tile::CopyQ::kRowPitch + i) = 0;
-          }
-        }
-        __syncthreads();
-      }
+  __device__ __forceinline__ void load_queries(int head, int tile) const {
+    const int first_row = tile * Tile::kBlockQ;
+    const QueryRange rows = work.rows.some;
+    const auto load = [&](const Strided& x, int to) {
+      Tile::load_queries(
+          address(to),
+          static_cast<const Element*>(x.data) + work.batch * x.batch_stride + head * x.head_stride,
+          x.row_stride, p.head_dim, first_row, rows.begin, rows.end);
+    };
+    load(p.q, kQ);
+    load(p.grad_out, kGradOut);
+    const int thread = thread_index_again();
+    const int row = first_row + thread;
+    if (thread < Tile::kBlockQ && row >= rows.begin && row < rows.end) {
+      const int64_t at = work.batch * p.lse_batch_stride + head * p.lse_head_stride + row;
+      const uint32_t to = address(kStats) + thread * sizeof(RowStats);
+      copy_float_async(to, p.lse + at);
+      copy_float_async(to + sizeof(float), p.delta + at);
+    }
+  }
 
-      typename Scores::Sums s = {}, ds = {};
-      if (warp < Tile::kScoreWarps) {
-        // P = exp(scale * q @ k.T - lse), dS = P * (grad_out @ v.T - delta)
-        Scores::add(s, shared_q, score_row, shared_k, score_column);
-        Scores::add(ds, shared_grad_out, score_row, shared_v, score_column);
-        const RowStats* own_stats = row_stats + score_row + g;
-        if (p.softcap == 0.0f) {
-#pragma unroll
-          for (int m = 0; m < Tile::kScoreM; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const RowStats row = own_stats[16 * m + 8 * half];
-#pragma unroll
-              for (int n = 0; n < Tile::kScoreN; ++n)
-#pragma unroll
-                for (int c = 2 * half; c < 2 * half + 2; ++c) {
-                  s[m][n][c] = exp2_approx(fmaf(s[m][n][c], scale_log2, row.minus_lse));
-                  ds[m][n][c] = s[m][n][c] * (ds[m][n][c] - row.delta);
-                }
-            }
-        } else {
-          Softcap softcap(fabsf(p.scale), p.softcap);
-          softcap.inner = copysignf(softcap.inner, p.scale);
-#pragma unroll
-          for (int m = 0; m < Tile::kScoreM; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const RowStats row = own_stats[16 * m + 8 * half];
-#pragma unroll
-              for (int n = 0; n < Tile::kScoreN; ++n)
-#pragma unroll
-                for (int c = 2 * half; c < 2 * half + 2; ++c) {
-                  const float capped = softcap(s[m][n][c]);
-                  s[m][n][c] = exp2_approx(fmaf(capped, softcap.outer_log2, row.minus_lse));
-                  ds[m][n][c] =
-                      s[m][n][c] * (ds[m][n][c] - row.delta) * fmaf(-capped, capped, 1.0f);
-                }
-            }
+  /// When the tile's own copies have arrived: statistics of its rows, and a barrier.
+  __device__ __forceinline__ void prepare_rows(int tile) const {
+    const int thread = thread_index_again();
+    bool is_empty = false;  // a row that sees no key
+    if (thread < Tile::kBlockQ) {
+      RowStats& stats = row_stats()[thread];
+      const int row = tile * Tile::kBlockQ + thread;
+      const bool exists = row >= work.rows.some.begin && row < work.rows.some.end;
+      is_empty = exists && stats.minus_lse == -INFINITY;
+      if (!exists || is_empty) {
+        stats = {-INFINITY, 0.0f};
+      } else {
+        stats.minus_lse *= -kLog2E;
+      }
+    }
+    // The tile has arrived, and no thread reads P and dS of the previous one any more.
+    if (!__syncthreads_or(is_empty)) return;
+    // Whatever such a row holds, it must not reach a sum: 0 * NaN is NaN.
+    for (int row = 0; row < Tile::kBlockQ; ++row) {
+      if (row_stats()[row].minus_lse != -INFINITY) continue;
+      for (int i = thread * sizeof(int); i < Tile::kInputPitch; i += Tile::kThreads * sizeof(int)) {
+        for (const int x : {kQ, kGradOut}) {
+          *reinterpret_cast<int*>(shared + x + row * Tile::kInputPitch + i) = 0;
         }
-        const bool all_see = work.rows.all.begin <= max(first_row, work.rows.some.begin) &&
-                             min(first_row + Tile::kBlockQ, work.rows.some.end) <= work.rows.all.end;
-        if (!all_see) {
-          // Replaced, not multiplied: a NaN behind the mask stays there.
+      }
+    }
+    __syncthreads();
+  }
+
+  /// s = P = exp(scale * q @ k.T - lse), ds = P * (grad_out @ v.T - delta), without the mask.
+  __device__ __forceinline__ void find_scores(typename Scores::Sums& s, typename Scores::Sums& ds,
+                                              int first_row, int first_column) const {
+    Scores::add(s, address(kQ), first_row, address(0), first_column);
+    Scores::add(ds, address(kGradOut), first_row, address(kV), first_column);
+    const RowStats* stats = row_stats() + first_row + thread_index_again() % kWarpSize / 4;
+    const auto for_each = [&](const auto& use) {
+#pragma unroll
+      for (int m = 0; m < Tile::kScoreM; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const RowStats row = stats[16 * m + 8 * half];
 #pragma unroll
           for (int n = 0; n < Tile::kScoreN; ++n)
 #pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              const QueryRange seen_by = ranges[score_column + 8 * n + 2 * t + c];
-              const int begin = seen_by.begin - first_row - score_row - g;
-              const int end = seen_by.end - first_row - score_row - g;
-#pragma unroll
-              for (int m = 0; m < Tile::kScoreM; ++m)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                  const int row = 16 * m + 8 * half;
-                  if (row >= begin && row < end) continue;
-                  s[m][n][2 * half + c] = ds[m][n][2 * half + c] = 0.0f;
-                }
-            }
+            for (int c = 2 * half; c < 2 * half + 2; ++c) use(s[m][n][c], ds[m][n][c], row);
         }
-        Tile::store_scores(probabilities, s, score_row, score_column);
-        if constexpr (!Tile::kSharesScores) {
-          Tile::store_scores(score_gradients, ds, score_row, score_column);
-        }
-      }
-      __syncthreads();
-
-      // dv += P.T @ grad_out, dk += dS.T @ q
-      KeyGradients::add(dv, shared_address(probabilities), key_row, shared_grad_out, key_column);
-      if constexpr (Tile::kSharesScores) {
-        __syncthreads();
-        if (warp < Tile::kScoreWarps) {
-          Tile::store_scores(score_gradients, ds, score_row, score_column);
-        }
-        __syncthreads();
-      }
-      KeyGradients::add(dk, shared_address(score_gradients), key_row, shared_q, key_column);
-
-      __syncthreads();  // no thread reads the queries any more
-      const bool last_of_head = tile + 1 == tiles_end;
-      const int next_head = head + last_of_head;
-      const int next_tile = last_of_head ? first_tile : tile + 1;
-      if (next_head < first_head + heads_per_kv_head) {
-        load_queries(p.q, shared_q, next_head, next_tile);
-        load_queries(p.grad_out, shared_grad_out, next_head, next_tile);
-        stats = load_stats(next_head, next_tile);
-      }
-      commit_copies();
-
-      // dq += scale * dS @ k
-      add_query_gradients<Tile>(p, work, head, tile, shared_address(score_gradients), shared_k);
+    };
+    if (p.softcap == 0.0f) {
+      const float scale_log2 = p.scale * kLog2E;
+      for_each([&](float& score, float& gradient, const RowStats& row) {
+        score = exp2_approx(fmaf(score, scale_log2, row.minus_lse));
+        gradient = score * (gradient - row.delta);
+      });
+    } else {
+      Softcap softcap(fabsf(p.scale), p.softcap);
+      softcap.inner = copysignf(softcap.inner, p.scale);
+      for_each([&](float& score, float& gradient, const RowStats& row) {
+        const float capped = softcap(score);
+        score = exp2_approx(fmaf(capped, softcap.outer_log2, row.minus_lse));
+        gradient = score * (gradient - row.delta) * fmaf(-capped, capped, 1.0f);
+      });
     }
   }
 
-  // Keys that no row sees got nothing.
-  const auto store = [&](const Strided& x, const typename KeyGradients::Sums& sums, float scale) {
+  /// 0 where a row does not see a key. Replaced, not multiplied: a NaN behind the mask stays there.
+  __device__ __forceinline__ void mask(typename Scores::Sums& s, typename Scores::Sums& ds,
+                                       int first_row, int first_column) const {
+    const int lane = thread_index_again() % kWarpSize;
+    const QueryRange* seen_by = ranges() + first_column + lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < Tile::kScoreN; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int begin = seen_by[8 * n + c].begin - first_row - lane / 4;
+        const int end = seen_by[8 * n + c].end - first_row - lane / 4;
+#pragma unroll
+        for (int m = 0; m < Tile::kScoreM; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int row = 16 * m + 8 * half;
+            if (row >= begin && row < end) continue;
+            s[m][n][2 * half + c] = ds[m][n][2 * half + c] = 0.0f;
+          }
+      }
+  }
+
+  __device__ bool all_see(int tile) const {
+    const int first_row = max(tile * Tile::kBlockQ, work.rows.some.begin);
+    const int rows_end = min((tile + 1) * Tile::kBlockQ, work.rows.some.end);
+    return work.rows.all.begin <= first_row && rows_end <= work.rows.all.end;
+  }
+
+  /// dv += P.T @ grad_out, dk += dS.T @ q, and dS in shared memory.
+  __device__ __forceinline__ void add_key_gradients(typename KeyGradients::Sums& dk,
+                                                    typename KeyGradients::Sums& dv,
+                                                    int tile) const {
+    typename Scores::Sums s = {}, ds = {};
+    const int warp = thread_index_again() / kWarpSize;
+    const int score_row = warp / Tile::kScoreWarpsK * Tile::kScoreM * 16;
+    const int score_column = warp % Tile::kScoreWarpsK * Tile::kScoreN * 8;
+    const bool scores = Tile::kScoreWarps == Tile::kWarps || warp < Tile::kScoreWarps;
+    if (scores) {
+      find_scores(s, ds, score_row, score_column);
+      if (!all_see(tile)) mask(s, ds, tile * Tile::kBlockQ + score_row, score_column);
+      Tile::store_scores(shared + kP, s, score_row, score_column);
+      if constexpr (!Tile::kSharesScores) {
+        Tile::store_scores(shared + kScoreGradients, ds, score_row, score_column);
+      }
+    }
+    __syncthreads();
+    const int key_row = Tile::key_row(warp), key_column = Tile::key_column(warp);
+    KeyGradients::add(dv, address(kP), key_row, address(kGradOut), key_column);
+    if constexpr (Tile::kSharesScores) {
+      __syncthreads();
+      if (scores) Tile::store_scores(shared + kScoreGradients, ds, score_row, score_column);
+      __syncthreads();
+    }
+    KeyGradients::add(dk, address(kScoreGradients), key_row, address(kQ), key_column);
+  }
+
+  /// Also of keys that no row sees, which got nothing.
+  __device__ __forceinline__ void store_key_gradients(const Strided& x,
+                                                      const typename KeyGradients::Sums& sums,
+                                                      float scale) const {
+    const int warp = thread_index_again() / kWarpSize;
+    const int first_key = work.key_tile * Tile::kBlockK + Tile::key_row(warp);
+    const int first_column = Tile::key_column(warp);
     float* const to = static_cast<float*>(x.data) + work.batch * x.batch_stride +
                       work.kv_head * x.head_stride;
     KeyGradients::for_each(sums, [&](int row, int column, auto values) {
-      const int key = work.key_tile * Tile::kBlockK + key_row + row;
-      if (key < p.num_keys && key_column + column < p.head_dim) {
-        *reinterpret_cast<decltype(values)*>(to + key * x.row_stride + key_column + column) =
-            scaled(values, scale);
-      }
+      const int key = first_key + row;
+      if (key >= p.num_keys || first_column + column >= p.head_dim) return;
+      *reinterpret_cast<decltype(values)*>(to + key * x.row_stride + first_column + column) =
+          scaled(values, scale);
     });
-  };
-  store(p.dv, dv, 1.0f);
-  store(p.dk, dk, p.scale);
+  }
+};
+
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+    block_attention_backward_kernel(const __grid_constant__ BlockAttentionBackwardParams p,
+                                    const KeyTileOrder order) {
+  using Steps = BackwardSteps<Tile>;
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ KeyTileWork work;
+  const Steps steps = {p, work, shared};
+  steps.find_work(order);
+
+  const int heads_per_kv_head = p.num_heads / p.num_kv_heads;
+  const auto first_head = [&] { return work.kv_head * heads_per_kv_head; };
+  const auto first_tile = [&] { return work.rows.some.begin / Tile::kBlockQ; };
+  typename Tile::KeyGradients::Sums dk = {}, dv = {};
+  if (!work.rows.some.empty()) {
+    int head = first_head(), tile = first_tile();
+    steps.load_keys();
+    steps.load_queries(head, tile);
+    commit_copies();
+    while (true) {
+      wait_for_copies<0>();
+      steps.prepare_rows(tile);
+      steps.add_key_gradients(dk, dv, tile);
+      __syncthreads();  // no thread reads the queries any more
+      const int this_head = head, this_tile = tile;
+      if (++tile * Tile::kBlockQ >= work.rows.some.end) {
+        tile = first_tile();
+        ++head;
+      }
+      const bool is_last = head == first_head() + heads_per_kv_head;
+      if (!is_last) steps.load_queries(head, tile);
+      commit_copies();
+      // dq += scale * dS @ k
+      add_query_gradients<Tile>(p, work, this_head, this_tile, steps.address(Steps::kScoreGradients),
+                                steps.address(0));
+      if (is_last) break;
+    }
+  }
+  steps.store_key_gradients(p.dv, dv, 1.0f);
+  steps.store_key_gradients(p.dk, dk, p.scale);
 }
 
 /// KV heads whose groups' queries and their gradients take half of L2 or less.

@@ -38,6 +38,10 @@ __device__ __forceinline__ void copy_chunk_async(uint32_t shared, const void* gl
       : "memory");
 }
 
+__device__ __forceinline__ void copy_float_async(uint32_t shared, const float* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -5,6 +5,7 @@
 
 #include "attention/cuda/query_bounds.h"
 #include "attention/cuda/sm80/mma.cuh"
+#include "attention/cuda/sm80/tile_products.cuh"
 #include "attention/params.h"
 
 // The share of a tile of keys in dq, added to global memory: in any order, or one tile of keys
@@ -19,26 +20,36 @@ __device__ __forceinline__ float4 scaled(const float4& x, float scale) {
   return make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale);
 }
 
-__device__ __forceinline__ void add_to_global(float* to, float x) {
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
-}
-__device__ __forceinline__ void add_to_global(float* to, const float2& x) {
+/// *to += x, where item < num_items. Note: compared here, so that no branch surrounds
+/// each addition.
+__device__ __forceinline__ void add_to_global(float* to, const float2& x, int item, int num_items) {
+  asm volatile(
+      "{\n"
+      ".reg .pred valid;\n"
+      "setp.lt.s32 valid, %3, %4;\n"
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x.x), "f"(x.y)
-               : "memory");
+      "@valid red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};\n"
 #else
-  add_to_global(to, x.x);
-  add_to_global(to + 1, x.y);
+      "@valid red.relaxed.gpu.global.add.f32 [%0], %1;\n"
+      "@valid red.relaxed.gpu.global.add.f32 [%0 + 4], %2;\n"
 #endif
+      "}" ::"l"(to),
+      "f"(x.x), "f"(x.y), "r"(item), "r"(num_items)
+      : "memory");
 }
-__device__ __forceinline__ void add_to_global(float* to, const float4& x) {
+__device__ __forceinline__ void add_to_global(float* to, const float4& x, int item, int num_items) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x),
-               "f"(x.y), "f"(x.z), "f"(x.w)
-               : "memory");
+  asm volatile(
+      "{\n"
+      ".reg .pred valid;\n"
+      "setp.lt.s32 valid, %5, %6;\n"
+      "@valid red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n"
+      "}" ::"l"(to),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(item), "r"(num_items)
+      : "memory");
 #else
-  add_to_global(to, make_float2(x.x, x.y));
-  add_to_global(to + 2, make_float2(x.z, x.w));
+  add_to_global(to, make_float2(x.x, x.y), item, num_items);
+  add_to_global(to + 2, make_float2(x.z, x.w), item, num_items);
 #endif
 }
 
@@ -114,7 +125,7 @@ __device__ __forceinline__ void add_query_gradients(const BlockAttentionBackward
                                                     KeyTileWork& work, int head, int tile,
                                                     uint32_t score_gradients, uint32_t k) {
   using Product = typename Tile::QueryGradients;
-  const int warp = threadIdx.x / kWarpSize;
+  const int warp = thread_index_again() / kWarpSize;
   const int warp_row = warp / Tile::kQueryWarpsD * Tile::kQueryM * 16;
   const int first_column = warp % Tile::kQueryWarpsD * Tile::kQueryN * Tile::kQueryPasses * 8;
   const int first_row = tile * Tile::kBlockQ;
@@ -131,10 +142,9 @@ __device__ __forceinline__ void add_query_gradients(const BlockAttentionBackward
                       head * p.dq.head_stride + warp_column;
     Product::for_each(dq, [&](int row, int column, auto values) {
       const int query = first_row + warp_row + row;
-      if (query >= work.rows.some.begin && query < work.rows.some.end &&
-          warp_column + column < p.head_dim) {
-        add_to_global(to + query * p.dq.row_stride + column, scaled(values, p.scale));
-      }
+      const bool seen = query >= work.rows.some.begin && query < work.rows.some.end;
+      add_to_global(to + query * p.dq.row_stride + column, scaled(values, p.scale),
+                    column, seen ? p.head_dim - warp_column : 0);
     });
   }
   if (p.deterministic) end_turn(work, semaphores, first_row, Tile::kBlockQ);

@@ -47,8 +47,8 @@ constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 template <typename Element, int kM, int kN, int kDepth, typename A, typename B>
 struct TileProduct {
   using Sums = float[kM][kN][4];
-  static constexpr int kVector = 2;  // adjacent columns of a lane's sums
-  static_assert(kN % 2 == 0 && kDepth % 16 == 0);
+  static constexpr int kSteps = A::kTransposed ? kDepth / 32 : kDepth < 64 ? kDepth / 16 : 4;
+  static_assert(kN % 2 == 0 && kDepth % (16 * kSteps) == 0);
   static_assert(!A::kTransposed || is_power_of_two(kM));
   static_assert(!B::kTransposed || is_power_of_two(kN));
 
@@ -57,41 +57,49 @@ struct TileProduct {
                                              int first_column) {
     const int lane = thread_index_again() % kWarpSize;
     const int eight = lane / 8 % 2, sixteen = lane / 16;
-    const uint32_t a_lane =
-        A::kTransposed ? A::address(a, sixteen * 8 + lane % 8, first_row / 8 + eight)
-                       : A::address(a, first_row + lane % 16, sixteen);
-    const uint32_t b_lane = B::kTransposed
-                                ? B::address(b, lane % 16, first_column / 8 + sixteen)
-                                : B::address(b, first_column + sixteen * 8 + lane % 8, eight);
+    uint32_t a_lane = A::kTransposed
+                          ? A::address(a, sixteen * 8 + lane % 8, first_row / 8 + eight)
+                          : A::address(a, first_row + lane % 16, sixteen);
+    uint32_t b_lane = B::kTransposed
+                          ? B::address(b, lane % 16, first_column / 8 + sixteen)
+                          : B::address(b, first_column + sixteen * 8 + lane % 8, eight);
+    // Note: not unrolled, so that the compiler does not mix the products of a tile: that takes more
+    // registers than there are.
+#pragma unroll 1
+    for (int begin = 0; begin < kDepth / 16; begin += kSteps) {
 #pragma unroll
-    for (int step = 0; step < kDepth / 16; ++step) {
-      uint32_t x[kM][4];
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        if constexpr (A::kTransposed) {
-          load_matrices_transposed(x[m], later_chunk(a_lane, 2 * m) + step * 16 * A::kRowPitch);
-        } else {
-          load_matrices(x[m], later_chunk(a_lane, 2 * step) + m * 16 * A::kRowPitch);
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        uint32_t y[4];
-        if constexpr (B::kTransposed) {
-          load_matrices_transposed(y, later_chunk(b_lane, n) + step * 16 * B::kRowPitch);
-        } else {
-          load_matrices(y, later_chunk(b_lane, 2 * step) + n * 8 * B::kRowPitch);
-        }
+      for (int step = 0; step < kSteps; ++step) {
+        uint32_t x[kM][4];
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
-          mma_m16n8k16<Element>(c[m][n], x[m], y[0], y[1]);
-          mma_m16n8k16<Element>(c[m][n + 1], x[m], y[2], y[3]);
+          if constexpr (A::kTransposed) {
+            load_matrices_transposed(x[m], later_chunk(a_lane, 2 * m) + step * 16 * A::kRowPitch);
+          } else {
+            load_matrices(x[m], later_chunk(a_lane, 2 * step) + m * 16 * A::kRowPitch);
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < kN; n += 2) {
+          uint32_t y[4];
+          if constexpr (B::kTransposed) {
+            load_matrices_transposed(y, later_chunk(b_lane, n) + step * 16 * B::kRowPitch);
+          } else {
+            load_matrices(y, later_chunk(b_lane, 2 * step) + n * 8 * B::kRowPitch);
+          }
+#pragma unroll
+          for (int m = 0; m < kM; ++m) {
+            mma_m16n8k16<Element>(c[m][n], x[m], y[0], y[1]);
+            mma_m16n8k16<Element>(c[m][n + 1], x[m], y[2], y[3]);
+          }
         }
       }
+      // Four steps along a row are a line.
+      a_lane += A::kTransposed ? kSteps * 16 * A::kRowPitch : kLineBytes;
+      b_lane += B::kTransposed ? kSteps * 16 * B::kRowPitch : kLineBytes;
     }
   }
 
-  /// Calls use(row, column, x) for all of the lane's sums, kVector of a row at a time.
+  /// Calls use(row, column, x) for all of the lane's sums, adjacent ones of a row together.
   template <typename Use>
   __device__ static __forceinline__ void for_each(const Sums& c, const Use& use) {
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
@@ -111,83 +119,68 @@ struct TileProduct {
 template <int kM, int kN, int kDepth, typename A, typename B>
 struct TileProduct<float, kM, kN, kDepth, A, B> {
   using Sums = float[kM][kN][4];
-  static constexpr int kSteps = kM > 1 || kDepth < 32 ? 2 : 4;  // summed up in the matrix units
-  static constexpr int kTiles = B::kTransposed ? 4 : 2;         // of b that are loaded together
-  static_assert(kN % kTiles == 0 && kDepth % (8 * kSteps) == 0 && is_power_of_two(kM));
+  static constexpr int kSteps = A::kTransposed ? kDepth / 16 : 4;  // summed up in the matrix units
+  static constexpr int kTiles = B::kTransposed ? 4 : 2;        // of b that are loaded together
+  static_assert(kM == 1 && kN % kTiles == 0 && kDepth % (8 * kSteps) == 0);
 
   __device__ static __forceinline__ void add(Sums& c, uint32_t a, int first_row, uint32_t b,
                                              int first_column) {
     const int lane = thread_index_again() % kWarpSize;
     const int g = lane / 4, t = lane % 4;
     const int eight = lane / 8 % 2, sixteen = lane / 16;
-    const uint32_t a_lane = A::kTransposed
-                                ? A::address(a, t, first_row / 4 + g / 4) + g % 4 * sizeof(float)
-                                : A::address(a, first_row + lane % 16, sixteen);
+    uint32_t a_lane = A::kTransposed
+                          ? A::address(a, t, first_row / 4 + g / 4) + g % 4 * sizeof(float)
+                          : A::address(a, first_row + lane % 16, sixteen);
     // Four column tiles share 32 columns: a lane reads 16 bytes of them at a time, in an order that
     // spreads over the banks. Slot g of tile i is column 4 (g / 2 + 4 (g % 2)) + i.
-    const uint32_t b_lane =
-        B::kTransposed ? B::address(b, t, first_column / 4 + g / 2 + 4 * (g % 2))
-                       : B::address(b, first_column + sixteen * 8 + lane % 8, eight);
-    const auto four_rows_on = [](uint32_t address, int pitch) {
-      return (address ^ (4 * kChunkBytes)) + 4 * pitch;
-    };
-#pragma unroll
+    uint32_t b_lane = B::kTransposed
+                          ? B::address(b, t, first_column / 4 + g / 2 + 4 * (g % 2))
+                          : B::address(b, first_column + sixteen * 8 + lane % 8, eight);
+    // Note: not unrolled, so that the compiler does not mix the products of a tile: that takes more
+    // registers than there are.
+#pragma unroll 1
     for (int begin = 0; begin < kDepth / 8; begin += kSteps) {
-      uint32_t a_high[kSteps][kM][4], a_low[kSteps][kM][4];
+      uint32_t a_high[kSteps][4], a_low[kSteps][4];
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s)
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          const int step = begin + s;
-          uint32_t x[4];
-          if constexpr (A::kTransposed) {
-            const uint32_t at = later_chunk(a_lane, 4 * m) + step * 8 * A::kRowPitch;
-            x[0] = load_word(at);
-            x[1] = load_word(later_chunk(at, 2));
-            x[2] = load_word(four_rows_on(at, A::kRowPitch));
-            x[3] = load_word(later_chunk(four_rows_on(at, A::kRowPitch), 2));
-          } else {
-            load_matrices(x, later_chunk(a_lane, 2 * step) + m * 16 * A::kRowPitch);
-          }
-          split(a_high[s][m], a_low[s][m], x);
+      for (int step = 0; step < kSteps; ++step) {
+        uint32_t x[4];
+        if constexpr (A::kTransposed) {
+          const uint32_t at = a_lane + step * 8 * A::kRowPitch;
+          x[0] = load_word(at);
+          x[1] = load_word(later_chunk(at, 2));
+          x[2] = load_word(four_rows_on<A>(at));
+          x[3] = load_word(later_chunk(four_rows_on<A>(at), 2));
+        } else {
+          load_matrices(x, later_chunk(a_lane, 2 * step));
         }
+        split(a_high[step], a_low[step], x);
+      }
 #pragma unroll
       for (int n = 0; n < kN; n += kTiles) {
-        float large[kM][kTiles][4] = {}, small[kM][kTiles][4] = {};
+        float large[kTiles][4] = {}, small[kTiles][4] = {};
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s) {
-          const int step = begin + s;
-          uint32_t y[kTiles / 2][4], y_high[kTiles / 2][4], y_low[kTiles / 2][4];
-          if constexpr (B::kTransposed) {
-            const uint32_t at = later_chunk(b_lane, n * 2) + step * 8 * B::kRowPitch;
-            load_chunk(y[0], at);
-            load_chunk(y[1], four_rows_on(at, B::kRowPitch));
-          } else {
-            load_matrices(y[0], later_chunk(b_lane, 2 * step) + n * 8 * B::kRowPitch);
+        for (int step = 0; step < kSteps; ++step) {
+          // Of tile i, the halves of the depth.
+          uint32_t first[kTiles], second[kTiles];
+          load_tiles(first, second, b_lane, step, n);
+#pragma unroll
+          for (int i = 0; i < kTiles; ++i) {
+            uint32_t first_high, first_low, second_high, second_low;
+            split_tf32(__uint_as_float(first[i]), first_high, first_low);
+            split_tf32(__uint_as_float(second[i]), second_high, second_low);
+            mma_m16n8k8(small[i], a_low[step], first_high, second_high);
+            mma_m16n8k8(large[i], a_high[step], first_high, second_high);
+            mma_m16n8k8(small[i], a_high[step], first_low, second_low);
           }
-#pragma unroll
-          for (int i = 0; i < kTiles / 2; ++i) split(y_high[i], y_low[i], y[i]);
-#pragma unroll
-          for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = 0; i < kTiles; ++i) {
-              // The halves of the depth: two registers of one load, or those of two loads.
-              const int first = B::kTransposed ? 0 : 2 * i, second = B::kTransposed ? 1 : 2 * i + 1;
-              const auto half = [&](const uint32_t(&part)[kTiles / 2][4], int which) {
-                return B::kTransposed ? part[which % (kTiles / 2)][i] : part[0][which % 4];
-              };
-              mma_m16n8k8(small[m][i], a_low[s][m], half(y_high, first), half(y_high, second));
-              mma_m16n8k8(large[m][i], a_high[s][m], half(y_high, first), half(y_high, second));
-              mma_m16n8k8(small[m][i], a_high[s][m], half(y_low, first), half(y_low, second));
-            }
         }
 #pragma unroll
-        for (int m = 0; m < kM; ++m)
+        for (int i = 0; i < kTiles; ++i)
 #pragma unroll
-          for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) c[m][n + i][e] += large[m][i][e] + small[m][i][e];
+          for (int e = 0; e < 4; ++e) c[0][n + i][e] += large[i][e] + small[i][e];
       }
+      // Four steps along a row are a line.
+      a_lane += A::kTransposed ? kSteps * 8 * A::kRowPitch : kLineBytes;
+      b_lane += B::kTransposed ? kSteps * 8 * B::kRowPitch : kLineBytes;
     }
   }
 
@@ -195,28 +188,43 @@ struct TileProduct<float, kM, kN, kDepth, A, B> {
   __device__ static __forceinline__ void for_each(const Sums& c, const Use& use) {
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int m = 0; m < kM; ++m)
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if constexpr (B::kTransposed) {
+      for (int n = 0; n < kN; n += kTiles)
 #pragma unroll
-          for (int n = 0; n < kN; n += 4)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const int e = 2 * half + i;
-              use(16 * m + 8 * half + g, 8 * n + 16 * i + 4 * t,
-                  make_float4(c[m][n][e], c[m][n + 1][e], c[m][n + 2][e], c[m][n + 3][e]));
-            }
-        } else {
-#pragma unroll
-          for (int n = 0; n < kN; ++n) {
-            use(16 * m + 8 * half + g, 8 * n + 2 * t,
-                make_float2(c[m][n][2 * half], c[m][n][2 * half + 1]));
+        for (int i = 0; i < 2; ++i) {
+          const int row = 8 * half + g;
+          if constexpr (B::kTransposed) {
+            const int e = 2 * half + i;
+            use(row, 8 * n + 16 * i + 4 * t,
+                make_float4(c[0][n][e], c[0][n + 1][e], c[0][n + 2][e], c[0][n + 3][e]));
+          } else {
+            use(row, 8 * (n + i) + 2 * t,
+                make_float2(c[0][n + i][2 * half], c[0][n + i][2 * half + 1]));
           }
         }
   }
 
  private:
+  template <typename Tile>
+  __device__ static uint32_t four_rows_on(uint32_t address) {
+    return (address ^ (4 * kChunkBytes)) + 4 * Tile::kRowPitch;
+  }
+
+  __device__ static __forceinline__ void load_tiles(uint32_t (&first)[kTiles],
+                                                    uint32_t (&second)[kTiles], uint32_t b_lane,
+                                                    int step, int n) {
+    if constexpr (B::kTransposed) {
+      const uint32_t at = later_chunk(b_lane, n * 2) + step * 8 * B::kRowPitch;
+      load_chunk(first, at);
+      load_chunk(second, four_rows_on<B>(at));
+    } else {
+      uint32_t x[4];
+      load_matrices(x, later_chunk(b_lane, 2 * step) + n * 8 * B::kRowPitch);
+      first[0] = x[0], second[0] = x[1], first[1] = x[2], second[1] = x[3];
+    }
+  }
+
   __device__ static __forceinline__ void split(uint32_t (&high)[4], uint32_t (&low)[4],
                                                const uint32_t (&x)[4]) {
 #pragma unroll
