@@ -19,13 +19,6 @@ struct alignas(8) QueryRange {
   constexpr bool empty() const { return begin >= end; }
 };
 
-/// Rows that see adjacent keys. Both columns of a table never decrease, so the first and the last
-/// of the keys say it all.
-struct VisibleQueries {
-  QueryRange some;  // no row outside it sees a key, a row inside may see none either; 0, 0: none
-  QueryRange all;   // every row of it sees every key
-};
-
 /// The rows that see each key. A table that decreases gives ranges within [0, num_queries], too.
 struct QueryBounds {
   int32_t num_queries;
@@ -53,16 +46,6 @@ struct QueryBounds {
 #else
     return {clamp(ranges[key].begin), clamp(ranges[key].end)};
 #endif
-  }
-
-  /// Of keys [first_key, keys_end), at least one of which exists. Keys that do not exist are seen
-  /// by no row.
-  constexpr VisibleQueries visible(int first_key, int keys_end) const {
-    const bool all_exist = keys_end <= num_keys;
-    const QueryRange first = range(first_key);
-    const QueryRange last = range(all_exist ? keys_end - 1 : num_keys - 1);
-    if (first.begin >= last.end) return {};
-    return {{first.begin, last.end}, all_exist ? QueryRange{last.begin, first.end} : QueryRange{}};
   }
 
  private:

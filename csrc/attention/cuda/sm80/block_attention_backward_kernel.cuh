@@ -75,15 +75,21 @@ struct BackwardSteps {
     const QueryBounds bounds = QueryBounds::of(p);
     if (threadIdx.x == 0) {
       order.find(work, p.num_kv_heads, blockIdx.x);
-      const int first_key = work.key_tile * Tile::kBlockK;
-      work.rows = bounds.visible(first_key, first_key + Tile::kBlockK);
-      if (p.deterministic) find_turn(work, bounds, Tile::kBlockK);
+      work.some = {p.num_queries, 0};
+      work.all = {0, p.num_queries};
     }
     __syncthreads();
     for (int i = threadIdx.x; i < Tile::kBlockK; i += Tile::kThreads) {
-      ranges()[i] = bounds.range(work.key_tile * Tile::kBlockK + i);
+      const QueryRange rows = ranges()[i] = bounds.range(work.key_tile * Tile::kBlockK + i);
+      atomicMax(&work.all.begin, rows.begin);
+      atomicMin(&work.all.end, rows.empty() ? 0 : rows.end);
+      if (rows.empty()) continue;
+      atomicMin(&work.some.begin, rows.begin);
+      atomicMax(&work.some.end, rows.end);
     }
     __syncthreads();
+    if (work.some.empty()) return;
+    if (p.deterministic) find_turn(work, bounds, Tile::kBlockK);
   }
 
   __device__ __forceinline__ void load_keys() const {
@@ -102,7 +108,7 @@ struct BackwardSteps {
 
   __device__ __forceinline__ void load_queries(int head, int tile) const {
     const int first_row = tile * Tile::kBlockQ;
-    const QueryRange rows = work.rows.some;
+    const QueryRange rows = work.some;
     const auto load = [&](const Strided& x, int to) {
       Tile::load_queries(
           address(to),
@@ -128,7 +134,7 @@ struct BackwardSteps {
     if (thread < Tile::kBlockQ) {
       RowStats& stats = row_stats()[thread];
       const int row = tile * Tile::kBlockQ + thread;
-      const bool exists = row >= work.rows.some.begin && row < work.rows.some.end;
+      const bool exists = row >= work.some.begin && row < work.some.end;
       is_empty = exists && stats.minus_lse == -INFINITY;
       if (!exists || is_empty) {
         stats = {-INFINITY, 0.0f};
@@ -208,9 +214,9 @@ struct BackwardSteps {
   }
 
   __device__ bool all_see(int tile) const {
-    const int first_row = max(tile * Tile::kBlockQ, work.rows.some.begin);
-    const int rows_end = min((tile + 1) * Tile::kBlockQ, work.rows.some.end);
-    return work.rows.all.begin <= first_row && rows_end <= work.rows.all.end;
+    const int first_row = max(tile * Tile::kBlockQ, work.some.begin);
+    const int rows_end = min((tile + 1) * Tile::kBlockQ, work.some.end);
+    return work.all.begin <= first_row && rows_end <= work.all.end;
   }
 
   /// dv += P.T @ grad_out, dk += dS.T @ q, and dS in shared memory.
@@ -271,9 +277,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
   const int heads_per_kv_head = p.num_heads / p.num_kv_heads;
   const auto first_head = [&] { return work.kv_head * heads_per_kv_head; };
-  const auto first_tile = [&] { return work.rows.some.begin / Tile::kBlockQ; };
+  const auto first_tile = [&] { return work.some.begin / Tile::kBlockQ; };
   typename Tile::KeyGradients::Sums dk = {}, dv = {};
-  if (!work.rows.some.empty()) {
+  if (!work.some.empty()) {
     int head = first_head(), tile = first_tile();
     steps.load_keys();
     steps.load_queries(head, tile);
@@ -284,7 +290,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       steps.add_key_gradients(dk, dv, tile);
       __syncthreads();  // no thread reads the queries any more
       const int this_head = head, this_tile = tile;
-      if (++tile * Tile::kBlockQ >= work.rows.some.end) {
+      if (++tile * Tile::kBlockQ >= work.some.end) {
         tile = first_tile();
         ++head;
       }

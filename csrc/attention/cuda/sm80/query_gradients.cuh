@@ -59,11 +59,12 @@ struct KeyTileWork {
   int batch;
   int kv_head;
   int key_tile;
-  VisibleQueries rows;  // that see its keys
+  QueryRange some;  // no row outside it sees one of the keys; 0, 0: none does
+  QueryRange all;   // every row of it sees every key
   /// Turns at the rows of dq, in deterministic calls: a semaphore for each kTurnRows of them holds
   /// the number of the last key tile that has added to them, plus 1. A key tile's turn comes after
-  /// the last one before it that visits the same rows. Of visited tiles, only those that no row
-  /// sees lie between: bounds do not decrease.
+  /// the last one before it that visits the same rows. Bounds do not decrease: of the tiles
+  /// between, no row sees a key.
   int awaited;      // what the semaphores of rows before awaited_end must hold
   int awaited_end;  // later rows are awaited of no key tile
   bool gave_up;
@@ -71,27 +72,34 @@ struct KeyTileWork {
 
 constexpr int kTurnRows = 64;
 
-/// Sets `awaited` for the key tile of `block_k` keys.
+/// Sets the turn of a key tile. All threads of the block call it.
 __device__ inline void find_turn(KeyTileWork& work, const QueryBounds& bounds, int block_k) {
-  work.awaited = work.awaited_end = 0;
-  work.gave_up = false;
-  for (int before = work.key_tile - 1; before >= 0; --before) {
-    const QueryRange rows = bounds.visible(before * block_k, (before + 1) * block_k).some;
-    if (rows.empty()) continue;
-    work.awaited = before + 1;
-    work.awaited_end = rows.end;
-    return;
+  // The last key before the tile that some row sees.
+  int found = -1;
+  for (int end = work.key_tile * block_k; end > 0 && found < 0; end -= blockDim.x) {
+    const int key = end - 1 - static_cast<int>(threadIdx.x);
+    const bool seen = key >= 0 && !bounds.range(key).empty();
+    if (threadIdx.x == 0) work.awaited = -1;
+    __syncthreads();
+    if (seen) atomicMax(&work.awaited, key);
+    __syncthreads();
+    found = work.awaited;
+    __syncthreads();
   }
+  if (threadIdx.x != 0) return;
+  work.awaited = found < 0 ? 0 : found / block_k + 1;
+  work.awaited_end = found < 0 ? 0 : bounds.range(found).end;
+  work.gave_up = false;
 }
 
 /// Before rows from first_row on are added to, a tile that does not cross a multiple of kTurnRows.
 __device__ __forceinline__ void wait_for_turn(KeyTileWork& work, const int32_t* semaphores,
                                               int first_row) {
-  const bool first = first_row % kTurnRows == 0 || first_row <= work.rows.some.begin;
+  const bool first = first_row % kTurnRows == 0 || first_row <= work.some.begin;
   if (!first || first_row / kTurnRows * kTurnRows >= work.awaited_end) return;
   if (threadIdx.x == 0 && !work.gave_up) {
     // Note: bounded. A table that decreases, whose result is unspecified, may give no turn.
-    constexpr int64_t kCycles = int64_t{1} << 33;
+    constexpr int64_t kCycles = int64_t{1} << 31;
     const int64_t start = clock64();
     int32_t value;
     do {
@@ -109,7 +117,7 @@ __device__ __forceinline__ void wait_for_turn(KeyTileWork& work, const int32_t* 
 __device__ __forceinline__ void end_turn(const KeyTileWork& work, int32_t* semaphores,
                                          int first_row, int block_q) {
   const int end = first_row + block_q;
-  if (end % kTurnRows != 0 && end < work.rows.some.end) return;
+  if (end % kTurnRows != 0 && end < work.some.end) return;
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
@@ -142,7 +150,7 @@ __device__ __forceinline__ void add_query_gradients(const BlockAttentionBackward
                       head * p.dq.head_stride + warp_column;
     Product::for_each(dq, [&](int row, int column, auto values) {
       const int query = first_row + warp_row + row;
-      const bool seen = query >= work.rows.some.begin && query < work.rows.some.end;
+      const bool seen = query >= work.some.begin && query < work.some.end;
       add_to_global(to + query * p.dq.row_stride + column, scaled(values, p.scale),
                     column, seen ? p.head_dim - warp_column : 0);
     });
