@@ -26,13 +26,21 @@ at::Tensor attention_delta_cuda(const at::Tensor& grad_out, const at::Tensor& gr
                                 const at::Tensor& out) {
   const at::Tensor delta =
       at::empty({out.size(0), out.size(2), out.size(1)}, out.options().dtype(at::kFloat));
-  const at::Tensor rows = as_kernel_input(grad_out), results = as_kernel_input(out);
-  const at::Tensor of_lse = grad_lse.defined() ? grad_lse.contiguous() : grad_lse;
+  const at::Tensor rows = unit_last_stride(grad_out), results = unit_last_stride(out);
   AttentionDeltaParams params;
-  static_cast<AttentionShape&>(params) = attention_shape(out, out.size(2), /*scale=*/1.0);
   params.grad_out = strided(rows);
   params.out = strided(results);
-  if (of_lse.defined()) params.grad_lse = of_lse.const_data_ptr<float>();
+  if (grad_lse.defined()) {
+    params.grad_lse = grad_lse.const_data_ptr<float>();
+    params.grad_lse_batch_stride = grad_lse.stride(0);
+    params.grad_lse_head_stride = grad_lse.stride(1);
+    params.grad_lse_row_stride = grad_lse.stride(2);
+  }
+  params.batch = static_cast<int32_t>(out.size(0));
+  params.num_queries = static_cast<int32_t>(out.size(1));
+  params.num_heads = static_cast<int32_t>(out.size(2));
+  params.head_dim = static_cast<int32_t>(out.size(3));
+  params.dtype = data_type(out.scalar_type());
   params.delta = delta.mutable_data_ptr<float>();
   check_launch(cuda::attention_delta(params, current_stream(out)), "attention_delta");
   return delta;

@@ -161,15 +161,16 @@ def ring_attention(
     Raises:
         ValueError: an argument that breaks a rule above, ranks that disagree about them (on all
             ranks, when a combination is first used), no process group under torchrun or after
-            ``destroy_process_group()``, DTensors, ``torch.vmap``, and keywords of other packages (``attn_mask``, ``dropout_p``,
-            ``max_seqlen``, ...) but with the values that change nothing (None, 0.0).
+            ``destroy_process_group()``, DTensors, ``torch.vmap``, and keywords of other packages
+            (``attn_mask``, ``dropout_p``, ``max_seqlen``, ...) but with the values that change
+            nothing (None, 0.0).
         torch.distributed.DistBackendError: a peer died or never arrived; it names the rank and the
             step. On CUDA it may come from the next call, see :func:`synchronize`.
 
-    Gradients of out and lse reach q, k, v and sinks; those of other ranks' keys and values return to
-    their owner, in float32 (float64 for float64). The backward is a collective call too: every rank
-    makes it, and for the same inputs. Gradients of ``sinks`` are of this rank's rows alone, like
-    those of a weight. There is no double backward.
+    Gradients of out and lse reach q, k, v and sinks; those of other ranks' keys and values return
+    to their owner, in float32 (float64 for float64). The backward is a collective call too: every
+    rank makes it, and for the same inputs. Gradients of ``sinks`` are of this rank's rows alone,
+    like those of a weight. There is no double backward.
 
     Rotary embeddings come before this call, and need the positions of this rank's rows in the whole
     sequence: ``partition.position_ids(rank)``, not ``torch.arange(S_r)``. Wrong positions cannot be

@@ -15,7 +15,7 @@ OPERATORS = sorted(
 )
 TENSOR = torch.zeros(1, 2, 2, 8)
 VALUES = {"float": 1.0, "int": 1, "bool": True, "str": "", "List[int]": [2]}
-CAST = {name: ["q", "k", "v"] for name in OPERATORS if "attention" in name} | {
+CAST = {name: ["q", "k", "v"] for name in OPERATORS if name.endswith("attention") or name == "block_attention_"} | {
     "ring_forward": ["q", "k", "v"],
     "rotate_kv": ["kv"],
 }
@@ -33,7 +33,7 @@ def arguments(name: str, **given: torch.Tensor) -> list[Any]:
 
 
 def test_the_operators_are_those_of_the_package() -> None:
-    assert len(OPERATORS) == 12 and "ring_forward" in OPERATORS
+    assert len(OPERATORS) == 14 and "ring_forward" in OPERATORS
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -50,7 +50,13 @@ TENSORS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "tensor"), TENSORS)
+#: With a backward, which test_gradients.py is about.
+DIFFERENTIABLE = ("block_attention", "ring_forward")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [pair for pair in TENSORS if pair[0] not in DIFFERENTIABLE]
+)
 def test_a_gradient_of_any_tensor_is_refused(name: str, tensor: str) -> None:
     differentiable = TENSOR.clone().requires_grad_()
     with pytest.raises(RuntimeError, match=f"ringattn: {tensor} must not require grad"):

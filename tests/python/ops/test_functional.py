@@ -132,8 +132,6 @@ ATTENTION_RULES = [
     ({"q": torch.ones(2, 6, 4, 16).long()}, "q must be float16, bfloat16, float32 or float64"),
     ({"q": torch.randn(2, 6, 4, 16, device="meta")}, "q must be on a device with a kernel"),
     ({"v": torch.randn(2, 6, 2, 16, device="meta")}, "v must be on a device with a kernel"),
-    ({"q": torch.randn(2, 6, 4, 16, requires_grad=True)}, "q must not require grad"),
-    ({"v": torch.randn(2, 6, 2, 16, requires_grad=True)}, "v must not require grad"),
     ({"scale": float("nan")}, "scale must be finite, got nan"),
     ({"scale": float("inf")}, "scale must be finite, got inf"),
     ({"attn_mask": torch.ones(6, 6)}, r"attn_mask must be left out .* got Tensor"),
@@ -398,7 +396,7 @@ def test_double_precision_of_other_operands_is_not_converted():
         ringattn.ring_attention(q, k.double(), v.double())
 
 
-def test_inputs_that_require_grad_pass_without_grad_mode():
+def test_results_have_no_gradient_without_grad_mode():
     q, k, v = operands()
     q.requires_grad_()
     with torch.no_grad():

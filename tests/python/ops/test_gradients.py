@@ -141,7 +141,7 @@ def test_a_backward_runs_once(device: str) -> None:
     q, k, v = (torch.randn(1, 4, 2, 8, device=device).requires_grad_() for _ in range(3))
     out, _ = ringattn.block_attention(q, k, v)
     out.sum().backward()
-    with pytest.raises(RuntimeError, match="a second time|once"):
+    with pytest.raises(RuntimeError, match="a second time"):
         out.sum().backward()
 
 

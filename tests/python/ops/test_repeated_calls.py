@@ -64,7 +64,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(8, 4, 16)}, r"q must be \[B, S_r, H, D\]"),
     ({"q": torch.zeros(2, 8, 4, 16).to_sparse()}, "q must be strided"),
     ({"v": torch.zeros(2, 8, 2, 16, device="meta")}, "v must be on a device with a kernel"),
-    ({"v": torch.zeros(2, 8, 2, 16, requires_grad=True)}, "v must not require grad"),
     ({"partition": Partition.zigzag([9])}, "q must have the 9 rows"),
     ({"partition": Partition.zigzag([8, 0])}, "partition must have the 1 ranks of the group"),
     ({"causal": 1}, "causal must be True or False"),

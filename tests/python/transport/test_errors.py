@@ -46,8 +46,6 @@ def wrong_on_one_rank(kind: str, culprit: int, seed: int) -> None:
             q = q[:, :, :3]
         elif kind == "dtype":
             k = k.double()
-        elif kind == "grad":
-            q = q.requires_grad_()
         elif kind == "meta":
             v = v.to("meta")
         elif kind == "mask":
@@ -73,7 +71,6 @@ MISTAKES = {
     "rows": "q must have the",
     "heads": "query heads must be a multiple",
     "dtype": "k must have the dtype of q",
-    "grad": "q must not require grad",
     "meta": "v must be on a device with a kernel",
     "mask": "attn_mask must be left out",
     "depth": "depth must be",
