@@ -102,7 +102,7 @@ at::Tensor sink_gradients(const at::Tensor& sinks, const at::Tensor& lse, const 
   // lse contains the sink; it is -inf only where the sink is, too.
   const at::Tensor weights =
       sinks.to(lse.scalar_type()).unsqueeze(-1).sub(lse).exp().masked_fill_(lse.isneginf(), 0.0);
-  return weights.mul_(delta).sum({0, 2}).neg_();
+  return weights.mul_(delta).sum(at::IntArrayRef({0, 2})).neg_();
 }
 
 at::Tensor transposed_ranges(const at::Tensor& key_ranges, int64_t num_keys) {
