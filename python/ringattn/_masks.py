@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -33,6 +34,14 @@ class Mask(NamedTuple):
 
 
 CAUSAL = Mask()
+
+
+@functools.lru_cache
+def sliding(window: int | None) -> Mask:
+    """Causal attention on ``window`` keys, the query's own among them, as models count; None and 0
+    are no window. Layers with one window share the mask, by whose identity a
+    repeated ring call is known."""
+    return Mask(window_size=(window - 1, -1)) if window else CAUSAL
 
 
 def check_window(window_size: Any) -> tuple[int, int]:

@@ -14,7 +14,14 @@ from typing import Any, Literal
 
 import torch
 
-from ringattn._checks import as_integer, check_flag, check_int64, check_integer, check_integers
+from ringattn._checks import (
+    as_integer,
+    check_flag,
+    check_int64,
+    check_integer,
+    check_integers,
+    shown,
+)
 from ringattn._distributed.checksums import checksum
 from ringattn._distributed.collectives import Content, agree, gather_objects
 from ringattn._distributed.errors import report_to_peers
@@ -63,7 +70,7 @@ def generate(
         cache_lengths: how many keys and values each rank shall hold in the end, T + N - 1 together,
             as from :func:`ringattn.plan_cache`: ranks with more of the prompt give some to others
             once, and new tokens go where the most are lacking. None: nothing moves, new tokens go
-            to the rank that holds the fewest.
+            to the rank that holds the fewest. For models without a window alone.
         do_sample: draw tokens, or take the likeliest; None draws if ``temperature``, ``top_k`` or
             ``top_p`` is given.
         temperature: see :class:`ringattn.sampling.Sampling`; None is 1.
@@ -172,16 +179,16 @@ class _Request:
             raise ValueError(f"cuda_graphs must have a model that can be recorded, got {part}")
         if partition is None and isinstance(prompt_ids, torch.Tensor) and prompt_ids.dim() == 2:
             partition = Partition.even(prompt_ids.size(1), model.ring.world_size)
-        if model.config.window_size is not None:
-            raise ValueError(
-                "model must be without a window to generate: its cache has none; got window_size "
-                f"{model.config.window_size}: call model(ids, partition) for logits"
-            )
         partition = model.check(prompt_ids, partition, new_tokens=max_new_tokens)
         if prompt_ids.numel() == 0:
             raise ValueError(f"prompt_ids must hold tokens, got shape {list(prompt_ids.shape)}")
         model.check_in_vocabulary("prompt_ids", prompt_ids)
         if cache_lengths is not None:
+            if model.config.window_size is not None:
+                raise ValueError(
+                    "cache_lengths must be left out for a model with a window, whose cached keys "
+                    f"stay in the order of the sequence, got {shown(cache_lengths)}"
+                )
             cache_lengths = _cache_lengths(cache_lengths, partition, max_new_tokens)
         eos_ids = _end_ids(eos_token_id, model)
         if pad_token_id is None:

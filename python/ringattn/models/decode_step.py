@@ -47,6 +47,8 @@ def misfit(model: LLaMAHeadless) -> str | None:
         if not inside_product and type(part) not in _COMPUTED:
             return f"a {type(part).__name__} as {name}"
     weight, config = model.embedding.weight, model.config
+    if config.window_size is not None:
+        return f"a window of {config.window_size} keys"
     if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"weights of {weight.dtype}"
     if config.emb_dim % 8 or config.hidden_dim % 8:

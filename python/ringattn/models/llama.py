@@ -22,9 +22,8 @@ from ringattn._checks import check_device, check_floating, is_concrete
 from ringattn._distributed.agreement import Agreement
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, keep, kept, resolve_group
-from ringattn._masks import CuSeqlens, Mask, checked_documents
+from ringattn._masks import CuSeqlens, checked_documents, sliding
 from ringattn.cache import ShardedKVCache
-from ringattn.functional import attend
 from ringattn.model_call import Inputs, ModelCall
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.rope import RotaryEmbedding, Rotation, rotate
@@ -39,7 +38,7 @@ class LLaMAAttention(nn.Module):
         self.num_heads, self.num_kv_heads = config.nheads, config.kvheads
         self.head_dim = config.head_dim
         self.scale = 1 / math.sqrt(config.head_dim)
-        self.window_size = config.window_size
+        self.mask = sliding(config.window_size)
         width = config.nheads * config.head_dim
         kv_width = config.kvheads * config.head_dim
         self.qkv = nn.Linear(config.emb_dim, width + 2 * kv_width, config.attn_bias, **factory)
@@ -67,16 +66,14 @@ class LLaMAAttention(nn.Module):
         cu_seqlens: CuSeqlens | None = None,
     ) -> torch.Tensor:
         """``[B, S_r, H * D]``; ``call`` and ``cu_seqlens`` as in :meth:`LLaMAHeadless.forward`."""
-        if self.window_size is None and cu_seqlens is None:
-            return call.attend(layer, q, k, v, self.scale).flatten(2)
-        if call.partition is None or call.cache is not None:
-            what = "packed documents" if self.window_size is None else "a window"
-            raise ValueError(f"cache must be left out in a model call with {what}, got one")
-        left = -1 if self.window_size is None else self.window_size - 1
-        mask = Mask(window_size=(left, -1), cu_seqlens=cu_seqlens)
-        travel = (call.transport, call.depth)
-        out, _ = attend(call.ring, q, k, v, call.partition, mask, self.scale, *travel)
-        return out.flatten(2)
+        mask = self.mask
+        if cu_seqlens is not None:
+            if call.cache is not None:
+                raise ValueError(
+                    "cache must be left out in a model call with packed documents, got one"
+                )
+            mask = mask._replace(cu_seqlens=cu_seqlens)
+        return call.attend(layer, q, k, v, self.scale, mask).flatten(2)
 
 
 class GatedLinearUnit(nn.Module):

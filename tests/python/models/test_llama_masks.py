@@ -4,16 +4,18 @@
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ringattn
 import torch
 from _distributed import RankPool, this
 from _llama import random_ids, save, tiny_llama
-from ringattn import Partition
+from ringattn import Partition, _cached_attention
 from ringattn.models import load_model
+from ringattn.models.decode_step import misfit
 from ringattn.models.loading import config_from_hf
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 SEQ_LEN = 37
 WINDOW = 6
@@ -91,17 +93,95 @@ def test_wrong_boundaries_are_refused(plain: Path) -> None:
         load_model(plain)(random_ids(1, SEQ_LEN), cu_seqlens=[0, 36])
 
 
-def test_generation_with_a_window_is_refused(windowed: Path) -> None:
-    message = "model must be without a window to generate: its cache has none; got window_size 6"
+PROMPT_LEN, NEW_TOKENS = 11, 9
+
+
+def generate_on_ring(folder: Path, prompt_len: int, partition: Partition) -> torch.Tensor:
+    model = load_model(folder, device=this().device)
+    prompt = random_ids(2, prompt_len)
+    return ringattn.generate(model, prompt, max_new_tokens=NEW_TOKENS, partition=partition)
+
+
+def greedy_without_a_cache(folder: Path, prompt_len: int) -> torch.Tensor:
+    model, ids = load_model(folder), random_ids(2, prompt_len)
+    for _ in range(NEW_TOKENS):
+        newest = model(ids)[:, -1].argmax(-1)
+        ids = torch.cat((ids, newest[:, None]), 1)
+    return ids
+
+
+@pytest.mark.parametrize("prompt_len", [PROMPT_LEN, WINDOW - 2])  # one is shorter than the window
+def test_tokens_after_a_windowed_prompt_are_those_of_forwards_without_a_cache(
+    prompt_len: int, windowed: Path, plain: Path, rank_pool: Callable[..., RankPool]
+) -> None:
+    expected = greedy_without_a_cache(windowed, prompt_len)
+    alone = ringattn.generate(
+        load_model(windowed), random_ids(2, prompt_len), max_new_tokens=NEW_TOKENS
+    )
+    assert torch.equal(alone, expected)
+    assert not torch.equal(expected, greedy_without_a_cache(plain, prompt_len))
+    for partition in (
+        Partition.even(prompt_len, 2),
+        Partition.contiguous([1, prompt_len - 1]),
+        Partition.zigzag([0, prompt_len], order=[1, 0]),
+    ):
+        for ids in rank_pool(2).run(generate_on_ring, windowed, prompt_len, partition):
+            assert torch.equal(ids, expected)
+
+
+def test_tokens_after_a_windowed_prompt_are_those_of_mistral(windowed: Path) -> None:
+    config = AutoConfig.from_pretrained(windowed).to_dict()
+    shape = {k: v for k, v in config.items() if k not in ("model_type", *SLIDING)}
+    mistral = MistralForCausalLM.from_pretrained(
+        windowed, config=MistralConfig(**shape, sliding_window=WINDOW)
+    )
+    prompt = random_ids(2, PROMPT_LEN)
+    expected = mistral.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False
+    )
+    ids = ringattn.generate(load_model(windowed), prompt, max_new_tokens=NEW_TOKENS)
+    assert torch.equal(ids, expected)
+
+
+def keys_read(folder: Path, partition: Partition) -> list[int]:
+    """How many cached keys each call of a decoding step reads on this rank."""
+    read: list[int] = []
+    attend = _cached_attention.attend_cached
+
+    def counted(*args: Any) -> Any:
+        begins = args[6]
+        read.append(args[2].size(1) - (0 if begins is None else int(begins.min())))
+        return attend(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_cached_attention, "attend_cached", counted)
+        generate_on_ring(folder, SEQ_LEN, partition)
+    return read
+
+
+def test_a_step_reads_the_keys_of_its_window_alone(
+    windowed: Path, rank_pool: Callable[..., RankPool]
+) -> None:
+    pool = rank_pool(2)
+    first, second = pool.run(keys_read, windowed, Partition.even(SEQ_LEN, 2))
+    assert len(first) == 2 * (NEW_TOKENS - 1)  # layers
+    assert [a + b for a, b in zip(first, second, strict=True)] == [WINDOW] * len(first)
+
+
+def test_what_a_window_cannot_have_in_a_generation_is_refused(windowed: Path) -> None:
+    model = load_model(windowed)
+    message = r"cache_lengths must be left out for a model with a window, .* got \[6\]"
     with pytest.raises(ValueError, match=message):
-        ringattn.generate(load_model(windowed), random_ids(1, 5), max_new_tokens=2)
+        ringattn.generate(model, random_ids(1, 5), max_new_tokens=2, cache_lengths=[6])
+    assert misfit(model.base_model) == "a window of 6 keys"
 
 
-def test_a_cache_beside_a_window_is_refused(windowed: Path) -> None:
-    model, partition = load_model(windowed), Partition.even(5, 1)
+def test_a_cache_beside_packed_documents_is_refused(plain: Path) -> None:
+    model, partition = load_model(plain), Partition.even(5, 1)
     call = model.prefill_call(partition, model.new_cache(partition))
-    with pytest.raises(ValueError, match="cache must be left out in a model call with a window"):
-        model.base_model(random_ids(1, 5), partition.position_ids(0), call)
+    message = "cache must be left out in a model call with packed documents"
+    with pytest.raises(ValueError, match=message):
+        model.base_model(random_ids(1, 5), partition.position_ids(0), call, [0, 2, 5])
 
 
 @pytest.mark.parametrize(
