@@ -10,7 +10,9 @@ from _distributed import this
 from torch import nn
 
 granite = pytest.importorskip("fms.models.granite")
+gpt_oss = pytest.importorskip("fms.models.gpt_oss")
 granite_moe_hybrid = pytest.importorskip("fms.models.granite_moe_hybrid")
+granite_swa = pytest.importorskip("fms.models.granite_swa")
 llama = pytest.importorskip("fms.models.llama")
 mistral = pytest.importorskip("fms.models.mistral")
 mixtral = pytest.importorskip("fms.models.mixtral")
@@ -51,12 +53,32 @@ _GRANITE = granite.GraniteConfig(
     attention_multiplier=0.3,
 )
 
+WINDOW = 4
+_GRANITE_SWA = granite_swa.GraniteSWAConfig(
+    **SIZES, head_dim=16, pad_id=0, is_swa_layer=[True, False], window_length=WINDOW
+)
+
+
+def _gpt_oss(**kwargs: Any) -> Any:
+    config = gpt_oss.GptOssConfig(
+        **{name: value for name, value in _COMMON.items() if name != "max_expected_seq_len"},
+        **{"emb_dim": 32, "head_dim": 16, "num_experts": 5, "rope_ntk_beta": 8.0},
+    )
+    config.max_expected_seq_len = _COMMON["max_expected_seq_len"]  # no field
+    model = gpt_oss.GptOss(config, **kwargs)
+    # FMS gives 128 to a layer with a window, whatever the config says.
+    model.base_model.layers[0].layer_sliding_window = WINDOW
+    return model
+
+
 #: Constructors by name.
 MODELS: dict[str, Any] = {
     "llama": lambda **kw: llama.LLaMA(llama.LLaMAConfig(**SIZES), **kw),
     "llama3": lambda **kw: llama.LLaMA(llama.LLaMAConfig(**SIZES, rope_scaling=_LLAMA3), **kw),
     "granite": lambda **kw: granite.Granite(_GRANITE, **kw),
     "granite_moe_hybrid": lambda **kw: granite_moe_hybrid.GraniteMoeHybrid(_GRANITE, **kw),
+    "granite_swa": lambda **kw: granite_swa.GraniteSWA(_GRANITE_SWA, **kw),
+    "gpt_oss": _gpt_oss,
     # FMS has a window in the config, which no layer uses.
     "mistral": lambda **kw: mistral.Mistral(
         mistral.MistralConfig(**SIZES, head_dim=8, sliding_window=4), **kw
@@ -73,6 +95,8 @@ def initialized(model: nn.Module, seed: int = 0) -> Any:
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
                 weight.normal_(0, 1.5 / weight.size(-1) ** 0.5, generator=generator)
+            elif name.endswith("sinks"):
+                weight.normal_(0, 1, generator=generator)
             elif name.endswith("weight"):
                 weight.uniform_(0.5, 1.5, generator=generator)
             else:

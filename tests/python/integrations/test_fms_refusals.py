@@ -41,9 +41,7 @@ def of(architecture: str, **changes: Any) -> nn.Module:
     config, kind = {
         "bamba": ("BambaConfig", "Bamba"),
         "gpt_bigcode": ("GPTBigCodeConfig", "GPTBigCode"),
-        "gpt_oss": ("GptOssConfig", "GptOss"),
         "granite": ("GraniteConfig", "Granite"),
-        "granite_swa": ("GraniteSWAConfig", "GraniteSWA"),
         "llama": ("LLaMAConfig", "LLaMA"),
         "roberta": ("RoBERTaConfig", "RoBERTa"),
     }[architecture]
@@ -53,14 +51,6 @@ def of(architecture: str, **changes: Any) -> nn.Module:
 _TINY = {"emb_dim": 64, "nheads": 4, "kvheads": 2, "nlayers": 1, "src_vocab_size": 99}
 #: Constructors, and what the refusal says.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "windows": (
-        lambda: of("granite_swa", **_TINY, is_swa_layer=[True], window_length=8, pad_id=0),
-        ["got GraniteSWA: the family must be one of llama", "sliding window of 8", "sinks"],
-    ),
-    "sinks": (
-        lambda: of("gpt_oss", nlayers=1, emb_dim=64, num_experts=2),
-        ["a sliding window of 128 tokens", "attention sinks"],
-    ),
     "state space": (
         lambda: of("bamba", **_TINY, mamba_n_heads=4, state_size=8, head_dim=32),
         ["state-space (SSM) layers"],

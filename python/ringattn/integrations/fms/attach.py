@@ -32,7 +32,7 @@ from ringattn.planning import ModelCost
 
 _ATTACHED = "_ringattn"  # the attribute of a body that is on a ring
 _CALL = "ringattn_call"  # keyword arguments of this package, on their way through a model
-_LAST = "ringattn_last"
+LAST = "ringattn_last"
 _GENERATES = "ringattn_generates"
 
 
@@ -109,9 +109,11 @@ class BeforeHead:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = by_name(self.names, args, kwargs)
-        last = given.get("last_n_tokens") or (1 if given.get("only_last_token") else 0)
+        last = given.get(LAST) or (1 if given.get("only_last_token") else 0)
+        if "last_n_tokens" in self.names:  # others ignore it
+            last = given.get("last_n_tokens") or last
         # FMS takes the last rows of those that come back: all of them.
-        more = {_LAST: last} if last > 0 else {}
+        more = {LAST: last} if last > 0 else {}
         # ``generate`` of FMS names its cache in each call, and leaves grad mode on.
         return args, {**kwargs, **more, _GENERATES: "past_key_value_states" in kwargs}
 
@@ -219,7 +221,7 @@ def _prepared(
             f"position_ids must be [B, S] or [1, S] with the {tokens.size(1)} tokens of x, "
             f"got {list(position_ids.shape)}"
         )
-    mask, last = given.get("mask"), given.get(_LAST, 0)
+    mask, last = given.get("mask"), given.get(LAST, 0)
     facts = {"last_n_tokens": last, "use_cache": use_cache, "a cache": past is not None}
     more = Given(facts, hints={"x": _OTHER_TOKENS})
     inputs = Inputs(hook.agreement, tokens, "x", "mask", position_ids, more)

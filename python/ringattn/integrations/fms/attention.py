@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from fms.modules.attention import get_attention_type, register_attention_op
 
+from ringattn._masks import Mask, sliding
 from ringattn.integrations.shared import check_dropout
 from ringattn.model_call import ModelCall
 
@@ -24,11 +25,17 @@ class LayerCall:
         self._layer = 0
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        mask: Mask,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """:meth:`ringattn.model_call.ModelCall.attend` of the next layer."""
         layer, self._layer = self._layer, self._layer + 1
-        return self.call.attend(layer, q, k, v, scale)
+        return self.call.attend(layer, q, k, v, scale, mask, sinks)
 
 
 def register() -> None:
@@ -66,7 +73,8 @@ def compute(
         p_dropout: must be 0.
         scale_factor: of the scores; None means ``1 / sqrt(D)``.
         ringattn_call: of a parallelized model, whose hooks put it among the keyword arguments.
-        kwargs: the other ones of the call.
+        kwargs: the other ones of the call; of a layer with sinks, ``sinks`` and ``sliding_window``,
+            which counts the query's own key.
 
     Returns:
         ``[B, S, H, D]``.
@@ -75,7 +83,8 @@ def compute(
         raise ValueError(_NOT_ON_A_RING)
     check_dropout(p_dropout, "p_dropout")
     with torch.no_grad():  # the hooks have refused calls whose gradients could be wanted
-        return ringattn_call.attend(query, keys, values, scale_factor)
+        mask, sinks = sliding(kwargs.get("sliding_window")), kwargs.get("sinks")
+        return ringattn_call.attend(query, keys, values, scale_factor, mask, sinks)
 
 
 _NOT_ON_A_RING = (

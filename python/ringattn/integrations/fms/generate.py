@@ -17,7 +17,7 @@ from ringattn._distributed.checksums import checksum
 from ringattn._distributed.collectives import Content, agree
 from ringattn._distributed.groups import GroupInfo
 from ringattn._distributed.one_rank import OnOneRank
-from ringattn.integrations.fms.attach import settings_of
+from ringattn.integrations.fms.attach import LAST, settings_of
 from ringattn.integrations.fms.masks import check_ends, check_values, padding_of, visible
 
 _Hook = Callable[..., tuple[torch.Tensor, MutableMapping[str, Any]]]
@@ -63,7 +63,7 @@ def generate(model: nn.Module, input_ids: torch.Tensor, *args: Any, **kwargs: An
     agree(ring, "generate", mistake, _facts(given))
     first = FirstRankChooses(ring, model, given["post_iteration_hook"])
     given["post_iteration_hook"] = first
-    given["extra_kwargs"] = {"last_n_tokens": 1, **(given["extra_kwargs"] or {})}
+    given["extra_kwargs"] = {LAST: 1, **(given["extra_kwargs"] or {})}
     generated = fms.utils.generation.generate(*bound.args, **bound.kwargs)
     first.on_first.check()
     return generated

@@ -18,8 +18,12 @@ from ringattn.integrations import shared
 from ringattn.integrations.fms.attention import NAME
 
 #: Modules of ``fms.models`` whose layers were read: they pass keyword arguments down to the
-#: attention op, and nothing but attention looks at other tokens.
-SUPPORTED_FAMILIES = ("llama", "granite", "granite_moe_hybrid", "mistral", "mixtral", "qwen3")
+#: attention op, and nothing but attention looks at other tokens. Windows and sinks are those that a
+#: layer passes to the op: its config may name a window that no layer uses.
+SUPPORTED_FAMILIES = (
+    *("llama", "granite", "granite_moe_hybrid", "granite_swa"),
+    *("mistral", "mixtral", "qwen3", "gpt_oss"),
+)
 
 _ENCODERS = ("roberta", "mpnet")
 
@@ -57,15 +61,6 @@ def _reasons(model: Any) -> Iterator[str]:
         yield "its attention is not causal"
     modules = list(model.modules())
     layers = [module for module in modules if isinstance(module, MultiHeadAttention)]
-    windows = {
-        getattr(module, attribute, 0) or 0
-        for module in modules
-        for attribute in ("window_length", "layer_sliding_window")
-    }
-    if max(windows) > 0:
-        yield f"it has a sliding window of {max(windows)} tokens"
-    if any(layer.has_sinks for layer in layers):
-        yield "it has attention sinks"
     if any(isinstance(module, SSM) for module in modules):
         yield "it has state-space (SSM) layers"
     encoders = {id(layer.position_encoder): layer.position_encoder for layer in layers}
