@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import ringattn
-import ringattn.integrations.transformers  # registers "ringattn" as an attention implementation
 import torch
 from _distributed import RankPool, this
 from _transformers import CACHE, WEIGHTS, assert_near, config_of, model_of, token_ids
-from ringattn.integrations.transformers.attention import mask
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.cache_utils import StaticCache
 
 
 def bits(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -108,89 +105,3 @@ def after_an_exception() -> None:
 
 def test_a_call_that_fails_leaves_nothing_behind(rank_pool: Any) -> None:
     rank_pool(2).run(after_an_exception)
-
-
-def alone(**changes: Any) -> Any:
-    """A model of one process, as from_pretrained(attn_implementation="ringattn") gives it."""
-    model = model_of(device="cpu", **changes)
-    model.set_attn_implementation("ringattn")
-    return model
-
-
-@pytest.mark.parametrize("family", ["llama", "granite"])
-def test_one_process_runs_it_as_an_attention_implementation(family: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 61, (2, 13), generator=generator)
-    model, plain = alone(family=family), model_of(family, device="cpu")
-    assert_near(model(ids).logits, plain(ids).logits)
-    ones = torch.ones_like(ids)
-    assert_near(model(ids, attention_mask=ones).logits, plain(ids).logits)
-    for use_cache in (True, False):
-        options = {"max_new_tokens": 5, "use_cache": use_cache}
-        assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
-    cache = model(ids[:, :9])[CACHE]
-    for start, stop in ((9, 12), (12, 13)):
-        logits = model(ids[:, start:stop], **{CACHE: cache}).logits
-        assert_near(logits, plain(ids).logits[:, start:stop])
-    model.set_attn_implementation("sdpa")
-    assert torch.equal(model(ids).logits, plain(ids).logits)
-
-
-PADDED = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
-    [
-        ({}, {"attention_mask": PADDED}, "attention_mask must be all ones, got padding"),
-        ({"family": "mistral", "sliding_window": 3}, {}, "window"),
-        ({"family": "mistral", "sliding_window": 3}, {"use_cache": False}, "window"),
-        (
-            {},
-            {"position_ids": torch.tensor([[0, 1, 0, 1]]), "use_cache": False},
-            "got another mask .*packed",
-        ),
-        ({"attention_dropout": 0.5, "train": True}, {}, "dropout must be 0, got 0.5"),
-    ],
-    ids=["padding", "window", "window without cache", "packed", "dropout"],
-)
-def test_one_process_refuses_what_is_not_causal_attention(
-    changes: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    train = changes.pop("train", False)
-    model = alone(**changes).train(train)
-    with pytest.raises(ValueError, match=message):
-        model(torch.ones(2, 4, dtype=torch.int64), **options)
-
-
-def within_blocks(row: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Causal, but for a block of the keys 1 and 2, which see each other."""
-    return (key <= query) | ((query - 1) // 2 == (key - 1) // 2) & (query < 3)
-
-
-def test_one_process_refuses_blocks_without_an_order() -> None:
-    device = torch.device("cpu")
-    for places in (
-        {"q_offset": 0, "q_length": 4, "device": device},  # transformers 5
-        {"cache_position": torch.arange(4)},  # and 4
-    ):
-        mask(batch_size=2, kv_length=4, mask_function=lambda *at: at[3] <= at[2], **places)
-        with pytest.raises(ValueError, match="got another mask"):
-            mask(batch_size=2, kv_length=4, mask_function=within_blocks, **places)
-
-
-def test_one_process_refuses_a_static_cache() -> None:
-    model = alone()
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    with pytest.raises(ValueError, match="static or sliding cache is not supported"):
-        model(torch.ones(1, 4, dtype=torch.int64), **{CACHE: cache})
-
-
-def unparallelized() -> None:
-    model = alone().to(this().device)
-    with pytest.raises(ValueError, match=r"group of 2: pass the model to ringattn.parallelize"):
-        model(token_ids(4))
-
-
-def test_the_error_on_several_ranks_names_parallelize(rank_pool: Any) -> None:
-    rank_pool(2).run(unparallelized)
