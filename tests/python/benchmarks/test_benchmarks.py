@@ -299,6 +299,19 @@ def test_kernel_variants_are_timed_side_by_side(tmp_path: Path) -> None:
     assert all(float(row["max error"]) < 0.02 for row in rows)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_families_give_the_logits_of_the_unmodified_models(ranks: int, tmp_path: Path) -> None:
+    stem = tmp_path / "families"
+    sizes = ["--families", "gemma2,gpt_oss", "--seq-len", "40", "--documents", "3", "--tokens", "9"]
+    run("benchmarks/families.py", "--device", "cpu", *sizes, "--out", str(stem), ranks=ranks)
+    rows = read(stem)
+    assert [row["family"] for row in rows] == ["gemma2", "gpt_oss"]
+    for row in rows:
+        bound = 2e-5 * float(row["largest logit"])
+        assert all(float(row[name]) < bound for name in ("forward", "packed", "generate"))
+        assert row["tokens equal"] == "18 of 18"
+
+
 def test_models_of_other_libraries_are_timed_beside_themselves(tmp_path: Path) -> None:
     stem = tmp_path / "drop_in"
     sizes = ["--shape", "tiny", "--dtype", "float32", "--seq-lens", "33,64", "--tokens", "2"]

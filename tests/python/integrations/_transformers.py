@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 from _distributed import this
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB = 61
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "granite")
@@ -72,6 +72,11 @@ MASKED = {
         {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]},
     ),
 }
+if "granite_swa" in CONFIG_MAPPING:  # of transformers 5
+    MASKED["granite_swa"] = (
+        "granite_swa",
+        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    )
 
 
 def config_of(family: str, **changes: Any) -> Any:

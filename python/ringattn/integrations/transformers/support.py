@@ -15,6 +15,7 @@ from ringattn.integrations import shared
 SUPPORTED_FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "granite"),
     *("gemma2", "gemma3_text", "gpt_oss", "phi3", "olmo2", "olmo3", "cohere2"),
+    "granite_swa",
 )
 
 # Rotations that depend on nothing but the position.
