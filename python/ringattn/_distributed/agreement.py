@@ -14,6 +14,7 @@ from ringattn._distributed.checksums import checksum, number_of
 from ringattn._distributed.collectives import all_gather
 from ringattn._distributed.errors import known_to_all
 from ringattn._distributed.groups import GroupInfo
+from ringattn._distributed.host_copy import HostCopy
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Agreement:
     """
 
     def __init__(self) -> None:
-        self._pending: tuple[Given, torch.Tensor, torch.cuda.Event] | None = None
+        self._pending: tuple[Given, HostCopy] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_pending": None}  # of a copy, which has made no call
@@ -57,10 +58,9 @@ class Agreement:
         """ValueError, on every rank, where the call before had values that differ or a flaw."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            given, numbers, arrived = pending
-            arrived.synchronize()
+            given, numbers = pending
             with known_to_all():
-                _check(given, numbers.tolist())
+                _check(given, numbers.wait().tolist())
 
     def compare(self, ring: GroupInfo, operation: str, device: torch.device, given: Given) -> None:
         """Collective. ``device``: of the call's tensors.
@@ -80,11 +80,7 @@ class Agreement:
             if device.type == "cpu":
                 _check(given, numbers.tolist())
                 return
-        on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        on_host.copy_(numbers, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(device))
-        self._pending = (given, on_host, arrived)
+        self._pending = (given, HostCopy(numbers))
 
 
 def _lines(facts: Mapping[str, Any]) -> str:

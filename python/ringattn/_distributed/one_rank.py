@@ -11,6 +11,7 @@ import torch
 from ringattn._distributed.collectives import all_gather, gather_objects
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
+from ringattn._distributed.host_copy import HostCopy
 
 
 class OnOneRank:
@@ -30,7 +31,7 @@ class OnOneRank:
         self.source = source
         self.what = what
         self.callers = callers
-        self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._pending: HostCopy | None = None  # whether each rank failed, of the latest call
 
     def __call__(
         self, count: int, device: torch.device, compute: Callable[[], torch.Tensor | None]
@@ -68,11 +69,7 @@ class OnOneRank:
                 report_to_peers(self.ring, problem)
             raise problem
         elif self.callers and self.ring.world_size > 1:
-            failed = torch.empty(numbers.size(0), dtype=torch.int64, pin_memory=True)
-            failed.copy_(numbers[:, count], non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(device))
-            self._pending = (failed, arrived)
+            self._pending = HostCopy(numbers[:, count])
         return numbers[self.source, :count]
 
     def check(self) -> None:
@@ -80,8 +77,7 @@ class OnOneRank:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        failed, arrived = pending
-        arrived.synchronize()
+        failed = pending.wait()
         if failed.any():
             raise RuntimeError(f"rank {int(failed.argmax())} could not {self.what}")
 
