@@ -26,7 +26,7 @@ class AutoPartition:
     model: LLaMA
     num_tokens: int  # of the prompt
     profiles: list[RankProfile]
-    cache_lengths: list[int]
+    cache_lengths: list[int] | None  # None: keys stay where the prompt has them
     rebalancer: Rebalancer
     plans: list[Plan]  # one per run so far
 
@@ -62,7 +62,8 @@ class AutoPartition:
             model,
             num_tokens,
             profiles,
-            plan_cache(cached, profiles, cost),
+            # A windowed model's cached keys stay in the order of the sequence.
+            None if config.window_size is not None else plan_cache(cached, profiles, cost),
             Rebalancer(profiles, cost, layout=layout),
             [],
         )
@@ -112,8 +113,9 @@ def describe(plan: dict[str, Any]) -> str:
     """:meth:`AutoPartition.result` in a sentence."""
     speeds = ", ".join(f"{profile['attention_tflops']:.3g}" for profile in plan["profiles"])
     changes = f", changed {plan['replans']} times" if plan["replans"] else ""
+    lengths = plan["cache_lengths"]
+    cache = "" if lengths is None else f"; cache {' '.join(map(str, lengths))}"
     return (
         f"planned for {speeds} TFLOPS of attention: {plan['predicted_ms']:.3g} ms a layer, "
-        f"{100 * plan['efficiency']:.0f} % of ideal{changes}; "
-        f"cache {' '.join(map(str, plan['cache_lengths']))}"
+        f"{100 * plan['efficiency']:.0f} % of ideal{changes}{cache}"
     )

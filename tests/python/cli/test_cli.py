@@ -144,6 +144,26 @@ def test_auto_measures_with_shards_as_long_as_the_prompts(
     assert asked == [measured]  # short ones: enough to be measured at all
 
 
+def test_auto_leaves_the_cache_of_a_windowed_model_in_order(tmp_path: Path) -> None:
+    layers = {"sliding_window": 6, "layer_types": ["sliding_attention"] * 2}
+    folder = save(tiny_llama(), tmp_path / "windowed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | layers))
+    (folder / "prompt.txt").write_text(" ".join(map(str, random_ids(PROMPT_LEN).tolist())))
+    save_profiles(tmp_path / "p.json", [RankProfile(3e-3, 3e-3), RankProfile(1e-3, 1e-3)])
+    done = command_line(
+        *("generate", "--model", folder, "--prompt-file", folder / "prompt.txt"),
+        *("--max-new-tokens", "9", "--partition", "auto", "--profiles", tmp_path / "p.json"),
+        *("--json", tmp_path / "run.json"),
+        ranks=2,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "of ideal\n" in done.stdout
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert result["generated_ids"] == greedy(folder, 9)
+    assert result["plan"]["cache_lengths"] is None
+
+
 def test_profiles_for_another_number_of_ranks_are_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
