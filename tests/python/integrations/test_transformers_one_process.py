@@ -171,8 +171,9 @@ def test_rope_follows_position_ids_and_attention_the_boundaries() -> None:
         ({}, {"cu_seq_lens_q": torch.tensor([0, 4])}, "must both be given, got no cu_seq_lens_k"),
         ({}, {"cu_seqlens": [0, 4]}, "cu_seqlens must be left out"),
         ({}, {"sliding_window": 2}, "sliding_window must be that of the layer's mask, got 2"),
-        ({}, {"is_causal": False}, "attention must be causal, .* got another mask"),
-        ({"is_causal": False}, {}, "attention must be causal, .* got another mask"),
+        # transformers 5 makes another mask of it, transformers 4 hands it to the layers.
+        ({}, {"is_causal": False}, "is_causal"),
+        ({"is_causal": False}, {}, "is_causal"),
         ({"attention_dropout": 0.5, "train": True}, {}, "dropout must be 0, got 0.5"),
     ],
 )

@@ -173,7 +173,8 @@ def _checked(
             'attention_mask must be [B, S] or None for "ringattn", '
             f"got {list(getattr(key_ranges, 'shape', [])) or type(key_ranges).__name__}"
         )
-    if not getattr(module, "is_causal", True):
+    config = getattr(module, "config", None)
+    if not (getattr(module, "is_causal", True) and getattr(config, "is_causal", True)):
         raise ValueError("is_causal must be True, got a layer with False: attention here is causal")
     num_queries, num_keys = q.size(1), k.size(1)
     others = {name: value for name, value in given.items() if name not in _SERVED}
@@ -182,13 +183,14 @@ def _checked(
     boundaries = {name: given.get(name) for name in DOCUMENTS}
     documents = packed_documents(boundaries, num_keys, use_cache=num_queries != num_keys)
     if documents is None:
-        _check_documents(module, num_queries, given.get("position_ids"))
+        if num_queries > 1:
+            _check_documents(getattr(config, "model_type", None), given.get("position_ids"))
         if key_ranges is None and window < num_keys:
             raise ValueError(
                 f"sliding_window must be that of the layer's mask, got {window} and a mask without"
             )
         return key_ranges
-    if getattr(getattr(module, "config", None), "attention_chunk_size", None):
+    if getattr(config, "attention_chunk_size", None):
         raise ValueError("cu_seq_lens_q must be None for a model with chunked attention, got some")
     # As in FlashAttention: the layer's window counts in documents, position ids are RoPE's alone.
     rows = torch.arange(num_keys)
@@ -197,10 +199,9 @@ def _checked(
     return ranges.to(torch.int32).to(q.device)[None]
 
 
-def _check_documents(module: Any, num_queries: int, position_ids: Any) -> None:
-    """ValueError for packed sequences that the model's masks do not know."""
-    family = getattr(getattr(module, "config", None), "model_type", None)
-    if num_queries == 1 or family not in _WITHOUT_DOCUMENTS:
+def _check_documents(family: str | None, position_ids: Any) -> None:
+    """ValueError for packed sequences that the masks of a family do not know."""
+    if family not in _WITHOUT_DOCUMENTS:
         return
     if isinstance(position_ids, torch.Tensor) and bool((position_ids.diff(dim=-1) != 1).any()):
         raise ValueError(
