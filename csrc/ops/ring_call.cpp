@@ -123,8 +123,7 @@ Partition check(const RingArguments& args, int64_t rank, int64_t world_size) {
 // Without the depth: each rank may receive as far ahead as it chooses.
 Signature make_signature(const RingArguments& args, RingPass pass, const Partition& partition) {
   Signature signature(pass == RingPass::kForward ? "ring_forward" : "ring_backward");
-  signature.add("partition.lengths", partition.lengths())
-      .add("partition.order", partition.order())
+  signature.add("partition.order", partition.order())
       .add("partition.layout", args.layout)
       .add("dtype", dtype_name(args.q.scalar_type()))
       .add("device type", c10::DeviceTypeName(args.q.device().type()))
@@ -138,11 +137,13 @@ Signature make_signature(const RingArguments& args, RingPass pass, const Partiti
       .add("softcap", args.softcap)
       .add("sinks", args.sinks ? dtype_name(args.sinks->scalar_type()) : std::string("none"))
       .add("transport", args.transport);
-  if (args.cu_seqlens) signature.add("cu_seqlens", values_of(*args.cu_seqlens));
-  if (args.pieces) signature.add("partition.pieces", values_of(*args.pieces));
   if (pass == RingPass::kForward) {
     signature.add("inputs that require grad", names_of(gradient_set(args)));
   }
+  // Other documents, and how they are divided, come with every step of a training.
+  signature.in_every_call().add("partition.lengths", partition.lengths());
+  if (args.pieces) signature.add("partition.pieces", values_of(*args.pieces));
+  if (args.cu_seqlens) signature.add("cu_seqlens", values_of(*args.cu_seqlens));
   return signature;
 }
 
@@ -162,6 +163,13 @@ std::shared_ptr<PreparedCall> prepare(const RingArguments& args, int64_t rank, i
                                partition.seq_len());
   return std::make_shared<PreparedCall>(PreparedCall{
       std::string(args.transport), partition, plan_ring(partition, rank, mask), {}, {}});
+}
+
+// Bytes of the largest one of any rank: keys and values, or their gradients.
+int64_t largest_message(const RingPlan& plan, const at::Tensor& k, RingPass pass) {
+  const auto type = pass == RingPass::kForward ? k.scalar_type() : state_dtype(k.scalar_type());
+  return plan.max_rows * 2 * k.size(0) * k.size(2) * k.size(3) *
+         static_cast<int64_t>(c10::elementSize(type));
 }
 
 }  // namespace
@@ -202,8 +210,12 @@ void ring_call(const RingArguments& args, RingPass pass, c10::function_ref<void(
                   });
     keep_if_captured(prepared, args.q.device(), calls);
   });
-  const int64_t number =
-      group->begin_call(signature_of(*prepared, args, pass), /*tagged=*/args.q.is_cpu());
+  const std::shared_ptr<const Signature>& signature = signature_of(*prepared, args, pass);
+  const bool by_kind =
+      args.q.is_cpu() || (group->agreement().knows(*signature) &&
+                          group->transport(prepared->transport, args.q.device())
+                              .compares_tags(largest_message(prepared->plan, args.k, pass)));
+  const int64_t number = group->begin_call(signature, /*tagged=*/args.q.is_cpu(), by_kind);
   MessageTransport& carrier = group->transport(prepared->transport, args.q.device());
   // Not earlier: the group's device is settled by its first transport.
   if (!repeated) calls.insert(std::move(key), prepared);

@@ -17,7 +17,7 @@ struct Message {
   int64_t call = 0;
   int64_t step = 0;
   bool returns = false;  // the step's second message, which goes the other way
-  at::Tensor send;  // contiguous
+  at::Tensor send;       // contiguous
   int64_t destination = 0;
   at::Tensor receive;  // contiguous
   int64_t source = 0;
@@ -49,6 +49,9 @@ class RINGATTN_API MessageTransport : public Transport {
   virtual std::unique_ptr<Transfer> start(const Message& message) = 0;
   /// Whether a rank without a message to send or receive must start one all the same.
   virtual bool needs_every_rank() const { return false; }
+  /// Whether, on CUDA, ranks compare the tag of a call (CallMonitor::call_tag) before anything
+  /// else, where no rank sends more than `bytes` at once.
+  virtual bool compares_tags(int64_t bytes) const { return false; }
   /// Whether kernels of all ranks can exchange a partial result of `bytes` of each rank by
   /// themselves. The same on every rank.
   virtual bool exchanges_partials(int64_t bytes) const { return false; }

@@ -63,22 +63,31 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 }  // namespace
 
 bool CallAgreement::knows(const Signature& signature) const {
-  return agreed_.count(signature.key()) > 0;
+  return agreed_.count(signature.kind()) > 0;
 }
 
 bool CallAgreement::join_known(int64_t call, const std::shared_ptr<const Signature>& signature,
-                               bool tagged) {
-  const auto agreed = agreed_.find(signature->key());
-  if (agreed == agreed_.end() || (compare_known_ && !tagged)) return false;
+                               bool tagged, bool by_kind) {
+  if (compare_known_ && !tagged) return false;
+  auto agreed = agreed_.find(signature->key());
+  if (agreed == agreed_.end()) {
+    if (!by_kind || !knows(*signature)) return false;
+    agreed = remember(signature->key(), hash(signature->text()));
+  }
   begin(call, agreed->second, signature, tagged);
   return true;
+}
+
+CallAgreement::Agreed::iterator CallAgreement::remember(std::string key, uint32_t text_hash) {
+  if (agreed_.size() >= kMaxAgreed) agreed_.clear();
+  return agreed_.emplace(std::move(key), text_hash).first;
 }
 
 void CallAgreement::join(int64_t call, std::shared_ptr<const Signature> signature, bool tagged,
                          c10::function_ref<void(int64_t)> poll) {
   const uint32_t text_hash = compare(call, *signature, tagged ? kTagged : untagged_calls_, poll);
-  if (agreed_.size() >= kMaxAgreed) agreed_.clear();
-  agreed_.emplace(signature->key(), text_hash);
+  remember(signature->kind(), 0);
+  remember(signature->key(), text_hash)->second = text_hash;
   begin(call, text_hash, std::move(signature), tagged);
 }
 

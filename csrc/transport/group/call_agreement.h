@@ -30,7 +30,9 @@ class CallLeft : public c10::Error {
 };
 
 /// Ranks compare the signatures of a call through the group's store before they send anything. A
-/// signature that the ranks have agreed on once costs a look-up from then on.
+/// signature that the ranks have agreed on once costs a look-up from then on. Of a call whose tag
+/// ranks compare, in messages or in signals, that is enough for its kind (Signature): the rest may
+/// be new in every call, and a difference is found as one between known calls is.
 ///
 /// Two mistakes are detected while ranks wait: known calls that differ, and a rank that refuses a
 /// known call while its peers are in it. A rank that has waited for a while publishes its signature
@@ -61,10 +63,12 @@ class RINGATTN_API CallAgreement {
   /// The number of the call that begins next.
   int64_t next_call() const { return next_call_; }
 
-  /// Whether the ranks have agreed on this before.
+  /// Whether the ranks have agreed on this kind of call before.
   bool knows(const Signature& signature) const;
   /// Begins a call that ranks need not compare. False where they must, and nothing has begun.
-  bool join_known(int64_t call, const std::shared_ptr<const Signature>& signature, bool tagged);
+  /// `by_kind`: they compare the call's tag.
+  bool join_known(int64_t call, const std::shared_ptr<const Signature>& signature, bool tagged,
+                  bool by_kind);
   /// Returns once all ranks have published this signature. Throws on every rank where one has
   /// published another signature, has refused its arguments, or has published nothing within the
   /// group's timeout. Calls `poll` with a missing rank while it waits for that rank.
@@ -97,6 +101,8 @@ class RINGATTN_API CallAgreement {
   std::optional<Absence> absence(int64_t call, int64_t rank);
 
  private:
+  // By key of a signature, a hash of its text; by its kind alone, 0.
+  using Agreed = std::unordered_map<std::string, uint32_t>;
   using Statements = std::vector<std::optional<std::string>>;  // [W]: what each rank has published
   /// The error that follows from statements that differ.
   struct Verdict {
@@ -104,6 +110,7 @@ class RINGATTN_API CallAgreement {
     bool ends_group = false;
   };
 
+  Agreed::iterator remember(std::string key, uint32_t text_hash);
   void begin(int64_t call, uint32_t text_hash, std::shared_ptr<const Signature> signature,
              bool tagged);
   // Returns a hash of the signature's text once all ranks have published the same signature.
@@ -123,7 +130,7 @@ class RINGATTN_API CallAgreement {
 
   const std::shared_ptr<GroupBackend> backend_;
   std::atomic<int64_t> next_call_{0};
-  std::unordered_map<std::string, uint32_t> agreed_;  // by key of a signature: a hash of its text
+  Agreed agreed_;
   bool compare_known_ = false;         // untagged calls compare signatures that are known, too
   uint32_t message_hash_ = 0;          // of the latest call's number and text
   uint32_t call_hash_ = 0;             // of its text

@@ -31,12 +31,20 @@ class RINGATTN_API Signature {
   Signature& add(const char* name, double value);
   Signature& add(const char* name, bool value);
   Signature& add(const char* name, const char* value) { return add(name, std::string_view(value)); }
+  /// What is added from here on is new in many calls: ranks compare it in every call, by the tag
+  /// that travels with it, where the call has one (CallAgreement). The rest is the call's kind.
+  Signature& in_every_call() {
+    kind_bytes_ = bytes_.size();
+    return *this;
+  }
   /// Lines that are made already, each "name=value" and a newline.
   Signature& add_lines(std::string_view lines);
 
   const char* operation() const { return operation_; }
   /// Equal in this process if and only if all names and values are equal.
   const std::string& key() const { return bytes_; }
+  /// The key without what is compared in every call.
+  std::string kind() const { return bytes_.substr(0, kind_bytes_); }
   /// One "name=value" a line: comparable between processes, and a difference can be named.
   std::string text() const;
 
@@ -45,6 +53,7 @@ class RINGATTN_API Signature {
 
   const char* operation_;
   std::string bytes_;  // of each value: kind, address of the name, number of bytes, bytes
+  size_t kind_bytes_ = std::string::npos;
 };
 
 }  // namespace ringattn

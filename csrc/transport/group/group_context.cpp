@@ -90,10 +90,11 @@ void GroupContext::enter(const char* operation) {
               " is under way; give each thread a group of its own (torch.distributed.new_group)");
 }
 
-int64_t GroupContext::begin_call(std::shared_ptr<const Signature> signature, bool tagged) {
+int64_t GroupContext::begin_call(std::shared_ptr<const Signature> signature, bool tagged,
+                                 bool by_kind) {
   failures_->throw_if_failed();
   const int64_t call = agreement_->number_call();
-  if (agreement_->join_known(call, signature, tagged)) return call;
+  if (agreement_->join_known(call, signature, tagged, by_kind)) return call;
   PeerWait wait(rendezvous_, kOutsideCalls, /*step=*/0, {}, signature->operation());
   try {
     agreement_->join(call, std::move(signature), tagged, [&](int64_t rank) {

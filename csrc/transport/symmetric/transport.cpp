@@ -56,6 +56,10 @@ class SymmetricTransport : public MessageTransport {
   std::unique_ptr<Transfer> start(const Message& message) override;
 
   bool needs_every_rank() const override { return true; }
+  // More memory is a collective exchange that comes before.
+  bool compares_tags(int64_t bytes) const override {
+    return staged_ && staged_->bytes() >= static_cast<size_t>(bytes);
+  }
 
   bool exchanges_partials(int64_t bytes) const override {
     return bytes <= kMaxPartialBytes && signal_pad_.kernels_may_wait();

@@ -311,3 +311,28 @@ def test_operators_pass_opcheck():
     mask = (3, -1, 2.0, sinks, torch.tensor([0, 2, 6]), pieces)
     arguments = (q, q, q, [6], [0], "pieces", True, 0.25, "", "auto", None, *mask)
     torch.library.opcheck(torch.ops.ringattn.ring_forward.default, arguments)
+
+
+def documents_on_each_rank(partition: Partition, documents: list[list[int]]) -> str:
+    """What a call says whose documents are those at this rank's place, after calls with others."""
+    x = torch.zeros(1, partition.lengths[this().rank], 2, 64, device=this().device)
+
+    def attend(cu_seqlens: list[int]) -> None:
+        ringattn.ring_attention(x, x, x, partition, cu_seqlens=cu_seqlens)
+
+    for end in range(9):
+        attend([0, end, partition.seq_len])
+    message = ""
+    try:
+        attend(documents[this().rank])
+        ringattn.synchronize()
+    except (ValueError, RuntimeError) as error:
+        message = str(error)
+    attend([0, 3, partition.seq_len])  # the group works on
+    return message
+
+
+def test_a_difference_between_new_documents_is_told_on_all_ranks(own_pool: Any) -> None:
+    documents = [[0, 20, 40], [0, 21, 40]]
+    for message in own_pool(2).run(documents_on_each_rank, Partition.even(40, 2), documents):
+        assert message.startswith("ranks must agree on cu_seqlens")

@@ -92,6 +92,23 @@ TEST_CASE("a call that the ranks have agreed on needs no word of the others") {
   CHECK(begin(ranks[1], 4) == 1);
 }
 
+TEST_CASE("what is compared in every call may be new without a word, where a tag tells") {
+  Ranks ranks(2);
+  const auto begin_with = [&](int64_t rank, int64_t documents, bool by_kind) {
+    auto asked = std::make_shared<Signature>(call(4));
+    asked->in_every_call().add("documents", documents);
+    return ranks[rank].begin_call(asked, /*tagged=*/false, by_kind);
+  };
+  CHECK(ranks.at_once([&](int64_t rank) { begin_with(rank, 1, true); }) == kNothing2);
+  // Alone: nothing of rank 1 is waited for.
+  CHECK(begin_with(0, 2, true) == 1);
+  CHECK(begin_with(1, 3, true) == 1);
+  CHECK(ranks[0].agreement().call_tag() != ranks[1].agreement().call_tag());
+  const auto said = ranks.at_once([&](int64_t rank) { begin_with(rank, 4 + rank, false); });
+  CHECK(contains(said[0], "ranks must agree on documents, got 4 on rank 0 and 5 on rank 1"));
+  CHECK(said[1] == said[0]);
+}
+
 TEST_CASE("messages of one call are marked alike, and unlike those of others") {
   Ranks ranks(2);
   std::set<int32_t> tags;
