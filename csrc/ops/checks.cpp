@@ -9,11 +9,7 @@
 
 #include "attention/block_attention.h"
 #include "core/environment.h"
-
-#ifdef RINGATTN_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
+#include "ring/key_tables.h"
 
 namespace ringattn {
 namespace {
@@ -239,17 +235,6 @@ void check_rows(const at::Tensor& x, const char* name, const Partition& partitio
   RINGATTN_CHECK(x.size(1) == rows, name, " must have the ", rows,
                  " rows that the partition gives rank ", rank, ", got ", x.size(1),
                  rows_hint(x, name, partition, rank));
-}
-
-bool is_captured(c10::Device device) {
-#ifdef RINGATTN_WITH_CUDA
-  if (!device.is_cuda()) return false;
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
-  return status != cudaStreamCaptureStatusNone;
-#else
-  return false;
-#endif
 }
 
 void check_capture(const GroupContext& group, const Signature& signature, c10::Device device,

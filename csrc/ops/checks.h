@@ -72,9 +72,6 @@ Scoring make_scoring(const at::Tensor& q, double scale, double softcap,
 /// names the expression to pass instead.
 void check_rows(const at::Tensor& x, const char* name, const Partition& partition, int64_t rank);
 
-/// Whether the current stream of `device` is captured in a CUDA graph.
-bool is_captured(c10::Device device);
-
 /// Where the current stream is captured in a CUDA graph: the ranks have agreed on `signature`
 /// before, because they cannot exchange anything under capture, and the transport can be captured.
 /// Calls `transport` under capture only.

@@ -14,10 +14,10 @@
 #endif
 
 namespace ringattn {
-namespace {
 
 bool is_captured(c10::Device device) {
 #ifdef RINGATTN_WITH_CUDA
+  if (!device.is_cuda()) return false;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
   return status != cudaStreamCaptureStatusNone;
@@ -26,17 +26,14 @@ bool is_captured(c10::Device device) {
 #endif
 }
 
-}  // namespace
-
 KeyTables::KeyTables(const Partition& partition, int64_t rank, const Mask& mask,
                      const std::vector<Visit>& visits)
     : queries_(partition.rows(rank)), mask_(mask), seq_len_(partition.seq_len()) {
   for (const Visit& visit : visits) {
-    needed_.push_back(visit.visible() && visit.visibility == Visibility::kIntervals);
-    any_ = any_ || needed_.back();
-    keys_.push_back(needed_.back()
-                        ? partition.rows(visit.source).part(visit.keys.begin, visit.keys.end)
-                        : BlockRows({}));
+    auto& keys = keys_.emplace_back();
+    if (!visit.visible() || visit.visibility != Visibility::kIntervals) continue;
+    keys = partition.rows(visit.source).part(visit.keys.begin, visit.keys.end);
+    any_ = true;
   }
   tables_.resize(visits.size());
 }
@@ -63,7 +60,7 @@ std::vector<at::Tensor> KeyTables::transposed_on(c10::Device device) {
   if (!transposed_.empty()) return transposed_;
   std::vector<at::Tensor> transposed(tables.size());
   for (size_t step = 0; step < tables.size(); ++step) {
-    if (needed_[step]) transposed[step] = transposed_ranges(tables[step], keys_[step].size());
+    if (keys_[step]) transposed[step] = transposed_ranges(tables[step], keys_[step]->size());
   }
   if (any_ && device.is_cuda()) {
     if (is_captured(device)) return transposed;
@@ -74,10 +71,10 @@ std::vector<at::Tensor> KeyTables::transposed_on(c10::Device device) {
 
 void KeyTables::make(c10::Device device) {
   const auto on_host = at::TensorOptions(at::kInt).pinned_memory(device.is_cuda());
-  for (size_t step = 0; step < needed_.size(); ++step) {
-    if (!needed_[step]) continue;
+  for (size_t step = 0; step < keys_.size(); ++step) {
+    if (!keys_[step]) continue;
     const at::Tensor table = at::empty({queries_.size(), 2}, on_host);
-    key_ranges(queries_, keys_[step], mask_, seq_len_, table.mutable_data_ptr<int32_t>());
+    key_ranges(queries_, *keys_[step], mask_, seq_len_, table.mutable_data_ptr<int32_t>());
     tables_[step] = table.to(device, /*non_blocking=*/true);
   }
   device_ = device;

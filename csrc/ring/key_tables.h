@@ -6,11 +6,16 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "core/export.h"
 #include "partition/schedule.h"
 
 namespace ringattn {
+
+/// Whether the current stream of `device` is captured in a CUDA graph.
+RINGATTN_API bool is_captured(c10::Device device);
 
 /// For each visit of a schedule that sees intervals, the table of them: key_ranges() of this rank's
 /// rows and of the block's rows that travel. All layers of a model that repeat a call share them.
@@ -38,8 +43,7 @@ class KeyTables {
   void mark_made();
 
   const BlockRows queries_;
-  std::vector<BlockRows> keys_;  // [W]
-  std::vector<bool> needed_;     // [W]
+  std::vector<std::optional<BlockRows>> keys_;  // [W], of the visits that see intervals
   bool any_ = false;
   const Mask mask_;
   const int64_t seq_len_;
