@@ -2,9 +2,9 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -18,15 +18,13 @@ namespace ringattn {
 namespace {
 
 using Lengths = std::vector<int64_t>;
-using FlatPieces = std::vector<std::tuple<int64_t, int64_t, int64_t>>;  // rank, start, stop
+using Window = std::pair<int64_t, int64_t>;
+using Documents = std::optional<Lengths>;
 
 Partition partition(const std::string& layout, const Lengths& lengths, const Lengths& order,
-                    const FlatPieces& pieces) {
-  if (parse_layout(layout) != Layout::kPieces)
-    return Partition(parse_layout(layout), lengths, order);
-  std::vector<std::vector<Segment>> of_rank(lengths.size());
-  for (const auto& [rank, start, stop] : pieces) of_rank.at(rank).push_back({start, stop});
-  return Partition(std::move(of_rank));
+                    const Lengths& flat_pieces) {
+  if (parse_layout(layout) == Layout::kPieces) return partition_of_pieces(lengths, flat_pieces);
+  return Partition(parse_layout(layout), lengths, order);
 }
 
 void check_rank(const Partition& partition, int64_t rank) {
@@ -46,23 +44,23 @@ std::vector<std::pair<int64_t, int64_t>> segments(const std::string& layout, con
 }
 
 std::vector<Visit> visits(const std::string& layout, const Lengths& lengths, const Lengths& order,
-                          int64_t rank, bool causal, const FlatPieces& pieces,
-                          const std::pair<int64_t, int64_t>& window, const Lengths& cu_seqlens) {
+                          int64_t rank, bool causal, const Lengths& pieces, const Window& window,
+                          const Documents& cu_seqlens) {
   const Partition owned = partition(layout, lengths, order, pieces);
   check_rank(owned, rank);
-  return schedule(owned, rank, {causal, window.first, window.second, cu_seqlens});
+  return schedule(owned, rank,
+                  make_mask(causal, window.first, window.second, cu_seqlens, owned.seq_len()));
 }
 
 using Ranges = std::vector<std::pair<int64_t, int64_t>>;
 
-VisiblePairs visible_pairs(const Lengths& cu_seqlens, bool causal,
-                           const std::pair<int64_t, int64_t>& window) {
-  return VisiblePairs(Mask{causal, window.first, window.second, cu_seqlens});
+VisiblePairs visible_pairs(const Lengths& cu_seqlens, bool causal, const Window& window) {
+  const int64_t seq_len = cu_seqlens.empty() ? 0 : cu_seqlens.back();
+  return VisiblePairs(make_mask(causal, window.first, window.second, cu_seqlens, seq_len), seq_len);
 }
 
 std::vector<Ranges> packed(const Lengths& cu_seqlens, int64_t world_size, bool causal,
-                           const std::pair<int64_t, int64_t>& window,
-                           const std::vector<double>& weights) {
+                           const Window& window, const std::vector<double>& weights) {
   std::vector<Ranges> all;
   const VisiblePairs pairs = visible_pairs(cu_seqlens, causal, window);
   for (const auto& of_rank : packed_pieces(pairs, world_size, weights)) {
@@ -73,7 +71,7 @@ std::vector<Ranges> packed(const Lengths& cu_seqlens, int64_t world_size, bool c
 }
 
 int64_t fetched(const Ranges& pieces, const Lengths& cu_seqlens, bool causal,
-                const std::pair<int64_t, int64_t>& window) {
+                const Window& window) {
   std::vector<Segment> owned;
   for (const auto& [begin, end] : pieces) owned.push_back({begin, end});
   return rows_fetched(visible_pairs(cu_seqlens, causal, window), owned);
@@ -93,9 +91,10 @@ void def_partition(py::module_& m) {
   m.def("segments", &segments, py::arg("layout"), py::arg("lengths"), py::arg("order"),
         py::arg("rank"));
   m.def("schedule", &visits, py::arg("layout"), py::arg("lengths"), py::arg("order"),
-        py::arg("rank"), py::arg("causal"), py::arg("pieces") = FlatPieces(),
-        py::arg("window") = std::pair<int64_t, int64_t>(Mask::kUnlimited, Mask::kUnlimited),
-        py::arg("cu_seqlens") = Lengths());
+        py::arg("rank"), py::arg("causal"), py::arg("pieces") = Lengths(),
+        py::arg("window") = Window(Mask::kUnlimited, Mask::kUnlimited),
+        py::arg("cu_seqlens") = Documents());
+  m.def("check_documents", &check_documents, py::arg("cu_seqlens"), py::arg("seq_len"));
   m.def("packed_pieces", &packed, py::arg("cu_seqlens"), py::arg("world_size"), py::arg("causal"),
         py::arg("window"), py::arg("weights"));
   m.def("rows_fetched", &fetched, py::arg("pieces"), py::arg("cu_seqlens"), py::arg("causal"),

@@ -149,21 +149,14 @@ void check_integers(const at::Tensor& x, const char* name, int64_t dims) {
   RINGATTN_CHECK(x.dim() == dims, name, " must have ", dims, " dimensions, got shape ", x.sizes());
 }
 
-Partition partition_of_pieces(const std::vector<int64_t>& lengths, const at::Tensor& pieces) {
-  check_integers(pieces, "pieces", 2);
-  RINGATTN_CHECK(pieces.size(1) == 3,
-                 "pieces must have a rank, a start and a stop each, got shape ", pieces.sizes());
-  std::vector<std::vector<Segment>> of_rank(lengths.size());
-  const int64_t* piece = pieces.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < pieces.size(0); ++i, piece += 3) {
-    RINGATTN_CHECK(piece[0] >= 0 && piece[0] < static_cast<int64_t>(lengths.size()),
-                   "ranks of pieces must lie in [0, ", lengths.size(), "), got ", piece[0]);
-    of_rank[piece[0]].push_back({piece[1], piece[2]});
+// A refusal of the rooms below becomes one of the operator.
+template <typename Make>
+auto checked(const Make& make) {
+  try {
+    return make();
+  } catch (const std::invalid_argument& error) {
+    RINGATTN_CHECK(false, error.what());
   }
-  Partition partition(std::move(of_rank));
-  RINGATTN_CHECK(partition.lengths() == lengths, "lengths must be those of the pieces, ",
-                 at::IntArrayRef(partition.lengths()), ", got ", at::IntArrayRef(lengths));
-  return partition;
 }
 
 }  // namespace
@@ -173,41 +166,28 @@ Partition check_partition(const std::vector<int64_t>& lengths, const std::vector
                           const std::optional<at::Tensor>& pieces) {
   RINGATTN_CHECK(static_cast<int64_t>(lengths.size()) == world_size, "partition must have the ",
                  world_size, " ranks of the group, got ", lengths.size());
-  try {
+  return checked([&] {
     const Layout layout = parse_layout(layout_name);
     RINGATTN_CHECK(pieces.has_value() == (layout == Layout::kPieces),
                    "pieces must come with the layout \"pieces\" and with no other, got \"",
                    layout_name, "\" and ", pieces ? "some" : "none");
-    return pieces ? partition_of_pieces(lengths, *pieces) : Partition(layout, lengths, order);
-  } catch (const std::invalid_argument& error) {
-    RINGATTN_CHECK(false, error.what());
-  }
+    if (!pieces) return Partition(layout, lengths, order);
+    check_integers(*pieces, "pieces", 2);
+    RINGATTN_CHECK(pieces->size(1) == 3,
+                   "pieces must have a rank, a start and a stop each, got shape ", pieces->sizes());
+    return partition_of_pieces(lengths, values_of(*pieces).vec());
+  });
 }
 
 Mask check_mask(const MaskArguments& given, int64_t seq_len) {
-  Mask mask;
-  mask.causal = given.causal;
-  mask.window_left = given.window_left;
-  mask.window_right = given.window_right;
-  RINGATTN_CHECK(mask.window_left >= Mask::kUnlimited && mask.window_right >= Mask::kUnlimited,
-                 "window_size must be two numbers from -1 (unlimited) up, got (", mask.window_left,
-                 ", ", mask.window_right, ")");
-  if (!given.cu_seqlens) return mask;
-  check_integers(*given.cu_seqlens, "cu_seqlens", 1);
-  const int64_t* const ends = given.cu_seqlens->const_data_ptr<int64_t>();
-  const int64_t count = given.cu_seqlens->numel();
-  RINGATTN_CHECK(count >= 2 && ends[0] == 0,
-                 "cu_seqlens must be [0, ..., S], the boundaries of the documents, got ",
-                 count == 0 ? "none" : "a first one of " + std::to_string(ends[0]), " and ", count,
-                 " in all");
-  RINGATTN_CHECK(ends[count - 1] == seq_len, "cu_seqlens must end with the ", seq_len,
-                 " tokens of the whole sequence, got ", ends[count - 1]);
-  for (int64_t i = 1; i < count; ++i) {
-    RINGATTN_CHECK(ends[i - 1] <= ends[i], "cu_seqlens must not decrease, got ", ends[i - 1],
-                   " before ", ends[i]);
+  std::optional<std::vector<int64_t>> cu_seqlens;
+  if (given.cu_seqlens) {
+    check_integers(*given.cu_seqlens, "cu_seqlens", 1);
+    cu_seqlens = values_of(*given.cu_seqlens).vec();
   }
-  if (count > 2) mask.cu_seqlens.assign(ends, ends + count);
-  return mask;
+  return checked([&] {
+    return make_mask(given.causal, given.window_left, given.window_right, cu_seqlens, seq_len);
+  });
 }
 
 void check_scoring(const at::Tensor& q, double softcap, const std::optional<at::Tensor>& sinks) {

@@ -3,7 +3,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <vector>
+
+#include "core/export.h"
 
 namespace ringattn {
 
@@ -19,7 +22,8 @@ struct Segment {
 };
 
 /// Which keys of the sequence a query sees: those of one interval of positions. Neither bound of
-/// the interval decreases from a position to the next.
+/// the interval decreases from a position to the next. Arguments of a caller become one by
+/// make_mask().
 struct Mask {
   static constexpr int64_t kUnlimited = -1;
 
@@ -52,5 +56,16 @@ struct Mask {
     return {std::max(first, document.begin), std::min(end, document.end)};
   }
 };
+
+/// Throws std::invalid_argument unless these are the boundaries of documents in a sequence of
+/// `seq_len` tokens.
+RINGATTN_API void check_documents(const std::vector<int64_t>& cu_seqlens, int64_t seq_len);
+
+/// The mask of these arguments over a sequence of `seq_len` tokens. A side of a window that reaches
+/// all keys is unlimited, however long it is: no sum with a position overflows, and a mask that
+/// hides nothing more than a plain one is plain. Throws std::invalid_argument for sides below -1
+/// and as check_documents().
+RINGATTN_API Mask make_mask(bool causal, int64_t window_left, int64_t window_right,
+                            const std::optional<std::vector<int64_t>>& cu_seqlens, int64_t seq_len);
 
 }  // namespace ringattn

@@ -157,4 +157,23 @@ std::vector<Segment> Partition::segments(int64_t rank) const {
   return segments;
 }
 
+Partition partition_of_pieces(const std::vector<int64_t>& lengths,
+                              const std::vector<int64_t>& flat) {
+  std::vector<std::vector<Segment>> pieces(lengths.size());
+  for (size_t i = 0; i + 2 < flat.size(); i += 3) {
+    if (flat[i] < 0 || flat[i] >= static_cast<int64_t>(lengths.size())) {
+      throw std::invalid_argument("ranks of pieces must lie in [0, " +
+                                  std::to_string(lengths.size()) + "), got " +
+                                  std::to_string(flat[i]));
+    }
+    pieces[flat[i]].push_back({flat[i + 1], flat[i + 2]});
+  }
+  Partition partition(std::move(pieces));
+  if (partition.lengths() != lengths) {
+    throw std::invalid_argument("lengths must be those of the pieces, " +
+                                as_list(partition.lengths()) + ", got " + as_list(lengths));
+  }
+  return partition;
+}
+
 }  // namespace ringattn

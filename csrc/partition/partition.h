@@ -73,4 +73,10 @@ class RINGATTN_API Partition {
   int64_t seq_len_ = 0;
 };
 
+/// The partition of pieces that come as plain numbers: rank, start and stop of one after the other.
+/// Throws std::invalid_argument for ranks out of range, lengths that are not those of the pieces,
+/// and as the constructor.
+RINGATTN_API Partition partition_of_pieces(const std::vector<int64_t>& lengths,
+                                           const std::vector<int64_t>& flat);
+
 }  // namespace ringattn

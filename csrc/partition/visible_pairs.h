@@ -27,17 +27,16 @@ struct RowRun {
   }
 };
 
-/// The visible pairs of a query and a key of packed documents, in closed form.
+/// The visible pairs of a query and a key of a sequence, in closed form.
 class RINGATTN_API VisiblePairs {
  public:
-  /// Throws std::invalid_argument for `cu_seqlens` that are empty, do not begin with 0, decrease,
-  /// or end after kMaxTokens.
-  explicit VisiblePairs(Mask mask);
+  /// Of a mask by make_mask(). Throws std::invalid_argument for more than kMaxTokens tokens.
+  VisiblePairs(Mask mask, int64_t seq_len);
 
   /// The pairs of more tokens may exceed 63 bits.
   static constexpr int64_t kMaxTokens = (int64_t{1} << 31) - 1;
 
-  int64_t seq_len() const { return mask_.cu_seqlens.back(); }
+  int64_t seq_len() const { return seq_len_; }
   /// Ascending; they cover [0, S) once.
   const std::vector<RowRun>& runs() const { return runs_; }
   /// Pairs of rows [0, position).
@@ -50,9 +49,8 @@ class RINGATTN_API VisiblePairs {
   Segment keys_of(Segment document, int64_t begin, int64_t end) const;
 
  private:
-  Segment document_of(int64_t row) const;
-
   Mask mask_;
+  int64_t seq_len_;
   std::vector<RowRun> runs_;
   std::vector<int64_t> before_;  // pairs of the rows before each run
   int64_t longest_row_ = 0;

@@ -95,10 +95,11 @@ def schedule(
     order: list[int],
     rank: int,
     causal: bool,
-    pieces: list[tuple[int, int, int]] = ...,
+    pieces: list[int] = ...,
     window: tuple[int, int] = ...,
-    cu_seqlens: list[int] = ...,
+    cu_seqlens: list[int] | None = ...,
 ) -> list[Visit]: ...
+def check_documents(cu_seqlens: list[int], seq_len: int) -> None: ...
 def packed_pieces(
     cu_seqlens: list[int],
     world_size: int,

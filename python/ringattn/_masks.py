@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringattn import _C
 from ringattn._checks import as_integer, check_flag, check_integers, finite_softcap
 
 # Boundaries of packed documents in the whole sequence: [0, ..., S].
@@ -57,7 +58,11 @@ def check_window(window_size: Any) -> tuple[int, int]:
             "window_size must be (left, right), the keys before and after a query that it sees, "
             f"-1 for all of them, got {got}"
         )
-    return sides[0], sides[1]  # type: ignore[return-value]
+    left, right = (-1 if side > _LONGEST else side for side in sides)  # type: ignore[operator]
+    return left, right  # type: ignore[return-value]
+
+
+_LONGEST = 2**63 - 1  # operators take 64 bits, and no sequence has as many tokens
 
 
 def documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:
@@ -107,21 +112,5 @@ def checked_documents(cu_seqlens: CuSeqlens, seq_len: int) -> torch.Tensor:
     ValueError in the operator's words."""
     boundaries = documents(cu_seqlens)
     assert boundaries is not None
-    if boundaries.numel() < 2 or boundaries[0] != 0:
-        raise ValueError(
-            "cu_seqlens must be [0, ..., S], the boundaries of the documents, "
-            f"got {boundaries.tolist()[:8]}"
-        )
-    if boundaries[-1] != seq_len:
-        raise ValueError(
-            f"cu_seqlens must end with the {seq_len} tokens of the whole sequence, "
-            f"got {int(boundaries[-1])}"
-        )
-    falls = (boundaries[1:] < boundaries[:-1]).nonzero()
-    if falls.numel() > 0:
-        at = int(falls[0])
-        raise ValueError(
-            f"cu_seqlens must not decrease, got {int(boundaries[at])} "
-            f"before {int(boundaries[at + 1])}"
-        )
+    _C.check_documents(boundaries.tolist(), seq_len)
     return boundaries

@@ -359,8 +359,8 @@ def _ring_forward_flops(
     **kwargs: Any,
 ) -> int:
     """This rank's share: its queries against all keys they see."""
-    known = [] if cu_seqlens is None or not is_concrete(cu_seqlens) else cu_seqlens.tolist()
-    assigned = [] if pieces is None else [tuple(piece) for piece in pieces.tolist()]
+    known = None if cu_seqlens is None or not is_concrete(cu_seqlens) else cu_seqlens.tolist()
+    assigned = [] if pieces is None else pieces.flatten().tolist()
     who = (layout, list(lengths), list(order), _rank_in(group_name), causal)
     visits = _C.schedule(*who, assigned, (window_left, window_right), known)
     return _pair_flops(q.shape) * sum(visit.num_pairs for visit in visits)

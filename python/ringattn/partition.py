@@ -202,9 +202,7 @@ class Partition:
                 all 0 or not W.
         """
         boundaries = documents(cu_seqlens)
-        if boundaries is None or boundaries.numel() == 0:
-            raise ValueError("cu_seqlens must be [0, ..., S], the boundaries, got none")
-        boundaries = checked_documents(boundaries, int(boundaries[-1]))
+        ends = [] if boundaries is None else boundaries.tolist()
         world_size = check_integer("world_size", world_size, least=1)
         shares = [] if weights is None else list(weights)
         if weights is not None and not (
@@ -218,7 +216,7 @@ class Partition:
             )
         mask = (check_flag("causal", causal), check_window(window_size))
         shares = [float(share) for share in shares]
-        return cls.pieces(_C.packed_pieces(boundaries.tolist(), world_size, *mask, shares))
+        return cls.pieces(_C.packed_pieces(ends, world_size, *mask, shares))
 
     @property
     def seq_len(self) -> int:
@@ -292,13 +290,11 @@ class Partition:
             ValueError: a rank out of range, or no integer; a mask that breaks a rule.
         """
         rank = self._check_rank(rank)
-        documents = [0, self.seq_len]
-        if cu_seqlens is not None:
-            documents = checked_documents(cu_seqlens, self.seq_len).tolist()
+        ends = None if cu_seqlens is None else checked_documents(cu_seqlens, self.seq_len).tolist()
         visits = _C.schedule(
             *(self.layout, list(self.lengths), list(self.order), rank),
             *(check_flag("causal", causal), flat_pieces(self), check_window(window_size)),
-            documents,
+            ends,
         )
         return sum(visit.num_pairs for visit in visits)
 
@@ -544,9 +540,14 @@ def partition_arguments(
     return list(partition.lengths), list(partition.order), partition.layout, partition._flat
 
 
-def flat_pieces(partition: Partition) -> list[tuple[int, int, int]]:
-    """(rank, start, stop) of each piece, with layout "pieces"; otherwise none."""
-    return [(rank, *piece) for rank, owned in enumerate(partition.assigned) for piece in owned]
+def flat_pieces(partition: Partition) -> list[int]:
+    """Rank, start and stop of each piece, with layout "pieces"; otherwise none."""
+    return [
+        number
+        for rank, owned in enumerate(partition.assigned)
+        for piece in owned
+        for number in (rank, *piece)
+    ]
 
 
 def normal_pieces(pieces: object) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -121,6 +121,32 @@ def test_a_nan_reaches_the_rows_of_its_document_alone(ring: RankPool):
     assert sorted(hit.tolist()) == list(range(ends[1], ends[2]))
 
 
+@pytest.mark.parametrize(
+    "window_size", [(2**63 - 1, 2**63 - 1), (-1, 2**63 - 1), (2**62, -1), (2**200, 2**63)]
+)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 15, 40]])
+def test_a_window_that_reaches_all_keys_is_none(window_size, causal, cu_seqlens):
+    q = torch.randn(1, 40, 2, 16)
+    mask = {"causal": causal, "cu_seqlens": cu_seqlens}
+    wide = ringattn.ring_attention(q, q, q, window_size=window_size, **mask)
+    assert torch.equal(wide, ringattn.ring_attention(q, q, q, **mask))
+    partition = Partition.even(40, 3)
+    for rank in range(3):
+        pairs = partition.num_pairs(rank, **mask)
+        assert partition.num_pairs(rank, window_size=window_size, **mask) == pairs
+    ends = cu_seqlens or [0, 40]
+    packed = Partition.packed(ends, 3, causal=causal)
+    assert Partition.packed(ends, 3, causal=causal, window_size=window_size) == packed
+
+
+def test_the_operator_takes_windows_of_any_length():
+    q = torch.randn(1, 40, 2, 16)
+    ring = (q, q, q, [40], [0], "zigzag", False, 0.25, "", "auto", None)
+    wide = torch.ops.ringattn.ring_forward(*ring, 2**63 - 1, 2**63 - 1)
+    assert torch.equal(wide[0], torch.ops.ringattn.ring_forward(*ring)[0])
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"window_size": (-2, 0)}, "window_size must be (left, right), "),
     ({"window_size": 5}, "window_size must be (left, right), "),
