@@ -66,6 +66,30 @@ def test_parts_are_printed_in_order_and_pytest_comes_last(
     assert done.stderr == ("test: failed: cpp\n" if status else "")
 
 
+def test_the_oldest_torch_runs_the_tests_on_which_torch_has_a_say(tmp_path: Path) -> None:
+    copy_of_scripts(
+        tmp_path,
+        setup="ringattn_build_dir() { echo build; }; ringattn_progress_or_log() { :; }",
+        test_torch='printf "%s\\n" "$@"',
+        test_transformers="true",
+    )
+    done = subprocess.run(
+        ["bash", "scripts/test.sh", "oldest", "transformers", "--", "-x"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    about, title, *arguments = done.stdout.splitlines()
+    # Parts that run one after the other.
+    assert about == "test: oldest transformers: about 22 min on two idle cores, less with -x"
+    assert title == "== oldest"
+    assert arguments[:4] == ["oldest", "--", "-k", "not cpu-3 and not cpu-4"]
+    paths = arguments[4 : arguments.index("-x")]
+    root = Path(__file__).parents[3]
+    assert "tests/python/ops" in paths and all((root / path).exists() for path in paths)
+
+
 def test_an_interrupt_ends_every_part_and_prints_what_there_is(tmp_path: Path) -> None:
     copy_of_scripts(
         tmp_path,
