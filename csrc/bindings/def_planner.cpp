@@ -17,17 +17,25 @@ namespace py = pybind11;
 namespace ringattn {
 namespace {
 
+using Window = std::pair<int64_t, int64_t>;
+using Documents = std::optional<std::vector<int64_t>>;
+
 Plan planned(int64_t seq_len, const std::vector<RankProfile>& profiles, const ModelCost& cost,
-             const std::string& layout, bool causal, bool training, std::optional<int64_t> depth) {
-  return plan(seq_len, profiles, cost, parse_layout(layout), {{causal}, training}, depth);
+             const std::optional<std::string>& layout, bool causal, bool training,
+             std::optional<int64_t> depth, const Window& window, const Documents& cu_seqlens) {
+  const Mask mask = make_mask(causal, window.first, window.second, cu_seqlens, seq_len);
+  const auto in = layout ? std::optional(parse_layout(*layout)) : std::nullopt;
+  return plan(seq_len, profiles, cost, in, {mask, training}, depth);
 }
 
 std::vector<double> predicted(const std::string& layout, const std::vector<int64_t>& lengths,
                               const std::vector<int64_t>& order,
                               const std::vector<RankProfile>& profiles, const ModelCost& cost,
-                              bool causal, bool training, std::optional<int64_t> depth) {
-  return predict(Partition(parse_layout(layout), lengths, order), profiles, cost,
-                 {{causal}, training}, depth);
+                              bool causal, bool training, std::optional<int64_t> depth,
+                              const Window& window, const Documents& cu_seqlens) {
+  const Partition partition(parse_layout(layout), lengths, order);
+  const Mask mask = make_mask(causal, window.first, window.second, cu_seqlens, partition.seq_len());
+  return predict(partition, profiles, cost, {mask, training}, depth);
 }
 
 std::vector<AttentionTile> tiles_of(const std::string& device, const std::string& dtype,
@@ -75,6 +83,8 @@ void def_planner(py::module_& m) {
            }),
            py::kw_only(), py::arg("attention_flops"), py::arg("linear_flops"), py::arg("kv_bytes"));
   py::class_<Plan>(m, "Plan")
+      .def_property_readonly("layout",
+                             [](const Plan& plan) { return layout_name(plan.partition.layout()); })
       .def_property_readonly("lengths", [](const Plan& plan) { return plan.partition.lengths(); })
       .def_property_readonly("order", [](const Plan& plan) { return plan.partition.order(); })
       .def_readonly("depth", &Plan::depth)
@@ -83,10 +93,11 @@ void def_planner(py::module_& m) {
       .def_readonly("ideal_ms", &Plan::ideal_ms)
       .def_readonly("memory_bytes", &Plan::memory_bytes);
   m.def("plan", &planned, py::arg("seq_len"), py::arg("profiles"), py::arg("cost"),
-        py::arg("layout"), py::arg("causal"), py::arg("training"), py::arg("depth"));
+        py::arg("layout"), py::arg("causal"), py::arg("training"), py::arg("depth"),
+        py::arg("window"), py::arg("cu_seqlens"));
   m.def("predict", &predicted, py::arg("layout"), py::arg("lengths"), py::arg("order"),
         py::arg("profiles"), py::arg("cost"), py::arg("causal"), py::arg("training"),
-        py::arg("depth"));
+        py::arg("depth"), py::arg("window"), py::arg("cu_seqlens"));
   m.def("plan_cache", &plan_cache, py::arg("num_tokens"), py::arg("profiles"), py::arg("cost"));
 }
 

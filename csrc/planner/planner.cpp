@@ -23,6 +23,9 @@ constexpr double kWaitTolerance = 1e-3;
 constexpr double kMinGainOfEqualRanks = 0.1;
 // The same for other ranks with tiles; less is within the model's error.
 constexpr double kMinGainInTiles = 1e-2;
+// Under a window a contiguous rank fetches half as many rows as a zigzag one. The first ranks own
+// more tokens, of which each sees fewer keys: up to so many times those of zigzag.
+constexpr double kMaxMoreTokens = 1.1;
 
 void check_tiles(const RankProfile& profile) {
   for (const AttentionTile& tile : profile.tiles) {
@@ -227,6 +230,20 @@ Plan describe(const Partition& partition, const Partition& filled, const TimeMod
   return plan;
 }
 
+Plan plan_in(const TimeModel& model, std::optional<int64_t> depth, int64_t kv_bytes) {
+  // Latencies move no tokens: a single hop, which is what is measured, has more latency than a
+  // block that follows others in a ring, and a plan must not become slower than the even one by it.
+  const TimeModel without_latency = model.without_latency();
+  const int64_t used = depth_used(depth, model.world_size());
+  const std::vector<Partition> filled = balanced(model);
+  const Partition start = least_waiting(filled, model, used);
+  const Partition improved = reduce_waits_and_padding(start, without_latency, used);
+  const Partition chosen = prefer_even(
+      improved, model.ranks(), min_gain_over_even(model, filled[0]),
+      [&](const Partition& some) { return slowest(without_latency.step_ms(some, used)); });
+  return describe(chosen, filled[0], model, used, kv_bytes);
+}
+
 }  // namespace
 
 std::vector<double> predict(const Partition& partition, const std::vector<RankProfile>& profiles,
@@ -244,21 +261,24 @@ std::vector<double> predict(const Partition& partition, const std::vector<RankPr
 }
 
 Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles, const ModelCost& cost,
-          Layout layout, const Workload& workload, std::optional<int64_t> depth) {
+          std::optional<Layout> layout, const Workload& workload, std::optional<int64_t> depth) {
   check(seq_len, profiles, "seq_len");
   check_depth(depth);
-  const TimeModel model(seq_len, layout, profiles, cost, workload);
-  // Latencies move no tokens: a single hop, which is what is measured, has more latency than a
-  // block that follows others in a ring, and a plan must not become slower than the even one by it.
-  const TimeModel without_latency = model.without_latency();
-  const int64_t used = depth_used(depth, model.world_size());
-  const std::vector<Partition> filled = balanced(model);
-  const Partition start = least_waiting(filled, model, used);
-  const Partition improved = reduce_waits_and_padding(start, without_latency, used);
-  const Partition chosen = prefer_even(
-      improved, model.ranks(), min_gain_over_even(model, filled[0]),
-      [&](const Partition& some) { return slowest(without_latency.step_ms(some, used)); });
-  return describe(chosen, filled[0], model, used, cost.kv_bytes);
+  const auto planned = [&](Layout in) {
+    return plan_in(TimeModel(seq_len, in, profiles, cost, workload), depth, cost.kv_bytes);
+  };
+  if (layout) return planned(*layout);
+  if (workload.mask.is_plain()) return planned(Layout::kZigzag);
+  if (!workload.mask.cu_seqlens.empty()) return planned(Layout::kContiguous);
+  const Plan zigzag = planned(Layout::kZigzag), contiguous = planned(Layout::kContiguous);
+  const double zigzag_ms = slowest(zigzag.rank_ms), contiguous_ms = slowest(contiguous.rank_ms);
+  if (zigzag_ms * (1 + kWaitTolerance) < contiguous_ms) return zigzag;
+  if (contiguous_ms * (1 + kWaitTolerance) < zigzag_ms) return contiguous;
+  const auto longest = [](const Plan& some) {
+    const Lengths& lengths = some.partition.lengths();
+    return static_cast<double>(*std::max_element(lengths.begin(), lengths.end()));
+  };
+  return longest(contiguous) <= kMaxMoreTokens * longest(zigzag) ? contiguous : zigzag;
 }
 
 std::vector<int64_t> plan_cache(int64_t num_tokens, const std::vector<RankProfile>& profiles,

@@ -52,6 +52,13 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 /// The even partition is taken wherever it is as fast, and kept for equal ranks that wait, or whose
 /// tiles it does not fill, unless another is a tenth faster.
 ///
+/// `layout` absent: zigzag under a plain mask; contiguous where documents are packed, of which only
+/// those that lie across a cut travel then; under a window alone the faster of the two, and where
+/// they are equally fast contiguous, whose ranks fetch half as many rows, unless one of them owns a
+/// tenth more tokens than any under zigzag.
+///
+/// Under a mask that is not plain, pairs are counted as visible, and tiles are not.
+///
 /// `depth` absent: W - 1, with which no rank waits for one that computes. The least depth that
 /// would do for these lengths is what `predict` finds as fast; under zigzag, where the order
 /// costs nothing by itself, it is the one that makes that depth least.
@@ -59,8 +66,8 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 /// Throws std::invalid_argument for no profiles, a negative length, limits that do not hold the
 /// sequence, a depth below 1.
 RINGATTN_API Plan plan(int64_t seq_len, const std::vector<RankProfile>& profiles,
-                       const ModelCost& cost, Layout layout, const Workload& workload,
-                       std::optional<int64_t> depth);
+                       const ModelCost& cost, std::optional<Layout> layout,
+                       const Workload& workload, std::optional<int64_t> depth);
 
 /// How many of `num_tokens` cached keys each rank should hold, so that the slowest has read its own
 /// soonest: in proportion to memory_gbps, within max_tokens; evenly where that is as fast or where

@@ -16,6 +16,8 @@ namespace {
 
 /// Operations in a millisecond of one TFLOP/s.
 constexpr double kFlopsPerMs = 1e9;
+/// How near RankTime::tokens_within comes where it has no closed form, in tokens.
+constexpr double kTokenError = 1.0 / 64;
 
 /// What a pass over a layer takes, in units of a forward pass. Backward moves each block and, with
 /// as many bytes, its gradient (FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4.1).
@@ -103,16 +105,44 @@ double pairs_in_tiles(const std::vector<Visit>& visits, int64_t num_rows, bool c
 
 }  // namespace
 
+double RankTime::pairs_before(double tokens) const {
+  const auto of_rows = [&](double end) {
+    const int64_t whole = static_cast<int64_t>(end);
+    const double pairs = static_cast<double>(visible->before(whole));
+    const double next = static_cast<double>(visible->before(whole + 1));
+    return pairs + (end - static_cast<double>(whole)) * (next - pairs);
+  };
+  if (!in_halves) return of_rows(tokens);
+  const double all = static_cast<double>(visible->seq_len());
+  return of_rows(tokens / 2) + of_rows(all) - of_rows(all - tokens / 2);
+}
+
 double RankTime::time_ms(int64_t before, int64_t tokens) const {
   if (tokens == 0) return 0.0;
-  const double n = static_cast<double>(tokens);
-  const double seen = by_position ? static_cast<double>(before) + n / 2 : keys;
+  const double n = static_cast<double>(tokens), first = static_cast<double>(before);
+  if (visible) {
+    return overhead_ms + n * token_ms + pair_ms * (pairs_before(first + n) - pairs_before(first));
+  }
+  const double seen = by_position ? first + n / 2 : keys;
   return overhead_ms + n * (token_ms + pair_ms * seen);
 }
 
 double RankTime::tokens_within(double before, double limit_ms) const {
   const double budget = limit_ms - overhead_ms;
   if (budget <= 0.0) return 0.0;
+  if (visible) {
+    const double pairs = pairs_before(before);
+    const auto fits = [&](double tokens) {
+      return tokens * token_ms + pair_ms * (pairs_before(before + tokens) - pairs) <= budget;
+    };
+    double low = 0.0, high = std::max(0.0, static_cast<double>(visible->seq_len()) - before);
+    if (fits(high)) return high;
+    while (high - low > kTokenError) {
+      const double middle = low + (high - low) / 2;
+      (fits(middle) ? low : high) = middle;
+    }
+    return low;
+  }
   const double slope = token_ms + pair_ms * (by_position ? before : keys);
   const double curve = by_position ? 2 * pair_ms * budget : 0.0;
   return 2 * budget / (slope + std::sqrt(slope * slope + curve));
@@ -156,6 +186,11 @@ TimeModel::TimeModel(int64_t seq_len, Layout layout, std::vector<RankProfile> pr
       profiles_(std::move(profiles)),
       cost_(cost),
       workload_(workload) {
+  if (!workload.mask.is_plain()) {
+    visible_ = std::make_shared<const VisiblePairs>(workload.mask, seq_len);
+    // Tiles are counted where rectangles and triangles say what is visible.
+    for (RankProfile& profile : profiles_) profile.tiles.clear();
+  }
   for (const RankProfile& profile : profiles_) {
     RankTime time;
     time.overhead_ms = profile.overhead_ms;
@@ -165,7 +200,9 @@ TimeModel::TimeModel(int64_t seq_len, Layout layout, std::vector<RankProfile> pr
           pass.attention * cost.attention_flops / (profile.attention_tflops * kFlopsPerMs);
     }
     time.keys = static_cast<double>(seq_len) / (workload.mask.causal ? 2 : 1);
-    time.by_position = workload.mask.causal && layout == Layout::kContiguous;
+    time.by_position = visible_ || (workload.mask.causal && layout == Layout::kContiguous);
+    time.visible = visible_;
+    time.in_halves = layout == Layout::kZigzag;
     time.max_tokens = profile.max_tokens.value_or(std::numeric_limits<int64_t>::max());
     ranks_.push_back(time);
   }
@@ -198,10 +235,12 @@ std::vector<double> TimeModel::work_ms(const Partition& partition, const VisitsO
   for (int64_t rank = 0; rank < world_size(); ++rank) {
     const int64_t tokens = partition.length(rank);
     const std::vector<AttentionTile>& tiles = profiles_[rank].tiles;
-    if (!tiles.empty() && tokens > 0) {
+    if ((visible_ || !tiles.empty()) && tokens > 0) {
       const RankTime& time = ranks_[rank];
-      ms[rank] = time.overhead_ms + static_cast<double>(tokens) * time.token_ms +
-                 pairs_in_tiles(visits_of(rank), tokens, mask().causal, tiles) * time.pair_ms;
+      const double pairs = visible_ ? pairs_of(partition, rank)
+                                    : pairs_in_tiles(visits_of(rank), tokens, mask().causal, tiles);
+      ms[rank] =
+          time.overhead_ms + static_cast<double>(tokens) * time.token_ms + pairs * time.pair_ms;
     }
     if (ms[rank] >= limit_ms) break;
   }
@@ -211,6 +250,15 @@ std::vector<double> TimeModel::work_ms(const Partition& partition, const VisitsO
 std::vector<double> TimeModel::work_ms(const Partition& partition, double limit_ms) const {
   const auto visits = [&](int64_t rank) { return schedule(partition, rank, mask()); };
   return work_ms(partition, visits, limit_ms);
+}
+
+// Under a mask that is not plain.
+double TimeModel::pairs_of(const Partition& partition, int64_t rank) const {
+  int64_t pairs = 0;
+  for (const Segment& piece : partition.segments(rank)) {
+    pairs += visible_->before(piece.end) - visible_->before(piece.begin);
+  }
+  return static_cast<double>(pairs);
 }
 
 bool TimeModel::may_wait(int64_t depth) const {

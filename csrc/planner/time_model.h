@@ -3,10 +3,12 @@
 
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "partition/partition.h"
 #include "partition/schedule.h"
+#include "partition/visible_pairs.h"
 #include "planner/profile.h"
 
 // The only model of the time of a layer on unequal ranks: work, padding of attention tiles, and
@@ -19,11 +21,17 @@ struct RankTime {
   double overhead_ms = 0.0;  // for a rank with tokens
   double token_ms = 0.0;     // for each token
   double pair_ms = 0.0;      // for each pair of a query and a key that it sees
-  // Keys that a token sees on average, wherever it stands. Where `by_position`, a token sees those
-  // before it instead.
+  // Under a plain mask: keys that a token sees on average, wherever it stands. Where `by_position`,
+  // a token sees those before it instead.
   double keys = 0.0;
   bool by_position = false;
+  std::shared_ptr<const VisiblePairs> visible;  // under another mask; `by_position` then
+  bool in_halves = false;                       // of it: the layout is zigzag
   int64_t max_tokens = 0;
+
+  /// Under a mask that is not plain: visible pairs of the first `tokens` tokens, in the order in
+  /// which ranks own them (zigzag: half of them from each end of the sequence).
+  double pairs_before(double tokens) const;
 
   /// The time of `tokens` tokens after `before` others.
   double time_ms(int64_t before, int64_t tokens) const;
@@ -65,7 +73,8 @@ class TimeModel {
   const std::vector<RankTime>& ranks() const { return ranks_; }
   /// Whether times depend on the tokens before a rank's own: those of all ranks or of none do.
   bool by_position() const { return ranks_[0].by_position; }
-  /// Whether attention kernels of any rank compute whole tiles.
+  /// Whether attention kernels of any rank compute whole tiles that are counted: those of plain
+  /// masks.
   bool has_tiles() const;
 
   /// [W]: the time of each rank without waits. Rows of each of its segments, and visible keys of
@@ -85,13 +94,15 @@ class TimeModel {
   std::vector<double> work_ms(const Partition& partition, const VisitsOf& visits_of,
                               double limit_ms) const;
   bool may_wait(int64_t depth) const;
+  double pairs_of(const Partition& partition, int64_t rank) const;
 
   int64_t seq_len_;
   Layout layout_;
   std::vector<RankProfile> profiles_;  // [W]
   ModelCost cost_;
   Workload workload_;
-  std::vector<RankTime> ranks_;  // [W]
+  std::shared_ptr<const VisiblePairs> visible_;  // null under a plain mask
+  std::vector<RankTime> ranks_;                  // [W]
 };
 
 }  // namespace ringattn

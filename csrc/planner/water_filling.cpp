@@ -48,7 +48,7 @@ int64_t total(const Lengths& lengths) {
 // An upper bound of the time of any rank for any number of tokens.
 double enough_for_all(const std::vector<RankTime>& times, int64_t seq_len) {
   double limit = 0.0;
-  for (const RankTime& time : times) limit = std::max(limit, time.time_ms(seq_len, seq_len));
+  for (const RankTime& time : times) limit = std::max(limit, time.time_ms(0, seq_len));
   return limit;
 }
 

@@ -48,6 +48,7 @@ class ModelCost:
     def __init__(self, *, attention_flops: float, linear_flops: float, kv_bytes: int) -> None: ...
 
 class Plan:
+    layout: str
     lengths: list[int]
     order: list[int]
     depth: int
@@ -60,10 +61,12 @@ def plan(
     seq_len: int,
     profiles: list[RankProfile],
     cost: ModelCost,
-    layout: str,
+    layout: str | None,
     causal: bool,
     training: bool,
     depth: int | None,
+    window: tuple[int, int],
+    cu_seqlens: list[int] | None,
 ) -> Plan: ...
 def predict(
     layout: str,
@@ -74,6 +77,8 @@ def predict(
     causal: bool,
     training: bool,
     depth: int | None,
+    window: tuple[int, int],
+    cu_seqlens: list[int] | None,
 ) -> list[float]: ...
 def plan_cache(num_tokens: int, profiles: list[RankProfile], cost: ModelCost) -> list[int]: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
@@ -60,7 +60,8 @@ class Split:
         layout: "zigzag" or "contiguous".
         order: as in :class:`ringattn.Partition`.
         profiles: of the ranks, for plans.
-        cost: of a layer, for plans.
+        cost: of a layer, for plans. Without ``profiles`` the ranks count as equal, with one speed
+            for attention and matrix products, and packed documents alone are planned.
     """
 
     world_size: int
@@ -97,9 +98,13 @@ class Split:
 
     def partition(self, seq_len: int, documents: torch.Tensor | None = None) -> Partition:
         """The partition of a sequence of ``seq_len`` tokens, at least 1. Packed ``documents``, by
-        their boundaries, are balanced where the ranks have even shares."""
-        if documents is not None and self.weights is None and self.profiles is None:
-            return Partition.packed(documents, self.world_size)
+        their boundaries, are cut where layers take equally long; without a cost, into equal numbers
+        of tokens and pairs. Weights do not look at them."""
+        if documents is not None and self.weights is None:
+            if self.cost is None:
+                return Partition.packed(documents, self.world_size)
+            profiles = self.profiles or [RankProfile(1.0, 1.0)] * self.world_size
+            return plan(seq_len, profiles, self.cost, cu_seqlens=documents).partition
         if seq_len not in self._known:
             if len(self._known) > 256:  # calls without a cache are one token longer each time
                 self._known.clear()
@@ -158,9 +163,12 @@ def parallelize(
         model: with the same weights on every rank, on one device. Its parameters and its state dict
             stay as they are; it gets a copy of its config.
         partition: which rank owns which tokens: a :class:`ringattn.Partition`, a list of lengths,
-            "even" (which None means too), or "auto", planned from profiles that are measured now.
-            A list, or a Partition of another length than the call's, serves as weights; the layout
-            and the order are kept.
+            "even", or "auto", planned from profiles that are measured now. None is even, but packed
+            documents are cut where attention and matrix products together take equally long (see
+            :func:`ringattn.plan`), which gives the ranks unequal numbers of tokens; "even" gives
+            them equal ones, in more pieces (:meth:`ringattn.Partition.packed`). A list, or a
+            Partition of another length than the call's, serves as weights; the layout and the order
+            are kept.
         group: as in :func:`ringattn.ring_attention`.
         transport: as in :func:`ringattn.ring_attention`.
 
@@ -206,6 +214,8 @@ def put_on_ring(
         check_same_weights(ring, model)
     if split is None:
         split = _measured(ring, adapter.cost(model), model, transport)
+    elif partition is None:  # for packed documents
+        split = replace(split, cost=adapter.cost(model))
     adapter.detach(model)
     adapter.attach(model, RingSettings(keep(group), split, transport))
     return model

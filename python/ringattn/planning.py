@@ -23,6 +23,7 @@ from ringattn._checks import (
     check_positive,
     shown,
 )
+from ringattn._masks import CuSeqlens, check_window, documents
 from ringattn.partition import Partition, check_layout, check_partition_type, partition_arguments
 from ringattn.profiles import AttentionTile, RankProfile
 
@@ -181,7 +182,9 @@ def plan(
     cost: ModelCost,
     *,
     causal: bool = True,
-    layout: str = "zigzag",
+    window_size: Sequence[int] = (-1, -1),
+    cu_seqlens: CuSeqlens | None = None,
+    layout: str | None = None,
     depth: int | None = None,
     training: bool = False,
 ) -> Plan:
@@ -206,12 +209,25 @@ def plan(
     above that from fast to slow. Under zigzag the order does not change times without waits, and
     the one with the smallest ``min_depth`` is chosen. Where ranks wait, it is searched as well.
 
+    Under a window, and with packed documents, attention is counted by visible pairs: all times,
+    ``ideal_ms`` too, are those of the mask. Padding of tiles is not counted then. Packed documents
+    are cut where attention and matrix products together take equally long: ranks own unequal
+    numbers of tokens, which ``max_tokens`` limits, and only a document that lies across a cut
+    travels. (:meth:`ringattn.Partition.packed` knows no costs: its ranks own equal numbers of
+    tokens and pairs, in more pieces.)
+
     Args:
         seq_len: S.
         profiles: one per rank, ``[W]``.
         cost: of one layer.
         causal: a query sees the keys at its own and at earlier positions.
-        layout: "zigzag" or "contiguous".
+        window_size: keys before and after a query that it sees, as in
+            :func:`ringattn.ring_attention`.
+        cu_seqlens: boundaries of packed documents, likewise.
+        layout: "zigzag" or "contiguous". None: zigzag where there is neither a window nor more than
+            one document; contiguous for documents. Under a window alone the one that is predicted
+            to be faster; where they are equally fast contiguous, whose ranks fetch half as many
+            rows, unless one of them owns 10 % more tokens than any under zigzag.
         depth: how many blocks may be under way; None: all, W - 1, so that no rank waits for a peer
             that computes. A smaller depth takes less memory, see ``Plan.min_depth``.
         training: forward and backward, 3.5 times the attention and 3 times the matrix products of
@@ -223,9 +239,10 @@ def plan(
 
     Raises:
         ValueError: no profiles, a negative ``seq_len``, ``max_tokens`` that do not hold the
-            sequence, an unknown layout, a depth below 1.
+            sequence, an unknown layout, a depth below 1, a mask that breaks a rule.
     """
-    check_layout(layout)
+    if layout is not None:
+        check_layout(layout)
     planned = _C.plan(
         _num_tokens("seq_len", seq_len),
         _compiled_profiles(profiles),
@@ -234,9 +251,10 @@ def plan(
         check_flag("causal", causal),
         check_flag("training", training),
         check_int64_or_none("depth", depth, least=1),
+        *_compiled_mask(window_size, cu_seqlens),
     )
     return Plan(
-        Partition(layout, tuple(planned.lengths), tuple(planned.order)),
+        Partition(planned.layout, tuple(planned.lengths), tuple(planned.order)),
         planned.depth,
         planned.min_depth,
         tuple(planned.rank_ms),
@@ -251,6 +269,8 @@ def predict(
     cost: ModelCost,
     *,
     causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    cu_seqlens: CuSeqlens | None = None,
     depth: int | None = None,
     training: bool = False,
 ) -> tuple[float, ...]:
@@ -258,7 +278,8 @@ def predict(
     waits for blocks included. Arguments as there.
 
     Raises:
-        ValueError: another number of profiles than ranks, a depth below 1.
+        ValueError: another number of profiles than ranks, a depth below 1, a mask that breaks a
+            rule.
     """
     lengths, order, layout, _ = partition_arguments(check_partition_type(partition))
     check_layout(layout)
@@ -272,6 +293,7 @@ def predict(
             check_flag("causal", causal),
             check_flag("training", training),
             check_int64_or_none("depth", depth, least=1),
+            *_compiled_mask(window_size, cu_seqlens),
         )
     )
 
@@ -281,12 +303,11 @@ def work_in_tiles(
     rank: int,
     cost: ModelCost,
     tiles: tuple[AttentionTile, ...],
-    *,
-    causal: bool = True,
+    **mask: Any,
 ) -> float:
     """Computed over visible work of a rank's attention: attention computes whole tiles, and padding
     of a tile does not make a rank slow. Below 1 where the tiles taken mask less than those that the
-    rank's speed was measured in."""
+    rank's speed was measured in. ``mask``: keywords of :func:`predict`."""
     if not tiles or partition.lengths[rank] == 0:
         return 1.0
     attention = replace(cost, linear_flops=0.0, kv_bytes=0)
@@ -295,7 +316,7 @@ def work_in_tiles(
             partition,
             [RankProfile(1, 1, tiles=of)] * partition.world_size,
             attention,
-            causal=causal,
+            **mask,
         )[rank]
         for of in (tiles, ())
     )
@@ -348,6 +369,13 @@ def _compiled_profiles(profiles: Sequence[RankProfile]) -> list[_C.RankProfile]:
         )
         for profile in profiles
     ]
+
+
+def _compiled_mask(
+    window_size: Sequence[int], cu_seqlens: CuSeqlens | None
+) -> tuple[tuple[int, int], list[int] | None]:
+    boundaries = documents(cu_seqlens)
+    return check_window(window_size), None if boundaries is None else boundaries.tolist()
 
 
 def _compiled_cost(cost: ModelCost) -> _C.ModelCost:

@@ -8,9 +8,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ringattn._distributed.collectives import agree
+from ringattn._checks import check_int64
+from ringattn._distributed.checksums import number_of
+from ringattn._distributed.collectives import Content, agree
 from ringattn._distributed.groups import Group, resolve_group
+from ringattn._masks import CuSeqlens, check_window, checked_documents
 from ringattn._profiling.equalize import NOISE, is_close, snap_equal
 from ringattn._speed_tracking import SpeedTracker
 from ringattn.partition import Partition
@@ -41,8 +45,18 @@ class _Observation:
     flops: float = 0.0  # operations of a call
 
 
-#: Requests under one plan, oldest first: partition, milliseconds per operation of all ranks.
-_History = list[tuple[Partition, float]]
+@dataclass(frozen=True)
+class _Request:
+    """What :meth:`Rebalancer.plan` was asked for."""
+
+    seq_len: int
+    cu_seqlens: tuple[int, ...] | None  # boundaries of documents
+    size: float  # tokens of a sequence without a window and documents that has as many pairs
+
+
+#: Requests under one plan, oldest first: what was asked for, the partition, milliseconds per
+#: operation of all ranks.
+_History = list[tuple[_Request, Partition, float]]
 
 
 @dataclass
@@ -56,12 +70,13 @@ class _Trial:
 
     def outcome(self, history: _History) -> float | None:
         """Latency under the new plan over latency under the previous one; None: not known yet."""
-        for partition in dict(history):
+        before = {partition for _, partition, _ in self.history}
+        for request, partition in dict.fromkeys((request, used) for request, used, _ in history):
             new, old = (
-                [ms for each, ms in requests if each.seq_len == partition.seq_len][-_TRIAL:]
+                [ms for each, _, ms in requests if each == request][-_TRIAL:]
                 for requests in (history, self.history)
             )
-            is_other = partition not in dict(self.history)
+            is_other = partition not in before
             if is_other and len(new) == _TRIAL and len(old) >= _MIN_BEFORE:
                 return statistics.median(new) / statistics.median(old)
         return None
@@ -82,9 +97,9 @@ class Rebalancer:
     for equal lengths.
 
     A new plan is measured against the previous one. Where the first three requests of one length
-    are slower under it than the latest under the previous one, it is given up, together with the
-    speeds estimated under it; until a speed is seen to change, or for 48 requests, plans then
-    change only for 2 % more than the failed plan had promised.
+    (with the same documents) are slower under it than the latest under the previous one, it is
+    given up, together with the speeds estimated under it; until a speed is seen to change, or for
+    48 requests, plans then change only for 2 % more than the failed plan had promised.
 
     Matrix products are assumed to slow down with attention, the only work that is timed. A rank
     without tokens has no speed, and one whose calls are mostly overhead looks slow: a rank that
@@ -101,6 +116,7 @@ class Rebalancer:
         profiles: one per rank, ``[W]``: speeds to begin with.
         cost: of one layer.
         causal: as in :func:`ringattn.plan`.
+        window_size: as in :func:`ringattn.plan`.
         layout: as in :func:`ringattn.plan`.
 
     Raises:
@@ -116,19 +132,20 @@ class Rebalancer:
         cost: ModelCost,
         *,
         causal: bool = True,
-        layout: str = "zigzag",
+        window_size: Sequence[int] = (-1, -1),
+        layout: str | None = None,
     ) -> None:
-        plan(0, profiles, cost, causal=causal, layout=layout)  # refuses wrong arguments
+        self._mask: dict[str, Any] = {"causal": causal, "window_size": check_window(window_size)}
+        plan(0, profiles, cost, **self._mask, layout=layout)  # refuses wrong arguments
         self._measured = list(profiles)
         self._cost = cost
-        self._causal = causal
         self._layout = layout
         overhead_ms = max(_LEAST_MS, *(profile.overhead_ms for profile in self._measured))
         tflops = sum(profile.attention_tflops for profile in self._measured)
         pairs = _ENOUGH * overhead_ms * tflops * 1e9 / max(cost.attention_flops, 1.0)
         self._enough = math.sqrt(2 * pairs if causal else pairs)  # tokens
-        self._lengths: list[int] = []  # of the latest requests
-        self._latest: Plan | None = None
+        self._sizes: list[float] = []  # of the latest requests
+        self._latest: tuple[_Request, Plan] | None = None
         self._start_over()
 
     def _start_over(self) -> None:
@@ -148,18 +165,30 @@ class Rebalancer:
         """Estimated speed of each rank, relative to its first profile, ``[W]``."""
         return self._tracker.speeds
 
-    def plan(self, seq_len: int) -> Plan:
+    def plan(self, seq_len: int, cu_seqlens: CuSeqlens | None = None) -> Plan:
         """The plan of the next request.
 
         Args:
             seq_len: S.
+            cu_seqlens: boundaries of its packed documents, as in :func:`ringattn.plan`.
 
         Raises:
             ValueError: as :func:`ringattn.plan`.
         """
-        profiles = self._measured if self._is_beyond_all(seq_len) else self._in_use
-        self._latest = self._plan(seq_len, profiles)
-        return self._latest
+        request = self._request(seq_len, cu_seqlens)
+        profiles = self._measured if self._is_beyond_all(request.size) else self._in_use
+        self._latest = request, self._plan(request, profiles)
+        return self._latest[1]
+
+    def _request(self, seq_len: int, cu_seqlens: CuSeqlens | None) -> _Request:
+        seq_len = check_int64("seq_len", seq_len, least=0)
+        if cu_seqlens is None and self._mask["window_size"] == (-1, -1):
+            return _Request(seq_len, None, seq_len)
+        ends = None
+        if cu_seqlens is not None:
+            ends = tuple(checked_documents(cu_seqlens, seq_len).tolist())
+        pairs = Partition.contiguous([seq_len]).num_pairs(0, **self._mask, cu_seqlens=ends)
+        return _Request(seq_len, ends, math.sqrt(2 * pairs if self._mask["causal"] else pairs))
 
     def observe(self, timings: Timings, group: Group = None) -> bool:
         """Learns from one request. Collective.
@@ -189,40 +218,42 @@ class Rebalancer:
             mistake = f"timings must be Timings, got {type(timings).__name__}"
         else:
             own = self._observation(timings, ring.rank)
+        documents = None if self._latest is None else self._latest[0].cu_seqlens
         # Everything that plans depend on.
         facts = {
             **{f"the profile of rank {rank}": each for rank, each in enumerate(self._in_use)},
             "cost": self._cost,
-            "causal": self._causal,
+            **self._mask,
             "layout": self._layout,
-            "seq_len": None if self._latest is None else self._latest.partition.seq_len,
+            "seq_len": None if self._latest is None else self._latest[0].seq_len,
+            "cu_seqlens": None if documents is None else Content(number_of(documents)),
         }
         observations = agree(ring, "observe", mistake, facts, own)
-        current = self._latest
-        if current is not None and not self._teaches(current.partition.seq_len):
+        if self._latest is not None and not self._teaches(self._latest[0].size):
             return False
         jumps = self._tracker.jumps
         self._tracker.observe([observation.speed for observation in observations])
-        if current is None:
+        if self._latest is None:
             return False
+        request, current = self._latest
         if (flops := sum(observation.flops for observation in observations)) > 0:
             slowest_ms = max(observation.call_ms for observation in observations)
-            self._history.append((current.partition, slowest_ms / flops))
+            self._history.append((request, current.partition, slowest_ms / flops))
         # Requests before a jump ran at other speeds.
         del self._history[: -_MEMORY if self._tracker.jumps == jumps else -_MIN_BEFORE]
-        return self._give_up() or self._change(current)
+        return self._give_up() or self._change(request, current)
 
-    def _is_beyond_all(self, seq_len: int) -> bool:
-        """Whether no request so far says anything about one of this length."""
-        longest = max(self._lengths, default=0)
-        return longest < self._enough and seq_len >= min(self._enough, _SIMILAR * longest)
+    def _is_beyond_all(self, size: float) -> bool:
+        """Whether no request so far says anything about one of this size."""
+        longest = max(self._sizes, default=0)
+        return longest < self._enough and size >= min(self._enough, _SIMILAR * longest)
 
-    def _teaches(self, seq_len: int) -> bool:
+    def _teaches(self, size: float) -> bool:
         """Whether a request says something about the latest ones, the longest of them too."""
-        if self._is_beyond_all(seq_len):
+        if self._is_beyond_all(size):
             self._start_over()
-        self._lengths = [*self._lengths[1 - _MEMORY :], seq_len]
-        return seq_len >= min(self._enough, max(self._lengths) / _SIMILAR)
+        self._sizes = [*self._sizes[1 - _MEMORY :], size]
+        return size >= min(self._enough, max(self._sizes) / _SIMILAR)
 
     def _give_up(self) -> bool:
         """Returns to the previous plan where the new one has turned out slower."""
@@ -236,7 +267,7 @@ class Rebalancer:
         self._in_use, self._history = trial.profiles, trial.history
         return True
 
-    def _change(self, current: Plan) -> bool:
+    def _change(self, request: _Request, current: Plan) -> bool:
         """Changes to plans for the estimated speeds, where that pays."""
         estimated = [
             replace(
@@ -246,10 +277,9 @@ class Rebalancer:
             )
             for profile, speed in zip(self._measured, self._snapped_speeds(), strict=True)
         ]
-        current_ms = predict(
-            current.partition, estimated, self._cost, causal=self._causal, depth=current.depth
-        )
-        best_ms = self._plan(current.partition.seq_len, estimated).predicted_ms
+        mask = self._mask | {"cu_seqlens": request.cu_seqlens}
+        current_ms = predict(current.partition, estimated, self._cost, **mask, depth=current.depth)
+        best_ms = self._plan(request, estimated).predicted_ms
         excess = max(current_ms) / best_ms - 1 if best_ms > 0 else 0.0
         if not self._tracker.should_replan(excess, current_ms.index(max(current_ms))):
             return False
@@ -274,8 +304,9 @@ class Rebalancer:
 
         return snap_equal(estimated, equal)
 
-    def _plan(self, seq_len: int, profiles: Sequence[RankProfile]) -> Plan:
-        return plan(seq_len, profiles, self._cost, causal=self._causal, layout=self._layout)
+    def _plan(self, request: _Request, profiles: Sequence[RankProfile]) -> Plan:
+        mask = self._mask | {"cu_seqlens": request.cu_seqlens}
+        return plan(request.seq_len, profiles, self._cost, **mask, layout=self._layout)
 
     def _observation(self, timings: Timings, rank: int) -> _Observation:
         """This rank's part of a request: medians over the ring calls."""
@@ -285,12 +316,10 @@ class Rebalancer:
         planned, in_tiles = 0.0, 1.0
         profile = self._measured[rank]
         if self._latest is not None:
-            partition = self._latest.partition
-            pairs = partition.num_pairs(rank, causal=self._causal)
-            planned = self._cost.attention_flops * pairs
-            in_tiles = work_in_tiles(
-                partition, rank, self._cost, profile.tiles, causal=self._causal
-            )
+            request, latest = self._latest
+            mask = self._mask | {"cu_seqlens": request.cu_seqlens}
+            planned = self._cost.attention_flops * latest.partition.num_pairs(rank, **mask)
+            in_tiles = work_in_tiles(latest.partition, rank, self._cost, profile.tiles, **mask)
         for steps in calls:
             if not any(step.flops for step in steps):
                 steps[0] = replace(steps[0], flops=planned)

@@ -57,6 +57,7 @@ class AutoPartition:
                 device=model.device,
             )
         cost = ModelCost.from_config(config, dtype=model.dtype)
+        left = -1 if config.window_size is None else config.window_size - 1
         cached = num_tokens + max(0, max_new_tokens - 1)  # nothing attends to the last token
         return cls(
             model,
@@ -64,7 +65,7 @@ class AutoPartition:
             profiles,
             # A windowed model's cached keys stay in the order of the sequence.
             None if config.window_size is not None else plan_cache(cached, profiles, cost),
-            Rebalancer(profiles, cost, layout=layout),
+            Rebalancer(profiles, cost, window_size=(left, -1), layout=layout),
             [],
         )
 
