@@ -11,6 +11,7 @@ import ringattn
 import torch
 from _distributed import RankPool, this
 from _transformers import CACHE, MASKED, MASKS, WEIGHTS, assert_near, model_of, token_ids
+from ringattn.integrations.transformers.attention import layer_mask
 from transformers import DynamicCache
 
 #: (family, changes of its config, the mask's name)
@@ -62,6 +63,12 @@ def test_generations_and_chats_are_those_of_the_unmodified_model(
     ring: RankPool, family: str, changes: dict[str, Any]
 ) -> None:
     ring.run(generations_agree, family, changes)
+
+
+def test_layers_with_one_window_are_known_as_one_repeated_call() -> None:
+    first, second = (layer_mask({"sliding_window": 5, "softcap": None}) for _ in range(2))
+    assert first.window_size == (4, -1)
+    assert all(a is b for a, b in zip(first, second, strict=True))  # what ring calls compare
 
 
 #: Of 23 tokens, as [0, ..., S]; a document of one token among them.
