@@ -15,9 +15,9 @@ from ringattn import (  # noqa: F401
     strategies,
     testing,
 )
+from ringattn._decode_attention import decode_attention
 from ringattn.functional import (
     block_attention,
-    decode_attention,
     merge_states,
     ring_attention,
     synchronize,

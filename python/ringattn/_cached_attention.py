@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from ringattn._decode_attention import attend_cached
 from ringattn._distributed.collectives import all_gather
 from ringattn._distributed.groups import GroupInfo
 from ringattn._masks import Mask, check_window
 from ringattn.cache import ShardedKVCache
-from ringattn.functional import attend_cached, block_attention, merge_states
+from ringattn.functional import block_attention, merge_states
 
 _State = tuple[torch.Tensor, torch.Tensor]  # out, lse
 

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from ringattn._checks import check_int64
+from ringattn._decode_attention import attend_cached
 from ringattn._distributed.groups import SINGLE
 from ringattn._profiling.devices import usual_tokens
-from ringattn.functional import attend, attend_cached
+from ringattn.functional import attend
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

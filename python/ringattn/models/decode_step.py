@@ -12,9 +12,9 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ringattn import _C, _ops  # noqa: F401  defines the operators
+from ringattn._decode_attention import attend_cached
 from ringattn._distributed.errors import call
 from ringattn.cache import ShardedKVCache
-from ringattn.functional import attend_cached
 from ringattn.models.llama import (
     GatedLinearUnit,
     LLaMA,

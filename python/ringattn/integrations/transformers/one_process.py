@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function
 
+from ringattn._decode_attention import decode_attention
 from ringattn._distributed.groups import resolve_group
-from ringattn.functional import block_attention, decode_attention
+from ringattn.functional import block_attention
 from ringattn.integrations.transformers.packed import DOCUMENTS, packed_documents
 from ringattn.integrations.transformers.support import check_attention_keywords
 
