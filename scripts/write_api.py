@@ -62,6 +62,7 @@ TOPICS: dict[str, list[str]] = {
         "ringattn.generate",
         "ringattn.sampling.Sampling *",
     ],
+    "Training": ["ringattn.all_reduce_gradients", "ringattn.checkpoint_policy"],
     "Models of other libraries": [
         "ringattn.parallelize",
         "ringattn.unparallelize",

@@ -16,6 +16,7 @@ from ringattn import (  # noqa: F401
     testing,
 )
 from ringattn._decode_attention import decode_attention
+from ringattn.checkpointing import checkpoint_policy
 from ringattn.functional import (
     block_attention,
     merge_states,
@@ -23,6 +24,7 @@ from ringattn.functional import (
     synchronize,
 )
 from ringattn.generation import generate
+from ringattn.gradients import all_reduce_gradients
 from ringattn.modules import RingAttention
 from ringattn.parallel import parallelize, unparallelize
 from ringattn.partition import Partition
@@ -49,7 +51,9 @@ __all__ = [
     "RotatedKV",
     "StepTiming",
     "Timings",
+    "all_reduce_gradients",
     "block_attention",
+    "checkpoint_policy",
     "decode_attention",
     "generate",
     "last_transport",

@@ -142,6 +142,17 @@ class RingSettings:
         return resolve_group(kept(self.group))
 
 
+#: The attribute of a model, or of its body, that :meth:`Adapter.attach` put on a ring: an object
+#: whose ``settings`` are the RingSettings.
+ATTACHED = "_ringattn"
+
+
+def settings_of(module: nn.Module) -> RingSettings | None:
+    """How calls of a module that an adapter holds on to go through the ring; None of any other."""
+    attached = vars(module).get(ATTACHED)
+    return None if attached is None else attached.settings
+
+
 def parallelize(
     model: _Model,
     *,

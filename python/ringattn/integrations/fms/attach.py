@@ -27,10 +27,9 @@ from ringattn.integrations.fms.masks import (
 from ringattn.integrations.fms.support import body_of, check_keywords, check_positions, family
 from ringattn.integrations.shared import by_name, parameter_names
 from ringattn.model_call import Inputs, ModelCall
-from ringattn.parallel import RingSettings
+from ringattn.parallel import ATTACHED, RingSettings
 from ringattn.planning import ModelCost
 
-_ATTACHED = "_ringattn"  # the attribute of a body that is on a ring
 _CALL = "ringattn_call"  # keyword arguments of this package, on their way through a model
 LAST = "ringattn_last"
 _GENERATES = "ringattn_generates"
@@ -76,12 +75,12 @@ def attach(model: Any, settings: RingSettings) -> None:
     if body is not model:
         before = BeforeHead(parameter_names(model))
         attached.handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
-    setattr(body, _ATTACHED, attached)
+    setattr(body, ATTACHED, attached)
 
 
 def detach(model: Any) -> None:
     """Undoes :func:`attach`."""
-    attached = vars(body_of(model)).pop(_ATTACHED, None)
+    attached = vars(body_of(model)).pop(ATTACHED, None)
     if attached is not None:
         for handle in attached.handles:
             handle.remove()
@@ -89,12 +88,12 @@ def detach(model: Any) -> None:
 
 def add_handle(model: Any, handle: Any) -> None:
     """Adds a hook's handle to what :func:`detach` removes."""
-    getattr(body_of(model), _ATTACHED).handles.append(handle)
+    getattr(body_of(model), ATTACHED).handles.append(handle)
 
 
 def settings_of(model: object) -> RingSettings | None:
     """How calls of a model go through the ring; None of one that is on none."""
-    attached = getattr(body_of(model), _ATTACHED, None)
+    attached = getattr(body_of(model), ATTACHED, None)
     return None if attached is None else attached.settings
 
 

@@ -31,10 +31,9 @@ from ringattn.integrations.transformers.support import (
     check_module,
 )
 from ringattn.model_call import Inputs, ModelCall, Padding
-from ringattn.parallel import RingSettings
+from ringattn.parallel import ATTACHED, RingSettings
 from ringattn.planning import ModelCost
 
-_ATTACHED = "_ringattn"  # the attribute of a model that is on a ring
 _CALL = "ringattn_call"  # keyword arguments of this package, on their way through a model
 _ASKED = "ringattn_asked"
 
@@ -43,6 +42,7 @@ _ASKED = "ringattn_asked"
 class Attached:
     """What :func:`attach` did to a model."""
 
+    settings: RingSettings
     handles: list[Any]
     configs: list[tuple[nn.Module, Any]]  # modules, and the config that each had
 
@@ -62,7 +62,7 @@ def attach(model: Any, settings: RingSettings) -> None:
     body = model.base_model
     if body is model and hasattr(model, "lm_head"):  # Gemma 3 of transformers 4 names another
         body = model.model
-    attached = Attached([], [])
+    attached = Attached(settings, [], [])
     # transformers shares one config among the models that were made from it.
     own = copy.deepcopy(model.config)
     own._attn_implementation = NAME
@@ -85,12 +85,12 @@ def attach(model: Any, settings: RingSettings) -> None:
         attached.handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
     if hasattr(model, "generate"):
         model.generate = Generate(model, settings.ring)
-    setattr(model, _ATTACHED, attached)
+    setattr(model, ATTACHED, attached)
 
 
 def detach(model: Any) -> None:
     """Undoes :func:`attach`."""
-    attached = vars(model).pop(_ATTACHED, None)
+    attached = vars(model).pop(ATTACHED, None)
     if attached is None:
         return
     for handle in attached.handles:
