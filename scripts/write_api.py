@@ -62,7 +62,11 @@ TOPICS: dict[str, list[str]] = {
         "ringattn.generate",
         "ringattn.sampling.Sampling *",
     ],
-    "Training": ["ringattn.all_reduce_gradients", "ringattn.checkpoint_policy"],
+    "Training": [
+        "ringattn.all_reduce_gradients",
+        "ringattn.checkpoint_policy",
+        "ringattn.integrations.torch.context_parallel",
+    ],
     "Models of other libraries": [
         "ringattn.parallelize",
         "ringattn.unparallelize",
