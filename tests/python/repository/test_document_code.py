@@ -117,12 +117,18 @@ def positions(texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
 def from_context_parallel(texts: list[str]) -> None:
     q, k, v = tensors(4, 2, 2)
     mesh = dist.device_mesh.init_device_mesh("cpu", (this().world_size,))
+    context, function = texts
     names = assumed() | {"q": q, "k": k, "v": v, "mesh": mesh}
-    run(texts, names)
+    run([function], names)
     close(names["out"], one_device(q, k, v))
+    names |= {
+        name: x.transpose(1, 2).contiguous() for name, x in zip("qkv", (q, k, v), strict=True)
+    }
+    run([context], names)
+    close(names["p"].gather(names["out"], mesh, dim=2).transpose(1, 2), one_device(q, k, v))
 
 
-def from_ring_flash_attn(causal: str, contiguous: str) -> None:
+def from_ring_flash_attn(same_name: str, causal: str, contiguous: str) -> None:
     size = this().world_size
     whole = tensors(4, 2, 2, seq_len=2 * size * 5)
     settings: Names = {"scale": None, "group": dist.group.WORLD}
@@ -131,7 +137,10 @@ def from_ring_flash_attn(causal: str, contiguous: str) -> None:
     shards = [torch.cat((x[this().rank], x[-1 - this().rank]), 1) for x in chunks]
     names = assumed() | settings | dict(zip("qkv", shards, strict=True))
     run([causal], names)
-    close(names["out"], names["p"].shard(one_device(*whole), this().rank))
+    out = names["out"]
+    close(out, names["p"].shard(one_device(*whole), this().rank))
+    run([same_name], names)
+    assert torch.equal(names["out"], out)
 
     shards = [x.chunk(size, 1)[this().rank] for x in whole]
     names = assumed() | settings | dict(zip("qkv", shards, strict=True))
