@@ -113,12 +113,12 @@ def test_a_mask_that_breaks_a_rule_is_refused():
 
 
 def test_a_pack_is_cut_where_layers_take_equally_long():
-    ends = [0, 700, 800, 900, 1000]
+    ends = [0, 100, 200, 300, 1000]
     documents = torch.tensor(ends)
     cost = ModelCost(1e3, 1e5)
     equal = [RankProfile(1, 1)] * 2
     planned = ringattn.plan(1000, equal, cost, cu_seqlens=ends).partition
-    assert planned.layout == "contiguous" and planned.lengths[0] < 500
+    assert planned.layout == "contiguous" and planned.lengths[0] > 600
     assert Split(2, cost=cost).partition(1000, documents) == planned
     assert Split(2, cost=cost).partition(1000) == Partition.even(1000, 2)
     measured = (RankProfile(1, 1), RankProfile(0.5, 0.5))

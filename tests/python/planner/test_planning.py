@@ -309,10 +309,6 @@ def test_no_other_place_of_cached_keys_is_read_faster(num_tokens, caps, gbps):
         (lambda: ringattn.plan(8, ranks(1), LAYER, depth=2**63), "depth must fit into 64 bits"),
         (lambda: ringattn.plan(8, *ranks(1), LAYER), "must be a list of .* got RankProfile"),
         (
-            lambda: ringattn.plan(8, ranks(1), LAYER, layout=None),
-            'layout must be "zigzag" or "contiguous", got None',
-        ),
-        (
             lambda: ringattn.plan(8, ranks(1), LAYER, causal="no"),
             "causal must be True or False, got 'no'",
         ),
