@@ -81,6 +81,20 @@ def test_calls_after_a_cache_see_the_window(name: str, trims: bool) -> None:
         assert_near(given, plain(ids, **{CACHE: caches[1]}).logits)
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("num_tokens", [1, 23])
+def test_gradients_are_those_of_the_unmodified_model(name: str, num_tokens: int) -> None:
+    model, plain = both(name)
+    ids = ids_of(num_tokens)
+    for each in (model, plain):
+        each.requires_grad_(True)
+        each(ids, use_cache=False).logits.square().sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None and theirs.grad.any():
+            assert_near(ours.grad, theirs.grad, 1e-4)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
 def test_a_gpu_gives_the_results_of_a_cpu(name: str) -> None:

@@ -145,7 +145,8 @@ def attend_alone(
         "softcap": given.get("softcap") or 0.0,
         "sinks": given.get("s_aux"),
     }
-    if q.size(1) == 1:
+    # Decoding has no backward.
+    if q.size(1) == 1 and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)):
         begins = None
         if key_ranges is not None:
             begins = key_ranges[:, 0, 0].expand(q.size(0)).contiguous()
