@@ -88,7 +88,7 @@ ROOMS = {
         rooms=(
             *("core", "attention/params.h", "attention/cuda/numeric.cuh"),
             *("attention/cuda/key_bounds.h", "attention/cuda/softcap.cuh"),
-            "peer_sync/dependent_launch.cuh",
+            *("attention/cuda/query_bounds.h", "peer_sync/dependent_launch.cuh"),
         ),
         libraries=("cuda",),
     ),
@@ -96,7 +96,7 @@ ROOMS = {
         rooms=(
             *("core", "peer_sync", "attention/params.h", "attention/cuda/alignment.h"),
             *("attention/cuda/numeric.cuh", "attention/cuda/key_bounds.h"),
-            "attention/cuda/softcap.cuh",
+            *("attention/cuda/query_bounds.h", "attention/cuda/softcap.cuh"),
             "attention/cuda/sm90/scheduler",
         ),
         libraries=("cuda",),
@@ -145,7 +145,8 @@ ROOMS = {
     "ring": Room(
         rooms=(
             *("core", "testing", "partition", "attention/params.h", "transport/transport.h"),
-            "attention/block_attention.h",
+            *("transport/p2p_transport.h", "attention/attention_call.h"),
+            *("attention/block_attention.h", "attention/block_attention_backward.h"),
         ),
         libraries=("torch", "cuda"),
     ),
@@ -153,8 +154,9 @@ ROOMS = {
         rooms=(
             *("core", "partition", "ring", "transport/group/group_context.h"),
             *("transport/p2p_transport.h", "transport/registry.h"),
-            *("attention/block_attention.h", "attention/decode_attention.h"),
-            *("attention/merge_states.h", "attention/tensor_params.h", "decode_step"),
+            *("attention/block_attention.h", "attention/block_attention_backward.h"),
+            *("attention/decode_attention.h", "attention/merge_states.h"),
+            *("attention/tensor_params.h", "decode_step"),
         ),
         libraries=("torch", "cuda", "dispatcher"),
     ),

@@ -62,4 +62,11 @@ struct AttentionResult {
   int64_t final_end = 0;
 };
 
+/// What reaches the rows of a call from behind, and what their forward left.
+struct RowGradients {
+  at::Tensor grad_out;  // [B, S_q, H, D], q's dtype
+  at::Tensor lse;       // [B, H, S_q], state dtype, contiguous: over all keys that the rows see
+  at::Tensor delta;     // [B, H, S_q], state dtype, contiguous: rowsum(grad_out * out) - grad_lse
+};
+
 }  // namespace ringattn

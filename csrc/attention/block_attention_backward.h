@@ -11,13 +11,6 @@
 
 namespace ringattn {
 
-/// What reaches the rows of a call from behind, and what their forward left.
-struct RowGradients {
-  at::Tensor grad_out;  // [B, S_q, H, D], q's dtype
-  at::Tensor lse;       // [B, H, S_q], state dtype, contiguous: over all keys that the rows see
-  at::Tensor delta;     // [B, H, S_q], state dtype, contiguous: see attention_delta()
-};
-
 /// rowsum(grad_out * out) - grad_lse, [B, H, S_q], state dtype. `grad_lse` may be undefined: 0.
 RINGATTN_API at::Tensor attention_delta(const at::Tensor& grad_out, const at::Tensor& grad_lse,
                                         const at::Tensor& out);

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "attention/block_attention_backward.h"
+#include <ATen/core/Tensor.h>
+
+#include "attention/attention_call.h"
 
 namespace ringattn::cpu {
 

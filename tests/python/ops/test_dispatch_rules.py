@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of csrc/ops/dispatch_rules.cpp: each operator has a rule, and its kernels follow it."""
 
+import re
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ OPERATORS = sorted(
 )
 TENSOR = torch.zeros(1, 2, 2, 8)
 VALUES = {"float": 1.0, "int": 1, "bool": True, "str": "", "List[int]": [2]}
-CAST = {name: ["q", "k", "v"] for name in OPERATORS if name.endswith("attention") or name == "block_attention_"} | {
+CASTING = [name for name in OPERATORS if re.search(r"attention_?$", name)]
+CAST = {name: ["q", "k", "v"] for name in CASTING} | {
     "ring_forward": ["q", "k", "v"],
     "rotate_kv": ["kv"],
 }
