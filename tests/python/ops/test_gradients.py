@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import ringattn
 import torch
+import torch.distributed as dist
 from _distributed import RankPool, this
 from _gradients import check_ring_gradients, compare, ring_gradients
 from _rings import SPLITS, Case
-from ringattn import Partition
+from ringattn import _C, Partition
 from test_masks import HALVES, random_case
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
@@ -260,3 +261,55 @@ def test_gradients_are_the_same_bits_in_deterministic_mode(ring: RankPool) -> No
     first, second = (ring.run(ring_gradients, case, True) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def names_of_transports() -> list[str]:
+    """Those that can carry tensors of this rank's device."""
+    if this().device.type == "cpu":
+        return ["process_group"]
+    with_nccl = "nccl" in str(dist.get_backend_config())
+    return [name for name in _C.transports() if with_nccl or name == "symmetric"]
+
+
+def test_gradients_return_over_every_transport(ring: RankPool) -> None:
+    (names, *_) = ring.run(names_of_transports)
+    for lengths, order in SPLITS[ring.world_size]:
+        partition = Partition.zigzag(lengths, order=order)
+        for name in names:
+            dtype = torch.float32 if ring.device_type == "cpu" else torch.bfloat16
+            window = Case(partition, dtype, transport=name, window_size=(9, 0))
+            check_ring_gradients(ring, window)
+            check_ring_gradients(ring, Case(partition, dtype, transport=name, depth=1))
+
+
+def replayed_gradients(case: Case) -> list[list[torch.Tensor]]:
+    """dq, dk and dv of other inputs: of a captured call, and of a call."""
+    inputs = [x.requires_grad_() for x in case.local_inputs()]
+    of_out = case.partition.shard(torch.randn_like(case.inputs(this().device)[0]), this().rank)
+
+    def step() -> list[torch.Tensor]:
+        out = ringattn.ring_attention(*inputs, case.partition, window_size=case.window_size)
+        return list(torch.autograd.grad(out, inputs, of_out))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in inputs:
+            x.mul_(0.5)
+    graph.replay()
+    ringattn.synchronize()
+    return [[x.cpu() for x in captured], [x.cpu() for x in step()]]
+
+
+def test_a_cuda_graph_holds_both_passes(ring: RankPool) -> None:
+    if ring.device_type != "cuda":
+        pytest.skip("a graph is of CUDA")
+    case = Case(Partition.even(600, ring.world_size), torch.bfloat16, window_size=(100, 0))
+    for captured, eager in ring.run(replayed_gradients, case):
+        for a, b in zip(captured, eager, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
