@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <random>
 #include <sstream>
@@ -18,13 +15,13 @@
 #include "attention/cuda/block_attention_backward.h"
 #include "catch.h"
 #include "device.h"
+#include "strided_tensor.h"
 
 // Calls of the backward of block attention (params.h) beside plain loops in float64. What may not
 // be read is NaN: between the rows of strided tensors, keys that no row sees, rows that see none.
 
 namespace ringattn::testing::backward_calls {
 
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 /// Which rows see each key.
@@ -45,6 +42,13 @@ struct Case {
   bool deterministic = false;
   uint32_t seed = 1;
 
+  Tensor queries(DataType type) const {
+    return {type, batch, num_queries, heads, head_dim, strided};
+  }
+  Tensor keys_or_values(DataType type) const {
+    return {type, batch, num_keys, kv_heads, head_dim, strided};
+  }
+
   std::string text() const {
     std::ostringstream text;
     text << "dtype " << static_cast<int>(dtype) << ", keys of kind " << static_cast<int>(keys)
@@ -55,99 +59,6 @@ struct Case {
          << ", seed " << seed;
     return text.str();
   }
-};
-
-inline int bytes_of(DataType dtype) { return dtype == DataType::kFloat32 ? 4 : 2; }
-
-/// x as `dtype` holds it, in 16 or 32 bits.
-inline uint32_t to_bits(float x, DataType dtype) {
-  if (dtype == DataType::kFloat16) return __half_as_ushort(__float2half(x));
-  if (dtype == DataType::kBFloat16) return __bfloat16_as_ushort(__float2bfloat16(x));
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(x));
-  return bits;
-}
-
-inline float from_bits(uint32_t bits, DataType dtype) {
-  if (dtype == DataType::kFloat16) return __half2float(__ushort_as_half(bits));
-  if (dtype == DataType::kBFloat16) return __bfloat162float(__ushort_as_bfloat16(bits));
-  float x;
-  std::memcpy(&x, &bits, sizeof(x));
-  return x;
-}
-
-/// A tensor [B, S, H, D] on the device, and its values here. Between strided rows lies NaN.
-class Tensor {
- public:
-  Tensor(const Case& c, DataType dtype, int rows, int heads)
-      : dtype_(dtype), batch_(c.batch), rows_(rows), heads_(heads), dim_(c.head_dim) {
-    const int gap = c.strided ? 8 : 0;
-    head_stride_ = dim_ + gap;
-    row_stride_ = head_stride_ * heads_ + gap;
-    batch_stride_ = row_stride_ * (rows_ + (c.strided ? 3 : 0));
-    values.assign(size_t(batch_) * rows_ * heads_ * dim_, kNaN);
-    const size_t bytes = std::max<size_t>(1, batch_stride_ * batch_ * bytes_of(dtype_));
-    REQUIRE(cudaMalloc(&data_, bytes) == cudaSuccess);
-  }
-  ~Tensor() { cudaFree(data_); }
-  Tensor(const Tensor&) = delete;
-  Tensor& operator=(const Tensor&) = delete;
-
-  float& at(int b, int i, int h, int d) {
-    return values[((size_t(b) * rows_ + i) * heads_ + h) * dim_ + d];
-  }
-  float* row(int b, int i, int h) { return &at(b, i, h, 0); }
-
-  void fill_normal(std::mt19937& random) {
-    std::normal_distribution<float> normal;
-    for (float& x : values) x = from_bits(to_bits(normal(random), dtype_), dtype_);
-  }
-
-  Strided copy_to_device() {
-    std::vector<unsigned char> memory = packed();
-    REQUIRE(cudaMemcpy(data_, memory.data(), memory.size(), cudaMemcpyDefault) == cudaSuccess);
-    return {data_, batch_stride_, row_stride_, head_stride_};
-  }
-
-  /// Reads the values back. What lies between the rows must be as it was.
-  void copy_from_device() {
-    std::vector<unsigned char> before = packed(), memory(before.size());
-    REQUIRE(cudaMemcpy(memory.data(), data_, memory.size(), cudaMemcpyDefault) == cudaSuccess);
-    for_each([&](float& x, size_t offset) {
-      uint32_t bits = 0;
-      std::memcpy(&bits, &memory[offset], bytes_of(dtype_));
-      x = from_bits(bits, dtype_);
-      std::memcpy(&before[offset], &bits, bytes_of(dtype_));
-    });
-    CHECK(before == memory);
-  }
-
-  std::vector<float> values;
-
- private:
-  template <typename Use>
-  void for_each(const Use& use) {
-    for (int b = 0; b < batch_; ++b)
-      for (int i = 0; i < rows_; ++i)
-        for (int h = 0; h < heads_; ++h)
-          for (int d = 0; d < dim_; ++d)
-            use(at(b, i, h, d), size_t(b * batch_stride_ + i * row_stride_ + h * head_stride_ + d) *
-                                    bytes_of(dtype_));
-  }
-
-  std::vector<unsigned char> packed() {
-    std::vector<unsigned char> memory(size_t(batch_stride_) * batch_ * bytes_of(dtype_), 0xff);
-    for_each([&](float& x, size_t offset) {
-      const uint32_t bits = to_bits(x, dtype_);
-      std::memcpy(&memory[offset], &bits, bytes_of(dtype_));
-    });
-    return memory;
-  }
-
-  DataType dtype_;
-  int batch_, rows_, heads_, dim_;
-  int64_t batch_stride_, row_stride_, head_stride_;
-  void* data_ = nullptr;
 };
 
 /// [S_k, 2], both columns never decreasing, some entries outside [0, S_q].
@@ -184,9 +95,9 @@ struct Problem {
   Case c;
   std::vector<int32_t> ranges;
   Tensor q, k, v, grad_out, dq, dk, dv;
-  std::vector<float> lse, delta;                           // [B, H, S_q]
-  std::vector<double> want_dq, want_dk, want_dv;           // as the tensors
-  std::vector<double> bound_dq, bound_dk, bound_dv;        // what their errors may be
+  std::vector<float> lse, delta;                     // [B, H, S_q]
+  std::vector<double> want_dq, want_dk, want_dv;     // as the tensors
+  std::vector<double> bound_dq, bound_dk, bound_dv;  // what their errors may be
   std::vector<float> dq_before;
 
   bool sees(int row, int key) const {
@@ -197,13 +108,13 @@ struct Problem {
   explicit Problem(const Case& given)
       : c(given),
         ranges(table(c)),
-        q(c, c.dtype, c.num_queries, c.heads),
-        k(c, c.dtype, c.num_keys, c.kv_heads),
-        v(c, c.dtype, c.num_keys, c.kv_heads),
-        grad_out(c, c.dtype, c.num_queries, c.heads),
-        dq(c, DataType::kFloat32, c.num_queries, c.heads),
-        dk(c, DataType::kFloat32, c.num_keys, c.kv_heads),
-        dv(c, DataType::kFloat32, c.num_keys, c.kv_heads),
+        q(c.queries(c.dtype)),
+        k(c.keys_or_values(c.dtype)),
+        v(c.keys_or_values(c.dtype)),
+        grad_out(c.queries(c.dtype)),
+        dq(c.queries(DataType::kFloat32)),
+        dk(c.keys_or_values(DataType::kFloat32)),
+        dv(c.keys_or_values(DataType::kFloat32)),
         lse(size_t(c.batch) * c.heads * c.num_queries, kNaN),
         delta(lse.size(), kNaN) {
     std::mt19937 random(c.seed);
@@ -270,9 +181,9 @@ struct Problem {
             }
             const double ds = p * dp * slopes[j] * c.scale;
             // A softcap that saturates leaves few bits of its slope.
-            const double error = unit * std::abs(ds) +
-                                 fine * p * size * (c.softcap != 0.0 ? 4.0 : 1.0) *
-                                     std::abs(c.scale);
+            const double error = unit * std::abs(ds) + fine * p * size *
+                                                           (c.softcap != 0.0 ? 4.0 : 1.0) *
+                                                           std::abs(c.scale);
             for (int d = 0; d < dim; ++d) {
               const size_t query_at = ((size_t(b) * c.num_queries + i) * c.heads + h) * dim + d;
               const size_t key_at =

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "attention/cuda/block_attention_backward.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -8,6 +6,7 @@
 #include <type_traits>
 
 #include "attention/cuda/alignment.h"
+#include "attention/cuda/block_attention_backward.h"
 #include "attention/cuda/sm80/launch.h"
 
 namespace ringattn::cuda {
@@ -105,7 +104,7 @@ cudaError_t attention_delta(const AttentionDeltaParams& p, cudaStream_t stream) 
 cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.num_keys == 0 || p.num_kv_heads == 0) return cudaSuccess;
   if (p.deterministic && p.semaphores == nullptr && p.num_queries > 0) return cudaErrorInvalidValue;
-  // The families that are faster where they run come here.
+  // Families for newer devices are asked first, here.
   switch (p.dtype) {
     case DataType::kFloat16:
       return dispatch_head_dim<__half>(p, stream);

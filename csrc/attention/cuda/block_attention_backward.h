@@ -15,9 +15,9 @@ RINGATTN_API cudaError_t attention_delta(const AttentionDeltaParams& p, cudaStre
 /// capability 8.0 and aligned rows (alignment.h), those of dq, dk and dv too. Without queries dk
 /// and dv become 0; without keys nothing is launched.
 ///
-/// What a row or a key may be NaN without a trace elsewhere: keys that no row sees, rows that see
-/// no key of a tile of keys or whose lse is -inf. A NaN of other rows and keys reaches the
-/// gradients of what sees it, and may reach those of its neighbours in a tile, less than 64 away.
+/// Keys that no row sees may be NaN, and so may rows whose lse is -inf and rows before the first or
+/// behind the last that sees a key. A NaN elsewhere reaches the gradients of what sees it, and may
+/// reach those of its neighbours, less than 128 rows or keys away.
 RINGATTN_API cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p,
                                                   cudaStream_t stream);
 

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <random>
+#include <vector>
 
 #include "backward_calls.h"
 
@@ -10,6 +13,8 @@ namespace {
 
 using namespace ringattn::testing::backward_calls;
 using ringattn::DataType;
+using ringattn::testing::kNaN;
+using ringattn::testing::Tensor;
 
 constexpr DataType kTypes[] = {DataType::kFloat16, DataType::kBFloat16, DataType::kFloat32};
 
@@ -214,7 +219,7 @@ TEST_CASE("delta is the product of a gradient and its result, without the gradie
             c.head_dim = head_dim;
             c.strided = strided;
             c.num_queries = 37;
-            Tensor grad_out(c, dtype, c.num_queries, c.heads), out(c, dtype, c.num_queries, c.heads);
+            Tensor grad_out = c.queries(dtype), out = c.queries(dtype);
             std::mt19937 random(7);
             grad_out.fill_normal(random);
             out.fill_normal(random);

@@ -16,7 +16,7 @@ namespace ringattn::cuda::sm80 {
 ///   kScoreWarpsQ x kScoreWarpsK   over [queries, keys], of P and dS; other warps have no part
 ///   kKeyWarpsK x kKeyWarpsD       over [keys, head dim], of dk and dv
 ///   kQueryWarpsQ x kQueryWarpsD   over [queries, head dim], of dq
-/// All fit 99 KB, what the smaller chips have.
+/// With kSharesScores P and dS take turns in one place. All fit 99 KB, what the smaller chips have.
 template <typename Element, int kHeadDim>
 struct BackwardTileShape;
 
@@ -24,11 +24,10 @@ template <typename Element_>
 struct BackwardTileShape<Element_, 64> {
   using Element = Element_;
   static constexpr int kHeadDim = 64;
-  static constexpr int kBlockQ = 64, kBlockK = 64, kWarps = 4, kBlocksPerSm = 3;
+  static constexpr int kBlockQ = 128, kBlockK = 64, kWarps = 4, kBlocksPerSm = 2;
   static constexpr int kScoreWarpsQ = 2, kScoreWarpsK = 2;
   static constexpr int kKeyWarpsK = 2, kKeyWarpsD = 2;
   static constexpr int kQueryWarpsQ = 2, kQueryWarpsD = 2;
-  static constexpr int kQueryPasses = 1;
   static constexpr bool kSharesScores = false;
 };
 
@@ -40,7 +39,6 @@ struct BackwardTileShape<Element_, 128> {
   static constexpr int kScoreWarpsQ = 2, kScoreWarpsK = 2;
   static constexpr int kKeyWarpsK = 2, kKeyWarpsD = 2;
   static constexpr int kQueryWarpsQ = 2, kQueryWarpsD = 2;
-  static constexpr int kQueryPasses = 1;
   static constexpr bool kSharesScores = false;
 };
 
@@ -52,7 +50,6 @@ struct BackwardTileShape<Element_, 256> {
   static constexpr int kScoreWarpsQ = 2, kScoreWarpsK = 2;
   static constexpr int kKeyWarpsK = 2, kKeyWarpsD = 2;
   static constexpr int kQueryWarpsQ = 2, kQueryWarpsD = 2;
-  static constexpr int kQueryPasses = 1;
   static constexpr bool kSharesScores = false;
 };
 
@@ -64,7 +61,6 @@ struct BackwardTileShape<float, 64> {
   static constexpr int kScoreWarpsQ = 2, kScoreWarpsK = 2;
   static constexpr int kKeyWarpsK = 4, kKeyWarpsD = 1;
   static constexpr int kQueryWarpsQ = 2, kQueryWarpsD = 2;
-  static constexpr int kQueryPasses = 1;
   static constexpr bool kSharesScores = false;
 };
 
@@ -76,7 +72,6 @@ struct BackwardTileShape<float, 128> {
   static constexpr int kScoreWarpsQ = 2, kScoreWarpsK = 2;
   static constexpr int kKeyWarpsK = 2, kKeyWarpsD = 2;
   static constexpr int kQueryWarpsQ = 2, kQueryWarpsD = 2;
-  static constexpr int kQueryPasses = 1;
   static constexpr bool kSharesScores = false;
 };
 
@@ -88,9 +83,40 @@ struct BackwardTileShape<float, 256> {
   static constexpr int kScoreWarpsQ = 1, kScoreWarpsK = 2;
   static constexpr int kKeyWarpsK = 2, kKeyWarpsD = 2;
   static constexpr int kQueryWarpsQ = 1, kQueryWarpsD = 4;
-  static constexpr int kQueryPasses = 1;
   static constexpr bool kSharesScores = true;
 };
+
+/// Tiles for chips with 163 KB, where they are faster.
+template <typename Element, int kHeadDim>
+struct LargeBackwardTileShape : BackwardTileShape<Element, kHeadDim> {};
+
+template <typename Element_>
+struct LargeBackwardTileShape<Element_, 128> {
+  using Element = Element_;
+  static constexpr int kHeadDim = 128;
+  static constexpr int kBlockQ = 64, kBlockK = 128, kWarps = 8, kBlocksPerSm = 1;
+  static constexpr int kScoreWarpsQ = 2, kScoreWarpsK = 4;
+  static constexpr int kKeyWarpsK = 4, kKeyWarpsD = 2;
+  static constexpr int kQueryWarpsQ = 4, kQueryWarpsD = 2;
+  static constexpr bool kSharesScores = false;
+};
+
+template <typename Element_>
+struct LargeBackwardTileShape<Element_, 256> {
+  using Element = Element_;
+  static constexpr int kHeadDim = 256;
+  static constexpr int kBlockQ = 64, kBlockK = 64, kWarps = 8, kBlocksPerSm = 1;
+  static constexpr int kScoreWarpsQ = 2, kScoreWarpsK = 4;
+  static constexpr int kKeyWarpsK = 2, kKeyWarpsD = 4;
+  static constexpr int kQueryWarpsQ = 2, kQueryWarpsD = 4;
+  static constexpr bool kSharesScores = false;
+};
+
+template <>
+struct LargeBackwardTileShape<float, 128> : BackwardTileShape<float, 128> {};
+
+template <>
+struct LargeBackwardTileShape<float, 256> : BackwardTileShape<float, 256> {};
 
 template <typename Shape>
 struct BackwardTile : Shape {
@@ -102,7 +128,7 @@ struct BackwardTile : Shape {
   static constexpr int kKeyM = Shape::kBlockK / Shape::kKeyWarpsK / 16;
   static constexpr int kKeyN = Shape::kHeadDim / Shape::kKeyWarpsD / 8;
   static constexpr int kQueryM = Shape::kBlockQ / Shape::kQueryWarpsQ / 16;
-  static constexpr int kQueryN = Shape::kHeadDim / Shape::kQueryWarpsD / Shape::kQueryPasses / 8;
+  static constexpr int kQueryN = Shape::kHeadDim / Shape::kQueryWarpsD / 8;
   static_assert(kScoreWarps <= Shape::kWarps);
   static_assert(Shape::kKeyWarpsK * Shape::kKeyWarpsD == Shape::kWarps);
   static_assert(Shape::kQueryWarpsQ * Shape::kQueryWarpsD == Shape::kWarps);
@@ -120,20 +146,31 @@ struct BackwardTile : Shape {
   using ScoresTransposed = TileLayout<Layout::kTransposed, kScoresPitch>;
 
   using Scores = TileProduct<Element, kScoreM, kScoreN, Shape::kHeadDim, Inputs, Inputs>;
-  using KeyGradients = TileProduct<Element, kKeyM, kKeyN, Shape::kBlockQ, ScoresTransposed,
-                                   InputsTransposed>;
-  using QueryGradients = TileProduct<Element, kQueryM, kQueryN, Shape::kBlockK, ScoresRowMajor,
-                                     InputsTransposed>;
+  using KeyGradients =
+      TileProduct<Element, kKeyM, kKeyN, Shape::kBlockQ, ScoresTransposed, InputsTransposed>;
+  using QueryGradients =
+      TileProduct<Element, kQueryM, kQueryN, Shape::kBlockK, ScoresRowMajor, InputsTransposed>;
 
   static constexpr int kScoresBytes = Shape::kBlockQ * kScoresPitch;
-  static constexpr int kSharedBytes =
-      2 * CopyQ::kBytes + 2 * CopyK::kBytes + (Shape::kSharesScores ? 1 : 2) * kScoresBytes +
-      (Shape::kBlockK + Shape::kBlockQ) * 8;  // ranges of keys, statistics of rows
-  static_assert(kSharedBytes <= 99 * 1024);
+  static constexpr int kStageBytes = 2 * CopyQ::kBytes + Shape::kBlockQ * 8;  // with statistics
+  static constexpr int kSharedBytes = 2 * CopyK::kBytes +
+                                      (Shape::kSharesScores ? 1 : 2) * kScoresBytes +
+                                      Shape::kBlockK * 8;  // ranges of keys
+  static constexpr int shared_bytes(int num_stages) {
+    return kSharedBytes + num_stages * kStageBytes;
+  }
 
-  /// Where a warp's part of dk and dv begins.
-  __device__ static int key_row(int warp) { return warp / Shape::kKeyWarpsD * kKeyM * 16; }
-  __device__ static int key_column(int warp) { return warp % Shape::kKeyWarpsD * kKeyN * 8; }
+  /// Where this warp's part of each product begins.
+  __device__ static unsigned warp() { return thread_index_again() / kWarpSize; }
+  __device__ static unsigned score_row() { return warp() / Shape::kScoreWarpsK * kScoreM * 16; }
+  __device__ static unsigned score_column() { return warp() % Shape::kScoreWarpsK * kScoreN * 8; }
+  __device__ static unsigned key_row() { return warp() / Shape::kKeyWarpsD * kKeyM * 16; }
+  __device__ static unsigned key_column() { return warp() % Shape::kKeyWarpsD * kKeyN * 8; }
+  __device__ static unsigned query_row() { return warp() / Shape::kQueryWarpsD * kQueryM * 16; }
+  __device__ static unsigned query_column() { return warp() % Shape::kQueryWarpsD * kQueryN * 8; }
+  __device__ static bool has_scores() {
+    return kScoreWarps == Shape::kWarps || warp() < kScoreWarps;
+  }
 
   /// tile = tensor[first_row : first_row + kBlockQ]; rows outside [begin, end) and columns from
   /// head_dim on are zero. head: row 0 of a tensor [rows, head_dim].
@@ -141,7 +178,7 @@ struct BackwardTile : Shape {
                                                       int64_t row_stride, int head_dim,
                                                       int first_row, int begin, int end) {
     // As in TileCopy, but no address keeps a register until the next tile.
-    const int thread = thread_index_again();
+    const unsigned thread = thread_index_again();
     const int row = thread / 8, chunk = thread % 8;
     constexpr int kChunk = kChunkBytes / sizeof(Element), kLine = kLineBytes / sizeof(Element);
     const int lines = (head_dim - chunk * kChunk + kLine - 1) / kLine;
@@ -162,11 +199,11 @@ struct BackwardTile : Shape {
 
   /// A warp's P or dS, rounded, into a tile [kBlockQ, kBlockK].
   __device__ static __forceinline__ void store_scores(unsigned char* tile,
-                                                      const typename Scores::Sums& sums,
-                                                      int first_row, int first_column) {
-    Scores::for_each(sums, [&](int row, int column, float2 x) {
-      const int byte = (first_column + column) * static_cast<int>(sizeof(Element));
-      const int at = first_row + row;
+                                                      const typename Scores::Sums& sums) {
+    const unsigned first_row = score_row(), first_column = score_column();
+    Scores::for_each(sums, [&](unsigned row, unsigned column, float2 x) {
+      const unsigned byte = (first_column + column) * sizeof(Element);
+      const unsigned at = first_row + row;
       unsigned char* to = tile + at * kScoresPitch + byte / kLineBytes * kLineBytes +
                           (byte % kLineBytes / kChunkBytes ^ at % 8) * kChunkBytes +
                           byte % kChunkBytes;

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/cuda/query_bounds.h"
 #include "attention/cuda/sm80/backward_tile.cuh"
@@ -20,25 +21,6 @@
 // tile's share of dq is added to global memory.
 
 namespace ringattn::cuda::sm80 {
-
-/// The order in which thread blocks take (key tile, KV head): groups of heads whose queries fit L2
-/// together; within a group key tiles in ascending order. Under a diagonal those are the longest
-/// first, and no thread block waits for one of a higher index (query_gradients.cuh).
-struct KeyTileOrder {
-  int key_tiles;
-  int heads;            // B * H_kv
-  int heads_per_group;  // of KV heads
-
-  __device__ void find(KeyTileWork& work, int num_kv_heads, int block) const {
-    const int group_blocks = key_tiles * heads_per_group;
-    const int group_head = block / group_blocks * heads_per_group;
-    const int group_heads = min(heads_per_group, heads - group_head);
-    const int in_group = block % group_blocks;
-    work.key_tile = in_group / group_heads;
-    work.batch = (group_head + in_group % group_heads) / num_kv_heads;
-    work.kv_head = (group_head + in_group % group_heads) % num_kv_heads;
-  }
-};
 
 /// What a query row adds to its scores, in powers of two, and to the gradients of P. Rows that have
 /// no share in the result get probabilities of 0.
@@ -59,22 +41,33 @@ struct BackwardSteps {
   KeyTileWork& work;
   unsigned char* const shared;
 
-  // Shared memory: k, v, q, grad_out, P, dS, ranges of the keys, statistics of the rows.
-  static constexpr int kV = Tile::CopyK::kBytes, kQ = 2 * kV, kGradOut = kQ + Tile::CopyQ::kBytes,
-                       kP = kGradOut + Tile::CopyQ::kBytes,
+  // Shared memory: k, v, P, dS, ranges of the keys; and for each stage q, grad_out, and statistics
+  // of the rows.
+  static constexpr int kV = Tile::CopyK::kBytes, kP = 2 * kV,
                        kScoreGradients = kP + (Tile::kSharesScores ? 0 : Tile::kScoresBytes),
                        kRanges = kScoreGradients + Tile::kScoresBytes,
-                       kStats = kRanges + Tile::kBlockK * sizeof(QueryRange);
-  static_assert(kStats + Tile::kBlockQ * sizeof(RowStats) == Tile::kSharedBytes);
+                       kStages = kRanges + Tile::kBlockK * sizeof(QueryRange),
+                       kGradOut = Tile::CopyQ::kBytes, kStats = 2 * kGradOut;  // of a stage
+  static_assert(kStages == Tile::kSharedBytes && kStages % kLineBytes == 0);
+  static_assert(kStats + Tile::kBlockQ * sizeof(RowStats) == Tile::kStageBytes);
 
   __device__ uint32_t address(int offset) const { return shared_address(shared) + offset; }
   __device__ QueryRange* ranges() const { return reinterpret_cast<QueryRange*>(shared + kRanges); }
-  __device__ RowStats* row_stats() const { return reinterpret_cast<RowStats*>(shared + kStats); }
+  __device__ RowStats* row_stats(int stage) const {
+    return reinterpret_cast<RowStats*>(shared + stage + kStats);
+  }
 
-  __device__ __forceinline__ void find_work(const KeyTileOrder& order) const {
+  __device__ __forceinline__ void find_work() const {
     const QueryBounds bounds = QueryBounds::of(p);
     if (threadIdx.x == 0) {
-      order.find(work, p.num_kv_heads, blockIdx.x);
+      // Key tiles in ascending order: under a diagonal, those with the most rows first. No thread
+      // block waits for one of a higher index.
+      const int heads = p.batch * p.num_kv_heads;
+      work.key_tile = blockIdx.x / heads;
+      work.batch = blockIdx.x % heads / p.num_kv_heads;
+      work.kv_head = blockIdx.x % p.num_kv_heads;
+      work.num_heads = p.num_heads / p.num_kv_heads;
+      work.first_head = work.kv_head * work.num_heads;
       work.some = {p.num_queries, 0};
       work.all = {0, p.num_queries};
     }
@@ -106,50 +99,60 @@ struct BackwardSteps {
     load(p.v, kV);
   }
 
-  __device__ __forceinline__ void load_queries(int head, int tile) const {
-    const int first_row = tile * Tile::kBlockQ;
+  __device__ int num_steps() const {
+    const int end = (work.some.end + Tile::kBlockQ - 1) / Tile::kBlockQ;
+    return (end - work.some.begin / Tile::kBlockQ) * work.num_heads;
+  }
+
+  __device__ __forceinline__ void load_queries(int stage, int step) const {
     const QueryRange rows = work.some;
-    const auto load = [&](const Strided& x, int to) {
-      Tile::load_queries(
-          address(to),
-          static_cast<const Element*>(x.data) + work.batch * x.batch_stride + head * x.head_stride,
-          x.row_stride, p.head_dim, first_row, rows.begin, rows.end);
-    };
-    load(p.q, kQ);
-    load(p.grad_out, kGradOut);
+    const int first_row = rows.begin / Tile::kBlockQ * Tile::kBlockQ;
+    KeyTileWork::Step at = {work.first_head, first_row};
+    if (step > 0) {
+      at = work.steps[(step - 1) % 2];
+      at.first_row += Tile::kBlockQ;
+      if (at.first_row >= rows.end) at = {at.head + 1, first_row};
+    }
     const int thread = thread_index_again();
-    const int row = first_row + thread;
-    if (thread < Tile::kBlockQ && row >= rows.begin && row < rows.end) {
-      const int64_t at = work.batch * p.lse_batch_stride + head * p.lse_head_stride + row;
-      const uint32_t to = address(kStats) + thread * sizeof(RowStats);
-      copy_float_async(to, p.lse + at);
-      copy_float_async(to + sizeof(float), p.delta + at);
+    if (thread == 0) work.steps[step % 2] = at;
+    const auto load = [&](const Strided& x, int to) {
+      Tile::load_queries(address(to),
+                         static_cast<const Element*>(x.data) + work.batch * x.batch_stride +
+                             at.head * x.head_stride,
+                         x.row_stride, p.head_dim, at.first_row, rows.begin, rows.end);
+    };
+    load(p.q, stage);
+    load(p.grad_out, stage + kGradOut);
+    if (thread >= Tile::kBlockQ) return;
+    const int row = at.first_row + thread;
+    if (row >= rows.begin && row < rows.end) {
+      const int64_t from = work.batch * p.lse_batch_stride + at.head * p.lse_head_stride + row;
+      const uint32_t to = address(stage + kStats) + thread * sizeof(RowStats);
+      copy_float_async(to, p.lse + from);
+      copy_float_async(to + sizeof(float), p.delta + from);
+    } else {
+      row_stats(stage)[thread] = {INFINITY, 0.0f};
     }
   }
 
-  /// When the tile's own copies have arrived: statistics of its rows, and a barrier.
-  __device__ __forceinline__ void prepare_rows(int tile) const {
+  /// When the tile's own copies have arrived: lse becomes minus_lse of its rows. And a barrier.
+  __device__ __forceinline__ void prepare_rows(int stage) const {
     const int thread = thread_index_again();
     bool is_empty = false;  // a row that sees no key
     if (thread < Tile::kBlockQ) {
-      RowStats& stats = row_stats()[thread];
-      const int row = tile * Tile::kBlockQ + thread;
-      const bool exists = row >= work.some.begin && row < work.some.end;
-      is_empty = exists && stats.minus_lse == -INFINITY;
-      if (!exists || is_empty) {
-        stats = {-INFINITY, 0.0f};
-      } else {
-        stats.minus_lse *= -kLog2E;
-      }
+      RowStats& stats = row_stats(stage)[thread];
+      is_empty = stats.minus_lse == -INFINITY;
+      stats.minus_lse *= is_empty ? kLog2E : -kLog2E;
+      if (is_empty) stats.delta = 0.0f;
     }
     // The tile has arrived, and no thread reads P and dS of the previous one any more.
     if (!__syncthreads_or(is_empty)) return;
     // Whatever such a row holds, it must not reach a sum: 0 * NaN is NaN.
     for (int row = 0; row < Tile::kBlockQ; ++row) {
-      if (row_stats()[row].minus_lse != -INFINITY) continue;
+      if (row_stats(stage)[row].minus_lse != -INFINITY) continue;
       for (int i = thread * sizeof(int); i < Tile::kInputPitch; i += Tile::kThreads * sizeof(int)) {
-        for (const int x : {kQ, kGradOut}) {
-          *reinterpret_cast<int*>(shared + x + row * Tile::kInputPitch + i) = 0;
+        for (const int x : {0, kGradOut}) {
+          *reinterpret_cast<int*>(shared + stage + x + row * Tile::kInputPitch + i) = 0;
         }
       }
     }
@@ -158,10 +161,11 @@ struct BackwardSteps {
 
   /// s = P = exp(scale * q @ k.T - lse), ds = P * (grad_out @ v.T - delta), without the mask.
   __device__ __forceinline__ void find_scores(typename Scores::Sums& s, typename Scores::Sums& ds,
-                                              int first_row, int first_column) const {
-    Scores::add(s, address(kQ), first_row, address(0), first_column);
-    Scores::add(ds, address(kGradOut), first_row, address(kV), first_column);
-    const RowStats* stats = row_stats() + first_row + thread_index_again() % kWarpSize / 4;
+                                              int stage) const {
+    Scores::add_both(s, ds, address(stage), Tile::score_row(), kGradOut, address(0),
+                     Tile::score_column(), kV);
+    const int lane_row = thread_index_again() % kWarpSize / 4;
+    const RowStats* stats = row_stats(stage) + Tile::score_row() + lane_row;
     const auto for_each = [&](const auto& use) {
 #pragma unroll
       for (int m = 0; m < Tile::kScoreM; ++m)
@@ -193,15 +197,18 @@ struct BackwardSteps {
 
   /// 0 where a row does not see a key. Replaced, not multiplied: a NaN behind the mask stays there.
   __device__ __forceinline__ void mask(typename Scores::Sums& s, typename Scores::Sums& ds,
-                                       int first_row, int first_column) const {
+                                       int first_row) const {
     const int lane = thread_index_again() % kWarpSize;
-    const QueryRange* seen_by = ranges() + first_column + lane % 4 * 2;
+    const int lane_row = first_row + Tile::score_row() + lane / 4;
+    const uint32_t seen_by =
+        address(kRanges) + (Tile::score_column() + lane % 4 * 2) * sizeof(QueryRange);
 #pragma unroll
-    for (int n = 0; n < Tile::kScoreN; ++n)
+    for (int n = 0; n < Tile::kScoreN; ++n) {
+      const auto [first, second] = load_ranges(seen_by + 8 * n * sizeof(QueryRange));
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int begin = seen_by[8 * n + c].begin - first_row - lane / 4;
-        const int end = seen_by[8 * n + c].end - first_row - lane / 4;
+        const int begin = (c == 0 ? first : second).begin - lane_row;
+        const int end = (c == 0 ? first : second).end - lane_row;
 #pragma unroll
         for (int m = 0; m < Tile::kScoreM; ++m)
 #pragma unroll
@@ -211,51 +218,62 @@ struct BackwardSteps {
             s[m][n][2 * half + c] = ds[m][n][2 * half + c] = 0.0f;
           }
       }
+    }
   }
 
-  __device__ bool all_see(int tile) const {
-    const int first_row = max(tile * Tile::kBlockQ, work.some.begin);
-    const int rows_end = min((tile + 1) * Tile::kBlockQ, work.some.end);
-    return work.all.begin <= first_row && rows_end <= work.all.end;
+  struct RangesOfTwo {
+    QueryRange first, second;
+  };
+  /// Note: volatile, or the compiler loads all of them first, which takes too many registers.
+  __device__ static __forceinline__ RangesOfTwo load_ranges(uint32_t address) {
+    RangesOfTwo two;
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(two.first.begin), "=r"(two.first.end), "=r"(two.second.begin),
+                   "=r"(two.second.end)
+                 : "r"(address));
+    return two;
+  }
+
+  __device__ bool all_see(int first_row) const {
+    return work.all.begin <= max(first_row, work.some.begin) &&
+           min(first_row + Tile::kBlockQ, work.some.end) <= work.all.end;
   }
 
   /// dv += P.T @ grad_out, dk += dS.T @ q, and dS in shared memory.
   __device__ __forceinline__ void add_key_gradients(typename KeyGradients::Sums& dk,
-                                                    typename KeyGradients::Sums& dv,
-                                                    int tile) const {
+                                                    typename KeyGradients::Sums& dv, int stage,
+                                                    int step) const {
     typename Scores::Sums s = {}, ds = {};
-    const int warp = thread_index_again() / kWarpSize;
-    const int score_row = warp / Tile::kScoreWarpsK * Tile::kScoreM * 16;
-    const int score_column = warp % Tile::kScoreWarpsK * Tile::kScoreN * 8;
-    const bool scores = Tile::kScoreWarps == Tile::kWarps || warp < Tile::kScoreWarps;
-    if (scores) {
-      find_scores(s, ds, score_row, score_column);
-      if (!all_see(tile)) mask(s, ds, tile * Tile::kBlockQ + score_row, score_column);
-      Tile::store_scores(shared + kP, s, score_row, score_column);
-      if constexpr (!Tile::kSharesScores) {
-        Tile::store_scores(shared + kScoreGradients, ds, score_row, score_column);
-      }
+    if (Tile::has_scores()) {
+      find_scores(s, ds, stage);
+      const int first_row = work.steps[step % 2].first_row;
+      if (!all_see(first_row)) mask(s, ds, first_row);
+      Tile::store_scores(shared + kP, s);
+      if constexpr (!Tile::kSharesScores) Tile::store_scores(shared + kScoreGradients, ds);
     }
     __syncthreads();
-    const int key_row = Tile::key_row(warp), key_column = Tile::key_column(warp);
-    KeyGradients::add(dv, address(kP), key_row, address(kGradOut), key_column);
     if constexpr (Tile::kSharesScores) {
+      KeyGradients::add(dv, address(kP), Tile::key_row(), address(stage + kGradOut),
+                        Tile::key_column());
       __syncthreads();
-      if (scores) Tile::store_scores(shared + kScoreGradients, ds, score_row, score_column);
+      if (Tile::has_scores()) Tile::store_scores(shared + kScoreGradients, ds);
       __syncthreads();
+      KeyGradients::add(dk, address(kScoreGradients), Tile::key_row(), address(stage),
+                        Tile::key_column());
+    } else {
+      KeyGradients::add_both(dv, dk, address(kP), Tile::key_row(), kScoreGradients - kP,
+                             address(stage + kGradOut), Tile::key_column(), -kGradOut);
     }
-    KeyGradients::add(dk, address(kScoreGradients), key_row, address(kQ), key_column);
   }
 
   /// Also of keys that no row sees, which got nothing.
   __device__ __forceinline__ void store_key_gradients(const Strided& x,
                                                       const typename KeyGradients::Sums& sums,
                                                       float scale) const {
-    const int warp = thread_index_again() / kWarpSize;
-    const int first_key = work.key_tile * Tile::kBlockK + Tile::key_row(warp);
-    const int first_column = Tile::key_column(warp);
-    float* const to = static_cast<float*>(x.data) + work.batch * x.batch_stride +
-                      work.kv_head * x.head_stride;
+    const int first_key = work.key_tile * Tile::kBlockK + Tile::key_row();
+    const int first_column = Tile::key_column();
+    float* const to =
+        static_cast<float*>(x.data) + work.batch * x.batch_stride + work.kv_head * x.head_stride;
     KeyGradients::for_each(sums, [&](int row, int column, auto values) {
       const int key = first_key + row;
       if (key >= p.num_keys || first_column + column >= p.head_dim) return;
@@ -265,81 +283,101 @@ struct BackwardSteps {
   }
 };
 
+/// num_stages: 1 or 2, of queries: with two, a tile arrives while the one before it is computed.
 template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     block_attention_backward_kernel(const __grid_constant__ BlockAttentionBackwardParams p,
-                                    const KeyTileOrder order) {
+                                    const int num_stages) {
   using Steps = BackwardSteps<Tile>;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ KeyTileWork work;
   const Steps steps = {p, work, shared};
-  steps.find_work(order);
+  steps.find_work();
 
-  const int heads_per_kv_head = p.num_heads / p.num_kv_heads;
-  const auto first_head = [&] { return work.kv_head * heads_per_kv_head; };
-  const auto first_tile = [&] { return work.some.begin / Tile::kBlockQ; };
+  const auto stage = [&](int step) {
+    return Steps::kStages + (num_stages == 2 ? step % 2 : 0) * Tile::kStageBytes;
+  };
+  const auto load_queries = [&](int step) {
+    if (step < steps.num_steps()) steps.load_queries(stage(step), step);
+    commit_copies();
+  };
   typename Tile::KeyGradients::Sums dk = {}, dv = {};
   if (!work.some.empty()) {
-    int head = first_head(), tile = first_tile();
     steps.load_keys();
-    steps.load_queries(head, tile);
-    commit_copies();
-    while (true) {
+    load_queries(0);
+    for (int step = 0; step < steps.num_steps(); ++step) {
       wait_for_copies<0>();
-      steps.prepare_rows(tile);
-      steps.add_key_gradients(dk, dv, tile);
-      __syncthreads();  // no thread reads the queries any more
-      const int this_head = head, this_tile = tile;
-      if (++tile * Tile::kBlockQ >= work.some.end) {
-        tile = first_tile();
-        ++head;
+      steps.prepare_rows(stage(step));
+      if (num_stages == 2) load_queries(step + 1);
+      steps.add_key_gradients(dk, dv, stage(step), step);
+      if (num_stages == 1) {
+        __syncthreads();  // no thread reads the queries any more
+        load_queries(step + 1);
       }
-      const bool is_last = head == first_head() + heads_per_kv_head;
-      if (!is_last) steps.load_queries(head, tile);
-      commit_copies();
       // dq += scale * dS @ k
-      add_query_gradients<Tile>(p, work, this_head, this_tile, steps.address(Steps::kScoreGradients),
+      add_query_gradients<Tile>(p, work, step, steps.address(Steps::kScoreGradients),
                                 steps.address(0));
-      if (is_last) break;
     }
   }
   steps.store_key_gradients(p.dv, dv, 1.0f);
   steps.store_key_gradients(p.dk, dk, p.scale);
 }
 
-/// KV heads whose groups' queries and their gradients take half of L2 or less.
-inline cudaError_t kv_heads_per_group(const BlockAttentionBackwardParams& p, int element_bytes,
-                                      int& heads) {
-  int device = 0, l2_bytes = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  const cudaError_t error = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device);
+/// Bytes of dynamic shared memory that a thread block may have.
+struct SharedMemory {
+  int most;          // of the only thread block of a multiprocessor
+  int of_processor;  // of all its thread blocks together
+  int reserved;      // of these, for each one's other needs
+
+  cudaError_t find() {
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    const auto get = [&](int& value, cudaDeviceAttr attribute) {
+      if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+    };
+    get(most, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    get(of_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    get(reserved, cudaDevAttrReservedSharedMemoryPerBlock);
+    reserved += kLineBytes;  // static shared memory
+    return error;
+  }
+  bool fits(int bytes, int blocks) const {
+    return bytes + kLineBytes <= most && (bytes + reserved) * blocks <= of_processor;
+  }
+};
+
+template <typename Shape>
+cudaError_t launch_backward_tile(const BlockAttentionBackwardParams& p, const SharedMemory& memory,
+                                 cudaStream_t stream) {
+  using Tile = BackwardTile<Shape>;
+  static_assert(sizeof(KeyTileWork) <= kLineBytes);
+  constexpr auto kKernel = block_attention_backward_kernel<Tile>;
+  const int64_t key_tiles = (int64_t{p.num_keys} + Tile::kBlockK - 1) / Tile::kBlockK;
+  const int64_t blocks = key_tiles * p.batch * p.num_kv_heads;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  const int num_stages = memory.fits(Tile::shared_bytes(2), Tile::kBlocksPerSm) ? 2 : 1;
+  const int bytes = Tile::shared_bytes(num_stages);
+  const cudaError_t error =
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  const int64_t row_bytes = int64_t{2} * element_bytes + sizeof(float);  // of a column
-  const int64_t head_bytes =
-      row_bytes * p.num_queries * p.head_dim * (p.num_heads / p.num_kv_heads);
-  const int64_t kv_heads = int64_t{p.batch} * p.num_kv_heads;
-  const int64_t fitting = l2_bytes / 2 / (head_bytes > 0 ? head_bytes : 1);
-  heads = static_cast<int>(fitting < 1 ? 1 : fitting > kv_heads ? kv_heads : fitting);
-  return cudaSuccess;
+  kKernel<<<static_cast<unsigned>(blocks), Tile::kThreads, bytes, stream>>>(p, num_stages);
+  return cudaGetLastError();
 }
 
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention_backward(const BlockAttentionBackwardParams& p,
                                             cudaStream_t stream) {
-  using Tile = BackwardTile<BackwardTileShape<Element, kHeadDim>>;
-  constexpr auto kKernel = block_attention_backward_kernel<Tile>;
-  KeyTileOrder order;
-  order.key_tiles = (p.num_keys + Tile::kBlockK - 1) / Tile::kBlockK;
-  order.heads = p.batch * p.num_kv_heads;
-  cudaError_t error = kv_heads_per_group(p, sizeof(Element), order.heads_per_group);
+  SharedMemory memory;
+  const cudaError_t error = memory.find();
   if (error != cudaSuccess) return error;
-  const int64_t blocks = int64_t{order.key_tiles} * order.heads;
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               Tile::kSharedBytes);
-  if (error != cudaSuccess) return error;
-  kKernel<<<static_cast<unsigned>(blocks), Tile::kThreads, Tile::kSharedBytes, stream>>>(p, order);
-  return cudaGetLastError();
+  using Small = BackwardTileShape<Element, kHeadDim>;
+  using Large = LargeBackwardTileShape<Element, kHeadDim>;
+  if constexpr (!std::is_base_of_v<Small, Large>) {
+    if (memory.fits(BackwardTile<Large>::shared_bytes(1), Large::kBlocksPerSm)) {
+      return launch_backward_tile<Large>(p, memory, stream);
+    }
+  }
+  return launch_backward_tile<Small>(p, memory, stream);
 }
 
 }  // namespace ringattn::cuda::sm80

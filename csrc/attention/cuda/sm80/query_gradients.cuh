@@ -22,35 +22,22 @@ __device__ __forceinline__ float4 scaled(const float4& x, float scale) {
 
 /// *to += x, where item < num_items. Note: compared here, so that no branch surrounds
 /// each addition.
-__device__ __forceinline__ void add_to_global(float* to, const float2& x, int item, int num_items) {
-  asm volatile(
-      "{\n"
-      ".reg .pred valid;\n"
-      "setp.lt.s32 valid, %3, %4;\n"
-#if __CUDA_ARCH__ >= 900
-      "@valid red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};\n"
-#else
-      "@valid red.relaxed.gpu.global.add.f32 [%0], %1;\n"
-      "@valid red.relaxed.gpu.global.add.f32 [%0 + 4], %2;\n"
-#endif
-      "}" ::"l"(to),
-      "f"(x.x), "f"(x.y), "r"(item), "r"(num_items)
-      : "memory");
-}
 __device__ __forceinline__ void add_to_global(float* to, const float4& x, int item, int num_items) {
-#if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n"
       ".reg .pred valid;\n"
       "setp.lt.s32 valid, %5, %6;\n"
+#if __CUDA_ARCH__ >= 900
       "@valid red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n"
+#else
+      "@valid red.relaxed.gpu.global.add.f32 [%0], %1;\n"
+      "@valid red.relaxed.gpu.global.add.f32 [%0 + 4], %2;\n"
+      "@valid red.relaxed.gpu.global.add.f32 [%0 + 8], %3;\n"
+      "@valid red.relaxed.gpu.global.add.f32 [%0 + 12], %4;\n"
+#endif
       "}" ::"l"(to),
       "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(item), "r"(num_items)
       : "memory");
-#else
-  add_to_global(to, make_float2(x.x, x.y), item, num_items);
-  add_to_global(to + 2, make_float2(x.z, x.w), item, num_items);
-#endif
 }
 
 /// What a thread block computes, in shared memory: values that all threads read and seldom need
@@ -58,9 +45,13 @@ __device__ __forceinline__ void add_to_global(float* to, const float4& x, int it
 struct KeyTileWork {
   int batch;
   int kv_head;
+  int first_head, num_heads;  // of the KV head's group
   int key_tile;
   QueryRange some;  // no row outside it sees one of the keys; 0, 0: none does
   QueryRange all;   // every row of it sees every key
+  struct Step {     // a tile of queries
+    int head, first_row;
+  } steps[2];  // this and the next, even ones and odd ones
   /// Turns at the rows of dq, in deterministic calls: a semaphore for each kTurnRows of them holds
   /// the number of the last key tile that has added to them, plus 1. A key tile's turn comes after
   /// the last one before it that visits the same rows. Bounds do not decrease: of the tiles
@@ -70,7 +61,13 @@ struct KeyTileWork {
   bool gave_up;
 };
 
-constexpr int kTurnRows = 64;
+constexpr int kTurnRows = 64;  // a larger tile takes the turn of its first rows
+
+__device__ __forceinline__ int32_t load_acquire(const int32_t* address) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
 
 /// Sets the turn of a key tile. All threads of the block call it.
 __device__ inline void find_turn(KeyTileWork& work, const QueryBounds& bounds, int block_k) {
@@ -92,7 +89,7 @@ __device__ inline void find_turn(KeyTileWork& work, const QueryBounds& bounds, i
   work.gave_up = false;
 }
 
-/// Before rows from first_row on are added to, a tile that does not cross a multiple of kTurnRows.
+/// Before the rows of the tile from first_row on are added to.
 __device__ __forceinline__ void wait_for_turn(KeyTileWork& work, const int32_t* semaphores,
                                               int first_row) {
   const bool first = first_row % kTurnRows == 0 || first_row <= work.some.begin;
@@ -101,14 +98,11 @@ __device__ __forceinline__ void wait_for_turn(KeyTileWork& work, const int32_t* 
     // Note: bounded. A table that decreases, whose result is unspecified, may give no turn.
     constexpr int64_t kCycles = int64_t{1} << 31;
     const int64_t start = clock64();
-    int32_t value;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
-                   : "=r"(value)
-                   : "l"(semaphores + first_row / kTurnRows)
-                   : "memory");
-      work.gave_up = clock64() - start > kCycles;
-    } while (value != work.awaited && !work.gave_up);
+    while (load_acquire(semaphores + first_row / kTurnRows) != work.awaited) {
+      if (clock64() - start < kCycles) continue;
+      work.gave_up = true;
+      break;
+    }
   }
   __syncthreads();
 }
@@ -130,31 +124,24 @@ __device__ __forceinline__ void end_turn(const KeyTileWork& work, int32_t* semap
 /// dq += scale * score_gradients @ k, for the rows of the tile that see a key.
 template <typename Tile>
 __device__ __forceinline__ void add_query_gradients(const BlockAttentionBackwardParams& p,
-                                                    KeyTileWork& work, int head, int tile,
+                                                    KeyTileWork& work, int step,
                                                     uint32_t score_gradients, uint32_t k) {
   using Product = typename Tile::QueryGradients;
-  const int warp = thread_index_again() / kWarpSize;
-  const int warp_row = warp / Tile::kQueryWarpsD * Tile::kQueryM * 16;
-  const int first_column = warp % Tile::kQueryWarpsD * Tile::kQueryN * Tile::kQueryPasses * 8;
-  const int first_row = tile * Tile::kBlockQ;
-  int32_t* const semaphores =
-      p.semaphores + (int64_t{work.batch} * p.num_heads + head) *
-                         ((p.num_queries + kTurnRows - 1) / kTurnRows);
-#pragma unroll
-  for (int pass = 0; pass < Tile::kQueryPasses; ++pass) {
-    const int warp_column = first_column + pass * Tile::kQueryN * 8;
-    typename Product::Sums dq = {};
-    Product::add(dq, score_gradients, warp_row, k, warp_column);
-    if (pass == 0 && p.deterministic) wait_for_turn(work, semaphores, first_row);
-    float* const to = static_cast<float*>(p.dq.data) + work.batch * p.dq.batch_stride +
-                      head * p.dq.head_stride + warp_column;
-    Product::for_each(dq, [&](int row, int column, auto values) {
-      const int query = first_row + warp_row + row;
-      const bool seen = query >= work.some.begin && query < work.some.end;
-      add_to_global(to + query * p.dq.row_stride + column, scaled(values, p.scale),
-                    column, seen ? p.head_dim - warp_column : 0);
-    });
-  }
+  const int warp_row = Tile::query_row(), warp_column = Tile::query_column();
+  const auto [head, first_row] = work.steps[step % 2];
+  int32_t* const semaphores = p.semaphores + (int64_t{work.batch} * p.num_heads + head) *
+                                                 ((p.num_queries + kTurnRows - 1) / kTurnRows);
+  typename Product::Sums dq = {};
+  Product::add(dq, score_gradients, warp_row, k, warp_column);
+  if (p.deterministic) wait_for_turn(work, semaphores, first_row);
+  float* const to = static_cast<float*>(p.dq.data) + work.batch * p.dq.batch_stride +
+                    head * p.dq.head_stride + warp_column;
+  Product::for_each_four(dq, [&](int row, int column, const float4& values) {
+    const int query = first_row + warp_row + row;
+    const bool seen = query >= work.some.begin && query < work.some.end;
+    add_to_global(to + query * p.dq.row_stride + column, scaled(values, p.scale), column,
+                  seen ? p.head_dim - warp_column : 0);
+  });
   if (p.deterministic) end_turn(work, semaphores, first_row, Tile::kBlockQ);
 }
 

@@ -21,7 +21,7 @@ struct TileLayout {
   static constexpr int kRowPitch = kPitch_;
 
   /// The address of a chunk of a row.
-  __device__ static uint32_t address(uint32_t tile, int row, int chunk) {
+  __device__ static uint32_t address(uint32_t tile, unsigned row, unsigned chunk) {
     return tile + row * kRowPitch + chunk / 8 * kLineBytes + (chunk % 8 ^ row % 8) * kChunkBytes;
   }
 };
@@ -35,8 +35,8 @@ __device__ __forceinline__ uint32_t later_chunk(uint32_t address, int chunks) {
 
 /// threadIdx.x, hidden from the compiler: addresses derived from it are recomputed for each product
 /// and keep no registers between products.
-__device__ __forceinline__ int thread_index_again() {
-  int thread;
+__device__ __forceinline__ unsigned thread_index_again() {
+  unsigned thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
@@ -47,71 +47,112 @@ constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 template <typename Element, int kM, int kN, int kDepth, typename A, typename B>
 struct TileProduct {
   using Sums = float[kM][kN][4];
-  static constexpr int kSteps = A::kTransposed ? kDepth / 32 : kDepth < 64 ? kDepth / 16 : 4;
+  static constexpr int kSteps = A::kTransposed || kDepth < 64 ? kDepth / 16 : 4;
   static_assert(kN % 2 == 0 && kDepth % (16 * kSteps) == 0);
   static_assert(!A::kTransposed || is_power_of_two(kM));
   static_assert(!B::kTransposed || is_power_of_two(kN));
 
   /// c += a[first_row : first_row + 16 kM] @ b[first_column : first_column + 8 kN].T
-  __device__ static __forceinline__ void add(Sums& c, uint32_t a, int first_row, uint32_t b,
-                                             int first_column) {
-    const int lane = thread_index_again() % kWarpSize;
-    const int eight = lane / 8 % 2, sixteen = lane / 16;
-    uint32_t a_lane = A::kTransposed
-                          ? A::address(a, sixteen * 8 + lane % 8, first_row / 8 + eight)
-                          : A::address(a, first_row + lane % 16, sixteen);
-    uint32_t b_lane = B::kTransposed
-                          ? B::address(b, lane % 16, first_column / 8 + sixteen)
-                          : B::address(b, first_column + sixteen * 8 + lane % 8, eight);
-    // Note: not unrolled, so that the compiler does not mix the products of a tile: that takes more
-    // registers than there are.
-#pragma unroll 1
-    for (int begin = 0; begin < kDepth / 16; begin += kSteps) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        uint32_t x[kM][4];
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          if constexpr (A::kTransposed) {
-            load_matrices_transposed(x[m], later_chunk(a_lane, 2 * m) + step * 16 * A::kRowPitch);
-          } else {
-            load_matrices(x[m], later_chunk(a_lane, 2 * step) + m * 16 * A::kRowPitch);
-          }
-        }
-#pragma unroll
-        for (int n = 0; n < kN; n += 2) {
-          uint32_t y[4];
-          if constexpr (B::kTransposed) {
-            load_matrices_transposed(y, later_chunk(b_lane, n) + step * 16 * B::kRowPitch);
-          } else {
-            load_matrices(y, later_chunk(b_lane, 2 * step) + n * 8 * B::kRowPitch);
-          }
-#pragma unroll
-          for (int m = 0; m < kM; ++m) {
-            mma_m16n8k16<Element>(c[m][n], x[m], y[0], y[1]);
-            mma_m16n8k16<Element>(c[m][n + 1], x[m], y[2], y[3]);
-          }
-        }
-      }
-      // Four steps along a row are a line.
-      a_lane += A::kTransposed ? kSteps * 16 * A::kRowPitch : kLineBytes;
-      b_lane += B::kTransposed ? kSteps * 16 * B::kRowPitch : kLineBytes;
-    }
+  __device__ static __forceinline__ void add(Sums& c, uint32_t a, unsigned first_row, uint32_t b,
+                                             unsigned first_column) {
+    walk(a, first_row, b, first_column,
+         [&](int step, uint32_t a_lane, uint32_t b_lane) { add_step(c, a_lane, b_lane, step); });
+  }
+
+  /// The same for two products at once, of tiles as far from `a` and `b` as the distances say.
+  __device__ static __forceinline__ void add_both(Sums& c, Sums& other_c, uint32_t a,
+                                                  unsigned first_row, int a_distance, uint32_t b,
+                                                  unsigned first_column, int b_distance) {
+    walk(a, first_row, b, first_column, [&](int step, uint32_t a_lane, uint32_t b_lane) {
+      add_step(c, a_lane, b_lane, step);
+      add_step(other_c, a_lane + a_distance, b_lane + b_distance, step);
+    });
   }
 
   /// Calls use(row, column, x) for all of the lane's sums, adjacent ones of a row together.
   template <typename Use>
   __device__ static __forceinline__ void for_each(const Sums& c, const Use& use) {
-    const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+    const unsigned lane = thread_index_again() % kWarpSize;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
-          use(16 * m + 8 * half + g, 8 * n + 2 * t,
+          use(16 * m + 8 * half + lane / 4, 8 * n + lane % 4 * 2,
               make_float2(c[m][n][2 * half], c[m][n][2 * half + 1]));
         }
+  }
+
+  /// The same, four at a time: lanes of two exchange halves of two column tiles. All lanes call it.
+  template <typename Use>
+  __device__ static __forceinline__ void for_each_four(const Sums& c, const Use& use) {
+    const unsigned lane = thread_index_again() % kWarpSize;
+    const bool odd = lane % 2 != 0;
+    const unsigned column = 8 * odd + lane % 4 / 2 * 4;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int n = 0; n < kN; n += 2) {
+          const float *first = c[m][n] + 2 * half, *second = c[m][n + 1] + 2 * half;
+          const float x = __shfl_xor_sync(0xffffffff, odd ? first[0] : second[0], 1);
+          const float y = __shfl_xor_sync(0xffffffff, odd ? first[1] : second[1], 1);
+          use(16 * m + 8 * half + lane / 4, 8 * n + column,
+              odd ? make_float4(x, y, second[0], second[1])
+                  : make_float4(first[0], first[1], x, y));
+        }
+  }
+
+ private:
+  /// Calls use(step, a_lane, b_lane) for steps of the depth, from the addresses of this lane.
+  template <typename Use>
+  __device__ static __forceinline__ void walk(uint32_t a, unsigned first_row, uint32_t b,
+                                              unsigned first_column, const Use& use) {
+    const unsigned lane = thread_index_again() % kWarpSize;
+    const unsigned eight = lane / 8 % 2, sixteen = lane / 16;
+    uint32_t a_lane = A::kTransposed ? A::address(a, sixteen * 8 + lane % 8, first_row / 8 + eight)
+                                     : A::address(a, first_row + lane % 16, sixteen);
+    uint32_t b_lane = B::kTransposed ? B::address(b, lane % 16, first_column / 8 + sixteen)
+                                     : B::address(b, first_column + sixteen * 8 + lane % 8, eight);
+    // Note: not unrolled, so that the compiler does not mix the products of a tile: that takes more
+    // registers than there are.
+#pragma unroll 1
+    for (int begin = 0; begin < kDepth / 16; begin += kSteps) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) use(step, a_lane, b_lane);
+      // Four steps along a row are a line.
+      a_lane += A::kTransposed ? kSteps * 16 * A::kRowPitch : kLineBytes;
+      b_lane += B::kTransposed ? kSteps * 16 * B::kRowPitch : kLineBytes;
+    }
+  }
+
+  __device__ static __forceinline__ void add_step(Sums& c, uint32_t a_lane, uint32_t b_lane,
+                                                  int step) {
+    uint32_t x[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      if constexpr (A::kTransposed) {
+        load_matrices_transposed(x[m], later_chunk(a_lane, 2 * m) + step * 16 * A::kRowPitch);
+      } else {
+        load_matrices(x[m], later_chunk(a_lane, 2 * step) + m * 16 * A::kRowPitch);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t y[4];
+      if constexpr (B::kTransposed) {
+        load_matrices_transposed(y, later_chunk(b_lane, n) + step * 16 * B::kRowPitch);
+      } else {
+        load_matrices(y, later_chunk(b_lane, 2 * step) + n * 8 * B::kRowPitch);
+      }
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma_m16n8k16<Element>(c[m][n], x[m], y[0], y[1]);
+        mma_m16n8k16<Element>(c[m][n + 1], x[m], y[2], y[3]);
+      }
+    }
   }
 };
 
@@ -120,22 +161,28 @@ template <int kM, int kN, int kDepth, typename A, typename B>
 struct TileProduct<float, kM, kN, kDepth, A, B> {
   using Sums = float[kM][kN][4];
   static constexpr int kSteps = A::kTransposed ? kDepth / 16 : 4;  // summed up in the matrix units
-  static constexpr int kTiles = B::kTransposed ? 4 : 2;        // of b that are loaded together
+  static constexpr int kTiles = B::kTransposed ? 4 : 2;            // of b that are loaded together
   static_assert(kM == 1 && kN % kTiles == 0 && kDepth % (8 * kSteps) == 0);
 
-  __device__ static __forceinline__ void add(Sums& c, uint32_t a, int first_row, uint32_t b,
-                                             int first_column) {
-    const int lane = thread_index_again() % kWarpSize;
-    const int g = lane / 4, t = lane % 4;
-    const int eight = lane / 8 % 2, sixteen = lane / 16;
+  __device__ static __forceinline__ void add_both(Sums& c, Sums& other_c, uint32_t a,
+                                                  unsigned first_row, int a_distance, uint32_t b,
+                                                  unsigned first_column, int b_distance) {
+    add(c, a, first_row, b, first_column);
+    add(other_c, a + a_distance, first_row, b + b_distance, first_column);
+  }
+
+  __device__ static __forceinline__ void add(Sums& c, uint32_t a, unsigned first_row, uint32_t b,
+                                             unsigned first_column) {
+    const unsigned lane = thread_index_again() % kWarpSize;
+    const unsigned g = lane / 4, t = lane % 4;
+    const unsigned eight = lane / 8 % 2, sixteen = lane / 16;
     uint32_t a_lane = A::kTransposed
                           ? A::address(a, t, first_row / 4 + g / 4) + g % 4 * sizeof(float)
                           : A::address(a, first_row + lane % 16, sixteen);
     // Four column tiles share 32 columns: a lane reads 16 bytes of them at a time, in an order that
     // spreads over the banks. Slot g of tile i is column 4 (g / 2 + 4 (g % 2)) + i.
-    uint32_t b_lane = B::kTransposed
-                          ? B::address(b, t, first_column / 4 + g / 2 + 4 * (g % 2))
-                          : B::address(b, first_column + sixteen * 8 + lane % 8, eight);
+    uint32_t b_lane = B::kTransposed ? B::address(b, t, first_column / 4 + g / 2 + 4 * (g % 2))
+                                     : B::address(b, first_column + sixteen * 8 + lane % 8, eight);
     // Note: not unrolled, so that the compiler does not mix the products of a tile: that takes more
     // registers than there are.
 #pragma unroll 1
@@ -186,14 +233,15 @@ struct TileProduct<float, kM, kN, kDepth, A, B> {
 
   template <typename Use>
   __device__ static __forceinline__ void for_each(const Sums& c, const Use& use) {
-    const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+    const unsigned lane = thread_index_again() % kWarpSize;
+    const unsigned g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int n = 0; n < kN; n += kTiles)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int row = 8 * half + g;
+          const unsigned row = 8 * half + g;
           if constexpr (B::kTransposed) {
             const int e = 2 * half + i;
             use(row, 8 * n + 16 * i + 4 * t,
@@ -203,6 +251,12 @@ struct TileProduct<float, kM, kN, kDepth, A, B> {
                 make_float2(c[0][n + i][2 * half], c[0][n + i][2 * half + 1]));
           }
         }
+  }
+
+  template <typename Use>
+  __device__ static __forceinline__ void for_each_four(const Sums& c, const Use& use) {
+    static_assert(B::kTransposed);
+    for_each(c, use);
   }
 
  private:

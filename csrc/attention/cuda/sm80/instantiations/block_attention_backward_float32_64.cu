@@ -3,7 +3,7 @@
 
 namespace ringattn::cuda::sm80 {
 
-template cudaError_t launch_block_attention_backward<float, 64>(
-    const BlockAttentionBackwardParams&, cudaStream_t);
+template cudaError_t launch_block_attention_backward<float, 64>(const BlockAttentionBackwardParams&,
+                                                                cudaStream_t);
 
 }  // namespace ringattn::cuda::sm80
