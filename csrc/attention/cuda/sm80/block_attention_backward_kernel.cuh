@@ -308,6 +308,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     for (int step = 0; step < steps.num_steps(); ++step) {
       wait_for_copies<0>();
       steps.prepare_rows(stage(step));
+      if (p.deterministic && step > 0) end_turn<Tile>(p, work, step - 1);
       if (num_stages == 2) load_queries(step + 1);
       steps.add_key_gradients(dk, dv, stage(step), step);
       if (num_stages == 1) {
@@ -317,6 +318,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       // dq += scale * dS @ k
       add_query_gradients<Tile>(p, work, step, steps.address(Steps::kScoreGradients),
                                 steps.address(0));
+    }
+    if (p.deterministic) {
+      __syncthreads();
+      end_turn<Tile>(p, work, steps.num_steps() - 1);
     }
   }
   steps.store_key_gradients(p.dv, dv, 1.0f);

@@ -107,18 +107,24 @@ __device__ __forceinline__ void wait_for_turn(KeyTileWork& work, const int32_t* 
   __syncthreads();
 }
 
-/// After it.
-__device__ __forceinline__ void end_turn(const KeyTileWork& work, int32_t* semaphores,
-                                         int first_row, int block_q) {
-  const int end = first_row + block_q;
+/// The semaphores of a head's rows.
+__device__ __forceinline__ int32_t* semaphores_of(const BlockAttentionBackwardParams& p, int batch,
+                                                  int head) {
+  return p.semaphores +
+         (int64_t{batch} * p.num_heads + head) * ((p.num_queries + kTurnRows - 1) / kTurnRows);
+}
+
+/// After them, and a barrier: a step later, when few additions are still on their way.
+template <typename Tile>
+__device__ __forceinline__ void end_turn(const BlockAttentionBackwardParams& p,
+                                         const KeyTileWork& work, int step) {
+  if (threadIdx.x != 0) return;
+  const auto [head, first_row] = work.steps[step % 2];
+  const int end = first_row + Tile::kBlockQ;
   if (end % kTurnRows != 0 && end < work.some.end) return;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(semaphores + first_row / kTurnRows),
-                 "r"(work.key_tile + 1)
-                 : "memory");
-  }
+  int32_t* const semaphore = semaphores_of(p, work.batch, head) + first_row / kTurnRows;
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(semaphore), "r"(work.key_tile + 1)
+               : "memory");
 }
 
 /// dq += scale * score_gradients @ k, for the rows of the tile that see a key.
@@ -129,11 +135,9 @@ __device__ __forceinline__ void add_query_gradients(const BlockAttentionBackward
   using Product = typename Tile::QueryGradients;
   const int warp_row = Tile::query_row(), warp_column = Tile::query_column();
   const auto [head, first_row] = work.steps[step % 2];
-  int32_t* const semaphores = p.semaphores + (int64_t{work.batch} * p.num_heads + head) *
-                                                 ((p.num_queries + kTurnRows - 1) / kTurnRows);
   typename Product::Sums dq = {};
   Product::add(dq, score_gradients, warp_row, k, warp_column);
-  if (p.deterministic) wait_for_turn(work, semaphores, first_row);
+  if (p.deterministic) wait_for_turn(work, semaphores_of(p, work.batch, head), first_row);
   float* const to = static_cast<float*>(p.dq.data) + work.batch * p.dq.batch_stride +
                     head * p.dq.head_stride + warp_column;
   Product::for_each_four(dq, [&](int row, int column, const float4& values) {
@@ -142,7 +146,6 @@ __device__ __forceinline__ void add_query_gradients(const BlockAttentionBackward
     add_to_global(to + query * p.dq.row_stride + column, scaled(values, p.scale), column,
                   seen ? p.head_dim - warp_column : 0);
   });
-  if (p.deterministic) end_turn(work, semaphores, first_row, Tile::kBlockQ);
 }
 
 }  // namespace ringattn::cuda::sm80
