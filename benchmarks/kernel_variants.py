@@ -72,6 +72,7 @@ def build(name: str, tree: Path, head_dim: int, defines: list[str]) -> Path:
         tree / "csrc/partition/block_rows.cpp": [],
         tree / "csrc/partition/partition.cpp": [],
         tree / "csrc/partition/schedule.cpp": [],
+        tree / "csrc/partition/visit_order.cpp": [],
         tree / "csrc/transport/symmetric/kernels/stage.cu": [],
         HERE / "kernel_variant.cu": [f"-DVARIANT_HEAD_DIM={kernel_dim}"],
     }

@@ -162,7 +162,7 @@ std::shared_ptr<PreparedCall> prepare(const RingArguments& args, int64_t rank, i
   const Mask mask = check_mask({args.causal, args.window_left, args.window_right, args.cu_seqlens},
                                partition.seq_len());
   return std::make_shared<PreparedCall>(PreparedCall{
-      std::string(args.transport), partition, plan_ring(partition, rank, mask), {}, {}});
+      std::string(args.transport), partition, plan_ring(partition, partition, rank, mask), {}, {}});
 }
 
 // Bytes of the largest one of any rank: keys and values, or their gradients.

@@ -2,7 +2,6 @@
 #include "partition/partition.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
@@ -63,7 +62,7 @@ Partition::Partition(Layout layout, std::vector<int64_t> lengths, std::vector<in
     throw std::invalid_argument("order must name each of the " + std::to_string(world_size) +
                                 " ranks once, got " + as_list(order_));
   }
-  set_orders();
+  set_places();
 }
 
 Partition::Partition(std::vector<std::vector<Segment>> pieces)
@@ -98,19 +97,13 @@ Partition::Partition(std::vector<std::vector<Segment>> pieces)
   }
   order_.resize(pieces_.size());
   std::iota(order_.begin(), order_.end(), 0);
-  set_orders();
+  set_places();
 }
 
-void Partition::set_orders() {
+void Partition::set_places() {
   const int64_t world_size = this->world_size();
   place_.resize(world_size);
   for (int64_t place = 0; place < world_size; ++place) place_[order_[place]] = place;
-  visit_order_ = order_;
-  const auto owns = [&](int64_t rank) { return lengths_[rank] > 0; };
-  num_owners_ =
-      std::stable_partition(visit_order_.begin(), visit_order_.end(), owns) - visit_order_.begin();
-  visit_place_.resize(world_size);
-  for (int64_t place = 0; place < world_size; ++place) visit_place_[visit_order_[place]] = place;
 }
 
 int64_t Partition::head_length(int64_t rank) const {
@@ -120,15 +113,6 @@ int64_t Partition::head_length(int64_t rank) const {
 int64_t Partition::rank_after(int64_t rank, int64_t distance) const {
   const int64_t world_size = this->world_size();
   return order_[((place(rank) + distance) % world_size + world_size) % world_size];
-}
-
-int64_t Partition::in_visit_order(int64_t rank, int64_t distance) const {
-  const int64_t world_size = this->world_size();
-  const int64_t at = visit_place_.at(rank);
-  const int64_t all = at < num_owners_ ? num_owners_ : world_size;
-  // Steps after those to the owners go to the ranks without tokens, which stand behind them.
-  const int64_t step = std::abs(distance);
-  return visit_order_[step < all ? ((at + distance) % all + all) % all : step];
 }
 
 std::vector<Segment> Partition::segments(int64_t rank) const {

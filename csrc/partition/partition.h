@@ -48,28 +48,23 @@ class RINGATTN_API Partition {
   int64_t place(int64_t rank) const { return place_.at(rank); }
   /// The rank `distance` places after `rank` in `order`, cyclic; negative distances go back.
   int64_t rank_after(int64_t rank, int64_t distance) const;
-  /// The rank whose block `rank` attends at `step` of a ring, 0 .. W-1: its own, then those of the
-  /// ranks before it in `order`, cyclic. Ranks without tokens come last, since they exchange
-  /// nothing: no other rank loses a step to them.
-  int64_t source_at(int64_t rank, int64_t step) const { return in_visit_order(rank, -step); }
-  /// The rank that attends the block of `rank` at `step`, if both have tokens.
-  int64_t destination_at(int64_t rank, int64_t step) const { return in_visit_order(rank, step); }
   /// What `rank` owns, ascending; empty segments are left out.
   std::vector<Segment> segments(int64_t rank) const;
   BlockRows rows(int64_t rank) const { return BlockRows(segments(rank)); }
 
+  friend bool operator==(const Partition& a, const Partition& b) {
+    return a.layout_ == b.layout_ && a.lengths_ == b.lengths_ && a.order_ == b.order_ &&
+           a.pieces_ == b.pieces_;
+  }
+
  private:
-  void set_orders();
-  int64_t in_visit_order(int64_t rank, int64_t distance) const;
+  void set_places();
 
   Layout layout_;
   std::vector<std::vector<Segment>> pieces_;  // [W], with Layout::kPieces
   std::vector<int64_t> lengths_;              // [W], tokens of each rank
   std::vector<int64_t> order_;                // [W], ranks
   std::vector<int64_t> place_;                // [W], inverse of order_
-  std::vector<int64_t> visit_order_;          // [W], order_, but ranks without tokens last
-  std::vector<int64_t> visit_place_;          // [W], inverse of visit_order_
-  int64_t num_owners_ = 0;                    // ranks with tokens
   int64_t seq_len_ = 0;
 };
 

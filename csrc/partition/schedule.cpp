@@ -2,31 +2,37 @@
 #include "partition/schedule.h"
 
 #include <algorithm>
+#include <utility>
+
+#include "partition/visit_order.h"
 
 namespace ringattn {
 namespace {
 
 // Whether rectangles and triangles say what is visible.
-bool has_closed_form(const Partition& partition, const Mask& mask) {
-  return mask.is_plain() && (!mask.causal || partition.layout() != Layout::kPieces);
+bool has_closed_form(const Partition& queries, const Partition& keys, const Mask& mask) {
+  if (!mask.is_plain()) return false;
+  return !mask.causal || (queries.layout() != Layout::kPieces && queries == keys);
 }
 
-Visit plain_visit(const Partition& partition, int64_t rank, int64_t source, bool causal) {
+// Causal: of equal partitions.
+Visit plain_visit(const Partition& queries, const Partition& keys, int64_t rank, int64_t source,
+                  bool causal) {
   Visit visit;
   visit.source = source;
-  visit.queries = {0, partition.length(rank)};
-  visit.keys = {0, partition.length(source)};
+  visit.queries = {0, queries.length(rank)};
+  visit.keys = {0, keys.length(source)};
   if (causal && source == rank) {
     visit.visibility = Visibility::kTriangle;  // rows lie in position order, under both layouts
-  } else if (causal && partition.place(source) < partition.place(rank)) {
+  } else if (causal && keys.place(source) < keys.place(rank)) {
     // The block encloses the rank's (zigzag: its head segment precedes all rows of the rank, its
     // tail segment follows them) or precedes it (contiguous).
-    if (partition.layout() == Layout::kZigzag) visit.keys.end = partition.head_length(source);
+    if (keys.layout() == Layout::kZigzag) visit.keys.end = keys.head_length(source);
   } else if (causal) {
     // The block is nested inside the rank's (zigzag: after its head, before its tail) or follows it
     // (contiguous).
-    visit.queries.begin = partition.layout() == Layout::kZigzag ? partition.head_length(rank)
-                                                                : partition.length(rank);
+    visit.queries.begin =
+        queries.layout() == Layout::kZigzag ? queries.head_length(rank) : queries.length(rank);
   }
   const int64_t num_queries = visit.queries.size(), num_keys = visit.keys.size();
   if (num_queries == 0 || num_keys == 0) {
@@ -42,17 +48,17 @@ Visit plain_visit(const Partition& partition, int64_t rank, int64_t source, bool
 // The positions that a rank's rows see, and the rows of each block among them.
 class GeneralVisits {
  public:
-  GeneralVisits(const Partition& partition, int64_t rank, const Mask& mask)
-      : partition_(partition),
+  GeneralVisits(const Partition& queries, const Partition& keys, int64_t rank, const Mask& mask)
+      : keys_(keys),
         mask_(mask),
-        queries_(partition.rows(rank)),
-        seen_(visible_positions(queries_, mask, partition.seq_len())) {}
+        queries_(query_rows(queries, keys, rank)),
+        seen_(visible_positions(queries_, mask, keys.seq_len())) {}
 
   Visit with(int64_t source) const {
-    const BlockRows keys = partition_.rows(source);
+    const BlockRows keys = keys_.rows(source);
     Visit visit;
     visit.source = source;
-    visit.num_pairs = ringattn::num_pairs(queries_, keys, mask_, partition_.seq_len());
+    visit.num_pairs = ringattn::num_pairs(queries_, keys, mask_, keys_.seq_len());
     if (!visit.visible()) return visit;
     visit.visibility = Visibility::kIntervals;
     visit.queries = {0, queries_.size()};
@@ -66,19 +72,21 @@ class GeneralVisits {
   }
 
  private:
-  const Partition& partition_;
+  const Partition& keys_;
   const Mask& mask_;
   const BlockRows queries_;
   const std::vector<Segment> seen_;
 };
 
-std::vector<Visit> plain_schedule(const Partition& partition, int64_t rank, bool causal) {
+std::vector<Visit> plain_schedule(const Partition& queries, const Partition& keys, int64_t rank,
+                                  bool causal) {
+  const VisitOrder order(queries, keys);
   std::vector<Visit> visits;
-  for (int64_t step = 0; step < partition.world_size(); ++step) {
-    visits.push_back(plain_visit(partition, rank, partition.source_at(rank, step), causal));
+  for (int64_t step = 0; step < keys.world_size(); ++step) {
+    visits.push_back(plain_visit(queries, keys, rank, order.source_at(rank, step), causal));
   }
   // `queries` end with the last row, so the rows that no later visit has are a range too.
-  int64_t final_end = partition.length(rank);
+  int64_t final_end = queries.length(rank);
   for (auto visit = visits.rbegin(); visit != visits.rend(); ++visit) {
     if (!visit->visible()) continue;
     visit->final = {std::min(visit->queries.begin, final_end), final_end};
@@ -87,11 +95,13 @@ std::vector<Visit> plain_schedule(const Partition& partition, int64_t rank, bool
   return visits;
 }
 
-std::vector<Visit> general_schedule(const Partition& partition, int64_t rank, const Mask& mask) {
-  const GeneralVisits visits_of(partition, rank, mask);
+std::vector<Visit> general_schedule(const Partition& queries, const Partition& keys, int64_t rank,
+                                    const Mask& mask) {
+  const VisitOrder order(queries, keys);
+  const GeneralVisits visits_of(queries, keys, rank, mask);
   std::vector<Visit> visits;
-  for (int64_t step = 0; step < partition.world_size(); ++step) {
-    visits.push_back(visits_of.with(partition.source_at(rank, step)));
+  for (int64_t step = 0; step < keys.world_size(); ++step) {
+    visits.push_back(visits_of.with(order.source_at(rank, step)));
   }
   const auto last = std::find_if(visits.rbegin(), visits.rend(),
                                  [](const Visit& visit) { return visit.visible(); });
@@ -101,9 +111,21 @@ std::vector<Visit> general_schedule(const Partition& partition, int64_t rank, co
 
 }  // namespace
 
+BlockRows query_rows(const Partition& queries, const Partition& keys, int64_t rank) {
+  const int64_t before = keys.seq_len() - queries.seq_len();
+  std::vector<Segment> pieces = queries.segments(rank);
+  for (Segment& piece : pieces) piece = {piece.begin + before, piece.end + before};
+  return BlockRows(std::move(pieces));
+}
+
+std::vector<Visit> schedule(const Partition& queries, const Partition& keys, int64_t rank,
+                            const Mask& mask) {
+  return has_closed_form(queries, keys, mask) ? plain_schedule(queries, keys, rank, mask.causal)
+                                              : general_schedule(queries, keys, rank, mask);
+}
+
 std::vector<Visit> schedule(const Partition& partition, int64_t rank, const Mask& mask) {
-  return has_closed_form(partition, mask) ? plain_schedule(partition, rank, mask.causal)
-                                          : general_schedule(partition, rank, mask);
+  return schedule(partition, partition, rank, mask);
 }
 
 Schedules schedules(const Partition& partition, const Mask& mask) {
@@ -115,22 +137,28 @@ Schedules schedules(const Partition& partition, const Mask& mask) {
   return all;
 }
 
-std::vector<HopPlan> plan_hops(const Partition& partition, int64_t rank, const Mask& mask) {
-  const bool closed = has_closed_form(partition, mask);
+std::vector<HopPlan> plan_hops(const Partition& queries, const Partition& keys, int64_t rank,
+                               const Mask& mask) {
+  const bool closed = has_closed_form(queries, keys, mask);
   const auto keys_seen = [&](int64_t by, int64_t source) {
-    return closed ? plain_visit(partition, by, source, mask.causal).keys
-                  : GeneralVisits(partition, by, mask).with(source).keys;
+    return closed ? plain_visit(queries, keys, by, source, mask.causal).keys
+                  : GeneralVisits(queries, keys, by, mask).with(source).keys;
   };
+  const VisitOrder order(queries, keys);
   std::vector<HopPlan> hops;
-  for (int64_t step = 1; step < partition.world_size(); ++step) {
+  for (int64_t step = 1; step < keys.world_size(); ++step) {
     HopPlan& hop = hops.emplace_back();
-    hop.destination = partition.destination_at(rank, step);
-    hop.source = partition.source_at(rank, step);
+    hop.destination = order.destination_at(rank, step);
+    hop.source = order.source_at(rank, step);
     hop.sent = keys_seen(hop.destination, rank);
     hop.received = keys_seen(rank, hop.source);
-    hop.source_rows = partition.length(hop.source);
+    hop.source_rows = keys.length(hop.source);
   }
   return hops;
+}
+
+std::vector<HopPlan> plan_hops(const Partition& partition, int64_t rank, const Mask& mask) {
+  return plan_hops(partition, partition, rank, mask);
 }
 
 }  // namespace ringattn

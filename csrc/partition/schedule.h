@@ -31,12 +31,21 @@ struct RINGATTN_API Visit {
   bool visible() const { return num_pairs > 0; }
 };
 
-/// The schedule of `rank`: one visit for each step, with the block of Partition::source_at, also
-/// where nothing is visible.
+/// The rows of a rank's queries at their positions among the keys. The queries of all ranks are the
+/// last ones: query t is at position keys.seq_len() - queries.seq_len() + t.
+RINGATTN_API BlockRows query_rows(const Partition& queries, const Partition& keys, int64_t rank);
+
+/// The schedule of `rank`: one visit for each step, with the block of VisitOrder::source_at, also
+/// where nothing is visible. `queries` and `keys` say which rows the ranks have of either; there
+/// are at most as many queries as keys.
 ///
-/// A plain mask needs rectangles and triangles alone under zigzag and contiguous: `queries` ends
-/// with the rank's last row there, and no masked pair is computed. In all other cases `queries` are
-/// all rows of the rank in every visible step, and all are final in the last of them.
+/// A plain mask needs rectangles and triangles alone where it is not causal, and under zigzag and
+/// contiguous that are the same for both sides: `queries` ends with the rank's last row there, and
+/// no masked pair is computed. In all other cases `queries` are all rows of the rank in every
+/// visible step, and all are final in the last of them.
+RINGATTN_API std::vector<Visit> schedule(const Partition& queries, const Partition& keys,
+                                         int64_t rank, const Mask& mask);
+/// Of one partition for queries and keys.
 RINGATTN_API std::vector<Visit> schedule(const Partition& partition, int64_t rank,
                                          const Mask& mask);
 
@@ -45,6 +54,8 @@ using Schedules = std::vector<std::vector<Visit>>;
 Schedules schedules(const Partition& partition, const Mask& mask);
 
 /// What `rank` sends and receives for that: hops[i] belongs to step i + 1, [W - 1].
+RINGATTN_API std::vector<HopPlan> plan_hops(const Partition& queries, const Partition& keys,
+                                            int64_t rank, const Mask& mask);
 RINGATTN_API std::vector<HopPlan> plan_hops(const Partition& partition, int64_t rank,
                                             const Mask& mask);
 

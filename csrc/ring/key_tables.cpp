@@ -26,13 +26,13 @@ bool is_captured(c10::Device device) {
 #endif
 }
 
-KeyTables::KeyTables(const Partition& partition, int64_t rank, const Mask& mask,
-                     const std::vector<Visit>& visits)
-    : queries_(partition.rows(rank)), mask_(mask), seq_len_(partition.seq_len()) {
+KeyTables::KeyTables(const Partition& queries, const Partition& keys, int64_t rank,
+                     const Mask& mask, const std::vector<Visit>& visits)
+    : queries_(query_rows(queries, keys, rank)), mask_(mask), seq_len_(keys.seq_len()) {
   for (const Visit& visit : visits) {
-    auto& keys = keys_.emplace_back();
+    auto& seen = keys_.emplace_back();
     if (!visit.visible() || visit.visibility != Visibility::kIntervals) continue;
-    keys = partition.rows(visit.source).part(visit.keys.begin, visit.keys.end);
+    seen = keys.rows(visit.source).part(visit.keys.begin, visit.keys.end);
     any_ = true;
   }
   tables_.resize(visits.size());

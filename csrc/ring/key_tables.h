@@ -22,7 +22,7 @@ RINGATTN_API bool is_captured(c10::Device device);
 /// Not thread-safe: one call at a time.
 class KeyTables {
  public:
-  KeyTables(const Partition& partition, int64_t rank, const Mask& mask,
+  KeyTables(const Partition& queries, const Partition& keys, int64_t rank, const Mask& mask,
             const std::vector<Visit>& visits);
 
   /// [W]: int32 [S_r, 2] on `device`, undefined for visits of other kinds. Made in the first call

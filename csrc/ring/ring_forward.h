@@ -13,7 +13,7 @@ namespace ringattn {
 
 /// Exact attention of this rank's queries over the whole sequence.
 ///
-/// q [B, S_r, H, D], k, v [B, S_r, H_kv, D]: this rank's rows in position order. `transport` may be
+/// q [B, S_r, H, D], k, v [B, N_r, H_kv, D]: this rank's rows in position order. `transport` may be
 /// null for a single rank. Returns out like q, contiguous, and lse [B, H, S_r]. Partial results
 /// stay in the state's dtype from the first block to the last; every row is rounded once, in
 /// the last launch that has it.

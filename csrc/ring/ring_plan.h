@@ -13,15 +13,17 @@
 
 namespace ringattn {
 
-/// What one rank attends, sends and receives at each step: the same in all calls over a partition
-/// under one mask, in both passes.
+/// What one rank attends, sends and receives at each step: the same in all calls over the same
+/// partitions under one mask, in both passes.
 struct RingPlan {
   std::vector<Visit> visits;  // [W]
   std::vector<HopPlan> hops;  // [W - 1]; hops[i] belongs to step i + 1
   int64_t max_rows = 0;       // of the blocks of all ranks
   std::shared_ptr<KeyTables> key_tables;
 };
-RINGATTN_API RingPlan plan_ring(const Partition& partition, int64_t rank, const Mask& mask);
+/// `queries` and `keys`: as in schedule().
+RINGATTN_API RingPlan plan_ring(const Partition& queries, const Partition& keys, int64_t rank,
+                                const Mask& mask);
 
 /// One ring call as one rank runs it.
 struct RingCall {

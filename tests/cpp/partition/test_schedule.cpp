@@ -8,6 +8,7 @@
 
 #include "catch.h"
 #include "partition/schedule.h"
+#include "partition/visit_order.h"
 
 using ringattn::BlockRows;
 using ringattn::Layout;
@@ -71,17 +72,21 @@ bool is_visible(const Mask& mask, int64_t query, int64_t key) {
 }
 
 // Every pair of a query row and a key row, and the hulls of those that see each other.
-void check_against_brute_force(const Partition& partition, int64_t rank, const Mask& mask) {
-  const auto queries = positions(partition, rank);
-  const auto hops = ringattn::plan_hops(partition, rank, mask);
-  const auto visits = schedule(partition, rank, mask);
+void check_against_brute_force(const Partition& query_side, const Partition& key_side, int64_t rank,
+                               const Mask& mask) {
+  auto queries = positions(query_side, rank);
+  for (int64_t& position : queries) position += key_side.seq_len() - query_side.seq_len();
+  const auto hops = ringattn::plan_hops(query_side, key_side, rank, mask);
+  const auto visits = schedule(query_side, key_side, rank, mask);
+  REQUIRE(visits.size() == static_cast<size_t>(key_side.world_size()));
   for (size_t step = 0; step < visits.size(); ++step) {
     const Visit& visit = visits[step];
-    const auto keys = positions(partition, visit.source);
+    const auto keys = positions(key_side, visit.source);
     std::vector<int32_t> ranges;
     if (visit.visibility == Visibility::kIntervals) {
-      const auto block = partition.rows(visit.source).part(visit.keys.begin, visit.keys.end);
-      ranges = key_ranges(partition.rows(rank), block, mask, partition.seq_len());
+      const auto block = key_side.rows(visit.source).part(visit.keys.begin, visit.keys.end);
+      ranges = key_ranges(ringattn::query_rows(query_side, key_side, rank), block, mask,
+                          key_side.seq_len());
       for (size_t i = 2; i < ranges.size(); ++i) REQUIRE(ranges[i - 2] <= ranges[i]);
     }
     int64_t num_pairs = 0;
@@ -98,14 +103,53 @@ void check_against_brute_force(const Partition& partition, int64_t rank, const M
     REQUIRE(visit.visible() == (num_pairs > 0));
     if (visit.visible()) REQUIRE(visit.keys == seen);
     if (step == 0) continue;
-    // What is received is what is seen, and the owner sends as much.
+    // What is received is what is seen, and the owner sends as much at the same step.
     const auto& hop = hops[step - 1];
+    REQUIRE(hop.source == visit.source);
     REQUIRE(hop.received.size() == seen.size());
-    if (partition.length(rank) == 0 || partition.length(hop.source) == 0) continue;
-    const auto sent = ringattn::plan_hops(partition, hop.source, mask)[step - 1];
+    REQUIRE(hop.source_rows == key_side.length(hop.source));
+    const auto sent = ringattn::plan_hops(query_side, key_side, hop.source, mask)[step - 1];
+    if (hop.received.empty()) continue;
     REQUIRE(sent.destination == rank);
     REQUIRE(sent.sent == hop.received);
   }
+  for (size_t step = 1; step < visits.size(); ++step) {  // and nothing is sent to no reader
+    const auto& hop = hops[step - 1];
+    if (hop.sent.empty()) continue;
+    const auto reader = ringattn::plan_hops(query_side, key_side, hop.destination, mask)[step - 1];
+    REQUIRE(reader.source == rank);
+    REQUIRE(reader.received == hop.sent);
+  }
+}
+
+void check_against_brute_force(const Partition& partition, int64_t rank, const Mask& mask) {
+  check_against_brute_force(partition, partition, rank, mask);
+}
+
+// Of exactly `seq_len` tokens over `world_size` ranks, some without any.
+Partition random_partition(std::mt19937& random, int64_t world_size, int64_t seq_len) {
+  std::vector<int64_t> owners(seq_len);
+  for (int64_t& owner : owners) owner = random() % world_size;
+  const auto kind = random() % 3;
+  if (kind == 0) {  // runs of a few tokens
+    std::vector<std::vector<Segment>> pieces(world_size);
+    for (int64_t begin = 0; begin < seq_len;) {
+      const int64_t end = std::min<int64_t>(seq_len, begin + 1 + random() % 6);
+      auto& owned = pieces[owners[begin]];
+      if (!owned.empty() && owned.back().end == begin) {
+        owned.back().end = end;
+      } else {
+        owned.push_back({begin, end});
+      }
+      begin = end;
+    }
+    return Partition(std::move(pieces));
+  }
+  std::vector<int64_t> lengths(world_size), order;
+  for (const int64_t owner : owners) lengths[random() % 4 == 0 ? 0 : owner]++;
+  for (int64_t rank = 0; rank < world_size; ++rank) order.push_back(rank);
+  std::shuffle(order.begin(), order.end(), random);
+  return Partition(kind == 1 ? Layout::kZigzag : Layout::kContiguous, lengths, order);
 }
 
 // Pieces of random lengths for random ranks; every position is in one.
@@ -153,6 +197,45 @@ TEST_CASE("a row's interval of any block holds what it sees, under any mask and 
       check_against_brute_force(partition, rank, mask);
     }
   }
+}
+
+TEST_CASE("queries that are the last of more keys see what they see, over other partitions") {
+  std::mt19937 random(7);
+  for (int trial = 0; trial < 2000; ++trial) {
+    const int64_t world_size = 1 + random() % 5, num_keys = random() % 50;
+    const int64_t num_queries = trial % 7 == 0 ? num_keys : random() % (num_keys + 1);
+    const Partition keys = random_partition(random, world_size, num_keys);
+    const Partition queries =
+        trial % 14 == 0 ? keys : random_partition(random, world_size, num_queries);
+    const Mask mask = trial % 4 == 0 ? Mask{trial % 8 == 0} : random_mask(random, keys.seq_len());
+    for (int64_t rank = 0; rank < world_size; ++rank) {
+      check_against_brute_force(queries, keys, rank, mask);
+    }
+  }
+}
+
+TEST_CASE("equal partitions of queries and keys need no table, nor does a call without a mask") {
+  const Partition even(Layout::kZigzag, {4, 4}), same(Layout::kZigzag, {4, 4});
+  const Partition fewer(Layout::kContiguous, {3, 2});
+  for (const Visit& visit : schedule(even, same, 0, {/*causal=*/true})) {
+    CHECK(visit.visibility != Visibility::kIntervals);
+  }
+  for (const Visit& visit : schedule(fewer, even, 0, {/*causal=*/false})) {
+    CHECK(visit.visibility == Visibility::kAll);
+    CHECK(visit.num_pairs == 12);
+  }
+  CHECK(schedule(fewer, even, 0, {/*causal=*/true})[0].visibility == Visibility::kIntervals);
+}
+
+TEST_CASE("a rank without keys gets the blocks, and one without queries sends its own") {
+  const Partition queries(Layout::kContiguous, {0, 3, 0}), keys(Layout::kContiguous, {5, 0, 0});
+  const auto visits = schedule(queries, keys, 1, {/*causal=*/true});
+  CHECK(visits[0].num_pairs == 0);
+  CHECK(visits[1].source == 0);
+  CHECK(visits[1].num_pairs == 3 + 4 + 5);
+  const auto hops = ringattn::plan_hops(queries, keys, 0, {/*causal=*/true});
+  CHECK(hops[0].destination == 1);
+  CHECK(hops[0].sent == RowRange{0, 5});
 }
 
 TEST_CASE("the hull of rows ends with keys that one of them sees") {
@@ -211,7 +294,7 @@ TEST_CASE("blocks of ranks without tokens visit last, and each visit is a hop of
     std::sort(all.begin(), all.end());
     CHECK(all == std::vector<int64_t>{0, 1, 2, 3, 4});
     for (int64_t step = 0; step < 5; ++step) {
-      const int64_t other = partition.destination_at(rank, step);
+      const int64_t other = ringattn::VisitOrder(partition, partition).destination_at(rank, step);
       if (partition.length(rank) == 0 || partition.length(other) == 0) continue;
       CHECK(sources(other)[step] == rank);
     }

@@ -29,22 +29,24 @@ at::Tensor shard(const at::Tensor& x, const Partition& partition, int64_t rank) 
   return at::cat(pieces, 1);
 }
 
-void check_ring(const Partition& partition, bool causal, bool resident = false) {
+void check_ring(const Partition& partition, const Partition& key_partition, bool causal,
+                bool resident) {
   const auto options = at::TensorOptions(at::kDouble);
-  const int64_t tokens = partition.seq_len();
-  const at::Tensor q = at::randn({2, tokens, 4, 8}, options),
-                   k = at::randn({2, tokens, 2, 8}, options),
-                   v = at::randn({2, tokens, 2, 8}, options);
+  const int64_t num_queries = partition.seq_len(), num_keys = key_partition.seq_len();
+  const at::Tensor q = at::randn({2, num_queries, 4, 8}, options),
+                   k = at::randn({2, num_keys, 2, 8}, options),
+                   v = at::randn({2, num_keys, 2, 8}, options);
+  const std::optional<int64_t> last = num_keys - num_queries;
   const auto [expected, expected_lse] =
-      reference_attention(q, k, v, kScale, causal ? std::optional<int64_t>(0) : std::nullopt);
+      reference_attention(q, k, v, kScale, causal ? last : std::nullopt);
 
   std::vector<Block> blocks;
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
-    blocks.push_back({shard(k, partition, rank), shard(v, partition, rank)});
+    blocks.push_back({shard(k, key_partition, rank), shard(v, key_partition, rank)});
   }
   LoopbackTransport transport(blocks, resident);
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
-    const ringattn::RingPlan plan = plan_ring(partition, rank, {causal});
+    const ringattn::RingPlan plan = plan_ring(partition, key_partition, rank, {causal});
     RingCall call{plan, kScale};
     if (resident) call.depth = partition.world_size();
     const auto [out, lse] = ringattn::ring_forward(shard(q, partition, rank), blocks[rank].k,
@@ -55,6 +57,10 @@ void check_ring(const Partition& partition, bool causal, bool resident = false) 
     CHECK(max_error(lse.transpose(1, 2), shard(expected_lse.transpose(1, 2), partition, rank)) <
           1e-12);
   }
+}
+
+void check_ring(const Partition& partition, bool causal, bool resident = false) {
+  check_ring(partition, partition, causal, resident);
 }
 
 // Where no block comes.
@@ -98,6 +104,19 @@ TEST_CASE("a ring over 1 to 5 ranks equals attention on one device") {
   }
 }
 
+TEST_CASE("a ring of fewer queries than keys equals attention on one device") {
+  const Partition keys(Layout::kZigzag, {9, 0, 6}, {2, 0, 1});
+  for (const bool causal : {true, false}) {
+    for (const bool resident : {false, true}) {
+      check_ring(Partition(Layout::kZigzag, {2, 3, 2}), keys, causal, resident);
+      check_ring(Partition(Layout::kContiguous, {0, 7, 0}), keys, causal, resident);
+      check_ring(Partition({{{1, 3}}, {{0, 1}, {4, 5}}, {{3, 4}}}), keys, causal, resident);
+      check_ring(Partition(Layout::kContiguous, {0, 0, 0}), keys, causal, resident);
+      check_ring(Partition(Layout::kZigzag, {4}), Partition(Layout::kZigzag, {9}), causal, false);
+    }
+  }
+}
+
 TEST_CASE("blocks that are resident are attended in two launches, the own one and all others") {
   const Partition partition(Layout::kContiguous, {4, 4, 4});
   auto& recorder = ringattn::Recorder::get();
@@ -135,8 +154,9 @@ TEST_CASE("a call that fails leaves no timings, and nothing of its stream") {
   auto& recorder = ringattn::Recorder::get();
   recorder.start(true);
   CHECK_THROWS_AS(
-      ringattn::ring_forward(x, x, x, RingCall{plan_ring(partition, 1, {/*causal=*/true}), kScale},
-                             &transport),
+      ringattn::ring_forward(
+          x, x, x, RingCall{plan_ring(partition, partition, 1, {/*causal=*/true}), kScale},
+          &transport),
       std::runtime_error);
   CHECK(closed);
   CHECK(recorder.stop().empty());
