@@ -45,11 +45,15 @@ std::vector<std::pair<int64_t, int64_t>> segments(const std::string& layout, con
 
 std::vector<Visit> visits(const std::string& layout, const Lengths& lengths, const Lengths& order,
                           int64_t rank, bool causal, const Lengths& pieces, const Window& window,
-                          const Documents& cu_seqlens) {
-  const Partition owned = partition(layout, lengths, order, pieces);
-  check_rank(owned, rank);
-  return schedule(owned, rank,
-                  make_mask(causal, window.first, window.second, cu_seqlens, owned.seq_len()));
+                          const Documents& cu_seqlens, const std::optional<std::string>& key_layout,
+                          const Lengths& key_lengths, const Lengths& key_order,
+                          const Lengths& key_pieces) {
+  const Partition queries = partition(layout, lengths, order, pieces);
+  check_rank(queries, rank);
+  const Partition keys =
+      key_layout ? partition(*key_layout, key_lengths, key_order, key_pieces) : queries;
+  return schedule(queries, keys, rank,
+                  make_mask(causal, window.first, window.second, cu_seqlens, keys.seq_len()));
 }
 
 using Ranges = std::vector<std::pair<int64_t, int64_t>>;
@@ -93,7 +97,9 @@ void def_partition(py::module_& m) {
   m.def("schedule", &visits, py::arg("layout"), py::arg("lengths"), py::arg("order"),
         py::arg("rank"), py::arg("causal"), py::arg("pieces") = Lengths(),
         py::arg("window") = Window(Mask::kUnlimited, Mask::kUnlimited),
-        py::arg("cu_seqlens") = Documents());
+        py::arg("cu_seqlens") = Documents(), py::arg("key_layout") = std::nullopt,
+        py::arg("key_lengths") = Lengths(), py::arg("key_order") = Lengths(),
+        py::arg("key_pieces") = Lengths());
   m.def("check_documents", &check_documents, py::arg("cu_seqlens"), py::arg("seq_len"));
   m.def("packed_pieces", &packed, py::arg("cu_seqlens"), py::arg("world_size"), py::arg("causal"),
         py::arg("window"), py::arg("weights"));

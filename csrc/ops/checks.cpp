@@ -52,10 +52,10 @@ const char* heads_hint(const at::Tensor& q, const at::Tensor& k) {
 
 // Hint after "got ..." where the rows are not those of the rank: what x looks like.
 std::string rows_hint(const at::Tensor& x, const std::string& name, const Partition& partition,
-                      int64_t rank) {
+                      int64_t rank, const std::string& partition_name) {
   const std::string transposed = name + ".transpose(1, 2)";
   const auto shard = [&](const std::string& whole) {
-    return "partition.shard(" + whole + ", " + std::to_string(rank) + ")";
+    return partition_name + ".shard(" + whole + ", " + std::to_string(rank) + ")";
   };
   const std::string heads_first = "; this looks like [B, H, S, D]: pass " + transposed;
   if (x.size(2) == partition.length(rank)) return heads_first;
@@ -163,8 +163,8 @@ auto checked(const Make& make) {
 
 Partition check_partition(const std::vector<int64_t>& lengths, const std::vector<int64_t>& order,
                           const std::string& layout_name, int64_t world_size,
-                          const std::optional<at::Tensor>& pieces) {
-  RINGATTN_CHECK(static_cast<int64_t>(lengths.size()) == world_size, "partition must have the ",
+                          const std::optional<at::Tensor>& pieces, const char* name) {
+  RINGATTN_CHECK(static_cast<int64_t>(lengths.size()) == world_size, name, " must have the ",
                  world_size, " ranks of the group, got ", lengths.size());
   return checked([&] {
     const Layout layout = parse_layout(layout_name);
@@ -210,11 +210,12 @@ Scoring make_scoring(const at::Tensor& q, double scale, double softcap,
   return scoring;
 }
 
-void check_rows(const at::Tensor& x, const char* name, const Partition& partition, int64_t rank) {
+void check_rows(const at::Tensor& x, const char* name, const Partition& partition, int64_t rank,
+                const char* partition_name) {
   const int64_t rows = partition.length(rank);
-  RINGATTN_CHECK(x.size(1) == rows, name, " must have the ", rows,
-                 " rows that the partition gives rank ", rank, ", got ", x.size(1),
-                 rows_hint(x, name, partition, rank));
+  RINGATTN_CHECK(x.size(1) == rows, name, " must have the ", rows, " rows that the ",
+                 partition_name, " gives rank ", rank, ", got ", x.size(1),
+                 rows_hint(x, name, partition, rank, partition_name));
 }
 
 void check_capture(const GroupContext& group, const Signature& signature, c10::Device device,

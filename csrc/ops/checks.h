@@ -40,10 +40,11 @@ void check_state(const at::Tensor& out, const at::Tensor& lse, const at::Tensor&
 bool has_heads_first(const at::Tensor& x);
 
 /// The partition that these arguments describe, over `world_size` ranks. `pieces`: with layout
-/// "pieces" alone, int64 [n, 3] on the CPU.
+/// "pieces" alone, int64 [n, 3] on the CPU. `name`: of the caller's argument.
 Partition check_partition(const std::vector<int64_t>& lengths, const std::vector<int64_t>& order,
                           const std::string& layout, int64_t world_size,
-                          const std::optional<at::Tensor>& pieces = {});
+                          const std::optional<at::Tensor>& pieces = {},
+                          const char* name = "partition");
 
 /// Whether x is int64 on the CPU and contiguous: how documents and pieces come.
 bool is_host_integers(const at::Tensor& x);
@@ -69,8 +70,9 @@ Scoring make_scoring(const at::Tensor& q, double scale, double softcap,
                      const std::optional<at::Tensor>& sinks);
 
 /// x [B, S_r, H, D] has the rows of `rank`. The refusal of whole tensors, and of [B, H, S_r, D],
-/// names the expression to pass instead.
-void check_rows(const at::Tensor& x, const char* name, const Partition& partition, int64_t rank);
+/// names the expression to pass instead. `partition_name`: of the caller's argument.
+void check_rows(const at::Tensor& x, const char* name, const Partition& partition, int64_t rank,
+                const char* partition_name = "partition");
 
 /// Where the current stream is captured in a CUDA graph: the ranks have agreed on `signature`
 /// before, because they cannot exchange anything under capture, and the transport can be captured.

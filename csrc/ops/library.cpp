@@ -15,6 +15,8 @@
 //   denominator.
 //   cu_seqlens int64 [documents + 1], on the CPU: boundaries of packed documents in the sequence.
 //   pieces int64 [n, 3], on the CPU, with layout "pieces": rank, start and stop of each.
+//   key_lengths, key_order, key_layout, key_pieces: of the keys, whose last ones are at the
+//   positions of the queries; none: those of the queries.
 
 TORCH_LIBRARY(ringattn, m) {
   m.def(
@@ -32,19 +34,22 @@ TORCH_LIBRARY(ringattn, m) {
       "block_attention_(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, float scale,"
       " SymInt? diagonal) -> ()");
   m.def("merge_states_(Tensor(a!) out, Tensor(b!) lse, Tensor other_out, Tensor other_lse) -> ()");
-  // q, k, v: this rank's rows, in position order.
+  // q, k, v: this rank's rows, in position order: q of the queries' partition, k and v of the
+  // keys'.
   m.def(
       "ring_forward(Tensor q, Tensor k, Tensor v, SymInt[] lengths, int[] order, str layout, bool "
       "causal, float scale, str group_name, str transport, int? depth, int window_left=-1,"
       " int window_right=-1, float softcap=0.0, Tensor? sinks=None, Tensor? cu_seqlens=None,"
-      " Tensor? pieces=None) -> (Tensor out, Tensor lse)");
+      " Tensor? pieces=None, SymInt[]? key_lengths=None, int[]? key_order=None,"
+      " str? key_layout=None, Tensor? key_pieces=None) -> (Tensor out, Tensor lse)");
   // The same for the results of ring_forward, of this rank's rows. dsinks are of these rows alone.
   m.def(
       "ring_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,"
       " Tensor lse, SymInt[] lengths, int[] order, str layout, bool causal, float scale,"
       " str group_name, str transport, int? depth, int window_left=-1, int window_right=-1,"
-      " float softcap=0.0, Tensor? sinks=None, Tensor? cu_seqlens=None, Tensor? pieces=None)"
-      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
+      " float softcap=0.0, Tensor? sinks=None, Tensor? cu_seqlens=None, Tensor? pieces=None,"
+      " SymInt[]? key_lengths=None, int[]? key_order=None, str? key_layout=None,"
+      " Tensor? key_pieces=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
   // kv [2, B, S_r, H_kv, D] -> that of the rank before this one in the order, cyclic; filled by the
   // side stream.
   m.def(

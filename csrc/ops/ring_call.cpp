@@ -40,10 +40,22 @@ CallKey call_key(const RingArguments& args) {
     key.push_back(static_cast<int64_t>(x.device().type()));
     key.push_back(x.device().index());
   };
+  const auto add_host_integers = [&](const std::optional<at::Tensor>& x) {
+    key.push_back(x.has_value());
+    if (!x) return;
+    add_tensor(*x);
+    if (is_host_integers(*x)) add_integers(values_of(*x));  // others are refused
+  };
+  const auto add_partition = [&](const PartitionArguments& partition) {
+    add_integers(partition.lengths);
+    add_integers(partition.order);
+    add_text(partition.layout);
+    add_host_integers(partition.pieces);
+  };
   for (const at::Tensor* x : {&args.q, &args.k, &args.v}) add_tensor(*x);
-  add_integers(args.lengths);
-  add_integers(args.order);
-  add_text(args.layout);
+  add_partition(args.queries);
+  key.push_back(args.keys.has_value());
+  if (args.keys) add_partition(*args.keys);
   add_text(args.transport);
   key.push_back(args.causal);
   key.push_back(c10::bit_cast<int64_t>(args.scale));
@@ -52,13 +64,7 @@ CallKey call_key(const RingArguments& args) {
   key.append({args.window_left, args.window_right, c10::bit_cast<int64_t>(args.softcap)});
   key.push_back(args.sinks.has_value());
   if (args.sinks) add_tensor(*args.sinks);
-  for (const std::optional<at::Tensor>* x : {&args.cu_seqlens, &args.pieces}) {
-    key.push_back(x->has_value());
-    if (!x->has_value()) continue;
-    add_tensor(**x);
-    // Others are refused.
-    if (is_host_integers(**x)) add_integers(values_of(**x));
-  }
+  add_host_integers(args.cu_seqlens);
   return key;
 }
 
@@ -81,10 +87,15 @@ std::string names_of(int gradient_set) {
   return names.empty() ? "none" : names;
 }
 
+// Of queries and of keys.
+struct Partitions {
+  Partition queries, keys;
+};
+
 // A call that has passed its checks, with what follows from its arguments. Both passes share it.
 struct PreparedCall {
   std::string transport;
-  Partition partition;
+  Partitions partitions;
   RingPlan plan;
   // What the ranks agree on: in a forward, by its gradient set, and in a backward.
   std::array<std::shared_ptr<const Signature>, kNumGradientSets> forward;
@@ -108,23 +119,31 @@ void keep_if_captured(const std::shared_ptr<const PreparedCall>& prepared, c10::
   calls.captured.push_back(prepared);
 }
 
-Partition check(const RingArguments& args, int64_t rank, int64_t world_size) {
+Partitions check(const RingArguments& args, int64_t rank, int64_t world_size) {
   check_attention(args.q, args.k, args.v, args.scale);
   check_scoring(args.q, args.softcap, args.sinks);
-  Partition partition = check_partition(args.lengths.vec(), args.order.vec(),
-                                        std::string(args.layout), world_size, args.pieces);
-  check_rows(args.q, "q", partition, rank);
-  check_rows(args.k, "k", partition, rank);
+  const auto checked = [&](const PartitionArguments& given, const char* name) {
+    return check_partition(given.lengths.vec(), given.order.vec(), std::string(given.layout),
+                           world_size, given.pieces, name);
+  };
+  Partition queries = checked(args.queries, "partition");
+  Partition keys = args.keys ? checked(*args.keys, "key_partition") : queries;
+  RINGATTN_CHECK(queries.seq_len() <= keys.seq_len(),
+                 "key_partition must have at least as many tokens as partition, ",
+                 queries.seq_len(), ", got ", keys.seq_len());
+  check_rows(args.q, "q", queries, rank);
+  check_rows(args.k, "k", keys, rank, args.keys ? "key_partition" : "partition");
   RINGATTN_CHECK(args.depth.value_or(1) >= 1, "depth must be positive, got ", *args.depth);
   check_transport(std::string(args.transport), args.q.device().type());
-  return partition;
+  return {std::move(queries), std::move(keys)};
 }
 
 // Without the depth: each rank may receive as far ahead as it chooses.
-Signature make_signature(const RingArguments& args, RingPass pass, const Partition& partition) {
+Signature make_signature(const RingArguments& args, RingPass pass, const Partitions& partitions) {
   Signature signature(pass == RingPass::kForward ? "ring_forward" : "ring_backward");
-  signature.add("partition.order", partition.order())
-      .add("partition.layout", args.layout)
+  signature.add("partition.order", partitions.queries.order())
+      .add("partition.layout", args.queries.layout)
+      .add("key_partition", args.keys ? "given" : "none")
       .add("dtype", dtype_name(args.q.scalar_type()))
       .add("device type", c10::DeviceTypeName(args.q.device().type()))
       .add("batch size", args.q.size(0))
@@ -140,9 +159,18 @@ Signature make_signature(const RingArguments& args, RingPass pass, const Partiti
   if (pass == RingPass::kForward) {
     signature.add("inputs that require grad", names_of(gradient_set(args)));
   }
-  // Other documents, and how they are divided, come with every step of a training.
-  signature.in_every_call().add("partition.lengths", partition.lengths());
-  if (args.pieces) signature.add("partition.pieces", values_of(*args.pieces));
+  if (args.keys) {
+    signature.add("key_partition.order", partitions.keys.order())
+        .add("key_partition.layout", args.keys->layout);
+  }
+  // Other documents, and how they are divided, come with every step of a training; more keys with
+  // every turn of a chat.
+  signature.in_every_call().add("partition.lengths", partitions.queries.lengths());
+  if (args.queries.pieces) signature.add("partition.pieces", values_of(*args.queries.pieces));
+  if (args.keys) signature.add("key_partition.lengths", partitions.keys.lengths());
+  if (args.keys && args.keys->pieces) {
+    signature.add("key_partition.pieces", values_of(*args.keys->pieces));
+  }
   if (args.cu_seqlens) signature.add("cu_seqlens", values_of(*args.cu_seqlens));
   return signature;
 }
@@ -152,17 +180,18 @@ const std::shared_ptr<const Signature>& signature_of(PreparedCall& prepared,
   auto& signature =
       pass == RingPass::kForward ? prepared.forward[gradient_set(args)] : prepared.backward;
   if (!signature) {
-    signature = std::make_shared<const Signature>(make_signature(args, pass, prepared.partition));
+    signature = std::make_shared<const Signature>(make_signature(args, pass, prepared.partitions));
   }
   return signature;
 }
 
 std::shared_ptr<PreparedCall> prepare(const RingArguments& args, int64_t rank, int64_t world_size) {
-  const Partition partition = check(args, rank, world_size);
+  Partitions partitions = check(args, rank, world_size);
   const Mask mask = check_mask({args.causal, args.window_left, args.window_right, args.cu_seqlens},
-                               partition.seq_len());
-  return std::make_shared<PreparedCall>(PreparedCall{
-      std::string(args.transport), partition, plan_ring(partition, partition, rank, mask), {}, {}});
+                               partitions.keys.seq_len());
+  RingPlan plan = plan_ring(partitions.queries, partitions.keys, rank, mask);
+  return std::make_shared<PreparedCall>(
+      PreparedCall{std::string(args.transport), std::move(partitions), std::move(plan), {}, {}});
 }
 
 // Bytes of the largest one of any rank: keys and values, or their gradients.
@@ -173,6 +202,15 @@ int64_t largest_message(const RingPlan& plan, const at::Tensor& k, RingPass pass
 }
 
 }  // namespace
+
+std::optional<PartitionArguments> key_partition(at::OptionalIntArrayRef lengths,
+                                                at::OptionalIntArrayRef order,
+                                                std::optional<std::string_view> layout,
+                                                const std::optional<at::Tensor>& pieces) {
+  if (!lengths) return std::nullopt;
+  return PartitionArguments{*lengths, order.value_or(at::IntArrayRef()), layout.value_or(""),
+                            pieces};
+}
 
 void ring_call(const RingArguments& args, RingPass pass, c10::function_ref<void()> check_more,
                c10::function_ref<void(const RingCall&, MessageTransport*)> body) {

@@ -16,11 +16,23 @@
 
 namespace ringattn {
 
+struct PartitionArguments {
+  at::IntArrayRef lengths, order;
+  std::string_view layout;
+  const std::optional<at::Tensor>& pieces;
+};
+
+/// Of the keys; none without lengths.
+std::optional<PartitionArguments> key_partition(at::OptionalIntArrayRef lengths,
+                                                at::OptionalIntArrayRef order,
+                                                std::optional<std::string_view> layout,
+                                                const std::optional<at::Tensor>& pieces);
+
 /// Arguments of ring_forward; ring_backward has the same behind its own.
 struct RingArguments {
   const at::Tensor &q, &k, &v;
-  at::IntArrayRef lengths, order;
-  std::string_view layout;
+  PartitionArguments queries;
+  std::optional<PartitionArguments> keys;  // none: as the queries
   bool causal;
   double scale;
   std::string_view group_name;
@@ -28,7 +40,7 @@ struct RingArguments {
   std::optional<int64_t> depth;
   int64_t window_left, window_right;
   double softcap;
-  const std::optional<at::Tensor>&sinks, &cu_seqlens, &pieces;
+  const std::optional<at::Tensor>&sinks, &cu_seqlens;
 };
 
 enum class RingPass : int8_t { kForward, kBackward };

@@ -16,10 +16,24 @@ std::tuple<at::Tensor, at::Tensor> ring_forward_op(
     c10::string_view group_name, c10::string_view transport, std::optional<int64_t> depth,
     int64_t window_left, int64_t window_right, double softcap,
     const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& cu_seqlens,
-    const std::optional<at::Tensor>& pieces) {
-  const RingArguments args{
-      q,         k,     v,           lengths,      order,   layout, causal,     scale, group_name,
-      transport, depth, window_left, window_right, softcap, sinks,  cu_seqlens, pieces};
+    const std::optional<at::Tensor>& pieces, at::OptionalIntArrayRef key_lengths,
+    at::OptionalIntArrayRef key_order, std::optional<c10::string_view> key_layout,
+    const std::optional<at::Tensor>& key_pieces) {
+  const RingArguments args{q,
+                           k,
+                           v,
+                           {lengths, order, layout, pieces},
+                           key_partition(key_lengths, key_order, key_layout, key_pieces),
+                           causal,
+                           scale,
+                           group_name,
+                           transport,
+                           depth,
+                           window_left,
+                           window_right,
+                           softcap,
+                           sinks,
+                           cu_seqlens};
   std::pair<at::Tensor, at::Tensor> result;
   const auto run = [&](const RingCall& call, MessageTransport* transport) {
     result = ring_forward(q, k, v, call, transport);

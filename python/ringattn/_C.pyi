@@ -103,6 +103,10 @@ def schedule(
     pieces: list[int] = ...,
     window: tuple[int, int] = ...,
     cu_seqlens: list[int] | None = ...,
+    key_layout: str | None = ...,
+    key_lengths: list[int] = ...,
+    key_order: list[int] = ...,
+    key_pieces: list[int] = ...,
 ) -> list[Visit]: ...
 def check_documents(cu_seqlens: list[int], seq_len: int) -> None: ...
 def packed_pieces(

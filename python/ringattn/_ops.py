@@ -168,6 +168,10 @@ def _(
     sinks: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     pieces: torch.Tensor | None = None,
+    key_lengths: Sequence[int] | None = None,
+    key_order: Sequence[int] | None = None,
+    key_layout: str | None = None,
+    key_pieces: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_attention(q, k, v)
     return q.new_empty(q.shape), _new_lse(q)
@@ -196,6 +200,10 @@ def _(
     sinks: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     pieces: torch.Tensor | None = None,
+    key_lengths: Sequence[int] | None = None,
+    key_order: Sequence[int] | None = None,
+    key_layout: str | None = None,
+    key_pieces: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     _check_attention(q, k, v)
     return _new_gradients(q, k, v, sinks)
@@ -337,6 +345,10 @@ def _block_attention_into_state_flops(
     return _pair_flops(q_shape) * _num_pairs(q_shape[1], k_shape[1], diagonal)
 
 
+def _listed(pieces: torch.Tensor | None) -> list[int]:
+    return [] if pieces is None else pieces.flatten().tolist()
+
+
 @register_flop_formula(_ops.ring_forward, get_raw=True)
 def _ring_forward_flops(
     q: torch.Tensor,
@@ -356,13 +368,19 @@ def _ring_forward_flops(
     sinks: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     pieces: torch.Tensor | None = None,
+    key_lengths: Sequence[int] | None = None,
+    key_order: Sequence[int] | None = None,
+    key_layout: str | None = None,
+    key_pieces: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> int:
     """This rank's share: its queries against all keys they see."""
     known = None if cu_seqlens is None or not is_concrete(cu_seqlens) else cu_seqlens.tolist()
-    assigned = [] if pieces is None else pieces.flatten().tolist()
     who = (layout, list(lengths), list(order), _rank_in(group_name), causal)
-    visits = _C.schedule(*who, assigned, (window_left, window_right), known)
+    keys: tuple[Any, ...] = (None, [], [], [])
+    if key_lengths is not None and key_order is not None and key_layout is not None:
+        keys = (key_layout, list(key_lengths), list(key_order), _listed(key_pieces))
+    visits = _C.schedule(*who, _listed(pieces), (window_left, window_right), known, *keys)
     return _pair_flops(q.shape) * sum(visit.num_pairs for visit in visits)
 
 

@@ -16,14 +16,22 @@ from ringattn._checks import (
 )
 from ringattn._distributed.groups import GroupInfo
 from ringattn._masks import Mask
-from ringattn.partition import Partition, check_partition, partition_arguments
+from ringattn.partition import (
+    Partition,
+    PartitionArguments,
+    check_partition,
+    check_partition_type,
+    partition_arguments,
+)
 
 # Of the operator ring_forward, after q, k and v, but sinks: lengths, order, layout, causal, scale,
-# group_name, transport, depth; window_left, window_right, softcap; cu_seqlens, pieces.
+# group_name, transport, depth; window_left, window_right, softcap; cu_seqlens, pieces; of the keys,
+# where they have a partition of their own: lengths, order, layout, pieces.
 Options = tuple[
     tuple[list[int], list[int], str, bool, float, str, str, int | None],
     tuple[int, int, float],
     tuple[torch.Tensor | None, torch.Tensor | None],
+    PartitionArguments | tuple[None, None, None, None],
 ]
 
 # The latest calls with other arguments, the latest first: layers of a model may alternate between
@@ -42,6 +50,7 @@ def ring_options(
     scale: float | None,
     transport: str,
     depth: int | None,
+    key_partition: Partition | None,
 ) -> Options:
     """The operator's arguments beside the tensors; ValueError where one breaks a rule of
     :func:`ringattn.ring_attention`.
@@ -53,16 +62,17 @@ def ring_options(
         check_tensors(q=q, k=k, v=v)
         # The operator refuses plain tensors for the same reasons, and reports that to the peers.
         check_collective(q=q, k=k, v=v)
-        return _check(ring, q, partition, mask, scale, transport, depth)
+        return _check(ring, q, partition, mask, scale, transport, depth, key_partition)
     boundaries = mask.cu_seqlens
     version = None
     if isinstance(boundaries, torch.Tensor) and not boundaries.is_inference():
         version = boundaries._version
     values = (scale, ring.name, ring.world_size, q.shape, version)
-    objects = (partition, transport, depth, *mask)
+    objects = (partition, transport, depth, key_partition, *mask)
     # Objects that may change are not known by their identity. Zeros of both signs are equal.
     keeps = (
         type(partition) in (Partition, type(None))
+        and type(key_partition) in (Partition, type(None))
         and type(scale) in (float, type(None))
         and scale != 0.0
         and type(mask.causal) is bool
@@ -76,7 +86,7 @@ def ring_options(
         for known_values, known_objects, options in _latest:
             if known_values == values and all(map(operator.is_, objects, known_objects)):
                 return options
-    options = _check(ring, q, partition, mask, scale, transport, depth)
+    options = _check(ring, q, partition, mask, scale, transport, depth, key_partition)
     if keeps:
         _latest.insert(0, (values, objects, options))
         del _latest[_MAX_LATEST:]
@@ -91,6 +101,7 @@ def _check(
     scale: float | None,
     transport: str,
     depth: int | None,
+    key_partition: Partition | None,
 ) -> Options:
     check_dims("q", q, "[B, S_r, H, D]")
     pieces = None
@@ -98,6 +109,9 @@ def _check(
         lengths, order, layout = [q.size(1)], [0], "zigzag"
     else:
         lengths, order, layout, pieces = partition_arguments(check_partition(partition, ring))
+    of_keys: PartitionArguments | tuple[None, None, None, None] = (None, None, None, None)
+    if key_partition is not None:
+        of_keys = partition_arguments(check_partition_type(key_partition, "key_partition"))
     scale = finite_scale(scale, q)
     depth = check_int64_or_none("depth", depth, least=1)
     causal, left, right, softcap, boundaries = mask.arguments()
@@ -106,4 +120,5 @@ def _check(
         (lengths, order, layout, causal, scale, ring.name, transport, depth),
         (left, right, softcap),
         (boundaries, pieces),
+        of_keys,
     )

@@ -42,6 +42,7 @@ def ring_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     cu_seqlens: CuSeqlens | None = None,
+    key_partition: Partition | None = None,
     scale: float | None = None,
     transport: str = "auto",
     depth: int | None = None,
@@ -62,6 +63,7 @@ def ring_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     cu_seqlens: CuSeqlens | None = None,
+    key_partition: Partition | None = None,
     scale: float | None = None,
     transport: str = "auto",
     depth: int | None = None,
@@ -82,6 +84,7 @@ def ring_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     cu_seqlens: CuSeqlens | None = None,
+    key_partition: Partition | None = None,
     scale: float | None = None,
     transport: str = "auto",
     depth: int | None = None,
@@ -101,6 +104,7 @@ def ring_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     cu_seqlens: CuSeqlens | None = None,
+    key_partition: Partition | None = None,
     scale: float | None = None,
     transport: str = "auto",
     depth: int | None = None,
@@ -121,7 +125,8 @@ def ring_attention(
             ``x.chunk(W, 1)[rank]`` has other rows, of the same shape, unless the layout is
             "contiguous". Tensors ``[B, H, S_r, D]`` need their ``transpose(1, 2)``: where S_r, H
             and H_kv are equal, neither shapes nor strides can tell that it is missing.
-        k: keys of this rank, ``[B, S_r, H_kv, D]``, ``H % H_kv == 0``, dtype and device of ``q``.
+        k: keys of this rank, ``[B, S_r, H_kv, D]``, ``H % H_kv == 0``, dtype and device of ``q``;
+            with ``key_partition`` the rows that it gives this rank.
         v: values of this rank, like ``k``.
         partition: which rank owns which tokens, the same on all ranks, such as
             ``Partition.even(S, W)``. None, all tokens on this rank, is for a single rank alone:
@@ -140,7 +145,11 @@ def ring_attention(
         cu_seqlens: boundaries of packed documents in the whole sequence, ``[0, ..., S]``, never
             decreasing: a query sees keys of its own document alone, and windows count inside it. A
             list, a tuple or a tensor, the same on all ranks; a CUDA tensor is read once for each of
-            its versions, for which the host waits.
+            its versions, for which the host waits. With ``key_partition`` the sequence is that of
+            the keys.
+        key_partition: which rank owns which of S_k keys, where there are more keys than queries: a
+            cache, and what follows it. The queries are the last ``partition.seq_len`` of the S_k
+            positions. None: keys lie as queries do.
         scale: of the scores, any finite number; None means ``1 / sqrt(D)``.
         transport: how blocks travel. "symmetric": through memory that all ranks of one host share,
             fetched by the kernel that attends to them. "nccl": over a communicator of ringattn's
@@ -180,7 +189,8 @@ def ring_attention(
     if refused:
         refuse_keywords("ring_attention", ring, refused)
     mask = Mask(causal, window_size, softcap, cu_seqlens)
-    out, lse = attend(ring, q, k, v, partition, mask, scale, transport, depth, sinks)
+    options = (mask, scale, transport, depth, sinks, key_partition)
+    out, lse = attend(ring, q, k, v, partition, *options)
     return (out, lse) if return_lse else out
 
 
@@ -195,11 +205,12 @@ def attend(
     transport: str = "auto",
     depth: int | None = None,
     sinks: torch.Tensor | None = None,
+    key_partition: Partition | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`ring_attention` over a ring that is known: out and lse."""
     try:
-        options, scores, tables = ring_options(
-            ring, q, k, v, partition, mask, scale, transport, depth
+        options, scores, tables, of_keys = ring_options(
+            ring, q, k, v, partition, mask, scale, transport, depth, key_partition
         )
         if sinks is not None:
             check_tensors(sinks=sinks)
@@ -207,7 +218,7 @@ def attend(
     except Exception as error:
         report_to_peers(ring, error)
         raise
-    out, lse = call(_ops.ring_forward.default, q, k, v, *options, *scores, sinks, *tables)
+    out, lse = call(_ops.ring_forward.default, q, k, v, *options, *scores, sinks, *tables, *of_keys)
     return out, lse
 
 

@@ -103,17 +103,19 @@ class RingAttention(nn.Module):
         *,
         cu_seqlens: CuSeqlens | None = None,
         sinks: torch.Tensor | None = None,
+        key_partition: Partition | None = None,
         **refused: object,
     ) -> torch.Tensor:
         """out ``[B, S_r, H, D]`` of this rank's queries, in the dtype of ``q``. Collective; shapes,
-        ``cu_seqlens``, ``sinks`` and errors as in :func:`ringattn.ring_attention`. ``partition``,
-        where it is given, comes before the module's own."""
+        ``cu_seqlens``, ``sinks``, ``key_partition`` and errors as in
+        :func:`ringattn.ring_attention`. ``partition``, where it is given, comes before the module's
+        own."""
         ring = self.ring
         if refused:
             refuse_keywords("RingAttention.forward", ring, refused)
         mask = Mask(self.causal, self.window_size, self.softcap, cu_seqlens)
         partition = self.partition if partition is None else partition
-        options = (mask, self.scale, self.transport, self.depth, sinks)
+        options = (mask, self.scale, self.transport, self.depth, sinks, key_partition)
         out, _ = attend(ring, q, k, v, partition, *options)
         return out
 

@@ -380,7 +380,7 @@ class Partition:
         for start, stop, rank in self._in_order():
             parts.append(shards[rank].narrow(axis, taken[rank], stop - start))
             taken[rank] += stop - start
-        return torch.cat(parts, axis)
+        return torch.cat(parts or shards, axis)  # of no pieces: shards without rows
 
     def gather(self, x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.Tensor:
         """The global tensor on every rank, out of each rank's own rows. Collective: every rank of
@@ -507,11 +507,11 @@ def check_partition(partition: Partition | None, ring: GroupInfo) -> Partition:
     )
 
 
-def check_partition_type(partition: object) -> Partition:
+def check_partition_type(partition: object, name: str = "partition") -> Partition:
     """A Partition, or a ValueError that says what to write."""
     if isinstance(partition, Partition):
         return partition
-    raise ValueError(f"partition must be a Partition, got {shown_partition(partition)}")
+    raise ValueError(f"{name} must be a Partition, got {shown_partition(partition)}")
 
 
 def shown_partition(given: object) -> str:
@@ -533,10 +533,12 @@ def shown_partition(given: object) -> str:
     return kind
 
 
-def partition_arguments(
-    partition: Partition,
-) -> tuple[list[int], list[int], str, torch.Tensor | None]:
-    """The operators' arguments for a partition: lengths, order, layout, pieces."""
+# Of an operator: lengths, order, layout, pieces.
+PartitionArguments = tuple[list[int], list[int], str, torch.Tensor | None]
+
+
+def partition_arguments(partition: Partition) -> PartitionArguments:
+    """The operators' arguments for a partition."""
     return list(partition.lengths), list(partition.order), partition.layout, partition._flat
 
 

@@ -137,12 +137,13 @@ def rank_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     cu_seqlens: Sequence[int] | torch.Tensor | None = None,
+    key_partition: Partition | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of one rank of a ring, folded block by block in visiting order.
 
     Args:
-        q: the whole sequence, ``[B, S, H, D]``; so are k and v, ``[B, S, H_kv, D]``.
-        partition: which rank owns which tokens.
+        q: all queries, ``[B, S, H, D]``; so are k and v, ``[B, S_k, H_kv, D]``.
+        partition: which rank owns which queries, and which keys where there is no other for them.
         rank: whose rows are computed.
         causal: a query sees the keys at its own and at earlier positions.
         scale: of the scores; None means ``1 / sqrt(D)``.
@@ -150,19 +151,22 @@ def rank_attention(
         softcap: of the scores.
         sinks: ``[H]``.
         cu_seqlens: boundaries of packed documents.
+        key_partition: which rank owns which keys; the queries are the last of their positions.
 
     Returns:
         out ``[B, S_r, H, D]`` and lse ``[B, H, S_r]``, in the dtype of ``q``.
     """
+    keys_of = partition if key_partition is None else key_partition
     queries, query_at = partition.shard(q, rank), partition.position_ids(rank, q.device)
+    query_at = query_at + keys_of.seq_len - partition.seq_len
     out = torch.zeros_like(queries)
     lse = queries.new_full((q.size(0), q.size(2), queries.size(1)), -math.inf)
-    place = partition.order.index(rank)
-    for step in range(partition.world_size):
-        source = partition.order[place - step]  # the own block, then those of the ranks before
-        key_at = partition.position_ids(source, q.device)
+    place = keys_of.order.index(rank)
+    for step in range(keys_of.world_size):
+        source = keys_of.order[place - step]  # the own block, then those of the ranks before
+        key_at = keys_of.position_ids(source, q.device)
         visible = visible_keys(query_at, key_at, causal, window_size, cu_seqlens)
-        keys, values = partition.shard(k, source), partition.shard(v, source)
+        keys, values = keys_of.shard(k, source), keys_of.shard(v, source)
         block = masked_attention(queries, keys, values, visible, scale, softcap)
         out, lse = merge_states(out, lse, *block)
     if sinks is None:
@@ -183,7 +187,7 @@ def ring_attention(
     """All ranks of a ring, one after the other; arguments as in :func:`rank_attention`.
 
     Returns:
-        out ``[B, S, H, D]`` and lse ``[B, H, S]`` of the whole sequence.
+        out ``[B, S, H, D]`` and lse ``[B, H, S]`` of all queries.
     """
     states = [
         rank_attention(q, k, v, partition, rank, causal, scale, **mask)

@@ -49,6 +49,7 @@ def ring_gradients(case: Case, deterministic: bool = False) -> list[torch.Tensor
             softcap=case.softcap,
             sinks=sinks,
             cu_seqlens=case.cu_seqlens,
+            key_partition=case.key_partition,
             scale=case.scale,
             transport=case.transport,
             depth=case.depth,
@@ -131,7 +132,8 @@ def compare(case: Case, actual: list[torch.Tensor], visible: torch.Tensor, devic
 
 def whole_gradients(case: Case, parts: list[Any]) -> list[torch.Tensor]:
     """From those of each rank: rows are joined, and parts of dsinks summed."""
-    whole = [case.partition.unshard([part[i] for part in parts]) for i in range(3)]
+    owners = (case.partition, case.keys_of, case.keys_of)
+    whole = [owner.unshard([part[i] for part in parts]) for i, owner in enumerate(owners)]
     if case.with_sinks:
         dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
         whole.append(sum(part[3].to(dtype) for part in parts).to(case.dtype))

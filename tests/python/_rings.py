@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ring calls as the tests make them: one case, the same inputs on every rank, each its own rows."""
 
+import itertools
+import random
 from dataclasses import dataclass
 
 import ringattn
@@ -23,6 +25,29 @@ SPLITS: dict[int, list[tuple[list[int], list[int] | None]]] = {
 }
 
 
+def random_documents(draw: random.Random, seq_len: int) -> tuple[int, ...]:
+    """Boundaries with short and empty documents among them."""
+    inner = [draw.randint(0, seq_len) for _ in range(draw.choice([0, 1, 3, 8]))]
+    return (0, *sorted(inner + inner[:1]), seq_len)
+
+
+def random_partition(draw: random.Random, world_size: int, seq_len: int) -> Partition:
+    """Uneven, ranks without tokens among them."""
+    layout = draw.choice(["zigzag", "contiguous", "pieces", "even"])
+    if layout == "even":
+        return Partition.even(seq_len, world_size)
+    cuts = sorted(draw.randint(0, seq_len) for _ in range(world_size - 1))
+    if layout != "pieces":
+        lengths = [stop - start for start, stop in zip([0, *cuts], [*cuts, seq_len], strict=True)]
+        order = draw.sample(range(world_size), world_size)
+        return Partition(layout, tuple(lengths), tuple(order))
+    ends = sorted({0, seq_len, *(draw.randint(0, seq_len) for _ in range(9))})
+    pieces: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+    for piece in itertools.pairwise(ends):
+        draw.choice(pieces).append(piece)
+    return Partition.pieces(pieces)
+
+
 @dataclass(frozen=True)
 class Case:
     """One ring call."""
@@ -39,17 +64,23 @@ class Case:
     softcap: float = 0.0
     with_sinks: bool = False
     cu_seqlens: tuple[int, ...] | None = None
+    key_partition: Partition | None = None
     transport: str = "auto"
     depth: int | None = None
     seed: int = 11
 
+    @property
+    def keys_of(self) -> Partition:
+        """Which rank owns which keys."""
+        return self.partition if self.key_partition is None else self.key_partition
+
     def inputs(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v of the whole sequence, the same wherever they are asked for."""
         generator = torch.Generator().manual_seed(self.seed)
-        rows = self.partition.seq_len
+        rows, keys = self.partition.seq_len, self.keys_of.seq_len
         q = torch.randn(self.batch, rows, self.num_heads, self.head_dim, generator=generator)
-        k = torch.randn(self.batch, rows, self.num_kv_heads, self.head_dim, generator=generator)
-        v = torch.randn(self.batch, rows, self.num_kv_heads, self.head_dim, generator=generator)
+        k = torch.randn(self.batch, keys, self.num_kv_heads, self.head_dim, generator=generator)
+        v = torch.randn(self.batch, keys, self.num_kv_heads, self.head_dim, generator=generator)
         q, k, v = (x.to(device, self.dtype) for x in (q, k, v))
         return q, k, v
 
@@ -63,16 +94,17 @@ class Case:
         return sinks.to(device, self.dtype)
 
     def visible(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """bool ``[S, S]``: which query sees which key."""
-        positions = torch.arange(self.partition.seq_len, device=device)
+        """bool ``[S, S_k]``: which query sees which key."""
+        positions = torch.arange(self.keys_of.seq_len, device=device)
+        queries = positions[positions.numel() - self.partition.seq_len :]
         mask = (self.causal, self.window_size, self.cu_seqlens)
-        return reference.visible_keys(positions, positions, *mask)
+        return reference.visible_keys(queries, positions, *mask)
 
     def local_inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The rows of this rank, on its device."""
         q, k, v = self.inputs(this().device)
         rank = this().rank
-        return tuple(self.partition.shard(x, rank) for x in (q, k, v))
+        return (self.partition.shard(q, rank), *(self.keys_of.shard(x, rank) for x in (k, v)))
 
 
 def ring_call(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,6 +121,7 @@ def ring_call(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
             softcap=case.softcap,
             sinks=case.sinks(q.device),
             cu_seqlens=case.cu_seqlens,
+            key_partition=case.key_partition,
             scale=case.scale,
             transport=case.transport,
             depth=case.depth,

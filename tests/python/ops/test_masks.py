@@ -10,36 +10,13 @@ import ringattn
 import torch
 from _distributed import RankPool, this
 from _numerics import check_attention
-from _rings import Case, check_ring, ring_call
+from _rings import Case, check_ring, random_documents, random_partition, ring_call
 from ringattn import Partition, reference
 from torch.utils.flop_counter import FlopCounterMode
 
 #: Drawn for each number of ranks and dtype.
 CASES = 65
 HALVES = [torch.bfloat16, torch.float16]
-
-
-def random_documents(draw: random.Random, seq_len: int) -> tuple[int, ...]:
-    """Boundaries with short and empty documents among them."""
-    inner = [draw.randint(0, seq_len) for _ in range(draw.choice([0, 1, 3, 8]))]
-    return (0, *sorted(inner + inner[:1]), seq_len)
-
-
-def random_partition(draw: random.Random, world_size: int, seq_len: int) -> Partition:
-    """Uneven, ranks without tokens among them."""
-    layout = draw.choice(["zigzag", "contiguous", "pieces", "even"])
-    if layout == "even":
-        return Partition.even(seq_len, world_size)
-    cuts = sorted(draw.randint(0, seq_len) for _ in range(world_size - 1))
-    if layout != "pieces":
-        lengths = [stop - start for start, stop in zip([0, *cuts], [*cuts, seq_len], strict=True)]
-        order = draw.sample(range(world_size), world_size)
-        return Partition(layout, tuple(lengths), tuple(order))
-    ends = sorted({0, seq_len, *(draw.randint(0, seq_len) for _ in range(9))})
-    pieces: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
-    for piece in itertools.pairwise(ends):
-        draw.choice(pieces).append(piece)
-    return Partition.pieces(pieces)
 
 
 def random_case(draw: random.Random, world_size: int, dtype: torch.dtype, grow: int) -> Case:

@@ -30,6 +30,12 @@ def test_rows_are_sharded_in_position_order_and_come_back():
     assert p.position_ids(0, cu_seqlens=[0, 2, 14, 16]).tolist() == [0, 1, 0, 1, 10, 11, 0, 1]
 
 
+def test_pieces_of_no_tokens_come_back_without_rows():
+    partition = Partition.pieces([[], [(0, 0)]])
+    shards = [partition.shard(torch.ones(2, 0, 3), rank) for rank in range(2)]
+    assert partition.seq_len == 0 and partition.unshard(shards).shape == (2, 0, 3)
+
+
 @pytest.mark.parametrize(
     ("pieces", "sentence"),
     [

@@ -235,6 +235,7 @@ RUN = {
     "docs/masks.md": [  # by test_masks_page.py
         "A window",
         "Packed documents",
+        "Queries after other keys",
         "Sinks and softcap",
         "A table of one device",
     ],

@@ -14,6 +14,7 @@ PAGE = "docs/masks.md"
 IN_RING = {
     "A window": {"window_size": (63, 0)},
     "Packed documents": {"cu_seqlens": [0, 24, 40, 96, 108, 172, 192]},
+    "Queries after other keys": {},
     "Sinks and softcap": {"window_size": (63, 0)},
 }
 
@@ -29,10 +30,12 @@ def names_of(section: str) -> Names:
 def in_ring(section: str) -> None:
     names, masks = names_of(section), IN_RING[section]
     p = names["p"]
-    q, k, v, out = (p.gather(names[name]) for name in ("q", "k", "v", "out"))
-    at = torch.arange(p.seq_len)
+    keys = names.get("keys", p)
+    q, out = (p.gather(names[name]) for name in ("q", "out"))
+    k, v = (keys.gather(names[name]) for name in ("k", "v"))
+    at = torch.arange(keys.seq_len)
     scores = {"softcap": 50.0, "sinks": names["sinks"]} if "sinks" in names else {}
-    expected, _ = masked_attention(q, k, v, visible_keys(at, at, **masks), **scores)
+    expected, _ = masked_attention(q, k, v, visible_keys(at[-p.seq_len :], at, **masks), **scores)
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
 
 
