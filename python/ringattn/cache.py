@@ -2,6 +2,7 @@
 """The keys and values of a sequence, spread over the ranks."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from ringattn._distributed.checksums import chained, checksum
 from ringattn._distributed.collectives import complete
 from ringattn._distributed.groups import Group, resolve_group
 from ringattn._key_positions import KeyPositions
+from ringattn.partition import Partition
 
 _GROWTH = 1.5  # factor by which a full storage grows
 # Room for an unknown number of new tokens: a share of the prompt's tokens, and at least so many.
@@ -24,11 +26,16 @@ def next_owner(lengths: Sequence[int], targets: Sequence[int]) -> int:
 
 def shares_of(count: int, lengths: Sequence[int], targets: Sequence[int]) -> list[int]:
     """How many of ``count`` new tokens each rank takes, ``[W]``, each token by
-    :func:`next_owner`."""
-    held = list(lengths)
-    for _ in range(count):
-        held[next_owner(held, targets)] += 1
-    return [after - before for after, before in zip(held, lengths, strict=True)]
+    :func:`next_owner`. Counted without a loop over tokens."""
+    lacking = [wanted - held for held, wanted in zip(lengths, targets, strict=True)]
+    totals = itertools.accumulate(sorted(lacking, reverse=True))
+    # What the ranks that get tokens lack afterwards; the lowest of them get the rest.
+    level = max(-((count - total) // ranks) for ranks, total in enumerate(totals, start=1))
+    shares = [max(0, lack - level) for lack in lacking]
+    lowest = [rank for rank, lack in enumerate(lacking) if lack >= level]
+    for rank in lowest[: count - sum(shares)]:
+        shares[rank] += 1
+    return shares
 
 
 def plan_moves(lengths: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -70,8 +77,8 @@ class ShardedKVCache:
         targets: how many tokens each rank shall hold in the end, ``[W]``; None: all the same.
         key_lengths: int32 ``[B]`` on the device of the keys, how many of this rank's tokens each
             batch row has; None: all of them.
-        positions: where this rank's part of the prompt lies in the sequence, for layers with a
-            window; None: unknown.
+        positions: where the ranks' parts of the prompt lie in the sequence, for layers with a
+            window and for tokens that are spread over the ranks; None: unknown.
     """
 
     def __init__(
@@ -147,23 +154,37 @@ class ShardedKVCache:
         keys.copy_(k)
         values.copy_(v)
 
-    def advance(self, count: int = 1) -> list[int]:
+    @property
+    def partition(self) -> Partition | None:
+        """Which rank holds which tokens of the sequence, for :func:`ringattn.ring_attention`; None
+        where no partition says it: keys out of order, batch rows of unequal length."""
+        return None if self.positions is None else self.positions.partition
+
+    def advance(self, count: int = 1, partition: Partition | None = None) -> list[int]:
         """Makes room for ``count`` more tokens, in every layer. Every rank calls it, once per step.
 
         Each token goes to the rank that lacks the most; a rank takes neighbouring tokens, rank 0
-        the first ones.
+        the first ones. With a ``partition`` of the new tokens each goes to the rank that owns it,
+        and :meth:`append` is given the rows of this rank alone.
 
         Returns:
             How many of them each rank takes, ``[W]``.
         """
-        shares = shares_of(count, self.lengths, self.targets)
-        num_new = self.seq_len - self.prompt_len
+        if partition is None:
+            shares = shares_of(count, self.lengths, self.targets)
+            ends = list(itertools.accumulate(shares, initial=0))
+            pieces = [[piece] for piece in itertools.pairwise(ends)]
+            self._start = ends[self.rank]
+        else:
+            shares = list(partition.lengths)
+            pieces = [partition.segments(rank) for rank in range(partition.world_size)]
+            self._start = 0
         self.lengths = [held + share for held, share in zip(self.lengths, shares, strict=True)]
-        self._start, self._count = sum(shares[: self.rank]), shares[self.rank]
+        self._count = shares[self.rank]
         self._places = None
         self._begins.clear()
         if self.positions is not None:
-            self.positions.append(num_new + self._start, self._count)
+            self.positions.append(pieces)
         if self.key_lengths is not None and self._count > 0:
             first, device = self.key_lengths.to(torch.int64), self.key_lengths.device
             tokens = first.unsqueeze(1) + torch.arange(self._count, device=device)
@@ -223,6 +244,27 @@ class ShardedKVCache:
             self.key_lengths = self.key_lengths.index_select(0, rows.to(self.key_lengths.device))
             if self.positions is not None:
                 self.positions.select(rows.tolist())
+
+    def crop(self, num_tokens: int) -> None:
+        """Keeps the first ``num_tokens`` of the sequence, in every layer; nothing is copied. Every
+        rank calls it.
+
+        Raises:
+            ValueError: keys that are out of order, batch rows of unequal length.
+        """
+        if num_tokens >= self.seq_len:
+            return
+        if self.positions is None or self.key_lengths is not None:
+            what = "one that was rebalanced" if self.positions is None else "a padded one"
+            raise ValueError(
+                "cache must have its keys in the order of the sequence, and rows of one length, to "
+                f"be cropped, got {what}"
+            )
+        self.lengths = self.positions.crop(num_tokens)
+        self.prompt_len = min(self.prompt_len, num_tokens)
+        self._count = 0
+        self._begins.clear()
+        self.history = chained(self.history, num_tokens)
 
     def rebalance(self, group: Group = None) -> None:
         """Moves tokens of ranks that hold more than their targets to those that hold less, in every

@@ -31,6 +31,7 @@ from ringattn.cache import ShardedKVCache
 from ringattn.model_call import ModelCall
 from ringattn.models.decode_step import DecodeStep, misfit
 from ringattn.models.llama import LLaMA
+from ringattn.parallel import Split
 from ringattn.partition import Partition
 from ringattn.sampling import Sampling
 
@@ -49,6 +50,7 @@ def generate(
     max_new_tokens: int,
     partition: Partition | None = None,
     cache_lengths: Sequence[int] | None = None,
+    prefill_chunk_size: int | None = None,
     do_sample: bool | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -71,6 +73,9 @@ def generate(
             as from :func:`ringattn.plan_cache`: ranks with more of the prompt give some to others
             once, and new tokens go where the most are lacking. None: nothing moves, new tokens go
             to the rank that holds the fewest. For models without a window alone.
+        prefill_chunk_size: tokens of the prompt that go through the layers at a time, each chunk
+            spread as ``partition`` spreads the prompt: memory for activations is that of one chunk.
+            None: all at once.
         do_sample: draw tokens, or take the likeliest; None draws if ``temperature``, ``top_k`` or
             ``top_p`` is given.
         temperature: see :class:`ringattn.sampling.Sampling`; None is 1.
@@ -108,8 +113,8 @@ def generate(
         do_sample = check_flag("do_sample", do_sample)
         sampling = Sampling(temperature, top_k, top_p, greedy=not do_sample)
         request = _Request.checked(
-            *(model, prompt_ids, max_new_tokens, partition, cache_lengths, sampling),
-            *(eos_token_id, pad_token_id, seed, cuda_graphs),
+            *(model, prompt_ids, max_new_tokens, partition, cache_lengths, prefill_chunk_size),
+            *(sampling, eos_token_id, pad_token_id, seed, cuda_graphs),
         )
         facts = {"model": model.config, "dtype": model.dtype, **request.facts()}
     except ValueError as error:
@@ -140,6 +145,7 @@ class _Request:
     prompt_ids: torch.Tensor  # int64 [B, T] on the model's device
     partition: Partition
     cache_lengths: tuple[int, ...] | None
+    chunks: tuple[Partition, ...]  # of the prompt, one after the other
     max_new_tokens: int
     sampling: Sampling
     eos_ids: tuple[int, ...]
@@ -155,6 +161,7 @@ class _Request:
         max_new_tokens: int,
         partition: Partition | None,
         cache_lengths: Sequence[int] | None,
+        prefill_chunk_size: int | None,
         sampling: Sampling,
         eos_token_id: EndIds,
         pad_token_id: int | None,
@@ -190,6 +197,7 @@ class _Request:
                     f"stay in the order of the sequence, got {shown(cache_lengths)}"
                 )
             cache_lengths = _cache_lengths(cache_lengths, partition, max_new_tokens)
+        chunks = split_prompt(partition, prefill_chunk_size)
         eos_ids = _end_ids(eos_token_id, model)
         if pad_token_id is None:
             pad_token_id = model.config.pad_id
@@ -205,6 +213,7 @@ class _Request:
             prompt_ids.to(model.device, torch.int64),
             partition,
             cache_lengths,
+            chunks,
             max_new_tokens,
             sampling,
             eos_ids,
@@ -225,6 +234,7 @@ class _Request:
             "prompt_ids": Content(int(checksum(self.prompt_ids))),
             "partition": self.partition,
             "cache_lengths": self.cache_lengths,
+            "prefill_chunk_size": self.chunks[0].seq_len,
             "max_new_tokens": self.max_new_tokens,
             "sampling": self.sampling,
             "eos_token_id": self.eos_ids,
@@ -232,6 +242,26 @@ class _Request:
             "seed": self.seed,
             "cuda_graphs": self.cuda_graphs,
         }
+
+
+def split_prompt(partition: Partition, chunk_size: int | None) -> tuple[Partition, ...]:
+    """The partitions of a prompt's chunks, each with the shares that ranks have of the prompt.
+
+    Raises:
+        ValueError: a size that is not positive, a partition of pieces.
+    """
+    if chunk_size is None:
+        return (partition,)
+    chunk_size = check_integer("prefill_chunk_size", chunk_size, least=1)
+    if chunk_size >= partition.seq_len:
+        return (partition,)
+    if partition.layout == "pieces":
+        raise ValueError(
+            "partition must be zigzag or contiguous with prefill_chunk_size, got pieces"
+        )
+    split = Split.of(partition, partition.world_size)
+    starts = range(0, partition.seq_len, chunk_size)
+    return tuple(split.partition(min(chunk_size, partition.seq_len - start)) for start in starts)
 
 
 def _cache_lengths(given: Sequence[int], partition: Partition, new_tokens: int) -> tuple[int, ...]:
@@ -260,12 +290,13 @@ def _end_ids(eos_token_id: EndIds, model: LLaMA) -> tuple[int, ...]:
 def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
     prompt_ids, device = request.prompt_ids, model.device
     batch, prompt_len = prompt_ids.shape
+    first, last = request.chunks[0], request.chunks[-1]
     cache = model.new_cache(
-        request.partition,
-        new_tokens=request.max_new_tokens - 1,
+        first,
+        new_tokens=prompt_len - first.seq_len + request.max_new_tokens - 1,
         targets=request.cache_lengths,
     )
-    sampler = OnOneRank(model.ring, request.partition.owner(prompt_len - 1), "draw a token")
+    sampler = OnOneRank(model.ring, last.owner(last.seq_len - 1), "draw a token")
     generator = None
     if request.seed is not None:
         generator = torch.Generator(device).manual_seed(request.seed)
@@ -273,7 +304,7 @@ def _tokens(model: LLaMA, request: _Request) -> Iterator[torch.Tensor]:
     finished = torch.zeros(batch, dtype=torch.bool, device=device)
 
     step: DecodeStep | None = None
-    hidden = prefill(model, prompt_ids, request.partition, cache)
+    hidden = prefill(model, prompt_ids, request.chunks, cache)
     end = prompt_len + request.max_new_tokens
     for position in range(prompt_len, end):
         tokens = choose(model, hidden, sampler, batch, request.sampling, generator)
@@ -309,14 +340,29 @@ def _record(ring: GroupInfo, step: DecodeStep | None, *, required: bool) -> None
 
 @torch.inference_mode()
 def prefill(
-    model: LLaMA, prompt_ids: torch.Tensor, partition: Partition, cache: ShardedKVCache
+    model: LLaMA, prompt_ids: torch.Tensor, chunks: Sequence[Partition], cache: ShardedKVCache
 ) -> torch.Tensor:
-    """Hidden state of this rank's last token, ``[B, E]``; ``[0, E]`` on a rank without tokens."""
+    """Hidden state of this rank's last token of the last chunk, ``[B, E]``, of no use on a rank
+    without tokens; ``chunks`` from :func:`split_prompt`."""
     rank = model.ring.rank
-    position_ids = partition.position_ids(rank, device=model.device)
-    call = model.prefill_call(partition, cache)
-    hidden = model.base_model(partition.shard(prompt_ids, rank), position_ids, call)
+    parts = prompt_ids.split([partition.seq_len for partition in chunks], 1)
+    position_ids = chunks[0].position_ids(rank, device=model.device)
+    call = model.prefill_call(chunks[0], cache)
+    hidden = model.base_model(chunks[0].shard(parts[0], rank), position_ids, call)
+    for partition, ids in zip(chunks[1:], parts[1:], strict=True):
+        hidden = extend(model, ids, partition, cache)
     return hidden[:, -1:].flatten(0, 1)
+
+
+@torch.inference_mode()
+def extend(
+    model: LLaMA, token_ids: torch.Tensor, partition: Partition, cache: ShardedKVCache
+) -> torch.Tensor:
+    """Hidden states of tokens after what ``cache`` holds, of the rows that ``partition`` gives this
+    rank, or, where that is faster, of all of them on every rank."""
+    call = model.call_after(cache, partition)
+    position_ids = call.position_ids(model.device).flatten()
+    return model.base_model(call.rows(token_ids), position_ids, call)
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ no model library.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,6 +25,7 @@ from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
 from ringattn._key_positions import KeyPositions
 from ringattn._masks import CAUSAL, Mask, check_window
+from ringattn._spreading import is_faster_spread
 from ringattn.cache import ShardedKVCache
 from ringattn.functional import attend
 from ringattn.partition import Partition
@@ -126,11 +127,12 @@ class Inputs:
 
 class ModelCall:
     """One forward of a model, of a prompt (:meth:`prefill`) or of new tokens after one
-    (:meth:`decode`).
+    (:meth:`after`, :meth:`decode`).
 
     A prompt's rows are spread by a partition. A rank without tokens runs one row of another rank's,
     whose results are dropped, because layers of other libraries take no empty tensors. New tokens
-    are on every rank; their keys and values are spread by the cache.
+    are spread likewise where they are many; else they are on every rank, and their keys and values
+    are spread by the cache.
 
     Every rank makes the same calls in the same order. What the caller gave to a call is compared
     between ranks (:meth:`compare`). Not thread safe.
@@ -152,6 +154,8 @@ class ModelCall:
         self.num_tokens = num_tokens  # S of a prompt, T of new tokens
         self.partition = partition
         self.cache = cache
+        # Of the cached keys and this call's, where rows are spread after a cache.
+        self._key_partition: Partition | None = None
         self.padding = padding
         self.transport = transport
         self.depth = depth
@@ -208,6 +212,49 @@ class ModelCall:
         cache."""
         call = cls(ring, num_tokens, partition=None, cache=cache, inputs=inputs)
         cache.advance(num_tokens)
+        return call
+
+    @classmethod
+    def after(
+        cls,
+        ring: GroupInfo,
+        cache: ShardedKVCache,
+        num_tokens: int,
+        partition_of: Callable[[int], Partition],
+        *,
+        device: torch.device,
+        transport: str = "auto",
+        depth: int | None = None,
+        inputs: Inputs | None = None,
+    ) -> ModelCall:
+        """``num_tokens`` new tokens per batch row, after what ``cache`` holds: spread over the
+        ranks where that is faster, else as :meth:`decode` has them. Advances the cache.
+
+        Args:
+            ring: the ranks.
+            cache: of a prompt, and of what came after it.
+            num_tokens: T.
+            partition_of: the partition of so many tokens.
+            device: of the tokens.
+            transport: as in :func:`ringattn.ring_attention`.
+            depth: likewise.
+            inputs: as in :meth:`prefill`.
+        """
+        faster = is_faster_spread(num_tokens, cache.seq_len, ring.world_size, device.type)
+        if not faster or cache.partition is None:
+            return cls.decode(ring, cache, num_tokens, inputs=inputs)
+        partition = partition_of(num_tokens)
+        call = cls(
+            ring,
+            num_tokens,
+            partition=partition,
+            cache=cache,
+            transport=transport,
+            depth=depth,
+            inputs=inputs,
+        )
+        cache.advance(num_tokens, partition)
+        call._key_partition = cache.partition
         return call
 
     def compare(self) -> None:
@@ -279,15 +326,16 @@ class ModelCall:
             targets=targets,
             key_lengths=key_lengths,
             positions=KeyPositions(
-                partition.segments(ring.rank),
-                [partition.seq_len] if padding is None else padding.lengths,
+                [partition.segments(rank) for rank in range(partition.world_size)],
+                ring.rank,
+                None if padding is None else padding.lengths,
             ),
         )
 
     @property
     def is_prefill(self) -> bool:
-        """Whether rows are spread over the ranks."""
-        return self.partition is not None
+        """Whether these are the first tokens of a sequence."""
+        return self.partition is not None and self._key_partition is None
 
     @property
     def num_rows(self) -> int:
@@ -297,7 +345,7 @@ class ModelCall:
     @property
     def num_before(self) -> int:
         """Tokens of the sequence that come before this call's."""
-        if self.partition is not None:
+        if self.is_prefill:
             return 0
         assert self.cache is not None
         return self.cache.seq_len - self.num_tokens
@@ -388,9 +436,11 @@ class ModelCall:
                 tokens.
         """
         scale = 1 / math.sqrt(q.size(-1)) if scale is None else scale
-        if self.partition is not None:
+        if self.is_prefill:
             return self._attend_to_prompt(layer, q, k, v, scale, mask, sinks)
         assert self.cache is not None and mask.cu_seqlens is None
+        if self.partition is not None:
+            return self._attend_spread(layer, q, k, v, scale, mask, sinks)
         step = attend_newest if self.num_tokens == 1 else attend_next
         return step(self.ring, self.cache, layer, q, k, v, scale, mask, sinks)
 
@@ -430,6 +480,25 @@ class ModelCall:
                 blind = blind | after & (places >= lengths[:, None])
             out = out.masked_fill(blind[:, :, None, None], 0)
         return out
+
+    def _attend_spread(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        mask: Mask,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert self.cache is not None
+        keys, values = self.cache.append(layer, k, v)
+        own_q, travel = q.narrow(1, 0, self.num_rows), (self.transport, self.depth)
+        out, _ = attend(
+            *(self.ring, own_q, keys, values, self.partition, mask, scale, *travel, sinks),
+            key_partition=self._key_partition,
+        )
+        return q.new_zeros(q.shape) if self.num_rows == 0 else out
 
     def _hide_padding(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

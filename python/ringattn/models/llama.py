@@ -322,6 +322,15 @@ class LLaMA(nn.Module):
         ``inputs`` as in :meth:`ringattn.model_call.ModelCall.prefill`."""
         return ModelCall.prefill(self.ring, partition, cache=cache, inputs=inputs, **self._travel)
 
+    def call_after(self, cache: ShardedKVCache, partition: Partition) -> ModelCall:
+        """The call of new tokens after what ``cache`` holds, spread by ``partition`` where that is
+        faster; see :meth:`ringattn.model_call.ModelCall.after`."""
+        return ModelCall.after(
+            *(self.ring, cache, partition.seq_len, lambda _: partition),
+            device=self.device,
+            **self._travel,
+        )
+
     def new_cache(
         self,
         partition: Partition,

@@ -143,12 +143,12 @@ def other_prompts() -> None:
 def steps_follow_the_cache() -> None:
     plain, model = two_of()
     ringattn.parallelize(model, partition=[1] * (this().world_size - 1) + [4])
-    ids = prompt(2, 12)
+    ids = prompt(2, 50)
     expected = plain(ids)
     logits, cache = model(ids[:, :6], use_cache=True)
     check_close(logits, expected[:, :6])
     branch = copy.deepcopy(cache)
-    for first, last in ((6, 7), (7, 11), (11, 12)):
+    for first, last in ((6, 7), (7, 11), (11, 12), (12, 48), (48, 50)):  # a long one is spread
         step = {"past_key_value_states": cache, "use_cache": True}
         logits, cache = model(ids[:, first:last], **step)
         check_close(logits, expected[:, first:last])

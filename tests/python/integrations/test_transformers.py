@@ -115,10 +115,13 @@ def a_chat(family: str) -> None:
     plain, model = both(WEIGHTS[this().world_size], family=family)
     ours, theirs = DynamicCache(), DynamicCache()
     seen = 0
-    for turn, num_tokens in enumerate((13, 4, 1, 3)):
+    for turn, num_tokens in enumerate((13, 4, 1, 3, 21, 1, 18)):  # long turns are spread
         ids = token_ids(num_tokens, seed=turn)
-        output = model(ids, **{CACHE: ours})
-        assert_near(output.logits, plain(ids, **{CACHE: theirs}).logits)
+        output = model(ids, **{CACHE: ours}, output_hidden_states=True)
+        expected = plain(ids, **{CACHE: theirs}, output_hidden_states=True)
+        assert_near(output.logits, expected.logits)
+        for actual, right in zip(output.hidden_states, expected.hidden_states, strict=True):
+            assert_near(actual, right)
         seen += num_tokens
         assert output[CACHE] is ours and ours.get_seq_length() == theirs.get_seq_length() == seen
     made = model(token_ids(13)).get(CACHE)
@@ -175,7 +178,29 @@ def generations() -> list[torch.Tensor]:
     options = {"max_new_tokens": 4}
     continued = model.generate(chat, **{CACHE: given[CACHE]}, **options)
     assert torch.equal(continued, plain.generate(chat, **options))
+    # The same conversation without its end, and a long turn instead.
+    cache = given[CACHE]
+    keep = cache.get_seq_length() - 6
+    cache.crop(-6)
+    assert cache.get_seq_length() == keep
+    other = torch.cat((given.sequences[:, :keep], token_ids(19, seed=6)), 1)
+    continued = model.generate(other, **{CACHE: cache}, **options)
+    assert torch.equal(continued, plain.generate(other, **options))
     return sampled
+
+
+def chunked_prompts() -> None:
+    plain, model = both(WEIGHTS[this().world_size])
+    ids, options = token_ids(45), {"max_new_tokens": 5}
+    expected = plain.generate(ids, **options)
+    for size in (1, 7, 16, 44, 45, 100):
+        given = model.generate(ids, prefill_chunk_size=size, **{CACHE: DynamicCache()}, **options)
+        assert torch.equal(given, expected), size
+
+
+@pytest.mark.nccl
+def test_a_prompt_in_chunks_gives_the_tokens_of_the_whole(ring: RankPool) -> None:
+    ring.run(chunked_prompts)
 
 
 @pytest.mark.nccl

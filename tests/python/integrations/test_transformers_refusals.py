@@ -184,8 +184,9 @@ def refused_calls() -> None:
             model(ids)
     with pytest.raises(ValueError, match="keys lie on the ranks of a ring"):
         plain(ids, **{CACHE: cache})
-    with pytest.raises(ValueError, match="crop"):
-        cache.crop(2)
+    padded = model(ids, attention_mask=torch.cat((ones[:, :1] * 0, ones[:, 1:]), 1))[CACHE]
+    with pytest.raises(ValueError, match="to be cropped, got a padded one"):
+        padded.crop(-2)
     for name in ("keys", "values"):
         with pytest.raises(
             ValueError, match=r"lie on the ranks of a ring: get_seq_length\(\) is 6"

@@ -121,7 +121,7 @@ def test_the_step_computes_what_the_layers_do(dtype: torch.dtype, folder: Path) 
     found = []
     for twin, fused in ((model, True), (model, False), (wide, False)):
         cache = twin.new_cache(partition, new_tokens=8)
-        generation.prefill(twin, ids[:, :PROMPT_LEN], partition, cache)
+        generation.prefill(twin, ids[:, :PROMPT_LEN], (partition,), cache)
         step = DecodeStep.of(twin, cache, 2) if fused else None
         assert (step is not None) == fused
         hidden = [decode(twin, ids[:, PROMPT_LEN + i], cache, step).float() for i in range(8)]

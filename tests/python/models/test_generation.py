@@ -113,6 +113,75 @@ def test_every_rank_gets_the_tokens_of_one_rank(
         assert torch.equal(ids, expected)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_prompt_in_chunks_gives_the_tokens_of_the_whole(
+    world_size: int, folder: Path, model: LLaMA, rank_pool: Callable[..., RankPool]
+) -> None:
+    expected = generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=NEW_TOKENS)
+    lengths = [0, 9, 14][-world_size:] if world_size > 1 else [PROMPT_LEN]
+    for size, partition in (
+        (1, None),
+        (5, None),
+        (12, Partition.zigzag(lengths)),
+        (22, Partition.contiguous(lengths)),
+        (23, Partition.zigzag(lengths)),
+    ):
+        options = {"prefill_chunk_size": size, "partition": partition}
+        for ids in rank_pool(world_size).run(generate_on_ring, folder, options):
+            assert torch.equal(ids, expected)
+
+
+def turns_of_a_chat(folder: Path, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    """Logits of each turn's last token, on every rank."""
+    model, device = load_model(folder, device=this().device), this().device
+    world_size = model.ring.world_size
+    cache, logits = None, []
+    for turn, num_tokens in enumerate(lengths):
+        ids, partition = random_ids(2, num_tokens, seed=turn).to(device), None
+        partition = Partition.even(num_tokens, world_size)
+        if cache is None:
+            cache = model.new_cache(partition, new_tokens=sum(lengths[1:]))
+            call = model.prefill_call(partition, cache)
+        else:
+            call = model.call_after(cache, partition)
+        with torch.inference_mode():
+            places = call.position_ids(device).flatten()
+            hidden = call.last(model.base_model(call.rows(ids), places, call), 1)
+            logits.append(model.project(hidden))
+    return logits
+
+
+def test_turns_of_a_chat_have_the_logits_of_one_process(ring: RankPool, folder: Path) -> None:
+    lengths = (23, 17, 1, 3, 29, 1)
+    theirs = tiny_llama(rope_parameters=LLAMA3_ROPE)
+    ids = torch.cat([random_ids(2, n, seed=turn) for turn, n in enumerate(lengths)], 1)
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    with torch.no_grad():
+        expected = theirs(ids).logits[:, ends]
+    scale = expected.abs().max().item()
+    for logits in ring.run(turns_of_a_chat, folder, lengths):
+        found = torch.cat(logits, 1)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size must be positive, got 0"),
+        ({"prefill_chunk_size": 2.5}, "prefill_chunk_size must be an integer, got 2.5"),
+        (
+            {"prefill_chunk_size": 4, "partition": Partition.pieces([[(0, PROMPT_LEN)]])},
+            "partition must be zigzag or contiguous with prefill_chunk_size, got pieces",
+        ),
+    ],
+)
+def test_chunks_that_break_a_rule_are_refused(
+    model: LLaMA, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(model, random_ids(2, PROMPT_LEN), max_new_tokens=2, **options)
+
+
 def generate_and_look(folder: Path, options: dict[str, Any]) -> tuple[torch.Tensor, list[int]]:
     """The tokens, and how many of them lie in whose cache in the end."""
     caches = []

@@ -232,7 +232,13 @@ def _prepared(
     else:
         wrong = _check_step(body, past, tokens, position_ids, mask)
         more.flaws = {OTHER_MASK: wrong}
-        call = ModelCall.decode(ring, past.store, tokens.size(1), inputs=inputs)
+        settings = hook.settings
+        call = ModelCall.after(
+            *(ring, past.store, tokens.size(1), settings.split.partition),
+            device=tokens.device,
+            transport=settings.transport,
+            inputs=inputs,
+        )
     return call.rows(tokens), {
         "position_ids": (
             call.position_ids(tokens.device) if position_ids is None else call.rows(position_ids)

@@ -348,7 +348,12 @@ def _call(
     else:
         wrong = _check_step(layer.padding, mask, past, num_tokens)
         inputs.more.flaws = {_OTHER_MASK: wrong}
-        call = ModelCall.decode(ring, layer.store, num_tokens, inputs=inputs)
+        call = ModelCall.after(
+            *(ring, layer.store, num_tokens, settings.split.partition),
+            device=tokens.device,
+            transport=settings.transport,
+            inputs=inputs,
+        )
     if position_ids is None:
         return call, call.position_ids(tokens.device), documents
     return call, call.rows(position_ids), documents

@@ -13,6 +13,8 @@ from ringattn.cache import ShardedKVCache
 
 CACHES = ("cache", "past_key_values")  # what transformers 5 and 4 call a cache
 
+_CROPS_BY_DROPPED = hasattr(CacheLayerMixin, "is_croppable")  # transformers 5
+
 _Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -86,9 +88,20 @@ class RingLayer(CacheLayerMixin):
         """Selects batch rows."""
         self.batch_select_indices(beam_idx)
 
-    def crop(self, *args: Any) -> None:
-        """Refused."""
-        raise ValueError("cache must keep its tokens, got crop() of one that lies on a ring")
+    def crop(self, tokens: int) -> None:
+        """Drops the last ``-tokens``; transformers 4 takes the number that is kept, too. The first
+        layer does it for all, which share their storage.
+
+        Raises:
+            ValueError: a cache of padded prompts, a number to keep in transformers 5.
+        """
+        if _CROPS_BY_DROPPED and tokens > 0:
+            raise ValueError(
+                f"crop() must be given the tokens to drop, as a negative number, got {tokens}"
+            )
+        if self.index == 0:
+            drops = tokens < 0 or _CROPS_BY_DROPPED
+            self.store.crop(max(0, self.store.seq_len + tokens) if drops else tokens)
 
     def reset(self) -> None:
         """Refused."""
