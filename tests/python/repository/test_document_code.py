@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every Python block of the README and of docs/ runs as it stands, and does what the page says."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import ringattn
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _commands import run_command
 from _distributed import RankPool, this
 from _documents import PAGES, ROOT, Names, blocks, output, run, shown
 from _llama import random_ids, save, tiny_llama
@@ -293,6 +295,13 @@ def test_the_chat_of_the_examples_is_that_of_one_rank(rank_pool: Pools) -> None:
     (one,) = rank_pool(1).run(quickstart, [example.replace(shares, "")])
     assert rank_pool(2).run(quickstart, [example]) == [one, []]
     assert "main" in "".join(one)
+
+
+def test_the_chat_about_a_document_times_its_turns() -> None:
+    done = run_command(["examples/chat.py"], ranks=2)
+    assert done.returncode == 0, done.stderr
+    turns = re.findall(r"^(\d+) tokens after (\d+), 16 generated: [\d.]+ s$", done.stdout, re.M)
+    assert [int(before) for _, before in turns] == [0, 3015, 3057, 3082]
 
 
 def test_a_model_of_transformers_runs_as_the_readme_shows(rank_pool: Pools, folder: Path) -> None:
