@@ -228,7 +228,8 @@ class ModelCall:
         inputs: Inputs | None = None,
     ) -> ModelCall:
         """``num_tokens`` new tokens per batch row, after what ``cache`` holds: spread over the
-        ranks where that is faster, else as :meth:`decode` has them. Advances the cache.
+        ranks where that is faster, else as :meth:`decode` has them, as after padded prompts and
+        where keys are out of order. Advances the cache.
 
         Args:
             ring: the ranks.

@@ -149,7 +149,7 @@ class LLaMAHeadless(nn.Module):
         """Hidden states of this rank's tokens, or of new tokens. Collective.
 
         Args:
-            token_ids: int64 ``[B, S_r]``, in position order; new tokens are the same on every rank.
+            token_ids: int64 ``[B, S_r]``, in position order: the rows of ``call``.
             position_ids: int64 ``[S_r]``, their places in the whole sequence or its documents.
             call: of a prompt, or of new tokens after one.
             cu_seqlens: boundaries of packed documents, without a cache, as in
