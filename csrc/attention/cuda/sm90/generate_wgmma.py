@@ -10,8 +10,9 @@ from __future__ import annotations
 from textwrap import fill
 
 ELEMENTS = {"__nv_bfloat16": "bf16", "__half": "f16"}
-SCORE_WIDTHS = (64, 80, 128)  # kBlockK of the tiles
+SCORE_WIDTHS = (64, 80, 128)  # kBlockK of the tiles, kBlockQ of those of the backward
 VALUE_WIDTHS = (64, 128, 256)  # kHeadDim of the tiles
+QUERY_GRADIENT_WIDTHS = (64,)  # columns of dq that a warpgroup of the backward computes
 
 HEADER = """\
 // SPDX-License-Identifier: Apache-2.0
@@ -38,6 +39,10 @@ template <typename Element, int kN> struct ProductOfShared;
 /// d [64, kN] += a [64, 16] @ b [16, kN], a in registers: of rows 16 * w + g and 8 below it,
 /// columns 2t and the next one, then columns 8 + 2t; b in shared memory, N-major.
 template <typename Element, int kN> struct ProductOfRegisters;
+
+/// d [64, kN] (+)= a [16, 64].T @ b [16, kN], both in shared memory: a M-major, b N-major, which
+/// OperandDescriptor::n_major describes alike.
+template <typename Element, int kN> struct ProductOfTransposed;
 """
 
 
@@ -56,16 +61,16 @@ def outputs(count: int) -> str:
     return lines(", ".join(f'"+f"(d[{i}])' for i in range(count)), "        ")
 
 
-def of_shared(element: str, name: str, n: int) -> str:
+def of_shared(struct: str, major: str, element: str, name: str, n: int) -> str:
     k = n // 2
     return f"""
-template <> struct ProductOfShared<{element}, {n}> {{
+template <> struct {struct}<{element}, {n}> {{
   template <bool kAccumulate>
   static __device__ __forceinline__ void issue(float (&d)[{k}], uint64_t a, uint64_t b) {{
     asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{k + 2}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} {{"
 {asm_operands(k)}
-        "}}, %{k}, %{k + 1}, p, 1, 1, 0, 0; }}"
+        "}}, %{k}, %{k + 1}, p, 1, 1, {major}; }}"
         :
 {outputs(k)}
         : "l"(a), "l"(b), "n"(int(kAccumulate)));
@@ -95,8 +100,12 @@ template <> struct ProductOfRegisters<{element}, {n}> {{
 def main() -> None:
     parts = [HEADER]
     for element, name in ELEMENTS.items():
-        parts += [of_shared(element, name, n) for n in SCORE_WIDTHS]
+        parts += [of_shared("ProductOfShared", "0, 0", element, name, n) for n in SCORE_WIDTHS]
         parts += [of_registers(element, name, n) for n in VALUE_WIDTHS]
+        parts += [
+            of_shared("ProductOfTransposed", "1, 1", element, name, n)
+            for n in QUERY_GRADIENT_WIDTHS
+        ]
     parts.append("\n}  // namespace ringattn::cuda::sm90")
     print("".join(parts))
 

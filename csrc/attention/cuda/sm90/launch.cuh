@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention/cuda/sm90/block_attention_kernel.cuh"
+#include "attention/cuda/sm90/device_limits.h"
 #include "attention/cuda/sm90/kernel_params.h"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/scheduler/makespan.h"
@@ -23,29 +24,6 @@
 // The host's side of one instantiation: tile order, tensor maps, launch.
 
 namespace ringattn::cuda::sm90 {
-
-struct DeviceLimits {
-  int multiprocessors = 0;
-  int l2_bytes = 0;
-};
-
-inline cudaError_t device_limits(int device, DeviceLimits& limits) {
-  // Needed in every call, and constant: each thread caches the values of its latest device.
-  static thread_local int known_device = -1;
-  static thread_local DeviceLimits known;
-  if (device != known_device) {
-    DeviceLimits asked;
-    cudaError_t error =
-        cudaDeviceGetAttribute(&asked.multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (error != cudaSuccess) return error;
-    error = cudaDeviceGetAttribute(&asked.l2_bytes, cudaDevAttrL2CacheSize, device);
-    if (error != cudaSuccess) return error;
-    known = asked;
-    known_device = device;
-  }
-  limits = known;
-  return cudaSuccess;
-}
 
 /// A launch of `blocks` thread blocks in clusters; without the cluster attribute, which costs 1 %,
 /// where a cluster is one block. `dependent`: a programmatic dependent launch

@@ -48,6 +48,18 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, BoxOrigin at, 
       : "memory");
 }
 
+/// store_box that adds to what is there, in float32. Adds of several thread blocks to one element
+/// happen in any order.
+__device__ __forceinline__ void add_box(const CUtensorMap& map, BoxOrigin at, uint32_t from,
+                                        L2Policy policy) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group.L2::cache_hint "
+      "[%0, {%2, %3, %4, %5}], [%1], %6;" ::"l"(&map),
+      "r"(from), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch),
+      "l"(static_cast<uint64_t>(policy))
+      : "memory");
+}
+
 /// Into L2.
 __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, BoxOrigin at) {
   asm volatile(

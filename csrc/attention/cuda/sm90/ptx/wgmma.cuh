@@ -23,6 +23,10 @@ template <typename Element, int kN> struct ProductOfShared;
 /// columns 2t and the next one, then columns 8 + 2t; b in shared memory, N-major.
 template <typename Element, int kN> struct ProductOfRegisters;
 
+/// d [64, kN] (+)= a [16, 64].T @ b [16, kN], both in shared memory: a M-major, b N-major, which
+/// OperandDescriptor::n_major describes alike.
+template <typename Element, int kN> struct ProductOfTransposed;
+
 template <> struct ProductOfShared<__nv_bfloat16, 64> {
   template <bool kAccumulate>
   static __device__ __forceinline__ void issue(float (&d)[32], uint64_t a, uint64_t b) {
@@ -168,6 +172,24 @@ template <> struct ProductOfRegisters<__nv_bfloat16, 256> {
   }
 };
 
+template <> struct ProductOfTransposed<__nv_bfloat16, 64> {
+  template <bool kAccumulate>
+  static __device__ __forceinline__ void issue(float (&d)[32], uint64_t a, uint64_t b) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
+        "}, %32, %33, p, 1, 1, 1, 1; }"
+        :
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "n"(int(kAccumulate)));
+  }
+};
+
 template <> struct ProductOfShared<__half, 64> {
   template <bool kAccumulate>
   static __device__ __forceinline__ void issue(float (&d)[32], uint64_t a, uint64_t b) {
@@ -310,6 +332,24 @@ template <> struct ProductOfRegisters<__half, 256> {
         "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
         "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+  }
+};
+
+template <> struct ProductOfTransposed<__half, 64> {
+  template <bool kAccumulate>
+  static __device__ __forceinline__ void issue(float (&d)[32], uint64_t a, uint64_t b) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
+        "}, %32, %33, p, 1, 1, 1, 1; }"
+        :
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "n"(int(kAccumulate)));
   }
 };
 
