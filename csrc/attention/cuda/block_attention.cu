@@ -3,10 +3,10 @@
 #include <cuda_fp16.h>
 
 #include "attention/cuda/block_attention.h"
+#include "attention/cuda/kernel_choice.h"
 #include "attention/cuda/sm80/launch.h"
 #include "attention/cuda/sm90/launch.h"
 #include "attention/cuda/sm90/scheduler/tile_selection.h"
-#include "core/environment.h"
 
 namespace ringattn::cuda {
 namespace {
@@ -30,12 +30,6 @@ cudaError_t dispatch_head_dim(const BlockAttentionParams& p, cudaStream_t stream
   if (p.head_dim <= 192) return sm80::launch_block_attention<Element, 192>(p, stream);
   if (p.head_dim <= 256) return sm80::launch_block_attention<Element, 256>(p, stream);
   return cudaErrorInvalidValue;
-}
-
-/// Whether the Hopper family is asked for (RINGATTN_KERNEL_FAMILY).
-bool wants_sm90(bool unless_set) {
-  const KernelFamily wanted = environment().kernel_family;
-  return wanted == KernelFamily::kBest ? unless_set : wanted == KernelFamily::kSm90;
 }
 
 /// Calls whose setup by the Hopper family takes longer than the work: the portable family takes 14

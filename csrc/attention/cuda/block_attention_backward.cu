@@ -7,7 +7,10 @@
 
 #include "attention/cuda/alignment.h"
 #include "attention/cuda/block_attention_backward.h"
+#include "attention/cuda/kernel_choice.h"
 #include "attention/cuda/sm80/launch.h"
+#include "attention/cuda/sm90/backward/launch.h"
+#include "attention/cuda/sm90/launch.h"
 
 namespace ringattn::cuda {
 namespace {
@@ -104,7 +107,11 @@ cudaError_t attention_delta(const AttentionDeltaParams& p, cudaStream_t stream) 
 cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.num_keys == 0 || p.num_kv_heads == 0) return cudaSuccess;
   if (p.deterministic && p.semaphores == nullptr && p.num_queries > 0) return cudaErrorInvalidValue;
-  // Families for newer devices are asked first, here.
+  if (sm90::supports_backward(p) && wants_sm90(/*unless_set=*/true)) {
+    const cudaError_t error =
+        sm90::available() ? sm90::block_attention_backward(p, stream) : cudaErrorNotSupported;
+    if (error != cudaErrorNotSupported || wants_sm90(/*unless_set=*/false)) return error;
+  }
   switch (p.dtype) {
     case DataType::kFloat16:
       return dispatch_head_dim<__half>(p, stream);

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "attention/cuda/alignment.h"
+#include "attention/cuda/sm90/backward/launch.h"
+
+namespace ringattn::cuda::sm90 {
+namespace {
+
+template <typename Element>
+cudaError_t dispatch_head_dim(const BlockAttentionBackwardParams& p, cudaStream_t stream) {
+  if (p.head_dim <= 64) return launch_block_attention_backward<Element, 64>(p, stream);
+  return launch_block_attention_backward<Element, 128>(p, stream);
+}
+
+bool all_rows_are_aligned(const BlockAttentionBackwardParams& p) {
+  const auto of_queries = [&](const Strided& x, int bytes) {
+    return rows_are_aligned(x, bytes, p.batch, p.num_queries, p.num_heads);
+  };
+  const auto of_keys = [&](const Strided& x, int bytes) {
+    return rows_are_aligned(x, bytes, p.batch, p.num_keys, p.num_kv_heads);
+  };
+  return of_queries(p.q, 2) && of_queries(p.grad_out, 2) && of_queries(p.dq, 4) &&
+         of_keys(p.k, 2) && of_keys(p.v, 2) && of_keys(p.dk, 4) && of_keys(p.dv, 4);
+}
+
+}  // namespace
+
+bool supports_backward(const BlockAttentionBackwardParams& p) {
+  const bool has_kernel =
+      p.dtype != DataType::kFloat32 && p.head_dim > 0 && p.head_dim <= 128 && !p.deterministic;
+  const bool has_work =
+      p.batch > 0 && p.num_heads > 0 && p.num_queries > 0 && p.num_kv_heads > 0 && p.num_keys > 0;
+  return has_kernel && has_work && all_rows_are_aligned(p);
+}
+
+cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cudaStream_t stream) {
+  return p.dtype == DataType::kFloat16 ? dispatch_head_dim<__half>(p, stream)
+                                       : dispatch_head_dim<__nv_bfloat16>(p, stream);
+}
+
+}  // namespace ringattn::cuda::sm90

@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "attention/cuda/numeric.cuh"
+#include "attention/cuda/sm90/backward/cluster_sum.cuh"
+#include "attention/cuda/sm90/backward/kernel_params.h"
+#include "attention/cuda/sm90/backward/products.cuh"
+#include "attention/cuda/sm90/backward/tile.cuh"
+#include "attention/cuda/sm90/ptx/mbarrier.cuh"
+#include "attention/cuda/sm90/ptx/named_barrier.cuh"
+#include "attention/cuda/sm90/ptx/stmatrix.cuh"
+#include "attention/cuda/sm90/ptx/tma.cuh"
+#include "attention/cuda/softcap.cuh"
+
+// A consumer warpgroup: dk and dv of its 64 keys, and its part of dq.
+
+namespace ringattn::cuda::sm90 {
+
+/// Zeros in 16-byte vectors of a swizzled tile [column blocks][rows][64]: all of a row.
+template <typename Tile>
+__device__ __forceinline__ void clear_row(uint32_t tile, uint32_t block_bytes, int row) {
+#pragma unroll 1
+  for (int i = 0; i < Tile::kColumnBlocks * 8; ++i) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(tile + i / 8 * block_bytes +
+                                                                  row * kGradPitch + i % 8 * 16),
+                 "r"(0)
+                 : "memory");
+  }
+}
+
+/// Makes keys 0 that no row sees: dq is a sum over all keys of the tile, and 0 * NaN is NaN.
+template <typename Tile>
+__device__ __forceinline__ void clear_unseen_keys(const QueryBounds& bounds, uint32_t keys,
+                                                  int first_key) {
+  const int row = threadIdx.x % kGradWarpgroup;
+  if (row >= kGradRows) return;
+  const QueryRange seen = bounds.range(first_key + row);
+  if (seen.begin < seen.end) return;
+  clear_row<Tile>(keys, Tile::kKeyBlockBytes, row);
+  fence_async_shared();  // before the barrier of score gradients
+}
+
+/// Makes dead rows 0 (load_stats), for the sums of dk and dv. Each consumer does it for itself.
+template <typename Tile>
+__device__ __forceinline__ void clear_dead_rows(uint32_t dead_rows, uint32_t queries,
+                                                uint32_t grad_out, int barrier) {
+  const int row = threadIdx.x % kGradWarpgroup;
+  if (row < Tile::kBlockQ) {
+    uint32_t dead;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(dead) : "r"(dead_rows + row / 32 * 4) : "memory");
+    if (dead >> row % 32 & 1) {
+      clear_row<Tile>(queries, Tile::kQueryBlockBytes, row);
+      clear_row<Tile>(grad_out, Tile::kQueryBlockBytes, row);
+      fence_async_shared();
+    }
+  }
+  named_barrier_wait(barrier, kGradWarpgroup);
+}
+
+/// Whether a tile has dead rows.
+template <typename Tile>
+__device__ __forceinline__ bool has_dead_rows(uint32_t dead_rows) {
+  static_assert(Tile::kDeadWords == 2 || Tile::kDeadWords == 4);
+  uint32_t a, b, c = 0, d = 0;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(dead_rows) : "memory");
+  if constexpr (Tile::kDeadWords == 4) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(c), "=r"(d)
+                 : "r"(dead_rows + 8)
+                 : "memory");
+  }
+  return (a | b | c | d) != 0;
+}
+
+/// The thread's accumulators of scores: rows are keys 16 * warp + g and 8 below it, columns are
+/// query rows 8 * n + 2t and the next one.
+template <typename Tile>
+using ScoreTile = float[Tile::kBlockQ / 2];
+
+/// Replaces what masked pairs have by `value`, selected: what they had may be NaN.
+///   key        the first of the thread's two keys
+///   first_row  of the thread's columns
+template <int kSize>
+__device__ __forceinline__ void mask_pairs(float (&x)[kSize], const QueryBounds& bounds, int key,
+                                           int first_row, float value) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const QueryRange seen = bounds.range(key + 8 * half);
+    const int begin = seen.begin - first_row;
+    const uint32_t count = max(seen.end - seen.begin, 0);
+#pragma unroll
+    for (int n = 0; n < kSize / 4; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& element = x[4 * n + 2 * half + c];
+        element = static_cast<uint32_t>(8 * n + c - begin) < count ? element : value;
+      }
+    }
+  }
+}
+
+/// s = tanh(inner * s): the capped score in units of the softcap.
+template <int kSize>
+__device__ __forceinline__ void cap_scores(float (&s)[kSize], float inner) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) s[i] = tanh_by_exp2(inner * s[i]);
+}
+
+/// A statistic of a lane's four columns of sixteen.
+struct ColumnStats {
+  float4 x;
+
+  /// Of accumulator j of a group of eight: 4 * n + 2 * half + c.
+  __device__ __forceinline__ float of(int j) const {
+    return j % 8 < 4 ? (j % 2 == 0 ? x.x : x.y) : (j % 2 == 0 ? x.z : x.w);
+  }
+};
+
+/// The statistics of a query tile, as stat_position lays them out.
+struct StatsReader {
+  const float4* base;
+
+  __device__ __forceinline__ explicit StatsReader(uint32_t stats)
+      : base(static_cast<const float4*>(__cvta_shared_to_generic(stats)) + threadIdx.x % 4) {}
+  __device__ __forceinline__ ColumnStats operator[](int i) const { return {base[4 * i]}; }
+};
+
+/// What exp2 is taken of: the score in powers of two, less the row's lse.
+///   s  a raw score; under a softcap its tanh
+__device__ __forceinline__ float exponent(const BackwardKernelParams& p, float s, float minus_lse) {
+  return fmaf(s, p.score_log2, minus_lse);
+}
+
+/// p = exp(score - lse), in place of the scores.
+template <int kSize>
+__device__ __forceinline__ void exponentiate(const BackwardKernelParams& p, float (&s)[kSize],
+                                             StatsReader minus_lse) {
+#pragma unroll
+  for (int i = 0; i < kSize / 8; ++i) {
+    const ColumnStats lse = minus_lse[i];
+#pragma unroll
+    for (int j = 8 * i; j < 8 * i + 8; ++j) s[j] = exp2_approx(exponent(p, s[j], lse.of(j)));
+  }
+}
+
+/// ds = p * (dp - delta), in place of dp. Under a softcap times the derivative of tanh.
+///   s  p; under a softcap the tanh of the scores, from which p comes once more
+template <bool kSoftcap, int kSize>
+__device__ __forceinline__ void differentiate(const BackwardKernelParams& p, float (&dp)[kSize],
+                                              const float (&s)[kSize], StatsReader minus_lse,
+                                              StatsReader deltas) {
+#pragma unroll
+  for (int i = 0; i < kSize / 8; ++i) {
+    const ColumnStats delta = deltas[i];
+    [[maybe_unused]] ColumnStats lse;
+    if constexpr (kSoftcap) lse = minus_lse[i];
+#pragma unroll
+    for (int j = 8 * i; j < 8 * i + 8; ++j) {
+      float weight = s[j];
+      if constexpr (kSoftcap) {
+        weight = exp2_approx(exponent(p, s[j], lse.of(j))) * fmaf(-s[j], s[j], 1.0f);
+      }
+      dp[j] = weight * (dp[j] - delta.of(j));
+    }
+  }
+}
+
+template <typename Element, int kSize>
+__device__ __forceinline__ void round_pairs(const float (&x)[kSize],
+                                            uint32_t (&rounded)[kSize / 2]) {
+#pragma unroll
+  for (int i = 0; i < kSize / 2; ++i) rounded[i] = pack<Element>(x[2 * i], x[2 * i + 1]);
+}
+
+/// ds.T into [kBlockQ / 64][kBlockK][64], swizzled.
+template <typename Tile>
+__device__ __forceinline__ void store_score_grads(const uint32_t (&ds)[Tile::kBlockQ / 4],
+                                                  uint32_t to, int consumer) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t row = consumer * kGradRows + threadIdx.x % kGradWarpgroup / 32 * 16 + lane % 16;
+  const uint32_t at = to + row * kGradPitch;
+#pragma unroll
+  for (int j = 0; j < Tile::kBlockQ / 16; ++j) {
+    const uint32_t block = j / 4, chunk = j % 4 * 2 + lane / 16;
+    store_matrices(at + block * Tile::kKeyBlockBytes + ((chunk ^ row % 8) * 16), ds[4 * j],
+                   ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+  }
+}
+
+/// scale * dq into [2][64][32], float32, swizzled. Lanes with an odd g store what others store two
+/// groups of eight columns later or earlier: so the lanes of a half warp do not meet in a bank.
+__device__ __forceinline__ void store_query_grads(const float (&dq)[kGradColumnBlock / 2],
+                                                  float scale, uint32_t to) {
+  const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const bool odd = g % 2 != 0;
+  const uint32_t row = threadIdx.x % kGradWarpgroup / 32 * 16 + g;
+  const uint32_t at = to + row * kGradPitch + t % 2 * 8;
+  const uint32_t chunk = (t / 2 ^ g) ^ (odd ? 4 : 0);
+#pragma unroll
+  for (int n = 0; n < kGradColumnBlock / 8; ++n) {
+    const uint32_t block = n / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = 4 * n + 2 * half, other = 4 * (n ^ 2) + 2 * half;
+      const float x = odd ? dq[other] : dq[i], y = odd ? dq[other + 1] : dq[i + 1];
+      store_shared_pair(at + block * (kGradRows * kGradPitch) + half * 8 * kGradPitch +
+                            ((n % 4 * 2) ^ chunk) * 16,
+                        make_float2(x * scale, y * scale));
+    }
+  }
+}
+
+/// scale * grads of the thread's keys into x [B, S_k, H_kv, D], the quarters of this rank.
+template <int kFirstQuarter, int kSize>
+__device__ __forceinline__ void write_key_grads(const BackwardKernelParams& p, const KeyTile& tile,
+                                                int first_key, const OwnedQuarters& owned,
+                                                const Strided& x, const float (&grads)[kSize],
+                                                float scale) {
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = first_key + 8 * half;
+    if (key >= p.bounds.num_keys) continue;
+    float* row = static_cast<float*>(x.data) + tile.batch * x.batch_stride + key * x.row_stride +
+                 tile.kv_head * x.head_stride + column;
+#pragma unroll
+    for (int n = 0; n < kSize / 4; ++n) {
+      if (owned.has(kFirstQuarter + n / (kSize / 8)) && 8 * n + column < p.head_dim) {
+        *reinterpret_cast<float2*>(row + 8 * n) =
+            make_float2(grads[4 * n + 2 * half] * scale, grads[4 * n + 2 * half + 1] * scale);
+      }
+    }
+  }
+}
+
+template <typename Element, typename Tile, bool kSoftcap>
+__device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
+                                              const BackwardShared<Tile>& shared, int consumer) {
+  // Whether dk of a step runs on under the scores of the next one: where registers suffice for
+  // both.
+  constexpr bool kDkOverlaps = Tile::kBlockQ <= 64;
+  constexpr int kAllConsumers = kGradConsumers * kGradWarpgroup;
+  const bool is_first_lane = threadIdx.x % 32 == 0;
+  const int lane_key = consumer * kGradRows + threadIdx.x % kGradWarpgroup / 32 * 16 +
+                       threadIdx.x % 32 / 4;  // within the tile
+  const uint32_t keys = shared.stationary(kScoreOperand) + consumer * kGradRows * kGradPitch;
+  const uint32_t values =
+      shared.stationary(kProbabilityOperand) + consumer * kGradRows * kGradPitch;
+  // The part of dq: of a second block of rows, or of columns.
+  const uint32_t dq_rows = Tile::kBlockQ > kGradRows ? consumer * Tile::kKeyBlockBytes : 0;
+  const uint32_t dq_keys = shared.stationary(kScoreOperand) +
+                           (Tile::kColumnBlocks > 1 ? consumer * Tile::kKeyBlockBytes : 0);
+
+  const OwnedQuarters owned(p);
+  StagePosition<Tile::kQueryStages> queries_at;
+  StagePosition<Tile::kGradOutStages> grad_out_at;
+  uint32_t score_grads_stage = 0;
+  uint32_t tile_parity = 0;
+  const auto free_stage = [&](GradOperand operand, uint32_t stage) {
+    __syncwarp();
+    if (is_first_lane) arrive(shared.free(operand, stage));
+  };
+
+  for_each_key_tile<Tile>(p, [&](const KeyTile& tile) {
+    const int first_key = tile.first_key + lane_key;
+    float dk[Tile::kHeadDim / 2] = {}, dv[Tile::kHeadDim / 2] = {};
+    if (!tile.empty()) {
+      wait(shared.stationary_full(kScoreOperand), tile_parity);
+      wait(shared.stationary_full(kProbabilityOperand), tile_parity);
+      tile_parity ^= 1;
+      clear_unseen_keys<Tile>(p.bounds, keys, tile.first_key + consumer * kGradRows);
+      Step step(tile);
+      [[maybe_unused]] int previous_stage = -1;  // whose queries dk may be reading
+#pragma unroll 1
+      for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
+        const bool masked = tile.is_masked(step.query_tile);
+        const int lane_row = step.query_tile * Tile::kBlockQ + threadIdx.x % 4 * 2;
+        const uint32_t queries = shared.moving(kScoreOperand, queries_at.stage);
+        const uint32_t grad_out = shared.moving(kProbabilityOperand, grad_out_at.stage);
+        const uint32_t score_grads = shared.score_grads(score_grads_stage);
+
+        ScoreTile<Tile> s, dp;
+        wait(shared.full(kScoreOperand, queries_at.stage), queries_at.parity);
+        issue_transposed_scores<Element, Tile>(s, keys, queries);
+        wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
+        const uint32_t dead_rows = shared.dead_rows(queries_at.stage);
+        if (has_dead_rows<Tile>(dead_rows)) {
+          wait_for_products<0>();
+          clear_dead_rows<Tile>(dead_rows, queries, grad_out, kClearedBarrier + consumer);
+          issue_transposed_scores<Element, Tile>(s, keys, queries);
+        }
+        issue_transposed_scores<Element, Tile>(dp, values, grad_out);
+
+        const StatsReader minus_lse(shared.stats(kScoreOperand, queries_at.stage));
+        const StatsReader deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
+
+        // p = exp(s - lse), under dp.
+        wait_for_products<1>();
+        if (kDkOverlaps && previous_stage >= 0) free_stage(kScoreOperand, previous_stage);
+        if constexpr (kSoftcap) cap_scores(s, p.softcap_inner);
+        if (masked) mask_pairs(s, p.bounds, first_key, lane_row, p.masked_score);
+        if constexpr (!kSoftcap) exponentiate(p, s, minus_lse);
+
+        // ds = p * (dp - delta); dv only then: registers for p in both types cost more than
+        // waiting.
+        wait_for_products<0>();
+        differentiate<kSoftcap>(p, dp, s, minus_lse, deltas);
+        if (masked) mask_pairs(dp, p.bounds, first_key, lane_row, 0.0f);
+        if constexpr (kSoftcap) exponentiate(p, s, minus_lse);
+        uint32_t probabilities[Tile::kBlockQ / 4], ds[Tile::kBlockQ / 4];
+        round_pairs<Element>(s, probabilities);
+        round_pairs<Element>(dp, ds);
+        issue_key_grads<Element, Tile>(dv, probabilities, grad_out);
+        store_score_grads<Tile>(ds, score_grads, consumer);
+        fence_async_shared();
+        named_barrier_wait(kScoreGradsBarrier, kAllConsumers);
+
+        // dq needs the score gradients of both consumers. It leaves under dk.
+        float dq[kGradColumnBlock / 2];
+        issue_query_grads<Element, Tile>(dq, score_grads + dq_rows, dq_keys);
+        issue_key_grads<Element, Tile>(dk, ds, queries);
+        wait_for_products<1>();
+        free_stage(kProbabilityOperand, grad_out_at.stage);
+        named_barrier_wait(kDqFreeBarrier + consumer, kDqThreads);
+        store_query_grads(dq, p.scale, shared.dq(consumer));
+        fence_async_shared();
+        named_barrier_arrive(kDqFullBarrier + consumer, kDqThreads);
+        if constexpr (kDkOverlaps) {
+          previous_stage = queries_at.stage;
+        } else {
+          wait_for_products<0>();
+          free_stage(kScoreOperand, queries_at.stage);
+        }
+
+        queries_at.advance();
+        grad_out_at.advance();
+        score_grads_stage ^= 1;
+        step.advance(tile, p.heads_per_rank);
+      }
+      if constexpr (kDkOverlaps) {
+        wait_for_products<0>();
+        free_stage(kScoreOperand, previous_stage);
+      }
+      if (p.ranks > 1) {
+        sum_over_cluster(shared, owned, p.ranks, tile_parity ^ 1, dk, dv);
+      }
+      __syncwarp();
+      if (is_first_lane) arrive(shared.stationary_free());
+    }
+    write_key_grads<0>(p, tile, first_key, owned, p.dk, dk, p.scale);
+    write_key_grads<2>(p, tile, first_key, owned, p.dv, dv, 1.0f);
+  });
+}
+
+}  // namespace ringattn::cuda::sm90

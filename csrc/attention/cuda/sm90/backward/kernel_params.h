@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "attention/cuda/sm90/backward/query_bounds.h"
+#include "attention/params.h"
+
+// What the host gives to a kernel of the backward.
+
+namespace ringattn::cuda::sm90 {
+
+/// Parameters of the kernel. Tensor maps: (D, rows, heads, batch).
+struct BackwardKernelParams {
+  CUtensorMap q;         // in boxes of [kBlockQ, 64]
+  CUtensorMap grad_out;  // [kBlockQ, 64]
+  CUtensorMap k;         // [kBlockK, 64]
+  CUtensorMap v;         // [kBlockK, 64]
+  CUtensorMap dq;        // float32, [64, 32]
+
+  const float* lse;    // [B, H, S_q], natural log
+  const float* delta;  // [B, H, S_q], strides of lse
+  int64_t lse_batch_stride;
+  int64_t lse_head_stride;
+  Strided dk;  // [B, S_k, H_kv, D], float32
+  Strided dv;  // [B, S_k, H_kv, D], float32
+
+  QueryBounds bounds;
+  int batch;
+  int num_kv_heads;
+  int heads_per_kv_head;
+  int ranks;           // thread blocks of a cluster, which share the heads of a group: 1, 2 or 4
+  int heads_per_rank;  // heads_per_kv_head / ranks
+  int head_dim;
+  float scale;
+  // With x the raw score: exp2(x * score_log2 - lse * log2(e)), and with a softcap
+  // exp2(tanh(x * softcap_inner) * score_log2 - lse * log2(e)).
+  float score_log2;
+  float softcap_inner;
+  float masked_score;  // of which exp2 is 0
+
+  // Order of the work tiles: slices of planes (KV heads of all batch entries); in a slice tile of
+  // keys after tile of keys, for each of them all planes of the slice.
+  int num_key_tiles;     // of a plane
+  int planes_per_slice;  // of a full slice
+};
+
+}  // namespace ringattn::cuda::sm90

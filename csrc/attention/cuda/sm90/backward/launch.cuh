@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "attention/cuda/numeric.cuh"
+#include "attention/cuda/sm90/backward/kernel.cuh"
+#include "attention/cuda/sm90/backward/launch.h"
+#include "attention/cuda/sm90/device_limits.h"
+#include "attention/cuda/sm90/tensor_map.h"
+#include "attention/cuda/softcap.cuh"
+#include "core/ceil_div.h"
+
+// The host's side of one instantiation: tensor maps, order of tiles, launch.
+
+namespace ringattn::cuda::sm90 {
+
+// Registers: of the copying warpgroup, of a consumer.
+using BackwardTile64 = BackwardTileShape<64, 128, 24, 240>;
+using BackwardTile128 = BackwardTileShape<128, 64, 24, 240>;
+
+template <typename Tile>
+cudaError_t make_tensor_maps(const BlockAttentionBackwardParams& p, BackwardKernelParams& params) {
+  const auto of_queries = [&](const Strided& x, DataType dtype, int box_rows, CUtensorMap& map) {
+    return make_tensor_map(x, dtype, p.batch, p.num_queries, p.num_heads, p.head_dim, box_rows,
+                           map);
+  };
+  const auto of_keys = [&](const Strided& x, CUtensorMap& map) {
+    return make_tensor_map(x, p.dtype, p.batch, p.num_keys, p.num_kv_heads, p.head_dim,
+                           Tile::kBlockK, map);
+  };
+  const cudaError_t errors[] = {
+      of_queries(p.q, p.dtype, Tile::kBlockQ, params.q),
+      of_queries(p.grad_out, p.dtype, Tile::kBlockQ, params.grad_out),
+      of_queries(p.dq, DataType::kFloat32, kGradRows, params.dq),
+      of_keys(p.k, params.k),
+      of_keys(p.v, params.v),
+  };
+  for (const cudaError_t error : errors) {
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+/// Planes whose tiles are processed together. All of them at once would have more query rows under
+/// way than L2 holds; with too few, the last round of a slice leaves thread blocks idle.
+inline int choose_planes_per_slice(int planes, int key_tiles, int thread_blocks) {
+  constexpr int kHalfRounds = 7;  // at least
+  const int64_t tiles = int64_t{kHalfRounds} * thread_blocks / 2;
+  return std::min<int64_t>(planes, ceil_div(tiles, key_tiles));
+}
+
+/// How many clusters of one, two and four thread blocks run at one time.
+struct Residency {
+  int of_one = 0, of_two = 0, of_four = 0;
+
+  int clusters(int ranks) const { return ranks == 1 ? of_one : ranks == 2 ? of_two : of_four; }
+};
+
+template <typename Tile>
+cudaLaunchConfig_t grads_config(int blocks, int ranks, cudaLaunchAttribute& cluster) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(Tile::kThreads);
+  config.dynamicSmemBytes = Tile::kSharedBytes;
+  if (ranks > 1) {
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+  }
+  return config;
+}
+
+/// Raises the kernel's limit of shared memory on the current device, and asks what fits there.
+template <auto kKernel, typename Tile>
+cudaError_t prepare_grads(int device, Residency& resident) {
+  static thread_local int prepared_device = -1;
+  static thread_local Residency known;
+  if (device != prepared_device) {
+    cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             Tile::kSharedBytes);
+    if (error != cudaSuccess) return error;
+    DeviceLimits limits;
+    if ((error = device_limits(device, limits)) != cudaSuccess) return error;
+    known.of_one = limits.multiprocessors;
+    for (const int ranks : {2, 4}) {
+      cudaLaunchAttribute cluster = {};
+      const cudaLaunchConfig_t config = grads_config<Tile>(ranks, ranks, cluster);
+      int& clusters = ranks == 2 ? known.of_two : known.of_four;
+      if (cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config) != cudaSuccess) {
+        clusters = 0;        // a part of a device, perhaps
+        cudaGetLastError();  // not reported by the next call
+      }
+    }
+    prepared_device = device;
+  }
+  resident = known;
+  return cudaSuccess;
+}
+
+/// Thread blocks that share the heads of a group, where there are few tiles of keys: two tiles for
+/// each cluster are enough, a long and a short one.
+inline int choose_ranks(int heads_per_kv_head, int64_t work_tiles, const Residency& resident) {
+  constexpr double kEnough = 1.9;
+  int ranks = 1;
+  while (ranks < 4 && heads_per_kv_head % (2 * ranks) == 0 &&
+         2 * ranks * resident.clusters(2 * ranks) >= 0.9 * resident.of_one &&
+         work_tiles < kEnough * resident.clusters(ranks)) {
+    ranks *= 2;
+  }
+  return ranks;
+}
+
+template <typename Element, typename Tile, bool kSoftcap>
+cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t stream) {
+  constexpr auto kKernel = block_attention_backward_kernel<Element, Tile, kSoftcap>;
+  BackwardKernelParams params = {};
+  cudaError_t error = make_tensor_maps<Tile>(p, params);
+  if (error != cudaSuccess) return error;
+
+  params.lse = p.lse;
+  params.delta = p.delta;
+  params.lse_batch_stride = p.lse_batch_stride;
+  params.lse_head_stride = p.lse_head_stride;
+  params.dk = p.dk;
+  params.dv = p.dv;
+  params.bounds = QueryBounds::of(p);
+  params.batch = p.batch;
+  params.num_kv_heads = p.num_kv_heads;
+  params.heads_per_kv_head = p.num_heads / p.num_kv_heads;
+  params.head_dim = p.head_dim;
+  params.scale = p.scale;
+  // Not 0: the score of a masked pair is infinite.
+  params.score_log2 = p.scale == 0.0f ? FLT_MIN : p.scale * kLog2E;
+  if constexpr (kSoftcap) {
+    const float softcap = std::clamp(p.softcap, Softcap::kSmallest, Softcap::kLargest);
+    params.softcap_inner = std::clamp(p.scale / softcap, -FLT_MAX, FLT_MAX);
+    params.score_log2 = softcap * kLog2E;
+  }
+  params.masked_score = params.score_log2 > 0.0f ? -INFINITY : INFINITY;
+
+  int device = 0;
+  Residency resident;
+  if ((error = cudaGetDevice(&device)) != cudaSuccess) return error;
+  if ((error = prepare_grads<kKernel, Tile>(device, resident)) != cudaSuccess) return error;
+  const int planes = p.batch * p.num_kv_heads;
+  params.num_key_tiles = ceil_div(p.num_keys, Tile::kBlockK);
+  params.ranks =
+      choose_ranks(params.heads_per_kv_head, int64_t{planes} * params.num_key_tiles, resident);
+  params.heads_per_rank = params.heads_per_kv_head / params.ranks;
+  const int clusters = resident.clusters(params.ranks);
+  params.planes_per_slice = choose_planes_per_slice(planes, params.num_key_tiles, clusters);
+  const int64_t work_tiles = int64_t{params.planes_per_slice} * params.num_key_tiles;
+
+  cudaLaunchAttribute cluster = {};
+  cudaLaunchConfig_t config =
+      grads_config<Tile>(params.ranks * static_cast<int>(std::min<int64_t>(clusters, work_tiles)),
+                         params.ranks, cluster);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kKernel, params);
+}
+
+template <typename Element, int kHeadDim>
+cudaError_t launch_block_attention_backward(const BlockAttentionBackwardParams& p,
+                                            cudaStream_t stream) {
+  using Tile = std::conditional_t<kHeadDim <= 64, BackwardTile64, BackwardTile128>;
+  return p.softcap == 0.0f ? launch_grads<Element, Tile, false>(p, stream)
+                           : launch_grads<Element, Tile, true>(p, stream);
+}
+
+}  // namespace ringattn::cuda::sm90

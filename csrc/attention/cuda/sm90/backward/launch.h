@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "attention/params.h"
+
+// The backward for compute capability 9.0 (Hopper): float16 and bfloat16. Kernels are instantiated
+// in files of their own (instantiations/).
+
+namespace ringattn::cuda::sm90 {
+
+/// Whether this family has a kernel for it: 16-bit types, D up to 128, rows that the copy engine
+/// can move, sums in any order; and there is something to compute.
+bool supports_backward(const BlockAttentionBackwardParams& p);
+
+/// Enqueues p, which must be supported, on an available device (available()).
+/// cudaErrorNotSupported, with nothing enqueued, where the tensors have no tensor map.
+cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cudaStream_t stream);
+
+/// kHeadDim in {64, 128}: the smallest that holds p.head_dim.
+template <typename Element, int kHeadDim>
+cudaError_t launch_block_attention_backward(const BlockAttentionBackwardParams& p,
+                                            cudaStream_t stream);
+
+}  // namespace ringattn::cuda::sm90

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "attention/cuda/numeric.cuh"
+#include "attention/cuda/sm90/backward/kernel_params.h"
+#include "attention/cuda/sm90/backward/tile.cuh"
+#include "attention/cuda/sm90/ptx/cluster.cuh"
+#include "attention/cuda/sm90/ptx/mbarrier.cuh"
+#include "attention/cuda/sm90/ptx/named_barrier.cuh"
+#include "attention/cuda/sm90/ptx/tma.cuh"
+
+// The copying warpgroup: two warps load, two add the consumers' parts of dq.
+
+namespace ringattn::cuda::sm90 {
+
+/// Within the group of a KV head.
+__device__ __forceinline__ int first_head_of_rank(const BackwardKernelParams& p) {
+  return p.ranks > 1 ? cluster_rank() * p.heads_per_rank : 0;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+
+/// Of query rows first_row + lane, + 32 ...: -lse * log2(e), or delta. A row is dead if none of the
+/// keys is seen by it or its lse is -inf: its probabilities are made 0, and it may hold anything.
+template <GradOperand kOperand, typename Tile>
+__device__ __forceinline__ void load_stats(const BackwardKernelParams& p, const KeyTile& tile,
+                                           int64_t head_offset, int first_row,
+                                           float (&stats)[Tile::kDeadWords],
+                                           bool (&dead)[Tile::kDeadWords]) {
+#pragma unroll
+  for (int i = 0; i < Tile::kDeadWords; ++i) {
+    const int row = first_row + threadIdx.x % 32 + 32 * i;
+    const bool visible = row >= tile.rows.begin && row < tile.rows.end;
+    const float lse = visible ? p.lse[head_offset + row] : -INFINITY;
+    dead[i] = lse == -INFINITY;
+    if constexpr (kOperand == kScoreOperand) {
+      stats[i] = dead[i] ? -INFINITY : -kLog2E * lse;
+    } else {
+      stats[i] = dead[i] ? 0.0f : p.delta[head_offset + row];
+    }
+  }
+}
+
+template <GradOperand kOperand, typename Tile>
+__device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
+                                                  const BackwardShared<Tile>& shared) {
+  constexpr bool kScores = kOperand == kScoreOperand;
+  const CUtensorMap& stationary = kScores ? p.k : p.v;
+  const CUtensorMap& moving = kScores ? p.q : p.grad_out;
+  const bool is_first_lane = threadIdx.x % 32 == 0;
+  if (is_first_lane) {
+    prefetch_map(stationary);
+    prefetch_map(moving);
+  }
+  StagePosition<BackwardShared<Tile>::stages(kOperand)> at;
+  const int first_head = first_head_of_rank(p);
+  uint32_t tile_parity = 1;
+  for_each_key_tile<Tile>(p, [&](const KeyTile& tile) {
+    if (tile.empty()) return;
+    wait(shared.stationary_free(), tile_parity);
+    tile_parity ^= 1;
+    if (is_first_lane) {
+      arrive_expecting(shared.stationary_full(kOperand), Tile::kKeyBytes);
+      for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+        load_box(shared.stationary(kOperand) + block * Tile::kKeyBlockBytes, stationary,
+                 {block * kGradColumnBlock, tile.first_key, tile.kv_head, tile.batch},
+                 shared.stationary_full(kOperand), L2Policy::kEvictFirst);
+      }
+    }
+    Step step(tile);
+    for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
+      const int head = tile.kv_head * p.heads_per_kv_head + first_head + step.head;
+      const int first_row = step.query_tile * Tile::kBlockQ;
+      float stats[Tile::kDeadWords];
+      bool dead[Tile::kDeadWords];
+      load_stats<kOperand, Tile>(p, tile,
+                                 tile.batch * p.lse_batch_stride + head * p.lse_head_stride,
+                                 first_row, stats, dead);
+      wait(shared.free(kOperand, at.stage), at.parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < Tile::kDeadWords; ++i) {
+        store_shared(
+            shared.stats(kOperand, at.stage) + 4 * stat_position(threadIdx.x % 32 + 32 * i),
+            __float_as_uint(stats[i]));
+        if constexpr (kScores) {
+          const uint32_t rows = __ballot_sync(0xffffffff, dead[i]);
+          if (is_first_lane) store_shared(shared.dead_rows(at.stage) + 4 * i, rows);
+        }
+      }
+      __syncwarp();
+      if (is_first_lane) {
+        const uint32_t full = shared.full(kOperand, at.stage);
+        arrive_expecting(full, Tile::kQueryBytes);
+        for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+          load_box(shared.moving(kOperand, at.stage) + block * Tile::kQueryBlockBytes, moving,
+                   {block * kGradColumnBlock, first_row, head, tile.batch}, full,
+                   L2Policy::kEvictFirst);
+        }
+      }
+      at.advance();
+      step.advance(tile, p.heads_per_rank);
+    }
+  });
+}
+
+/// Adds to dq what a consumer puts into shared memory, step for step.
+template <typename Tile>
+__device__ __forceinline__ void add_query_grads(const BackwardKernelParams& p,
+                                                const BackwardShared<Tile>& shared, int consumer) {
+  const bool is_first_lane = threadIdx.x % 32 == 0;
+  const int part_row = Tile::kBlockQ > kGradRows ? consumer * kGradRows : 0;
+  const int part_column = Tile::kHeadDim > kGradColumnBlock ? consumer * kGradColumnBlock : 0;
+  const int first_head = first_head_of_rank(p);
+  named_barrier_arrive(kDqFreeBarrier + consumer, kDqThreads);
+  for_each_key_tile<Tile>(p, [&](const KeyTile& tile) {
+    Step step(tile);
+    for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
+      const int head = tile.kv_head * p.heads_per_kv_head + first_head + step.head;
+      named_barrier_wait(kDqFullBarrier + consumer, kDqThreads);
+      if (is_first_lane) {
+        const int row = step.query_tile * Tile::kBlockQ + part_row;
+        for (int block = 0; block < 2; ++block) {
+          add_box(p.dq, {part_column + block * kGradFloatColumns, row, head, tile.batch},
+                  shared.dq(consumer) + block * Tile::kDqBlockBytes, L2Policy::kEvictLast);
+        }
+        commit_stores();
+        wait_for_stores_to_read();
+      }
+      __syncwarp();
+      named_barrier_arrive(kDqFreeBarrier + consumer, kDqThreads);
+      step.advance(tile, p.heads_per_rank);
+    }
+  });
+  if (is_first_lane) wait_for_stores<0>();
+}
+
+template <typename Tile>
+__device__ __forceinline__ void copy_grads(const BackwardKernelParams& p,
+                                           const BackwardShared<Tile>& shared) {
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  if (warp == 0) {
+    load_grad_operand<kScoreOperand, Tile>(p, shared);
+  } else if (warp == 1) {
+    load_grad_operand<kProbabilityOperand, Tile>(p, shared);
+  } else {
+    add_query_grads<Tile>(p, shared, warp - 2);
+  }
+}
+
+}  // namespace ringattn::cuda::sm90

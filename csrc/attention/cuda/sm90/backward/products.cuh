@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "attention/cuda/sm90/backward/tile.cuh"
+#include "attention/cuda/sm90/ptx/wgmma.cuh"
+
+// The five products of a consumer warpgroup, with its 64 keys as rows. Each is a group of its own.
+
+namespace ringattn::cuda::sm90 {
+
+/// s.T = k @ q.T, or dp.T = v @ grad_out.T.
+///   stationary  the consumer's 64 rows of a tile of keys or of values
+///   moving      a tile of queries or of gradients of out
+template <typename Element, typename Tile>
+__device__ __forceinline__ void issue_transposed_scores(float (&s)[Tile::kBlockQ / 2],
+                                                        uint32_t stationary, uint32_t moving) {
+  using Product = ProductOfShared<Element, Tile::kBlockQ>;
+  const auto a = OperandDescriptor::k_major(stationary), b = OperandDescriptor::k_major(moving);
+  begin_products();
+  Product::template issue<false>(s, a.at(0), b.at(0));
+#pragma unroll
+  for (int step = 1; step < Tile::kHeadDim / 16; ++step) {
+    const int block = step / 4, offset = step % 4 * 32;  // 16 columns are 32 bytes
+    Product::template issue<true>(s, a.at(block * Tile::kKeyBlockBytes + offset),
+                                  b.at(block * Tile::kQueryBlockBytes + offset));
+  }
+  commit_products();
+}
+
+/// dv += p.T @ grad_out, or dk += ds.T @ q.
+template <typename Element, typename Tile>
+__device__ __forceinline__ void issue_key_grads(float (&grads)[Tile::kHeadDim / 2],
+                                                const uint32_t (&weights)[Tile::kBlockQ / 4],
+                                                uint32_t moving) {
+  const auto b = OperandDescriptor::n_major(moving, Tile::kQueryBlockBytes);
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < Tile::kBlockQ / 16; ++step) {
+    ProductOfRegisters<Element, Tile::kHeadDim>::issue(
+        grads, weights[4 * step], weights[4 * step + 1], weights[4 * step + 2],
+        weights[4 * step + 3], b.at(step * 16 * kGradPitch));
+  }
+  commit_products();
+}
+
+/// dq = ds @ k, of 64 rows and 64 columns, over all keys of the tile.
+///   score_grads  their 64 rows: ds.T, [kBlockK, 64]
+///   keys         their 64 columns: [kBlockK, 64]
+template <typename Element, typename Tile>
+__device__ __forceinline__ void issue_query_grads(float (&dq)[kGradColumnBlock / 2],
+                                                  uint32_t score_grads, uint32_t keys) {
+  using Product = ProductOfTransposed<Element, kGradColumnBlock>;
+  const auto a = OperandDescriptor::n_major(score_grads, Tile::kKeyBlockBytes),
+             b = OperandDescriptor::n_major(keys, Tile::kKeyBlockBytes);
+  begin_products();
+  Product::template issue<false>(dq, a.at(0), b.at(0));
+#pragma unroll
+  for (int step = 1; step < Tile::kBlockK / 16; ++step) {
+    Product::template issue<true>(dq, a.at(step * 16 * kGradPitch), b.at(step * 16 * kGradPitch));
+  }
+  commit_products();
+}
+
+}  // namespace ringattn::cuda::sm90

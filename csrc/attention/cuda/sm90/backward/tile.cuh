@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "attention/cuda/sm90/backward/kernel_params.h"
+#include "attention/cuda/sm90/ptx/mbarrier.cuh"
+
+// The shapes of tiles, the map of shared memory, and the work tiles that a thread block takes.
+
+namespace ringattn::cuda::sm90 {
+
+constexpr int kGradWarpgroup = 128;    // threads
+constexpr int kGradConsumers = 2;      // warpgroups
+constexpr int kGradRows = 64;          // keys of a consumer, and rows of dq that it computes
+constexpr int kGradColumnBlock = 64;   // adjacent columns: 128 bytes of a 16-bit type
+constexpr int kGradPitch = 128;        // bytes from row to row of a block of columns
+constexpr int kGradFloatColumns = 32;  // the same in float32
+
+// Named barriers; those of dq for each consumer.
+constexpr int kScoreGradsBarrier = 1;  // all score gradients of a step are in shared memory
+constexpr int kDqFullBarrier = 2;
+constexpr int kDqFreeBarrier = kDqFullBarrier + kGradConsumers;
+constexpr int kClearedBarrier = kDqFreeBarrier + kGradConsumers;  // of a consumer
+constexpr int kDqThreads = kGradWarpgroup + 32;  // the consumer, and the warp that adds dq
+
+/// One warpgroup copies; two consumers keep 64 keys each and process the query rows that see them
+/// in tiles of kBlockQ. setmaxnreg moves registers from the copying warpgroup to the consumers.
+template <int kHeadDim_, int kBlockQ_, int kCopyRegisters_, int kConsumerRegisters_>
+struct BackwardTileShape {
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBlockQ = kBlockQ_;
+  static constexpr int kBlockK = kGradRows * kGradConsumers;
+  static constexpr int kQueryStages = 3;  // two steps read queries at one time
+  static constexpr int kGradOutStages = 2;
+  static constexpr int kScoreGradStages = 2;
+  static constexpr int kCopyRegisters = kCopyRegisters_;
+  static constexpr int kConsumerRegisters = kConsumerRegisters_;
+  static constexpr int kThreads = (kGradConsumers + 1) * kGradWarpgroup;
+
+  // A consumer computes 64 rows and 64 columns of dq.
+  static_assert(kBlockQ / kGradRows * (kHeadDim / kGradColumnBlock) == kGradConsumers);
+
+  static constexpr int kColumnBlocks = kHeadDim / kGradColumnBlock;
+  static constexpr int kKeyBlockBytes = kBlockK * kGradPitch;
+  static constexpr int kQueryBlockBytes = kBlockQ * kGradPitch;
+  static constexpr int kKeyBytes = kColumnBlocks * kKeyBlockBytes;
+  static constexpr int kQueryBytes = kColumnBlocks * kQueryBlockBytes;
+  // [kBlockQ / 64][kBlockK][64]: transposed, as the scores are.
+  static constexpr int kScoreGradBytes = kBlockQ / kGradColumnBlock * kBlockK * kGradPitch;
+  static constexpr int kDqBlockBytes = kGradRows * kGradPitch;  // [64][32], float32
+  static constexpr int kDqBytes = 2 * kDqBlockBytes;            // of a consumer
+  static constexpr int kDeadWords = kBlockQ / 32;
+  static constexpr int kStatBytes = kBlockQ * 4 + 16;  // of a stage
+
+  static constexpr int kKeys = 0;
+  static constexpr int kValues = kKeys + kKeyBytes;
+  static constexpr int kQueries = kValues + kKeyBytes;
+  static constexpr int kGradOut = kQueries + kQueryStages * kQueryBytes;
+  static constexpr int kScoreGrads = kGradOut + kGradOutStages * kQueryBytes;
+  static constexpr int kDq = kScoreGrads + kScoreGradStages * kScoreGradBytes;
+  static constexpr int kLse = kDq + kGradConsumers * kDqBytes;
+  static constexpr int kDelta = kLse + kQueryStages * kStatBytes;
+  static constexpr int kBarriers = kDelta + kGradOutStages * kStatBytes;
+  static constexpr int kSharedBytes = kBarriers + 128;
+  static_assert(kSharedBytes <= 232448);
+};
+
+/// What the two loading warps load: keys and, for each step, queries with their lse; or values and
+/// gradients of out with their delta.
+enum GradOperand { kScoreOperand, kProbabilityOperand };
+
+/// Where the statistic of a query row lies: columns 8n + 2t and the next one of an even n, then
+/// those of n + 1, for a lane to read all four at once.
+__device__ __forceinline__ int stat_position(int row) {
+  return row / 16 * 16 + row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
+}
+
+/// A position in a ring of buffers: the stage, and the parity of its current phase.
+template <int kStages>
+struct StagePosition {
+  uint32_t stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+    parity ^= stage == 0;
+  }
+};
+
+template <typename Tile>
+struct BackwardShared {
+  uint32_t base;  // aligned to 1024 bytes
+
+  static constexpr int stages(GradOperand operand) {
+    return operand == kScoreOperand ? Tile::kQueryStages : Tile::kGradOutStages;
+  }
+
+  /// Keys, or values.
+  __device__ __forceinline__ uint32_t stationary(GradOperand operand) const {
+    return base + (operand == kScoreOperand ? Tile::kKeys : Tile::kValues);
+  }
+  /// Queries, or gradients of out.
+  __device__ __forceinline__ uint32_t moving(GradOperand operand, uint32_t stage) const {
+    return base + (operand == kScoreOperand ? Tile::kQueries : Tile::kGradOut) +
+           stage * Tile::kQueryBytes;
+  }
+  /// Of each query row -lse * log2(e), or delta.
+  __device__ __forceinline__ uint32_t stats(GradOperand operand, uint32_t stage) const {
+    return base + (operand == kScoreOperand ? Tile::kLse : Tile::kDelta) + stage * Tile::kStatBytes;
+  }
+  /// A bit for each query row that nothing may be read of (load_stats); beside lse alone.
+  __device__ __forceinline__ uint32_t dead_rows(uint32_t stage) const {
+    return stats(kScoreOperand, stage) + Tile::kBlockQ * 4;
+  }
+  __device__ __forceinline__ uint32_t score_grads(uint32_t stage) const {
+    return base + Tile::kScoreGrads + stage * Tile::kScoreGradBytes;
+  }
+  __device__ __forceinline__ uint32_t dq(int consumer) const {
+    return base + Tile::kDq + consumer * Tile::kDqBytes;
+  }
+
+  __device__ __forceinline__ uint32_t stationary_full(GradOperand operand) const {
+    return base + Tile::kBarriers + 8 * operand;
+  }
+  __device__ __forceinline__ uint32_t stationary_free() const {
+    return base + Tile::kBarriers + 16;
+  }
+  __device__ __forceinline__ uint32_t full(GradOperand operand, uint32_t stage) const {
+    return base + Tile::kBarriers + (operand == kScoreOperand ? 24 : 48) + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t free(GradOperand operand, uint32_t stage) const {
+    return base + Tile::kBarriers + (operand == kScoreOperand ? 72 : 96) + 8 * stage;
+  }
+
+  /// What other ranks of the cluster send (cluster_sum.cuh): over the stages that move.
+  __device__ __forceinline__ uint32_t exchange() const { return base + Tile::kQueries; }
+  __device__ __forceinline__ uint32_t exchange_free() const { return base + Tile::kBarriers + 112; }
+  __device__ __forceinline__ uint32_t exchange_full() const { return base + Tile::kBarriers + 120; }
+
+  __device__ __forceinline__ void init_barriers(int ranks) const {
+    constexpr int kConsumerWarps = kGradConsumers * kGradWarpgroup / 32;
+    init_barrier(stationary_free(), kConsumerWarps);
+    if (ranks > 1) {
+      init_barrier(exchange_free(), (ranks - 1) * kConsumerWarps);
+      init_barrier(exchange_full(), (ranks - 1) * kConsumerWarps);
+    }
+    for (const GradOperand operand : {kScoreOperand, kProbabilityOperand}) {
+      init_barrier(stationary_full(operand), 1);
+      for (int stage = 0; stage < stages(operand); ++stage) {
+        init_barrier(full(operand, stage), 1);
+        // Each warp has read the statistics by itself.
+        init_barrier(free(operand, stage), kConsumerWarps);
+      }
+    }
+    publish_barriers();
+  }
+};
+
+/// A work tile: keys of one KV head, and the tiles of query rows that see them.
+struct KeyTile {
+  int first_key;
+  int kv_head;
+  int batch;
+  QueryRange rows;                   // that may see keys
+  int begin, end;                    // their query tiles
+  int unmasked_begin, unmasked_end;  // those whose rows see all of the keys
+  bool descending;                   // the last query tile first
+
+  __device__ __forceinline__ bool empty() const { return begin >= end; }
+  __device__ __forceinline__ int steps(int heads) const {
+    return empty() ? 0 : heads * (end - begin);
+  }
+  __device__ __forceinline__ bool is_masked(int query_tile) const {
+    return query_tile < unmasked_begin || query_tile >= unmasked_end;
+  }
+};
+
+/// The steps of a work tile: query tile after query tile, for each the heads of the group, or the
+/// rank's part of them.
+struct Step {
+  int query_tile;
+  int head;  // of the part
+
+  __device__ __forceinline__ explicit Step(const KeyTile& tile)
+      : query_tile(tile.descending ? tile.end - 1 : tile.begin), head(0) {}
+  __device__ __forceinline__ void advance(const KeyTile& tile, int heads) {
+    if (++head < heads) return;
+    head = 0;
+    query_tile += tile.descending ? -1 : 1;
+  }
+};
+
+/// The work tiles of a cluster, one in each round: calls visit(KeyTile).
+template <typename Tile, typename Visit>
+__device__ __forceinline__ void for_each_key_tile(const BackwardKernelParams& p,
+                                                  const Visit& visit) {
+  const int planes = p.batch * p.num_kv_heads;
+  const int clusters = gridDim.x / p.ranks, cluster = blockIdx.x / p.ranks;
+#pragma unroll 1
+  for (int first_plane = 0; first_plane < planes; first_plane += p.planes_per_slice) {
+    const int slice_planes = min(p.planes_per_slice, planes - first_plane);
+    const int work_tiles = slice_planes * p.num_key_tiles;
+#pragma unroll 1
+    for (int round = 0; round * clusters < work_tiles; ++round) {
+      const bool descending = round % 2 == 0;
+      const int work_tile = round * clusters + (descending ? cluster : clusters - 1 - cluster);
+      if (work_tile >= work_tiles) continue;
+      const int index = work_tile / slice_planes;
+      const int plane = first_plane + work_tile - index * slice_planes;
+
+      KeyTile tile;
+      tile.first_key = index * Tile::kBlockK;
+      tile.batch = plane / p.num_kv_heads;
+      tile.kv_head = plane - tile.batch * p.num_kv_heads;
+      tile.descending = descending;
+      const VisibleQueries rows = p.bounds.visible<Tile::kBlockK>(tile.first_key);
+      tile.rows = rows.some;
+      const auto above = [](int row) { return (row + Tile::kBlockQ - 1) / Tile::kBlockQ; };
+      tile.begin = rows.some.begin / Tile::kBlockQ;
+      tile.end = rows.some.begin < rows.some.end ? above(rows.some.end) : tile.begin;
+      tile.unmasked_begin = above(rows.all.begin);
+      // Rows behind the last one have probability 0.
+      tile.unmasked_end =
+          rows.all.end == p.bounds.num_queries ? above(rows.all.end) : rows.all.end / Tile::kBlockQ;
+      visit(tile);
+    }
+  }
+}
+
+}  // namespace ringattn::cuda::sm90
