@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+
+#include "backward_calls.h"
+
+// What the kernels for Hopper do differently from call to call: clusters that share the heads of a
+// group, several work tiles for a thread block, registers that depend on D and the softcap. Their
+// sums are in any order: the calls of test_block_attention_backward.cpp that are not deterministic
+// run there, too.
+
+namespace {
+
+using namespace ringattn::testing::backward_calls;
+using ringattn::DataType;
+
+constexpr DataType kTypes[] = {DataType::kFloat16, DataType::kBFloat16};
+
+}  // namespace
+
+TEST_CASE("gradients on Hopper of every number of heads in a group") {
+  if (!has_hopper()) return;
+  uint32_t seed = 0;
+  for (const DataType dtype : kTypes) {
+    for (const int head_dim : {8, 64, 72, 128}) {
+      for (const int group : {1, 2, 3, 4, 8}) {
+        for (const Keys keys : {Keys::kDiagonal, Keys::kWindow, Keys::kDocuments, Keys::kRandom}) {
+          Case c;
+          c.dtype = dtype;
+          c.keys = keys;
+          c.head_dim = head_dim;
+          c.scale = 1.0 / std::sqrt(double(head_dim));
+          c.batch = 1;
+          c.heads = 2 * group;
+          c.strided = seed % 3 == 0;
+          c.empty_rows = seed % 2 == 0;
+          c.seed = ++seed;
+          check(c);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("gradients on Hopper of several tiles of keys for a thread block") {
+  if (!has_hopper()) return;
+  for (const int group : {1, 2}) {
+    for (const Keys keys : {Keys::kDiagonal, Keys::kDocuments}) {
+      Case c;
+      c.keys = keys;
+      c.head_dim = 16;
+      c.batch = 5;
+      c.kv_heads = 8;
+      c.heads = 8 * group;
+      c.num_queries = 70;
+      c.num_keys = 900;  // 8 tiles: 320 of all heads
+      c.diagonal = 850;
+      check(c);
+    }
+  }
+}
+
+TEST_CASE("gradients on Hopper with a softcap, of any scale") {
+  if (!has_hopper()) return;
+  for (const DataType dtype : kTypes) {
+    for (const int head_dim : {64, 128}) {
+      for (const double softcap : {0.0, 0.5, 15.0}) {
+        for (const double scale : {0.0, 0.125, -0.125}) {
+          Case c;
+          c.dtype = dtype;
+          c.head_dim = head_dim;
+          c.softcap = softcap;
+          c.scale = scale;
+          c.empty_rows = true;
+          check(c);
+        }
+      }
+    }
+  }
+}
