@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +38,8 @@ def context_parallel(
     differ by one token.
 
     ``F.scaled_dot_product_attention`` takes ``[B, H, S_r, D]`` here, with ``is_causal``, ``scale``
-    and ``enable_gqa``. Calls are found wherever they are made from in this thread, in compiled
-    code, too, and by a backward that starts inside and recomputes activations. A backward
-    of attention itself may run after the context.
+    and ``enable_gqa``. Calls are found wherever they are made from, in compiled code, too. A
+    backward may run after the context, unless it recomputes activations.
 
     Args:
         mesh: one-dimensional, of the ranks that share a sequence, as in
@@ -61,10 +60,10 @@ def context_parallel(
     """
     ring = resolve_group(mesh)
     try:
-        if getattr(_state, "active", False):
+        if F.scaled_dot_product_attention is not _torch_attention:
             raise ValueError(
-                "context_parallel must not be within another one, got a nested one: the rows of a "
-                "buffer are those of one mesh"
+                "context_parallel must not be within another one, got "
+                f"F.scaled_dot_product_attention replaced by {F.scaled_dot_product_attention!r:.80}"
             )
         given, dims, kept = _check_buffers(buffers, buffer_seq_dims, no_restore_buffers)
     except Exception as error:
@@ -78,18 +77,19 @@ def context_parallel(
         ]
     # The same memory; that of buffers which are not restored is let go of.
     whole = [None if keeps else x.detach() for x, keeps in zip(given, kept, strict=True)]
+    mode = _RingAttention(ring, partition)
     try:
-        _state.active = True
+        F.scaled_dot_product_attention = mode.attention
         _replace(given, shards)
         del shards
-        with _RingAttention(ring, partition):
+        with mode:
             yield
     finally:
-        _state.active = False
+        F.scaled_dot_product_attention = _torch_attention
         _replace(given, whole)
 
 
-_state = threading.local()  # of this thread, as the rerouting is
+_torch_attention = torch._C._nn.scaled_dot_product_attention
 
 
 @torch.no_grad()
@@ -151,20 +151,22 @@ _REFUSED = {
 
 
 class _RingAttention(TorchFunctionMode):
-    """Reroutes attention. A mode also sees calls through references that modules keep, and
-    compiled code is traced anew for it, neither of which holds for a replaced attribute of F."""
+    """Reroutes attention, beside a replaced attribute of F. A mode also sees calls through
+    references that modules keep and by other functions, and compiled code is traced anew for it.
+    The attribute also serves where the mode is off: within functions that the mode has seen, such
+    as a backward that recomputes activations."""
 
     def __init__(self, ring: GroupInfo, partition: Partition) -> None:
         super().__init__()
         self.ring = ring
-        self.partition = partition
+        self.attention = partial(_attention, ring, partition)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _attention(self.ring, self.partition, *args, **kwargs)
+        if func is _torch_attention:
+            return self.attention(*args, **kwargs)
         if func in _REFUSED:
             error = ValueError(
                 "attention must be F.scaled_dot_product_attention within context_parallel, "

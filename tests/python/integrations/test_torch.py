@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import ringattn
 import torch
 import torch.nn.functional as F
 from _distributed import this
@@ -13,6 +14,7 @@ from ringattn.integrations.torch import context_parallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+from torch.utils.checkpoint import checkpoint
 
 kept_reference = F.scaled_dot_product_attention
 
@@ -115,6 +117,60 @@ def test_buffers_are_restored_whatever_happens_inside(rank_pool, error):
     rank_pool(2).run(restore, error)
 
 
+class Layer(nn.Module):
+    """Attention as models of torch have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(32, 96, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(
+            2
+        )
+
+
+def train(seq_len: int, how: str) -> None:
+    """Gradients summed over the ranks are those of one device."""
+    mesh, model, plain = mesh_of_all(), Layer(), Layer()
+    generator = torch.Generator().manual_seed(5)
+    x, target = (
+        torch.randn(2, seq_len, 32, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    F.mse_loss(plain(plain(x)), target).backward()
+    local, wanted = x.clone(), target.clone()
+    with context_parallel(
+        mesh,
+        buffers=[local, wanted],
+        buffer_seq_dims=[1, 1],
+        no_restore_buffers={local, wanted},
+    ):
+        hidden = model(local)
+        if how == "checkpointed":
+            out = checkpoint(model, hidden, use_reentrant=False)
+        elif how == "reentrant":
+            out = checkpoint(model, hidden, use_reentrant=True)
+        else:
+            out = model(hidden)
+        loss = F.mse_loss(out, wanted, reduction="sum") / target.numel()
+        if how != "after":
+            loss.backward()
+    if how == "after":
+        loss.backward()
+    ringattn.all_reduce_gradients(model, mesh)
+    for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, right.grad, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["inside", "after", "checkpointed", "reentrant"])
+def test_gradients_are_those_of_one_device(rank_pool, how):
+    rank_pool(1).run(train, 8, how)
+    rank_pool(2).run(train, 12, how)
+    rank_pool(3).run(train, 11, how)
+
+
 class Attention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).relu()
@@ -201,7 +257,7 @@ REFUSED = {
     "grad": r"buffers\[0\] must not require grad",
     "none": "buffers must name at least one tensor",
     "foreign": "no_restore_buffers must be some of buffers, got another tensor",
-    "nested": "context_parallel must not be within another one, got a nested one",
+    "nested": "context_parallel must not be within another one, got F.scaled_dot_pro",
     "multihead": r"must be F.scaled_dot_product_attention within context_parallel, got nn.Multi",
 }
 
