@@ -44,7 +44,7 @@ def rows_of_documents(layout: str, cu_seqlens: tuple[int, ...], size: int) -> li
 
 
 def tensors(seq_len: int, num_kv_heads: int) -> list[torch.Tensor]:
-    """q, k, v of the whole sequence, [B, S, H, D], float64, and a gradient of out."""
+    """q, k, v of the whole sequence, [B, S, H, D], float64, and the gradient of out."""
     generator = torch.Generator().manual_seed(7)
     return [
         torch.randn(2, seq_len, heads, 16, generator=generator, dtype=torch.float64)
@@ -52,13 +52,18 @@ def tensors(seq_len: int, num_kv_heads: int) -> list[torch.Tensor]:
     ]
 
 
-def on_one_device(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *mask: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse by a mask of all pairs."""
-    positions = torch.arange(q.size(1))
+def on_one_device(whole: list[torch.Tensor], scale: float, *mask: Any) -> list[torch.Tensor]:
+    """out, lse and the gradients of q, k and v, by a mask of all pairs."""
+    *inputs, gradient = whole
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    positions = torch.arange(gradient.size(1))
     visible = reference.visible_keys(positions, positions, *mask)
-    return reference.masked_attention(q, k, v, visible, scale)
+    out, lse = reference.masked_attention(*inputs, visible, scale)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, inputs, gradient)]
+
+
+def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
 
 def call(
@@ -81,15 +86,19 @@ def call(
 def dense(layout: str, form: str, causal: bool, window: tuple[int, int]) -> None:
     rank, size = this().rank, this().world_size
     num_kv_heads = 4 if form == "qkvpacked_func" else 2
-    q, k, v, _ = tensors(24 * size, num_kv_heads)
-    expected, expected_lse = on_one_device(q, k, v, 0.3, causal, window)
+    whole = tensors(24 * size, num_kv_heads)
+    expected, expected_lse, *gradients = on_one_device(whole, 0.3, causal, window)
     rows = rows_of(layout, 24 * size, size)[rank]
     name = f"{layout}_flash_attn"
-    own = [x[:, rows] for x in (q, k, v)]
+    own = [x[:, rows].requires_grad_() for x in whole[:3]]
     out, lse, none = call(name, form, *own, 0.0, 0.3, causal, window, None, False, True, group=None)
     assert none is None and lse.shape == (2, 4, 24)
-    torch.testing.assert_close(out, expected[:, rows], rtol=0, atol=1e-10)
-    torch.testing.assert_close(lse, expected_lse[:, :, rows], rtol=0, atol=1e-10)
+    compare(out, expected[:, rows])
+    compare(lse, expected_lse[:, :, rows])
+    for mine, right in zip(
+        torch.autograd.grad(out, own, whole[3][:, rows]), gradients, strict=True
+    ):
+        compare(mine, right[:, rows])
     alone = call(name, form, *own, softmax_scale=0.3, causal=causal, window_size=window)
     assert torch.equal(alone, out)
 
@@ -120,18 +129,23 @@ def varlen_arguments(layout: str, causal: bool, rank: int, size: int) -> tuple[A
 
 def varlen(layout: str, form: str, causal: bool, window: tuple[int, int]) -> None:
     rank, size = this().rank, this().world_size
-    q, k, v, _ = tensors(DOCUMENTS[-1], 4 if form == "qkvpacked_func" else 2)
-    expected, expected_lse = on_one_device(q, k, v, 0.25, causal, window, DOCUMENTS)
+    whole = tensors(DOCUMENTS[-1], 4 if form == "qkvpacked_func" else 2)
+    whole = [x[:1] for x in whole]
+    expected, expected_lse, *gradients = on_one_device(whole, 0.25, causal, window, DOCUMENTS)
     rows = rows_of_documents(layout, DOCUMENTS, size)[rank]
     arguments = varlen_arguments(layout, causal, rank, size)
     name = f"{layout}_flash_attn_varlen"
     options = {"causal": causal, "window_size": window, "return_attn_probs": True}
     for _ in range(2):  # the second call knows what the first one exchanged
-        own = [x[0, rows] for x in (q, k, v)]
+        own = [x[0, rows].requires_grad_() for x in whole[:3]]
         out, lse, none = call(name, form, *own, *arguments, **options)
         assert none is None and lse.shape == (4, len(rows))
-        torch.testing.assert_close(out, expected[0, rows], rtol=0, atol=1e-10)
-        torch.testing.assert_close(lse, expected_lse[0, :, rows], rtol=0, atol=1e-10)
+        compare(out, expected[0, rows])
+        compare(lse, expected_lse[0, :, rows])
+        for mine, right in zip(
+            torch.autograd.grad(out, own, whole[3][0, rows]), gradients, strict=True
+        ):
+            compare(mine, right[0, rows])
 
 
 def every_varlen_call(layout: str) -> None:
@@ -260,8 +274,31 @@ def test_what_is_not_served_is_refused_on_all_ranks(rank_pool, what):
         assert re.search(REFUSED[what], message), message
 
 
+@pytest.mark.parametrize("layout", DENSE)
+def test_calls_compile_without_graph_breaks(layout):
+    torch.compiler.reset()  # one function is compiled for each form: the number is limited
+    x = torch.randn(1, 8, 2, 16, requires_grad=True)
+    for form in FORMS:
+        name = f"{layout}_flash_attn"
+
+        def attend(x, name=name, form=form):
+            return call(name, form, x, x, x, causal=True, group="single")
+
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        (expected,) = torch.autograd.grad(attend(x).square().sum(), x)
+        (actual,) = torch.autograd.grad(compiled(x).square().sum(), x)
+        assert torch.equal(actual, expected)
+
+
 def test_deterministic_calls_are_served_where_they_are():
     q = torch.ones(1, 4, 2, 16)
+    options = {"deterministic": True, "group": "single"}
     expected = ring_flash_attn.ring_flash_attn_func(q, q, q, group="single")
-    out = ring_flash_attn.ring_flash_attn_func(q, q, q, deterministic=True, group="single")
-    assert torch.equal(out, expected)
+    assert torch.equal(ring_flash_attn.ring_flash_attn_func(q, q, q, **options), expected)
+    q.requires_grad_()
+    torch.use_deterministic_algorithms(True)
+    try:
+        ring_flash_attn.ring_flash_attn_func(q, q, q, **options).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert q.grad.isfinite().all()
