@@ -20,9 +20,9 @@ from ringattn._cached_attention import attend_newest, attend_next
 from ringattn._checks import MAX_HEAD_DIM, check_collective, is_head_dim
 from ringattn._distributed.agreement import Agreement, Given
 from ringattn._distributed.checksums import chained, checksum, number_of
-from ringattn._distributed.collectives import all_gather
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
+from ringattn._distributed.sums import sum_over_ranks
 from ringattn._key_positions import KeyPositions
 from ringattn._masks import CAUSAL, Mask, check_window
 from ringattn._spreading import is_faster_spread
@@ -365,11 +365,12 @@ class ModelCall:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """The results of all tokens in the caller's order, ``[B, S, ...]``, from those of this
-        rank's rows, ``[B, max(1, S_r), ...]``. Collective."""
+        rank's rows, ``[B, max(1, S_r), ...]``. Collective. Its gradient is for ranks that compute
+        the same from the result: it reaches this rank's rows unscaled."""
         self.compare()
         if self.partition is None:
             return x
-        x = self.partition.gather(x.narrow(1, 0, self.num_rows), self.ring.group)
+        x = self.partition.gather(self.own(x), self.ring.group)
         if self.padding is None:
             return x
         columns = torch.arange(self.num_tokens, device=x.device)
@@ -377,7 +378,7 @@ class ModelCall:
 
     def select(self, x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """:meth:`whole` for the tokens in ``columns`` only, int64 ``[n]``, in the caller's order:
-        ``[B, n, ...]``. Collective: one all-gather of these rows, 0 on ranks that do not own
+        ``[B, n, ...]``. Collective: the sum over ranks of these rows, 0 on ranks that do not own
         them."""
         self.compare()
         columns = columns.to(x.device)
@@ -388,13 +389,26 @@ class ModelCall:
         if columns.numel() * self.ring.world_size > self.num_tokens:
             return self.whole(x).index_select(1, columns)
         own = self._own_columns(x.device)
-        if self.num_rows == 0:
-            chosen = x.new_zeros(x.size(0), columns.numel(), *x.shape[2:])
-        else:
+        rows, missing = torch.zeros_like(places), torch.ones_like(places, dtype=torch.bool)
+        if self.num_rows > 0:
             rows = torch.searchsorted(own, places.contiguous()).clamp_(max=self.num_rows - 1)
-            chosen = _take(x, rows)
-            chosen[own[rows] != places] = 0
-        return all_gather(self.ring, "select", chosen).sum(0, dtype=x.dtype)
+            missing = own[rows] != places
+        chosen = _take(x, rows)
+        chosen[missing] = 0
+        return sum_over_ranks(self.ring, "select", chosen)
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's results, ``[B, S_r, ...]``, out of what layers give, ``[B, max(1, S_r),
+        ...]``."""
+        return x.narrow(1, 0, self.num_rows)
+
+    def loss(self, part: torch.Tensor) -> torch.Tensor:
+        """The loss of the whole sequence, a scalar, from what this rank's rows add to it. Its
+        gradient reaches ``part`` unscaled. Collective."""
+        self.compare()
+        if self.partition is None:  # every rank has all rows
+            return part
+        return sum_over_ranks(self.ring, "loss", part)
 
     def last(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """:meth:`select` of the last ``count`` columns, at most all."""
@@ -455,9 +469,9 @@ class ModelCall:
         mask: Mask,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        own_q, own_k, own_v = (x.narrow(1, 0, self.num_rows) for x in (q, k, v))
+        own_q, own_k, own_v = (self.own(x) for x in (q, k, v))
         if self.cache is not None:
-            self.cache.store(layer, own_k, own_v)
+            self.cache.store(layer, own_k.detach(), own_v.detach())
         if self.padding is not None and self.padding.hides_keys:
             if mask.softcap:
                 raise ValueError(
@@ -469,9 +483,10 @@ class ModelCall:
             *(self.ring, own_q, own_k, own_v, self.partition),
             *(mask, scale, self.transport, self.depth, sinks),
         )
-        if self.num_rows == 0:
-            return q.new_zeros(q.shape)
         out = out[..., : q.size(-1)].contiguous()
+        if self.num_rows == 0:
+            # Not without `out`: this rank has a part in the ring's backward, too.
+            return torch.cat((out, q.new_zeros(q.shape)), 1)
         if self.padding is not None and self.padding.sees == "text":
             blind, after = self._padding_rows(out.device)
             left, _ = check_window(mask.window_size)

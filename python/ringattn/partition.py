@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,7 +20,6 @@ from ringattn._checks import (
     check_integer,
     check_integers,
     check_is_tensor,
-    check_no_grad,
     check_tensors,
     is_dtensor,
     is_finite,
@@ -386,6 +385,10 @@ class Partition:
         """The global tensor on every rank, out of each rank's own rows. Collective: every rank of
         the group calls it, with equal dtypes and equal sizes but along ``dim``.
 
+        Differentiable, for ranks that all compute the same loss from the global tensor: the
+        gradient of ``x`` is the rank's own rows of the global one, neither summed nor exchanged. A
+        rank that computes a part of the loss gathers nothing.
+
         Args:
             x: the S_r rows of this rank along ``dim``, any dtype.
             group: as in :func:`ringattn.ring_attention`.
@@ -396,9 +399,8 @@ class Partition:
 
         Raises:
             ValueError: a group this process is not in or whose size is not W, ``x`` that is no
-                plain tensor on a device with a kernel, has no S_r rows, or requires grad under
-                grad mode (the gathered rows are not differentiable), DTensors, ``torch.vmap``,
-                ranks that disagree.
+                plain tensor on a device with a kernel or has no S_r rows, dual tensors (there is no
+                forward-mode derivative), DTensors, ``torch.vmap``, ranks that disagree.
             torch.distributed.DistBackendError: a peer died or never arrived.
         """
         ring = resolve_group(group)
@@ -410,8 +412,14 @@ class Partition:
         if ring.world_size == 1:
             return self.unshard([x], dim)
         check_real("gather")
+        if torch.is_grad_enabled() and x.requires_grad:
+            whole: torch.Tensor = _Gathered.apply(x, self, ring.rank, ring.name, dim)
+            return whole
+        return self._gathered(x, ring.name, dim)
+
+    def _gathered(self, x: torch.Tensor, group_name: str, dim: int) -> torch.Tensor:
         lengths, order, layout, pieces = partition_arguments(self)
-        arguments = (x.movedim(dim, 0), lengths, order, layout, dim, ring.name, pieces)
+        arguments = (x.movedim(dim, 0), lengths, order, layout, dim, group_name, pieces)
         blocks = call(torch.ops.ringattn.gather, *arguments)
         shards = [
             block.narrow(0, 0, length).movedim(0, dim)
@@ -431,7 +439,6 @@ class Partition:
                 f"got {x.size(dim)}"
             )
         check_collective(x=x)
-        check_no_grad("Partition.gather", x=x)
         return dim
 
     def _head(self, length: int) -> int:
@@ -466,6 +473,22 @@ class Partition:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must lie in [0, {self.world_size}), got {rank}")
         return rank
+
+
+class _Gathered(torch.autograd.Function):
+    """:meth:`Partition.gather` of ranks that compute the same loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, partition: Partition, rank: int, group_name: str, dim: int
+    ) -> torch.Tensor:
+        ctx.place = (partition, rank, dim)
+        return partition._gathered(x, group_name, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        partition, rank, dim = ctx.place
+        return partition.shard(grads[0], rank, dim), None, None, None, None
 
 
 def _check_tensor(name: str, x: torch.Tensor) -> None:

@@ -17,8 +17,36 @@ from torch.distributed.tensor import DTensor
 def test_gather_on_a_single_rank_is_the_tensor():
     x = torch.randn(2, 4, 3)
     assert torch.equal(Partition.even(4, 1).gather(x), x)
+    x.requires_grad_()
+    (2 * Partition.even(4, 1).gather(x)).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))
+
+
+def gradients_of_a_gather(partition: Partition, dim: int) -> None:
+    rank, size = this().rank, partition.seq_len
+    whole = torch.randn(2, size, 3, generator=torch.Generator().manual_seed(1)).to(this().device)
+    weights = torch.arange(whole.numel(), dtype=torch.float32, device=this().device).view(
+        2, size, 3
+    )
+    whole, weights = whole.movedim(1, dim), weights.movedim(1, dim)
+    x = partition.shard(whole, rank, dim).clone().requires_grad_()
+    gathered = partition.gather(x, dim=dim)
+    assert torch.equal(gathered, whole)
+    (gathered * weights).square().sum().backward()
+    expected = 2 * partition.shard(whole * weights.square(), rank, dim)
+    torch.testing.assert_close(x.grad, expected)
     with torch.no_grad():
-        assert torch.equal(Partition.even(4, 1).gather(x.clone().requires_grad_()), x)
+        assert not partition.gather(x, dim=dim).requires_grad
+    # Of rows that a rank takes out of a whole tensor: 0 elsewhere.
+    whole = whole.clone().requires_grad_()
+    partition.shard(whole, rank, dim).sum().backward()
+    assert whole.grad.sum() == partition.shard(whole, rank, dim).numel()
+
+
+def test_ranks_that_compute_the_same_from_a_gathered_tensor_get_their_rows_gradient(ring):
+    for lengths, order in SPLITS[ring.world_size]:
+        ring.run(gradients_of_a_gather, Partition.zigzag(lengths, order), 1)
+    ring.run(gradients_of_a_gather, Partition.even(11, ring.world_size), -1)
 
 
 def gather_every_kind(partition: Partition) -> None:
