@@ -192,8 +192,9 @@ def parallelize(
             the error names every reason), a partition for another number of ranks, an unknown
             transport, ranks that disagree, weights that differ between ranks (the error names one).
 
-    Calls run under ``torch.no_grad()``: ring attention has no backward yet, and inputs that require
-    grad are refused.
+    Where gradients are recorded, each rank's are the parts of its own tokens, which
+    :func:`ringattn.all_reduce_gradients` sums; a loss that the model computes is that of the whole
+    sequence. Heads for classification are called under ``torch.no_grad()``.
     """
     return put_on_ring(model, partition, group, transport)
 
@@ -255,8 +256,12 @@ def _adapter(model: object) -> Adapter:
             adapter: Any = import_module(name)
             if adapter.handles(model):
                 return adapter
+    hint = ""
+    if hasattr(model, "get_base_model"):  # of PEFT
+        hint = ": pass model.get_base_model()"
     raise ValueError(
-        f"model must be a model of Hugging Face transformers or of FMS, got {type(model).__name__}"
+        "model must be a model of Hugging Face transformers or of FMS, got "
+        f"{type(model).__name__}{hint}"
     )
 
 

@@ -181,8 +181,8 @@ class LLaMA(nn.Module):
     alive that is destroyed.
 
     Weights are drawn at random (normal, standard deviation 0.02); :func:`load_model` reads them
-    from files. Until ring attention has a backward, calls run under ``torch.no_grad()`` or with
-    weights that do not require grad.
+    from files. Gradients of weights are the parts of this rank's tokens:
+    :func:`ringattn.all_reduce_gradients` sums them.
     """
 
     def __init__(

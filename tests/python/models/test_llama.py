@@ -209,15 +209,6 @@ def test_the_whole_trained_length_is_allowed(folder: Path) -> None:
     assert load_model(folder)(random_ids(1, 128)).shape == (1, 128, 99)
 
 
-def test_weights_that_require_grad_are_refused_under_grad_mode() -> None:
-    model = LLaMA(LLaMAConfig(src_vocab_size=9, emb_dim=16, nlayers=1, nheads=2, hidden_dim=16))
-    ids = torch.tensor([[1, 2, 3]])
-    with pytest.raises(ValueError, match="no backward yet"):
-        model(ids)
-    with torch.no_grad():
-        assert model(ids).shape == (1, 3, 9)
-
-
 @pytest.mark.parametrize(
     "rope",
     [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model on the ring: hooks around its body, ``base_model``, and one before its head."""
+"""A model on the ring: hooks around its body, ``base_model``, and a ``forward`` of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from fms.modules.attention import MultiHeadAttention
+from fms.modules.feedforward import ConditionalFeedForward as Experts
 from torch import nn
 
 from ringattn._distributed.agreement import Agreement, Given
@@ -25,14 +26,15 @@ from ringattn.integrations.fms.masks import (
     visible,
 )
 from ringattn.integrations.fms.support import body_of, check_keywords, check_positions, family
+from ringattn.integrations.forward import RingForward, records_gradients
 from ringattn.integrations.shared import by_name, parameter_names
 from ringattn.model_call import Inputs, ModelCall
 from ringattn.parallel import ATTACHED, RingSettings
 from ringattn.planning import ModelCost
 
 _CALL = "ringattn_call"  # keyword arguments of this package, on their way through a model
-LAST = "ringattn_last"
-_GENERATES = "ringattn_generates"
+LAST = "ringattn_last"  # of ``generate``: models without last_n_tokens
+_ASKED = "ringattn_asked"
 
 
 @dataclass
@@ -41,6 +43,8 @@ class Attached:
 
     settings: RingSettings
     handles: list[Any]
+    has_experts: bool
+    forward: Forward | None = None  # of a model with a head
 
 
 def handles(model: object) -> bool:
@@ -66,15 +70,15 @@ def cost(model: Any) -> ModelCost:
 def attach(model: Any, settings: RingSettings) -> None:
     """See :func:`ringattn.parallelize`; ``model`` has been checked."""
     body, agreement = body_of(model), Agreement()
-    attached = Attached(settings, [])
-    before_body = BeforeBody(settings, agreement, parameter_names(body))
+    attached = Attached(settings, [], any(isinstance(x, Experts) for x in body.modules()))
+    before_body = BeforeBody(attached, agreement, parameter_names(body))
     attached.handles += [
         body.register_forward_pre_hook(before_body, with_kwargs=True),
         body.register_forward_hook(AfterBody(), with_kwargs=True),
     ]
     if body is not model:
-        before = BeforeHead(parameter_names(model))
-        attached.handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
+        attached.forward = Forward(model, settings)
+        attached.forward.put_on()
     setattr(body, ATTACHED, attached)
 
 
@@ -84,6 +88,8 @@ def detach(model: Any) -> None:
     if attached is not None:
         for handle in attached.handles:
             handle.remove()
+        if attached.forward is not None:
+            attached.forward.take_off()
 
 
 def add_handle(model: Any, handle: Any) -> None:
@@ -97,32 +103,63 @@ def settings_of(model: object) -> RingSettings | None:
     return None if attached is None else attached.settings
 
 
-class BeforeHead:
-    """Before a model with a head: how many last tokens the head runs on, so that no other hidden
-    states are put together; whether the call is one of ``generate``."""
+@dataclass
+class Asked:
+    """What the caller of a model with a head asks for.
 
-    def __init__(self, names: list[str]) -> None:
-        self.names = names  # of the model's arguments
+    Args:
+        last: how many last tokens the head runs on; 0: all.
+        generates: whether the call is one of ``generate``, which leaves grad mode on.
+        gradients: whether the call records gradients. The head then runs on this rank's rows alone,
+            so that its weights get a part of their gradient, as all others do.
+        call: the model call, once the layers have been prepared.
+    """
 
-    def __call__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = by_name(self.names, args, kwargs)
-        last = given.get(LAST) or (1 if given.get("only_last_token") else 0)
+    last: int = 0
+    generates: bool = False
+    gradients: bool = False
+    call: ModelCall | None = None
+
+
+class Forward(RingForward):
+    """``forward`` of a model with a head."""
+
+    def _ask(self, given: dict[str, Any]) -> tuple[Asked, dict[str, Any]]:
+        last = given.pop(LAST, 0) or (1 if given.get("only_last_token") else 0)
         if "last_n_tokens" in self.names:  # others ignore it
             last = given.get("last_n_tokens") or last
-        # FMS takes the last rows of those that come back: all of them.
-        more = {LAST: last} if last > 0 else {}
-        # ``generate`` of FMS names its cache in each call, and leaves grad mode on.
-        return args, {**kwargs, **more, _GENERATES: "past_key_value_states" in kwargs}
+        # ``generate`` of FMS names its cache in each call.
+        asked = Asked(max(0, last), "past_key_value_states" in given)
+        asked.gradients = _records_gradients(self.model, given.get(self.names[0]), given, asked)
+        return asked, {**given, _ASKED: asked}
+
+    def _run(self, asked: tuple[Asked, dict[str, Any]]) -> Any:
+        wanted, given = asked
+        if not wanted.gradients:
+            # FMS takes the last rows of those that come back: all of them.
+            return self._own()(**given)
+        only_last = bool(given.pop("only_last_token", False)) and not given.get("last_n_tokens")
+        if "last_n_tokens" in self.names:
+            given = {**given, "last_n_tokens": 0}
+        logits = self._own()(**given)
+        call = wanted.call
+        assert call is not None
+        logits = call.last(logits, wanted.last) if wanted.last else call.whole(logits)
+        return logits[:, -1] if only_last else logits
+
+
+def _records_gradients(module: nn.Module, tokens: Any, given: dict[str, Any], asked: Asked) -> bool:
+    if given.get("use_cache") or asked.generates:
+        return False
+    return records_gradients(module, tokens)
 
 
 class BeforeBody:
     """Before the layers: this rank's rows in, with their positions and the call that goes with
     them."""
 
-    def __init__(self, settings: RingSettings, agreement: Agreement, names: list[str]) -> None:
-        self.settings = settings
+    def __init__(self, attached: Attached, agreement: Agreement, names: list[str]) -> None:
+        self.attached = attached
         self.agreement = agreement
         self.names = names  # of the body's arguments: ids first
 
@@ -130,7 +167,7 @@ class BeforeBody:
         self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         self.agreement.check()
-        ring = self.settings.ring()
+        ring = self.attached.settings.ring()
         try:
             given = by_name(self.names, args, kwargs)
             ids = self.names[0]  # x_in, or x as in Mixtral
@@ -148,9 +185,11 @@ class AfterBody:
         self, body: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> tuple[torch.Tensor, list[Any]]:
         context: Context = kwargs[_CALL]
-        call, (hidden, _) = context.call, output
+        call, asked, (hidden, _) = context.call, context.asked, output
+        if asked.gradients:
+            return call.whole(hidden) if kwargs.get(_ASKED) is None else hidden, []
         with torch.no_grad():
-            whole = call.last(hidden, context.last) if context.last else call.whole(hidden)
+            whole = call.last(hidden, asked.last) if asked.last else call.whole(hidden)
         if hidden.requires_grad:
             whole = NoBackward.apply(whole, hidden)
         if context.sequences is None:
@@ -176,9 +215,9 @@ class Context(LayerCall):
     """What goes with a call through the layers, as a keyword argument: the attention op takes the
     call, the hook after the layers the rest."""
 
-    def __init__(self, call: ModelCall, last: int, sequences: Sequences | None) -> None:
-        super().__init__(call)
-        self.last = last  # how many last tokens the caller wants; 0: all
+    def __init__(self, call: ModelCall, asked: Asked, sequences: Sequences | None) -> None:
+        super().__init__(call, with_gradients=asked.gradients)
+        self.asked = asked
         self.sequences = sequences  # behind the cache that the caller gets
 
 
@@ -188,8 +227,8 @@ _OTHER_TOKENS = (
     "do_sample=False"
 )
 _NO_BACKWARD = (
-    "parallelized models must be called without gradients because there is no backward yet "
-    "(call under torch.no_grad()), got weights or embeddings with requires_grad=True"
+    "a call of a parallelized model must have neither use_cache nor past_key_value_states where "
+    "gradients flow back through it, got one of them"
 )
 
 
@@ -207,9 +246,20 @@ def _prepared(
     use_cache = bool(given.get("use_cache"))
     if past is not None and not use_cache:
         raise ValueError("use_cache must be True with past_key_value_states, got False")
-    trains = torch.is_grad_enabled() and not (use_cache or given.get(_GENERATES))
-    if trains and any(x.requires_grad for x in (tokens, *body.parameters())):
-        raise ValueError(_NO_BACKWARD)
+    asked: Asked | None = given.get(_ASKED)
+    if asked is None:
+        asked = Asked()
+        asked.gradients = _records_gradients(body, tokens, given, asked)
+        if asked.gradients and hook.attached.forward is not None:
+            raise ValueError(
+                "a parallelized model must be called as a whole where gradients are recorded, got "
+                "a call of its base_model: call the model, or parallelize base_model"
+            )
+    if asked.gradients and hook.attached.has_experts:
+        raise ValueError(
+            "a model with experts must be called under torch.no_grad(), got one whose gradients "
+            "are recorded: FMS has no backward of its experts"
+        )
     position_ids = given.get("position_ids")
     if position_ids is not None and (
         position_ids.dim() != 2
@@ -220,32 +270,39 @@ def _prepared(
             f"position_ids must be [B, S] or [1, S] with the {tokens.size(1)} tokens of x, "
             f"got {list(position_ids.shape)}"
         )
-    mask, last = given.get("mask"), given.get(LAST, 0)
-    facts = {"last_n_tokens": last, "use_cache": use_cache, "a cache": past is not None}
+    mask, last = given.get("mask"), asked.last
+    facts = {
+        "last_n_tokens": last,
+        "use_cache": use_cache,
+        "a cache": past is not None,
+        "gradients": asked.gradients,
+    }
     more = Given(facts, hints={"x": _OTHER_TOKENS})
     inputs = Inputs(hook.agreement, tokens, "x", "mask", position_ids, more)
     if past is None:
-        call, past = _prompt(body, ring, hook.settings, inputs, mask, use_cache, last)
+        call, past = _prompt(body, ring, hook.attached.settings, inputs, mask, use_cache, last)
         # Its next call would have the padding between real tokens.
-        if given.get(_GENERATES) and not use_cache and call.padding is not None:
+        if asked.generates and not use_cache and call.padding is not None:
             check_ends(call.padding)
     else:
         wrong = _check_step(body, past, tokens, position_ids, mask)
         more.flaws = {OTHER_MASK: wrong}
-        settings = hook.settings
+        settings = hook.attached.settings
         call = ModelCall.after(
             *(ring, past.store, tokens.size(1), settings.split.partition),
             device=tokens.device,
             transport=settings.transport,
             inputs=inputs,
         )
+    asked.call = call
     return call.rows(tokens), {
         "position_ids": (
             call.position_ids(tokens.device) if position_ids is None else call.rows(position_ids)
         ),
         "use_cache": False,  # of the layers: the call keeps keys and values
         "attn_name": NAME,
-        _CALL: Context(call, last, past),
+        _CALL: Context(call, asked, past),
+        _ASKED: given.get(_ASKED),
     }
 
 

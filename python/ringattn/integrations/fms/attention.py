@@ -18,10 +18,12 @@ NAME = "ring"
 
 class LayerCall:
     """One forward of a model on its way through the layers. FMS tells an op neither its layer nor
-    its module, so the op's calls are counted; each forward begins a new count."""
+    its module, so the op's calls are counted; each forward begins a new count. A layer that is
+    computed again for a backward counts on, where no cache asks for its number."""
 
-    def __init__(self, call: ModelCall) -> None:
+    def __init__(self, call: ModelCall, *, with_gradients: bool) -> None:
         self.call = call
+        self.with_gradients = with_gradients
         self._layer = 0
 
     def attend(
@@ -35,7 +37,9 @@ class LayerCall:
     ) -> torch.Tensor:
         """:meth:`ringattn.model_call.ModelCall.attend` of the next layer."""
         layer, self._layer = self._layer, self._layer + 1
-        return self.call.attend(layer, q, k, v, scale, mask, sinks)
+        # Without: a generation in grad mode.
+        with torch.set_grad_enabled(self.with_gradients and torch.is_grad_enabled()):
+            return self.call.attend(layer, q, k, v, scale, mask, sinks)
 
 
 def register() -> None:
@@ -82,9 +86,8 @@ def compute(
     if ringattn_call is None:
         raise ValueError(_NOT_ON_A_RING)
     check_dropout(p_dropout, "p_dropout")
-    with torch.no_grad():  # the hooks have refused calls whose gradients could be wanted
-        mask, sinks = sliding(kwargs.get("sliding_window")), kwargs.get("sinks")
-        return ringattn_call.attend(query, keys, values, scale_factor, mask, sinks)
+    mask, sinks = sliding(kwargs.get("sliding_window")), kwargs.get("sinks")
+    return ringattn_call.attend(query, keys, values, scale_factor, mask, sinks)
 
 
 _NOT_ON_A_RING = (

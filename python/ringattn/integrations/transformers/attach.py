@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from ringattn._distributed.agreement import Agreement, Given
 from ringattn._distributed.checksums import number_of
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
+from ringattn.integrations.forward import records_gradients
 from ringattn.integrations.shared import by_name, parameter_names
 from ringattn.integrations.transformers.attention import NAME
 from ringattn.integrations.transformers.caches import (
@@ -24,6 +25,7 @@ from ringattn.integrations.transformers.caches import (
     fill,
     ring_layer,
 )
+from ringattn.integrations.transformers.forward import ASKED, Asked, Forward
 from ringattn.integrations.transformers.generate import Generate
 from ringattn.integrations.transformers.packed import DOCUMENTS, packed_documents
 from ringattn.integrations.transformers.support import (
@@ -34,8 +36,7 @@ from ringattn.model_call import Inputs, ModelCall, Padding
 from ringattn.parallel import ATTACHED, RingSettings
 from ringattn.planning import ModelCost
 
-_CALL = "ringattn_call"  # keyword arguments of this package, on their way through a model
-_ASKED = "ringattn_asked"
+_CALL = "ringattn_call"  # keyword argument of this package, on its way through a model
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Attached:
     settings: RingSettings
     handles: list[Any]
     configs: list[tuple[nn.Module, Any]]  # modules, and the config that each had
+    forward: Forward | None = None  # of a model with a head
 
 
 def handles(model: object) -> bool:
@@ -81,8 +83,8 @@ def attach(model: Any, settings: RingSettings) -> None:
         body.register_forward_hook(AfterBody(), with_kwargs=True),
     ]
     if body is not model:
-        before = BeforeHead(parameter_names(model))
-        attached.handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
+        attached.forward = Forward(model, settings)
+        attached.forward.put_on()
     if hasattr(model, "generate"):
         model.generate = Generate(model, settings.ring)
     setattr(model, ATTACHED, attached)
@@ -95,51 +97,11 @@ def detach(model: Any) -> None:
         return
     for handle in attached.handles:
         handle.remove()
+    if attached.forward is not None:
+        attached.forward.take_off()
     for module, config in attached.configs:
         module.config = config
     vars(model).pop("generate", None)
-
-
-class Asked(NamedTuple):
-    """What the caller of a model with a head asks for.
-
-    Args:
-        columns: those that the head runs on, int64 ``[n]``; None: all.
-        kept: ``logits_to_keep``, for comparisons.
-        labels: of a loss.
-    """
-
-    columns: torch.Tensor | None = None
-    kept: int | list[int] | None = None
-    labels: Any = None
-
-
-class BeforeHead:
-    """Before a model with a head: which columns the head runs on, so that no other hidden states
-    are put together."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.names = names  # of the model's arguments
-
-    def __call__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[()], dict[str, Any]]:
-        kwargs = by_name(self.names, args, kwargs)
-        kept, labels = kwargs.get("logits_to_keep"), kwargs.get("labels")
-        if kept is None or "logits_to_keep" not in self.names:
-            return (), {**kwargs, _ASKED: Asked(labels=labels)}
-        if isinstance(kept, int):
-            if kept == 0:
-                return (), {**kwargs, _ASKED: Asked(None, kept, labels)}
-            given = kwargs.get("input_ids")
-            given = kwargs.get("inputs_embeds") if given is None else given
-            length = given.size(1) if isinstance(given, torch.Tensor) else 0
-            # As slice(-n, None) does; for a negative n, too.
-            asked = Asked(torch.arange(length)[slice(-kept, None)], kept, labels)
-        else:
-            asked = Asked(kept, list(kept.shape), labels)
-        # The rows that come back are those that were asked for.
-        return (), {**kwargs, _ASKED: asked, "logits_to_keep": 0}
 
 
 class BeforeBody:
@@ -181,11 +143,12 @@ class AfterBody:
         self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         context: Context = kwargs[_CALL]
-        call, columns = context.call, kwargs.get(_ASKED, Asked()).columns
+        call, asked = context.call, kwargs.get(ASKED) or Asked()
         hidden = output.last_hidden_state
-        output.last_hidden_state = (
-            call.whole(hidden) if columns is None else call.select(hidden, columns)
-        )
+        if not asked.local:
+            output.last_hidden_state = (
+                call.whole(hidden) if asked.columns is None else call.select(hidden, asked.columns)
+            )
         if getattr(output, "hidden_states", None) is not None:
             output.hidden_states = tuple(call.whole(x) for x in output.hidden_states)
         if context.cache is not None:
@@ -228,11 +191,14 @@ def _prepared(
         raise ValueError(f"{name}, got {shape}")
     if tokens.size(0) == 0 or tokens.size(1) == 0:
         raise ValueError(f"input_ids must hold tokens, got shape {list(tokens.shape)}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (tokens, *body.parameters())):
-        raise ValueError(
-            "a parallelized model must be called under torch.no_grad() because there is no "
-            "backward yet, got grad mode and parameters that require grad"
-        )
+    asked: Asked | None = kwargs.get(ASKED)
+    if asked is None:
+        asked = Asked(gradients=records_gradients(body, tokens))
+        if asked.gradients and hook.attached.forward is not None:
+            raise ValueError(
+                "a parallelized model must be called as a whole where gradients are recorded, got "
+                "a call of the part before its head: call the model, or parallelize that part"
+            )
     if _option(config, kwargs, "output_attentions"):
         raise ValueError(
             "output_attentions must be False, got True: no rank has all of the weights"
@@ -243,30 +209,45 @@ def _prepared(
         )
     given = next((kwargs.pop(name) for name in CACHES if kwargs.get(name) is not None), None)
     use_cache = bool(_option(config, kwargs, "use_cache"))
+    # No gradient flows through a cache: a call that records them keeps none unless it is told to.
+    keeps_cache = use_cache and not (asked.gradients and kwargs.get("use_cache") is None)
     layer = None
     if given is not None:
         layer = ring_layer(given)
-        use_cache = True
+        use_cache = keeps_cache = True
     if layer is not None:
+        if asked.gradients:
+            raise ValueError(
+                f"{cache_name} must be empty where gradients are recorded, got tokens before this "
+                "call: go on after a cache under torch.no_grad()"
+            )
         check_ring_layer(layer, ring, config.num_hidden_layers, given)
     hidden_states = bool(_option(config, kwargs, "output_hidden_states"))
-    asked: Asked = kwargs.get(_ASKED, Asked())
     facts = {
         "logits_to_keep": asked.kept,
+        "labels": asked.targets is not None,
+        "gradients": asked.gradients,
         "output_hidden_states": hidden_states,
         "use_cache": use_cache,
         "tokens in a cache": layer is not None,
     }
     columns = None if isinstance(asked.kept, int) else asked.columns
-    labels = asked.labels if isinstance(asked.labels, torch.Tensor) else None
-    more = Given(facts, {"logits_to_keep": columns, "labels": labels})
+    compared = {"logits_to_keep": columns}
+    if asked.targets is not None:
+        compared |= asked.targets.compared
+    elif isinstance(asked.labels, torch.Tensor):
+        compared["labels"] = asked.labels
+    more = Given(facts, compared)
     inputs = Inputs(
         hook.agreement, tokens, "input_ids" if embeds is None else "inputs_embeds", more=more
     )
     call, positions, documents = _call(
-        ring, hook.settings, config, inputs, layer, use_cache, kwargs
+        *(ring, hook.settings, inputs, layer, kwargs),
+        use_cache=use_cache,
+        keeps_cache=keeps_cache,
     )
-    if use_cache and given is None:
+    asked.call = call
+    if keeps_cache and given is None:
         given = DynamicCache()
     prepared = {
         **kwargs,
@@ -274,8 +255,8 @@ def _prepared(
         "position_ids": positions,
         # Four dimensions: transformers takes it as it is. The attention function does not look.
         "attention_mask": tokens.new_ones((1, 1, 1, 1), dtype=torch.bool),
-        "use_cache": use_cache,
-        cache_name: PassingCache(call.num_before) if use_cache else None,
+        "use_cache": keeps_cache,
+        cache_name: PassingCache(call.num_before) if keeps_cache else None,
         _CALL: Context(
             call,
             given,
@@ -295,11 +276,12 @@ def _prepared(
 def _call(
     ring: GroupInfo,
     settings: RingSettings,
-    config: Any,
     inputs: Inputs,
     layer: Any,
-    use_cache: bool,
     kwargs: dict[str, Any],
+    *,
+    use_cache: bool,
+    keeps_cache: bool,
 ) -> tuple[ModelCall, torch.Tensor, torch.Tensor | None]:
     """The call, the position ids of this rank's rows, and the documents. Checks come first: the
     cache is advanced last of all."""
@@ -327,7 +309,9 @@ def _call(
                 f"position_ids must have the {num_tokens} tokens of input_ids, "
                 f"got {position_ids.size(1)}"
             )
-    documents = packed_documents(kwargs, num_tokens, use_cache=use_cache)
+    documents = packed_documents(
+        *(kwargs, num_tokens), use_cache=use_cache, keeps_cache=keeps_cache
+    )
     if documents is not None:
         boundaries = number_of(tuple(documents.tolist()))
         inputs.more.values = {**inputs.more.values, "cu_seq_lens_q": boundaries}
@@ -336,7 +320,7 @@ def _call(
         padding = None if mask is None else Padding.of(mask)
         partition = settings.split.partition(num_tokens, documents)
         cache = None
-        if use_cache:
+        if keeps_cache:
             cache = ModelCall.new_cache(ring, partition, padding=padding, device=tokens.device)
         call = ModelCall.prefill(
             *(ring, partition),

@@ -15,13 +15,14 @@ DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k")  # keywords of a call
 
 
 def packed_documents(
-    given: Mapping[str, Any], num_tokens: int, *, use_cache: bool
+    given: Mapping[str, Any], num_tokens: int, *, use_cache: bool, keeps_cache: bool | None = None
 ) -> torch.Tensor | None:
     """Boundaries of the documents of a call, int64 ``[0, ..., S]`` on the CPU, or None of one text.
     Waits for the device.
 
     ``cu_seq_lens_q`` and ``cu_seq_lens_k`` say them; without these, position ids that do not go on
-    by 1, where there is neither cache nor mask, as transformers has it.
+    by 1, where there is neither cache nor mask, as transformers has it: ``use_cache`` as in its
+    config, whether keys are kept (``keeps_cache``, which None takes from it) or not.
 
     Raises:
         ValueError: boundaries together with a cache or a mask, or which are not the same for
@@ -31,7 +32,8 @@ def packed_documents(
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     of_queries, of_keys = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
     if of_queries is not None or of_keys is not None:
-        return _given(of_queries, of_keys, num_tokens, mask is not None, use_cache)
+        keeps_cache = use_cache if keeps_cache is None else keeps_cache
+        return _given(of_queries, of_keys, num_tokens, mask is not None, keeps_cache)
     if position_ids is None or use_cache or mask is not None:
         return None
     restarts = (position_ids.diff(dim=-1) != 1).cpu()
@@ -49,7 +51,7 @@ def packed_documents(
 
 
 def _given(
-    of_queries: Any, of_keys: Any, num_tokens: int, has_mask: bool, use_cache: bool
+    of_queries: Any, of_keys: Any, num_tokens: int, has_mask: bool, keeps_cache: bool
 ) -> torch.Tensor:
     if of_queries is None or of_keys is None:
         missing = "cu_seq_lens_q" if of_queries is None else "cu_seq_lens_k"
@@ -63,6 +65,6 @@ def _given(
         raise ValueError("cu_seq_lens_k must be equal to cu_seq_lens_q, got other boundaries")
     if has_mask:
         raise ValueError("attention_mask must be None with cu_seq_lens_q, got one")
-    if use_cache:
+    if keeps_cache:
         raise ValueError("use_cache must be False with cu_seq_lens_q, got True or a cache")
     return queries

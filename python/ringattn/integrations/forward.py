@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``forward`` that a model gets on the ring, in place of its own; it knows no library."""
+
+from __future__ import annotations
+
+import inspect
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringattn._distributed.errors import report_to_peers
+from ringattn.integrations.shared import by_name
+from ringattn.parallel import RingSettings
+
+
+def records_gradients(module: nn.Module, *tensors: Any) -> bool:
+    """Whether a call of ``module`` with these inputs records what a backward needs."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in (*tensors, *module.parameters())
+    )
+
+
+class RingForward:
+    """``forward`` of one model with a head. It is an attribute of the model, not a hook: PEFT and
+    others call ``forward`` itself.
+
+    Args:
+        model: whose ``forward`` it replaces.
+        settings: the ring.
+    """
+
+    def __init__(self, model: nn.Module, settings: RingSettings) -> None:
+        self.model = model
+        self.settings = settings
+        self.before = vars(model).get("forward")  # another package's
+        self.names = list(self.__signature__.parameters)
+        self.is_attached = True  # others may keep it after it has been taken off
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._own())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_attached:
+            return self._own()(*args, **kwargs)
+        try:
+            asked = self._ask(by_name(self.names, args, kwargs))
+        except Exception as error:  # of any type: the peers wait for this rank
+            report_to_peers(self.settings.ring(), error)
+            raise
+        return self._run(asked)
+
+    def put_on(self) -> None:
+        """Makes it the model's ``forward``."""
+        vars(self.model)["forward"] = self
+
+    def take_off(self) -> None:
+        """Undoes :meth:`put_on`. A package that has wrapped it since keeps its wrapper."""
+        self.is_attached = False
+        if vars(self.model).get("forward") is self:
+            del vars(self.model)["forward"]
+            if self.before is not None:
+                vars(self.model)["forward"] = self.before
+
+    def _ask(self, given: dict[str, Any]) -> Any:
+        """What the call is to do, from all its arguments by name, before ranks exchange anything.
+
+        Raises:
+            ValueError: the ring does not compute it.
+        """
+        raise NotImplementedError
+
+    def _run(self, asked: Any) -> Any:
+        """The call."""
+        raise NotImplementedError
+
+    def _own(self) -> Any:
+        """The model's own method."""
+        if self.before is not None:
+            return self.before
+        return MethodType(type(self.model).forward, self.model)

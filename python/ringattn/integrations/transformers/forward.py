@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with a head on the ring: which rows its head runs on, and the loss of the whole sequence.
+
+Where a call records gradients, and where it has labels, a causal language model's head runs on this
+rank's rows alone, so that its weights get a part of their gradient, as all others do. Otherwise it
+runs on the rows that the caller asked for, on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from ringattn.integrations.forward import RingForward, records_gradients
+from ringattn.model_call import ModelCall
+
+ASKED = "ringattn_asked"  # keyword argument of this package, on its way through a model
+_IGNORED = -100
+
+
+@dataclass
+class Targets:
+    """What a loss is computed from.
+
+    Args:
+        tokens: the label of each token's successor, int64 ``[B, S]``.
+        ignored: the label that does not count.
+        num_items: what the sum over tokens is divided by; None: the number of labels that count.
+        compared: the tensors that the ranks must share, by the names of the caller's arguments.
+    """
+
+    tokens: torch.Tensor
+    ignored: int
+    num_items: Any
+    compared: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Targets:
+        """From the arguments of a call, which lose those of the loss alone.
+
+        Raises:
+            ValueError: labels that are no tensor ``[B, S]``.
+        """
+        shifted, num_items = given.pop("shift_labels", None), given.pop("num_items_in_batch", None)
+        ignored = given.pop("ignore_index", _IGNORED)
+        name, chosen = "shift_labels", shifted
+        if shifted is None:
+            name, chosen = "labels", given["labels"]
+        tokens = given.get("input_ids")
+        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        shape = list(tokens.shape[:2]) if isinstance(tokens, torch.Tensor) else None
+        if not isinstance(chosen, torch.Tensor) or list(chosen.shape) != shape:
+            got = list(getattr(chosen, "shape", [])) or type(chosen).__name__
+            raise ValueError(f"{name} must be [B, S], {shape} in this call, got {got}")
+        if shifted is None:
+            shifted = F.pad(chosen, (0, 1), value=ignored)[:, 1:]
+        compared = {name: chosen}
+        if num_items is not None:
+            bits = torch.as_tensor(num_items).detach().double().view(torch.int64)
+            compared["num_items_in_batch"] = bits
+        assert isinstance(tokens, torch.Tensor)
+        return cls(shifted.to(tokens.device), ignored, num_items, compared)
+
+    def count(self) -> Any:
+        """What the sum over tokens is divided by."""
+        if self.num_items is not None:
+            return self.num_items
+        return (self.tokens != self.ignored).sum()
+
+
+@dataclass
+class Asked:
+    """What the caller of a model with a head asks for.
+
+    Args:
+        columns: those that the head runs on, int64 ``[n]``; None: all.
+        kept: ``logits_to_keep``, for comparisons.
+        labels: of another loss, for comparisons.
+        targets: of a loss that is computed from this rank's rows.
+        gradients: whether the call records gradients.
+        local: whether the head runs on this rank's rows.
+        call: the model call, once the layers have been prepared.
+    """
+
+    columns: torch.Tensor | None = None
+    kept: int | list[int] | None = None
+    labels: Any = None
+    targets: Targets | None = None
+    gradients: bool = False
+    local: bool = False
+    call: ModelCall | None = None
+
+
+class Forward(RingForward):
+    """``forward`` of a model with a head."""
+
+    def _ask(self, given: dict[str, Any]) -> tuple[Asked, dict[str, Any]]:
+        model: Any = self.model
+        labels = given.get("labels")
+        asked = Asked(labels=labels, gradients=records_gradients(model, given.get("inputs_embeds")))
+        if "logits_to_keep" in self.names:
+            self._ask_for_columns(asked, given)
+        if "labels" not in self.names or model.loss_type != "ForCausalLM":
+            if asked.gradients:
+                raise ValueError(
+                    "a parallelized model must be a causal language model, or one without a head, "
+                    f"where gradients are recorded, got {type(model).__name__}: call it under "
+                    "torch.no_grad()"
+                )
+        elif labels is not None:
+            asked.targets = self._targets(asked, given)
+        asked.local = asked.targets is not None or asked.gradients
+        return asked, {**given, ASKED: asked}
+
+    def _run(self, asked: tuple[Asked, dict[str, Any]]) -> Any:
+        wanted, given = asked
+        if not wanted.local:
+            return self._own()(**given)
+        config: Any = self.model.config
+        as_dict = given.get("return_dict")
+        as_dict = config.return_dict if as_dict is None else as_dict
+        output = self._own()(**{**given, "labels": None, "return_dict": True})
+        call, targets = wanted.call, wanted.targets
+        assert call is not None
+        if targets is not None:
+            output.logits = call.own(output.logits)
+            output.loss = _loss(call, output.logits, targets)
+        elif wanted.columns is None:
+            output.logits = call.whole(output.logits)
+        else:
+            output.logits = call.select(output.logits, wanted.columns)
+        return output if as_dict else output.to_tuple()
+
+    def _ask_for_columns(self, asked: Asked, given: dict[str, Any]) -> None:
+        kept = given.get("logits_to_keep")
+        if kept is None:
+            return
+        if not isinstance(kept, int):
+            asked.columns, asked.kept = kept, list(kept.shape)
+        elif kept == 0:
+            asked.kept = kept
+        else:
+            tokens = given.get("input_ids")
+            tokens = given.get("inputs_embeds") if tokens is None else tokens
+            length = tokens.size(1) if isinstance(tokens, torch.Tensor) else 0
+            # As slice(-n, None) does; for a negative n, too.
+            asked.columns, asked.kept = torch.arange(length)[slice(-kept, None)], kept
+        given["logits_to_keep"] = 0  # the rows that come back are those that were asked for
+
+    def _targets(self, asked: Asked, given: dict[str, Any]) -> Targets:
+        loss: Any = self.model.loss_function
+        if loss is not ForCausalLMLoss:
+            name = getattr(loss, "__name__", type(loss).__name__)
+            raise ValueError(
+                "loss_function must be ForCausalLMLoss of transformers where a parallelized model "
+                f"gets labels, got {name}: leave labels out and compute the loss from its logits"
+            )
+        if asked.columns is not None:
+            raise ValueError(
+                f"logits_to_keep must be 0 where labels are given, got {asked.kept}: the loss is "
+                "that of all tokens"
+            )
+        return Targets.of(given)
+
+
+def _loss(call: ModelCall, logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """The loss of the whole sequence, from this rank's logits."""
+    part = ForCausalLMLoss(
+        logits,
+        None,
+        logits.size(-1),
+        num_items_in_batch=targets.count(),
+        ignore_index=targets.ignored,
+        shift_labels=call.own(call.rows(targets.tokens)).contiguous(),
+    )
+    return call.loss(part)

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses and gradients of a parallelized model of transformers are the unmodified model's."""
+
+import copy
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ringattn
+import torch
+from _distributed import RankPool, this
+from _training import assert_near, assert_same_gradients, gradients_of, summed_gradients
+from transformers import AutoModelForTokenClassification
+
+sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+from _transformers import CACHE, MASKED, MASKS, WEIGHTS, model_of, token_ids
+
+SIZE = 13  # tokens of MASKS
+DOCUMENTS = [0, 4, 5, 11, 13]
+
+#: (family, changes of its config)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("llama", "qwen3", "granite")},
+    **{name: MASKED[name] for name in ("mistral", "qwen2", "gemma2", "gemma3", "gpt_oss")},
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+}
+
+#: Eager attention alone has their softcap or sinks. Its rows of padding are not defined.
+EAGER = ("gemma2", "gpt_oss")
+
+TOLERANCES = {torch.float32: 3e-5, torch.float64: 3e-6}  # losses are float32 in any case
+
+
+def both(
+    name: str = "llama", partition: Any = None, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any]:
+    """(unmodified, parallelized), in training mode."""
+    family, changes = MODELS[name]
+    plain = model_of(family, **changes).to(dtype).requires_grad_(True).train()
+    if name in EAGER:
+        plain.set_attn_implementation("eager")
+    return plain, ringattn.parallelize(copy.deepcopy(plain), partition=partition)
+
+
+def partitions() -> Iterator[Any]:
+    """Even; uneven with an empty rank, or one that has all."""
+    yield None
+    yield WEIGHTS[this().world_size]
+
+
+def packed() -> dict[str, Any]:
+    """Arguments of packed documents, as position ids say them."""
+    pieces = [torch.arange(b - a) for a, b in itertools.pairwise(DOCUMENTS)]
+    positions = torch.cat(pieces)[None].expand(2, -1).to(this().device)
+    return {"position_ids": positions, "use_cache": False}
+
+
+def calls(ids: torch.Tensor) -> dict[str, dict[str, Any]]:
+    """Arguments beside the ids."""
+    some = ids.masked_fill(token_ids(SIZE, seed=5) % 3 == 0, -100)
+    calls: dict[str, dict[str, Any]] = {
+        "all": {"labels": ids},
+        "some": {"labels": some},
+        "counted": {"labels": some, "num_items_in_batch": 7},
+        "counted by a tensor": {"labels": some, "num_items_in_batch": torch.tensor(5)},
+        "shifted": {"labels": ids, "shift_labels": some.roll(-1, 1)},
+        "first rank's": {"labels": torch.full_like(ids, -100).index_copy_(1, _few(), ids[:, :2])},
+        "packed": {"labels": ids, **packed()},
+    }
+    for name, rows in MASKS.items():
+        mask = torch.tensor(rows, device=this().device)
+        counts = (mask != 0) & (mask.cumsum(1) > 1)  # a first token is predicted by padding
+        calls[name] = {"labels": ids.masked_fill(~counts, -100), "attention_mask": mask}
+        calls[f"{name}, and padding counts"] = {"labels": some, "attention_mask": mask}
+    return calls
+
+
+def _few() -> torch.Tensor:
+    return torch.tensor([1, 2], device=this().device)
+
+
+def losses_agree(name: str, kinds: tuple[str, ...], dtype: torch.dtype = torch.float32) -> None:
+    ids, tolerance = token_ids(SIZE), TOLERANCES[dtype]
+    options_of = calls(ids)
+    for partition in partitions():
+        plain, model = both(name, partition, dtype)
+        for kind in kinds or options_of:
+            options = options_of[kind]
+            expected, output = plain(ids, **options).loss, model(ids, **options)
+            assert_near(output.loss, expected, tolerance)
+            right = gradients_of(plain, expected)
+            output.loss.backward()
+            assert_same_gradients(summed_gradients(model), right, tolerance)
+            with torch.no_grad():
+                assert_near(model(ids, **options).loss, expected, tolerance)
+
+
+@pytest.mark.nccl
+def test_losses_and_gradients_are_those_of_the_unmodified_model(ring: RankPool) -> None:
+    ring.run(losses_agree, "llama-tied", ())
+
+
+#: Some calls of :func:`calls`. Softcaps refuse padding behind tokens; gpt-oss takes no documents
+#: from position ids in eager attention.
+KINDS = {
+    **dict.fromkeys(MODELS, ("some", "packed", "around")),
+    "gemma2": ("some", "packed", "before"),
+    "gpt_oss": ("some", "counted", "before", "after"),
+}
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama-tied"])
+def test_so_are_those_of_other_families(rank_pool: Any, name: str) -> None:
+    rank_pool(3).run(losses_agree, name, KINDS[name])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_in_float64_they_are_closer(rank_pool: Any, name: str) -> None:
+    rank_pool(2).run(losses_agree, name, KINDS[name], torch.float64)
+
+
+def documents_by_boundaries_agree() -> None:
+    ids, ends = token_ids(SIZE), torch.tensor(DOCUMENTS, dtype=torch.int32, device=this().device)
+    for partition in partitions():
+        plain, model = both("llama", partition)
+        expected = plain(ids, labels=ids, **packed())
+        options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, **packed()}
+        for use_cache in (False, None):  # the config's is True: keys are not kept in training
+            loss = model(ids, labels=ids, **{**options, "use_cache": use_cache}).loss
+            assert_near(loss, expected.loss, 3e-5)
+            loss.backward()
+            right = gradients_of(plain, plain(ids, labels=ids, **packed()).loss)
+            assert_same_gradients(summed_gradients(model), right, 3e-5)
+
+
+def test_packed_documents_given_by_their_boundaries_train(ring: RankPool) -> None:
+    ring.run(documents_by_boundaries_agree)
+
+
+def own_losses_agree() -> None:
+    ids = token_ids(SIZE)
+    for partition in partitions():
+        plain, model = both("llama-tied", partition)
+
+        def weighted(x: Any) -> torch.Tensor:
+            weights = torch.linspace(0.5, 2, x.numel(), device=x.device).view(x.shape)
+            return (x.tanh() * weights).sum()
+
+        last = torch.tensor([11, 0, 5], device=this().device)
+        for options in (
+            {},
+            {"logits_to_keep": 2},
+            {"logits_to_keep": last},
+            {"return_dict": False},
+        ):
+            expected, given = plain(ids, **options)[0], model(ids, **options)[0]
+            assert torch.allclose(given, expected, rtol=1e-4, atol=1e-4)
+            right = gradients_of(plain, weighted(expected))
+            weighted(given).backward()
+            assert_same_gradients(summed_gradients(model), right, 3e-5)
+        options = {"output_hidden_states": True}
+        right = gradients_of(plain, weighted(torch.stack(plain(ids, **options).hidden_states)))
+        weighted(torch.stack(model(ids, **options).hidden_states)).backward()
+        assert_same_gradients(summed_gradients(model), right, 3e-5)
+        # Without a head.
+        plain, body = plain.model, ringattn.unparallelize(model).model
+        model = ringattn.parallelize(body, partition=partition)
+        right = gradients_of(plain, weighted(plain(ids).last_hidden_state))
+        weighted(model(ids).last_hidden_state).backward()
+        assert_same_gradients(summed_gradients(model), right, 3e-5)
+
+
+def test_a_loss_of_ones_own_on_whole_logits_has_the_right_gradients(ring: RankPool) -> None:
+    ring.run(own_losses_agree)
+
+
+def embeddings_get_gradients() -> None:
+    ids = token_ids(SIZE)
+    for partition in partitions():
+        plain, model = both("llama", partition)
+        plain.requires_grad_(False), model.requires_grad_(False)
+        given = plain.get_input_embeddings()(ids).requires_grad_(True)
+        plain(inputs_embeds=given, labels=ids).loss.backward()
+        expected, given.grad = given.grad, None
+        model(inputs_embeds=given, labels=ids).loss.backward()
+        torch.distributed.all_reduce(given.grad)
+        assert_same_gradients({"x": given.grad}, {"x": expected}, 3e-5)
+
+
+def test_embeddings_that_are_given_get_this_ranks_part_of_their_gradient(rank_pool: Any) -> None:
+    rank_pool(3).run(embeddings_get_gradients)
+
+
+def frozen_parts_agree() -> None:
+    ids = token_ids(SIZE)
+    for partition in partitions():
+        plain, model = both("llama", partition)
+        for trained in ("lm_head", "layers.1.mlp", "layers.0.self_attn.v_proj", "embed_tokens"):
+            for each in (plain, model):
+                for name, parameter in each.named_parameters():
+                    parameter.requires_grad_(trained in name)
+            right = gradients_of(plain, plain(ids, labels=ids).loss)
+            model(ids, labels=ids).loss.backward()
+            assert_same_gradients(summed_gradients(model), right, 3e-5)
+
+
+def test_parts_of_a_model_may_be_frozen(rank_pool: Any) -> None:
+    rank_pool(3).run(frozen_parts_agree)
+
+
+def checkpointed_layers_agree() -> None:
+    ids = token_ids(SIZE)
+    for partition in partitions():
+        for use_reentrant in (False, True):
+            plain, model = both("qwen2", partition)
+            options = {"use_reentrant": use_reentrant}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            for kind in ("some", "packed", "before"):
+                call = calls(ids)[kind]
+                right = gradients_of(plain, plain(ids, **call).loss)
+                model(ids, **call).loss.backward()
+                assert_same_gradients(summed_gradients(model), right, 3e-5)
+
+
+def test_layers_may_be_computed_again_in_the_backward(ring: RankPool) -> None:
+    ring.run(checkpointed_layers_agree)
+
+
+def dropout_is_drawn() -> list[float]:
+    torch.manual_seed(3 + this().rank)
+    plain = model_of("phi3", resid_pdrop=0.3, embd_pdrop=0.3).requires_grad_(True)
+    model, ids = ringattn.parallelize(plain), token_ids(SIZE)
+    losses = [model(ids, labels=ids).loss.item()]
+    model.train()
+    for _ in range(2):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+    assert all(x.grad.isfinite().all() for x in model.parameters())
+    return losses
+
+
+def test_dropout_outside_of_attention_is_drawn_by_each_rank(rank_pool: Any) -> None:
+    losses = rank_pool(2).run(dropout_is_drawn)
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3
+
+
+def a_step_without_a_backward() -> None:
+    ids = token_ids(SIZE)
+    plain, model = both("llama", WEIGHTS[this().world_size])
+    model(ids, labels=ids)
+    right = gradients_of(plain, plain(ids, labels=ids).loss)
+    model(ids, labels=ids).loss.backward()
+    assert_same_gradients(summed_gradients(model), right, 3e-5)
+
+
+def test_a_backward_may_be_left_out_by_all_ranks(rank_pool: Any) -> None:
+    rank_pool(3).run(a_step_without_a_backward)
+
+
+#: (arguments beside the ids, of rank 1 where they differ; what the error says)
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "labels that differ": ({"labels": 1}, "labels must be the same on all ranks"),
+    "shifted labels that differ": (
+        {"shift_labels": 1},
+        "shift_labels must be the same on all ranks",
+    ),
+    "counts that differ": ({"num_items_in_batch": 3}, "num_items_in_batch must be the same on all"),
+    "labels on one rank": ({"labels": None}, "ranks must agree on labels"),
+    "grad mode on one rank": ({"grad": False}, "ranks must agree on gradients"),
+    "labels of another shape": (
+        {"labels": torch.ones(2, 3)},
+        r"labels must be \[B, S\], \[2, 13\]",
+    ),
+    "labels of some columns": ({"logits_to_keep": 3}, "logits_to_keep must be 0 where labels are"),
+    "router losses": (
+        {"output_router_logits": True},
+        "output_router_logits must be False, got True",
+    ),
+    "attentions": ({"output_attentions": True}, "output_attentions must be False, got True"),
+}
+
+
+def wrong_calls() -> None:
+    plain, model = both("llama", WEIGHTS[this().world_size])
+    ids = token_ids(SIZE)
+    expected = plain(ids, labels=ids).loss
+    for changes, message in WRONG.values():
+        options = {"labels": ids, "shift_labels": ids, "num_items_in_batch": 5}
+        changes, grad = dict(changes), True
+        if this().rank == 1:
+            grad = changes.pop("grad", True)
+            for name, change in changes.items():
+                options[name] = (
+                    ids + change
+                    if isinstance(change, int) and name in ("labels", "shift_labels")
+                    else change
+                )
+        if "shift_labels" not in changes:
+            options.pop("shift_labels")
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=message):
+            model(ids, **options)
+        assert_near(model(ids, labels=ids).loss, expected, 3e-5)
+
+
+def test_what_ranks_disagree_about_is_an_error_on_all(rank_pool: Any) -> None:
+    rank_pool(2).run(wrong_calls)
+
+
+def refused_calls() -> None:
+    ids = token_ids(SIZE)
+    plain, model = both()
+    with pytest.raises(ValueError, match="must be called as a whole where gradients are recorded"):
+        model.model(ids)
+    with torch.no_grad():
+        assert torch.isfinite(model.model(ids).last_hidden_state).all()
+    given = model(ids, use_cache=True)
+    with pytest.raises(ValueError, match="must be empty where gradients are recorded"):
+        model(ids[:, :1], **{CACHE: given[CACHE]})
+    with torch.no_grad():
+        new, theirs = ids[:, :3], plain(ids, use_cache=True)[CACHE]
+        expected = plain(new, labels=new, **{CACHE: theirs})
+        given = model(new, labels=new, **{CACHE: given[CACHE]})
+        assert_near(given.loss, expected.loss, 3e-5)
+        step = plain(new[:, :1], **{CACHE: theirs}).logits
+        assert torch.allclose(model(new[:, :1], **{CACHE: given[CACHE]}).logits, step, atol=1e-4)
+    assert model(ids).get(CACHE) is None  # the config's use_cache: nothing is kept in training
+    model.loss_function = lambda **kwargs: None
+    with pytest.raises(ValueError, match="loss_function must be ForCausalLMLoss of transformers"):
+        model(ids, labels=ids)
+    family, changes = MODELS["llama"]
+    classifier = model_of(family, kind=AutoModelForTokenClassification, **changes)
+    ringattn.parallelize(classifier.requires_grad_(True))
+    with pytest.raises(ValueError, match="must be a causal language model, or one without a head"):
+        classifier(ids)
+    dropping = ringattn.parallelize(model_of(attention_dropout=0.1).requires_grad_(True).train())
+    with pytest.raises(ValueError, match="attention dropout must be 0, got"):
+        dropping(ids, labels=ids)
+
+
+def test_what_has_no_right_gradient_is_refused_by_name(rank_pool: Any) -> None:
+    rank_pool(2).run(refused_calls)
+
+
+def one_rank_skips_its_backward() -> str:
+    _, model = both()
+    ids = token_ids(SIZE)
+    loss = model(ids, labels=ids).loss
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        if this().rank == 0:
+            loss.backward()
+        else:
+            model(ids, labels=ids)
+    return str(error.value)
+
+
+def test_a_backward_that_one_rank_leaves_out_is_an_error_on_all(rank_pool: Any) -> None:
+    for message in rank_pool(2).run(one_rank_skips_its_backward):
+        assert "ring_backward" in message
