@@ -51,6 +51,7 @@ TOPICS: dict[str, list[str]] = {
     ],
     "Models": [
         "ringattn.models.load_model",
+        "ringattn.models.save_model",
         "ringattn.models.demo_model_path",
         "ringattn.models.LLaMA *",
         "ringattn.models.LLaMAHeadless forward",

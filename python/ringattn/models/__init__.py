@@ -6,6 +6,7 @@ from pathlib import Path
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.llama import LLaMA, LLaMABlock, LLaMAHeadless
 from ringattn.models.loading import load_model
+from ringattn.models.saving import save_model
 
 __all__ = [
     "LLaMA",
@@ -14,6 +15,7 @@ __all__ = [
     "LLaMAHeadless",
     "demo_model_path",
     "load_model",
+    "save_model",
 ]
 
 

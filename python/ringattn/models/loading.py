@@ -222,7 +222,7 @@ def _weight_files(folder: Path) -> list[Path]:
 @torch.no_grad()
 def _fill(model: LLaMA, files: list[Path], on_weights: Callable[[int, int], None] | None) -> None:
     """Copies every tensor of the files to its place in the model."""
-    places = dict(_places(model))
+    places = dict(weight_places(model))
     done, total = 0, sum(place.nbytes for place in places.values())
     filled: set[str] = set()
     unknown: list[str] = []
@@ -263,7 +263,7 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _places(model: LLaMA) -> Iterator[tuple[str, torch.Tensor]]:
+def weight_places(model: LLaMA) -> Iterator[tuple[str, torch.Tensor]]:
     """Hugging Face's name of every tensor, and where it lies in the model."""
     yield "model.embed_tokens.weight", model.base_model.embedding.weight
     yield "model.norm.weight", model.base_model.dec_norm.weight
