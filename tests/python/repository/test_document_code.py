@@ -259,6 +259,7 @@ RUN = {
         "Threads",
         "Time a call",
     ],
+    "docs/training.md": ["The rules", "Hugging Face models"],  # by test_training_page.py
     "docs/transports.md": ["Start"],
 }
 
@@ -278,6 +279,8 @@ def test_every_block_is_run_or_says_why_not() -> None:
         "test_trainer.py trains with such a callback",
         "needs GPUs and the package ring_flash_attn",
     ]
+    others = ["needs GPUs", "needs GPUs and the package ring_flash_attn"]
+    assert reasons == others + 3 * ["needs four ranks"]
 
 
 def test_the_readme_shows_the_example_that_is_there() -> None:
