@@ -169,8 +169,10 @@ template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention_backward(const BlockAttentionBackwardParams& p,
                                             cudaStream_t stream) {
   using Tile = std::conditional_t<kHeadDim <= 64, BackwardTile64, BackwardTile128>;
-  return p.softcap == 0.0f ? launch_grads<Element, Tile, false>(p, stream)
-                           : launch_grads<Element, Tile, true>(p, stream);
+  if (p.softcap == 0.0f) return launch_grads<Element, Tile, false>(p, stream);
+  // Its tiles of D 64 do not leave the registers for it.
+  if constexpr (kHeadDim > 64) return launch_grads<Element, Tile, true>(p, stream);
+  return cudaErrorNotSupported;
 }
 
 }  // namespace ringattn::cuda::sm90

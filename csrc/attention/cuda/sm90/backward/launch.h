@@ -10,8 +10,8 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// Whether this family has a kernel for it: 16-bit types, D up to 128, rows that the copy engine
-/// can move, sums in any order; and there is something to compute.
+/// Whether this family has a kernel for it: 16-bit types, D up to 128, a softcap above D 64 alone,
+/// rows that the copy engine can move, sums in any order; and there is something to compute.
 bool supports_backward(const BlockAttentionBackwardParams& p);
 
 /// Enqueues p, which must be supported, on an available device (available()).
