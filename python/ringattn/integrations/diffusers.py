@@ -48,9 +48,9 @@ def register() -> None:
     ``model.set_attention_backend("ringattn")`` then selects it, before or after
     ``model.enable_parallelism(config=ContextParallelConfig(ring_degree=W))``, with
     ``ring_anything=True`` for token counts that W does not divide. The models are Flux
-    (``FluxTransformer2DModel``) and Wan (``WanTransformer3DModel``), without gradients. Without
-    ``enable_parallelism`` any model computes attention on this device alone. Wan's attention to
-    its text, whose keys every rank has, is local too.
+    (``FluxTransformer2DModel``) and Wan (``WanTransformer3DModel``), under ``torch.no_grad()``.
+    Without ``enable_parallelism`` any model computes attention on this device alone. Wan's
+    attention to its text, whose keys every rank has, is local too.
 
     Raises:
         ValueError: another release of diffusers than 0.42.
@@ -58,8 +58,8 @@ def register() -> None:
     What the backend cannot compute it refuses with a ValueError. Other models (LTX among them),
     other attention processors (IP adapters), a ``cp_plan`` and ``ulysses_degree`` above 1 are
     refused by ``enable_parallelism`` or ``set_attention_backend``, which then change nothing.
-    Masks, dropout, causal attention over several ranks and gradients are refused by the attention
-    call, on every rank.
+    Masks, dropout, and over several ranks causal attention and gradients are refused by the
+    attention call, on every rank.
     """
     if ".".join(diffusers.__version__.split(".")[:2]) != RELEASE:
         raise ValueError(
@@ -261,6 +261,11 @@ def _attention(
             reasons.append(
                 "key must have the tokens of query over several ranks, "
                 f"got {key.size(1)} and {query.size(1)}"
+            )
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            reasons.append(
+                "inputs must not require grad over several ranks, where what diffusers gathers has "
+                "no gradient: call the model under torch.no_grad()"
             )
         ring = resolve_group(context._ring_mesh.get_group())
         if reasons:
