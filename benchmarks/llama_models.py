@@ -64,7 +64,14 @@ class RegularCall(ModelCall):
     """The call of a model on one rank whose attention is PyTorch's."""
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        mask: Any = None,  # causal, of every model here
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert self.cache is not None
         if self.is_prefill:
