@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def calls() -> dict[str, Callable[[], object]]:
     cache.store(0, held, held)
     return {
         "ring": lambda: ring_call(case),
-        "new ring": lambda: ring_call(even(size, rows=9)),
+        "new ring": lambda: ring_call(replace(case, scale=0.3)),
         "decode": lambda: ringattn.decode_attention(q, k, v),
         "rotate": lambda: ringattn.rotate_kv(torch.stack([k, v]), case.partition).wait(),
         "gather": lambda: case.partition.gather(q),
@@ -132,7 +133,7 @@ def late_call(path: Path, name: str, logged: bool) -> list[str]:
     if name in ("ring", "rotate"):
         call()
     if name == "new ring":
-        call = functools.partial(ring_call, even(this().world_size, rows=10 + logged))
+        call = functools.partial(ring_call, replace(even(this().world_size), scale=0.4 + logged))
     lines: list[str] = []
     key = f"{name} {logged}"
 
