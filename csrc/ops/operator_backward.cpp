@@ -15,7 +15,7 @@ using torch::autograd::variable_list;
 
 constexpr int64_t kNumInputs = 3;  // q, k, v; the sinks lie elsewhere
 
-/// Gradients, which are no longer differentiable: whoever asks for it gets a sentence.
+/// Returns gradients as they are; their own backward throws: attention has no second derivative.
 struct FirstDerivative : torch::autograd::Function<FirstDerivative> {
   static variable_list forward(AutogradContext* ctx, const variable_list& gradients,
                                const at::TensorList& inputs) {

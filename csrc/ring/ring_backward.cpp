@@ -5,8 +5,12 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
+#include <cmath>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "attention/block_attention.h"
