@@ -41,8 +41,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> ring_backward_op(
   at::Tensor dsinks;
   const auto check = [&] { check_gradients(given, q); };
   const auto run = [&](const RingCall& call, MessageTransport* transport) {
-    const RowGradients rows = row_gradients(given);
-    result = ring_backward(q, k, v, rows, call, transport);
+    RowGradients rows;
+    const auto make_rows = [&] { return rows = row_gradients(given); };
+    result = ring_backward(q, k, v, make_rows, call, transport);
     dsinks = gradient_of_sinks(sinks, rows);
   };
   ring_call(args, RingPass::kBackward, check, run);

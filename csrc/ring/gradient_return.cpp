@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ring/gradient_return.h"
 
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 
 namespace ringattn {
 
-GradientReturn::GradientReturn(MessageTransport& transport, const RingCall& call,
+GradientReturn::GradientReturn(MessageTransport* transport, const RingCall& call,
                                const at::Tensor& own)
     : transport_(transport),
       call_(call),
@@ -37,24 +38,39 @@ void GradientReturn::send(int64_t step, const at::Tensor& visiting) {
   if (!hop.sent.empty() && row_elements > 0) {
     message.receive = received_[step - 1] = gradients(hop.sent.size());
   }
-  if (message.send.defined() || message.receive.defined() || transport_.needs_every_rank()) {
-    transfers_[step - 1] = transport_.start(message);
+  if (message.send.defined() || message.receive.defined() || transport_->needs_every_rank()) {
+    transfers_[step - 1] = transport_->start(message);
   }
 }
 
-void GradientReturn::add(int64_t step) {
-  at::Tensor& received = received_[step - 1];
-  if (transfers_[step - 1]) transfers_[step - 1]->wait();
-  if (!received.defined()) return;
-  const RowRange& rows = call_.plan.hops[step - 1].sent;
-  own_.narrow(2, rows.begin, rows.size()).add_(received);
-  received.reset();
-}
-
-void GradientReturn::finish() {
+std::array<at::Tensor, 2> GradientReturn::sum(at::ScalarType type) {
+  std::vector<size_t> arrived;
+  for (size_t hop = 0; hop < transfers_.size(); ++hop) {
+    if (transfers_[hop]) transfers_[hop]->wait();
+    if (received_[hop].defined()) arrived.push_back(hop);
+  }
+  const auto rows_at = [&](size_t hop) { return call_.plan.hops[hop].sent; };
+  for (size_t i = 0; i + 1 < arrived.size(); ++i) {
+    rows_of(own_, 2, rows_at(arrived[i])).add_(received_[arrived[i]]);
+  }
+  // The last addition rounds as it writes: no pass of its own.
+  const RowRange last = arrived.empty() ? RowRange{} : rows_at(arrived.back());
+  const RowRange before = {0, last.begin}, after = {last.end, own_.size(2)};
+  std::array<at::Tensor, 2> sums;  // each in memory of its own
+  for (int64_t i = 0; i < 2; ++i) {
+    const at::Tensor own = own_.select(0, i);
+    sums[i] = at::empty(own.sizes(), own.options().dtype(type));
+    for (const RowRange& rows : {before, after}) {
+      if (!rows.empty()) rows_of(sums[i], 1, rows).copy_(rows_of(own, 1, rows));
+    }
+    if (last.empty()) continue;
+    at::Tensor rounded = rows_of(sums[i], 1, last);
+    at::add_out(rounded, rows_of(own, 1, last), received_[arrived.back()].select(0, i));
+  }
   for (const auto& transfer : transfers_) {
     if (transfer) transfer->finish();
   }
+  return sums;
 }
 
 }  // namespace ringattn

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ring/ring_backward.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
@@ -98,48 +99,57 @@ RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const R
   return exchange;
 }
 
+// The rows outside of `range` along dimension 2 become 0.
+void zero_outside(const at::Tensor& x, const RowRange& range) {
+  x.narrow(2, 0, range.begin).zero_();
+  x.narrow(2, range.end, x.size(2) - range.end).zero_();
+}
+
 }  // namespace
 
 RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k,
-                            const at::Tensor& given_v, const RowGradients& rows,
+                            const at::Tensor& given_v, c10::function_ref<RowGradients()> make_rows,
                             const RingCall& call, MessageTransport* transport) {
   const at::Tensor q = as_attention_input(given_q), k = as_attention_input(given_k),
                    v = as_attention_input(given_v);
   const auto num_steps = static_cast<int64_t>(call.plan.visits.size());
   CallTimer timer(q.device());
+  std::shared_ptr<BlockStream> stream;
+  if (num_steps > 1) stream = transport->open(exchange_plan(k, v, call, timer.on()));
+  // The first block travels meanwhile.
+  const RowGradients rows = make_rows();
+  const Gradients gradients(q, rows, call);
   auto own_sizes = k.sizes().vec();
   own_sizes.insert(own_sizes.begin(), 2);
-  const at::Tensor own = at::zeros(own_sizes, rows.lse.options());
-  Gradients gradients(q, rows, call);
+  const at::Tensor own = at::empty(own_sizes, rows.lse.options());
+  GradientReturn returns(transport, call, own);
 
-  std::shared_ptr<BlockStream> stream;
-  std::optional<GradientReturn> returns;
-  if (num_steps > 1) {
-    stream = transport->open(exchange_plan(k, v, call, timer.on()));
-    returns.emplace(*transport, call, own);
-  }
-  std::vector<Block> blocks;
-  for (int64_t step = 0; step < num_steps; ++step) {
+  const RowRange& seen = call.plan.visits[0].keys;
+  std::vector<Block> blocks(num_steps);
+  blocks[0] = {rows_of(k, 1, seen), rows_of(v, 1, seen)};
+  at::Tensor of_block;
+  // The own block comes last: the gradients of the last visiting block travel beside it.
+  for (int64_t turn = 1; turn <= num_steps; ++turn) {
     RECORD_USER_SCOPE("ringattn::ring_backward_step");
+    const int64_t step = turn % num_steps;
     timer.begin_launch();
+    if (step == 1) blocks[1] = stream->wait(1);
     // All blocks are there before the first gradient leaves: the memory that a block is fetched
     // from is also that of messages, and every rank makes its messages in the same order.
-    if (step == 1) {
-      for (int64_t next = 1; next < num_steps; ++next) blocks.push_back(stream->wait(next));
-      for (int64_t next = 0; next < num_steps; ++next) stream->release(next);
+    if (turn == 2) {
+      for (int64_t other = 2; other < num_steps; ++other) blocks[other] = stream->wait(other);
+      for (int64_t any = 0; any < num_steps; ++any) stream->release(any);
       stream->finish({});
     }
-    timer.begin_attention();
+    if (turn > 1) returns.send(turn - 1, of_block);
     if (step == 0) {
-      const RowRange& seen = call.plan.visits[0].keys;
-      gradients.attend(0, rows_of(k, 1, seen), rows_of(v, 1, seen), rows_of(own, 2, seen));
+      zero_outside(own, seen);
+      of_block = rows_of(own, 2, seen);
     } else {
-      const at::Tensor visiting = returns->visiting(step);
-      gradients.attend(step, blocks[step - 1].k, blocks[step - 1].v, visiting);
-      returns->send(step, visiting);
-      // The transfer of the step before runs beside the attention of this one.
-      if (step > 1) returns->add(step - 1);
+      of_block = returns.visiting(step);
     }
+    timer.begin_attention();
+    gradients.attend(step, blocks[step].k, blocks[step].v, of_block);
     if (timer.on()) {
       StepTiming timing;
       timing.source = call.plan.visits[step].source;
@@ -150,15 +160,8 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
       timer.end_launch(timing, std::move(transfer_ms));
     }
   }
-  if (returns) {
-    if (num_steps > 1) returns->add(num_steps - 1);
-    returns->finish();
-  }
-  const auto rounded = [&](const at::Tensor& x) {  // in memory of its own
-    return x.to(q.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
-  };
-  const RingGradients result = {gradients.dq().to(q.scalar_type()), rounded(own.select(0, 0)),
-                                rounded(own.select(0, 1))};
+  const auto [dk, dv] = returns.sum(q.scalar_type());
+  const RingGradients result = {gradients.dq().to(q.scalar_type()), dk, dv};
   if (transport != nullptr) transport->guard({result.dq, result.dk, result.dv});
   timer.finish();
   return result;
