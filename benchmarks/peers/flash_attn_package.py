@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flash-attn package (https://github.com/Dao-AILab/flash-attention), if installed."""
+"""The packages flash-attn and flash-attn-4 (https://github.com/Dao-AILab/flash-attention), if
+installed."""
 
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
 
 import torch
 from lib.problem import Problem
@@ -20,8 +20,15 @@ def available(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem) -> list[Contestant]:
-    from flash_attn import flash_attn_func
+    newest = importlib.util.find_spec("flash_attn.cute") is not None
+    if newest:
+        from flash_attn.cute.interface import flash_attn_func
+    else:
+        from flash_attn import flash_attn_func
+
+    def call() -> torch.Tensor:
+        out = flash_attn_func(*problem.tensors, causal=problem.causal)
+        return out[0] if isinstance(out, tuple) else out
 
     positions = torch.arange(problem.seq_len, device=problem.q.device)
-    call = partial(flash_attn_func, *problem.tensors, causal=problem.causal)
-    return [Contestant("flash_attn", call, positions)]
+    return [Contestant("flash-attn-4" if newest else "flash_attn", call, positions)]
