@@ -75,7 +75,11 @@ _REFUSED_KEYWORDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cache_seqlens": (_PAGED, (None,)),
     "block_table": (_PAGED, (None,)),
     "page_table": (_PAGED, (None,)),
-    "deterministic": ("the same inputs always give the same bits", (None, False)),
+    "deterministic": (
+        "a forward always gives the same bits, a backward does under "
+        "torch.use_deterministic_algorithms(True)",
+        (None, False),
+    ),
     "return_attn_probs": (_LSE, (None, False)),
     "return_softmax_lse": (_LSE, (None, False)),
 }
@@ -365,6 +369,11 @@ def check_collective(**tensors: torch.Tensor) -> None:
         if not compiling and torch._C._functorch.is_batchedtensor(tensor):
             raise ValueError(
                 f"{name} must not be batched by torch.vmap, got a batched tensor (B is the batch)"
+            )
+        if not compiling and torch._C._functorch.is_gradtrackingtensor(tensor):
+            raise ValueError(
+                f"{name} must not be differentiated by torch.func.grad or vjp, got a tensor that "
+                "they track: call backward() or torch.autograd.grad()"
             )
 
 

@@ -390,6 +390,15 @@ def test_vmap_is_refused(function):
         torch.vmap(lambda q: function(q, k[0], v[0]))(q)
 
 
+@pytest.mark.parametrize(
+    "function", [ringattn.ring_attention, ringattn.block_attention, ringattn.decode_attention]
+)
+def test_torch_func_is_refused(function):
+    q, k, v = operands()
+    with pytest.raises(ValueError, match=r"q must not be differentiated by torch\.func"):
+        torch.func.grad(lambda x: function(x, k, v)[0].sum())(q)
+
+
 def test_double_precision_of_other_operands_is_not_converted():
     q, k, v = operands()
     with pytest.raises(ValueError, match="k must have the dtype of q"):

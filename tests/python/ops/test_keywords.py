@@ -46,7 +46,7 @@ KEYWORDS: dict[str, tuple[Any, Any, str]] = {
     "max_seqlen_k": (None, 6, "cu_seqlens= (ring_attention)"),
     "cache_seqlens": (None, torch.tensor([6, 6]), "k_shard[:, :n]"),
     "block_table": (None, torch.zeros(2, 1), "k_shard[:, :n]"),
-    "deterministic": (False, True, "the same inputs always give the same bits"),
+    "deterministic": (False, True, "a backward does under torch.use_deterministic_algorithms"),
     "return_attn_probs": (False, True, "return_lse=True (ring_attention)"),
     "return_softmax_lse": (False, True, "return_lse=True (ring_attention)"),
 }
