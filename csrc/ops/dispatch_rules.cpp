@@ -145,6 +145,13 @@ void check_no_tangent(const Call& call, size_t i, const at::Tensor& tensor) {
                  "tensor");
 }
 
+// Autograd's own functions in C++ have no rule for these transforms.
+void check_not_in_torch_func(const Call& call, size_t i, const at::Tensor& tensor) {
+  RINGATTN_CHECK(!tensor.key_set().has(c10::DispatchKey::FuncTorchGradWrapper), call.name(i),
+                 " must not be differentiated by torch.func.grad or vjp, got a tensor that they "
+                 "track: call backward() or torch.autograd.grad()");
+}
+
 // Nothing that the operator itself calls is differentiated.
 void run_below_autograd(const Call& call, c10::DispatchKeySet keys) {
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -170,8 +177,10 @@ void refuse_gradients(const Call& call, c10::DispatchKeySet keys) {
 
 void differentiate(const Call& call, c10::DispatchKeySet keys) {
   const auto& sinks = call.arguments.sinks;
-  check_tensors(call,
-                [&](size_t i, const at::Tensor& tensor) { check_no_tangent(call, i, tensor); });
+  check_tensors(call, [&](size_t i, const at::Tensor& tensor) {
+    check_no_tangent(call, i, tensor);
+    check_not_in_torch_func(call, i, tensor);
+  });
   constexpr size_t kNumInputs = 3;  // q, k, v
   bool with_grad = call.has_tensor(*sinks) && call.tensor(*sinks).requires_grad();
   for (size_t i = 0; i < kNumInputs; ++i) with_grad = with_grad || call.tensor(i).requires_grad();
