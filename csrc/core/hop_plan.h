@@ -40,13 +40,14 @@ inline RowRange rows_sent(const std::vector<HopPlan>& hops) {
   return rows;
 }
 
-/// Rows of each buffer that blocks arrive in. Up to `depth` blocks are ahead of the one being
-/// attended: depth + 1 buffers in rotation, or one for each of fewer hops.
-inline std::vector<int64_t> buffer_rows(const std::vector<HopPlan>& hops, int64_t depth) {
+/// Rows of each buffer that the hops use in rotation for what they receive, or send. Up to `depth`
+/// blocks are ahead of the one in use: depth + 1 buffers, or one for each of fewer hops.
+inline std::vector<int64_t> buffer_rows(const std::vector<HopPlan>& hops, int64_t depth,
+                                        RowRange HopPlan::*which = &HopPlan::received) {
   std::vector<int64_t> rows(std::min<int64_t>(hops.size(), depth + 1), 0);
   for (size_t i = 0; i < hops.size(); ++i) {
     int64_t& buffer = rows[i % rows.size()];
-    buffer = std::max(buffer, hops[i].received.size());
+    buffer = std::max(buffer, (hops[i].*which).size());
   }
   return rows;
 }

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 namespace ringattn {
 
@@ -11,17 +12,28 @@ GradientReturn::GradientReturn(MessageTransport* transport, const RingCall& call
     : transport_(transport),
       call_(call),
       own_(own),
-      received_(call.plan.hops.size()),
+      row_elements_(2 * own.size(1) * own.size(3) * own.size(4)),
+      leaving_(buffers(&HopPlan::received)),
+      arriving_(buffers(&HopPlan::sent)),
       transfers_(call.plan.hops.size()) {}
 
-at::Tensor GradientReturn::gradients(int64_t rows) const {
+std::vector<at::Tensor> GradientReturn::buffers(RowRange HopPlan::*rows) const {
+  std::vector<at::Tensor> buffers;
+  for (const int64_t largest : buffer_rows(call_.plan.hops, /*depth=*/1, rows)) {
+    buffers.push_back(at::empty({largest * row_elements_}, own_.options()));
+  }
+  return buffers;
+}
+
+at::Tensor GradientReturn::gradients(const std::vector<at::Tensor>& buffers, int64_t step,
+                                     int64_t rows) const {
   auto sizes = own_.sizes().vec();
   sizes[2] = rows;
-  return at::empty(sizes, own_.options());
+  return buffers[(step - 1) % buffers.size()].narrow(0, 0, rows * row_elements_).view(sizes);
 }
 
 at::Tensor GradientReturn::visiting(int64_t step) const {
-  return gradients(call_.plan.hops[step - 1].received.size());
+  return gradients(leaving_, step, call_.plan.hops[step - 1].received.size());
 }
 
 void GradientReturn::send(int64_t step, const at::Tensor& visiting) {
@@ -32,43 +44,47 @@ void GradientReturn::send(int64_t step, const at::Tensor& visiting) {
   message.returns = true;
   message.destination = hop.source;
   message.source = hop.destination;
-  const int64_t row_elements = 2 * own_.size(1) * own_.size(3) * own_.size(4);
-  message.largest = call_.plan.max_rows * row_elements * own_.element_size();
+  message.largest = call_.plan.max_rows * row_elements_ * own_.element_size();
   if (visiting.numel() > 0) message.send = visiting;
-  if (!hop.sent.empty() && row_elements > 0) {
-    message.receive = received_[step - 1] = gradients(hop.sent.size());
+  if (!hop.sent.empty() && row_elements_ > 0) {
+    message.receive = gradients(arriving_, step, hop.sent.size());
   }
   if (message.send.defined() || message.receive.defined() || transport_->needs_every_rank()) {
     transfers_[step - 1] = transport_->start(message);
   }
 }
 
+at::Tensor GradientReturn::received(int64_t step) {
+  if (const auto& transfer = transfers_[step - 1]) {
+    transfer->wait();
+    transfer->finish();
+  }
+  return gradients(arriving_, step, call_.plan.hops[step - 1].sent.size());
+}
+
+void GradientReturn::add(int64_t step) {
+  const at::Tensor arrived = received(step);
+  if (arrived.numel() == 0) return;
+  if (!returned_.defined()) returned_ = at::zeros(own_.sizes(), own_.options());
+  rows_of(returned_, 2, call_.plan.hops[step - 1].sent).add_(arrived);
+}
+
 std::array<at::Tensor, 2> GradientReturn::sum(at::ScalarType type) {
-  std::vector<size_t> arrived;
-  for (size_t hop = 0; hop < transfers_.size(); ++hop) {
-    if (transfers_[hop]) transfers_[hop]->wait();
-    if (received_[hop].defined()) arrived.push_back(hop);
-  }
-  const auto rows_at = [&](size_t hop) { return call_.plan.hops[hop].sent; };
-  for (size_t i = 0; i + 1 < arrived.size(); ++i) {
-    rows_of(own_, 2, rows_at(arrived[i])).add_(received_[arrived[i]]);
-  }
+  if (returned_.defined()) own_.add_(returned_);
   // The last addition rounds as it writes: no pass of its own.
-  const RowRange last = arrived.empty() ? RowRange{} : rows_at(arrived.back());
-  const RowRange before = {0, last.begin}, after = {last.end, own_.size(2)};
+  const RowRange rows = num_hops() > 0 ? call_.plan.hops.back().sent : RowRange{};
+  const RowRange before = {0, rows.begin}, after = {rows.end, own_.size(2)};
+  const at::Tensor last = num_hops() > 0 ? received(num_hops()) : at::Tensor();
   std::array<at::Tensor, 2> sums;  // each in memory of its own
   for (int64_t i = 0; i < 2; ++i) {
     const at::Tensor own = own_.select(0, i);
     sums[i] = at::empty(own.sizes(), own.options().dtype(type));
-    for (const RowRange& rows : {before, after}) {
-      if (!rows.empty()) rows_of(sums[i], 1, rows).copy_(rows_of(own, 1, rows));
+    for (const RowRange& others : {before, after}) {
+      if (!others.empty()) rows_of(sums[i], 1, others).copy_(rows_of(own, 1, others));
     }
-    if (last.empty()) continue;
-    at::Tensor rounded = rows_of(sums[i], 1, last);
-    at::add_out(rounded, rows_of(own, 1, last), received_[arrived.back()].select(0, i));
-  }
-  for (const auto& transfer : transfers_) {
-    if (transfer) transfer->finish();
+    if (rows.empty()) continue;
+    at::Tensor rounded = rows_of(sums[i], 1, rows);
+    at::add_out(rounded, rows_of(own, 1, rows), last.select(0, i));
   }
   return sums;
 }

@@ -21,21 +21,32 @@ class GradientReturn {
   /// queries. `transport` may be null for a single rank.
   GradientReturn(MessageTransport* transport, const RingCall& call, const at::Tensor& own);
 
-  /// Memory for the gradients of the rows that came at `step`: [2, B, rows, H_kv, D].
+  /// Memory for the gradients of the rows that came at `step`: [2, B, rows, H_kv, D]. It is that of
+  /// step - 2, which must have been added.
   at::Tensor visiting(int64_t step) const;
   /// Sends them. Called for every step in order, also where no row came: they are `visiting` then.
   void send(int64_t step, const at::Tensor& visiting);
-  /// dk and dv of this rank's rows: `own`, which is used up, and what has come back, added in the
-  /// order of the steps, on the current stream, and rounded to `type`. Ends the transfers.
+  /// Adds what has come back at `step` to what came back before, on the current stream. Called for
+  /// every step but the last, in order.
+  void add(int64_t step);
+  /// dk and dv of this rank's rows: `own`, which is used up, and what has come back, the last
+  /// step's too, on the current stream, rounded to `type`.
   std::array<at::Tensor, 2> sum(at::ScalarType type);
 
  private:
-  at::Tensor gradients(int64_t rows) const;
+  int64_t num_hops() const { return static_cast<int64_t>(call_.plan.hops.size()); }
+  std::vector<at::Tensor> buffers(RowRange HopPlan::*rows) const;
+  // [2, B, rows, H_kv, D] in the step's buffer.
+  at::Tensor gradients(const std::vector<at::Tensor>& buffers, int64_t step, int64_t rows) const;
+  // What has come back at `step`, which is over for this rank.
+  at::Tensor received(int64_t step);
 
   MessageTransport* const transport_;
   const RingCall& call_;
   const at::Tensor own_;
-  std::vector<at::Tensor> received_;                  // [W - 1]
+  const int64_t row_elements_;                        // of keys and values together
+  const std::vector<at::Tensor> leaving_, arriving_;  // two buffers each: two steps are under way
+  at::Tensor returned_;                               // like own_; undefined: nothing added yet
   std::vector<std::unique_ptr<Transfer>> transfers_;  // [W - 1]; null: nothing travels
 };
 

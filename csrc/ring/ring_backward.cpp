@@ -159,9 +159,12 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
       if (step > 0) transfer_ms = [=] { return stream->transfer_ms(step); };
       timer.end_launch(timing, std::move(transfer_ms));
     }
+    // The message of the turn before travelled beside this attention.
+    if (step > 1) returns.add(step - 1);
   }
+  const at::Tensor dq = gradients.dq().to(q.scalar_type());  // while the last message travels
   const auto [dk, dv] = returns.sum(q.scalar_type());
-  const RingGradients result = {gradients.dq().to(q.scalar_type()), dk, dv};
+  const RingGradients result = {dq, dk, dv};
   if (transport != nullptr) transport->guard({result.dq, result.dk, result.dv});
   timer.finish();
   return result;
