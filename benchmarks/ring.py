@@ -40,7 +40,7 @@ from lib.problem import Problem, shape_text
 from lib.ranks import from_all_ranks, process_group, rank, world_size
 from lib.report import Report, environment
 from lib.timing import Contestant, Timing, max_error, measure
-from peers import ring_flash_attn_package, torch_context_parallel, zigzag_on_torch
+from peers import contenders, ring_flash_attn_package, torch_context_parallel, zigzag_on_torch
 
 PEERS = {
     "context_parallel": torch_context_parallel,
@@ -193,14 +193,7 @@ def compete(report: Report, problem: Problem, arguments) -> None:
     alone = singles(problem)
     peers = []
     for name, peer in PEERS.items():
-        reason = peer.available(problem)
-        if reason is None:
-            try:
-                peers += peer.prepare(problem)
-            except Exception as error:  # another project's: its failure is a remark, not ours
-                reason = f"{type(error).__name__}: {error}"
-        if reason is not None:
-            report.remark(f"{name} left out: {reason}")
+        peers += contenders(name, peer, problem, report)
 
     launched = []
     if arguments.launches and problem.q.is_cuda:

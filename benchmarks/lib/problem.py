@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import ringattn
 import torch
@@ -27,6 +27,9 @@ class Shape(Protocol):
     kv_heads: int
     head_dim: int
     dtype: str  # a name in DTYPES
+
+
+_Problem = TypeVar("_Problem", bound="Problem")
 
 
 def shape_text(shape: Shape) -> str:
@@ -99,11 +102,23 @@ class Problem:
         repeats = self.q.size(2) // self.k.size(2)
         return self.k.repeat_interleave(repeats, 2), self.v.repeat_interleave(repeats, 2)
 
-    def even_zigzag(self) -> tuple[Problem, torch.Tensor]:
-        """This rank's tensors under the even zigzag partition, and their positions, int64 [S_r]."""
-        partition = ringattn.Partition.even(self.seq_len, world_size())
-        shards = (partition.shard(x, rank()) for x in self.tensors)
+    def trained(self: _Problem) -> _Problem:
+        """The same tensors, as leaves that require gradients."""
+        q, k, v = (x.detach().requires_grad_() for x in self.tensors)
+        return replace(self, q=q, k=k, v=v)
+
+    def shard(self, partition: ringattn.Partition) -> tuple[Problem, torch.Tensor]:
+        """This rank's tensors and their positions, int64 [S_r]; leaves that require gradients where
+        those of the problem do."""
+        shards = (
+            partition.shard(x.detach(), rank()).requires_grad_(x.requires_grad)
+            for x in self.tensors
+        )
         return Problem(*shards, self.causal), partition.position_ids(rank(), self.q.device)
+
+    def even_zigzag(self) -> tuple[Problem, torch.Tensor]:
+        """:meth:`shard` under the even zigzag partition."""
+        return self.shard(ringattn.Partition.even(self.seq_len, world_size()))
 
     def weights(self, scores: torch.Tensor, rows: torch.Tensor, head: int) -> torch.Tensor:
         """Of the values, [B, R, S]: the softmax of scores of these rows, int64 [R], under the

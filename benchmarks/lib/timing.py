@@ -41,6 +41,7 @@ class Contestant:
     back_to_back: int = 1  # calls in a row that make one sample
     lead_in: int = 0  # calls before them, until clocks and temperature have settled
     tail: int = 0  # calls after them, until other ranks are done too
+    inputs: Sequence[torch.Tensor] = ()  # leaves: what gradients of out are asked for
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
+from lib.passes import trouble
 from lib.problem import Problem
 from lib.timing import Contestant
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from peers.torch_sdpa import backends, calls
@@ -27,50 +28,49 @@ def available(problem: Problem) -> str | None:
     return None
 
 
-def prepare(problem: Problem) -> list[Contestant]:
+ROTATE_METHODS = ("allgather", "alltoall")
+
+
+@contextlib.contextmanager
+def sharded(device: torch.device, backend: SDPBackend, rotate_method: str) -> Iterator[None]:
+    """F.scaled_dot_product_attention of even zigzag shards, of all ranks, attends to all keys: in
+    the backward as well."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    mesh = init_device_mesh(problem.q.device.type, (dist.get_world_size(),))
+    set_rotate_method(rotate_method)
+    # The shards are made already; the context wants something to shard.
+    anything = torch.empty(2 * dist.get_world_size(), device=device)
+    context = context_parallel(_mesh(device.type), buffers=[anything], buffer_seq_dims=[0])
+    with sdpa_kernel(backend):
+        context.__enter__()
+        try:
+            yield
+        finally:  # by the front door in any case: it restores F only then
+            context.__exit__(None, None, None)
+
+
+@cache
+def _mesh(device_type: str) -> DeviceMesh:
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def prepare(problem: Problem) -> list[Contestant]:
     # Its head-tail balancing gives each rank what an even zigzag partition does.
     shard, positions = problem.even_zigzag()
     # In memory as it wants them, [B, H, S_r, D]: no copy is charged to it.
-    heads_first = (x.transpose(1, 2).contiguous() for x in shard.tensors)
+    heads_first = (x.detach().transpose(1, 2).contiguous() for x in shard.tensors)
     shard = Problem(*(x.transpose(1, 2) for x in heads_first), problem.causal)
-    anything = torch.empty(2 * dist.get_world_size(), device=problem.q.device)
-
-    @contextlib.contextmanager
-    def around(backend: SDPBackend, rotate_method: str) -> Iterator[None]:
-        # The shards are made already; the context wants something to shard.
-        set_rotate_method(rotate_method)
-        with (
-            sdpa_kernel(backend),
-            context_parallel(mesh, buffers=[anything.clone()], buffer_seq_dims=[0]),
-        ):
-            yield
-
+    if problem.q.requires_grad:
+        shard = shard.trained()
     contestants = []
     for name, backend in backends(problem).items():
-        for rotate_method in ("allgather", "alltoall"):
-            entered = partial(around, backend, rotate_method)
+        for rotate_method in ROTATE_METHODS:
+            around = partial(sharded, problem.q.device, backend, rotate_method)
             for call, note in calls(shard):
-                if _works(call, entered):
-                    full_name = f"context_parallel {name.removeprefix('torch ')} {rotate_method}"
-                    contestants.append(Contestant(full_name, call, positions, entered, note))
+                full_name = f"context_parallel {name.removeprefix('torch ')} {rotate_method}"
+                item = Contestant(full_name, call, positions, around, note, inputs=shard.tensors)
+                if trouble(item) is None:
+                    contestants.append(item)
                     break
     return contestants
-
-
-def _works(call, around) -> bool:
-    """Whether a call raises nothing on any rank."""
-    works = torch.ones(1, device="cuda")
-    context = around()
-    context.__enter__()
-    try:
-        call()
-    except Exception:  # whatever it raises: this backend cannot take the problem
-        works.zero_()
-    # Left by the front door in any case: context_parallel restores F only then.
-    context.__exit__(None, None, None)
-    dist.all_reduce(works, dist.ReduceOp.MIN)
-    return bool(works.item())

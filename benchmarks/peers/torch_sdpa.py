@@ -54,7 +54,8 @@ def prepare(problem: Problem) -> list[Contestant]:
                     call()
             except RuntimeError:  # this backend does not take the dtype, or grouped queries
                 continue
-            contestants.append(Contestant(name, call, positions, around, note))
+            item = Contestant(name, call, positions, around, note, inputs=problem.tensors)
+            contestants.append(item)
             break
     return contestants
 
@@ -66,4 +67,7 @@ def calls(problem: Problem):
         yield partial(attend, q, k, v, problem.causal, False), ""
         return
     yield partial(attend, q, k, v, problem.causal, True), "enable_gqa"
-    yield partial(attend, q, *problem.expanded(), problem.causal, False), "K, V expanded"
+    if q.requires_grad:  # gradients of heads that are copies are summed: part of the backward
+        yield lambda: attend(q, *problem.expanded(), problem.causal, False), "K, V expanded"
+    else:
+        yield partial(attend, q, *problem.expanded(), problem.causal, False), "K, V expanded"
