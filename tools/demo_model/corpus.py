@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 SEPARATOR = 0  # in front of every document: begin and end of text in one; never a byte of the text
@@ -45,6 +46,19 @@ class Corpus:
         """All held-out documents in one row of token ids, in the order of their names' hashes."""
         held_out = self.split()[1]
         return pack([held_out[name] for name in sorted(held_out, key=name_hash)])
+
+    def write(self, folder: Path) -> None:
+        """train.bin, val.bin and meta.json, as scripts/prepare_data.py writes them: val.bin is the
+        held-out text."""
+        folder.mkdir(parents=True, exist_ok=True)
+        train = self.split()[0]
+        streams = {"train": pack([train[name] for name in sorted(train, key=name_hash)])}
+        streams["val"] = self.held_out_stream()
+        facts = {"tokenizer": "bytes", "vocabulary": 256, "dtype": "uint16", "separator": SEPARATOR}
+        for part, ids in streams.items():
+            ids.numpy().astype(np.uint16).tofile(folder / f"{part}.bin")
+            facts[f"{part}_tokens"] = len(ids)
+        (folder / "meta.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def name_hash(name: str) -> int:

@@ -272,6 +272,9 @@ def evaluate_directory(args: argparse.Namespace, corpus: Corpus, device: torch.d
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains and measures the model that ships here.")
     parser.add_argument("--build-corpus", type=Path, metavar="FILE", help="write the text, stop")
+    parser.add_argument(
+        "--write-data", type=Path, metavar="DIR", help="for examples/train.py, stop"
+    )
     parser.add_argument("--corpus", type=Path, metavar="FILE", help="text that was built before")
     parser.add_argument("--train", type=Path, metavar="DIR", help="train; write model and log here")
     parser.add_argument("--evaluate", type=Path, metavar="DIR", help="measure the model found here")
@@ -290,6 +293,9 @@ def main() -> None:
         args.build_corpus.write_text(text, "utf-8")
         return
     corpus = load_corpus(args.corpus)
+    if args.write_data:
+        corpus.write(args.write_data)
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.train:
         train(args, corpus, device)
