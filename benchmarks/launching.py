@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from lib.cli import at_least
+from ringattn.testing import MPS
 from torch.distributed import run
+
+_GRACE_S = 10.0  # for the errors of other ranks, once one has failed
 
 
 def add_world_size(parser: argparse.ArgumentParser) -> None:
@@ -45,4 +52,39 @@ def under_launcher(parser: argparse.ArgumentParser, arguments: argparse.Namespac
     threads = len(os.sched_getaffinity(0)) // wanted
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
     run.main(["--standalone", "--nproc-per-node", str(wanted), *sys.argv])
+    return False
+
+
+def under_mps(percentages: Sequence[int]) -> bool:
+    """Whether this process is a rank. Where it is none yet, runs this command on one rank for each
+    of ``percentages``, with that share of its GPU by a private CUDA MPS, until they end, and
+    returns False. A share holds from the first use of CUDA on, so that it is in the environment
+    that a rank starts with, which torchrun gives to all alike.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
+    if "WORLD_SIZE" in os.environ:
+        return True
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    common["WORLD_SIZE"] = str(len(percentages))
+    processes = []
+    with MPS() as mps:
+        try:
+            for rank, percentage in enumerate(percentages):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | mps.environment(percentage)
+                processes.append(subprocess.Popen([sys.executable, *sys.argv], env=common | own))
+            while None in (codes := [process.poll() for process in processes]):
+                if any(codes):
+                    time.sleep(_GRACE_S)
+                    break
+                time.sleep(0.2)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    if any(process.returncode for process in processes):
+        sys.exit(1)
     return False
