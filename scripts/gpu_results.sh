@@ -18,6 +18,7 @@
 #              a transformer of diffusers (needs the three packages)
 #   llama      an 8B-shaped model beside itself with regular attention, 8K to 128K tokens
 #   scaling    attention on 1, 2, 4, 8 GPUs, and its roofline
+#   training   gradients on one GPU and on all, packed documents; a training step, on unequal GPUs too
 #
 # A stage that fails does not keep the others from running; the exit status says whether one did.
 
@@ -27,7 +28,7 @@ export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" # multicast needs rights that n
 export PYTHONUNBUFFERED=1
 
 case "${1:-}" in
-  -h | --help) sed -n '4,22s/^# \{0,1\}//p' "$0" && exit ;;
+  -h | --help) sed -n '4,23s/^# \{0,1\}//p' "$0" && exit ;;
   '' | -*)
     echo "usage: scripts/gpu_results.sh OUT [stage...]" >&2
     exit 2
@@ -36,7 +37,7 @@ esac
 out="$(realpath -m "$1")"
 shift
 stages=("$@")
-[ ${#stages[@]} -eq 0 ] && stages=(tests attention ring long transport decode models llama scaling)
+[ ${#stages[@]} -eq 0 ] && stages=(tests attention ring long transport decode models llama scaling training)
 mkdir -p "$out"
 
 num_gpus="$(nvidia-smi --list-gpus | wc -l)"
@@ -171,6 +172,21 @@ stage_scaling() {
   ranks "$num_gpus" 200 scaling benchmarks/scaling.py --out "$(name scaling "$num_gpus")"
 }
 
+stage_training() {
+  run 300 gradients python3 benchmarks/gradients.py --out "$(name gradients 1)" || failed=1
+  ranks "$num_gpus" 400 gradients_ring benchmarks/gradients.py --transports symmetric,nccl \
+    --packed-lens 131072 --rounds 7 --out "$(name gradients "$num_gpus")"
+  local step="benchmarks/training_step.py --layers 8" # 80 GB hold them at 256K on two
+  # shellcheck disable=SC2086
+  {
+    ranks "$num_gpus" 500 training_step $step --out "$(name training_step "$num_gpus")"
+    if [ "$num_gpus" -eq 2 ]; then
+      run 200 training_step_uneven python3 $step --seq-lens 65536 --ways ring --percentages 100,50 \
+        --partitions even,auto --out "$(name training_step_uneven 2)" || failed=1
+    fi
+  }
+}
+
 chosen=()
 for stage in "${stages[@]}"; do
   if [ "$stage" = tests ]; then
@@ -179,7 +195,7 @@ for stage in "${stages[@]}"; do
     chosen+=("${stage#tests_}")
   elif ! declare -F "stage_$stage" >/dev/null; then
     echo "gpu_results: stage must be tests, ${groups[*]/#/tests_}, attention, ring, long, transport," \
-      "decode, models, llama or scaling, got $stage" >&2
+      "decode, models, llama, scaling or training, got $stage" >&2
     exit 2
   fi
 done
