@@ -80,7 +80,8 @@ void def_runtime(py::module_& m) {
       .def_readonly("attention_ms", &StepTiming::attention_ms)
       .def_readonly("transfer_ms", &StepTiming::transfer_ms)
       .def_readonly("wait_ms", &StepTiming::wait_ms)
-      .def_readonly("flops", &StepTiming::flops);
+      .def_readonly("flops", &StepTiming::flops)
+      .def_readonly("backward", &StepTiming::backward);
   m.def(
       "start_recording", [](bool by_block) { Recorder::get().start(by_block); },
       py::arg("by_block"));

@@ -128,6 +128,7 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
   std::vector<Block> blocks(num_steps);
   blocks[0] = {rows_of(k, 1, seen), rows_of(v, 1, seen)};
   at::Tensor of_block;
+  RingGradients result;
   // The own block comes last: the gradients of the last visiting block travel beside it.
   for (int64_t turn = 1; turn <= num_steps; ++turn) {
     RECORD_USER_SCOPE("ringattn::ring_backward_step");
@@ -150,21 +151,26 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
     }
     timer.begin_attention();
     gradients.attend(step, blocks[step].k, blocks[step].v, of_block);
+    timer.end_attention();
+    // The message of the turn before travelled beside this attention.
+    if (step > 1) returns.add(step - 1);
+    if (turn == num_steps) {
+      result.dq = gradients.dq().to(q.scalar_type());  // while the last message travels
+      const auto [dk, dv] = returns.sum(q.scalar_type());
+      result.dk = dk;
+      result.dv = dv;
+    }
     if (timer.on()) {
       StepTiming timing;
       timing.source = call.plan.visits[step].source;
       timing.own = step == 0;
+      timing.backward = true;
       timing.flops = gradients.flops(step);
       std::function<double()> transfer_ms;
       if (step > 0) transfer_ms = [=] { return stream->transfer_ms(step); };
       timer.end_launch(timing, std::move(transfer_ms));
     }
-    // The message of the turn before travelled beside this attention.
-    if (step > 1) returns.add(step - 1);
   }
-  const at::Tensor dq = gradients.dq().to(q.scalar_type());  // while the last message travels
-  const auto [dk, dv] = returns.sum(q.scalar_type());
-  const RingGradients result = {dq, dk, dv};
   if (transport != nullptr) transport->guard({result.dq, result.dk, result.dv});
   timer.finish();
   return result;

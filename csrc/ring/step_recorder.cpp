@@ -54,20 +54,28 @@ CallTimer::CallTimer(c10::Device device)
     : device_(device), on_(Recorder::get().on()), call_(on_ ? Recorder::get().begin_call() : 0) {}
 
 void CallTimer::begin_launch() {
-  if (on_) launch_.emplace(device_);
+  if (!on_) return;
+  launch_.emplace(device_);
+  attended_.reset();
 }
 
 void CallTimer::begin_attention() {
   if (on_) attention_.emplace(device_);
 }
 
+void CallTimer::end_attention() {
+  if (on_) attended_.emplace(device_);
+}
+
 void CallTimer::end_launch(StepTiming timing, std::function<double()> transfer_ms) {
   if (!on_) return;
   timing.call = call_;
-  steps_.push_back([=, launch = *launch_, attention = *attention_, end = EventTimer(device_)] {
+  const EventTimer end(device_);
+  const EventTimer attended = attended_.value_or(end);
+  steps_.push_back([=, launch = *launch_, attention = *attention_] {
     StepTiming timed = timing;
-    timed.wait_ms = timing.own ? 0.0 : launch.until(attention);
-    timed.attention_ms = timing.flops > 0.0 ? attention.until(end) : 0.0;
+    timed.wait_ms = (timing.own ? 0.0 : launch.until(attention)) + attended.until(end);
+    timed.attention_ms = timing.flops > 0.0 ? attention.until(attended) : 0.0;
     timed.transfer_ms = transfer_ms ? transfer_ms() : 0.0;
     return timed;
   });

@@ -25,9 +25,10 @@ struct StepTiming {
   int64_t call = 0;           // 0, 1, ...: ring calls since recording began
   int64_t source = 0;         // the rank that owns the block
   bool own = false;           // the block was this rank's own
+  bool backward = false;      // of a ring's backward
   double attention_ms = 0.0;  // 0 where nothing was visible
   double transfer_ms = 0.0;   // from the start of the block's transfer to its arrival
-  double wait_ms = 0.0;       // how long the stream waited for the block
+  double wait_ms = 0.0;       // how long the stream waited: for the block, and for gradients
   double flops = 0.0;         // operations of the attention
 };
 
@@ -77,9 +78,11 @@ class CallTimer {
   /// Whether each block is to be timed by itself.
   bool by_block() const { return on_ && Recorder::get().by_block(); }
 
-  /// For each launch: before it waits for its blocks, once it has them, and after it.
+  /// For each launch: before it waits for its blocks, once it has them, and after it. Where it
+  /// waits for more after its attention, end_attention() comes before that.
   void begin_launch();
   void begin_attention();
+  void end_attention();
   /// `timing`: all of it but the number of the call and the times. `transfer_ms` is called when
   /// recording ends; empty: 0.
   void end_launch(StepTiming timing, std::function<double()> transfer_ms);
@@ -91,7 +94,7 @@ class CallTimer {
   const c10::Device device_;
   const bool on_;
   const int64_t call_;
-  std::optional<EventTimer> launch_, attention_;
+  std::optional<EventTimer> launch_, attention_, attended_;
   std::vector<std::function<StepTiming()>> steps_;
 };
 

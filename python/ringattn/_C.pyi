@@ -90,6 +90,7 @@ class StepTiming:
     transfer_ms: float
     wait_ms: float
     flops: float
+    backward: bool
 
 def segments(
     layout: str, lengths: list[int], order: list[int], rank: int

@@ -21,8 +21,11 @@ class StepTiming:
     kind: str  #: "own" or "remote"
     attention_ms: float  #: computing; 0 where nothing is visible
     transfer_ms: float  #: of the transfer of the block; 0 for the own one
-    wait_ms: float  #: attention stood still because the block was not here yet
+    #: attention stood still because the block was not here yet; with the own block of a backward,
+    #: which comes last, until the gradients that return are here and added
+    wait_ms: float
     flops: float = 0.0  #: operations of the attention; repetitions do not count
+    backward: bool = False  #: of the backward of a ring call, which is a call of its own
 
 
 @dataclass
@@ -88,7 +91,8 @@ def check_not_recording() -> None:
 
 @contextmanager
 def record_timings(*, by_block: bool = True) -> Iterator[Timings]:
-    """Records every ring call of this process inside the context; costs nothing when it is off.
+    """Records every ring call of this process inside the context, and every backward of one; costs
+    nothing when it is off.
 
     Args:
         by_block: attention goes block by block, and ``steps`` has each. False: calls go as they
@@ -123,6 +127,7 @@ def record_timings(*, by_block: bool = True) -> Iterator[Timings]:
                 step.transfer_ms,
                 step.wait_ms,
                 step.flops,
+                step.backward,
             )
             for step in _C.stop_recording()
         ]

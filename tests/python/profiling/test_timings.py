@@ -37,6 +37,73 @@ def test_one_step_for_every_visiting_block(ring):
                 assert step.transfer_ms == 0 and step.wait_ms == 0
 
 
+def record_training(case: Case, seconds: float) -> Timings:
+    """Both passes, of a ring whose first rank enters the second one late."""
+    inputs = [x.requires_grad_() for x in case.local_inputs()]
+    with ringattn.record_timings() as timings:
+        out = ringattn.ring_attention(*inputs, case.partition, causal=case.causal)
+        if this().rank == 0:
+            time.sleep(seconds)
+        out.sum().backward()
+    return timings
+
+
+def test_a_backward_is_a_call_of_its_own_with_the_own_block_last(ring):
+    size = ring.world_size
+    case = Case(Partition.even(16 * size, size), causal=False)
+    for rank, timings in enumerate(ring.run(record_training, case, 0.0)):
+        forward, backward = timings.calls
+        assert [step.backward for step in timings.steps] == [False] * size + [True] * size
+        assert [step.source for step in forward] == [(rank - step) % size for step in range(size)]
+        for there, back in zip([*forward[1:], forward[0]], backward, strict=True):
+            assert (back.source, back.kind) == (there.source, there.kind)
+            assert back.flops == 2.5 * there.flops
+            assert back.attention_ms > 0 and back.wait_ms >= 0 and back.transfer_ms >= 0
+            assert back.kind == "remote" or back.transfer_ms == 0
+
+
+def test_waits_for_blocks_are_no_attention_of_a_backward(rank_pool):
+    case = Case(Partition.even(64, 2))
+    rank_pool(2).run(record_training, case, 0.0)
+    (_, waiting) = rank_pool(2).run(record_training, case, 1.0)
+    remote, own = waiting.calls[1]
+    assert remote.wait_ms > 500 > own.attention_ms + remote.attention_ms
+
+
+def one_rank_slow_in_training(case: Case) -> tuple[list[float], list[Timings]]:
+    """Processor time of the backward at full speed, and with the first rank's work repeated, each
+    the least of some; timings of the slow ones."""
+    least, recorded = [], []
+    for factor in (1.0, 8.0 if this().rank == 0 else 1.0):
+        spent = []
+        for _ in range(5):
+            inputs = [x.requires_grad_() for x in case.local_inputs()]
+            with ringattn.testing.slowdown(factor), ringattn.record_timings() as timings:
+                loss = ringattn.ring_attention(*inputs, case.partition, causal=case.causal).sum()
+                start = time.thread_time()
+                loss.backward()
+                spent.append(time.thread_time() - start)
+            recorded.append(timings)
+        least.append(min(spent))
+    return least, recorded[5:]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_slow_rank_is_slow_in_its_backward_and_others_wait_for_its_gradients(rank_pool, causal):
+    case = Case(Partition.even(512, 2), batch=1, causal=causal)
+    (slow_ms, slow), (fast_ms, fast) = rank_pool(2).run(one_rank_slow_in_training, case)
+    assert slow_ms[1] > 3 * slow_ms[0] and fast_ms[1] < 2 * fast_ms[0]
+    computed, waited = (
+        [
+            sum(getattr(step, name) for step in of_fast.calls[1])
+            / sum(step.attention_ms for step in of_slow.calls[1])
+            for of_slow, of_fast in zip(slow, fast, strict=True)
+        ]
+        for name in ("attention_ms", "wait_ms")
+    )
+    assert min(computed) < 0.5 < max(waited)
+
+
 def test_without_kernels_for_lists_of_blocks_each_is_recorded_either_way(rank_pool):
     case = Case(Partition.zigzag([10, 22]))
     by_block, as_is = (rank_pool(2).run(record, case, 2, which) for which in (True, False))
