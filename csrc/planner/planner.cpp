@@ -215,6 +215,17 @@ Partition reduce_waits_and_padding(const Partition& filled, const TimeModel& mod
   return *fastest(improved, model, depth).first;
 }
 
+// Tokens whose keys and values a rank holds beside its shard, gradients counted by their bytes. A
+// backward holds all visiting blocks.
+int64_t held_tokens(const Partition& partition, int64_t rank, const TimeModel& model,
+                    int64_t depth) {
+  const Mask& mask = model.mask();
+  if (!model.training()) return buffered_tokens(partition, rank, mask, depth);
+  const int64_t all = depth_used({}, model.world_size());
+  return buffered_tokens(partition, rank, mask, all) +
+         kGradientBytes * gradient_tokens(partition, rank, mask);
+}
+
 // What a partition takes and needs; `filled` has lengths that end together without padding and
 // waits.
 Plan describe(const Partition& partition, const Partition& filled, const TimeModel& model,
@@ -225,7 +236,7 @@ Plan describe(const Partition& partition, const Partition& filled, const TimeMod
   const double ideal = std::min(ideal_ms(model, filled), slowest(rank_ms));
   Plan plan{partition, depth, find_min_depth({partition}, model), rank_ms, ideal, {}};
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
-    plan.memory_bytes.push_back(kv_bytes * buffered_tokens(partition, rank, model.mask(), depth));
+    plan.memory_bytes.push_back(kv_bytes * held_tokens(partition, rank, model, depth));
   }
   return plan;
 }

@@ -20,7 +20,7 @@ struct Plan {
   int64_t min_depth = 1;              // the least depth with which no rank waits longer
   std::vector<double> rank_ms;        // [W], predicted, waits for blocks included
   double ideal_ms = 0.0;              // without overheads, memory limits and rounding
-  std::vector<int64_t> memory_bytes;  // [W], key/value buffers of a ring call
+  std::vector<int64_t> memory_bytes;  // [W], of a ring call: buffers of blocks and gradients
 };
 
 /// [W]: milliseconds that each rank takes for a layer, by `TimeModel`: overhead + tokens x time per

@@ -32,6 +32,9 @@ struct ModelCost {
   int64_t kv_bytes = 0;          // key and value of one token
 };
 
+/// Bytes of gradients, which are float32, over those of keys and values in 16 bits.
+inline constexpr int64_t kGradientBytes = 2;
+
 /// What a call computes. Training: forward and backward, 3.5 times the attention of a forward pass
 /// and 3 times its products.
 struct Workload {

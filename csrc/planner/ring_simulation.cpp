@@ -52,4 +52,20 @@ int64_t buffered_tokens(const Partition& partition, int64_t rank, const Mask& ma
   return std::accumulate(buffers.begin(), buffers.end(), staged);
 }
 
+int64_t gradient_tokens(const Partition& partition, int64_t rank, const Mask& mask) {
+  const std::vector<HopPlan> hops = plan_hops(partition, rank, mask);
+  int64_t tokens = partition.length(rank);
+  // All but the last that come back are summed apart from those that the rank computes.
+  for (size_t hop = 0; hop + 1 < hops.size(); ++hop) {
+    if (hops[hop].sent.empty()) continue;
+    tokens *= 2;
+    break;
+  }
+  for (const auto rows : {&HopPlan::received, &HopPlan::sent}) {
+    const std::vector<int64_t> buffers = buffer_rows(hops, /*depth=*/1, rows);
+    tokens = std::accumulate(buffers.begin(), buffers.end(), tokens);
+  }
+  return tokens;
+}
+
 }  // namespace ringattn

@@ -32,4 +32,8 @@ std::vector<double> simulate_waits(const Schedules& visits_of, const VisitTime& 
 RINGATTN_API int64_t buffered_tokens(const Partition& partition, int64_t rank, const Mask& mask,
                                      int64_t depth);
 
+/// Tokens whose gradients of keys and values its backward holds: of the shard, computed here and
+/// come back, and two buffers for each way.
+RINGATTN_API int64_t gradient_tokens(const Partition& partition, int64_t rank, const Mask& mask);
+
 }  // namespace ringattn

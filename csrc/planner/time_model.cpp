@@ -19,13 +19,13 @@ constexpr double kFlopsPerMs = 1e9;
 /// How near RankTime::tokens_within comes where it has no closed form, in tokens.
 constexpr double kTokenError = 1.0 / 64;
 
-/// What a pass over a layer takes, in units of a forward pass. Backward moves each block and, with
-/// as many bytes, its gradient (FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4.1).
+/// What a pass over a layer takes, in units of a forward pass (FlashAttention-2,
+/// https://arxiv.org/abs/2307.08691, section 4.1). Backward moves each block, and its gradients.
 struct Pass {
   double attention, linear, bytes;
 };
 constexpr Pass kForward = {1.0, 1.0, 1.0};
-constexpr Pass kBackward = {2.5, 2.0, 2.0};
+constexpr Pass kBackward = {2.5, 2.0, 1.0 + kGradientBytes};
 
 std::vector<Pass> passes(const Workload& workload) {
   return workload.training ? std::vector{kForward, kBackward} : std::vector{kForward};

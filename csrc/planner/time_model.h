@@ -69,6 +69,7 @@ class TimeModel {
   Layout layout() const { return layout_; }
   const std::vector<RankProfile>& profiles() const { return profiles_; }
   const Mask& mask() const { return workload_.mask; }
+  bool training() const { return workload_.training; }
   /// [W]
   const std::vector<RankTime>& ranks() const { return ranks_; }
   /// Whether times depend on the tokens before a rank's own: those of all ranks or of none do.

@@ -125,7 +125,8 @@ class Plan:
         rank_ms: time of each rank, ``[W]``; 0 for one without tokens.
         ideal_ms: time without overheads, limits of memory, and rounding to whole tokens.
         memory_bytes: key/value buffers of a ring call on each rank, ``[W]``: its own block as it is
-            sent, and the visiting ones.
+            sent, and the visiting ones. In training those of its backward: all visiting blocks, and
+            gradients of keys and values.
     """
 
     partition: Partition
@@ -230,9 +231,11 @@ def plan(
             rows, unless one of them owns 10 % more tokens than any under zigzag.
         depth: how many blocks may be under way; None: all, W - 1, so that no rank waits for a peer
             that computes. A smaller depth takes less memory, see ``Plan.min_depth``.
-        training: forward and backward, 3.5 times the attention and 3 times the matrix products of
-            forward alone (https://arxiv.org/abs/2307.08691, section 4.1). Backward moves each
-            block and, with as many bytes, its gradient.
+        training: a step of training, forward and backward: 3.5 times the attention and 3 times the
+            matrix products of forward alone, at the same speed
+            (https://arxiv.org/abs/2307.08691, section 4.1). Backward moves each block again, and its
+            gradients, which are float32 and count as twice the bytes of keys and values: these have
+            16 bits, or it is too much.
 
     Returns:
         The plan; it prints as a table.

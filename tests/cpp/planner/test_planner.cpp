@@ -342,12 +342,30 @@ TEST_CASE("memory is the buffers that the plan's depth takes") {
   CHECK(shallow.memory_bytes == Lengths(4, 4096 * 3000));
 }
 
+TEST_CASE("memory in training is all blocks, and gradients in float32") {
+  const auto profiles = with_speeds({1.0, 1.0, 1.0, 1.0});
+  const Workload dense{{false}, true};
+  const auto memory = [&](int64_t depth) {
+    return make_plan(4000, profiles, kAttention, Layout::kZigzag, dense, depth).memory_bytes;
+  };
+  // Four blocks; gradients of the own one, computed and returned, and two buffers for each way.
+  CHECK(memory(3) == Lengths(4, 4096 * (4000 + 2 * 6000)));
+  CHECK(memory(1) == memory(3));
+  const Plan lone = make_plan(4000, with_speeds({1.0}), kAttention, Layout::kZigzag, dense);
+  CHECK(lone.memory_bytes == Lengths{4096 * 2 * 4000});
+  // Causal: rank 0 uses both blocks whole, and all of its own is used by none.
+  const Partition zigzag(Layout::kZigzag, {100, 300, 200});
+  CHECK(gradient_tokens(zigzag, 0, {true}) == 2 * 100 + (300 + 200) + (50 + 50));
+  CHECK(gradient_tokens(zigzag, 2, {true}) == 2 * 200 + (150 + 50) + (200 + 200));
+}
+
 TEST_CASE("a ring holds nothing on a rank without tokens") {
   for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) {
     for (const bool causal : {true, false}) {
       for (const int64_t depth : {1, 3}) {
         const Partition partition(layout, {0, 6000, 8000, 4000});
         CHECK(buffered_tokens(partition, 0, {causal}, depth) == 0);
+        CHECK(gradient_tokens(partition, 0, {causal}) == 0);
         CHECK(buffered_tokens(partition, 2, {causal}, depth) > 0);
       }
     }

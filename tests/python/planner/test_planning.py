@@ -144,6 +144,36 @@ def test_training_takes_three_times_the_products_and_more_of_attention(layout):
         assert total == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("mask", "layout"),
+    [
+        ({"window_size": (4095, 0)}, None),
+        ({"cu_seqlens": [0, 9000, 30000, 65536]}, None),
+        ({"causal": False}, "contiguous"),
+    ],
+)
+def test_a_training_step_is_planned_under_every_mask_and_limit(mask, layout):
+    profiles = [*ranks(1.0, 0.5), *ranks(0.8, max_tokens=9000)]
+    plan = ringattn.plan(65536, profiles, LAYER, layout=layout, training=True, **mask)
+    assert plan.partition.lengths[2] <= 9000
+    assert plan.rank_ms == predict(plan.partition, profiles, LAYER, training=True, **mask)
+    alone = ringattn.plan(65536, ranks(1.0), LAYER, training=True, **mask).predicted_ms
+    assert plan.predicted_ms < 0.7 * alone
+    assert plan.ideal_ms == pytest.approx(alone / 2.3, rel=0.02)
+    slow_links = [replace(profile, link_gbps=0.5) for profile in profiles]
+    waited = predict(plan.partition, slow_links, LAYER, training=True, **mask)
+    assert max(waited) > plan.predicted_ms
+
+
+def test_gradients_of_a_block_take_three_times_as_long_as_the_block_and_no_more():
+    """All bytes of a step, over links that all else is short for: a block each way in both passes,
+    and gradients of twice its bytes."""
+    even, links = Partition.even(2**14, 2), [RankProfile(600, 650, link_gbps=0.01)] * 2
+    forward = max(predict(even, links, ATTENTION, causal=False))
+    training = max(predict(even, links, ATTENTION, causal=False, training=True))
+    assert training == pytest.approx(4 * forward, rel=1e-3)
+
+
 @pytest.mark.parametrize("seq_len", [0, 1, 5, 1000, 100001, 2**20])
 @pytest.mark.parametrize("world_size", [1, 2, 4, 7])
 def test_equal_ranks_get_the_even_partition(seq_len, world_size):
@@ -231,6 +261,15 @@ def test_depth_is_all_there_is_or_what_is_asked():
     two_slow = ringattn.plan(2**16, ranks(1, 1, 0.25, 0.25), ATTENTION)
     order = two_slow.partition.order
     assert two_slow.min_depth == 1 and abs(order.index(2) - order.index(3)) == 2
+
+
+def test_memory_in_training_is_all_blocks_and_float32_gradients():
+    block = 1000 * ATTENTION.kv_bytes
+    for depth in (1, 3):
+        options = {"causal": False, "depth": depth, "training": True}
+        plan = ringattn.plan(4000, ranks(1, 1, 1, 1), ATTENTION, **options)
+        # Its own gradients, computed and returned, and two blocks of them for each way.
+        assert plan.memory_bytes == ((4 + 2 * 6) * block,) * 4
 
 
 def test_memory_is_the_buffers_of_the_depth():
