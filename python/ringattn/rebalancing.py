@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from ringattn._speed_tracking import SpeedTracker
 from ringattn.partition import Partition
 from ringattn.planning import ModelCost, Plan, plan, predict, work_in_tiles
 from ringattn.profiles import RankProfile
-from ringattn.timings import Timings, call_tflops
+from ringattn.timings import StepTiming, Timings, call_tflops
 
 # A new plan is on trial for _TRIAL requests. It is given up if it is slower by more than _WORSE
 # than the latest requests under the previous plan, of which there must be _MIN_BEFORE.
@@ -35,14 +35,17 @@ _ENOUGH = 64
 _LEAST_MS = 0.01
 _SIMILAR = 2
 
+# Operations of a backward of attention, in those of its forward.
+_BACKWARD = 2.5
+
 
 @dataclass
 class _Observation:
     """One rank's timing of a request, sent to all ranks."""
 
     speed: float | None  # relative to its profile; None: it had nothing to do
-    call_ms: float = 0.0  # time of a call, waits included
-    flops: float = 0.0  # operations of a call
+    call_ms: float = 0.0  # time of a call, waits included; in training of both passes
+    flops: float = 0.0  # operations of it
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,10 @@ class Rebalancer:
     observed. Where a whole ring is one launch, ``record_timings(by_block=False)`` measures that
     launch, its own waits included; block by block, calls are slower, and not equally on all ranks.
 
+    With ``training``, plans are those of steps of training, and a request is such a step. What it
+    teaches is how long the forward and the backward of attention take together, each at its own
+    speed. Without, backward calls teach nothing.
+
     Where all ranks hold the same arguments and call the same methods, all have the same plans, bit
     for bit. Not thread safe.
 
@@ -118,6 +125,7 @@ class Rebalancer:
         causal: as in :func:`ringattn.plan`.
         window_size: as in :func:`ringattn.plan`.
         layout: as in :func:`ringattn.plan`.
+        training: as in :func:`ringattn.plan`.
 
     Raises:
         ValueError: as :func:`ringattn.plan`.
@@ -134,9 +142,12 @@ class Rebalancer:
         causal: bool = True,
         window_size: Sequence[int] = (-1, -1),
         layout: str | None = None,
+        training: bool = False,
     ) -> None:
         self._mask: dict[str, Any] = {"causal": causal, "window_size": check_window(window_size)}
-        plan(0, profiles, cost, **self._mask, layout=layout)  # refuses wrong arguments
+        self._training = training
+        # Refuses wrong arguments.
+        plan(0, profiles, cost, **self._mask, layout=layout, training=training)
         self._measured = list(profiles)
         self._cost = cost
         self._layout = layout
@@ -205,7 +216,7 @@ class Rebalancer:
         Raises:
             ValueError: a group of another size than there are profiles, ranks that have planned for
                 different lengths or from different profiles, on all of them; ``timings`` that are
-                no :class:`ringattn.Timings`.
+                no :class:`ringattn.Timings`, or with ``training`` have forward calls alone.
         """
         ring = resolve_group(group)
         mistake, own = None, _Observation(None)
@@ -216,6 +227,11 @@ class Rebalancer:
             )
         elif not isinstance(timings, Timings):
             mistake = f"timings must be Timings, got {type(timings).__name__}"
+        elif self._training and timings.steps and not any(s.backward for s in timings.steps):
+            mistake = (
+                "timings must be of forward and backward with training=True, got forward calls "
+                "alone: record loss.backward() too"
+            )
         else:
             own = self._observation(timings, ring.rank)
         documents = None if self._latest is None else self._latest[0].cu_seqlens
@@ -225,6 +241,7 @@ class Rebalancer:
             "cost": self._cost,
             **self._mask,
             "layout": self._layout,
+            "training": self._training,
             "seq_len": None if self._latest is None else self._latest[0].seq_len,
             "cu_seqlens": None if documents is None else Content(number_of(documents)),
         }
@@ -278,7 +295,14 @@ class Rebalancer:
             for profile, speed in zip(self._measured, self._snapped_speeds(), strict=True)
         ]
         mask = self._mask | {"cu_seqlens": request.cu_seqlens}
-        current_ms = predict(current.partition, estimated, self._cost, **mask, depth=current.depth)
+        current_ms = predict(
+            current.partition,
+            estimated,
+            self._cost,
+            **mask,
+            depth=current.depth,
+            training=self._training,
+        )
         best_ms = self._plan(request, estimated).predicted_ms
         excess = max(current_ms) / best_ms - 1 if best_ms > 0 else 0.0
         if not self._tracker.should_replan(excess, current_ms.index(max(current_ms))):
@@ -306,26 +330,39 @@ class Rebalancer:
 
     def _plan(self, request: _Request, profiles: Sequence[RankProfile]) -> Plan:
         mask = self._mask | {"cu_seqlens": request.cu_seqlens}
-        return plan(request.seq_len, profiles, self._cost, **mask, layout=self._layout)
+        options = {"layout": self._layout, "training": self._training}
+        return plan(request.seq_len, profiles, self._cost, **mask, **options)
 
     def _observation(self, timings: Timings, rank: int) -> _Observation:
-        """This rank's part of a request: medians over the ring calls."""
+        """This rank's part of a request: medians over the ring calls, of each pass."""
         calls = timings.calls
-        if not calls:
-            return _Observation(None)
-        planned, in_tiles = 0.0, 1.0
         profile = self._measured[rank]
+        in_tiles, planned = 1.0, 0.0
         if self._latest is not None:
             request, latest = self._latest
             mask = self._mask | {"cu_seqlens": request.cu_seqlens}
             planned = self._cost.attention_flops * latest.partition.num_pairs(rank, **mask)
             in_tiles = work_in_tiles(latest.partition, rank, self._cost, profile.tiles, **mask)
-        for steps in calls:
-            if not any(step.flops for step in steps):
-                steps[0] = replace(steps[0], flops=planned)
-        speeds = call_tflops(calls, profile.overhead_ms)
-        return _Observation(
-            in_tiles * statistics.median(speeds) / profile.attention_tflops if speeds else None,
-            statistics.median(sum(s.attention_ms + s.wait_ms for s in steps) for steps in calls),
-            statistics.median(sum(step.flops for step in steps) for steps in calls),
-        )
+        observed = _Observation(None)
+        done = took = 0.0  # operations, and what they take at the speeds seen
+        for backward in (False, True) if self._training else (False,):
+            of_pass = [call for call in calls if call[0].backward == backward]
+            passes = _BACKWARD if backward else 1.0
+            for steps in of_pass:
+                if not any(step.flops for step in steps):
+                    steps[0] = replace(steps[0], flops=passes * planned)
+            if not of_pass:
+                continue
+            observed.call_ms += _median(of_pass, lambda step: step.attention_ms + step.wait_ms)
+            observed.flops += _median(of_pass, lambda step: step.flops)
+            if speeds := call_tflops(of_pass, profile.overhead_ms):
+                done += passes
+                took += passes / statistics.median(speeds)
+        if took > 0:
+            observed.speed = in_tiles * done / took / profile.attention_tflops
+        return observed
+
+
+def _median(calls: Sequence[Sequence[StepTiming]], of: Callable[[StepTiming], float]) -> float:
+    """Over calls, of the sum over a call's steps."""
+    return statistics.median(sum(map(of, steps)) for steps in calls)

@@ -205,6 +205,91 @@ def test_a_slow_rank_of_a_real_ring_gets_less(rank_pool):
     assert speeds[1] < 0.6 * speeds[0]
 
 
+def training_ring(num_requests: int) -> tuple[list[ringattn.Plan], list[RankProfile]]:
+    """Steps of training of a real ring whose second rank computes everything six times."""
+    size, rank = this().world_size, this().rank
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = torch.randn(3, 1, 768, 4, 64, generator=generator).unbind()
+    profiles = [RankProfile(0.05, 0.05)] * size
+    rebalancer = Rebalancer(profiles, ModelCost.attention_only(4, 64), training=True)
+    plans = []
+    for _ in range(num_requests):
+        plans.append(rebalancer.plan(q.size(1)))
+        p = plans[-1].partition
+        own = [p.shard(x, rank).requires_grad_() for x in (q, k, v)]
+        with (
+            ringattn.testing.slowdown(6.0 if rank == 1 else 1.0),
+            ringattn.record_timings() as timings,
+        ):
+            for _ in range(2):
+                ringattn.ring_attention(*own, p).sum().backward()
+        rebalancer.observe(timings)
+    return plans, rebalancer.profiles
+
+
+def test_a_slow_rank_of_a_training_ring_gets_less(rank_pool):
+    results = rank_pool(2).run(training_ring, 8)
+    plans, profiles = results[0]
+    assert results[1] == (plans, profiles)
+    assert plans[0].partition == Partition.even(768, 2)
+    assert plans[-1].partition.lengths[1] < 0.4 * 768
+    assert profiles[1].attention_tflops < 0.6 * profiles[0].attention_tflops
+    cost = ModelCost.attention_only(4, 64)
+    assert plans[-1] == ringattn.plan(768, profiles, cost, training=True)
+
+
+def training_step(flops: float, forward_ms: float, backward_ms: float) -> Timings:
+    """Of two layers, at these times for the forward's operations and as many of the backward."""
+    passes = [(1.0, forward_ms, False)] * 2 + [(2.5, backward_ms, True)] * 2
+    return Timings(
+        [
+            StepTiming(call, 0, "own", times * ms, 0.0, 0.0, times * flops, backward)
+            for call, (times, ms, backward) in enumerate(passes)
+        ]
+    )
+
+
+def test_a_training_step_teaches_the_speed_of_both_passes_together():
+    # 1e9 operations in 2 ms and in 4 ms: 3.5e9 take 12 ms, at 1 TFLOPS 3.5.
+    step = training_step(1e9, 2.0, 4.0)
+    for training, speed in ((True, 3.5 / 12), (False, 0.5)):
+        rebalancer = Rebalancer([RankProfile(1, 1)], COST, training=training)
+        for _ in range(3):
+            rebalancer.observe(step)
+        assert rebalancer.speeds == [pytest.approx(speed)]
+
+
+def other_speeds_backward() -> list[list[float]]:
+    """The attention time of each rank's steps, as the last plan has them: forward as fast as its
+    profile, backward half as fast on the second rank."""
+    rank = this().rank
+    rebalancer = Rebalancer(PROFILES[:2], COST, training=True)
+    for _ in range(8):
+        plan = rebalancer.plan(65536)
+        flops = COST.attention_flops * plan.partition.num_pairs(rank)
+        ms = flops / 500e9
+        rebalancer.observe(training_step(flops, ms, ms * (1 + rank)))
+    return [plan.partition.num_pairs(r) * (1 + 2.5 * (1 + r)) for r in range(2)]
+
+
+def test_ranks_whose_backward_alone_is_slow_end_together(rank_pool):
+    for first, second in rank_pool(2).run(other_speeds_backward):
+        assert first == pytest.approx(second, rel=0.02)
+
+
+def forward_alone_on_one_rank() -> None:
+    rebalancer = Rebalancer(PROFILES[:2], COST, training=True)
+    step = training_step(1e9, 1.0, 1.0)
+    rebalancer.observe(Timings(step.steps[: 4 - 2 * this().rank]))
+
+
+def test_timings_without_a_backward_teach_nothing_about_training(rank_pool):
+    first, second = rank_pool(2).outcomes(forward_alone_on_one_rank)
+    assert first.error == second.error == "ValueError"
+    message = "timings must be of forward and backward with training=True, got forward calls alone"
+    assert message in first.message and message in second.message
+
+
 def test_a_single_rank_has_nothing_to_balance():
     rebalancer = Rebalancer([RankProfile(1, 1)], ModelCost.attention_only(2, 16))
     q = torch.randn(1, 64, 2, 16)
@@ -299,6 +384,8 @@ def test_wrong_arguments_are_refused(arguments, message):
         Rebalancer(*arguments)
     with pytest.raises(ValueError, match='layout must be "zigzag" or "contiguous"'):
         Rebalancer(PROFILES, COST, layout="spiral")
+    with pytest.raises(ValueError, match="training must be True or False, got 1"):
+        Rebalancer(PROFILES, COST, training=1)
 
 
 def test_profiles_for_another_number_of_ranks_are_refused():
