@@ -38,8 +38,9 @@ _caps: list[int | None] = [None]  # likewise
 def slowdown(factor: float) -> Iterator[None]:
     """Makes this process a slower rank: it repeats the computation of every attention block of
     :func:`ringattn.ring_attention` and of every linear layer (``torch.nn.functional.linear``)
-    inside the context, so that they take about ``factor`` times as long, with the same result. An
-    unequal ring anywhere, on CPU too. Contexts nest; the innermost factor holds.
+    inside the context, and of their backwards, so that they take about ``factor`` times as long,
+    with the same result. An unequal ring anywhere, on CPU too. Contexts nest; the innermost factor
+    holds.
 
     Attention is slower in the whole process, linear layers in the thread that entered the context.
 
@@ -127,17 +128,38 @@ class _Slowdown(TorchFunctionMode):
         if func is F.linear and self._depth == len(_factors) - 1:
             self._repeat(*args, **kwargs)
         result: torch.Tensor = func(*args, **kwargs)
+        if func is F.linear and self._depth == len(_factors) - 1 and result.requires_grad:
+            result.register_hook(lambda grad: self._repeat_backward(grad, *args, **kwargs))
         return result
 
     def _repeat(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
         rows = input.detach().reshape(-1, input.size(-1))
-        extra = _factors[self._depth] - 1.0
-        while extra > 0.0:
-            count = round(min(extra, 1.0) * rows.size(0))
+        for count in self._repeated(rows.size(0)):
             with torch.no_grad():
                 F.linear(rows[:count], weight, bias)
+
+    def _repeat_backward(
+        self,
+        grad: torch.Tensor,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        grads, rows = (x.detach().reshape(-1, x.size(-1)) for x in (grad, input))
+        for count in self._repeated(rows.size(0)):
+            with torch.no_grad():  # under autocast, inputs have another dtype
+                if input.requires_grad:
+                    grads[:count] @ weight.to(grad.dtype)
+                if weight.requires_grad:
+                    grads[:count].t() @ rows[:count].to(grad.dtype)
+
+    def _repeated(self, num_rows: int) -> Iterator[int]:
+        """How many leading rows each repetition computes."""
+        extra = _factors[-1] - 1.0
+        while extra > 0.0:
+            yield round(min(extra, 1.0) * num_rows)
             extra -= 1.0
 
 

@@ -194,6 +194,20 @@ def test_linear_layers_repeat_the_rows_that_the_factor_asks_for(factor: float, r
     assert counter.get_total_flops() == 2 * rows * 24 * 8
 
 
+@pytest.mark.parametrize(("factor", "products"), [(1.0, 3), (2.0, 6), (2.5, 7.5)])
+def test_the_backward_of_linear_layers_is_repeated_too(factor: float, products: float) -> None:
+    layer, x = torch.nn.Linear(24, 8), torch.randn(2, 3, 24, requires_grad=True)
+    with FlopCounterMode(display=False) as counter, testing.slowdown(factor):
+        layer(x).sum().backward()
+    assert counter.get_total_flops() == products * 2 * 6 * 24 * 8
+    expected = (x.grad, layer.weight.grad)
+    x.grad = layer.weight.grad = None
+    layer(x).sum().backward()
+    assert all(map(torch.equal, expected, (x.grad, layer.weight.grad)))
+    with testing.slowdown(2.0), torch.autocast("cpu", torch.bfloat16):
+        layer(x).sum().backward()
+
+
 def test_repetition_passes_through_torch_compile() -> None:
     layer = torch.nn.Linear(16, 16)
     q = torch.randn(1, 8, 2, 8)
