@@ -83,7 +83,7 @@ def measure(actual: torch.Tensor, expected: torch.Tensor) -> Error:
     )
 
 
-def _sdpa(
+def sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float
 ) -> torch.Tensor:
     if scale <= 0:  # PyTorch scales what it has masked with -inf: the sign goes into q
@@ -116,12 +116,12 @@ def pytorch_error(
         return Error(0.0, 0.0)
     q, visible, expected = q[:, sees], visible[sees], expected[:, sees]
     if q.dtype != torch.float32:
-        return measure(_sdpa(q, k, v, visible, scale), expected)
+        return measure(sdpa(q, k, v, visible, scale), expected)
     errors = []
     for backend in _BACKENDS:
         try:
             with sdpa_kernel(backend):
-                errors.append(measure(_sdpa(q, k, v, visible, scale), expected))
+                errors.append(measure(sdpa(q, k, v, visible, scale), expected))
         except RuntimeError:  # not a backend for these inputs
             continue
     return min(errors, key=lambda error: error.max)

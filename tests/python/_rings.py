@@ -60,6 +60,7 @@ class Case:
     num_kv_heads: int = 2
     head_dim: int = 64
     scale: float | None = None
+    width: float = 1.0  # of q, and with it the scores: few keys have most of a row's weight
     window_size: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     with_sinks: bool = False
@@ -81,7 +82,7 @@ class Case:
         q = torch.randn(self.batch, rows, self.num_heads, self.head_dim, generator=generator)
         k = torch.randn(self.batch, keys, self.num_kv_heads, self.head_dim, generator=generator)
         v = torch.randn(self.batch, keys, self.num_kv_heads, self.head_dim, generator=generator)
-        q, k, v = (x.to(device, self.dtype) for x in (q, k, v))
+        q, k, v = (x.to(device, self.dtype) for x in (self.width * q, k, v))
         return q, k, v
 
     def sinks(self, device: torch.device | str) -> torch.Tensor | None:
