@@ -221,6 +221,27 @@ def allocated(lengths: list[int]) -> list[int]:
     return [event.nbytes() for event in events if event.name() == "[memory]"]
 
 
+def allocated_in_training(lengths: list[int]) -> tuple[list[int], list[int]]:
+    """Bytes that this rank's backward allocates, and of each tensor that is kept for it."""
+    p = Partition.zigzag(lengths)
+    shards = [p.shard(x, this().rank) for x in tensors(8, 2, 2, seq_len=p.seq_len)]
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.data_ptr()] = x.nbytes
+        return x
+
+    for _ in range(2):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = ringattn.ring_attention(*(x.clone().requires_grad_() for x in shards), p)
+        gradient = torch.ones_like(out)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            out.backward(gradient)
+    events = profiled.profiler.kineto_results.events()
+    return [e.nbytes() for e in events if e.name() == "[memory]"], sorted(kept.values())
+
+
 # ---- tests --------------------------------------------------------------------------------------
 
 
@@ -241,7 +262,7 @@ RUN = {
         "Sinks and softcap",
         "A table of one device",
     ],
-    "docs/memory.md": ["During one `ring_attention` call"],
+    "docs/memory.md": ["During one `ring_attention` call", "In a step of training"],
     "docs/migrating.md": [
         "From `F.scaled_dot_product_attention`",
         "Positions: the classic mistake",
@@ -259,7 +280,11 @@ RUN = {
         "Threads",
         "Time a call",
     ],
-    "docs/training.md": ["The rules", "Hugging Face models"],  # by test_training_page.py
+    "docs/training.md": [
+        "The rules",
+        "Unequal ranks",
+        "Hugging Face models",
+    ],  # by test_training_page.py
     "docs/transports.md": ["Start"],
 }
 
@@ -379,9 +404,9 @@ def test_a_group_is_started_as_shown() -> None:
 
 
 def test_the_memory_page_shows_what_the_planner_says() -> None:
-    section = "During one `ring_attention` call"
-    printed = run(shown("docs/memory.md", section), {"ringattn": ringattn})
-    assert printed == output("docs/memory.md", section)
+    for section in RUN["docs/memory.md"]:
+        printed = run(shown("docs/memory.md", section), {"ringattn": ringattn})
+        assert printed == output("docs/memory.md", section)
 
 
 def test_a_call_allocates_what_the_memory_page_counts(rank_pool: Pools) -> None:
@@ -403,3 +428,28 @@ def test_a_call_allocates_what_the_memory_page_counts(rank_pool: Pools) -> None:
             assert size in sizes, f"rank {rank} must allocate {size} bytes, got {sizes}"
         assert sizes.count(out) >= 2
         assert sum(buffers) <= token_bytes * sum(lengths)
+
+
+def test_a_training_step_keeps_and_allocates_what_the_memory_page_counts(rank_pool: Pools) -> None:
+    lengths, heads, kv_heads, head_dim = [300, 200, 100], 8, 2, 16
+    cost = ringattn.ModelCost.attention_only(heads, head_dim, num_kv_heads=kv_heads)
+    profiles = [ringattn.RankProfile(1, 1, max_tokens=most) for most in lengths]
+    plan = ringattn.plan(600, profiles, cost, training=True)
+    assert list(plan.partition.lengths) == lengths
+    halves = [150, 100, 50]
+    visiting = [[lengths[1], lengths[2]], [halves[0], lengths[2]], [halves[0], halves[1]]]
+    returning = [[halves[0], halves[0]], [lengths[1], halves[1]], [lengths[2], lengths[2]]]
+    sent = [halves[0], lengths[1], lengths[2]]
+    row = 2 * kv_heads * head_dim * 4  # float32: of a block, and of gradients
+    for rank, (sizes, kept) in enumerate(rank_pool(3).run(allocated_in_training, lengths)):
+        tokens = lengths[rank]
+        query = 4 * tokens * heads * head_dim
+        key = 4 * tokens * kv_heads * head_dim
+        assert kept == sorted([query, query, key, key, 4 * tokens * heads])
+        blocks = [row * rows for rows in (sent[rank], *visiting[rank])]
+        # Own ones, computed and returned, and a buffer for each of two steps each way.
+        gradients = [row * n for n in (tokens, tokens, *visiting[rank], *returning[rank])]
+        for size in (query, *blocks, *gradients):
+            assert size in sizes, f"rank {rank} must allocate {size} bytes, got {sizes}"
+        # Of keys and values in 16 bits: half as much for blocks.
+        assert plan.memory_bytes[rank] == sum(blocks) // 2 + sum(gradients)

@@ -45,6 +45,35 @@ def hugging_face() -> None:
         torch.testing.assert_close(given[name], x.grad, atol=1e-5, rtol=1e-4)
 
 
+def unequal() -> ringattn.Partition:
+    names: Names = {"ringattn": ringattn, "torch": torch, "F": F}
+    names |= {"rank": this().rank, "world_size": this().world_size}
+    by_hand, measured = (shown(PAGE, section) for section in ("The rules", "Unequal ranks"))
+    run(by_hand, names)
+    # The steps of the page, by one process from where the first one ended.
+    alone = LLaMA(names["model"].config, group="single")
+    alone.load_state_dict(names["model"].state_dict())
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3)
+    names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-3)
+    run(measured, names)
+    for _ in range(3):
+        logits = alone(names["ids"])
+        F.cross_entropy(logits.flatten(0, 1), names["targets"].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for given, right in zip(names["model"].parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(given, right, atol=2e-5, rtol=1e-4)
+    assert names["timings"].steps[-1].backward
+    return names["p"]
+
+
+def test_steps_of_unequal_ranks_are_those_of_one_process(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    first, second = rank_pool(2).run(unequal)
+    assert first == second and first.seq_len == 120
+
+
 def test_a_step_by_hand_is_that_of_one_process(rank_pool: Callable[[int], RankPool]) -> None:
     rank_pool(2).run(by_hand)
 
