@@ -25,6 +25,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
 import torch.nn.functional as F
-from ringattn import Partition
+from ringattn import Partition, record_timings
 from ringattn.models import LLaMA, LLaMAConfig, load_model, save_model
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint
@@ -121,14 +122,21 @@ class Trainer:
         vectors = [x for x in self.model.parameters() if x.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0}]
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
+        self.rebalancer = rebalancer_of(self.model, options, ranks)
         if options.recompute:
             recompute_layers(self.model)
+
+    def partition(self, documents: torch.Tensor) -> Partition:
+        """Of the sequence that has these boundaries."""
+        if self.rebalancer is not None:
+            return self.rebalancer.plan(self.options.tokens, documents).partition
+        return Partition.packed(documents, self.ranks.size, weights=self.options.weights)
 
     def part_of_loss(self, sequence: torch.Tensor) -> tuple[torch.Tensor, int]:
         """The sum of this rank's tokens' losses, and the operations of all ranks."""
         ids, targets = (x.to(self.ranks.device) for x in (sequence[:-1], sequence[1:]))
         documents = self.data.boundaries(sequence[:-1])
-        p = Partition.packed(documents, self.ranks.size, weights=self.options.weights)
+        p = self.partition(documents)
         half = self.options.dtype == torch.bfloat16
         with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=half):
             logits = self.model(ids[None], p, cu_seqlens=documents)[0]  # [T_r, V], this rank's rows
@@ -143,9 +151,13 @@ class Trainer:
         total = torch.zeros((), device=self.ranks.device)
         for number in range(options.accumulate):
             sequence = self.data.sequence(self.step * options.accumulate + number)
-            part, of_sequence = self.part_of_loss(sequence)
-            part = part / (options.accumulate * options.tokens)  # of all ranks' tokens
-            part.backward()
+            timed = nullcontext() if self.rebalancer is None else record_timings(by_block=False)
+            with timed as timings:
+                part, of_sequence = self.part_of_loss(sequence)
+                part = part / (options.accumulate * options.tokens)  # of all ranks' tokens
+                part.backward()
+            if self.rebalancer is not None:
+                self.rebalancer.observe(timings)
             total += part.detach()
             operations += of_sequence
         ringattn.all_reduce_gradients(self.model)  # parts of all ranks, summed
@@ -198,6 +210,26 @@ def model_of(options: argparse.Namespace) -> LLaMA:
         eos_ids=() if separator is None else (separator,),
     )
     return LLaMA(config)
+
+
+def rebalancer_of(
+    model: LLaMA, options: argparse.Namespace, ranks: Ranks
+) -> ringattn.Rebalancer | None:
+    """Plans for the ranks as they are measured now, and in each step."""
+    if options.partition != "auto":
+        return None
+    config = model.config
+    profiles = ringattn.measure_profiles(
+        num_heads=config.nheads,
+        num_kv_heads=config.kvheads,
+        head_dim=config.head_dim,
+        num_layers=config.nlayers,
+        num_tokens=max(1, options.tokens // ranks.size),
+        dtype=options.dtype,
+        device=ranks.device,
+    )
+    cost = ringattn.ModelCost.from_config(config, dtype=options.dtype)
+    return ringattn.Rebalancer(profiles, cost, training=True)
 
 
 def recompute_layers(model: LLaMA) -> None:
@@ -345,6 +377,12 @@ def parse() -> argparse.Namespace:
     add("--accumulate", type=int, default=1, metavar="N", help="sequences of a step (default: 1)")
     add("--steps", type=int, default=200, help="in all (default: 200)")
     add("--weights", type=float, nargs="+", metavar="W", help="shares of the ranks (default: even)")
+    add(
+        "--partition",
+        default="packed",
+        choices=("packed", "auto"),
+        help="auto: ranks are measured, and own what they are fast enough for (default: packed)",
+    )
     add("--learning-rate", type=float, default=1e-3, metavar="LR", help="(default: 1e-3)")
     add("--clip", type=float, default=1.0, help="of the gradients' norm (default: 1)")
     add(
@@ -358,7 +396,10 @@ def parse() -> argparse.Namespace:
         add(f"--{name}", type=int, default=size, help=f"of a new model (default: {size})")
     add("--hidden", type=int, default=768, help="of its feed-forward layers (default: 768)")
     add("--tie-heads", action="store_true", help="its head has the embedding's weights")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.weights is not None and options.partition == "auto":
+        parser.error("--weights must be left out with --partition auto, which measures them")
+    return options
 
 
 def main() -> None:

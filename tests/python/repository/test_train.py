@@ -79,6 +79,19 @@ def test_losses_of_several_ranks_are_those_of_one(
         assert math.isclose(given, right, rel_tol=1e-4)
 
 
+def test_ranks_that_are_measured_have_the_same_losses(
+    data: Path, alone: Path, tmp_path: Path
+) -> None:
+    rows = train(data, tmp_path, "--partition", "auto", ranks=2)
+    for given, right in zip(losses(rows), of(alone), strict=True):
+        assert math.isclose(given, right, rel_tol=1e-4)
+    refused = run_command(
+        [SCRIPT, "--data", data, "--out", tmp_path, "--partition", "auto", "--weights", 1, 2]
+    )
+    assert refused.returncode != 0
+    assert "--weights must be left out with --partition auto" in refused.stderr
+
+
 def test_a_run_that_was_killed_goes_on_with_the_same_losses(
     data: Path, alone: Path, tmp_path: Path
 ) -> None:
