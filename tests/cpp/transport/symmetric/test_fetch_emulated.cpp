@@ -76,14 +76,14 @@ struct Call {
            all_are(read_mirror_by_this_rank, 1) && scratch[LaunchScratch::kWarpsDone] == 0;
   }
 
-  // A peer signals once this device shows the expected phase, after 10 s in any case. Returns the
-  // phase that the device showed then.
+  // A peer signals once this device shows the expected phase, after ten minutes in any case: 512
+  // threads take their time on a busy machine. Returns the phase that the device showed then.
   uint32_t receives(uint32_t& signal, uint32_t value, uint32_t expected) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(10);
     uint32_t shown = kNothing;
-    for (int tries = 0; tries < 50; ++tries) {  // a loaded machine takes its time
-      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    while (shown != expected && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
       shown = __atomic_load_n(&phase, __ATOMIC_RELAXED);
-      if (shown == expected) break;
     }
     comes = true;
     __atomic_store_n(&signal, value, __ATOMIC_RELEASE);
