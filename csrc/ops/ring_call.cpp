@@ -194,13 +194,6 @@ std::shared_ptr<PreparedCall> prepare(const RingArguments& args, int64_t rank, i
       PreparedCall{std::string(args.transport), std::move(partitions), std::move(plan), {}, {}});
 }
 
-// Bytes of the largest one of any rank: keys and values, or their gradients.
-int64_t largest_message(const RingPlan& plan, const at::Tensor& k, RingPass pass) {
-  const auto type = pass == RingPass::kForward ? k.scalar_type() : state_dtype(k.scalar_type());
-  return plan.max_rows * 2 * k.size(0) * k.size(2) * k.size(3) *
-         static_cast<int64_t>(c10::elementSize(type));
-}
-
 }  // namespace
 
 std::optional<PartitionArguments> key_partition(at::OptionalIntArrayRef lengths,
@@ -249,11 +242,12 @@ void ring_call(const RingArguments& args, RingPass pass, c10::function_ref<void(
     keep_if_captured(prepared, args.q.device(), calls);
   });
   const std::shared_ptr<const Signature>& signature = signature_of(*prepared, args, pass);
-  const bool by_kind =
-      args.q.is_cpu() || (group->agreement().knows(*signature) &&
-                          group->transport(prepared->transport, args.q.device())
-                              .compares_tags(largest_message(prepared->plan, args.k, pass)));
-  const int64_t number = group->begin_call(signature, /*tagged=*/args.q.is_cpu(), by_kind);
+  const int64_t number = group->begin_call(signature, /*tagged=*/args.q.is_cpu(), [&] {
+    const auto dtype = args.k.scalar_type();
+    return group->transport(prepared->transport, args.q.device())
+        .compares_tags(prepared->plan.largest_message(
+            args.k, pass == RingPass::kForward ? dtype : state_dtype(dtype)));
+  });
   MessageTransport& carrier = group->transport(prepared->transport, args.q.device());
   // Not earlier: the group's device is settled by its first transport.
   if (!repeated) calls.insert(std::move(key), prepared);

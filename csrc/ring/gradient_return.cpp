@@ -44,7 +44,7 @@ void GradientReturn::send(int64_t step, const at::Tensor& visiting) {
   message.returns = true;
   message.destination = hop.source;
   message.source = hop.destination;
-  message.largest = call_.plan.max_rows * row_elements_ * own_.element_size();
+  message.largest = call_.plan.largest_message(own_.select(0, 0), own_.scalar_type());
   if (visiting.numel() > 0) message.send = visiting;
   if (!hop.sent.empty() && row_elements_ > 0) {
     message.receive = gradients(arriving_, step, hop.sent.size());

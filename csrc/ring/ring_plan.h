@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -20,6 +23,13 @@ struct RingPlan {
   std::vector<HopPlan> hops;  // [W - 1]; hops[i] belongs to step i + 1
   int64_t max_rows = 0;       // of the blocks of all ranks
   std::shared_ptr<KeyTables> key_tables;
+
+  /// Bytes of the largest message of any rank: rows of keys and values, or their gradients, of the
+  /// heads that `k` [B, S_r, H_kv, D] has.
+  int64_t largest_message(const at::Tensor& k, at::ScalarType dtype) const {
+    return 2 * max_rows * k.size(0) * k.size(2) * k.size(3) *
+           static_cast<int64_t>(c10::elementSize(dtype));
+  }
 };
 /// `queries` and `keys`: as in schedule().
 RINGATTN_API RingPlan plan_ring(const Partition& queries, const Partition& keys, int64_t rank,

@@ -67,11 +67,11 @@ bool CallAgreement::knows(const Signature& signature) const {
 }
 
 bool CallAgreement::join_known(int64_t call, const std::shared_ptr<const Signature>& signature,
-                               bool tagged, bool by_kind) {
+                               bool tagged, c10::function_ref<bool()> compares_tag) {
   if (compare_known_ && !tagged) return false;
   auto agreed = agreed_.find(signature->key());
   if (agreed == agreed_.end()) {
-    if (!by_kind || !knows(*signature)) return false;
+    if (!knows(*signature) || !(tagged || compares_tag())) return false;
     agreed = remember(signature->key(), hash(signature->text()));
   }
   begin(call, agreed->second, signature, tagged);

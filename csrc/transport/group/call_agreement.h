@@ -66,9 +66,10 @@ class RINGATTN_API CallAgreement {
   /// Whether the ranks have agreed on this kind of call before.
   bool knows(const Signature& signature) const;
   /// Begins a call that ranks need not compare. False where they must, and nothing has begun.
-  /// `by_kind`: they compare the call's tag.
+  /// `compares_tag`: whether they compare the call's tag, asked only where they have agreed on the
+  /// signature's kind and not on the rest. A tagged call is not asked.
   bool join_known(int64_t call, const std::shared_ptr<const Signature>& signature, bool tagged,
-                  bool by_kind);
+                  c10::function_ref<bool()> compares_tag);
   /// Returns once all ranks have published this signature. Throws on every rank where one has
   /// published another signature, has refused its arguments, or has published nothing within the
   /// group's timeout. Calls `poll` with a missing rank while it waits for that rank.

@@ -91,10 +91,10 @@ void GroupContext::enter(const char* operation) {
 }
 
 int64_t GroupContext::begin_call(std::shared_ptr<const Signature> signature, bool tagged,
-                                 bool by_kind) {
+                                 c10::function_ref<bool()> compares_tag) {
   failures_->throw_if_failed();
   const int64_t call = agreement_->number_call();
-  if (agreement_->join_known(call, signature, tagged, by_kind)) return call;
+  if (agreement_->join_known(call, signature, tagged, compares_tag)) return call;
   PeerWait wait(rendezvous_, kOutsideCalls, /*step=*/0, {}, signature->operation());
   try {
     agreement_->join(call, std::move(signature), tagged, [&](int64_t rank) {

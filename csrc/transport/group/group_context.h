@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/util/FunctionRef.h>
 
 #include <atomic>
 #include <cstdint>
@@ -58,8 +59,11 @@ class RINGATTN_API GroupContext {
   void leave() { under_way_ = nullptr; }
 
   /// Begins a collective call: returns its number once all ranks have agreed on the signature.
-  /// `tagged`: its messages carry tags (CallAgreement). `by_kind`: they do, or its signals.
-  int64_t begin_call(std::shared_ptr<const Signature> signature, bool tagged, bool by_kind = false);
+  /// `tagged`: its messages carry tags (CallAgreement). `compares_tag`: whether the ranks compare
+  /// the tag of an untagged call; not asked where they have agreed on the whole signature.
+  int64_t begin_call(
+      std::shared_ptr<const Signature> signature, bool tagged,
+      c10::function_ref<bool()> compares_tag = [] { return false; });
   /// This rank's part in a call whose arguments it refuses: publishes the refusal to its peers.
   void refuse_call(const std::string& message);
   /// The rest of a call that has begun. A rank that fails here alone is out of step with the

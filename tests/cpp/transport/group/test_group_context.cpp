@@ -2,6 +2,7 @@
 // The ranks of a group in one process: what they say through its store, and how it ends.
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <memory>
 #include <set>
 #include <stdexcept>
@@ -94,15 +95,23 @@ TEST_CASE("a call that the ranks have agreed on needs no word of the others") {
 
 TEST_CASE("what is compared in every call may be new without a word, where a tag tells") {
   Ranks ranks(2);
+  std::atomic<int> times_asked = 0;
   const auto begin_with = [&](int64_t rank, int64_t documents, bool by_kind) {
     auto asked = std::make_shared<Signature>(call(4));
     asked->in_every_call().add("documents", documents);
-    return ranks[rank].begin_call(asked, /*tagged=*/false, by_kind);
+    return ranks[rank].begin_call(asked, /*tagged=*/false, [&] {
+      ++times_asked;
+      return by_kind;
+    });
   };
-  CHECK(ranks.at_once([&](int64_t rank) { begin_with(rank, 1, true); }) == kNothing2);
+  for (int call = 0; call < 2; ++call) {
+    CHECK(ranks.at_once([&](int64_t rank) { begin_with(rank, 1, true); }) == kNothing2);
+  }
+  CHECK(times_asked == 0);  // neither of a new kind nor of what is known as a whole
   // Alone: nothing of rank 1 is waited for.
-  CHECK(begin_with(0, 2, true) == 1);
-  CHECK(begin_with(1, 3, true) == 1);
+  CHECK(begin_with(0, 2, true) == 2);
+  CHECK(begin_with(1, 3, true) == 2);
+  CHECK(times_asked == 2);
   CHECK(ranks[0].agreement().call_tag() != ranks[1].agreement().call_tag());
   const auto said = ranks.at_once([&](int64_t rank) { begin_with(rank, 4 + rank, false); });
   CHECK(contains(said[0], "ranks must agree on documents, got 4 on rank 0 and 5 on rank 1"));
