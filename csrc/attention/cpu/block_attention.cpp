@@ -107,22 +107,18 @@ State flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   return state;
 }
 
-Intervals intervals_of(const KeyBlock& block, int64_t num_queries) {
+Intervals keys_seen(const KeyBlock& block, int64_t num_queries) {
   const int64_t num_keys = block.k.size(1);
-  const int32_t* table =
-      block.key_ranges.defined() ? block.key_ranges.const_data_ptr<int32_t>() : nullptr;
+  if (block.key_ranges.defined()) return intervals_of(block.key_ranges, num_keys);
   Intervals intervals;
   for (int64_t row = 0; row < num_queries; ++row) {
-    int64_t begin = 0, end = num_keys;
-    if (table != nullptr) {
-      begin = std::max<int64_t>(table[2 * row], 0);
-      end = std::min<int64_t>(table[2 * row + 1], num_keys);
-    } else if (row < block.first_query) {
+    int64_t end = num_keys;
+    if (row < block.first_query) {
       end = 0;
     } else if (block.diagonal < num_keys) {
       end = std::clamp<int64_t>(row + 1 + block.diagonal, 0, num_keys);
     }
-    intervals.begin.push_back(begin);
+    intervals.begin.push_back(0);
     intervals.end.push_back(end);
   }
   return intervals;
@@ -195,7 +191,7 @@ State attend(const at::Tensor& q, const KeyBlock& block, const Scoring& scoring)
   };
   const at::Tensor k = wide(block.k), v = wide(block.v);
   if (block.key_ranges.defined() || scoring.softcap != 0.0) {
-    return attend_intervals(wide(q), k, v, scoring, intervals_of(block, q.size(1)));
+    return attend_intervals(wide(q), k, v, scoring, keys_seen(block, q.size(1)));
   }
   const int64_t first = block.first_query, num_rows = q.size(1) - first;
   const int64_t diagonal =

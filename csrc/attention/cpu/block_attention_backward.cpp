@@ -17,21 +17,17 @@ namespace {
 constexpr int64_t kChunkKeys = 128;
 
 Intervals rows_that_see(const KeyBlock& block, int64_t num_queries) {
+  if (block.query_ranges.defined()) return intervals_of(block.query_ranges, num_queries);
   const int64_t num_keys = block.k.size(1);
-  const int32_t* table =
-      block.query_ranges.defined() ? block.query_ranges.const_data_ptr<int32_t>() : nullptr;
   Intervals intervals;
   for (int64_t key = 0; key < num_keys; ++key) {
-    int64_t begin = block.first_query, end = num_queries;
-    if (table != nullptr) {
-      begin = std::max<int64_t>(table[2 * key], 0);
-      end = std::min<int64_t>(table[2 * key + 1], num_queries);
-    } else if (block.diagonal < num_keys) {
+    int64_t begin = block.first_query;
+    if (block.diagonal < num_keys) {
       // A diagonal far below 0 hides everything; key - diagonal must not overflow.
       begin = std::max(begin, key - std::max(block.diagonal, -num_queries - 1));
     }
     intervals.begin.push_back(begin);
-    intervals.end.push_back(end);
+    intervals.end.push_back(num_queries);
   }
   return intervals;
 }

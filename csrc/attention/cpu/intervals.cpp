@@ -5,6 +5,16 @@
 
 namespace ringattn::cpu {
 
+Intervals intervals_of(const at::Tensor& table, int64_t limit) {
+  const auto* bounds = table.const_data_ptr<int32_t>();
+  Intervals intervals;
+  for (int64_t i = 0; i < table.size(0); ++i) {
+    intervals.begin.push_back(std::max<int64_t>(bounds[2 * i], 0));
+    intervals.end.push_back(std::min<int64_t>(bounds[2 * i + 1], limit));
+  }
+  return intervals;
+}
+
 IntervalChunk chunk_of(const Intervals& intervals, int64_t first, int64_t max_size) {
   // How far bounds of one chunk may lie apart: in a forward a NaN in a value reaches rows that see
   // a key so close.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <vector>
 
@@ -14,6 +16,9 @@ struct Intervals {
   int64_t size() const { return static_cast<int64_t>(begin.size()); }
   bool empty(int64_t i) const { return begin[i] >= end[i]; }
 };
+
+/// Those of a table int32 [N, 2], contiguous, clamped to [0, limit].
+Intervals intervals_of(const at::Tensor& table, int64_t limit);
 
 /// A run of intervals that are computed together.
 struct IntervalChunk {
