@@ -76,9 +76,8 @@ void block_attention_backward_cuda(const at::Tensor& q, const KeyBlock& block,
   params.deterministic = at::globalContext().deterministicAlgorithms();
   at::Tensor semaphores;
   if (params.deterministic) {
-    constexpr int64_t kRows = 64;  // see BlockAttentionBackwardParams
-    semaphores = at::zeros({q.size(0), q.size(2), (q.size(1) + kRows - 1) / kRows},
-                           q.options().dtype(at::kInt));
+    const int64_t num_turns = (q.size(1) + params.kTurnRows - 1) / params.kTurnRows;
+    semaphores = at::zeros({q.size(0), q.size(2), num_turns}, q.options().dtype(at::kInt));
     params.semaphores = semaphores.mutable_data_ptr<int32_t>();
   }
   check_launch(cuda::block_attention_backward(params, current_stream(q)),

@@ -150,7 +150,9 @@ struct BlockAttentionBackwardParams : AttentionShape {
   /// The sums into dq are made in a fixed order: the same inputs give the same bits. (Those of dk
   /// and dv always are.)
   bool deterministic = false;
-  /// [B, H, ceil(S_q / 64)], device memory, only with `deterministic`: 0 before the launch,
+  /// Rows of dq that take turns together.
+  static constexpr int32_t kTurnRows = 64;
+  /// [B, H, ceil(S_q / kTurnRows)], device memory, only with `deterministic`: 0 before the launch,
   /// unspecified after it.
   int32_t* semaphores = nullptr;
 };
