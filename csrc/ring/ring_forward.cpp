@@ -183,8 +183,7 @@ RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const R
 std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const at::Tensor& given_k,
                                                const at::Tensor& given_v, const RingCall& call,
                                                Transport* transport) {
-  // No kernel may run between the staging kernel and the launch that follows it: inputs are copied
-  // and memory is allocated before (an allocator may fill it).
+  // Inputs are copied and memory is allocated before open(), see BlockStream.
   const at::Tensor q = as_attention_input(given_q), k = as_attention_input(given_k),
                    v = as_attention_input(given_v);
   CallTimer timer(q.device());

@@ -48,6 +48,11 @@ struct ResidentBlocks {
 ///
 /// One thread calls wait(1), release(1), wait(2), ... and finish() at the end. On CUDA no function
 /// blocks the host: they order work on the current stream.
+///
+/// Where one kernel fetches all blocks (RingExchangePlan::kernel_fetches), the caller enqueues
+/// nothing on the stream between open() and that launch, which runs beside the kernel that stages
+/// this rank's block: it depends on the latest kernel of the stream. The caller allocates nothing
+/// either: an allocator may fill memory with a kernel, or give memory that is being staged.
 class RINGATTN_API BlockStream {
  public:
   virtual ~BlockStream() = default;
