@@ -16,8 +16,20 @@ namespace ringattn::testing {
 
 using Lengths = std::vector<int64_t>;
 
-inline const ModelCost kAttention{16384.0, 0.0, 4096};  // of LLaMA-3-8B
+// A layer of LLaMA-3-8B, and its attention alone.
+inline const ModelCost kAttention{16384.0, 0.0, 4096};
+inline const ModelCost kLayer{16384.0, 436.2e6, 4096};
 constexpr Layout kLayouts[] = {Layout::kZigzag, Layout::kContiguous};
+
+/// Each as fast as this share of an H100.
+inline std::vector<RankProfile> with_speeds(const std::vector<double>& speeds) {
+  std::vector<RankProfile> profiles(speeds.size());
+  for (size_t rank = 0; rank < speeds.size(); ++rank) {
+    profiles[rank].attention_tflops = 550.0 * speeds[rank];
+    profiles[rank].linear_tflops = 700.0 * speeds[rank];
+  }
+  return profiles;
+}
 
 inline double slowest(const std::vector<double>& ms) {
   return *std::max_element(ms.begin(), ms.end());

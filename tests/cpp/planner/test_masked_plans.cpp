@@ -20,23 +20,14 @@ using ringattn::predict;
 using ringattn::RankProfile;
 using ringattn::Segment;
 using ringattn::Workload;
+using ringattn::testing::kLayer;
 using ringattn::testing::kLayouts;
 using ringattn::testing::least_ms;
 using ringattn::testing::Lengths;
 using ringattn::testing::slowest;
+using ringattn::testing::with_speeds;
 
 namespace {
-
-const ModelCost kLayer{16384.0, 436.2e6, 4096};  // LLaMA-3-8B
-
-std::vector<RankProfile> with_speeds(const std::vector<double>& speeds) {
-  std::vector<RankProfile> profiles(speeds.size());
-  for (size_t rank = 0; rank < speeds.size(); ++rank) {
-    profiles[rank].attention_tflops = 550.0 * speeds[rank];
-    profiles[rank].linear_tflops = 700.0 * speeds[rank];
-  }
-  return profiles;
-}
 
 Mask documents(int64_t seq_len, const std::vector<int64_t>& cu_seqlens) {
   return make_mask(true, -1, -1, cu_seqlens, seq_len);

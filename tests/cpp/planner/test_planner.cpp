@@ -17,24 +17,15 @@ using ringattn::Plan;
 using ringattn::RankProfile;
 using ringattn::Workload;
 using ringattn::testing::kAttention;
+using ringattn::testing::kLayer;
 using ringattn::testing::kLayouts;
 using ringattn::testing::least_ms;
 using ringattn::testing::Lengths;
 using ringattn::testing::make_plan;
 using ringattn::testing::slowest;
+using ringattn::testing::with_speeds;
 
 namespace {
-
-const ModelCost kLayer{16384.0, 436.2e6, 4096};  // LLaMA-3-8B
-
-std::vector<RankProfile> with_speeds(const std::vector<double>& speeds) {
-  std::vector<RankProfile> profiles(speeds.size());
-  for (size_t rank = 0; rank < speeds.size(); ++rank) {
-    profiles[rank].attention_tflops = 550.0 * speeds[rank];
-    profiles[rank].linear_tflops = 700.0 * speeds[rank];
-  }
-  return profiles;
-}
 
 std::vector<RankProfile> random_profiles(std::mt19937& random, size_t world_size, int64_t seq_len) {
   std::uniform_real_distribution<double> speed(0.05, 1.0);
