@@ -108,6 +108,45 @@ class Case:
         return (self.partition.shard(q, rank), *(self.keys_of.shard(x, rank) for x in (k, v)))
 
 
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def random_case(
+    draw: random.Random,
+    world_size: int,
+    dtype: torch.dtype,
+    grow: int = 1,
+    *,
+    with_key_partition: bool = False,
+) -> Case:
+    """Any mask on any partition of up to ``60 * grow`` tokens. With a key partition the queries are
+    the last of them."""
+    num_keys = grow * draw.randint(1, 60)
+    num_queries, key_partition = num_keys, None
+    if with_key_partition:
+        num_queries = draw.choice([1, num_keys, *(draw.randint(0, num_keys) for _ in range(2))])
+        key_partition = random_partition(draw, world_size, num_keys)
+    window = [draw.choice([-1, 0, 1, draw.randint(0, num_keys)]) for _ in range(2)]
+    num_kv_heads = draw.choice([1, 2])
+    return Case(
+        random_partition(draw, world_size, num_queries),
+        dtype,
+        causal=draw.random() < 0.6,
+        batch=draw.choice([1, 2]),
+        num_heads=num_kv_heads * draw.choice([1, 2, 3]),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw.choice([16, 64, 72, 128] if grow == 1 else [64, 72, 128, 256]),
+        scale=draw.choice([None, None, 0.3, -0.1]),
+        window_size=(window[0], window[1]) if draw.random() < 0.6 else (-1, -1),
+        softcap=draw.choice([0.0, 0.0, 1.5, 30.0]),
+        with_sinks=draw.random() < 0.4,
+        cu_seqlens=random_documents(draw, num_keys) if draw.random() < 0.5 else None,
+        key_partition=key_partition,
+        depth=draw.choice([None, 1]),
+        seed=draw.randint(0, 10**6),
+    )
+
+
 def ring_call(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse of this rank."""
     q, k, v = case.local_inputs()

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from _distributed import RankPool, this
 from _gradients import check_ring_gradients, compare, ring_gradients
-from _rings import SPLITS, Case
+from _rings import HALVES, SPLITS, Case, random_case
 from ringattn import _C, Partition
-from test_masks import HALVES, random_case
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 

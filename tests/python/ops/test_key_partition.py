@@ -10,37 +10,12 @@ import ringattn
 import torch
 from _distributed import RankPool, this
 from _gradients import check_ring_gradients
-from _rings import Case, check_ring, random_documents, random_partition, ring_call
+from _rings import HALVES, Case, check_ring, random_case, ring_call
 from ringattn import Partition, reference
 from torch.utils.flop_counter import FlopCounterMode
 
 #: Drawn for each number of ranks and dtype.
 CASES = 50
-HALVES = [torch.bfloat16, torch.float16]
-
-
-def random_case(draw: random.Random, world_size: int, dtype: torch.dtype, grow: int) -> Case:
-    num_keys = grow * draw.randint(1, 60)
-    num_queries = draw.choice([1, num_keys, draw.randint(0, num_keys), draw.randint(0, num_keys)])
-    window = [draw.choice([-1, 0, 1, draw.randint(0, num_keys)]) for _ in range(2)]
-    num_kv_heads = draw.choice([1, 2])
-    return Case(
-        random_partition(draw, world_size, num_queries),
-        dtype,
-        causal=draw.random() < 0.7,
-        batch=draw.choice([1, 2]),
-        num_heads=num_kv_heads * draw.choice([1, 2, 3]),
-        num_kv_heads=num_kv_heads,
-        head_dim=draw.choice([16, 64, 128]),
-        scale=draw.choice([None, None, 0.3, -0.1]),
-        window_size=(window[0], window[1]) if draw.random() < 0.5 else (-1, -1),
-        softcap=draw.choice([0.0, 0.0, 1.5, 30.0]),
-        with_sinks=draw.random() < 0.4,
-        cu_seqlens=random_documents(draw, num_keys) if draw.random() < 0.4 else None,
-        key_partition=random_partition(draw, world_size, num_keys),
-        depth=draw.choice([None, 1]),
-        seed=draw.randint(0, 10**6),
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALVES], ids=str)
@@ -50,7 +25,10 @@ def test_the_last_queries_of_any_keys_equal_three_loops(ring: RankPool, dtype: t
         pytest.skip("float64 is computed on CPUs")
     draw = random.Random(2000 * ring.world_size + torch.finfo(dtype).bits)
     for _ in range(CASES if dtype not in HALVES or not on_cpu else 8):
-        check_ring(ring, random_case(draw, ring.world_size, dtype, 1 if on_cpu else 13))
+        check_ring(
+            ring,
+            random_case(draw, ring.world_size, dtype, 1 if on_cpu else 13, with_key_partition=True),
+        )
 
 
 def cached_case(world_size: int, before: int, new: int, **options: Any) -> Case:
@@ -79,7 +57,10 @@ def test_gradients_of_the_last_queries_and_all_keys(ring: RankPool, dtype: torch
         pytest.skip("float64 is computed on CPUs")
     draw = random.Random(3000 * ring.world_size + torch.finfo(dtype).bits)
     for _ in range(8 if dtype not in HALVES or not on_cpu else 2):
-        check_ring_gradients(ring, random_case(draw, ring.world_size, dtype, 1 if on_cpu else 7))
+        check_ring_gradients(
+            ring,
+            random_case(draw, ring.world_size, dtype, 1 if on_cpu else 7, with_key_partition=True),
+        )
 
 
 @pytest.mark.parametrize("empty", [0, 1])
@@ -106,7 +87,7 @@ def test_equal_partitions_of_both_sides_give_the_bits_of_one(rank_pool, causal: 
 def test_the_reference_equals_one_dense_attention():
     draw = random.Random(3)
     for _ in range(20):
-        case = random_case(draw, 3, torch.float64, 1)
+        case = random_case(draw, 3, torch.float64, with_key_partition=True)
         q, k, v = case.inputs("cpu")
         sinks = case.sinks("cpu")
         scoring = (case.scale, case.softcap, sinks)

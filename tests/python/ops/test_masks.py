@@ -10,35 +10,12 @@ import ringattn
 import torch
 from _distributed import RankPool, this
 from _numerics import check_attention
-from _rings import Case, check_ring, random_documents, random_partition, ring_call
+from _rings import HALVES, Case, check_ring, random_case, ring_call
 from ringattn import Partition, reference
 from torch.utils.flop_counter import FlopCounterMode
 
 #: Drawn for each number of ranks and dtype.
 CASES = 65
-HALVES = [torch.bfloat16, torch.float16]
-
-
-def random_case(draw: random.Random, world_size: int, dtype: torch.dtype, grow: int) -> Case:
-    seq_len = grow * draw.randint(1, 60)
-    window = [draw.choice([-1, 0, 1, draw.randint(0, seq_len)]) for _ in range(2)]
-    num_kv_heads = draw.choice([1, 2])
-    return Case(
-        random_partition(draw, world_size, seq_len),
-        dtype,
-        causal=draw.random() < 0.6,
-        batch=draw.choice([1, 2]),
-        num_heads=num_kv_heads * draw.choice([1, 2, 3]),
-        num_kv_heads=num_kv_heads,
-        head_dim=draw.choice([16, 64, 72, 128] if grow == 1 else [64, 72, 128, 256]),
-        scale=draw.choice([None, None, 0.3, -0.1]),
-        window_size=(window[0], window[1]) if draw.random() < 0.6 else (-1, -1),
-        softcap=draw.choice([0.0, 0.0, 1.5, 30.0]),
-        with_sinks=draw.random() < 0.4,
-        cu_seqlens=random_documents(draw, seq_len) if draw.random() < 0.6 else None,
-        depth=draw.choice([None, 1]),
-        seed=draw.randint(0, 10**6),
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALVES], ids=str)
