@@ -28,6 +28,7 @@ from ringattn._checks import (
 from ringattn._distributed.errors import call, check_real, report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
 from ringattn._masks import CuSeqlens, check_window, checked_documents, documents
+from ringattn._pieces import flat_pieces, normal_pieces, num_tokens
 
 LAYOUTS = ("zigzag", "contiguous")  # of lengths; "pieces" is of Partition.pieces alone
 
@@ -83,9 +84,9 @@ class Partition:
         if self.layout == "pieces":
             assigned = normal_pieces(self.assigned)
             object.__setattr__(self, "assigned", assigned)
-            object.__setattr__(self, "lengths", tuple(map(_num_tokens, assigned)))
+            object.__setattr__(self, "lengths", tuple(map(num_tokens, assigned)))
             object.__setattr__(self, "order", tuple(range(len(assigned))))
-            flat = torch.tensor(flat_pieces(self), dtype=torch.int64).reshape(-1, 3)
+            flat = torch.tensor(flat_pieces(assigned), dtype=torch.int64).reshape(-1, 3)
             object.__setattr__(self, "_flat", flat)
             return
         check_layout(self.layout)
@@ -292,7 +293,7 @@ class Partition:
         ends = None if cu_seqlens is None else checked_documents(cu_seqlens, self.seq_len).tolist()
         visits = _C.schedule(
             *(self.layout, list(self.lengths), list(self.order), rank),
-            *(check_flag("causal", causal), flat_pieces(self), check_window(window_size)),
+            *(check_flag("causal", causal), flat_pieces(self.assigned), check_window(window_size)),
             ends,
         )
         return sum(visit.num_pairs for visit in visits)
@@ -563,57 +564,3 @@ PartitionArguments = tuple[list[int], list[int], str, torch.Tensor | None]
 def partition_arguments(partition: Partition) -> PartitionArguments:
     """The operators' arguments for a partition."""
     return list(partition.lengths), list(partition.order), partition.layout, partition._flat
-
-
-def flat_pieces(partition: Partition) -> list[int]:
-    """Rank, start and stop of each piece, with layout "pieces"; otherwise none."""
-    return [
-        number
-        for rank, owned in enumerate(partition.assigned)
-        for piece in owned
-        for number in (rank, *piece)
-    ]
-
-
-def normal_pieces(pieces: object) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Sorted, joined and without empty ones; ValueError where they break a rule of
-    :meth:`Partition.pieces`."""
-    shape = "[[(start, stop), ...] of rank 0, [...] of rank 1, ...]"
-    if not isinstance(pieces, (list, tuple)) or not pieces:
-        raise ValueError(f"pieces must be {shape}, at least one rank, got {pieces!r}")
-    assigned = []
-    for rank, owned in enumerate(pieces):
-        if not isinstance(owned, (list, tuple)):
-            raise ValueError(f"pieces must be {shape}, got {owned!r} for rank {rank}")
-        joined: list[tuple[int, int]] = []
-        for piece in sorted(_check_piece(piece, rank) for piece in owned):
-            if piece[0] == piece[1]:
-                continue
-            if joined and joined[-1][1] == piece[0]:
-                piece = (joined.pop()[0], piece[1])
-            joined.append(piece)
-        assigned.append(tuple(joined))
-    covered = 0
-    for start, stop in sorted(piece for owned in assigned for piece in owned):
-        if start != covered:
-            times = "twice" if start < covered else "nowhere"
-            raise ValueError(
-                f"pieces must cover each position once, got {min(start, covered)} {times}"
-            )
-        covered = stop
-    return tuple(assigned)
-
-
-def _check_piece(piece: object, rank: int) -> tuple[int, int]:
-    name = f"a piece of rank {rank}"
-    try:
-        start, stop = check_integers(name, piece, least=0)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be (start, stop), got {piece!r}") from None
-    if start > stop:
-        raise ValueError(f"{name} must be (start, stop) with start <= stop, got {piece!r}")
-    return start, stop
-
-
-def _num_tokens(pieces: Sequence[tuple[int, int]]) -> int:
-    return sum(stop - start for start, stop in pieces)
