@@ -46,7 +46,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|collections|pathlib|ringattn\._\w+)\..*"),
     ("py:class", r".*\b_Model"),  # type variables
-    ("py:class", r"ringattn\.model_call\.Inputs"),  # between adapters and calls alone
+    ("py:class", r"ringattn\.model_inputs\.Inputs"),  # between adapters and calls alone
     # A signature with a default_factory is no Python: Sphinx cuts tuple[int, ...] at its comma.
     ("py:class", r"tuple\[int"),
 ]

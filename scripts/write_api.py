@@ -58,7 +58,7 @@ TOPICS: dict[str, list[str]] = {
         "ringattn.models.LLaMABlock forward",
         "ringattn.models.LLaMAConfig *",
         "ringattn.model_call.ModelCall *",
-        "ringattn.model_call.Padding",
+        "ringattn.model_inputs.Padding",
         "ringattn.cache.ShardedKVCache *",
         "ringattn.generate",
         "ringattn.sampling.Sampling *",

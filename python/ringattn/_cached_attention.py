@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,18 +17,21 @@ from ringattn.functional import block_attention, merge_states
 _State = tuple[torch.Tensor, torch.Tensor]  # out, lse
 
 
-def attend_newest(
-    ring: GroupInfo,
-    cache: ShardedKVCache,
-    layer: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    mask: Mask,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+class LayerInputs(NamedTuple):
+    """What one layer attends in a call of a model."""
+
+    layer: int  # its number, by which the cache knows it
+    q: torch.Tensor  # [B, rows, H, D]
+    k: torch.Tensor  # [B, rows, H_kv, D]
+    v: torch.Tensor
+    scale: float
+    mask: Mask
+    sinks: torch.Tensor | None
+
+
+def attend_newest(ring: GroupInfo, cache: ShardedKVCache, given: LayerInputs) -> torch.Tensor:
     """One token, for which the cache has been advanced. Collective."""
+    layer, q, k, v, scale, mask, sinks = given
     keys, values = cache.append(layer, k, v)
     begins = None
     left, _ = check_window(mask.window_size)
@@ -40,18 +43,9 @@ def attend_newest(
     return out
 
 
-def attend_next(
-    ring: GroupInfo,
-    cache: ShardedKVCache,
-    layer: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    mask: Mask,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def attend_next(ring: GroupInfo, cache: ShardedKVCache, given: LayerInputs) -> torch.Tensor:
     """Several tokens, for which the cache has been advanced. Collective."""
+    layer, q, k, v, scale, mask, sinks = given
     left, _ = check_window(mask.window_size)
     num_before = cache.seq_len - q.size(1)
     # Each row sees itself among the new keys: there the sinks join, once.

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
-import torch.nn.functional as F
 
-from ringattn._cached_attention import attend_newest, attend_next
-from ringattn._checks import MAX_HEAD_DIM, check_collective, is_head_dim
-from ringattn._distributed.agreement import Agreement, Given
+from ringattn._cached_attention import LayerInputs, attend_newest, attend_next
+from ringattn._checks import check_collective
+from ringattn._distributed.agreement import Given
 from ringattn._distributed.checksums import chained, checksum, number_of
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
@@ -28,101 +25,8 @@ from ringattn._masks import CAUSAL, Mask, check_window
 from ringattn._spreading import is_faster_spread
 from ringattn.cache import ShardedKVCache
 from ringattn.functional import attend
+from ringattn.model_inputs import Inputs, Padding
 from ringattn.partition import Partition
-
-# What hides keys in scores: a further head dimension of queries and keys. A kernel takes multiples
-# of 8 dimensions. The largest number of float16 is 65504; scores are float32.
-_HIDING_DIMS = 8
-_HIDING = 6e4
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Which tokens of a batch of prompts are real: in row b those in
-    ``[starts[b], starts[b] + lengths[b])``.
-
-    Each row is rolled so that its real tokens come first. Causal attention over rolled rows needs
-    no mask: no real token sees a later one, and padding comes after all real tokens. What
-    rows of padding see is that of the unmodified model (``sees``):
-
-    * "text": tokens before them, as under a causal mask that hides padding. Before the tokens they
-      see nothing, and get 0.
-    * "padding": themselves and padding before them; each row has its padding on one side.
-    * None: their results are not used.
-    """
-
-    starts: tuple[int, ...]  # [B]
-    lengths: tuple[int, ...]  # [B]
-    seq_len: int  # S
-    sees: Literal["text", "padding"] | None = "text"
-
-    @classmethod
-    def of(cls, mask: torch.Tensor) -> Padding | None:
-        """The padding of a mask ``[B, S]``, not 0 where a token is real; None where all tokens are
-        real. Reads the mask: on CUDA the host waits for it.
-
-        Raises:
-            ValueError: a row whose real tokens are not one run, or without any.
-        """
-        real = mask.detach().to("cpu") != 0
-        if bool(real.all()):
-            return None
-        batch, seq_len = real.shape
-        starts = real.int().argmax(1)
-        lengths = real.sum(1)
-        columns = torch.arange(seq_len)
-        one_run = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
-        for row in range(batch):
-            if int(lengths[row]) == 0:
-                raise ValueError(f"attention_mask must have a token in each row, got none in {row}")
-            if not torch.equal(one_run[row], real[row]):
-                raise ValueError(
-                    "attention_mask must have the tokens of each row in one run, padding before "
-                    f"or after it, got a hole in row {row}"
-                )
-        return cls(tuple(starts.tolist()), tuple(lengths.tolist()), seq_len)
-
-    @property
-    def hides_keys(self) -> bool:
-        """Whether rows of padding see less than causal attention over rolled rows gives them."""
-        return self.sees == "padding" or (self.sees == "text" and any(self.ends))
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Columns of padding after the tokens of each row, ``[B]``."""
-        return tuple(
-            self.seq_len - start - length
-            for start, length in zip(self.starts, self.lengths, strict=True)
-        )
-
-    def mask(self, device: torch.device, new_tokens: int = 0) -> torch.Tensor:
-        """bool ``[B, S + new_tokens]``: real tokens, then ones."""
-        columns = torch.arange(self.seq_len + new_tokens, device=device)
-        starts = torch.tensor(self.starts, device=device)[:, None]
-        stops = starts + torch.tensor(self.lengths, device=device)[:, None]
-        return (columns >= starts) & (columns < stops) | (columns >= self.seq_len)
-
-
-@dataclass
-class Inputs:
-    """What the caller of a model gave to a call, which must be the same on all ranks.
-
-    Args:
-        agreement: the model's.
-        tokens: ids ``[B, T]``, or embeddings ``[B, T, E]``, whose values may differ: each rank has
-            computed its own.
-        name: what errors call them.
-        mask_name: what errors call the mask.
-        position_ids: ``[B, T]`` or ``[1, T]``; None: those of :meth:`ModelCall.position_ids`.
-        more: what else is compared.
-    """
-
-    agreement: Agreement
-    tokens: torch.Tensor
-    name: str
-    mask_name: str = "attention_mask"
-    position_ids: torch.Tensor | None = None
-    more: Given = field(default_factory=Given)
 
 
 class ModelCall:
@@ -361,7 +265,10 @@ class ModelCall:
                 return x.narrow(1, 0, 1)
             return self.partition.shard(x, self.ring.rank)
         x = x.expand(len(self.padding.starts), *x.shape[1:])
-        return _take(x, self._source_columns(x.device))
+        places = torch.zeros(1, dtype=torch.int64, device=x.device)
+        if self.num_rows > 0:
+            places = self._own_columns(x.device)
+        return _take(x, self.padding.columns(places))
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """The results of all tokens in the caller's order, ``[B, S, ...]``, from those of this
@@ -451,24 +358,17 @@ class ModelCall:
                 tokens.
         """
         scale = 1 / math.sqrt(q.size(-1)) if scale is None else scale
+        given = LayerInputs(layer, q, k, v, scale, mask, sinks)
         if self.is_prefill:
-            return self._attend_to_prompt(layer, q, k, v, scale, mask, sinks)
+            return self._attend_to_prompt(given)
         assert self.cache is not None and mask.cu_seqlens is None
         if self.partition is not None:
-            return self._attend_spread(layer, q, k, v, scale, mask, sinks)
+            return self._attend_spread(given)
         step = attend_newest if self.num_tokens == 1 else attend_next
-        return step(self.ring, self.cache, layer, q, k, v, scale, mask, sinks)
+        return step(self.ring, self.cache, given)
 
-    def _attend_to_prompt(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        mask: Mask,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _attend_to_prompt(self, given: LayerInputs) -> torch.Tensor:
+        layer, q, k, v, scale, mask, sinks = given
         own_q, own_k, own_v = (self.own(x) for x in (q, k, v))
         if self.cache is not None:
             self.cache.store(layer, own_k.detach(), own_v.detach())
@@ -478,7 +378,9 @@ class ModelCall:
                     "attention_mask must have its padding before the tokens where scores have a "
                     "softcap, got padding after them"
                 )
-            own_q, own_k, own_v = self._hide_padding(own_q, own_k, own_v)
+            own_q, own_k, own_v = self.padding.hide(
+                own_q, own_k, own_v, self._padding_rows(own_q.device)
+            )
         out, _ = attend(
             *(self.ring, own_q, own_k, own_v, self.partition),
             *(mask, scale, self.transport, self.depth, sinks),
@@ -497,16 +399,8 @@ class ModelCall:
             out = out.masked_fill(blind[:, :, None, None], 0)
         return out
 
-    def _attend_spread(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        mask: Mask,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _attend_spread(self, given: LayerInputs) -> torch.Tensor:
+        layer, q, k, v, scale, mask, sinks = given
         assert self.cache is not None
         keys, values = self.cache.append(layer, k, v)
         own_q, travel = q.narrow(1, 0, self.num_rows), (self.transport, self.depth)
@@ -516,53 +410,18 @@ class ModelCall:
         )
         return q.new_zeros(q.shape) if self.num_rows == 0 else out
 
-    def _hide_padding(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same with more head dimensions, which add to the score of a row of padding and a key
-        that it does not see what makes its weight 0, and 0 to all other scores."""
-        assert self.padding is not None
-        head_dim = q.size(-1)
-        if not is_head_dim(head_dim + _HIDING_DIMS):
-            raise ValueError(
-                "attention_mask must not hide keys from rows of padding where the head dimension "
-                f"is above {MAX_HEAD_DIM - _HIDING_DIMS}, got {head_dim}: put padding before the "
-                "tokens"
-            )
-        before, after = self._padding_rows(q.device)
-        rows, hidden = after, before | after
-        if self.padding.sees == "padding":
-            rows, hidden = before | after, ~(before | after)
-        q, k, v = (F.pad(x, (0, _HIDING_DIMS)) for x in (q, k, v))
-        q[..., head_dim].masked_fill_(rows[:, :, None], _HIDING)
-        k[..., head_dim].masked_fill_(hidden[:, :, None], -_HIDING)
-        return q, k, v
-
     def _padding_rows(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of this rank's rows are padding before the tokens, and after them, bool
         ``[B, S_r]`` each."""
         assert self.padding is not None
         if self._padded is None:
-            starts, lengths = torch.tensor((self.padding.starts, self.padding.lengths)).to(device)
-            places = self._own_columns(device)[None, :]
-            before = places >= self.num_tokens - starts[:, None]
-            self._padded = before, (places >= lengths[:, None]) & ~before
+            self._padded = self.padding.around(self._own_columns(device))
         return self._padded
 
     def _rolled(self, columns: torch.Tensor) -> torch.Tensor:
         """Places of the caller's ``columns``, ``[1, n]``, after rows have been rolled: ``[B, n]``,
         without padding ``[1, n]``."""
-        if self.padding is None:
-            return columns
-        starts = torch.tensor(self.padding.starts, device=columns.device)[:, None]
-        return (columns - starts) % self.num_tokens
-
-    def _source_columns(self, device: torch.device) -> torch.Tensor:
-        """The caller's columns that this rank's rows are, ``[B, max(1, S_r)]``."""
-        assert self.padding is not None
-        starts = torch.tensor(self.padding.starts, device=device)[:, None]
-        own = self._own_columns(device) if self.num_rows > 0 else starts.new_zeros(1)
-        return (own + starts) % self.num_tokens
+        return columns if self.padding is None else self.padding.rolled(columns)
 
     def _own_columns(self, device: torch.device) -> torch.Tensor:
         """Places of this rank's rows in the rolled sequence, ascending, ``[S_r]``."""

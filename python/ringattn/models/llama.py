@@ -24,7 +24,8 @@ from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, keep, kept, resolve_group
 from ringattn._masks import CuSeqlens, checked_documents, sliding
 from ringattn.cache import ShardedKVCache
-from ringattn.model_call import Inputs, ModelCall
+from ringattn.model_call import ModelCall
+from ringattn.model_inputs import Inputs
 from ringattn.models.config import LLaMAConfig
 from ringattn.models.rope import RotaryEmbedding, Rotation, rotate
 from ringattn.partition import Partition, check_num_ranks, check_partition

@@ -11,7 +11,7 @@ from _distributed import RankPool, this
 from _fms import SIZES, llama, mistral, pad_input_ids, padded, prompt, tiny, two_of
 from ringattn.integrations import fms as ring_fms
 from ringattn.integrations.fms.masks import check_values, differs, padding_of, visible
-from ringattn.model_call import Padding
+from ringattn.model_inputs import Padding
 from torch import nn
 
 fms_generation = pytest.importorskip("fms.utils.generation")

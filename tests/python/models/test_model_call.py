@@ -10,7 +10,8 @@ from _distributed import RankPool, this
 from ringattn import Partition, block_attention
 from ringattn._distributed.groups import resolve_group
 from ringattn._masks import CAUSAL, Mask
-from ringattn.model_call import ModelCall, Padding
+from ringattn.model_call import ModelCall
+from ringattn.model_inputs import Padding
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 PROMPT, STEPS = 11, (1, 3, 1)  # tokens of the prompt, and of each step after it

@@ -14,7 +14,8 @@ from ringattn._key_positions import KeyPositions
 from ringattn._masks import CAUSAL, Mask
 from ringattn._spreading import is_faster_spread
 from ringattn.cache import ShardedKVCache, next_owner, shares_of
-from ringattn.model_call import ModelCall, Padding
+from ringattn.model_call import ModelCall
+from ringattn.model_inputs import Padding
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 #: Tokens of a prompt and of the calls after it; those of 3 tokens or fewer are on every rank.

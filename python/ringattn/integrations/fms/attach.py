@@ -28,7 +28,8 @@ from ringattn.integrations.fms.masks import (
 from ringattn.integrations.fms.support import body_of, check_keywords, check_positions, family
 from ringattn.integrations.forward import RingForward, records_gradients
 from ringattn.integrations.shared import by_name, parameter_names
-from ringattn.model_call import Inputs, ModelCall
+from ringattn.model_call import ModelCall
+from ringattn.model_inputs import Inputs
 from ringattn.parallel import ATTACHED, RingSettings
 from ringattn.planning import ModelCost
 

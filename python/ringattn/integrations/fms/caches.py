@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from ringattn._distributed.groups import GroupInfo
 from ringattn.cache import ShardedKVCache
-from ringattn.model_call import Padding
+from ringattn.model_inputs import Padding
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ringattn.model_call import Padding
+from ringattn.model_inputs import Padding
 
 
 def visible(mask: object, batch: int, num_queries: int, num_keys: int) -> torch.Tensor:

@@ -32,7 +32,8 @@ from ringattn.integrations.transformers.support import (
     check_attention_keywords,
     check_module,
 )
-from ringattn.model_call import Inputs, ModelCall, Padding
+from ringattn.model_call import ModelCall
+from ringattn.model_inputs import Inputs, Padding
 from ringattn.parallel import ATTACHED, RingSettings
 from ringattn.planning import ModelCost
 

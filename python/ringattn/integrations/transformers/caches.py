@@ -29,7 +29,7 @@ class RingLayer(CacheLayerMixin):
         super().__init__()
         self.store = store
         self.index = index
-        self.padding = padding  # of the prompt: ringattn.model_call.Padding or None
+        self.padding = padding  # of the prompt: ringattn.model_inputs.Padding or None
         self.is_initialized = True
 
     @property
