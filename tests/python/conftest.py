@@ -28,9 +28,11 @@ RINGS = [
 ]
 
 
-#: Rooms whose tests mostly wait, for timeouts or for ranks that start, and a small one: half of the
-#: suite's time.
+#: Rooms whose tests mostly wait, for timeouts or for ranks that start, and a small one.
 WAITING = ("cli", "integrations", "planner", "transport")
+#: Rooms of other libraries' models, which compute much for each rank: four ranks on CPUs show
+#: nothing there that three do not.
+LIBRARIES = ("integrations", "training")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,25 +48,37 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.device_count() > 0 else 2
 
 
+def _room(nodeid: str) -> str:
+    return Path(nodeid.partition("::")[0]).parent.name
+
+
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Two workers: one runs the rooms that mostly wait, the other one all others."""
+    """Whole files: one worker runs those that mostly wait, the other one all others, so that one
+    computes while the other waits. A worker without any left takes the other's."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByWaiting(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            room = Path(nodeid.partition("::")[0]).parent.name
-            return "waits" if room in WAITING else "computes"
+            return nodeid.partition("::")[0]
+
+        def _assign_work_unit(self, node: Any) -> None:
+            waits = node is self.nodes[0]
+            own = (file for file in self.workqueue if (_room(file) in WAITING) == waits)
+            if file := next(own, None):
+                self.workqueue.move_to_end(file, last=False)
+            super()._assign_work_unit(node)
 
     return ByWaiting(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """float64 is for the CPU: its combinations with CUDA devices are no tests."""
+    """float64 is for the CPU: its combinations with CUDA devices are no tests. See LIBRARIES."""
     kept = [
         item
         for item in items
         if not (num_gpus(item) and torch.float64 in parameters(item).values())
+        and not (_room(item.nodeid) in LIBRARIES and parameters(item).get("ring") == ("cpu", 4))
     ]
     if group := config.getoption("gpu_group"):
         kept = only(kept, group)

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
+from typing import Any
 
 import conftest
 import pytest
@@ -132,3 +134,40 @@ def test_two_workers_run_the_tests_unless_they_would_share_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
     assert conftest.pytest_xdist_auto_num_workers() == num_workers
+
+
+class Worker:
+    """Takes the tests that a scheduler of pytest-xdist gives it."""
+
+    shutting_down = False
+
+    def __init__(self, name: str) -> None:
+        self.gateway = types.SimpleNamespace(id=name)
+        self.given: list[int] = []
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.given += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def test_a_worker_without_files_of_its_own_takes_those_of_the_other() -> None:
+    pytest.importorskip("xdist")
+    files = ["cli/test_a.py", "ops/test_b.py", "models/test_c.py", "ops/test_d.py"]
+    tests = [f"tests/python/{file}::test_{i}" for file in files for i in range(4)]
+    options = types.SimpleNamespace(loadscopereorder=False)
+    config: Any = types.SimpleNamespace(getvalue=lambda name: ["2*popen"], option=options)
+    scheduler = conftest.pytest_xdist_make_scheduler(config, None)
+    waits, computes = Worker("gw0"), Worker("gw1")
+    for worker in (waits, computes):
+        scheduler.add_node(worker)
+        scheduler.add_node_collection(worker, tests)
+    scheduler.schedule()
+    assert (waits.given, computes.given) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    for index in range(2):  # of four: it is given more before it is done
+        scheduler.mark_test_complete(waits, index)
+    assert waits.given[4:] == [8, 9, 10, 11]
+    for index in range(4, 6):
+        scheduler.mark_test_complete(computes, index)
+    assert computes.given[4:] == [12, 13, 14, 15]
