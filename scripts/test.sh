@@ -10,9 +10,9 @@
 #   tidy    clang-tidy (minutes; only when named)
 #   transformers  models of Hugging Face transformers with the oldest and an earlier version of it (only when named)
 #   oldest  a build for the oldest supported torch, in an environment apart, and those Python tests on which a release
-#           of torch has a say, on one and two ranks (only when named): operators, compile and autograd, our models,
+#           of torch has a say, on two ranks (only when named): operators, compile and autograd, our models,
 #           transports, one file for each library of models. Not run with it: benchmarks, cli, planner, profiling,
-#           repository, refusals and agreement of integrations, rings of three and four ranks
+#           repository, refusals and agreement of integrations, rings of one, three and four ranks
 #   torches all Python tests with every supported torch (an hour; only when named)
 # Parts run beside pytest, and their output is printed in order; the end of what failed comes once more,
 # last. JUnit files go to build/test-results.
@@ -70,8 +70,10 @@ run_docs() { scripts/build_docs.sh; }
 
 run_tidy() { scripts/lint.sh clang-tidy; }
 
-# What a release of torch has a say on. The torches part runs all tests with each of them.
-of_torch=(-k "not cpu-3 and not cpu-4" tests/python/{models,ops,partition,transport}
+# What a release of torch has a say on. The torches part runs all tests with each of them. The models of protocols
+# in transport/ know no torch.
+of_torch=(-k "not cpu-1 and not cpu-3 and not cpu-4" tests/python/{models,ops,partition}
+  tests/python/transport/test_{errors,groups,lost_peers,store_connections,threads,waits}.py
   tests/python/integrations/test_{diffusers,fms,transformers}.py)
 
 run_oldest() {

@@ -40,8 +40,9 @@ for version in "${versions[@]}"; do
     fi
     touch "$folder/ready"
   fi
-  PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -k "not cpu-1 and not cpu-3 and not cpu-4" \
-    tests/python/integrations/test_transformers*.py "$@" || failed+=("$version")
+  PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}" python -m pytest --numprocesses auto \
+    -k "not cpu-1 and not cpu-3 and not cpu-4" tests/python/integrations/test_transformers*.py "$@" ||
+    failed+=("$version")
 done
 if [ ${#failed[@]} -gt 0 ]; then
   echo "test_transformers: failed: ${failed[*]}" >&2
