@@ -191,7 +191,7 @@ TEST_CASE("a rank that does not come is named, and the group ends") {
 }
 
 TEST_CASE("a call that waits in vain says why the group has failed meanwhile") {
-  Ranks ranks(2, milliseconds(1000));
+  Ranks ranks(2);
   std::thread watchdog([&] {
     std::this_thread::sleep_for(milliseconds(100));
     ranks[0].failures().fail("rank 1 is in another call");

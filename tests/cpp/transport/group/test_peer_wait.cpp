@@ -144,7 +144,7 @@ TEST_CASE("a rank that dies while others compare a new call is named long before
   const auto start = std::chrono::steady_clock::now();
   CHECK(Pair::said([&] { Pair::begin(pair[0], 16); }) ==
         "rank 1 closed its connection in step 0 of call; the group cannot be used any more");
-  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(10));
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(40));
 }
 
 TEST_CASE("an interrupt leaves the wait as what it is, ends the group and is heard by peers") {
