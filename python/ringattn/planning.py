@@ -233,9 +233,9 @@ def plan(
             that computes. A smaller depth takes less memory, see ``Plan.min_depth``.
         training: a step of training, forward and backward: 3.5 times the attention and 3 times the
             matrix products of forward alone, at the same speed
-            (https://arxiv.org/abs/2307.08691, section 4.1). Backward moves each block again, and its
-            gradients, which are float32 and count as twice the bytes of keys and values: these have
-            16 bits, or it is too much.
+            (https://arxiv.org/abs/2307.08691, section 4.1). Backward moves each block again, and
+            its gradients, which are float32 and count as twice the bytes of keys and values: these
+            have 16 bits, or it is too much.
 
     Returns:
         The plan; it prints as a table.

@@ -330,8 +330,14 @@ class Rebalancer:
 
     def _plan(self, request: _Request, profiles: Sequence[RankProfile]) -> Plan:
         mask = self._mask | {"cu_seqlens": request.cu_seqlens}
-        options = {"layout": self._layout, "training": self._training}
-        return plan(request.seq_len, profiles, self._cost, **mask, **options)
+        return plan(
+            request.seq_len,
+            profiles,
+            self._cost,
+            **mask,
+            layout=self._layout,
+            training=self._training,
+        )
 
     def _observation(self, timings: Timings, rank: int) -> _Observation:
         """This rank's part of a request: medians over the ring calls, of each pass."""
