@@ -81,14 +81,27 @@ def test_the_ratios_of_the_readme_are_those_of_its_tables() -> None:
     for names in (plot_ring.LINES[2][3], plot_ring.LINES[1][3]):
         ratios = [ms / ours[length] for length, ms in plot_ring.fastest(tables, names).items()]
         assert f"{min(ratios):.1f} to {max(ratios):.1f} times" in claim
-    with (RESULTS / "attention_peers_1xh100_202611.csv").open() as file:
+    with (RESULTS / "gradients_1xh100_202611.csv").open() as file:
         rows = [x for x in csv.DictReader(file) if (x["D"], x["mask"]) == ("128", "causal")]
-    ratios = [float(row["x flash-attn-4"]) for row in rows if int(row["S"]) >= 8192]
-    assert f"{min(ratios):.1f} to {max(ratios):.1f} times as fast as flash-attn-4" in claim
-    for row in rows[1:]:
-        assert {row[f"{name} TFLOPS"] for name in ("ringattn", "flash-attn-4", "cuDNN")} <= set(
-            re.findall(r"\b\d{3}\b", claim)
-        )
+    speed = {(x["what"], x["pass"], int(x["S"])): float(x["TFLOP/s"]) for x in rows}
+    lengths = {length for _, _, length in speed}
+
+    def over(peer: str, which: str, least: int) -> list[float]:
+        of_peer = [
+            (speed["ringattn", which, s], speed[peer, which, s]) for s in lengths if s >= least
+        ]
+        return sorted(ours / theirs for ours, theirs in of_peer)
+
+    (slowest, *_, fastest) = over("flash-attn-4", "forward", 4096)
+    assert f"{slowest:.1f}" == f"{fastest:.1f}"
+    assert f"forward is {slowest:.1f} times as fast as flash-attn-4's" in claim
+    (slowest, *_, fastest) = over("flash-attn-4", "backward", 2048)
+    assert f"backward {slowest:.2f} to {fastest:.2f} times," in claim
+    (slowest, *_, fastest) = over("torch cuDNN", "backward", 2048)
+    assert f"{slowest:.2f} to {fastest:.2f} times as cuDNN's" in claim
+    for name in ("ringattn", "flash-attn-4", "torch cuDNN"):
+        shown = {f"{speed[name, 'forward', length]:.0f}" for length in (8192, 16384, 32768)}
+        assert shown <= set(re.findall(r"\b\d{3}\b", claim))
 
 
 def test_the_plot_of_the_readme_can_be_drawn_again(tmp_path: Path) -> None:
