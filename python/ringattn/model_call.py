@@ -286,7 +286,7 @@ class ModelCall:
     def select(self, x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """:meth:`whole` for the tokens in ``columns`` only, int64 ``[n]``, in the caller's order:
         ``[B, n, ...]``. Collective: the sum over ranks of these rows, 0 on ranks that do not own
-        them."""
+        them, such as one without tokens, whose ``x`` may have no row."""
         self.compare()
         columns = columns.to(x.device)
         columns = torch.where(columns < 0, columns + self.num_tokens, columns)
@@ -300,6 +300,8 @@ class ModelCall:
         if self.num_rows > 0:
             rows = torch.searchsorted(own, places.contiguous()).clamp_(max=self.num_rows - 1)
             missing = own[rows] != places
+        if x.size(1) == 0:  # our own layers keep no row for a rank without tokens
+            x = torch.cat([x, x.new_zeros(x.size(0), 1, *x.shape[2:])], dim=1)
         chosen = _take(x, rows)
         chosen[missing] = 0
         return sum_over_ranks(self.ring, "select", chosen)

@@ -74,8 +74,12 @@ def rows_come_back(name: str) -> None:
     assert rows.size(1) == max(1, call.num_rows)
     assert torch.equal(call.whole(rows), x)
     for columns in ([0], [-1], [7, 2, 7, -2], list(range(PROMPT))):
-        chosen = call.select(rows, torch.tensor(columns))
-        assert torch.equal(chosen, x[:, columns])
+        # A rank without tokens may have a row that is not its own, or none.
+        for mine in (rows, call.own(rows)):
+            chosen = call.select(mine, torch.tensor(columns))
+            assert torch.equal(chosen, x[:, columns])
+    mine = call.own(rows).clone().requires_grad_()
+    assert call.select(mine, torch.tensor([0])).requires_grad  # backwards are collective
     assert torch.equal(call.last(rows, 4), x[:, -4:])
     assert torch.equal(call.last(rows, 99), x)
     positions = torch.arange(PROMPT, device=device)[None, :].expand(2, -1)
