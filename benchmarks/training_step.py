@@ -60,7 +60,7 @@ from ringattn._distributed.groups import resolve_group
 from ringattn.models import LLaMA
 from ringattn.testing import slowdown
 from torch.utils.checkpoint import checkpoint
-from training_ways import MAKERS, Way, partition_name
+from training_ways import MAKERS, Trained, Way, partition_name
 
 COLUMNS = (
     *("S", "way", "partition", "lengths", "ms", "p10", "p90", "tokens_per_s", "mfu", "peak_gib"),
@@ -281,8 +281,9 @@ def main() -> None:
                 generator = torch.Generator().manual_seed(seq_len)
                 shape = (seq_len + 1,)
                 ids = torch.randint(config.src_vocab_size, shape, generator=generator).to(device)
+                trained = Trained(seq_len, config, device, options, report)
                 for name in options.ways:
-                    for way in MAKERS[name](seq_len, config, device, options, report):
+                    for way in MAKERS[name](trained):
                         row = {"S": seq_len, "way": way.name, "partition": way.partition_text}
                         row |= {"lengths": partition_name(way.partition), "note": way.note}
                         report.add(row | training.attempt(way, ids))

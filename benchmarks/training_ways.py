@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways in which the attention of a training step goes over the ranks.
 
-Each maker is a function: a length, the model's config, the device, the command line and the report,
-which gets the reason where there is none -> ways.
+Each maker is a function: what is trained -> ways; the report gets the reason where there is none.
 """
 
 from __future__ import annotations
@@ -41,35 +40,53 @@ class Way:
     ours: bool = False
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What is trained, and where."""
+
+    seq_len: int
+    config: Any  # of the model
+    device: torch.device
+    options: argparse.Namespace
+    report: Report
+
+    def even(self, layout: str = "zigzag") -> Partition:
+        return Partition.even(self.seq_len, world_size(), layout=layout)
+
+    def trial(self) -> Problem:
+        """A short problem of the model's heads."""
+        config = self.config
+        return Problem.random(
+            *(_TRIAL * world_size(), config.nheads, config.kvheads, config.head_dim),
+            dtype=DTYPES[self.options.dtype],
+            device=self.device,
+            causal=True,
+        ).trained()
+
+
 def partition_name(partition: Partition) -> str:
     return f"{partition.layout} {', '.join(map(str, partition.lengths))}"
 
 
-def ring(
-    seq_len: int,
-    config: Any,
-    device: torch.device,
-    options: argparse.Namespace,
-    report: Report,
-) -> list[Way]:
+def ring(trained: Trained) -> list[Way]:
     """ringattn.ring_attention, with each of --partitions."""
     found = []
-    for name in options.partitions:
-        partition, note = split_of(name, seq_len, config, device, options)
-        attend = partial(ringattn.ring_attention, partition=partition, transport=options.transport)
+    transport = trained.options.transport
+    for name in trained.options.partitions:
+        partition, note = split_of(name, trained)
+        attend = partial(ringattn.ring_attention, partition=partition, transport=transport)
         found.append(Way("ring", partition, attend, name, note=note, ours=True))
     return found
 
 
-def split_of(
-    name: str, seq_len: int, config: Any, device: torch.device, options: argparse.Namespace
-) -> tuple[Partition, str]:
+def split_of(name: str, trained: Trained) -> tuple[Partition, str]:
     """A partition of --partitions, and what there is to say of it. Collective."""
+    seq_len, options = trained.seq_len, trained.options
     if name == "even":
-        return Partition.even(seq_len, world_size()), ""
+        return trained.even(), ""
     if name == "auto":
-        profiles = profiles_of(config, device, options, seq_len)
-        cost = ModelCost.from_config(config, dtype=DTYPES[options.dtype])
+        profiles = profiles_of(trained.config, trained.device, options, seq_len)
+        cost = ModelCost.from_config(trained.config, dtype=DTYPES[options.dtype])
         plan = ringattn.plan(seq_len, profiles, cost, training=True)
         speeds = ", ".join(f"{profile.attention_tflops:.3g}" for profile in profiles)
         return plan.partition, f"attention at {speeds} TFLOPS"
@@ -80,26 +97,11 @@ def split_of(
     return Partition.zigzag([end - begin for begin, end in pairwise(ends)]), ""
 
 
-def trial(config: Any, device: torch.device, options: argparse.Namespace) -> Problem:
-    """A short problem of the model's heads."""
-    return Problem.random(
-        *(_TRIAL * world_size(), config.nheads, config.kvheads, config.head_dim),
-        dtype=DTYPES[options.dtype],
-        device=device,
-        causal=True,
-    ).trained()
-
-
-def context_parallel(
-    seq_len: int,
-    config: Any,
-    device: torch.device,
-    options: argparse.Namespace,
-    report: Report,
-) -> list[Way]:
+def context_parallel(trained: Trained) -> list[Way]:
     """PyTorch's context_parallel on cuDNN, else on FlashAttention-2; it all-gathers."""
-    name, problem = "context_parallel", trial(config, device, options)
-    works = {one.name: one for one in contenders(name, torch_context_parallel, problem, report)}
+    name, config = "context_parallel", trained.config
+    found = contenders(name, torch_context_parallel, trained.trial(), trained.report)
+    works = {one.name: one for one in found}
     backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
     for kernel, backend in backends.items():
         working = works.get(f"{name} {kernel} allgather")
@@ -114,50 +116,37 @@ def context_parallel(
                     k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
                 return torch_sdpa.attend(q, k, v, True, grouped)
 
-            around = partial(torch_context_parallel.sharded, device, backend, "allgather")
-            even = Partition.even(seq_len, world_size())
-            return [Way(f"{name} on {kernel}", even, attend, around=around, note=working.note)]
+            around = partial(torch_context_parallel.sharded, trained.device, backend, "allgather")
+            name, note = f"{name} on {kernel}", working.note
+            return [Way(name, trained.even(), attend, around=around, note=note)]
     return []
 
 
-def zigzag(
-    seq_len: int,
-    config: Any,
-    device: torch.device,
-    options: argparse.Namespace,
-    report: Report,
-) -> list[Way]:
+def zigzag(trained: Trained) -> list[Way]:
     """A zigzag ring on PyTorch's operators: cuDNN's, on CPU PyTorch's own."""
-    kernel = zigzag_on_torch.CUDNN if device.type == "cuda" else zigzag_on_torch.CPU
-    name, problem = f"zigzag on {kernel.name}", trial(config, device, options)
-    found = contenders("zigzag", zigzag_on_torch, problem, report)
+    kernel = zigzag_on_torch.CUDNN if trained.device.type == "cuda" else zigzag_on_torch.CPU
+    name = f"zigzag on {kernel.name}"
+    found = contenders("zigzag", zigzag_on_torch, trained.trial(), trained.report)
     if name not in [one.name for one in found]:
         return []
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return zigzag_on_torch.ZigzagRing.apply(q, k, v, kernel)
 
-    return [Way(name, Partition.even(seq_len, world_size()), attend)]
+    return [Way(name, trained.even(), attend)]
 
 
-def heads_over_ranks(
-    seq_len: int,
-    config: Any,
-    device: torch.device,
-    options: argparse.Namespace,
-    report: Report,
-) -> list[Way]:
+def heads_over_ranks(trained: Trained) -> list[Way]:
     """Ulysses, on flash-attn-4 where it is installed, else on cuDNN."""
-    problem = trial(config, device, options)
-    for one in contenders("ulysses", ulysses, problem, report):
+    problem = trained.trial()
+    for one in contenders("ulysses", ulysses, problem, trained.report):
         _, kernel = ulysses.kernel_of(problem.q)
         attend = partial(ulysses.attend, kernel=partial(kernel, causal=True))
-        even = Partition.even(seq_len, world_size(), layout="contiguous")
-        return [Way(one.name, even, attend)]
+        return [Way(one.name, trained.even("contiguous"), attend)]
     return []
 
 
-MAKERS: dict[str, Callable[..., list[Way]]] = {
+MAKERS: dict[str, Callable[[Trained], list[Way]]] = {
     "ring": ring,
     "context_parallel": context_parallel,
     "ulysses": heads_over_ranks,
