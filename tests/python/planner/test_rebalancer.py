@@ -176,66 +176,43 @@ def test_a_rank_without_tokens_keeps_its_speed(rank_pool):
         assert lengths[0] >= 255
 
 
-def slow_ring(num_requests: int) -> tuple[list[Partition], list[float]]:
-    """A real ring whose second rank computes everything eight times."""
+def slow_ring(training: bool, seq_len: int, slowdown: float) -> tuple:
+    """Eight requests to a real ring whose second rank computes everything `slowdown` times."""
     size, rank = this().world_size, this().rank
     generator = torch.Generator().manual_seed(1)
-    q, k, v = torch.randn(3, 1, 1536, 4, 64, generator=generator).unbind()
-    rebalancer = Rebalancer([RankProfile(0.05, 0.05)] * size, ModelCost.attention_only(4, 64))
-    partitions = []
-    for _ in range(num_requests):
-        p = rebalancer.plan(q.size(1)).partition
+    q, k, v = torch.randn(3, 1, seq_len, 4, 64, generator=generator).unbind()
+    profiles = [RankProfile(0.05, 0.05)] * size
+    rebalancer = Rebalancer(profiles, ModelCost.attention_only(4, 64), training=training)
+    plans = []
+    for _ in range(8):
+        plans.append(rebalancer.plan(seq_len))
+        p = plans[-1].partition
+        own = [p.shard(x, rank).requires_grad_(training) for x in (q, k, v)]
         with (
-            ringattn.testing.slowdown(8.0 if rank == 1 else 1.0),
+            ringattn.testing.slowdown(slowdown if rank == 1 else 1.0),
             ringattn.record_timings() as timings,
         ):
             for _ in range(3):
-                ringattn.ring_attention(*(p.shard(x, rank) for x in (q, k, v)), p)
+                out = ringattn.ring_attention(*own, p)
+                if training:
+                    out.sum().backward()
         rebalancer.observe(timings)
-        partitions.append(p)
-    return partitions, rebalancer.speeds
+    return plans, rebalancer.speeds
 
 
-def test_a_slow_rank_of_a_real_ring_gets_less(rank_pool):
-    results = rank_pool(2).run(slow_ring, 8)
-    partitions, speeds = results[0]
-    assert results[1] == (partitions, speeds)
-    assert partitions[0] == Partition.even(1536, 2)
-    assert partitions[-1].lengths[1] < 0.4 * 1536
-    assert speeds[1] < 0.6 * speeds[0]
-
-
-def training_ring(num_requests: int) -> tuple[list[ringattn.Plan], list[RankProfile]]:
-    """Steps of training of a real ring whose second rank computes everything six times."""
-    size, rank = this().world_size, this().rank
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = torch.randn(3, 1, 768, 4, 64, generator=generator).unbind()
-    profiles = [RankProfile(0.05, 0.05)] * size
-    rebalancer = Rebalancer(profiles, ModelCost.attention_only(4, 64), training=True)
-    plans = []
-    for _ in range(num_requests):
-        plans.append(rebalancer.plan(q.size(1)))
-        p = plans[-1].partition
-        own = [p.shard(x, rank).requires_grad_() for x in (q, k, v)]
-        with (
-            ringattn.testing.slowdown(6.0 if rank == 1 else 1.0),
-            ringattn.record_timings() as timings,
-        ):
-            for _ in range(2):
-                ringattn.ring_attention(*own, p).sum().backward()
-        rebalancer.observe(timings)
-    return plans, rebalancer.profiles
-
-
-def test_a_slow_rank_of_a_training_ring_gets_less(rank_pool):
-    results = rank_pool(2).run(training_ring, 8)
-    plans, profiles = results[0]
-    assert results[1] == (plans, profiles)
-    assert plans[0].partition == Partition.even(768, 2)
-    assert plans[-1].partition.lengths[1] < 0.4 * 768
-    assert profiles[1].attention_tflops < 0.6 * profiles[0].attention_tflops
+@pytest.mark.parametrize(
+    ("training", "seq_len", "slowdown"), [(False, 1536, 8.0), (True, 768, 6.0)]
+)
+def test_a_slow_rank_of_a_real_ring_gets_less(rank_pool, training, seq_len, slowdown):
+    results = rank_pool(2).run(slow_ring, training, seq_len, slowdown)
+    plans, speeds = results[0]
+    assert results[1] == (plans, speeds)
     cost = ModelCost.attention_only(4, 64)
-    assert plans[-1] == ringattn.plan(768, profiles, cost, training=True)
+    profiles = [RankProfile(0.05, 0.05)] * 2
+    assert plans[0] == ringattn.plan(seq_len, profiles, cost, training=training)
+    assert plans[0].partition == Partition.even(seq_len, 2)
+    assert plans[-1].partition.lengths[1] < 0.4 * seq_len
+    assert speeds[1] < 0.6 * speeds[0]
 
 
 def training_step(flops: float, forward_ms: float, backward_ms: float) -> Timings:
