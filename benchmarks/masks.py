@@ -10,9 +10,9 @@ rank with the keywords of the mask, `ringattn kernel` is block_attention with th
 key_ranges. `of causal` is the TFLOP/s over those of ringattn's own causal kernel on a batch of
 sequences whose rows see as many keys: B = S / L sequences of L = 2 pairs / S tokens.
 
-Under torchrun: packed documents over all ranks. Ideal is the time of one device for the whole
-pack, measured on rank 0 alone, divided by W. `rows fetched` are the most keys that a rank needs of
-others, `busiest` is the largest part of the pairs that a rank has, in even shares.
+Under torchrun: packed documents and windows over all ranks. Ideal is the time of one device for
+the whole sequence, measured on rank 0 alone, divided by W. `rows fetched` are the most keys that a
+rank needs of others, `busiest` is the largest part of the pairs that a rank has, in even shares.
 
 TFLOP/s count the pairs that the mask lets through. The error is the largest difference from
 float64 attention over sampled rows.
@@ -38,7 +38,7 @@ from ringattn import _C
 
 COLUMNS = ["S", "seed", "documents", "window", "sinks", "softcap", "what", "ms", "p10", "p90"]
 COLUMNS += ["TFLOP/s", "of causal", "max error", "note"]
-RING_COLUMNS = ["S", "seed", "documents", "what", "ms", "p10", "p90", "TFLOP/s"]
+RING_COLUMNS = ["S", "seed", "documents", "window", "what", "ms", "p10", "p90", "TFLOP/s"]
 RING_COLUMNS += ["share of ideal", "busiest", "rows fetched", "rows fetched / S", "max error"]
 YARDSTICK = "ringattn causal"
 SOFTCAP = 50.0
@@ -146,30 +146,32 @@ def compete(report: Report, problem: MaskedProblem, arguments: argparse.Namespac
         )
 
 
-def splits(ends: list[int]) -> dict[str, ringattn.Partition]:
-    """Partitions of a pack by name."""
-    return {
-        "packed": ringattn.Partition.packed(ends, world_size()),
-        "contiguous": ringattn.Partition.even(ends[-1], world_size(), layout="contiguous"),
-        "zigzag": ringattn.Partition.even(ends[-1], world_size()),
+def splits(problem: MaskedProblem) -> dict[str, ringattn.Partition]:
+    """Partitions by name. The one of documents knows them."""
+    ends = problem.masking.cu_seqlens
+    known = {} if ends is None else {"packed": ringattn.Partition.packed(ends, world_size())}
+    plain = {
+        layout: ringattn.Partition.even(problem.seq_len, world_size(), layout=layout)
+        for layout in ("contiguous", "zigzag")
     }
+    return known | plain
 
 
 def compete_over_ranks(
     report: Report, problem: MaskedProblem, arguments: argparse.Namespace
 ) -> None:
-    """One pack over all ranks: a row for each partition, and one device."""
-    ends = list(problem.masking.cu_seqlens or [])
+    """One mask over all ranks: a row for each partition, and one device."""
     single, _ = ours(problem)
     alone = Contestant("one device", single.call, single.positions, alone=True)
-    partitions = splits(ends)
+    partitions = splits(problem)
     field = [alone]
     for name, partition in partitions.items():
         call = partial(
             ringattn.ring_attention,
             *(partition.shard(x, rank()) for x in problem.tensors),
             partition,
-            cu_seqlens=ends,
+            window_size=problem.window_size,
+            cu_seqlens=problem.masking.cu_seqlens,
         )
         field.append(Contestant(name, call, partition.position_ids(rank(), problem.q.device)))
     errors = {contestant.name: max_error(contestant, problem) for contestant in field}
@@ -181,24 +183,29 @@ def compete_over_ranks(
             {
                 "S": problem.seq_len,
                 "seed": problem.masking.seed,
-                "documents": len(ends) - 1,
+                "documents": problem.boundaries.numel() - 1,
+                "window": problem.masking.window,
                 "what": contestant.name,
                 **timing.columns(),
                 "TFLOP/s": problem.flops / timing.median / 1e9,
-                **({} if partition is None else shares(partition, ends, timing, timings)),
+                **({} if partition is None else shares(partition, problem, timing, timings)),
                 "max error": errors[contestant.name],
             }
         )
 
 
 def shares(
-    partition: ringattn.Partition, ends: list[int], timing: Timing, timings: dict[str, Timing]
+    partition: ringattn.Partition,
+    problem: MaskedProblem,
+    timing: Timing,
+    timings: dict[str, Timing],
 ) -> dict[str, float]:
     """What tells partitions apart: the columns of a ring."""
+    ends, window = problem.boundaries.tolist(), problem.window_size
     ranks = range(partition.world_size)
-    work = [partition.num_pairs(r, cu_seqlens=ends) for r in ranks]
+    work = [partition.num_pairs(r, window_size=window, cu_seqlens=ends) for r in ranks]
     pieces = [partition.segments(r) for r in ranks]
-    fetched = max(_C.rows_fetched(owned, ends, True, (-1, -1)) for owned in pieces)
+    fetched = max(_C.rows_fetched(owned, ends, True, window) for owned in pieces)
     return {
         "share of ideal": timings["one device"].median / len(work) / timing.median,
         "busiest": max(work) * len(work) / sum(work),
@@ -216,8 +223,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=counts, default=[1, 2], help="of documents, with commas")
     parser.add_argument("--median", type=at_least(1), default=4096, help="tokens of a document")
     parser.add_argument("--windows", type=counts, default=[1024, 4096], help="keys, with commas")
+    longest = max(lengths) if over_ranks else 32768
     parser.add_argument(
-        "--longest-window", type=at_least(0), default=32768, help="the largest S of windows alone"
+        "--longest-window", type=at_least(0), default=longest, help="the largest S of windows alone"
     )
     arguments = parse(parser)
 
@@ -229,19 +237,15 @@ def main() -> None:
             f"softcap {SOFTCAP:g}",
             "rounds": f"{arguments.rounds} after {arguments.warmup} of warm-up, medians",
         }
-        title = f"Packed documents over {world_size()} ranks" if over_ranks else "Masks"
+        title = f"Masks over {world_size()} ranks" if over_ranks else "Masks"
         report = Report(title, header, RING_COLUMNS if over_ranks else COLUMNS)
         report.start()
         for seq_len in arguments.seq_lens:
-            if over_ranks:
-                for seed in arguments.seeds:
-                    packed = Masking(random_documents(seq_len, seed, arguments.median), seed=seed)
-                    problem = MaskedProblem.of_masking(arguments, seq_len, device, packed)
-                    compete_over_ranks(report, problem, arguments)
-                continue
             for masking in maskings(arguments, seq_len):
+                if over_ranks and (masking.sinks or masking.softcap):
+                    continue
                 problem = MaskedProblem.of_masking(arguments, seq_len, device, masking)
-                compete(report, problem, arguments)
+                (compete_over_ranks if over_ranks else compete)(report, problem, arguments)
         report.write(arguments.out)
 
 

@@ -79,14 +79,19 @@ def test_masks_benchmark_times_every_mask_and_all_are_exact(tmp_path: Path) -> N
     assert all(float(row["of causal"]) > 0 and float(row["max error"]) < 2e-6 for row in rows)
 
 
-def test_masks_benchmark_compares_partitions_of_a_pack(tmp_path: Path) -> None:
+def test_masks_benchmark_compares_partitions_of_packs_and_windows(tmp_path: Path) -> None:
     stem = tmp_path / "masks"
-    run("benchmarks/masks.py", *SMALL, *HEADS, *MASKS, "--out", str(stem), ranks=2)
-    rows = {row["what"]: row for row in read(stem)}
-    assert rows.keys() == {"one device", "packed", "contiguous", "zigzag"}
-    assert all(float(row["max error"]) < 2e-6 for row in rows.values())
-    assert float(rows["packed"]["busiest"]) <= float(rows["contiguous"]["busiest"])
-    assert float(rows["packed"]["share of ideal"]) > 0
+    arguments = [*SMALL, *HEADS, *MASKS, "--windows", "8", "--out", str(stem)]
+    run("benchmarks/masks.py", *arguments, ranks=2)
+    rows = read(stem)
+    packed = {row["what"]: row for row in rows if not row["window"]}
+    windows = {row["what"]: row for row in rows if row["window"]}
+    assert packed.keys() == {"one device", "packed", "contiguous", "zigzag"}
+    assert windows.keys() == packed.keys() - {"packed"}
+    assert all(float(row["max error"]) < 2e-6 for row in rows)
+    assert float(packed["packed"]["busiest"]) <= float(packed["contiguous"]["busiest"])
+    assert float(packed["packed"]["share of ideal"]) > 0
+    assert windows["contiguous"]["rows fetched"] == "7"
 
 
 def test_transport_benchmark_receives_what_was_sent(tmp_path: Path) -> None:
