@@ -241,9 +241,10 @@ Plan describe(const Partition& partition, const Partition& filled, const TimeMod
   return plan;
 }
 
-Plan plan_in(const TimeModel& model, std::optional<int64_t> depth, int64_t kv_bytes) {
+Plan plan_in(const TimeModel& whole, std::optional<int64_t> depth, int64_t kv_bytes) {
   // Latencies move no tokens: a single hop, which is what is measured, has more latency than a
   // block that follows others in a ring, and a plan must not become slower than the even one by it.
+  const TimeModel model = whole.without_gradient_waits();
   const TimeModel without_latency = model.without_latency();
   const int64_t used = depth_used(depth, model.world_size());
   const std::vector<Partition> filled = balanced(model);
@@ -252,7 +253,7 @@ Plan plan_in(const TimeModel& model, std::optional<int64_t> depth, int64_t kv_by
   const Partition chosen = prefer_even(
       improved, model.ranks(), min_gain_over_even(model, filled[0]),
       [&](const Partition& some) { return slowest(without_latency.step_ms(some, used)); });
-  return describe(chosen, filled[0], model, used, kv_bytes);
+  return describe(chosen, filled[0], whole, used, kv_bytes);
 }
 
 }  // namespace

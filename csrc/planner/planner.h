@@ -18,7 +18,7 @@ struct Plan {
   Partition partition;
   int64_t depth = 1;                  // blocks in flight ahead of the one being attended
   int64_t min_depth = 1;              // the least depth with which no rank waits longer
-  std::vector<double> rank_ms;        // [W], predicted, waits for blocks included
+  std::vector<double> rank_ms;        // [W], predicted, waits included
   double ideal_ms = 0.0;              // without overheads, memory limits and rounding
   std::vector<int64_t> memory_bytes;  // [W], of a ring call: buffers of blocks and gradients
 };
@@ -26,7 +26,7 @@ struct Plan {
 /// [W]: milliseconds that each rank takes for a layer, by `TimeModel`: overhead + tokens x time per
 /// token, which includes causal attention to half the sequence (zigzag) or to the preceding tokens
 /// (contiguous); the padding of attention tiles; and waits for blocks, with `depth` of them in
-/// flight (absent: all).
+/// flight (absent: all), and in training for gradients.
 RINGATTN_API std::vector<double> predict(const Partition& partition,
                                          const std::vector<RankProfile>& profiles,
                                          const ModelCost& cost, const Workload& workload,
@@ -48,6 +48,9 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 /// ranks with the slowest links and without the k slowest ranks, for every k, and tokens move
 /// between ranks while that helps. For two or three ranks the result is the best in most cases, for
 /// more ranks without a bound.
+///
+/// In training ranks wait for gradients that others compute, also without links. Lengths are those
+/// of the work and the bytes of a step.
 ///
 /// The even partition is taken wherever it is as fast, and kept for equal ranks that wait, or whose
 /// tiles it does not fill, unless another is a tenth faster.

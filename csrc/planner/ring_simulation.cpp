@@ -5,44 +5,79 @@
 #include <numeric>
 
 namespace ringattn {
+namespace {
+
+// The messages of a step, each between the owner of a block and the rank that attends to it.
+struct Exchange {
+  int64_t step;
+  int64_t after;   // blocks that both ranks have attended to when a message starts
+  int64_t before;  // and those after which a rank waits for it
+  const VisitTime* message_ms;
+};
+
+// `exchanges` are in the order in which ranks wait for them. In a backward the own block comes
+// last, and a rank waits for what it sends, too.
+std::vector<double> simulate(const Schedules& visits_of, const std::vector<Exchange>& exchanges,
+                             const VisitTime& attend_ms, bool backward) {
+  const int64_t world_size = static_cast<int64_t>(visits_of.size());
+  std::vector<double> now(world_size, 0.0), busy = now;
+  std::vector<double> moved = now;            // by rank: when its last message ended
+  std::vector<std::vector<double>> attended;  // [blocks, rank]: when it had attended to so many
+  auto exchange = exchanges.begin();
+  for (int64_t blocks = 0; blocks <= world_size; ++blocks) {
+    for (int64_t rank = 0; blocks > 0 && rank < world_size; ++rank) {
+      const int64_t step = backward ? blocks % world_size : blocks - 1;
+      const double ms = attend_ms(rank, visits_of[rank][step]);
+      now[rank] += ms;
+      busy[rank] += ms;
+    }
+    attended.push_back(now);
+    for (; exchange != exchanges.end() && exchange->before == blocks; ++exchange) {
+      std::vector<double> ready = attended[exchange->after];
+      for (int64_t rank = 0; rank < world_size; ++rank) {
+        ready[rank] = std::max(ready[rank], moved[rank]);
+      }
+      for (int64_t rank = 0; rank < world_size; ++rank) {
+        const Visit& visit = visits_of[rank][exchange->step];
+        if (!visit.visible()) continue;
+        const double end =
+            std::max(ready[visit.source], ready[rank]) + (*exchange->message_ms)(rank, visit);
+        moved[visit.source] = std::max(moved[visit.source], end);
+        moved[rank] = std::max(moved[rank], end);
+      }
+      for (int64_t rank = 0; rank < world_size; ++rank) {
+        const bool waits = backward || visits_of[rank][exchange->step].visible();
+        if (waits) now[rank] = std::max(now[rank], moved[rank]);
+      }
+    }
+  }
+  for (int64_t rank = 0; rank < world_size; ++rank) now[rank] -= busy[rank];
+  return now;
+}
+
+}  // namespace
 
 std::vector<double> simulate_waits(const Schedules& visits_of, const VisitTime& attend_ms,
                                    const VisitTime& transfer_ms, int64_t depth) {
-  const int64_t world_size = static_cast<int64_t>(visits_of.size());
-  std::vector<double> attended(world_size * world_size);  // [step, rank]: when the step ended
-  std::vector<double> busy(world_size, 0.0);              // by rank: at work so far
-  const auto attend = [&](int64_t rank, int64_t step, double begin) {
-    const double ms = attend_ms(rank, visits_of[rank][step]);
-    attended[step * world_size + rank] = begin + ms;
-    busy[rank] += ms;
-  };
-  for (int64_t rank = 0; rank < world_size; ++rank) attend(rank, 0, 0.0);
-
-  std::vector<double> moved(world_size, 0.0);  // by rank: when its last message ended
-  std::vector<double> ready(world_size);       // by rank: when its next one may begin
-  for (int64_t step = 1; step < world_size; ++step) {
-    for (int64_t rank = 0; rank < world_size; ++rank) {
-      const int64_t behind = step - 1 - depth;
-      ready[rank] = moved[rank];
-      if (behind >= 0) {
-        ready[rank] = std::max(ready[rank], attended[behind * world_size + rank]);
-      }
-    }
-    for (int64_t rank = 0; rank < world_size; ++rank) {
-      const Visit& visit = visits_of[rank][step];
-      if (!visit.visible()) continue;
-      const double end = std::max(ready[visit.source], ready[rank]) + transfer_ms(rank, visit);
-      moved[visit.source] = std::max(moved[visit.source], end);
-      moved[rank] = std::max(moved[rank], end);
-    }
-    for (int64_t rank = 0; rank < world_size; ++rank) {
-      const double begin = attended[(step - 1) * world_size + rank];
-      attend(rank, step, visits_of[rank][step].visible() ? std::max(begin, moved[rank]) : begin);
-    }
+  std::vector<Exchange> exchanges;
+  for (int64_t step = 1; step < static_cast<int64_t>(visits_of.size()); ++step) {
+    exchanges.push_back({step, std::max<int64_t>(0, step - depth), step, &transfer_ms});
   }
-  std::vector<double> waits(attended.end() - world_size, attended.end());
-  for (int64_t rank = 0; rank < world_size; ++rank) waits[rank] -= busy[rank];
-  return waits;
+  return simulate(visits_of, exchanges, attend_ms, /*backward=*/false);
+}
+
+std::vector<double> simulate_backward_waits(const Schedules& visits_of, const VisitTime& attend_ms,
+                                            const VisitTime& transfer_ms,
+                                            const VisitTime& return_ms) {
+  const int64_t world_size = static_cast<int64_t>(visits_of.size());
+  std::vector<Exchange> exchanges;
+  for (int64_t step = 1; step < world_size; ++step) {
+    exchanges.push_back({step, 0, std::min<int64_t>(step - 1, 1), &transfer_ms});
+  }
+  for (int64_t step = 1; step < world_size; ++step) {
+    exchanges.push_back({step, step, step + 1, &return_ms});
+  }
+  return simulate(visits_of, exchanges, attend_ms, /*backward=*/true);
 }
 
 int64_t buffered_tokens(const Partition& partition, int64_t rank, const Mask& mask, int64_t depth) {

@@ -27,6 +27,14 @@ using VisitTime = std::function<double(int64_t rank, const Visit& visit)>;
 std::vector<double> simulate_waits(const Schedules& visits_of, const VisitTime& attend_ms,
                                    const VisitTime& transfer_ms, int64_t depth);
 
+/// The same in its backward (`ring_backward`). A rank attends to the first visiting block when it
+/// is there, to the others when all are, and to its own last. The gradients of a block go back to
+/// its owner when both ranks have attended to their blocks of that step. They travel beside
+/// attention to the next ones, after which both ranks wait for them.
+std::vector<double> simulate_backward_waits(const Schedules& visits_of, const VisitTime& attend_ms,
+                                            const VisitTime& transfer_ms,
+                                            const VisitTime& return_ms);
+
 /// Tokens whose keys and values a ring call holds on `rank` beside its shard: the staged copy of
 /// its block, and one buffer for each block in flight and for the one being attended.
 RINGATTN_API int64_t buffered_tokens(const Partition& partition, int64_t rank, const Mask& mask,

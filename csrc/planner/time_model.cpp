@@ -185,7 +185,8 @@ TimeModel::TimeModel(int64_t seq_len, Layout layout, std::vector<RankProfile> pr
       layout_(layout),
       profiles_(std::move(profiles)),
       cost_(cost),
-      workload_(workload) {
+      workload_(workload),
+      waits_for_gradients_(workload.training) {
   if (!workload.mask.is_plain()) {
     visible_ = std::make_shared<const VisiblePairs>(workload.mask, seq_len);
     // Tiles are counted where rectangles and triangles say what is visible.
@@ -211,6 +212,12 @@ TimeModel::TimeModel(int64_t seq_len, Layout layout, std::vector<RankProfile> pr
 TimeModel TimeModel::without_latency() const {
   TimeModel model = *this;
   for (RankProfile& profile : model.profiles_) profile.link_latency_us = {};
+  return model;
+}
+
+TimeModel TimeModel::without_gradient_waits() const {
+  TimeModel model = *this;
+  model.waits_for_gradients_ = false;
   return model;
 }
 
@@ -262,7 +269,7 @@ double TimeModel::pairs_of(const Partition& partition, int64_t rank) const {
 }
 
 bool TimeModel::may_wait(int64_t depth) const {
-  return depth < world_size() - 1 ||
+  return waits_for_gradients_ || depth < world_size() - 1 ||
          std::any_of(profiles_.begin(), profiles_.end(), [](const RankProfile& profile) {
            return profile.link_gbps || profile.link_latency_us;
          });
@@ -287,15 +294,20 @@ std::vector<double> TimeModel::step_ms(const Partition& partition, int64_t depth
     const double rest = time.overhead_ms + static_cast<double>(tokens) * time.token_ms;
     if (pairs > 0) pair_ms[rank] = (ms[rank] - rest) / attention / static_cast<double>(pairs);
   }
+  const auto transfer = [&](double bytes) {
+    return [&, bytes](int64_t rank, const Visit& visit) {
+      const double tokens = bytes * static_cast<double>(visit.keys.size());
+      return std::max(link_ms(visit.source, tokens), link_ms(rank, tokens));
+    };
+  };
   for (const Pass& pass : passes(workload_)) {
     const auto attend = [&](int64_t rank, const Visit& visit) {
       return pass.attention * pair_ms[rank] * static_cast<double>(visit.num_pairs);
     };
-    const auto transfer = [&](int64_t rank, const Visit& visit) {
-      const double tokens = pass.bytes * static_cast<double>(visit.keys.size());
-      return std::max(link_ms(visit.source, tokens), link_ms(rank, tokens));
-    };
-    const auto waits = simulate_waits(visits_of, attend, transfer, depth);
+    const bool returns = waits_for_gradients_ && pass.bytes > 1.0;
+    const auto waits = returns ? simulate_backward_waits(visits_of, attend, transfer(1.0),
+                                                         transfer(kGradientBytes))
+                               : simulate_waits(visits_of, attend, transfer(pass.bytes), depth);
     for (size_t rank = 0; rank < ms.size(); ++rank) ms[rank] += waits[rank];
   }
   return ms;

@@ -12,7 +12,7 @@
 #include "planner/profile.h"
 
 // The only model of the time of a layer on unequal ranks: work, padding of attention tiles, and
-// waits for blocks.
+// waits for blocks and, in training, for gradients.
 
 namespace ringattn {
 
@@ -61,6 +61,8 @@ class TimeModel {
 
   /// The model without latencies of links.
   TimeModel without_latency() const;
+  /// The model in which gradients travel with the blocks: no rank waits for one that computes them.
+  TimeModel without_gradient_waits() const;
   /// The model in which `rank` owns only those tokens for which the others have no room.
   TimeModel without_rank(int64_t rank) const;
 
@@ -82,8 +84,8 @@ class TimeModel {
   /// each block, are rounded up to the tiles of `RankProfile::tiles` with the least total time.
   /// Ends at a rank that takes `limit_ms`: the times of ranks after it then lack padding.
   std::vector<double> work_ms(const Partition& partition, double limit_ms = kUnlimited) const;
-  /// [W]: the time of each rank, with `depth` blocks in flight. Attention hides transfers, matrix
-  /// products do not. Ends at a rank whose work takes `limit_ms`, without waits.
+  /// [W]: the time of each rank, with `depth` blocks in flight, in a backward all. Attention hides
+  /// transfers, matrix products do not. Ends at a rank whose work takes `limit_ms`, without waits.
   std::vector<double> step_ms(const Partition& partition, int64_t depth,
                               double limit_ms = kUnlimited) const;
 
@@ -102,6 +104,7 @@ class TimeModel {
   std::vector<RankProfile> profiles_;  // [W]
   ModelCost cost_;
   Workload workload_;
+  bool waits_for_gradients_;
   std::shared_ptr<const VisiblePairs> visible_;  // null under a plain mask
   std::vector<RankTime> ranks_;                  // [W]
 };

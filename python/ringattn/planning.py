@@ -235,7 +235,8 @@ def plan(
             matrix products of forward alone, at the same speed
             (https://arxiv.org/abs/2307.08691, section 4.1). Backward moves each block again, and
             its gradients, which are float32 and count as twice the bytes of keys and values: these
-            have 16 bits, or it is too much.
+            have 16 bits, or it is too much. Predicted times have what ranks wait for gradients that
+            others compute, whatever the links; lengths follow the work and the bytes.
 
     Returns:
         The plan; it prints as a table.
@@ -278,7 +279,7 @@ def predict(
     training: bool = False,
 ) -> tuple[float, ...]:
     """The times that :func:`plan` predicts for any partition: milliseconds of each rank, ``[W]``,
-    waits for blocks included. Arguments as there.
+    waits included. Arguments as there.
 
     Raises:
         ValueError: another number of profiles than ranks, a depth below 1, a mask that breaks a

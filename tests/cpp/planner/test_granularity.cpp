@@ -127,7 +127,7 @@ TEST_CASE("of tiles, no partition is much faster than the planned one") {
   for (int trial = 0; trial < kTrials; ++trial) {
     const size_t world_size = 2 + random() % 2;
     const Layout layout = kLayouts[random() % 2];
-    const Workload workload{{random() % 4 != 0}, random() % 4 == 0};
+    const Workload workload{{random() % 4 != 0}, false};
     const int tile = 2 + static_cast<int>(random() % 4);
     int64_t seq_len = 2 * tile * world_size * (1 + random() % (world_size == 2 ? 5 : 3));
     if (random() % 3 == 0) seq_len += random() % (2 * tile);

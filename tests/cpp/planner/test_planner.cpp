@@ -47,32 +47,30 @@ std::vector<RankProfile> random_profiles(std::mt19937& random, size_t world_size
 // By the definition: pairs counted one rank after the other, nothing shared with the planner.
 double reference_ms(const Lengths& lengths, const Lengths& order,
                     const std::vector<RankProfile>& profiles, const ModelCost& cost, Layout layout,
-                    const Workload& workload) {
+                    bool causal) {
   const double seq_len = std::accumulate(lengths.begin(), lengths.end(), 0.0);
   double before = 0.0, worst = 0.0;
   for (const int64_t rank : order) {
     const double n = static_cast<double>(lengths[rank]);
     double pairs = n * seq_len;
-    if (workload.mask.causal)
-      pairs = layout == Layout::kZigzag ? pairs / 2 : n * before + n * n / 2;
+    if (causal) pairs = layout == Layout::kZigzag ? pairs / 2 : n * before + n * n / 2;
     before += n;
     if (n == 0) continue;
     const RankProfile& profile = profiles[rank];
     const double attention = cost.attention_flops * pairs / (profile.attention_tflops * 1e9);
     const double linear = cost.linear_flops * n / (profile.linear_tflops * 1e9);
-    const double total = workload.training ? 3.5 * attention + 3 * linear : attention + linear;
-    worst = std::max(worst, profile.overhead_ms + total);
+    worst = std::max(worst, profile.overhead_ms + attention + linear);
   }
   return worst;
 }
 
 // The least of reference_ms over all lengths in steps of `unit`, and all orders where they count.
 double brute_force_ms(int64_t seq_len, int64_t unit, const std::vector<RankProfile>& profiles,
-                      const ModelCost& cost, Layout layout, const Workload& workload) {
-  const bool orders_count = layout == Layout::kContiguous && workload.mask.causal;
+                      const ModelCost& cost, Layout layout, bool causal) {
+  const bool orders_count = layout == Layout::kContiguous && causal;
   return least_ms(seq_len, unit, profiles, orders_count,
                   [&](const Lengths& lengths, const Lengths& order) {
-                    return reference_ms(lengths, order, profiles, cost, layout, workload);
+                    return reference_ms(lengths, order, profiles, cost, layout, causal);
                   });
 }
 
@@ -85,12 +83,12 @@ TEST_CASE("no partition is faster than the planned one") {
     const size_t world_size = 1 + random() % 4;
     const int64_t seq_len = random() % (world_size == 4 ? 24 : 60);
     const Layout layout = kLayouts[random() % 2];
-    const Workload workload{{random() % 3 != 0}, random() % 4 == 0};
+    const bool causal = random() % 3 != 0;
     // Attention and products of about the same weight.
     const ModelCost cost{16.0, random() % 3 ? 8.0 * static_cast<double>(seq_len) : 0.0, 8};
     const auto profiles = random_profiles(random, world_size, seq_len);
-    const Plan planned = make_plan(seq_len, profiles, cost, layout, workload);
-    const double best = brute_force_ms(seq_len, 1, profiles, cost, layout, workload);
+    const Plan planned = make_plan(seq_len, profiles, cost, layout, {{causal}, false});
+    const double best = brute_force_ms(seq_len, 1, profiles, cost, layout, causal);
     INFO("trial " << trial << ": " << seq_len << " tokens, " << world_size << " ranks");
     CHECK(planned.partition.seq_len() == seq_len);
     CHECK(slowest(planned.rank_ms) == Approx(best).epsilon(1e-9));
@@ -114,7 +112,8 @@ TEST_CASE("long sequences are dealt in units that cost next to nothing") {
     const Layout layout = kLayouts[random() % 2];
     const auto profiles = random_profiles(random, world_size, seq_len);
     const Plan planned = make_plan(seq_len, profiles, kLayer, layout);
-    const double by_units = brute_force_ms(seq_len, unit, profiles, kLayer, layout, {});
+    const double by_units =
+        brute_force_ms(seq_len, unit, profiles, kLayer, layout, /*causal=*/true);
     INFO("trial " << trial << ": " << seq_len << " tokens, " << world_size << " ranks");
     CHECK(slowest(planned.rank_ms) <= by_units * (1 + 5e-3));
     const auto aligned = [&](int64_t length) { return length % 16 == 0; };
@@ -158,12 +157,9 @@ TEST_CASE("predictions are those of the definition") {
   const Lengths lengths = {700, 100, 200}, order = {2, 0, 1};
   for (const Layout layout : kLayouts) {
     for (const bool causal : {false, true}) {
-      for (const bool training : {false, true}) {
-        const Workload workload{{causal}, training};
-        const auto ms = predict(Partition(layout, lengths, order), profiles, kLayer, workload);
-        const double expected = reference_ms(lengths, order, profiles, kLayer, layout, workload);
-        CHECK(slowest(ms) == Approx(expected).epsilon(1e-12));
-      }
+      const auto ms = predict(Partition(layout, lengths, order), profiles, kLayer, {{causal}});
+      const double expected = reference_ms(lengths, order, profiles, kLayer, layout, causal);
+      CHECK(slowest(ms) == Approx(expected).epsilon(1e-12));
     }
   }
   CHECK_THROWS_AS(predict(Partition(Layout::kZigzag, {1, 1}), profiles, kLayer, {}),
