@@ -8,7 +8,7 @@
 #   docs    the documentation as HTML; a warning is an error
 #   python  pytest; what follows `--` goes to it: scripts/test.sh python -- -k partition
 #   tidy    clang-tidy (minutes; only when named)
-#   transformers  models of Hugging Face transformers with the oldest and an earlier version of it (only when named)
+#   transformers  models of Hugging Face transformers with its oldest version (only when named)
 #   oldest  a build for the oldest supported torch, in an environment apart, and those Python tests on which a release
 #           of torch has a say, on two ranks (only when named): operators, compile and autograd, our models,
 #           transports, one file for each library of models. Not run with it: benchmarks, cli, planner, profiling,
@@ -84,7 +84,7 @@ run_torches() { scripts/test_torch.sh all -- ${pytest_arguments[@]+"${pytest_arg
 
 # The newest version is the environment's own: the python part tests it.
 run_transformers() {
-  scripts/test_transformers.sh 4.57.6 5.23.0 -- ${pytest_arguments[@]+"${pytest_arguments[@]}"}
+  scripts/test_transformers.sh 4.57.6 -- ${pytest_arguments[@]+"${pytest_arguments[@]}"}
 }
 
 # Tests that mostly wait run beside the others: tests/python/conftest.py chooses the number of workers.
@@ -129,7 +129,7 @@ fi
 
 # About how long each takes on two idle cores, without what is compiled for the environment's torch.
 declare -A minutes=([lint]=1 [cpp]=1 [spills]=1 [docs]=2 [tidy]=10 [oldest]=12 [torches]=60
-  [transformers]=10 [python]=14)
+  [transformers]=5 [python]=16)
 
 aside=() front=() beside_front=0 about=0
 for part in "${parts[@]}"; do
