@@ -37,10 +37,15 @@ void FailureDiagnosis::check_peers(int64_t call, const Ranks& peers, const std::
   }
   throw_if_failed();
   if (call == kOutsideCalls) return;
-  agreement_->publish_request(call);
-  if (const auto objection = agreement_->objection(call, peers)) {
-    agreement_->leave(call, *objection);
-    throw CallLeft("ringattn: " + *objection, /*backtrace=*/nullptr);
+  try {
+    agreement_->publish_request(call);
+    if (const auto objection = agreement_->objection(call, peers)) {
+      agreement_->leave(call, *objection);
+      throw CallLeft("ringattn: " + *objection, /*backtrace=*/nullptr);
+    }
+  } catch (const c10::DistBackendError&) {
+    check_store(place);  // it may have ended meanwhile
+    throw;
   }
 }
 

@@ -144,7 +144,12 @@ std::vector<std::string> GroupContext::exchange(const std::string& mine, const s
   const auto key = [&](int64_t rank) { return name + "/" + std::to_string(rank); };
   constexpr auto kLook = std::chrono::milliseconds(100);
   failures_->check_store(wait.place());
-  backend_->put(key(rank()), mine);
+  try {
+    backend_->put(key(rank()), mine);
+  } catch (const c10::DistBackendError&) {
+    failures_->check_store(wait.place());  // it may have ended meanwhile
+    throw;
+  }
   std::vector<std::string> gathered;
   for (int64_t other = 0; other < size(); ++other) {
     wait.set_peers({other});
