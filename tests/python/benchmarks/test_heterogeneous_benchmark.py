@@ -347,8 +347,8 @@ def test_a_terminated_run_reports_its_finished_cells(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 600
-    while not (tmp_path / "het.cells.jsonl").exists() and time.monotonic() < deadline:
+    cells, deadline = tmp_path / "het.cells.jsonl", time.monotonic() + 600
+    while not (cells.exists() and "\n" in cells.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
     started.terminate()
     assert started.wait(timeout=600) != 0

@@ -21,13 +21,20 @@ def test_a_long_command_says_how_far_it_is(tmp_path: Path) -> None:
     copy_of_scripts(tmp_path)
     command = (
         ". scripts/progress.sh; ringattn_log_every=1;"
-        "ringattn_progress_or_log name 'x: building' sh -c 'echo \"[3/9] c++ file\"; sleep 2.5'; "
+        "ringattn_progress_or_log name 'x: building'"
+        ' sh -c \'echo "[3/9] c++ file"; until grep -q "3 of 9" said; do sleep 0.1; done\'; '
         "ringattn_progress_or_log name 'x: more' sh -c 'echo because; exit 3' || echo status $?"
     )
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=600
-    )
-    lines = done.stderr.splitlines()
+    with (tmp_path / "said").open("w") as said:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            timeout=600,
+        )
+    lines = (tmp_path / "said").read_text().splitlines()
     assert re.fullmatch(r"x: building, \d+ s \(3 of 9 steps\)", lines[1])
     assert re.fullmatch(r"x: building: done in \d+ s", lines[-4])
     assert lines[0] == "x: building" and lines[-1] == "because"

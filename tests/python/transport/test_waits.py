@@ -132,6 +132,9 @@ def late_call(path: Path, name: str, logged: bool) -> list[str]:
     call = calls()[name]
     if name in ("ring", "rotate"):
         call()
+        # A rank may wait for a slow one in its next call, for what this one sends it.
+        this().store.set(f"{name} {logged} {this().rank}", "")
+        this().store.wait([f"{name} {logged} {rank}" for rank in range(2)])
     if name == "new ring":
         call = functools.partial(ring_call, replace(even(this().world_size), scale=0.4 + logged))
     lines: list[str] = []
@@ -289,6 +292,16 @@ def test_ranks_that_make_different_known_calls_get_an_error_at_once(world_size, 
 # ---- the end of a group ------------------------------------------------------------------------
 
 
+def has_ended(process: int) -> bool:
+    """Whether it has closed what it had open: its last thread does that."""
+    threads = Path(f"/proc/{process}/task")
+    try:
+        states = [(one / "stat").read_text().rpartition(") ")[2][0] for one in threads.iterdir()]
+    except (FileNotFoundError, ProcessLookupError):  # of a thread, or of the process
+        return not threads.exists()
+    return states == ["Z"]
+
+
 def the_owner_of_the_store_dies(path: Path, warm: bool) -> tuple[str, str]:
     rank, size = this().rank, this().world_size
     dist.destroy_process_group()
@@ -301,10 +314,13 @@ def the_owner_of_the_store_dies(path: Path, warm: bool) -> tuple[str, str]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     case = even(size)
     ring_call(case if warm else even(size, rows=9))
+    this().store.set(f"process of {rank}", str(os.getpid()))
     dist.barrier()
     if rank == 0:
         os._exit(1)
-    time.sleep(0.5)
+    deadline = time.monotonic() + CALL_TIMEOUT_S
+    while not has_ended(int(this().store.get("process of 0"))) and time.monotonic() < deadline:
+        time.sleep(0.01)
     with stderr_of_this_process(path / f"owner{rank}") as said:
         with pytest.raises(dist.DistBackendError) as error:
             ring_call(case)
