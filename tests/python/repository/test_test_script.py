@@ -91,7 +91,7 @@ def test_the_oldest_torch_runs_the_tests_on_which_torch_has_a_say(tmp_path: Path
     )
     about, title, *arguments = done.stdout.splitlines()
     # Parts that run one after the other.
-    assert about == "test: oldest transformers: about 22 min on two idle cores, less with -x"
+    assert about == "test: oldest transformers: about 17 min on two idle cores, less with -x"
     assert title == "== oldest"
     assert arguments[:4] == ["oldest", "--", "-k", "not cpu-1 and not cpu-3 and not cpu-4"]
     paths = arguments[4 : arguments.index("-x")]
