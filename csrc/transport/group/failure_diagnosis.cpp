@@ -37,16 +37,13 @@ void FailureDiagnosis::check_peers(int64_t call, const Ranks& peers, const std::
   }
   throw_if_failed();
   if (call == kOutsideCalls) return;
-  try {
+  use_store(place, [&] {
     agreement_->publish_request(call);
     if (const auto objection = agreement_->objection(call, peers)) {
       agreement_->leave(call, *objection);
       throw CallLeft("ringattn: " + *objection, /*backtrace=*/nullptr);
     }
-  } catch (const c10::DistBackendError&) {
-    check_store(place);  // it may have ended meanwhile
-    throw;
-  }
+  });
 }
 
 std::optional<std::string> FailureDiagnosis::ended_by(int64_t call, const Ranks& peers) {
@@ -105,6 +102,15 @@ void FailureDiagnosis::check_store(const std::string& place) {
   fail((gone.empty() ? "the process that holds the group's store" : one_of({gone.front()})) +
        " closed its connection in " + place + "; the group cannot be used any more");
   throw_if_failed();
+}
+
+void FailureDiagnosis::use_store(const std::string& place, c10::function_ref<void()> use) {
+  try {
+    use();
+  } catch (const c10::DistBackendError&) {
+    check_store(place);
+    throw;
+  }
 }
 
 void FailureDiagnosis::fail_call(int64_t call, const std::exception& error) {

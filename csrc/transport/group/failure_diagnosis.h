@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <c10/util/FunctionRef.h>
+
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -40,6 +42,8 @@ class RINGATTN_API FailureDiagnosis : public CallMonitor {
 
   /// Ends the group where the process that holds its store is gone, and throws.
   void check_store(const std::string& place);
+  /// Runs `use`, which uses the store; where that ends meanwhile, as check_store().
+  void use_store(const std::string& place, c10::function_ref<void()> use);
   /// Ends the group: this rank alone failed in `call`, and is out of step with the others.
   void fail_call(int64_t call, const std::exception& error);
   /// Throws, with blame: the group ends because a collective that it does not run itself, one of

@@ -97,12 +97,13 @@ int64_t GroupContext::begin_call(std::shared_ptr<const Signature> signature, boo
   if (agreement_->join_known(call, signature, tagged, compares_tag)) return call;
   PeerWait wait(rendezvous_, kOutsideCalls, /*step=*/0, {}, signature->operation());
   try {
-    agreement_->join(call, std::move(signature), tagged, [&](int64_t rank) {
-      wait.set_peers({rank});
-      wait.poll();
+    failures_->use_store(wait.place(), [&] {
+      agreement_->join(call, std::move(signature), tagged, [&](int64_t rank) {
+        wait.set_peers({rank});
+        wait.poll();
+      });
     });
   } catch (const c10::DistBackendError& error) {
-    failures_->check_store(wait.place());
     failures_->fail(reason_of(error));  // a rank that joins later must not wait for this one
     failures_->throw_if_failed();       // with the first reason
   }
@@ -144,12 +145,7 @@ std::vector<std::string> GroupContext::exchange(const std::string& mine, const s
   const auto key = [&](int64_t rank) { return name + "/" + std::to_string(rank); };
   constexpr auto kLook = std::chrono::milliseconds(100);
   failures_->check_store(wait.place());
-  try {
-    backend_->put(key(rank()), mine);
-  } catch (const c10::DistBackendError&) {
-    failures_->check_store(wait.place());  // it may have ended meanwhile
-    throw;
-  }
+  failures_->use_store(wait.place(), [&] { backend_->put(key(rank()), mine); });
   std::vector<std::string> gathered;
   for (int64_t other = 0; other < size(); ++other) {
     wait.set_peers({other});
