@@ -17,6 +17,7 @@ import heterogeneous
 import pytest
 import torch
 from _commands import run_command
+from _waiting import eventually
 from study.splits import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -347,9 +348,8 @@ def test_a_terminated_run_reports_its_finished_cells(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
-    cells, deadline = tmp_path / "het.cells.jsonl", time.monotonic() + 600
-    while not (cells.exists() and "\n" in cells.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    cells = tmp_path / "het.cells.jsonl"
+    assert eventually(lambda: cells.exists() and "\n" in cells.read_text())
     started.terminate()
     assert started.wait(timeout=600) != 0
     sets = [row["percentages"] for row in read(tmp_path / "het.csv")]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _distributed import RankPool, this
+from _waiting import eventually, has_ended
 from ringattn import Partition, testing
 from ringattn.__main__ import main
 from ringattn.testing import MPS
@@ -49,17 +50,6 @@ def running(daemon: Path) -> Path:
     return daemon.with_name(f"{daemon.name}.running")
 
 
-def is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text()[:40]
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 600
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
 def test_the_daemon_is_private_and_stops_with_its_context(daemon: Path) -> None:
     with MPS() as mps:
         environment = mps.environment(12.5)
@@ -70,9 +60,9 @@ def test_the_daemon_is_private_and_stops_with_its_context(daemon: Path) -> None:
         seen = dict(line.split("=", 1) for line in running(daemon).read_text().splitlines())
         assert seen == environment
         pid = int((pipe / "nvidia-cuda-mps-control.pid").read_text())
-        assert is_alive(pid)
+        assert not has_ended(pid)
     assert not running(daemon).exists() and not pipe.parent.exists()
-    assert eventually(lambda: not is_alive(pid))
+    assert eventually(lambda: has_ended(pid))
 
 
 def test_the_daemon_stops_after_an_error(daemon: Path) -> None:

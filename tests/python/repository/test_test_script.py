@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import conftest
 import pytest
 import torch
 from _scripts import commands_on, copy_of_scripts
+from _waiting import eventually
 
 
 def test_a_long_command_says_how_far_it_is(tmp_path: Path) -> None:
@@ -123,10 +123,8 @@ def test_an_interrupt_ends_every_part_and_prints_what_there_is(tmp_path: Path) -
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + 600
     log = tmp_path / "build/test-results/lint.log"  # Python listens, and lint has printed
-    while not ((tmp_path / "ran").exists() and log.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    assert eventually(lambda: (tmp_path / "ran").exists() and bool(log.read_text()))
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=600)
     assert process.returncode == 1

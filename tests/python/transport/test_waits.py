@@ -18,8 +18,9 @@ import pytest
 import ringattn
 import torch
 import torch.distributed as dist
-from _distributed import AT_ONCE_S, CALL_TIMEOUT_S, RankPool, this
+from _distributed import AT_ONCE_S, RankPool, this
 from _rings import Case, ring_call
+from _waiting import eventually, has_ended
 from ringattn import Partition
 from ringattn.cache import ShardedKVCache
 
@@ -45,9 +46,7 @@ def stderr_of_this_process(path: Path) -> Iterator[Callable[[], str]]:
 
 def until(count: int, lines: Callable[[], list[str]]) -> list[str]:
     """The lines, once there are so many: a thread writes them."""
-    deadline = time.monotonic() + CALL_TIMEOUT_S
-    while len(lines()) < count and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: len(lines()) >= count)
     return lines()
 
 
@@ -292,16 +291,6 @@ def test_ranks_that_make_different_known_calls_get_an_error_at_once(world_size, 
 # ---- the end of a group ------------------------------------------------------------------------
 
 
-def has_ended(process: int) -> bool:
-    """Whether it has closed what it had open: its last thread does that."""
-    threads = Path(f"/proc/{process}/task")
-    try:
-        states = [(one / "stat").read_text().rpartition(") ")[2][0] for one in threads.iterdir()]
-    except (FileNotFoundError, ProcessLookupError):  # of a thread, or of the process
-        return not threads.exists()
-    return states == ["Z"]
-
-
 def the_owner_of_the_store_dies(path: Path, warm: bool) -> tuple[str, str]:
     rank, size = this().rank, this().world_size
     dist.destroy_process_group()
@@ -318,9 +307,8 @@ def the_owner_of_the_store_dies(path: Path, warm: bool) -> tuple[str, str]:
     dist.barrier()
     if rank == 0:
         os._exit(1)
-    deadline = time.monotonic() + CALL_TIMEOUT_S
-    while not has_ended(int(this().store.get("process of 0"))) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    owner = int(this().store.get("process of 0"))
+    assert eventually(lambda: has_ended(owner))
     with stderr_of_this_process(path / f"owner{rank}") as said:
         with pytest.raises(dist.DistBackendError) as error:
             ring_call(case)
