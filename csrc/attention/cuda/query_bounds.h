@@ -50,7 +50,8 @@ struct QueryBounds {
 
  private:
   constexpr int32_t clamp(int32_t row) const {
-    return row < 0 ? 0 : row < num_queries ? row : num_queries;
+    const int32_t from_0 = row > 0 ? row : 0;
+    return from_0 < num_queries ? from_0 : num_queries;
   }
 };
 

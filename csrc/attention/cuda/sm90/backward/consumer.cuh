@@ -39,7 +39,7 @@ __device__ __forceinline__ void clear_unseen_keys(const QueryBounds& bounds, uin
   const int row = threadIdx.x % kGradWarpgroup;
   if (row >= kGradRows) return;
   const QueryRange seen = bounds.range(first_key + row);
-  if (seen.begin < seen.end) return;
+  if (!seen.empty()) return;
   clear_row<Tile>(keys, Tile::kKeyBlockBytes, row);
   fence_async_shared();  // before the barrier of score gradients
 }

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "attention/cuda/sm90/backward/query_bounds.h"
+#include "attention/cuda/query_bounds.h"
 #include "attention/params.h"
 
 // What the host gives to a kernel of the backward.

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/cuda/sm90/backward/kernel_params.h"
+#include "attention/cuda/sm90/backward/visible_queries.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 
 // The shapes of tiles, the map of shared memory, and the work tiles that a thread block takes.
@@ -214,11 +215,11 @@ __device__ __forceinline__ void for_each_key_tile(const BackwardKernelParams& p,
       tile.batch = plane / p.num_kv_heads;
       tile.kv_head = plane - tile.batch * p.num_kv_heads;
       tile.descending = descending;
-      const VisibleQueries rows = p.bounds.visible<Tile::kBlockK>(tile.first_key);
+      const VisibleQueries rows = visible_queries<Tile::kBlockK>(p.bounds, tile.first_key);
       tile.rows = rows.some;
       const auto above = [](int row) { return (row + Tile::kBlockQ - 1) / Tile::kBlockQ; };
       tile.begin = rows.some.begin / Tile::kBlockQ;
-      tile.end = rows.some.begin < rows.some.end ? above(rows.some.end) : tile.begin;
+      tile.end = rows.some.empty() ? tile.begin : above(rows.some.end);
       tile.unmasked_begin = above(rows.all.begin);
       // Rows behind the last one have probability 0.
       tile.unmasked_end =

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "attention/cuda/query_bounds.h"
+
+// Which query rows see the keys of a tile.
+
+namespace ringattn::cuda::sm90 {
+
+/// Rows that see adjacent keys. Neither column decreases, so the first and the last key say it all.
+struct VisibleQueries {
+  QueryRange some;  // no row outside it sees any of the keys; a row inside may see none either
+  QueryRange all;   // every row of it sees all of the keys
+};
+
+/// Of keys [first_key, first_key + kCount), the first of which exists. By all lanes of a warp.
+template <int kCount>
+__device__ __forceinline__ VisibleQueries visible_queries(const QueryBounds& bounds,
+                                                          int first_key) {
+  // Of a table, keys that no row sees do not count: what they hold of rows means nothing.
+  int first = first_key, last = min(first_key + kCount, bounds.num_keys) - 1;
+  if (bounds.ranges != nullptr) {
+    first = first_key + kCount;
+    last = first_key - 1;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 32) {
+      const QueryRange seen = bounds.range(first_key + i + threadIdx.x % 32);
+      const uint32_t lanes = __ballot_sync(0xffffffff, !seen.empty());
+      if (lanes == 0) continue;
+      first = min(first, first_key + i + __ffs(lanes) - 1);
+      last = first_key + i + 31 - __clz(lanes);
+    }
+  }
+  if (first > last) return {{0, 0}, {0, 0}};
+  VisibleQueries visible = {{bounds.range(first).begin, bounds.range(last).end}, {0, 0}};
+  if (first_key + kCount <= bounds.num_keys) {
+    visible.all = {bounds.range(first_key + kCount - 1).begin, bounds.range(first_key).end};
+  }
+  return visible;
+}
+
+}  // namespace ringattn::cuda::sm90
