@@ -8,6 +8,7 @@
 #include "attention/cuda/sm90/ptx/named_barrier.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/ptx/wgmma.cuh"
+#include "attention/cuda/sm90/score_product.cuh"
 #include "attention/cuda/sm90/tile.cuh"
 
 // The two products of a consumer warpgroup: its 64 query rows with a tile of keys, and their
@@ -39,17 +40,8 @@ __device__ __forceinline__ void negate_queries(uint32_t queries, int barrier) {
 template <typename Element, typename Tile>
 __device__ __forceinline__ void issue_scores(float (&s)[Tile::kBlockK / 2], uint32_t queries,
                                              uint32_t keys) {
-  using Product = ProductOfShared<Element, Tile::kBlockK>;
-  const auto q = OperandDescriptor::k_major(queries), k = OperandDescriptor::k_major(keys);
-  begin_products();
-  Product::template issue<false>(s, q.at(0), k.at(0));
-#pragma unroll
-  for (int step = 1; step < Tile::kHeadDim / 16; ++step) {
-    const int block = step / 4, offset = step % 4 * 32;  // 16 columns are 32 bytes
-    Product::template issue<true>(s, q.at(block * Tile::kQueryBlockBytes + offset),
-                                  k.at(block * Tile::kKeyBlockBytes + offset));
-  }
-  commit_products();
+  issue_score_product<Element, Tile::kHeadDim, Tile::kQueryBlockBytes, Tile::kKeyBlockBytes>(
+      s, queries, keys);
 }
 
 /// Issues a group of products: out += p @ v.

@@ -5,6 +5,7 @@
 
 #include "attention/cuda/sm90/backward/tile.cuh"
 #include "attention/cuda/sm90/ptx/wgmma.cuh"
+#include "attention/cuda/sm90/score_product.cuh"
 
 // The five products of a consumer warpgroup, with its 64 keys as rows. Each is a group of its own.
 
@@ -16,17 +17,8 @@ namespace ringattn::cuda::sm90 {
 template <typename Element, typename Tile>
 __device__ __forceinline__ void issue_transposed_scores(float (&s)[Tile::kBlockQ / 2],
                                                         uint32_t stationary, uint32_t moving) {
-  using Product = ProductOfShared<Element, Tile::kBlockQ>;
-  const auto a = OperandDescriptor::k_major(stationary), b = OperandDescriptor::k_major(moving);
-  begin_products();
-  Product::template issue<false>(s, a.at(0), b.at(0));
-#pragma unroll
-  for (int step = 1; step < Tile::kHeadDim / 16; ++step) {
-    const int block = step / 4, offset = step % 4 * 32;  // 16 columns are 32 bytes
-    Product::template issue<true>(s, a.at(block * Tile::kKeyBlockBytes + offset),
-                                  b.at(block * Tile::kQueryBlockBytes + offset));
-  }
-  commit_products();
+  issue_score_product<Element, Tile::kHeadDim, Tile::kKeyBlockBytes, Tile::kQueryBlockBytes>(
+      s, stationary, moving);
 }
 
 /// dv += p.T @ grad_out, or dk += ds.T @ q.
