@@ -75,9 +75,8 @@ void block_attention_backward_cuda(const at::Tensor& q, const KeyBlock& block,
   params.softcap = static_cast<float>(scoring.softcap);
   params.deterministic = at::globalContext().deterministicAlgorithms();
   at::Tensor semaphores;
-  if (params.deterministic) {
-    const int64_t num_turns = (q.size(1) + params.kTurnRows - 1) / params.kTurnRows;
-    semaphores = at::zeros({q.size(0), q.size(2), num_turns}, q.options().dtype(at::kInt));
+  if (params.deterministic || params.query_ranges != nullptr) {
+    semaphores = at::zeros({params.num_semaphores()}, q.options().dtype(at::kInt));
     params.semaphores = semaphores.mutable_data_ptr<int32_t>();
   }
   check_launch(cuda::block_attention_backward(params, current_stream(q)),

@@ -152,9 +152,14 @@ struct BlockAttentionBackwardParams : AttentionShape {
   bool deterministic = false;
   /// Rows of dq that take turns together.
   static constexpr int32_t kTurnRows = 64;
-  /// [B, H, ceil(S_q / kTurnRows)], device memory, only with `deterministic`: 0 before the launch,
-  /// unspecified after it.
+  /// [num_semaphores()] in device memory, 0 before the launch, unspecified after it. Needed with
+  /// `deterministic`. With `query_ranges` alone it balances the work of thread blocks.
   int32_t* semaphores = nullptr;
+
+  int64_t num_semaphores() const {
+    const int64_t rows = num_queries > num_keys ? num_queries : num_keys;
+    return 1 + int64_t{batch} * num_heads * ((rows + kTurnRows - 1) / kTurnRows * 2);
+  }
 };
 
 /// What a backward needs of the forward's result: delta = rowsum(grad_out * out) - grad_lse.

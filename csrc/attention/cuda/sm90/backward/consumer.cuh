@@ -265,7 +265,7 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
     if (is_first_lane) arrive(shared.free(operand, stage));
   };
 
-  for_each_key_tile<Tile>(p, [&](const KeyTile& tile) {
+  for_each_key_tile<Tile, false>(p, shared, [&](const KeyTile& tile) {
     const int first_key = tile.first_key + lane_key;
     float dk[Tile::kHeadDim / 2] = {}, dv[Tile::kHeadDim / 2] = {};
     if (!tile.empty()) {

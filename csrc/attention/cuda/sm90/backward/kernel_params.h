@@ -45,6 +45,7 @@ struct BackwardKernelParams {
   // keys after tile of keys, for each of them all planes of the slice.
   int num_key_tiles;     // of a plane
   int planes_per_slice;  // of a full slice
+  int* next_ticket;      // of kernels by ticket. In device memory, 0 before the launch
 };
 
 }  // namespace ringattn::cuda::sm90

@@ -47,10 +47,11 @@ cudaError_t make_tensor_maps(const BlockAttentionBackwardParams& p, BackwardKern
 }
 
 /// Planes whose tiles are processed together. All of them at once would have more query rows under
-/// way than L2 holds; with too few, the last round of a slice leaves thread blocks idle.
-inline int choose_planes_per_slice(int planes, int key_tiles, int thread_blocks) {
-  constexpr int kHalfRounds = 7;  // at least
-  const int64_t tiles = int64_t{kHalfRounds} * thread_blocks / 2;
+/// way than L2 holds; with too few, the last round of a slice leaves thread blocks idle, the more
+/// so where tiles have any lengths.
+inline int choose_planes_per_slice(int planes, int key_tiles, int thread_blocks, bool by_ticket) {
+  const int half_rounds = by_ticket ? 14 : 7;  // at least
+  const int64_t tiles = int64_t{half_rounds} * thread_blocks / 2;
   return std::min<int64_t>(planes, ceil_div(tiles, key_tiles));
 }
 
@@ -119,10 +120,32 @@ inline int choose_ranks(int heads_per_kv_head, int64_t work_tiles, const Residen
 template <typename Element, typename Tile, bool kSoftcap>
 cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t stream) {
   constexpr auto kKernel = block_attention_backward_kernel<Element, Tile, kSoftcap>;
-  BackwardKernelParams params = {};
-  cudaError_t error = make_tensor_maps<Tile>(p, params);
+  int device = 0;
+  Residency resident;
+  cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
+  if ((error = prepare_grads<kKernel, Tile>(device, resident)) != cudaSuccess) return error;
 
+  BackwardKernelParams params = {};
+  const bool has_table = p.query_ranges != nullptr;
+  const int planes = p.batch * p.num_kv_heads;
+  params.num_key_tiles = ceil_div(p.num_keys, Tile::kBlockK);
+  params.heads_per_kv_head = p.num_heads / p.num_kv_heads;
+  params.ranks = Tile::kByTicket ? 1
+                                 : choose_ranks(params.heads_per_kv_head,
+                                                int64_t{planes} * params.num_key_tiles, resident);
+  if constexpr (!Tile::kByTicket) {
+    if (has_table && p.semaphores != nullptr && params.ranks == 1) {
+      return launch_grads<Element, ByTicket<Tile>, kSoftcap>(p, stream);
+    }
+  }
+  params.heads_per_rank = params.heads_per_kv_head / params.ranks;
+  const int clusters = resident.clusters(params.ranks);
+  params.planes_per_slice =
+      choose_planes_per_slice(planes, params.num_key_tiles, clusters, Tile::kByTicket);
+  if (Tile::kByTicket) params.next_ticket = p.semaphores;
+
+  if ((error = make_tensor_maps<Tile>(p, params)) != cudaSuccess) return error;
   params.lse = p.lse;
   params.delta = p.delta;
   params.lse_batch_stride = p.lse_batch_stride;
@@ -132,7 +155,6 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   params.bounds = QueryBounds::of(p);
   params.batch = p.batch;
   params.num_kv_heads = p.num_kv_heads;
-  params.heads_per_kv_head = p.num_heads / p.num_kv_heads;
   params.head_dim = p.head_dim;
   params.scale = p.scale;
   // Not 0: the score of a masked pair is infinite.
@@ -144,19 +166,7 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   }
   params.masked_score = params.score_log2 > 0.0f ? -INFINITY : INFINITY;
 
-  int device = 0;
-  Residency resident;
-  if ((error = cudaGetDevice(&device)) != cudaSuccess) return error;
-  if ((error = prepare_grads<kKernel, Tile>(device, resident)) != cudaSuccess) return error;
-  const int planes = p.batch * p.num_kv_heads;
-  params.num_key_tiles = ceil_div(p.num_keys, Tile::kBlockK);
-  params.ranks =
-      choose_ranks(params.heads_per_kv_head, int64_t{planes} * params.num_key_tiles, resident);
-  params.heads_per_rank = params.heads_per_kv_head / params.ranks;
-  const int clusters = resident.clusters(params.ranks);
-  params.planes_per_slice = choose_planes_per_slice(planes, params.num_key_tiles, clusters);
   const int64_t work_tiles = int64_t{params.planes_per_slice} * params.num_key_tiles;
-
   cudaLaunchAttribute cluster = {};
   cudaLaunchConfig_t config =
       grads_config<Tile>(params.ranks * static_cast<int>(std::min<int64_t>(clusters, work_tiles)),

@@ -21,10 +21,6 @@ __device__ __forceinline__ int first_head_of_rank(const BackwardKernelParams& p)
   return p.ranks > 1 ? cluster_rank() * p.heads_per_rank : 0;
 }
 
-__device__ __forceinline__ void store_shared(uint32_t to, uint32_t x) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
-}
-
 /// Of query rows first_row + lane, + 32 ...: -lse * log2(e), or delta. A row is dead if none of the
 /// keys is seen by it or its lse is -inf: its probabilities are made 0, and it may hold anything.
 template <GradOperand kOperand, typename Tile>
@@ -60,7 +56,7 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
   StagePosition<BackwardShared<Tile>::stages(kOperand)> at;
   const int first_head = first_head_of_rank(p);
   uint32_t tile_parity = 1;
-  for_each_key_tile<Tile>(p, [&](const KeyTile& tile) {
+  for_each_key_tile<Tile, kScores>(p, shared, [&](const KeyTile& tile) {
     if (tile.empty()) return;
     wait(shared.stationary_free(), tile_parity);
     tile_parity ^= 1;
@@ -117,7 +113,7 @@ __device__ __forceinline__ void add_query_grads(const BackwardKernelParams& p,
   const int part_column = Tile::kHeadDim > kGradColumnBlock ? consumer * kGradColumnBlock : 0;
   const int first_head = first_head_of_rank(p);
   named_barrier_arrive(kDqFreeBarrier + consumer, kDqThreads);
-  for_each_key_tile<Tile>(p, [&](const KeyTile& tile) {
+  for_each_key_tile<Tile, false>(p, shared, [&](const KeyTile& tile) {
     Step step(tile);
     for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
       const int head = tile.kv_head * p.heads_per_kv_head + first_head + step.head;

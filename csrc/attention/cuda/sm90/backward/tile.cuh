@@ -32,6 +32,7 @@ struct BackwardTileShape {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockQ = kBlockQ_;
   static constexpr int kBlockK = kGradRows * kGradConsumers;
+  static constexpr bool kByTicket = false;
   static constexpr int kQueryStages = 3;  // two steps read queries at one time
   static constexpr int kGradOutStages = 2;
   static constexpr int kScoreGradStages = 2;
@@ -63,13 +64,25 @@ struct BackwardTileShape {
   static constexpr int kLse = kDq + kGradConsumers * kDqBytes;
   static constexpr int kDelta = kLse + kQueryStages * kStatBytes;
   static constexpr int kBarriers = kDelta + kGradOutStages * kStatBytes;
-  static constexpr int kSharedBytes = kBarriers + 128;
+  static constexpr int kTickets = kBarriers + 128;
+  static constexpr int kSharedBytes = kTickets + 48;
   static_assert(kSharedBytes <= 232448);
+};
+
+/// The same shapes, for tiles of keys of any lengths: a thread block takes the next one when it is
+/// done with one.
+template <typename Shape>
+struct ByTicket : Shape {
+  static constexpr bool kByTicket = true;
 };
 
 /// What the two loading warps load: keys and, for each step, queries with their lse; or values and
 /// gradients of out with their delta.
 enum GradOperand { kScoreOperand, kProbabilityOperand };
+
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
 
 /// Where the statistic of a query row lies: columns 8n + 2t and the next one of an even n, then
 /// those of n + 1, for a lane to read all four at once.
@@ -139,6 +152,17 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t exchange_free() const { return base + Tile::kBarriers + 112; }
   __device__ __forceinline__ uint32_t exchange_full() const { return base + Tile::kBarriers + 120; }
 
+  /// Two slots, in turns.
+  __device__ __forceinline__ uint32_t ticket(int slot) const {
+    return base + Tile::kTickets + 4 * slot;
+  }
+  __device__ __forceinline__ uint32_t ticket_full(int slot) const {
+    return base + Tile::kTickets + 16 + 8 * slot;
+  }
+  __device__ __forceinline__ uint32_t ticket_free(int slot) const {
+    return base + Tile::kTickets + 32 + 8 * slot;
+  }
+
   __device__ __forceinline__ void init_barriers(int ranks) const {
     constexpr int kConsumerWarps = kGradConsumers * kGradWarpgroup / 32;
     init_barrier(stationary_free(), kConsumerWarps);
@@ -153,6 +177,10 @@ struct BackwardShared {
         // Each warp has read the statistics by itself.
         init_barrier(free(operand, stage), kConsumerWarps);
       }
+    }
+    for (const int slot : {0, 1}) {
+      init_barrier(ticket_full(slot), 1);
+      init_barrier(ticket_free(slot), Tile::kThreads / 32 - 1);  // all but the one that takes it
     }
     publish_barriers();
   }
@@ -192,39 +220,88 @@ struct Step {
   }
 };
 
-/// The work tiles of a cluster, one in each round: calls visit(KeyTile).
-template <typename Tile, typename Visit>
+template <typename Tile>
+__device__ __forceinline__ KeyTile key_tile(const BackwardKernelParams& p, int index, int plane,
+                                            bool descending) {
+  KeyTile tile;
+  tile.first_key = index * Tile::kBlockK;
+  tile.batch = plane / p.num_kv_heads;
+  tile.kv_head = plane - tile.batch * p.num_kv_heads;
+  tile.descending = descending;
+  const VisibleQueries rows = visible_queries<Tile::kBlockK>(p.bounds, tile.first_key);
+  tile.rows = rows.some;
+  const auto above = [](int row) { return (row + Tile::kBlockQ - 1) / Tile::kBlockQ; };
+  tile.begin = rows.some.begin / Tile::kBlockQ;
+  tile.end = rows.some.empty() ? tile.begin : above(rows.some.end);
+  tile.unmasked_begin = above(rows.all.begin);
+  // Rows behind the last one have probability 0.
+  tile.unmasked_end =
+      rows.all.end == p.bounds.num_queries ? above(rows.all.end) : rows.all.end / Tile::kBlockQ;
+  return tile;
+}
+
+/// The next ticket of a thread block: one warp takes it, and hands it to all others.
+///   count  of tickets before
+template <typename Tile, bool kTakes>
+__device__ __forceinline__ int next_ticket(const BackwardKernelParams& p,
+                                           const BackwardShared<Tile>& shared, int count) {
+  const int slot = count % 2, parity = count / 2 % 2;
+  const bool is_first_lane = threadIdx.x % 32 == 0;
+  int ticket = 0;
+  if constexpr (kTakes) {
+    wait(shared.ticket_free(slot), parity ^ 1);
+    if (is_first_lane) ticket = atomicAdd(p.next_ticket, 1);
+    ticket = __shfl_sync(0xffffffff, ticket, 0);
+    if (is_first_lane) {
+      store_shared(shared.ticket(slot), ticket);
+      arrive(shared.ticket_full(slot));
+    }
+  } else {
+    wait(shared.ticket_full(slot), parity);
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(ticket) : "r"(shared.ticket(slot)) : "memory");
+    __syncwarp();
+    if (is_first_lane) arrive(shared.ticket_free(slot));
+    ticket = __shfl_sync(0xffffffff, ticket, 0);
+  }
+  return ticket;
+}
+
+/// The work tiles of a cluster: calls visit(KeyTile).
+///
+/// In rounds, each cluster has one in each, in alternating direction. By ticket, a thread block
+/// takes the next one when it is done with one.
+template <typename Tile, bool kTakes, typename Visit>
 __device__ __forceinline__ void for_each_key_tile(const BackwardKernelParams& p,
+                                                  const BackwardShared<Tile>& shared,
                                                   const Visit& visit) {
   const int planes = p.batch * p.num_kv_heads;
-  const int clusters = gridDim.x / p.ranks, cluster = blockIdx.x / p.ranks;
+  if constexpr (Tile::kByTicket) {
 #pragma unroll 1
-  for (int first_plane = 0; first_plane < planes; first_plane += p.planes_per_slice) {
-    const int slice_planes = min(p.planes_per_slice, planes - first_plane);
-    const int work_tiles = slice_planes * p.num_key_tiles;
-#pragma unroll 1
-    for (int round = 0; round * clusters < work_tiles; ++round) {
-      const bool descending = round % 2 == 0;
-      const int work_tile = round * clusters + (descending ? cluster : clusters - 1 - cluster);
-      if (work_tile >= work_tiles) continue;
+    for (int count = 0;; ++count) {
+      const int ticket = next_ticket<Tile, kTakes>(p, shared, count);
+      if (ticket >= planes * p.num_key_tiles) return;
+      const int slice = ticket / (p.planes_per_slice * p.num_key_tiles);
+      const int first_plane = slice * p.planes_per_slice;
+      const int slice_planes = min(p.planes_per_slice, planes - first_plane);
+      const int work_tile = ticket - first_plane * p.num_key_tiles;
       const int index = work_tile / slice_planes;
-      const int plane = first_plane + work_tile - index * slice_planes;
-
-      KeyTile tile;
-      tile.first_key = index * Tile::kBlockK;
-      tile.batch = plane / p.num_kv_heads;
-      tile.kv_head = plane - tile.batch * p.num_kv_heads;
-      tile.descending = descending;
-      const VisibleQueries rows = visible_queries<Tile::kBlockK>(p.bounds, tile.first_key);
-      tile.rows = rows.some;
-      const auto above = [](int row) { return (row + Tile::kBlockQ - 1) / Tile::kBlockQ; };
-      tile.begin = rows.some.begin / Tile::kBlockQ;
-      tile.end = rows.some.empty() ? tile.begin : above(rows.some.end);
-      tile.unmasked_begin = above(rows.all.begin);
-      // Rows behind the last one have probability 0.
-      tile.unmasked_end =
-          rows.all.end == p.bounds.num_queries ? above(rows.all.end) : rows.all.end / Tile::kBlockQ;
-      visit(tile);
+      visit(key_tile<Tile>(p, index, first_plane + work_tile - index * slice_planes,
+                           ticket / gridDim.x % 2 == 0));
+    }
+  } else {
+    const int clusters = gridDim.x / p.ranks, cluster = blockIdx.x / p.ranks;
+#pragma unroll 1
+    for (int first_plane = 0; first_plane < planes; first_plane += p.planes_per_slice) {
+      const int slice_planes = min(p.planes_per_slice, planes - first_plane);
+      const int work_tiles = slice_planes * p.num_key_tiles;
+#pragma unroll 1
+      for (int round = 0; round * clusters < work_tiles; ++round) {
+        const bool descending = round % 2 == 0;
+        const int work_tile = round * clusters + (descending ? cluster : clusters - 1 - cluster);
+        if (work_tile >= work_tiles) continue;
+        const int index = work_tile / slice_planes;
+        visit(key_tile<Tile>(p, index, first_plane + work_tile - index * slice_planes, descending));
+      }
     }
   }
 }
