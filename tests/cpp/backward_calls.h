@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <sstream>
@@ -285,6 +286,10 @@ inline void differentiate(Problem& problem, int calls = 1) {
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
   }
   for (Tensor* x : {&problem.dq, &problem.dk, &problem.dv}) x->copy_from_device();
+}
+
+inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
 /// Fails with the place of the worst element where an error is past its bound.

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
+#include <vector>
 
 #include "backward_calls.h"
 
 // What the kernels for Hopper do differently from call to call: clusters that share the heads of a
 // group, several work tiles for a thread block, in rounds or by ticket, registers that depend on D
-// and the softcap. Their sums are in any order: the calls of test_block_attention_backward.cpp that
-// are not deterministic run there, too.
+// and the softcap. The calls of test_block_attention_backward.cpp run there, too.
 
 namespace {
 
@@ -43,7 +43,7 @@ TEST_CASE("gradients on Hopper of every number of heads in a group") {
 
 TEST_CASE("gradients on Hopper of several tiles of keys for a thread block") {
   if (!has_hopper()) return;
-  for (const uint32_t seed : {1, 2}) {  // in rounds, and tables by ticket
+  for (const uint32_t seed : {1u, 2u}) {  // in rounds, and tables by ticket
     for (const Keys keys : {Keys::kDiagonal, Keys::kDocuments}) {
       Case c;
       c.seed = seed;
@@ -56,6 +56,42 @@ TEST_CASE("gradients on Hopper of several tiles of keys for a thread block") {
       c.num_keys = 900;  // 8 tiles: 320 of all heads
       c.diagonal = 850;
       check(c);
+    }
+  }
+}
+
+TEST_CASE("deterministic gradients on Hopper are right, and the same bits each time") {
+  if (!has_hopper()) return;
+  for (const int head_dim : {16, 72, 128}) {
+    for (const int batch : {1, 5}) {  // few tiles, of clusters, and several rounds of them
+      for (const int group : {1, 4}) {
+        for (const Keys keys : {Keys::kAll, Keys::kDiagonal, Keys::kWindow, Keys::kDocuments}) {
+          Case c;
+          c.keys = keys;
+          c.head_dim = head_dim;
+          c.batch = batch;
+          c.kv_heads = 8;
+          c.heads = 8 * group;
+          c.num_queries = batch == 1 ? 300 : 140;
+          c.num_keys = 900;
+          c.diagonal = 850 - c.num_queries;
+          c.empty_rows = true;
+          c.softcap = head_dim == 128 ? 15.0 : 0.0;
+          c.deterministic = true;
+          INFO(c.text());
+          Problem problem(c);
+          differentiate(problem);
+          check(problem);
+          const std::vector<float> dq = problem.dq.values, dk = problem.dk.values,
+                                   dv = problem.dv.values;
+          for (int run = 0; run < 5; ++run) {
+            differentiate(problem);
+            CHECK(same_bits(problem.dq.values, dq));
+            CHECK(same_bits(problem.dk.values, dk));
+            CHECK(same_bits(problem.dv.values, dv));
+          }
+        }
+      }
     }
   }
 }

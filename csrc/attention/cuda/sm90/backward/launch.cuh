@@ -63,16 +63,16 @@ struct Residency {
 };
 
 template <typename Tile>
-cudaLaunchConfig_t grads_config(int blocks, int ranks, cudaLaunchAttribute& cluster) {
+cudaLaunchConfig_t grads_config(int blocks, int ranks, cudaLaunchAttribute (&attributes)[2]) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(Tile::kThreads);
   config.dynamicSmemBytes = Tile::kSharedBytes;
+  config.attrs = attributes;
   if (ranks > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
-    config.attrs = &cluster;
-    config.numAttrs = 1;
   }
   return config;
 }
@@ -90,8 +90,8 @@ cudaError_t prepare_grads(int device, Residency& resident) {
     if ((error = device_limits(device, limits)) != cudaSuccess) return error;
     known.of_one = limits.multiprocessors;
     for (const int ranks : {2, 4}) {
-      cudaLaunchAttribute cluster = {};
-      const cudaLaunchConfig_t config = grads_config<Tile>(ranks, ranks, cluster);
+      cudaLaunchAttribute attributes[2] = {};
+      const cudaLaunchConfig_t config = grads_config<Tile>(ranks, ranks, attributes);
       int& clusters = ranks == 2 ? known.of_two : known.of_four;
       if (cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config) != cudaSuccess) {
         clusters = 0;        // a part of a device, perhaps
@@ -131,9 +131,11 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   const int planes = p.batch * p.num_kv_heads;
   params.num_key_tiles = ceil_div(p.num_keys, Tile::kBlockK);
   params.heads_per_kv_head = p.num_heads / p.num_kv_heads;
-  params.ranks = Tile::kByTicket ? 1
-                                 : choose_ranks(params.heads_per_kv_head,
-                                                int64_t{planes} * params.num_key_tiles, resident);
+  // The order of a table's tiles in deterministic calls is that of tickets.
+  params.ranks = Tile::kByTicket || (has_table && p.deterministic)
+                     ? 1
+                     : choose_ranks(params.heads_per_kv_head,
+                                    int64_t{planes} * params.num_key_tiles, resident);
   if constexpr (!Tile::kByTicket) {
     if (has_table && p.semaphores != nullptr && params.ranks == 1) {
       return launch_grads<Element, ByTicket<Tile>, kSoftcap>(p, stream);
@@ -144,6 +146,7 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   params.planes_per_slice =
       choose_planes_per_slice(planes, params.num_key_tiles, clusters, Tile::kByTicket);
   if (Tile::kByTicket) params.next_ticket = p.semaphores;
+  if (p.deterministic) params.progress = p.semaphores + 1;
 
   if ((error = make_tensor_maps<Tile>(p, params)) != cudaSuccess) return error;
   params.lse = p.lse;
@@ -167,12 +170,21 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   params.masked_score = params.score_log2 > 0.0f ? -INFINITY : INFINITY;
 
   const int64_t work_tiles = int64_t{params.planes_per_slice} * params.num_key_tiles;
-  cudaLaunchAttribute cluster = {};
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config =
       grads_config<Tile>(params.ranks * static_cast<int>(std::min<int64_t>(clusters, work_tiles)),
-                         params.ranks, cluster);
+                         params.ranks, attributes);
+  if (p.deterministic && !Tile::kByTicket) {
+    // Thread blocks wait for each other: an error where they do not run at one time.
+    cudaLaunchAttribute& cooperative = attributes[config.numAttrs++];
+    cooperative.id = cudaLaunchAttributeCooperative;
+    cooperative.val.cooperative = 1;
+  }
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, kKernel, params);
+  error = cudaLaunchKernelEx(&config, kKernel, params);
+  if (error != cudaErrorCooperativeLaunchTooLarge) return error;
+  cudaGetLastError();  // not reported by the next call
+  return cudaErrorNotSupported;
 }
 
 template <typename Element, int kHeadDim>

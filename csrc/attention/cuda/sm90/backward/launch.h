@@ -11,11 +11,12 @@
 namespace ringattn::cuda::sm90 {
 
 /// Whether this family has a kernel for it: 16-bit types, D up to 128, a softcap above D 64 alone,
-/// rows that the copy engine can move, sums in any order; and there is something to compute.
+/// rows that the copy engine can move; and there is something to compute.
 bool supports_backward(const BlockAttentionBackwardParams& p);
 
 /// Enqueues p, which must be supported, on an available device (available()).
-/// cudaErrorNotSupported, with nothing enqueued, where the tensors have no tensor map.
+/// cudaErrorNotSupported, with nothing enqueued, where the tensors have no tensor map or the thread
+/// blocks of a deterministic call do not fit the device at one time.
 cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cudaStream_t stream);
 
 /// kHeadDim in {64, 128}: the smallest that holds p.head_dim.

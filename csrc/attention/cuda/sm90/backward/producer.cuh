@@ -7,6 +7,7 @@
 #include "attention/cuda/numeric.cuh"
 #include "attention/cuda/sm90/backward/kernel_params.h"
 #include "attention/cuda/sm90/backward/tile.cuh"
+#include "attention/cuda/sm90/backward/turns.cuh"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/named_barrier.cuh"
@@ -112,11 +113,17 @@ __device__ __forceinline__ void add_query_grads(const BackwardKernelParams& p,
   const int part_row = Tile::kBlockQ > kGradRows ? consumer * kGradRows : 0;
   const int part_column = Tile::kHeadDim > kGradColumnBlock ? consumer * kGradColumnBlock : 0;
   const int first_head = first_head_of_rank(p);
+  Turns& turns = *reinterpret_cast<Turns*>(__cvta_shared_to_generic(shared.turns(consumer)));
   named_barrier_arrive(kDqFreeBarrier + consumer, kDqThreads);
   for_each_key_tile<Tile, false>(p, shared, [&](const KeyTile& tile) {
+    if (tile.empty()) return;
+    const bool in_turn = p.progress != nullptr;
+    if (in_turn) begin_turns<Tile>(p, tile, first_head / p.heads_per_rank, consumer, turns);
     Step step(tile);
     for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
       const int head = tile.kv_head * p.heads_per_kv_head + first_head + step.head;
+      if (in_turn && is_first_lane) wait_for_turn<Tile>(p, step, turns);
+      __syncwarp();  // before a barrier of whole warps
       named_barrier_wait(kDqFullBarrier + consumer, kDqThreads);
       if (is_first_lane) {
         const int row = step.query_tile * Tile::kBlockQ + part_row;
@@ -129,6 +136,7 @@ __device__ __forceinline__ void add_query_grads(const BackwardKernelParams& p,
       }
       __syncwarp();
       named_barrier_arrive(kDqFreeBarrier + consumer, kDqThreads);
+      if (in_turn && is_first_lane) end_turn<Tile>(p, tile, step, left == 1, turns);
       step.advance(tile, p.heads_per_rank);
     }
   });

@@ -17,6 +17,7 @@ constexpr int kGradRows = 64;          // keys of a consumer, and rows of dq tha
 constexpr int kGradColumnBlock = 64;   // adjacent columns: 128 bytes of a 16-bit type
 constexpr int kGradPitch = 128;        // bytes from row to row of a block of columns
 constexpr int kGradFloatColumns = 32;  // the same in float32
+constexpr int kTurnBytes = 32;         // of a warp that adds (turns.cuh)
 
 // Named barriers; those of dq for each consumer.
 constexpr int kScoreGradsBarrier = 1;  // all score gradients of a step are in shared memory
@@ -65,7 +66,8 @@ struct BackwardTileShape {
   static constexpr int kDelta = kLse + kQueryStages * kStatBytes;
   static constexpr int kBarriers = kDelta + kGradOutStages * kStatBytes;
   static constexpr int kTickets = kBarriers + 128;
-  static constexpr int kSharedBytes = kTickets + 48;
+  static constexpr int kTurns = kTickets + 48;
+  static constexpr int kSharedBytes = kTurns + kGradConsumers * kTurnBytes;
   static_assert(kSharedBytes <= 232448);
 };
 
@@ -151,6 +153,10 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t exchange() const { return base + Tile::kQueries; }
   __device__ __forceinline__ uint32_t exchange_free() const { return base + Tile::kBarriers + 112; }
   __device__ __forceinline__ uint32_t exchange_full() const { return base + Tile::kBarriers + 120; }
+
+  __device__ __forceinline__ uint32_t turns(int consumer) const {
+    return base + Tile::kTurns + consumer * kTurnBytes;
+  }
 
   /// Two slots, in turns.
   __device__ __forceinline__ uint32_t ticket(int slot) const {
@@ -269,7 +275,8 @@ __device__ __forceinline__ int next_ticket(const BackwardKernelParams& p,
 /// The work tiles of a cluster: calls visit(KeyTile).
 ///
 /// In rounds, each cluster has one in each, in alternating direction. By ticket, a thread block
-/// takes the next one when it is done with one.
+/// takes the next one when it is done with one; when its adds into dq are in turn (turns.cuh), all
+/// go down from the last rows.
 template <typename Tile, bool kTakes, typename Visit>
 __device__ __forceinline__ void for_each_key_tile(const BackwardKernelParams& p,
                                                   const BackwardShared<Tile>& shared,
@@ -286,7 +293,7 @@ __device__ __forceinline__ void for_each_key_tile(const BackwardKernelParams& p,
       const int work_tile = ticket - first_plane * p.num_key_tiles;
       const int index = work_tile / slice_planes;
       visit(key_tile<Tile>(p, index, first_plane + work_tile - index * slice_planes,
-                           ticket / gridDim.x % 2 == 0));
+                           p.progress != nullptr || ticket / gridDim.x % 2 == 0));
     }
   } else {
     const int clusters = gridDim.x / p.ranks, cluster = blockIdx.x / p.ranks;
