@@ -13,6 +13,7 @@ ELEMENTS = {"__nv_bfloat16": "bf16", "__half": "f16"}
 SCORE_WIDTHS = (64, 80, 128)  # kBlockK of the tiles, kBlockQ of those of the backward
 VALUE_WIDTHS = (64, 128, 256)  # kHeadDim of the tiles
 QUERY_GRADIENT_WIDTHS = (64,)  # columns of dq that a warpgroup of the backward computes
+KEY_GRADIENT_WIDTHS = (128,)  # columns of dk and dv, where their weights are in shared memory
 
 HEADER = """\
 // SPDX-License-Identifier: Apache-2.0
@@ -43,6 +44,9 @@ template <typename Element, int kN> struct ProductOfRegisters;
 /// d [64, kN] (+)= a [16, 64].T @ b [16, kN], both in shared memory: a M-major, b N-major, which
 /// OperandDescriptor::n_major describes alike.
 template <typename Element, int kN> struct ProductOfTransposed;
+
+/// d [64, kN] (+)= a [64, 16] @ b [16, kN], both in shared memory: a K-major, b N-major.
+template <typename Element, int kN> struct ProductOfRows;
 """
 
 
@@ -106,6 +110,7 @@ def main() -> None:
             of_shared("ProductOfTransposed", "1, 1", element, name, n)
             for n in QUERY_GRADIENT_WIDTHS
         ]
+        parts += [of_shared("ProductOfRows", "0, 1", element, name, n) for n in KEY_GRADIENT_WIDTHS]
     parts.append("\n}  // namespace ringattn::cuda::sm90")
     print("".join(parts))
 

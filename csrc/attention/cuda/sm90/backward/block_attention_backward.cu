@@ -11,7 +11,8 @@ namespace {
 template <typename Element>
 cudaError_t dispatch_head_dim(const BlockAttentionBackwardParams& p, cudaStream_t stream) {
   if (p.head_dim <= 64) return launch_block_attention_backward<Element, 64>(p, stream);
-  return launch_block_attention_backward<Element, 128>(p, stream);
+  if (p.head_dim <= 128) return launch_block_attention_backward<Element, 128>(p, stream);
+  return launch_block_attention_backward<Element, 256>(p, stream);
 }
 
 bool all_rows_are_aligned(const BlockAttentionBackwardParams& p) {
@@ -28,7 +29,8 @@ bool all_rows_are_aligned(const BlockAttentionBackwardParams& p) {
 }  // namespace
 
 bool supports_backward(const BlockAttentionBackwardParams& p) {
-  const bool has_kernel = p.dtype != DataType::kFloat32 && p.head_dim > 0 && p.head_dim <= 128 &&
+  const bool has_kernel = p.dtype != DataType::kFloat32 && p.head_dim > 0 &&
+                          p.head_dim <= (p.deterministic ? 128 : 256) &&
                           (p.softcap == 0.0f || p.head_dim > 64);
   const bool has_work =
       p.batch > 0 && p.num_heads > 0 && p.num_queries > 0 && p.num_kv_heads > 0 && p.num_keys > 0;

@@ -26,11 +26,6 @@ struct OwnedQuarters {
   __device__ __forceinline__ bool has(int quarter) const { return owner(quarter) == rank; }
 };
 
-/// Orders memory between thread blocks of the cluster.
-__device__ __forceinline__ void fence_cluster() {
-  asm volatile("fence.acq_rel.cluster;" ::: "memory");
-}
-
 /// One lane arrives at the barrier of every other rank, for its warp.
 __device__ __forceinline__ void arrive_in_other_ranks(uint32_t barrier, int rank, int ranks) {
   __syncwarp();

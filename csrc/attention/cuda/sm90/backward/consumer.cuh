@@ -22,9 +22,10 @@ namespace ringattn::cuda::sm90 {
 
 /// Zeros in 16-byte vectors of a swizzled tile [column blocks][rows][64]: all of a row.
 template <typename Tile>
-__device__ __forceinline__ void clear_row(uint32_t tile, uint32_t block_bytes, int row) {
+__device__ __forceinline__ void clear_row(uint32_t tile, uint32_t block_bytes, int row,
+                                          int blocks = Tile::kColumnBlocks) {
 #pragma unroll 1
-  for (int i = 0; i < Tile::kColumnBlocks * 8; ++i) {
+  for (int i = 0; i < blocks * 8; ++i) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(tile + i / 8 * block_bytes +
                                                                   row * kGradPitch + i % 8 * 16),
                  "r"(0)
@@ -179,9 +180,10 @@ __device__ __forceinline__ void round_pairs(const float (&x)[kSize],
 /// ds.T into [kBlockQ / 64][kBlockK][64], swizzled.
 template <typename Tile>
 __device__ __forceinline__ void store_score_grads(const uint32_t (&ds)[Tile::kBlockQ / 4],
-                                                  uint32_t to, int consumer) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t row = consumer * kGradRows + threadIdx.x % kGradWarpgroup / 32 * 16 + lane % 16;
+                                                  uint32_t to, int consumer,
+                                                  uint32_t thread = threadIdx.x) {
+  const uint32_t lane = thread % 32;
+  const uint32_t row = consumer * kGradRows + thread % kGradWarpgroup / 32 * 16 + lane % 16;
   const uint32_t at = to + row * kGradPitch;
 #pragma unroll
   for (int j = 0; j < Tile::kBlockQ / 16; ++j) {
@@ -191,18 +193,21 @@ __device__ __forceinline__ void store_score_grads(const uint32_t (&ds)[Tile::kBl
   }
 }
 
-/// scale * dq into [2][64][32], float32, swizzled. Lanes with an odd g store what others store two
-/// groups of eight columns later or earlier: so the lanes of a half warp do not meet in a bank.
+/// scale * dq into [2][64][32], float32, swizzled; or groups [kBegin, kEnd) of eight columns. Lanes
+/// with an odd g store what others store two groups of eight columns later or earlier: so the lanes
+/// of a half warp do not meet in a bank.
+template <int kBegin = 0, int kEnd = kGradColumnBlock / 8>
 __device__ __forceinline__ void store_query_grads(const float (&dq)[kGradColumnBlock / 2],
-                                                  float scale, uint32_t to) {
-  const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+                                                  float scale, uint32_t to,
+                                                  uint32_t thread = threadIdx.x) {
+  const uint32_t lane = thread % 32, g = lane / 4, t = lane % 4;
   const bool odd = g % 2 != 0;
-  const uint32_t row = threadIdx.x % kGradWarpgroup / 32 * 16 + g;
+  const uint32_t row = thread % kGradWarpgroup / 32 * 16 + g;
   const uint32_t at = to + row * kGradPitch + t % 2 * 8;
   const uint32_t chunk = (t / 2 ^ g) ^ (odd ? 4 : 0);
 #pragma unroll
-  for (int n = 0; n < kGradColumnBlock / 8; ++n) {
-    const uint32_t block = n / 4;
+  for (int n = kBegin; n < kEnd; ++n) {
+    const uint32_t block = (n - kBegin) / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = 4 * n + 2 * half, other = 4 * (n ^ 2) + 2 * half;

@@ -4,6 +4,7 @@
 #include "attention/cuda/sm90/backward/consumer.cuh"
 #include "attention/cuda/sm90/backward/kernel_params.h"
 #include "attention/cuda/sm90/backward/producer.cuh"
+#include "attention/cuda/sm90/backward/split_consumers.cuh"
 #include "attention/cuda/sm90/backward/tile.cuh"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/registers.cuh"
@@ -28,12 +29,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (warpgroup == 0) {
     release_registers<Tile::kCopyRegisters>();
     copy_grads<Tile>(p, shared);
+  } else if constexpr (Tile::kSplit) {
+    split_consumers<Element, Tile, kSoftcap>(p, shared, warpgroup - 1);
   } else {
     take_registers<Tile::kConsumerRegisters>();
     consume_grads<Element, Tile, kSoftcap>(p, shared, warpgroup - 1);
   }
-  // Shared memory is freed with the thread block, and the others may still arrive there.
-  if (p.ranks > 1) cluster_barrier();
+  // Shared memory is freed with the thread block, and the others may still arrive there. The fence
+  // orders this thread's arrivals before the barrier, which is relaxed.
+  if (p.ranks > 1) {
+    fence_cluster();
+    cluster_barrier();
+  }
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -19,9 +19,10 @@
 
 namespace ringattn::cuda::sm90 {
 
-// Registers: of the copying warpgroup, of a consumer.
+// Registers: of the copying warpgroup, of a consumer, of the one that computes scores alone.
 using BackwardTile64 = BackwardTileShape<64, 128, 24, 240>;
 using BackwardTile128 = BackwardTileShape<128, 64, 24, 240>;
+using BackwardTile256 = BackwardTileShape<256, 64, 24, 192, 104>;
 
 template <typename Tile>
 cudaError_t make_tensor_maps(const BlockAttentionBackwardParams& p, BackwardKernelParams& params) {
@@ -129,19 +130,26 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   BackwardKernelParams params = {};
   const bool has_table = p.query_ranges != nullptr;
   const int planes = p.batch * p.num_kv_heads;
-  params.num_key_tiles = ceil_div(p.num_keys, Tile::kBlockK);
   params.heads_per_kv_head = p.num_heads / p.num_kv_heads;
-  // The order of a table's tiles in deterministic calls is that of tickets.
-  params.ranks = Tile::kByTicket || (has_table && p.deterministic)
-                     ? 1
-                     : choose_ranks(params.heads_per_kv_head,
-                                    int64_t{planes} * params.num_key_tiles, resident);
-  if constexpr (!Tile::kByTicket) {
-    if (has_table && p.semaphores != nullptr && params.ranks == 1) {
-      return launch_grads<Element, ByTicket<Tile>, kSoftcap>(p, stream);
+  if constexpr (Tile::kSplit) {
+    if (resident.of_two == 0) return cudaErrorNotSupported;
+    params.ranks = 2;  // a pair
+    params.num_key_tiles = ceil_div(p.num_keys, 2 * Tile::kBlockK);
+    params.heads_per_rank = params.heads_per_kv_head;
+  } else {
+    params.num_key_tiles = ceil_div(p.num_keys, Tile::kBlockK);
+    // The order of a table's tiles in deterministic calls is that of tickets.
+    params.ranks = Tile::kByTicket || (has_table && p.deterministic)
+                       ? 1
+                       : choose_ranks(params.heads_per_kv_head,
+                                      int64_t{planes} * params.num_key_tiles, resident);
+    params.heads_per_rank = params.heads_per_kv_head / params.ranks;
+    if constexpr (!Tile::kByTicket) {
+      if (has_table && p.semaphores != nullptr && params.ranks == 1) {
+        return launch_grads<Element, ByTicket<Tile>, kSoftcap>(p, stream);
+      }
     }
   }
-  params.heads_per_rank = params.heads_per_kv_head / params.ranks;
   const int clusters = resident.clusters(params.ranks);
   params.planes_per_slice =
       choose_planes_per_slice(planes, params.num_key_tiles, clusters, Tile::kByTicket);
@@ -190,7 +198,9 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention_backward(const BlockAttentionBackwardParams& p,
                                             cudaStream_t stream) {
-  using Tile = std::conditional_t<kHeadDim <= 64, BackwardTile64, BackwardTile128>;
+  using Tile =
+      std::conditional_t<kHeadDim <= 64, BackwardTile64,
+                         std::conditional_t<kHeadDim <= 128, BackwardTile128, BackwardTile256>>;
   if (p.softcap == 0.0f) return launch_grads<Element, Tile, false>(p, stream);
   // Its tiles of D 64 do not leave the registers for it.
   if constexpr (kHeadDim > 64) return launch_grads<Element, Tile, true>(p, stream);

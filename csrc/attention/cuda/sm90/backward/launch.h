@@ -10,16 +10,18 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// Whether this family has a kernel for it: 16-bit types, D up to 128, a softcap above D 64 alone,
-/// rows that the copy engine can move; and there is something to compute.
+/// Whether this family has a kernel for it: 16-bit types, D up to 256 (128 in deterministic calls),
+/// a softcap above D 64 alone, rows that the copy engine can move; and there is something to
+/// compute.
 bool supports_backward(const BlockAttentionBackwardParams& p);
 
 /// Enqueues p, which must be supported, on an available device (available()).
-/// cudaErrorNotSupported, with nothing enqueued, where the tensors have no tensor map or the thread
-/// blocks of a deterministic call do not fit the device at one time.
+/// cudaErrorNotSupported, with nothing enqueued, where the tensors have no tensor map, the device
+/// has no room for the clusters that D above 128 needs, or the thread blocks of a deterministic
+/// call do not fit it at one time.
 cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cudaStream_t stream);
 
-/// kHeadDim in {64, 128}: the smallest that holds p.head_dim.
+/// kHeadDim in {64, 128, 256}: the smallest that holds p.head_dim.
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention_backward(const BlockAttentionBackwardParams& p,
                                             cudaStream_t stream);

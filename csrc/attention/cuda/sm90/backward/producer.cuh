@@ -18,8 +18,9 @@
 namespace ringattn::cuda::sm90 {
 
 /// Within the group of a KV head.
+template <typename Tile>
 __device__ __forceinline__ int first_head_of_rank(const BackwardKernelParams& p) {
-  return p.ranks > 1 ? cluster_rank() * p.heads_per_rank : 0;
+  return !Tile::kSplit && p.ranks > 1 ? cluster_rank() * p.heads_per_rank : 0;
 }
 
 /// Of query rows first_row + lane, + 32 ...: -lse * log2(e), or delta. A row is dead if none of the
@@ -55,18 +56,30 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
     prefetch_map(moving);
   }
   StagePosition<BackwardShared<Tile>::stages(kOperand)> at;
-  const int first_head = first_head_of_rank(p);
+  const int first_head = first_head_of_rank<Tile>(p);
   uint32_t tile_parity = 1;
   for_each_key_tile<Tile, kScores>(p, shared, [&](const KeyTile& tile) {
     if (tile.empty()) return;
     wait(shared.stationary_free(), tile_parity);
     tile_parity ^= 1;
     if (is_first_lane) {
-      arrive_expecting(shared.stationary_full(kOperand), Tile::kKeyBytes);
+      constexpr bool kLoadsOtherKeys = kScores && Tile::kSplit;
+      arrive_expecting(shared.stationary_full(kOperand),
+                       Tile::kKeyBytes + (kLoadsOtherKeys ? Tile::kOtherKeyBytes : 0));
       for (int block = 0; block < Tile::kColumnBlocks; ++block) {
         load_box(shared.stationary(kOperand) + block * Tile::kKeyBlockBytes, stationary,
                  {block * kGradColumnBlock, tile.first_key, tile.kv_head, tile.batch},
                  shared.stationary_full(kOperand), L2Policy::kEvictFirst);
+      }
+      if constexpr (kLoadsOtherKeys) {
+        // The columns of dq that this rank computes.
+        const int rank = rank_in_pair();
+        for (int block = 0; block < 2; ++block) {
+          load_box(shared.other_keys() + block * Tile::kKeyBlockBytes, stationary,
+                   {(2 * rank + block) * kGradColumnBlock, tile.first_key ^ Tile::kBlockK,
+                    tile.kv_head, tile.batch},
+                   shared.stationary_full(kOperand), L2Policy::kEvictFirst);
+        }
       }
     }
     Step step(tile);
@@ -93,10 +106,17 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
       if (is_first_lane) {
         const uint32_t full = shared.full(kOperand, at.stage);
         arrive_expecting(full, Tile::kQueryBytes);
-        for (int block = 0; block < Tile::kColumnBlocks; ++block) {
-          load_box(shared.moving(kOperand, at.stage) + block * Tile::kQueryBlockBytes, moving,
-                   {block * kGradColumnBlock, first_row, head, tile.batch}, full,
-                   L2Policy::kEvictFirst);
+        // One rank of a pair loads queries, the other gradients of out, both for both.
+        if (!Tile::kSplit || rank_in_pair() == kOperand) {
+          for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+            const uint32_t to = shared.moving(kOperand, at.stage) + block * Tile::kQueryBlockBytes;
+            const BoxOrigin from = {block * kGradColumnBlock, first_row, head, tile.batch};
+            if constexpr (Tile::kSplit) {
+              load_box_in_ranks(to, moving, from, full, /*ranks=*/3, L2Policy::kEvictFirst);
+            } else {
+              load_box(to, moving, from, full, L2Policy::kEvictFirst);
+            }
+          }
         }
       }
       at.advance();
@@ -110,32 +130,36 @@ template <typename Tile>
 __device__ __forceinline__ void add_query_grads(const BackwardKernelParams& p,
                                                 const BackwardShared<Tile>& shared, int consumer) {
   const bool is_first_lane = threadIdx.x % 32 == 0;
-  const int part_row = Tile::kBlockQ > kGradRows ? consumer * kGradRows : 0;
-  const int part_column = Tile::kHeadDim > kGradColumnBlock ? consumer * kGradColumnBlock : 0;
-  const int first_head = first_head_of_rank(p);
+  const int first_head = first_head_of_rank<Tile>(p);
+  // Blocks of columns after the rank's first one, then rows.
+  const int part = consumer + (Tile::kSplit ? kGradConsumers * rank_in_pair() : 0);
   Turns& turns = *reinterpret_cast<Turns*>(__cvta_shared_to_generic(shared.turns(consumer)));
   named_barrier_arrive(kDqFreeBarrier + consumer, kDqThreads);
   for_each_key_tile<Tile, false>(p, shared, [&](const KeyTile& tile) {
     if (tile.empty()) return;
-    const bool in_turn = p.progress != nullptr;
+    // Of split roles no call is deterministic (supports_backward).
+    const bool in_turn = !Tile::kSplit && p.progress != nullptr;
     if (in_turn) begin_turns<Tile>(p, tile, first_head / p.heads_per_rank, consumer, turns);
     Step step(tile);
     for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
       const int head = tile.kv_head * p.heads_per_kv_head + first_head + step.head;
+      const int row = step.query_tile * Tile::kBlockQ + part / Tile::kColumnBlocks * kGradRows;
+      const int column = part % Tile::kColumnBlocks * kGradColumnBlock;
       if (in_turn && is_first_lane) wait_for_turn<Tile>(p, step, turns);
       __syncwarp();  // before a barrier of whole warps
-      named_barrier_wait(kDqFullBarrier + consumer, kDqThreads);
-      if (is_first_lane) {
-        const int row = step.query_tile * Tile::kBlockQ + part_row;
-        for (int block = 0; block < 2; ++block) {
-          add_box(p.dq, {part_column + block * kGradFloatColumns, row, head, tile.batch},
-                  shared.dq(consumer) + block * Tile::kDqBlockBytes, L2Policy::kEvictLast);
+      for (int first = 0; first < 2; first += Tile::kDqBlocks) {
+        named_barrier_wait(kDqFullBarrier + consumer, kDqThreads);
+        if (is_first_lane) {
+          for (int i = 0; i < Tile::kDqBlocks; ++i) {
+            add_box(p.dq, {column + (first + i) * kGradFloatColumns, row, head, tile.batch},
+                    shared.dq(consumer) + i * Tile::kDqBlockBytes, L2Policy::kEvictLast);
+          }
+          commit_stores();
+          wait_for_stores_to_read();
         }
-        commit_stores();
-        wait_for_stores_to_read();
+        __syncwarp();
+        named_barrier_arrive(kDqFreeBarrier + consumer, kDqThreads);
       }
-      __syncwarp();
-      named_barrier_arrive(kDqFreeBarrier + consumer, kDqThreads);
       if (in_turn && is_first_lane) end_turn<Tile>(p, tile, step, left == 1, turns);
       step.advance(tile, p.heads_per_rank);
     }

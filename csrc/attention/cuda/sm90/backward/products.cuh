@@ -37,17 +37,41 @@ __device__ __forceinline__ void issue_key_grads(float (&grads)[Tile::kHeadDim / 
   commit_products();
 }
 
+/// The same with the weights in shared memory: p.T or ds.T, [64, kBlockQ].
+///
+/// Note: 128 columns a product. One of 256 needs more registers than a thread has at the launch of
+/// four warpgroups, which ptxas refuses.
+template <typename Element, typename Tile>
+__device__ __forceinline__ void issue_key_grads(float (&grads)[Tile::kHeadDim / 128][64],
+                                                uint32_t weights, uint32_t moving) {
+  using Product = ProductOfRows<Element, 128>;
+  const auto a = OperandDescriptor::k_major(weights),
+             b = OperandDescriptor::n_major(moving, Tile::kQueryBlockBytes);
+  static_assert(Tile::kBlockQ == kGradColumnBlock);
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < Tile::kBlockQ / 16; ++step) {
+#pragma unroll
+    for (int half = 0; half < Tile::kHeadDim / 128; ++half) {
+      Product::template issue<true>(
+          grads[half], a.at(step * 32),
+          b.at(step * 16 * kGradPitch + half * 2 * Tile::kQueryBlockBytes));
+    }
+  }
+  commit_products();
+}
+
 /// dq = ds @ k, of 64 rows and 64 columns, over all keys of the tile.
 ///   score_grads  their 64 rows: ds.T, [kBlockK, 64]
 ///   keys         their 64 columns: [kBlockK, 64]
-template <typename Element, typename Tile>
+template <typename Element, typename Tile, bool kAccumulate = false>
 __device__ __forceinline__ void issue_query_grads(float (&dq)[kGradColumnBlock / 2],
                                                   uint32_t score_grads, uint32_t keys) {
   using Product = ProductOfTransposed<Element, kGradColumnBlock>;
   const auto a = OperandDescriptor::n_major(score_grads, Tile::kKeyBlockBytes),
              b = OperandDescriptor::n_major(keys, Tile::kKeyBlockBytes);
   begin_products();
-  Product::template issue<false>(dq, a.at(0), b.at(0));
+  Product::template issue<kAccumulate>(dq, a.at(0), b.at(0));
 #pragma unroll
   for (int step = 1; step < Tile::kBlockK / 16; ++step) {
     Product::template issue<true>(dq, a.at(step * 16 * kGradPitch), b.at(step * 16 * kGradPitch));

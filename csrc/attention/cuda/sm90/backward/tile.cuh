@@ -28,44 +28,58 @@ constexpr int kDqThreads = kGradWarpgroup + 32;  // the consumer, and the warp t
 
 /// One warpgroup copies; two consumers keep 64 keys each and process the query rows that see them
 /// in tiles of kBlockQ. setmaxnreg moves registers from the copying warpgroup to the consumers.
-template <int kHeadDim_, int kBlockQ_, int kCopyRegisters_, int kConsumerRegisters_>
+///
+/// With kScoreRegisters the roles are split (split_consumers.cuh): a third computing warpgroup has
+/// the scores of 64 keys, one consumer their dv and the other their dk. Two thread blocks, a pair,
+/// have the halves of a tile of 128 keys.
+template <int kHeadDim_, int kBlockQ_, int kCopyRegisters_, int kConsumerRegisters_,
+          int kScoreRegisters_ = 0>
 struct BackwardTileShape {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockQ = kBlockQ_;
-  static constexpr int kBlockK = kGradRows * kGradConsumers;
+  static constexpr bool kSplit = kScoreRegisters_ > 0;
+  static constexpr int kBlockK = kGradRows * (kSplit ? 1 : kGradConsumers);
   static constexpr bool kByTicket = false;
-  static constexpr int kQueryStages = 3;  // two steps read queries at one time
-  static constexpr int kGradOutStages = 2;
-  static constexpr int kScoreGradStages = 2;
+  static constexpr int kQueryStages = kSplit ? 2 : 3;  // two steps read queries at one time
+  static constexpr int kGradOutStages = kSplit ? 1 : 2;
+  static constexpr int kScoreGradStages = kSplit ? 1 : 2;
+  static constexpr int kProbabilityStages = kSplit ? 2 : 0;
+  static constexpr int kScoreRegisters = kScoreRegisters_;
   static constexpr int kCopyRegisters = kCopyRegisters_;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
-  static constexpr int kThreads = (kGradConsumers + 1) * kGradWarpgroup;
-
-  // A consumer computes 64 rows and 64 columns of dq.
-  static_assert(kBlockQ / kGradRows * (kHeadDim / kGradColumnBlock) == kGradConsumers);
+  static constexpr int kThreads = (1 + kGradConsumers + kSplit) * kGradWarpgroup;
 
   static constexpr int kColumnBlocks = kHeadDim / kGradColumnBlock;
+  // A consumer computes 64 rows and 64 columns of dq.
+  static_assert(kBlockQ / kGradRows * kColumnBlocks == kGradConsumers * (kSplit ? 2 : 1));
+
   static constexpr int kKeyBlockBytes = kBlockK * kGradPitch;
   static constexpr int kQueryBlockBytes = kBlockQ * kGradPitch;
   static constexpr int kKeyBytes = kColumnBlocks * kKeyBlockBytes;
   static constexpr int kQueryBytes = kColumnBlocks * kQueryBlockBytes;
   // [kBlockQ / 64][kBlockK][64]: transposed, as the scores are.
   static constexpr int kScoreGradBytes = kBlockQ / kGradColumnBlock * kBlockK * kGradPitch;
+  // What dq needs of the pair's other half: two blocks of columns of its keys.
+  static constexpr int kOtherKeyBytes = kSplit ? 2 * kKeyBlockBytes : 0;
   static constexpr int kDqBlockBytes = kGradRows * kGradPitch;  // [64][32], float32
-  static constexpr int kDqBytes = 2 * kDqBlockBytes;            // of a consumer
+  static constexpr int kDqBlocks = kSplit ? 1 : 2;              // that leave at one time
+  static constexpr int kDqBytes = kDqBlocks * kDqBlockBytes;    // of a consumer
   static constexpr int kDeadWords = kBlockQ / 32;
   static constexpr int kStatBytes = kBlockQ * 4 + 16;  // of a stage
 
   static constexpr int kKeys = 0;
   static constexpr int kValues = kKeys + kKeyBytes;
-  static constexpr int kQueries = kValues + kKeyBytes;
+  static constexpr int kOtherKeys = kValues + kKeyBytes;
+  static constexpr int kQueries = kOtherKeys + kOtherKeyBytes;
   static constexpr int kGradOut = kQueries + kQueryStages * kQueryBytes;
   static constexpr int kScoreGrads = kGradOut + kGradOutStages * kQueryBytes;
-  static constexpr int kDq = kScoreGrads + kScoreGradStages * kScoreGradBytes;
+  static constexpr int kOtherScoreGrads = kScoreGrads + kScoreGradStages * kScoreGradBytes;
+  static constexpr int kProbabilities = kOtherScoreGrads + (kSplit ? kScoreGradBytes : 0);
+  static constexpr int kDq = kProbabilities + kProbabilityStages * kScoreGradBytes;
   static constexpr int kLse = kDq + kGradConsumers * kDqBytes;
   static constexpr int kDelta = kLse + kQueryStages * kStatBytes;
   static constexpr int kBarriers = kDelta + kGradOutStages * kStatBytes;
-  static constexpr int kTickets = kBarriers + 128;
+  static constexpr int kTickets = kBarriers + (kSplit ? 192 : 128);
   static constexpr int kTurns = kTickets + 48;
   static constexpr int kSharedBytes = kTurns + kGradConsumers * kTurnBytes;
   static_assert(kSharedBytes <= 232448);
@@ -98,11 +112,20 @@ struct StagePosition {
   uint32_t stage = 0;
   uint32_t parity = 0;
 
+  /// After that many steps: one number for several rings spares registers.
+  static __device__ __forceinline__ StagePosition of(uint32_t steps) {
+    static_assert(kStages <= 2);  // which is one bit of it
+    return {steps % kStages, steps / kStages % 2};
+  }
   __device__ __forceinline__ void advance() {
     stage = stage == kStages - 1 ? 0 : stage + 1;
     parity ^= stage == 0;
   }
 };
+
+/// The rank of this thread block in its cluster of two. The compiler knows that it is the same in
+/// all threads, which it does not of cluster_rank(): uniform registers hold what follows from it.
+__device__ __forceinline__ int rank_in_pair() { return blockIdx.x % 2; }
 
 template <typename Tile>
 struct BackwardShared {
@@ -132,6 +155,20 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t score_grads(uint32_t stage) const {
     return base + Tile::kScoreGrads + stage * Tile::kScoreGradBytes;
   }
+
+  // Of split roles:
+
+  /// What the products with an operand that moves are weighted by: score gradients, or
+  /// probabilities, both transposed.
+  __device__ __forceinline__ uint32_t weights(GradOperand operand, uint32_t stage) const {
+    return base + (operand == kScoreOperand ? Tile::kScoreGrads : Tile::kProbabilities) +
+           stage * Tile::kScoreGradBytes;
+  }
+  __device__ __forceinline__ uint32_t other_keys() const { return base + Tile::kOtherKeys; }
+  __device__ __forceinline__ uint32_t other_score_grads() const {
+    return base + Tile::kOtherScoreGrads;
+  }
+
   __device__ __forceinline__ uint32_t dq(int consumer) const {
     return base + Tile::kDq + consumer * Tile::kDqBytes;
   }
@@ -154,6 +191,18 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t exchange_free() const { return base + Tile::kBarriers + 112; }
   __device__ __forceinline__ uint32_t exchange_full() const { return base + Tile::kBarriers + 120; }
 
+  // Of split roles:
+
+  __device__ __forceinline__ uint32_t weights_full(GradOperand operand, uint32_t stage) const {
+    return base + Tile::kBarriers + (operand == kScoreOperand ? 128 : 136) + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t weights_free(GradOperand operand, uint32_t stage) const {
+    return base + Tile::kBarriers + (operand == kScoreOperand ? 152 : 160) + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t other_score_grads_full() const {
+    return base + Tile::kBarriers + 176;
+  }
+
   __device__ __forceinline__ uint32_t turns(int consumer) const {
     return base + Tile::kTurns + consumer * kTurnBytes;
   }
@@ -170,8 +219,8 @@ struct BackwardShared {
   }
 
   __device__ __forceinline__ void init_barriers(int ranks) const {
-    constexpr int kConsumerWarps = kGradConsumers * kGradWarpgroup / 32;
-    init_barrier(stationary_free(), kConsumerWarps);
+    constexpr int kWarps = kGradWarpgroup / 32, kConsumerWarps = kGradConsumers * kWarps;
+    init_barrier(stationary_free(), kConsumerWarps + (Tile::kSplit ? kWarps : 0));
     if (ranks > 1) {
       init_barrier(exchange_free(), (ranks - 1) * kConsumerWarps);
       init_barrier(exchange_full(), (ranks - 1) * kConsumerWarps);
@@ -180,15 +229,31 @@ struct BackwardShared {
       init_barrier(stationary_full(operand), 1);
       for (int stage = 0; stage < stages(operand); ++stage) {
         init_barrier(full(operand, stage), 1);
-        // Each warp has read the statistics by itself.
-        init_barrier(free(operand, stage), kConsumerWarps);
+        // Each warp has read the statistics by itself. Of split roles two read an operand, too, and
+        // its loading rank waits for those of both thread blocks.
+        const bool of_both = Tile::kSplit && rank_in_pair() == operand;
+        init_barrier(free(operand, stage), of_both ? 2 * kConsumerWarps : kConsumerWarps);
       }
     }
     for (const int slot : {0, 1}) {
       init_barrier(ticket_full(slot), 1);
       init_barrier(ticket_free(slot), Tile::kThreads / 32 - 1);  // all but the one that takes it
     }
+    if constexpr (Tile::kSplit) init_split_barriers();
     publish_barriers();
+  }
+
+ private:
+  __device__ __forceinline__ void init_split_barriers() const {
+    constexpr int kWarps = kGradWarpgroup / 32;
+    for (int stage = 0; stage < Tile::kProbabilityStages; ++stage) {
+      init_barrier(weights_full(kProbabilityOperand, stage), kWarps);
+      init_barrier(weights_free(kProbabilityOperand, stage), kWarps);
+    }
+    init_barrier(weights_full(kScoreOperand, 0), kWarps);
+    // Both consumers of both thread blocks need score gradients.
+    init_barrier(weights_free(kScoreOperand, 0), 2 * kGradConsumers * kWarps);
+    init_barrier(other_score_grads_full(), 1);
   }
 };
 
@@ -230,11 +295,19 @@ template <typename Tile>
 __device__ __forceinline__ KeyTile key_tile(const BackwardKernelParams& p, int index, int plane,
                                             bool descending) {
   KeyTile tile;
-  tile.first_key = index * Tile::kBlockK;
+  VisibleQueries rows;
+  if constexpr (Tile::kSplit) {
+    // Each rank has a half of the keys, and passes the rows that see a key of either.
+    tile.first_key = (2 * index + rank_in_pair()) * Tile::kBlockK;
+    rows.some = visible_queries<2 * Tile::kBlockK>(p.bounds, 2 * index * Tile::kBlockK).some;
+    rows.all = visible_by_all<Tile::kBlockK>(p.bounds, tile.first_key);
+  } else {
+    tile.first_key = index * Tile::kBlockK;
+    rows = visible_queries<Tile::kBlockK>(p.bounds, tile.first_key);
+  }
   tile.batch = plane / p.num_kv_heads;
   tile.kv_head = plane - tile.batch * p.num_kv_heads;
   tile.descending = descending;
-  const VisibleQueries rows = visible_queries<Tile::kBlockK>(p.bounds, tile.first_key);
   tile.rows = rows.some;
   const auto above = [](int row) { return (row + Tile::kBlockQ - 1) / Tile::kBlockQ; };
   tile.begin = rows.some.begin / Tile::kBlockQ;
@@ -296,7 +369,8 @@ __device__ __forceinline__ void for_each_key_tile(const BackwardKernelParams& p,
                            p.progress != nullptr || ticket / gridDim.x % 2 == 0));
     }
   } else {
-    const int clusters = gridDim.x / p.ranks, cluster = blockIdx.x / p.ranks;
+    const int ranks = Tile::kSplit ? 2 : p.ranks;
+    const int clusters = gridDim.x / ranks, cluster = blockIdx.x / ranks;
 #pragma unroll 1
     for (int first_plane = 0; first_plane < planes; first_plane += p.planes_per_slice) {
       const int slice_planes = min(p.planes_per_slice, planes - first_plane);

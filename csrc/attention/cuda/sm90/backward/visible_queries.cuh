@@ -15,6 +15,13 @@ struct VisibleQueries {
   QueryRange all;   // every row of it sees all of the keys
 };
 
+/// The rows that see each of keys [first_key, first_key + kCount).
+template <int kCount>
+__device__ __forceinline__ QueryRange visible_by_all(const QueryBounds& bounds, int first_key) {
+  if (first_key + kCount > bounds.num_keys) return {0, 0};
+  return {bounds.range(first_key + kCount - 1).begin, bounds.range(first_key).end};
+}
+
 /// Of keys [first_key, first_key + kCount), the first of which exists. By all lanes of a warp.
 template <int kCount>
 __device__ __forceinline__ VisibleQueries visible_queries(const QueryBounds& bounds,
@@ -34,11 +41,8 @@ __device__ __forceinline__ VisibleQueries visible_queries(const QueryBounds& bou
     }
   }
   if (first > last) return {{0, 0}, {0, 0}};
-  VisibleQueries visible = {{bounds.range(first).begin, bounds.range(last).end}, {0, 0}};
-  if (first_key + kCount <= bounds.num_keys) {
-    visible.all = {bounds.range(first_key + kCount - 1).begin, bounds.range(first_key).end};
-  }
-  return visible;
+  return {{bounds.range(first).begin, bounds.range(last).end},
+          visible_by_all<kCount>(bounds, first_key)};
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -35,6 +35,11 @@ __device__ __forceinline__ void cluster_barrier() {
           : "memory");
 }
 
+/// Orders memory between thread blocks of the cluster.
+__device__ __forceinline__ void fence_cluster() {
+  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+}
+
 /// The address in the shared memory of `rank` that corresponds to `address` in the caller's.
 __device__ __forceinline__ uint32_t address_in_rank(uint32_t address, uint32_t rank) {
   uint32_t mapped;
@@ -59,6 +64,17 @@ __device__ __forceinline__ void send_value(uint32_t to, uint32_t value, uint32_t
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
       "r"(value), "r"(barrier)
+      : "memory");
+}
+
+/// Copies bytes of this thread block's shared memory to a rank's: a multiple of 16, counted at a
+/// barrier of that rank.
+__device__ __forceinline__ void send_bytes(uint32_t to, uint32_t from, uint32_t bytes,
+                                           uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(to),
+      "r"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
 

@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "attention/cuda/sm90/backward/consumer.cuh"
+#include "attention/cuda/sm90/backward/kernel_params.h"
+#include "attention/cuda/sm90/backward/products.cuh"
+#include "attention/cuda/sm90/backward/tile.cuh"
+#include "attention/cuda/sm90/ptx/cluster.cuh"
+#include "attention/cuda/sm90/ptx/mbarrier.cuh"
+#include "attention/cuda/sm90/ptx/named_barrier.cuh"
+#include "attention/cuda/sm90/ptx/registers.cuh"
+#include "attention/cuda/sm90/ptx/tma.cuh"
+
+// Split roles, of D 256: dk and dv of 64 keys fill the registers of a warpgroup each. One warpgroup
+// computes p and ds and runs ahead; one consumer has dv, the other dk, and each 64 columns of dq.
+//
+// Adds into dq are what bounds a kernel of 64 keys. So two thread blocks, a pair, have 128 keys:
+// they send each other their ds, and each computes half of the columns of dq over all 128.
+
+namespace ringattn::cuda::sm90 {
+
+__device__ __forceinline__ void arrive_for_warp(uint32_t barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(barrier);
+}
+
+/// In both thread blocks of the pair.
+__device__ __forceinline__ void arrive_in_pair(uint32_t barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    arrive(barrier);
+    arrive_in_cluster(address_in_rank(barrier, rank_in_pair() ^ 1));
+  }
+}
+
+/// A stage of queries or of gradients of out: to the rank that loads them, and to this one.
+template <typename Tile>
+__device__ __forceinline__ void free_moving(const BackwardShared<Tile>& shared, GradOperand operand,
+                                            uint32_t stage) {
+  if (rank_in_pair() == operand) {
+    arrive_for_warp(shared.free(operand, stage));
+  } else {
+    arrive_in_pair(shared.free(operand, stage));
+  }
+}
+
+/// clear_unseen_keys, of the other half of the pair's keys too.
+template <typename Tile>
+__device__ __forceinline__ void clear_unseen_keys_of_pair(const QueryBounds& bounds,
+                                                          const BackwardShared<Tile>& shared,
+                                                          int first_key) {
+  const int row = threadIdx.x % kGradRows;
+  const bool is_other = threadIdx.x % kGradWarpgroup >= kGradRows;
+  const QueryRange seen = bounds.range((is_other ? first_key ^ kGradRows : first_key) + row);
+  if (!seen.empty()) return;
+  clear_row<Tile>(is_other ? shared.other_keys() : shared.stationary(kScoreOperand),
+                  Tile::kKeyBlockBytes, row, is_other ? 2 : Tile::kColumnBlocks);
+  fence_async_shared();  // before ds is published
+}
+
+/// threadIdx.x, read where it is needed: what follows from it is not kept in registers.
+__device__ __forceinline__ uint32_t volatile_thread() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+/// The first of a thread's two keys, within the tile; the other is 8 behind it.
+__device__ __forceinline__ int key_of_thread(int thread) {
+  return thread % kGradWarpgroup / 32 * 16 + thread % 32 / 4;
+}
+
+/// scale * grads of the thread's keys into x [B, S_k, H_kv, D].
+template <int kParts>
+__device__ __forceinline__ void write_key_grads(const BackwardKernelParams& p, const KeyTile& tile,
+                                                const Strided& x, const float (&grads)[kParts][64],
+                                                float scale) {
+  const int thread = volatile_thread(), column = thread % 4 * 2;
+  const int first_key = tile.first_key + key_of_thread(thread);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = first_key + 8 * half;
+    if (key >= p.bounds.num_keys) continue;
+    float* row = static_cast<float*>(x.data) + tile.batch * x.batch_stride + key * x.row_stride +
+                 tile.kv_head * x.head_stride + column;
+#pragma unroll
+    for (int n = 0; n < kParts * 16; ++n) {
+      if (8 * n + column < p.head_dim) {
+        const float* pair = &grads[n / 16][n % 16 * 4 + 2 * half];
+        *reinterpret_cast<float2*>(row + 8 * n) = make_float2(pair[0] * scale, pair[1] * scale);
+      }
+    }
+  }
+}
+
+template <typename Tile, GradOperand kOperand>
+using WeightsPosition =
+    StagePosition<kOperand == kScoreOperand ? Tile::kScoreGradStages : Tile::kProbabilityStages>;
+
+/// p.T and ds.T of each step into shared memory.
+template <typename Element, typename Tile, bool kSoftcap>
+__device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
+                                                const BackwardShared<Tile>& shared) {
+  const uint32_t keys = shared.stationary(kScoreOperand);
+  const uint32_t values = shared.stationary(kProbabilityOperand);
+  uint32_t steps = 0;  // so far
+  uint32_t tile_parity = 0;
+
+  for_each_key_tile<Tile, false>(p, shared, [&](const KeyTile& tile) {
+    if (tile.empty()) return;
+    wait(shared.stationary_full(kScoreOperand), tile_parity);
+    wait(shared.stationary_full(kProbabilityOperand), tile_parity);
+    tile_parity ^= 1;
+    clear_unseen_keys_of_pair<Tile>(p.bounds, shared, tile.first_key);
+    Step step(tile);
+#pragma unroll 1
+    for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
+      const bool masked = tile.is_masked(step.query_tile);
+      const auto mask = [&](ScoreTile<Tile>& x, float value) {
+        const int thread = volatile_thread();
+        mask_pairs(x, p.bounds, tile.first_key + key_of_thread(thread),
+                   step.query_tile * Tile::kBlockQ + thread % 4 * 2, value);
+      };
+      const auto queries_at = StagePosition<Tile::kQueryStages>::of(steps);
+      const auto grad_out_at = StagePosition<Tile::kGradOutStages>::of(steps);
+      const uint32_t queries = shared.moving(kScoreOperand, queries_at.stage);
+      const uint32_t grad_out = shared.moving(kProbabilityOperand, grad_out_at.stage);
+      const auto publish = [&](auto operand, const uint32_t(&rounded)[Tile::kBlockQ / 4]) {
+        const auto at = WeightsPosition<Tile, operand>::of(steps);
+        wait(shared.weights_free(operand, at.stage), at.parity ^ 1);
+        store_score_grads<Tile>(rounded, shared.weights(operand, at.stage), 0, volatile_thread());
+        fence_async_shared();
+        arrive_for_warp(shared.weights_full(operand, at.stage));
+      };
+      constexpr std::integral_constant<GradOperand, kScoreOperand> kScoreGrads;
+      constexpr std::integral_constant<GradOperand, kProbabilityOperand> kProbabilities;
+
+      ScoreTile<Tile> s, dp;
+      wait(shared.full(kScoreOperand, queries_at.stage), queries_at.parity);
+      issue_transposed_scores<Element, Tile>(s, keys, queries);
+      wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
+      const uint32_t dead_rows = shared.dead_rows(queries_at.stage);
+      if (has_dead_rows<Tile>(dead_rows)) {
+        wait_for_products<0>();
+        clear_dead_rows<Tile>(dead_rows, queries, grad_out, kClearedBarrier);
+        issue_transposed_scores<Element, Tile>(s, keys, queries);
+      }
+      issue_transposed_scores<Element, Tile>(dp, values, grad_out);
+
+      const StatsReader minus_lse(shared.stats(kScoreOperand, queries_at.stage));
+      const StatsReader deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
+      uint32_t rounded[Tile::kBlockQ / 4];
+
+      // p = exp(s - lse), under dp.
+      wait_for_products<1>();
+      if constexpr (kSoftcap) cap_scores(s, p.softcap_inner);
+      if (masked) mask(s, p.masked_score);
+      if constexpr (!kSoftcap) {
+        exponentiate(p, s, minus_lse);
+        round_pairs<Element>(s, rounded);
+        publish(kProbabilities, rounded);
+      }
+
+      // ds = p * (dp - delta)
+      wait_for_products<0>();
+      differentiate<kSoftcap>(p, dp, s, minus_lse, deltas);
+      if (masked) mask(dp, 0.0f);
+      if constexpr (kSoftcap) {
+        exponentiate(p, s, minus_lse);
+        round_pairs<Element>(s, rounded);
+        publish(kProbabilities, rounded);
+      }
+      free_moving(shared, kScoreOperand, queries_at.stage);
+      free_moving(shared, kProbabilityOperand, grad_out_at.stage);
+      round_pairs<Element>(dp, rounded);
+      publish(kScoreGrads, rounded);
+      // The other rank's buffer is free when this one's is.
+      named_barrier_wait(kScoreGradsBarrier, kGradWarpgroup);
+      if (threadIdx.x % kGradWarpgroup == 0) {
+        arrive_expecting(shared.other_score_grads_full(), Tile::kScoreGradBytes);
+        const uint32_t other = rank_in_pair() ^ 1;
+        send_bytes(address_in_rank(shared.other_score_grads(), other),
+                   shared.weights(kScoreOperand, 0), Tile::kScoreGradBytes,
+                   address_in_rank(shared.other_score_grads_full(), other));
+      }
+
+      ++steps;
+      step.advance(tile, p.heads_per_rank);
+    }
+    arrive_for_warp(shared.stationary_free());
+  });
+}
+
+/// dk (kScoreOperand) or dv of a tile's keys, and 64 columns of dq.
+template <GradOperand kOperand, typename Element, typename Tile>
+__device__ __forceinline__ void sum_key_grads(const BackwardKernelParams& p,
+                                              const BackwardShared<Tile>& shared) {
+  constexpr bool kIsDk = kOperand == kScoreOperand;
+  constexpr int kConsumer = kIsDk;
+  // The columns of dq, in all keys of the pair.
+  const uint32_t other_keys = shared.other_keys() + kConsumer * Tile::kKeyBlockBytes;
+  const uint32_t keys = shared.stationary(kScoreOperand) +
+                        (kGradConsumers * rank_in_pair() + kConsumer) * Tile::kKeyBlockBytes;
+  uint32_t steps = 0;  // so far
+  uint32_t tile_parity = 0;
+
+  for_each_key_tile<Tile, false>(p, shared, [&](const KeyTile& tile) {
+    float grads[Tile::kHeadDim / 128][64] = {};
+    if (!tile.empty()) {
+      wait(shared.stationary_full(kScoreOperand), tile_parity);
+      tile_parity ^= 1;
+#pragma unroll 1
+      for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
+        const auto moving_at = StagePosition<BackwardShared<Tile>::stages(kOperand)>::of(steps);
+        const auto weights_at = WeightsPosition<Tile, kOperand>::of(steps);
+        const uint32_t moving = shared.moving(kOperand, moving_at.stage);
+        const uint32_t weights = shared.weights(kOperand, weights_at.stage);
+        float dq[kGradColumnBlock / 2];
+
+        wait(shared.full(kOperand, moving_at.stage), moving_at.parity);
+        wait(shared.weights_full(kOperand, weights_at.stage), weights_at.parity);
+        if constexpr (!kIsDk) {
+          issue_key_grads<Element, Tile>(grads, weights, moving);
+          wait_for_products<0>();
+          free_moving(shared, kOperand, moving_at.stage);
+          arrive_for_warp(shared.weights_free(kOperand, weights_at.stage));
+          wait(shared.weights_full(kScoreOperand, 0), steps % 2);
+        }
+        wait(shared.other_score_grads_full(), steps % 2);
+        issue_query_grads<Element, Tile>(dq, shared.weights(kScoreOperand, 0), keys);
+        issue_query_grads<Element, Tile, true>(dq, shared.other_score_grads(), other_keys);
+        if constexpr (kIsDk) {
+          issue_key_grads<Element, Tile>(grads, weights, moving);
+          wait_for_products<1>();
+        } else {
+          wait_for_products<0>();
+          arrive_in_pair(shared.weights_free(kScoreOperand, 0));
+        }
+
+        // Addresses would take registers from step to step.
+        const uint32_t thread = volatile_thread();
+        named_barrier_wait(kDqFreeBarrier + kConsumer, kDqThreads);
+        store_query_grads<0, 4>(dq, p.scale, shared.dq(kConsumer), thread);
+        fence_async_shared();
+        named_barrier_arrive(kDqFullBarrier + kConsumer, kDqThreads);
+        if constexpr (kIsDk) {
+          wait_for_products<0>();
+          free_moving(shared, kOperand, moving_at.stage);
+          arrive_in_pair(shared.weights_free(kScoreOperand, 0));
+        }
+        named_barrier_wait(kDqFreeBarrier + kConsumer, kDqThreads);
+        store_query_grads<4, 8>(dq, p.scale, shared.dq(kConsumer), thread);
+        fence_async_shared();
+        named_barrier_arrive(kDqFullBarrier + kConsumer, kDqThreads);
+
+        ++steps;
+      }
+      arrive_for_warp(shared.stationary_free());
+    }
+    write_key_grads(p, tile, kIsDk ? p.dk : p.dv, grads, kIsDk ? p.scale : 1.0f);
+  });
+}
+
+template <typename Element, typename Tile, bool kSoftcap>
+__device__ __forceinline__ void split_consumers(const BackwardKernelParams& p,
+                                                const BackwardShared<Tile>& shared, int role) {
+  if (role == 0) {
+    take_registers<Tile::kConsumerRegisters>();
+    sum_key_grads<kProbabilityOperand, Element, Tile>(p, shared);
+  } else if (role == 1) {
+    take_registers<Tile::kConsumerRegisters>();
+    sum_key_grads<kScoreOperand, Element, Tile>(p, shared);
+  } else {
+    release_registers<Tile::kScoreRegisters>();
+    compute_weights<Element, Tile, kSoftcap>(p, shared);
+  }
+}
+
+}  // namespace ringattn::cuda::sm90
