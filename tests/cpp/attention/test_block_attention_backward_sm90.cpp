@@ -21,7 +21,7 @@ TEST_CASE("gradients on Hopper of every number of heads in a group") {
   if (!has_hopper()) return;
   uint32_t seed = 0;
   for (const DataType dtype : kTypes) {
-    for (const int head_dim : {8, 64, 72, 128}) {
+    for (const int head_dim : {8, 64, 72, 128, 136, 256}) {
       for (const int group : {1, 2, 3, 4, 8}) {
         for (const Keys keys : {Keys::kDiagonal, Keys::kWindow, Keys::kDocuments, Keys::kRandom}) {
           Case c;
@@ -43,19 +43,22 @@ TEST_CASE("gradients on Hopper of every number of heads in a group") {
 
 TEST_CASE("gradients on Hopper of several tiles of keys for a thread block") {
   if (!has_hopper()) return;
-  for (const uint32_t seed : {1u, 2u}) {  // in rounds, and tables by ticket
-    for (const Keys keys : {Keys::kDiagonal, Keys::kDocuments}) {
-      Case c;
-      c.seed = seed;
-      c.keys = keys;
-      c.head_dim = 16;
-      c.batch = 5;
-      c.kv_heads = 8;
-      c.heads = seed % 2 == 0 ? 16 : 8;
-      c.num_queries = 70;
-      c.num_keys = 900;  // 8 tiles: 320 of all heads
-      c.diagonal = 850;
-      check(c);
+  for (const uint32_t seed : {1u, 2u}) {  // in rounds, and tables up to D 128 by ticket
+    for (const int head_dim : {16, 256}) {
+      for (const Keys keys : {Keys::kDiagonal, Keys::kDocuments}) {
+        Case c;
+        c.seed = seed;
+        c.keys = keys;
+        c.head_dim = head_dim;
+        c.scale = 1.0 / std::sqrt(double(head_dim));
+        c.batch = head_dim > 128 ? 2 : 5;  // D 256: two thread blocks a tile
+        c.kv_heads = 8;
+        c.heads = seed % 2 == 0 ? 16 : 8;
+        c.num_queries = 70;
+        c.num_keys = 900;  // 8 tiles: 320 or 128 of all heads
+        c.diagonal = 850;
+        check(c);
+      }
     }
   }
 }
@@ -99,7 +102,7 @@ TEST_CASE("deterministic gradients on Hopper are right, and the same bits each t
 TEST_CASE("gradients on Hopper with a softcap, of any scale") {
   if (!has_hopper()) return;
   for (const DataType dtype : kTypes) {
-    for (const int head_dim : {72, 128}) {
+    for (const int head_dim : {72, 128, 192, 256}) {
       for (const double softcap : {0.0, 0.5, 15.0}) {
         for (const double scale : {0.0, 0.125, -0.125}) {
           Case c;
@@ -110,6 +113,26 @@ TEST_CASE("gradients on Hopper with a softcap, of any scale") {
           c.empty_rows = true;
           check(c);
         }
+      }
+    }
+  }
+}
+
+TEST_CASE("gradients on Hopper of D 256 where a half of a tile of keys is empty or unseen") {
+  if (!has_hopper()) return;
+  for (const DataType dtype : kTypes) {
+    for (const int num_keys : {1, 63, 64, 65, 128, 129, 191, 193}) {
+      for (const Keys keys : {Keys::kAll, Keys::kDiagonal, Keys::kDocuments, Keys::kNone}) {
+        Case c;
+        c.dtype = dtype;
+        c.keys = keys;
+        c.head_dim = 256;
+        c.scale = 0.0625;
+        c.batch = 1;
+        c.num_keys = num_keys;
+        c.diagonal = num_keys / 2 - 100;
+        c.seed = num_keys;
+        check(c);
       }
     }
   }

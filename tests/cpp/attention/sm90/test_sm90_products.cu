@@ -100,6 +100,21 @@ __device__ void issue_of_registers(float (&accumulators)[kN / 2], const uint32_t
   commit_products();
 }
 
+/// A group: accumulators += a @ b for this warpgroup's rows of a [kRows, kDepth], b [kDepth, kN].
+template <typename Element, int kN, int kDepth>
+__device__ void issue_of_rows(float (&accumulators)[kN / 2], uint32_t shared_a, uint32_t shared_b) {
+  const auto a = OperandDescriptor::k_major(shared_a + threadIdx.x / 128 * 64 * kRowBytes);
+  const auto b = OperandDescriptor::n_major(shared_b, kDepth * kRowBytes);
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < kDepth / 16; ++step) {
+    ProductOfRows<Element, kN>::template issue<true>(
+        accumulators, a.at(step / 4 * kRows * kRowBytes + step % 4 * 32),
+        b.at(step * 16 * kRowBytes));
+  }
+  commit_products();
+}
+
 /// Of a [kRows, kDepth], row-major in global memory: pairs of columns.
 template <int kDepth>
 __device__ void read_left_operand(uint32_t (&registers)[kDepth / 4], const uint32_t* a) {
@@ -111,7 +126,8 @@ __device__ void read_left_operand(uint32_t (&registers)[kDepth / 4], const uint3
   }
 }
 
-template <typename Element, int kN, int kDepth, bool kAccumulate>
+/// d += a @ b.T or, with kRowMajor, d += a @ b.
+template <typename Element, int kN, int kDepth, bool kAccumulate, bool kRowMajor>
 __global__ void __launch_bounds__(kThreads, 1)
     multiply_shared(const uint4* a, const uint4* b, int offset, float* d) {
   extern __shared__ unsigned char dynamic[];
@@ -122,7 +138,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   float accumulators[kN / 2];
   read_accumulators<kN>(accumulators, d);
-  issue_of_shared<Element, kN, kDepth, kAccumulate>(accumulators, shared_a, shared_b);
+  if constexpr (kRowMajor) {
+    issue_of_rows<Element, kN, kDepth>(accumulators, shared_a, shared_b);
+  } else {
+    issue_of_shared<Element, kN, kDepth, kAccumulate>(accumulators, shared_a, shared_b);
+  }
   wait_for_products<0>();
   write_accumulators<kN>(accumulators, d);
 }
@@ -246,16 +266,17 @@ void allow_all_shared_memory(Kernel kernel) {
                                kMaxSharedBytes) == cudaSuccess);
 }
 
-template <typename Element, int kN, int kDepth, bool kAccumulate>
+template <typename Element, int kN, int kDepth, bool kAccumulate, bool kRowMajor = false>
 void check_of_shared() {
-  CAPTURE(kN, kDepth, kAccumulate);
-  const auto a = eighths(kRows, kDepth, 1), b = eighths(kN, kDepth, 2),
+  CAPTURE(kN, kDepth, kAccumulate, kRowMajor);
+  const auto a = eighths(kRows, kDepth, 1),
+             b = kRowMajor ? eighths(kDepth, kN, 2) : eighths(kN, kDepth, 2),
              before = eighths(kRows, kN, 3);
   const std::vector<float> nan(kRows * kN, kNaN), zero(kRows * kN, 0.0f);
-  const auto expected = product(a, b, kN, kDepth, true, kAccumulate ? before : zero);
+  const auto expected = product(a, b, kN, kDepth, !kRowMajor, kAccumulate ? before : zero);
   const DeviceArray<Element> device_a(image<Element>(a, kRows, kDepth)),
-      device_b(image<Element>(b, kN, kDepth));
-  const auto kernel = multiply_shared<Element, kN, kDepth, kAccumulate>;
+      device_b(kRowMajor ? image<Element>(b, kDepth, kN) : image<Element>(b, kN, kDepth));
+  const auto kernel = multiply_shared<Element, kN, kDepth, kAccumulate, kRowMajor>;
   allow_all_shared_memory(kernel);
   for (int offset : {0, last_offset((kRows + kN) * kDepth * 2)}) {
     const DeviceArray<float> d(kAccumulate ? before : nan);
@@ -329,6 +350,13 @@ TEMPLATE_TEST_CASE("sm90: products of two operands in shared memory", "", __half
   check_of_shared<TestType, 128, 128, true>();
   check_of_shared<TestType, 80, 256, false>();
   check_of_shared<TestType, 80, 256, true>();
+}
+
+TEMPLATE_TEST_CASE("sm90: products of two operands in shared memory, the right one transposed", "",
+                   __half, __nv_bfloat16) {
+  if (!has_hopper()) return;
+  check_of_shared<TestType, 128, 64, true, /*kRowMajor=*/true>();
+  check_of_shared<TestType, 128, 128, true, /*kRowMajor=*/true>();
 }
 
 TEMPLATE_TEST_CASE("sm90: products of registers with a transposed operand", "", __half,
