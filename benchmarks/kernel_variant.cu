@@ -212,7 +212,7 @@ EXPORTED int attend_as_rank(const RankCall* call, void* stream) {
     }
     const int64_t block_rows = partition.length(visit.source);
     const bool is_local = fetched == nullptr;
-    const int64_t plane = (is_local ? block_rows : visit.keys.end) * head_dim;
+    const int64_t plane = (is_local ? block_rows : visit.keys.hull.end) * head_dim;
     char* const to = is_local ? static_cast<char*>(call->blocks[visit.source]) : fetched;
     segment.k = {to, plane, head_dim, 2 * batch * plane};
     segment.v = {to + batch * plane * kElementBytes, plane, head_dim, 2 * batch * plane};

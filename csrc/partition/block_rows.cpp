@@ -78,13 +78,16 @@ int64_t BlockRows::Counter::rows_before(int64_t position) {
   return rows_.rows_[piece_] + std::max<int64_t>(0, position - pieces[piece_].begin);
 }
 
-BlockRows BlockRows::part(int64_t begin, int64_t end) const {
+BlockRows BlockRows::part(const RowSet& rows) const {
   std::vector<Segment> pieces;
-  for (size_t i = 0; i < pieces_.size(); ++i) {
-    const int64_t from = std::max(begin, rows_[i]), to = std::min(end, rows_[i + 1]);
-    if (from >= to) continue;
-    const int64_t shift = pieces_[i].begin - rows_[i];
-    pieces.push_back({from + shift, to + shift});
+  size_t i = 0;
+  for (const RowRange& range : rows.ranges()) {
+    while (i < pieces_.size() && rows_[i + 1] <= range.begin) ++i;
+    for (size_t piece = i; piece < pieces_.size() && rows_[piece] < range.end; ++piece) {
+      const int64_t shift = pieces_[piece].begin - rows_[piece];
+      pieces.push_back({std::max(range.begin, rows_[piece]) + shift,
+                        std::min(range.end, rows_[piece + 1]) + shift});
+    }
   }
   return BlockRows(std::move(pieces));
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/export.h"
+#include "core/hop_plan.h"
 #include "partition/mask.h"
 
 namespace ringattn {
@@ -35,8 +36,8 @@ class RINGATTN_API BlockRows {
     const BlockRows& rows_;
     size_t piece_ = 0;  // the first that does not end before the latest position
   };
-  /// The rows [begin, end) as a block of their own.
-  BlockRows part(int64_t begin, int64_t end) const;
+  /// These rows as a block of their own.
+  BlockRows part(const RowSet& rows) const;
 
  private:
   std::vector<Segment> pieces_;

@@ -21,20 +21,20 @@ Visit plain_visit(const Partition& queries, const Partition& keys, int64_t rank,
   Visit visit;
   visit.source = source;
   visit.queries = {0, queries.length(rank)};
-  visit.keys = {0, keys.length(source)};
+  RowRange& seen = visit.keys.hull = {0, keys.length(source)};
   if (causal && source == rank) {
     visit.visibility = Visibility::kTriangle;  // rows lie in position order, under both layouts
   } else if (causal && keys.place(source) < keys.place(rank)) {
     // The block encloses the rank's (zigzag: its head segment precedes all rows of the rank, its
     // tail segment follows them) or precedes it (contiguous).
-    if (keys.layout() == Layout::kZigzag) visit.keys.end = keys.head_length(source);
+    if (keys.layout() == Layout::kZigzag) seen.end = keys.head_length(source);
   } else if (causal) {
     // The block is nested inside the rank's (zigzag: after its head, before its tail) or follows it
     // (contiguous).
     visit.queries.begin =
         queries.layout() == Layout::kZigzag ? queries.head_length(rank) : queries.length(rank);
   }
-  const int64_t num_queries = visit.queries.size(), num_keys = visit.keys.size();
+  const int64_t num_queries = visit.queries.size(), num_keys = seen.size();
   if (num_queries == 0 || num_keys == 0) {
     visit = {};
     visit.source = source;
@@ -51,6 +51,7 @@ class GeneralVisits {
   GeneralVisits(const Partition& queries, const Partition& keys, int64_t rank, const Mask& mask)
       : keys_(keys),
         mask_(mask),
+        rank_(rank),
         queries_(query_rows(queries, keys, rank)),
         seen_(visible_positions(queries_, mask, keys.seq_len())) {}
 
@@ -62,18 +63,24 @@ class GeneralVisits {
     if (!visit.visible()) return visit;
     visit.visibility = Visibility::kIntervals;
     visit.queries = {0, queries_.size()};
-    const auto rows_in = [&](const Segment& seen) {
-      return RowRange{keys.rows_before(seen.begin), keys.rows_before(seen.end)};
-    };
-    const auto has_rows = [&](const Segment& seen) { return !rows_in(seen).empty(); };
-    visit.keys = {rows_in(*std::find_if(seen_.begin(), seen_.end(), has_rows)).begin,
-                  rows_in(*std::find_if(seen_.rbegin(), seen_.rend(), has_rows)).end};
+    BlockRows::Counter before_begin(keys), before_end(keys);
+    for (const Segment& seen : seen_) {
+      const RowRange rows = {before_begin.rows_before(seen.begin),
+                             before_end.rows_before(seen.end)};
+      if (rows.empty()) continue;
+      const RowRange gap = {visit.keys.hull.end + kRowsAtGaps, rows.begin - kRowsAtGaps};
+      if (source != rank_ && !visit.keys.empty() && gap.size() >= kMinGap) {
+        visit.keys.gaps.push_back(gap);
+      }
+      visit.keys.hull.include(rows);
+    }
     return visit;
   }
 
  private:
   const Partition& keys_;
   const Mask& mask_;
+  const int64_t rank_;
   const BlockRows queries_;
   const std::vector<Segment> seen_;
 };

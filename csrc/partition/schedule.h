@@ -21,7 +21,8 @@ enum class Visibility : int8_t {
 struct RINGATTN_API Visit {
   int64_t source = 0;  // the rank that owns the block
   // The rows that see or are seen; no pair outside of them is visible. Empty where nothing is.
-  RowRange queries, keys;
+  RowRange queries;
+  RowSet keys;                               // without gaps of the rank's own block
   Visibility visibility = Visibility::kAll;  // of these rows
   int64_t num_pairs = 0;                     // of a query and a visible key
 

@@ -81,13 +81,22 @@
 
 namespace ringattn {
 
+/// Rows of a block that a thread block fetches at a time.
+struct alignas(16) RemotePart {
+  int32_t from = 0;  // the first row, counted from RemoteBlock::data
+  int32_t to = 0;    // its place among the rows that are read
+  int32_t rows = 0;
+};
+
 /// A block in memory of another device that this one can read: [H_kv, 2, B, num_rows, D], keys
 /// and values of a head next to each other.
 struct RemoteBlock {
   const void* data = nullptr;
   // Of the whole block. A plane is [num_rows, D]: keys or values of one head and batch entry. Its
-  // leading rows are read.
+  // leading rows are read, or these parts.
   int64_t num_rows = 0;
+  const RemotePart* parts = nullptr;  // [num_parts], in this device's memory; null: leading rows
+  int32_t num_parts = 0;
 };
 
 /// Counters of one launch in device memory, uint32 [kFirstArrival + num_arrivals]. They are 0 when

@@ -82,9 +82,12 @@ std::vector<double> simulate_backward_waits(const Schedules& visits_of, const Vi
 
 int64_t buffered_tokens(const Partition& partition, int64_t rank, const Mask& mask, int64_t depth) {
   const std::vector<HopPlan> hops = plan_hops(partition, rank, mask);
-  const int64_t staged = rows_sent(hops).size();
+  int64_t tokens = rows_sent(hops).size();
+  for (const HopPlan& hop : hops) {
+    if (!hop.sent.gaps.empty()) tokens += hop.sent.size();
+  }
   const std::vector<int64_t> buffers = buffer_rows(hops, depth);
-  return std::accumulate(buffers.begin(), buffers.end(), staged);
+  return std::accumulate(buffers.begin(), buffers.end(), tokens);
 }
 
 int64_t gradient_tokens(const Partition& partition, int64_t rank, const Mask& mask) {

@@ -17,7 +17,7 @@ GradientReturn::GradientReturn(MessageTransport* transport, const RingCall& call
       arriving_(buffers(&HopPlan::sent)),
       transfers_(call.plan.hops.size()) {}
 
-std::vector<at::Tensor> GradientReturn::buffers(RowRange HopPlan::*rows) const {
+std::vector<at::Tensor> GradientReturn::buffers(RowSet HopPlan::*rows) const {
   std::vector<at::Tensor> buffers;
   for (const int64_t largest : buffer_rows(call_.plan.hops, /*depth=*/1, rows)) {
     buffers.push_back(at::empty({largest * row_elements_}, own_.options()));
@@ -66,25 +66,36 @@ void GradientReturn::add(int64_t step) {
   const at::Tensor arrived = received(step);
   if (arrived.numel() == 0) return;
   if (!returned_.defined()) returned_ = at::zeros(own_.sizes(), own_.options());
-  rows_of(returned_, 2, call_.plan.hops[step - 1].sent).add_(arrived);
+  int64_t first = 0;  // of `arrived`
+  for (const RowRange& rows : call_.plan.hops[step - 1].sent.ranges()) {
+    rows_of(returned_, 2, rows).add_(rows_of(arrived, 2, {first, first + rows.size()}));
+    first += rows.size();
+  }
 }
 
 std::array<at::Tensor, 2> GradientReturn::sum(at::ScalarType type) {
   if (returned_.defined()) own_.add_(returned_);
   // The last addition rounds as it writes: no pass of its own.
-  const RowRange rows = num_hops() > 0 ? call_.plan.hops.back().sent : RowRange{};
-  const RowRange before = {0, rows.begin}, after = {rows.end, own_.size(2)};
+  const RowSet sent = num_hops() > 0 ? call_.plan.hops.back().sent : RowSet{};
   const at::Tensor last = num_hops() > 0 ? received(num_hops()) : at::Tensor();
   std::array<at::Tensor, 2> sums;  // each in memory of its own
   for (int64_t i = 0; i < 2; ++i) {
     const at::Tensor own = own_.select(0, i);
     sums[i] = at::empty(own.sizes(), own.options().dtype(type));
-    for (const RowRange& others : {before, after}) {
-      if (!others.empty()) rows_of(sums[i], 1, others).copy_(rows_of(own, 1, others));
+    const auto copy = [&](const RowRange& rows) {
+      if (!rows.empty()) rows_of(sums[i], 1, rows).copy_(rows_of(own, 1, rows));
+    };
+    int64_t first = 0, end = 0;  // of `last`, and of the rows that are there
+    for (const RowRange& rows : sent.ranges()) {
+      if (rows.empty()) continue;
+      copy({end, rows.begin});
+      at::Tensor rounded = rows_of(sums[i], 1, rows);
+      at::add_out(rounded, rows_of(own, 1, rows),
+                  rows_of(last.select(0, i), 1, {first, first + rows.size()}));
+      first += rows.size();
+      end = rows.end;
     }
-    if (rows.empty()) continue;
-    at::Tensor rounded = rows_of(sums[i], 1, rows);
-    at::add_out(rounded, rows_of(own, 1, rows), last.select(0, i));
+    copy({end, own_.size(2)});
   }
   return sums;
 }

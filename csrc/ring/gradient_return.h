@@ -35,7 +35,7 @@ class GradientReturn {
 
  private:
   int64_t num_hops() const { return static_cast<int64_t>(call_.plan.hops.size()); }
-  std::vector<at::Tensor> buffers(RowRange HopPlan::*rows) const;
+  std::vector<at::Tensor> buffers(RowSet HopPlan::*rows) const;
   // [2, B, rows, H_kv, D] in the step's buffer.
   at::Tensor gradients(const std::vector<at::Tensor>& buffers, int64_t step, int64_t rows) const;
   // What has come back at `step`, which is over for this rank.

@@ -4,9 +4,11 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "attention/block_attention_backward.h"
+#include "peer_sync/protocol.h"
 
 #ifdef RINGATTN_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -14,6 +16,30 @@
 #endif
 
 namespace ringattn {
+
+namespace {
+
+at::Tensor remote_parts(const RowSet& rows) {
+  // 32 KB of keys of 128 elements: as long as a chunk of a block without gaps.
+  constexpr int64_t kRowsPerPart = 128;
+  std::vector<RemotePart> parts;
+  int64_t to = 0;
+  for (const RowRange& range : rows.ranges()) {
+    for (int64_t from = range.begin; from < range.end; from += kRowsPerPart) {
+      const int64_t count = std::min(kRowsPerPart, range.end - from);
+      parts.push_back({static_cast<int32_t>(from - rows.hull.begin), static_cast<int32_t>(to),
+                       static_cast<int32_t>(count)});
+      to += count;
+    }
+  }
+  constexpr int64_t kIntegers = sizeof(RemotePart) / sizeof(int32_t);
+  const at::Tensor list = at::empty({static_cast<int64_t>(parts.size()), kIntegers},
+                                    at::TensorOptions(at::kInt).pinned_memory(true));
+  std::copy(parts.begin(), parts.end(), static_cast<RemotePart*>(list.mutable_data_ptr()));
+  return list;
+}
+
+}  // namespace
 
 bool is_captured(c10::Device device) {
 #ifdef RINGATTN_WITH_CUDA
@@ -32,10 +58,12 @@ KeyTables::KeyTables(const Partition& queries, const Partition& keys, int64_t ra
   for (const Visit& visit : visits) {
     auto& seen = keys_.emplace_back();
     if (!visit.visible() || visit.visibility != Visibility::kIntervals) continue;
-    seen = keys.rows(visit.source).part(visit.keys.begin, visit.keys.end);
+    seen = keys.rows(visit.source).part(visit.keys);
     any_ = true;
   }
+  for (const Visit& visit : visits) rows_.push_back(visit.keys);
   tables_.resize(visits.size());
+  parts_.resize(visits.size() - 1);
 }
 
 const std::vector<at::Tensor>& KeyTables::on(c10::Device device) {
@@ -46,7 +74,7 @@ const std::vector<at::Tensor>& KeyTables::on(c10::Device device) {
     const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
     if (made_ && made_->query()) made_.reset();
     if (made_) made_->block(stream);
-    for (const auto* tables : {&tables_, &transposed_}) {
+    for (const auto* tables : {&tables_, &parts_, &transposed_}) {
       for (const at::Tensor& table : *tables) {
         if (table.defined()) table.record_stream(stream);
       }
@@ -76,6 +104,8 @@ void KeyTables::make(c10::Device device) {
     const at::Tensor table = at::empty({queries_.size(), 2}, on_host);
     key_ranges(queries_, *keys_[step], mask_, seq_len_, table.mutable_data_ptr<int32_t>());
     tables_[step] = table.to(device, /*non_blocking=*/true);
+    if (!device.is_cuda() || rows_[step].gaps.empty()) continue;
+    parts_[step - 1] = remote_parts(rows_[step]).to(device, /*non_blocking=*/true);
   }
   device_ = device;
   transposed_.clear();

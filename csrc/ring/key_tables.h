@@ -32,6 +32,9 @@ class KeyTables {
   /// The same of a backward: int32 [keys, 2], the rows that see each key. Under capture they are
   /// made each time, as part of the graph.
   std::vector<at::Tensor> transposed_on(c10::Device device);
+  /// [W - 1], after on(): of visits 1 .. W-1 whose keys have gaps the parts that a kernel fetches,
+  /// int32 [parts, 4] as RemotePart has them; undefined for others, and on CPU.
+  const std::vector<at::Tensor>& parts() const { return parts_; }
   /// Whether there are any.
   bool any() const { return any_; }
   /// Whether on() would have to make them, which a stream that is captured cannot.
@@ -43,12 +46,14 @@ class KeyTables {
   void mark_made();
 
   const BlockRows queries_;
+  std::vector<RowSet> rows_;                    // [W], that are seen
   std::vector<std::optional<BlockRows>> keys_;  // [W], of the visits that see intervals
   bool any_ = false;
   const Mask mask_;
   const int64_t seq_len_;
   c10::Device device_ = c10::Device(c10::kMeta);  // of tables_
   std::vector<at::Tensor> tables_;                // [W]
+  std::vector<at::Tensor> parts_;                 // [W - 1]
   std::vector<at::Tensor> transposed_;            // [W], empty until they are asked for
   std::shared_ptr<c10::Event> made_;              // null on CPU, and once they are there
 };

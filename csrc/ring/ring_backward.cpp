@@ -124,7 +124,7 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
   const at::Tensor own = at::empty(own_sizes, rows.lse.options());
   GradientReturn returns(transport, call, own);
 
-  const RowRange& seen = call.plan.visits[0].keys;
+  const RowRange& seen = call.plan.visits[0].keys.hull;
   std::vector<Block> blocks(num_steps);
   blocks[0] = {rows_of(k, 1, seen), rows_of(v, 1, seen)};
   at::Tensor of_block;

@@ -86,8 +86,8 @@ class Executor {
   // block, whose rows all are here, that is a part.
   KeyBlock key_block(int64_t step, const Block& block, const RowRange& queries) const {
     const Visit& visit = visits_[step];
-    KeyBlock keys = {step == 0 ? rows_of(block.k, 1, visit.keys) : block.k,
-                     step == 0 ? rows_of(block.v, 1, visit.keys) : block.v};
+    KeyBlock keys = {step == 0 ? rows_of(block.k, 1, visit.keys.hull) : block.k,
+                     step == 0 ? rows_of(block.v, 1, visit.keys.hull) : block.v};
     if (visit.visibility == Visibility::kIntervals) {
       keys.key_ranges = key_tables_[step];
       return keys;
@@ -174,6 +174,7 @@ RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const R
   exchange.max_rows = call.plan.max_rows;
   exchange.depth = std::min<int64_t>(call.depth, exchange.hops.size());
   exchange.kernel_fetches = !per_block && environment().kernels_may_wait;
+  exchange.parts = call.plan.key_tables->parts();
   exchange.timed = timed && per_block;
   return exchange;
 }

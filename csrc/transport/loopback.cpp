@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/loopback.h"
 
+#include <ATen/ops/cat.h>
+
 namespace ringattn {
 namespace {
 
@@ -11,7 +13,11 @@ class LoopbackStream : public BlockStream {
     for (const HopPlan& hop : hops) {
       const Block& block = blocks.at(hop.source);
       const auto received = [&](const at::Tensor& x) {
-        return x.narrow(1, hop.received.begin, hop.received.size());
+        std::vector<at::Tensor> parts;
+        for (const RowRange& rows : hop.received.ranges()) {
+          parts.push_back(x.narrow(1, rows.begin, rows.size()));
+        }
+        return parts.size() == 1 ? parts[0] : at::cat(parts, 1);
       };
       all_.blocks.push_back({received(block.k), received(block.v)});
     }

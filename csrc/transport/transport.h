@@ -23,8 +23,11 @@ struct RingExchangePlan {
   at::Tensor k;      // [B, S_r, H_kv, D]
   at::Tensor v;
   std::vector<HopPlan> hops;  // [W - 1]; hops[i] belongs to step i + 1
-  int64_t max_rows = 0;       // of the blocks of all ranks
-  int64_t depth = 1;  // blocks that may be in flight or waiting ahead of the one being attended
+  // [W - 1], where a kernel fetches: RemoteBlock::parts, undefined for hops without gaps. The
+  // current stream fills them.
+  std::vector<at::Tensor> parts;
+  int64_t max_rows = 0;  // of the blocks of all ranks
+  int64_t depth = 1;     // blocks that may be in flight or waiting ahead of the one being attended
   bool kernel_fetches = false;  // one kernel attends all blocks, and fetches them where it can
   bool timed = false;           // record how long transfers take
 };

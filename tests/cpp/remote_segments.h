@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <random>
 #include <vector>
 
 #include "segment_lists.h"
@@ -15,15 +16,16 @@
 namespace ringattn::testing {
 
 /// Makes all segments but the first remote: fetched into memory that holds NaN, from blocks with
-/// more rows than are visible, NaN too.
+/// more rows than are visible, NaN too. With `gaps` such rows lie between those of every other one.
 class Remote {
  public:
-  explicit Remote(Problem& problem) {
+  explicit Remote(Problem& problem, std::mt19937* gaps = nullptr) {
     for (size_t i = 1; i < problem.segments.size(); ++i) {
       Segment& segment = problem.segments[i];
       // [H_kv, 2, B, S_k, D]
       const at::Tensor planes = at::stack({segment.k, segment.v}).permute({3, 0, 1, 2, 4});
       segment.source = at::constant_pad_nd(planes, {0, 0, 0, 5}, kNaN).contiguous();
+      if (gaps != nullptr && i % 2 == 1) lay_apart(planes, *gaps, segment);
       sources_.push_back(segment.source);
       to_.push_back(at::empty_like(planes, planes.options(), at::MemoryFormat::Contiguous));
       segment.k = to_.back().select(1, 0).permute({1, 2, 0, 3});
@@ -54,6 +56,24 @@ class Remote {
   }
 
  private:
+  static void lay_apart(const at::Tensor& planes, std::mt19937& random, Segment& segment) {
+    std::vector<int32_t> parts;
+    std::vector<at::Tensor> rows;
+    const int64_t num_keys = planes.size(3);
+    for (int64_t from = 0, to = 0; to < num_keys;) {
+      const int64_t count = std::min<int64_t>(1 + random() % 128, num_keys - to);
+      const int64_t gap = random() % 40;
+      for (const int64_t number : {from, to, count, int64_t{0}}) {
+        parts.push_back(static_cast<int32_t>(number));
+      }
+      rows.push_back(at::constant_pad_nd(planes.narrow(3, to, count), {0, 0, 0, gap}, kNaN));
+      from += count + gap;
+      to += count;
+    }
+    segment.source = at::cat(rows, 3).contiguous();
+    segment.parts = at::tensor(parts, at::kInt).view({-1, 4}).to(planes.device());
+  }
+
   std::vector<at::Tensor> sources_, to_;
 };
 

@@ -43,6 +43,7 @@ struct Segment {
   int64_t first_query;
   at::Tensor source = {};  // [H_kv, 2, B, at least S_k, D]: k and v are fetched from there
   at::Tensor ranges = {};  // int32 [S_q, 2]: the keys that each row sees, instead of a diagonal
+  at::Tensor parts = {};   // int32 [parts, 4]: RemotePart, where rows of the source are apart
 };
 
 /// x with rows of NaN behind those of each batch entry.
@@ -138,6 +139,10 @@ inline std::vector<KeySegment> segments_of(const Problem& problem) {
     segment.diagonal = from.diagonal;
     segment.first_query = from.first_query;
     if (from.source.defined()) segment.source = {from.source.data_ptr(), from.source.size(3)};
+    if (from.parts.defined()) {
+      segment.source.parts = static_cast<const RemotePart*>(from.parts.const_data_ptr());
+      segment.source.num_parts = static_cast<int32_t>(from.parts.size(0));
+    }
     if (from.ranges.defined()) segment.key_ranges = from.ranges.data_ptr<int32_t>();
   }
   return segments;

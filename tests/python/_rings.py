@@ -147,6 +147,30 @@ def random_case(
     )
 
 
+def apart_case(world_size: int, dtype: torch.dtype, *, causal: bool) -> Case:
+    """Each rank has a part of the first document, one of its own and a part of the last. Others see
+    nothing of the middle one, which is longer than what travels of it."""
+    pieces: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+    ends = [0]
+    position = 0
+    for of_piece in (lambda rank: 30 + 11 * rank, lambda rank: 1200, lambda rank: 70 - 13 * rank):
+        for rank in range(world_size):
+            pieces[rank].append((position, position + of_piece(rank)))
+            position += of_piece(rank)
+            if of_piece(rank) == 1200 or rank == world_size - 1:
+                ends.append(position)
+    ends = sorted(set(ends))
+    return Case(
+        Partition.pieces(pieces),
+        dtype,
+        causal=causal,
+        batch=1,
+        num_heads=2,
+        num_kv_heads=1,
+        cu_seqlens=tuple(ends),
+    )
+
+
 def ring_call(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse of this rank."""
     q, k, v = case.local_inputs()

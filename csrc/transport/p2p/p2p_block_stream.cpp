@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -10,7 +11,7 @@ namespace ringattn {
 namespace {
 
 // Wire format of a block: [rows, 2, B, H_kv, D], keys and values interleaved by row, so that any
-// range of rows is one contiguous message. The block of the leading `rows`: one view each.
+// range of rows is contiguous. The block of the leading `rows`: one view each.
 Block from_wire(const at::Tensor& wire, int64_t rows) {
   const auto part = [&](int64_t index) {
     return wire.as_strided({wire.size(2), rows, wire.size(3), wire.size(4)},
@@ -80,18 +81,25 @@ class MessageStream : public BlockStream {
     message.timed = exchange_.timed;
     message.destination = hop.destination;
     message.source = hop.source;
-    if (!hop.sent.empty()) {
-      message.send = own_block_.narrow(0, hop.sent.begin - sent_.begin, hop.sent.size());
-    }
+    if (!hop.sent.empty()) message.send = own_rows(hop.sent);
     if (!hop.received.empty()) {
       message.receive = buffer_of(step).narrow(0, 0, hop.received.size());
     }
     transfers_[step - 1] = transport_.start(message);
   }
 
+  // One behind the other: without gaps it is a view.
+  at::Tensor own_rows(const RowSet& rows) const {
+    std::vector<at::Tensor> parts;
+    for (const RowRange& range : rows.ranges()) {
+      parts.push_back(own_block_.narrow(0, range.begin - sent_.begin, range.size()));
+    }
+    return parts.size() == 1 ? parts[0] : at::cat(parts);
+  }
+
   MessageTransport& transport_;
   RingExchangePlan exchange_;
-  RowRange sent_;                    // of this rank's block, the rows that peers attend
+  RowRange sent_;                    // of this rank's block, from the first row that peers see
   at::Tensor own_block_;             // [rows, 2, B, H_kv, D], these rows
   std::vector<at::Tensor> buffers_;  // [rows, 2, B, H_kv, D] each, received blocks in rotation
   std::vector<std::unique_ptr<Transfer>> transfers_;  // [W - 1]; null: nothing travels

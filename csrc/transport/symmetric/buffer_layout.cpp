@@ -47,7 +47,10 @@ std::vector<int64_t> plan_key(const RingExchangePlan& exchange) {
                               k.size(3),      static_cast<int64_t>(k.scalar_type()),
                               exchange.depth, exchange.kernel_fetches};
   for (const HopPlan& hop : exchange.hops) {
-    key.insert(key.end(), {hop.source, hop.received.begin, hop.received.end, hop.source_rows});
+    const RowSet& rows = hop.received;
+    key.insert(key.end(), {hop.source, rows.hull.begin, rows.hull.end, hop.source_rows,
+                           static_cast<int64_t>(rows.gaps.size())});
+    for (const RowRange& gap : rows.gaps) key.insert(key.end(), {gap.begin, gap.end});
   }
   return key;
 }
@@ -80,19 +83,25 @@ std::unique_ptr<MemoryPlan> plan_memory(const RingExchangePlan& exchange,
                                  {plane, head_dim, 2 * batch * plane, 1}, buffer / bytes + offset);
     };
     resident.blocks.push_back({view(0), view(batch * plane)});
-    const char* const first_row =
-        static_cast<const char*>(staged.of(hop.source)) + hop.received.begin * head_dim * bytes;
+    const char* from = static_cast<const char*>(staged.of(hop.source));
     if (exchange.kernel_fetches) {
-      resident.sources.push_back({first_row, hop.source_rows});
+      from += hop.received.hull.begin * head_dim * bytes;
+      resident.sources.push_back({from, hop.source_rows});
       continue;
     }
-    CopyPlan copy;
-    copy.from = first_row;
-    copy.to = static_cast<char*>(fetched.mutable_data_ptr()) + buffer;
-    copy.planes = 2 * kv_heads * batch;
-    copy.plane_bytes = plane * bytes;
-    copy.pitch = hop.source_rows * head_dim * bytes;
-    plan->copies.push_back(copy);
+    char* to = static_cast<char*>(fetched.mutable_data_ptr()) + buffer;
+    auto& copies = plan->copies.emplace_back();
+    for (const RowRange& range : hop.received.ranges()) {
+      CopyPlan copy;
+      copy.from = from + range.begin * head_dim * bytes;
+      copy.to = to;
+      copy.planes = 2 * kv_heads * batch;
+      copy.plane_bytes = range.size() * head_dim * bytes;
+      copy.from_pitch = hop.source_rows * head_dim * bytes;
+      copy.to_pitch = plane * bytes;
+      copies.push_back(copy);
+      to += copy.plane_bytes;
+    }
   }
   plan->step_of_rank = std::move(step_of_rank);
   return plan;

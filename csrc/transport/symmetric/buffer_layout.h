@@ -23,7 +23,8 @@ struct CopyPlan {
   const char* from = nullptr;
   char* to = nullptr;
   size_t plane_bytes = 0;  // copied of each plane
-  size_t pitch = 0;        // bytes between planes of the staged block
+  size_t from_pitch = 0;   // bytes between planes of the staged block
+  size_t to_pitch = 0;
   size_t planes = 0;
 };
 
@@ -31,7 +32,8 @@ struct CopyPlan {
 struct MemoryPlan {
   at::Tensor memory;  // the fetched blocks, bytes
   ResidentBlocks resident;
-  std::vector<CopyPlan> copies;  // [W - 1]; empty where a kernel fetches the blocks
+  // [W - 1]: of each block the ranges of its rows. Empty where a kernel fetches the blocks.
+  std::vector<std::vector<CopyPlan>> copies;
   std::shared_ptr<const std::vector<int64_t>> step_of_rank;
 };
 
@@ -46,7 +48,8 @@ std::vector<int64_t> plan_key(const RingExchangePlan& exchange);
 /// Bytes for fetched blocks, up to depth + 1 at a time.
 int64_t fetched_bytes(const RingExchangePlan& exchange);
 
-/// `fetched`: at least fetched_bytes(). Where a kernel fetches, sources instead of copies.
+/// `fetched`: at least fetched_bytes(). Where a kernel fetches, sources instead of copies, as yet
+/// without RemoteBlock::parts.
 std::unique_ptr<MemoryPlan> plan_memory(const RingExchangePlan& exchange,
                                         const PeerDeviceMemory& staged, const at::Tensor& fetched,
                                         const SignalPad& signal_pad);

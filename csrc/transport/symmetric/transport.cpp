@@ -208,6 +208,7 @@ class SymmetricStream : public BlockStream {
     transport_.stage(params, exchange_.call, plan_->step_of_rank, stream_);
     if (exchange_.kernel_fetches) {
       plan_->resident.remote_fetch.delay_seed = transport_.delays_.seed();
+      for (int64_t i = 0; i < num_hops_; ++i) list_parts(i);
       return;
     }
     transport_.after(stream_);
@@ -269,6 +270,15 @@ class SymmetricStream : public BlockStream {
     std::unique_ptr<CUDAEvent> start, end;
   };
 
+  // The lists belong to the call, the addresses in its plan to all calls of its kind.
+  void list_parts(int64_t i) {
+    const at::Tensor& parts = exchange_.parts[i];
+    RemoteBlock& source = plan_->resident.sources[i];
+    source.parts =
+        parts.defined() ? static_cast<const RemotePart*>(parts.const_data_ptr()) : nullptr;
+    source.num_parts = parts.defined() ? static_cast<int32_t>(parts.size(0)) : 0;
+  }
+
   // Copies the block of one step, then signals to its owner that it has been read.
   void fetch(int64_t step) {
     Arrived& arrived = arrived_[step - 1];
@@ -279,7 +289,7 @@ class SymmetricStream : public BlockStream {
     const int64_t source = exchange_.hops[step - 1].source;
     transport_.delays_.occupy_copy_engine(transport_.staged_by(source), transport_.staged_->bytes(),
                                           transport_.side_stream_);
-    enqueue(plan_->copies[step - 1]);
+    for (const CopyPlan& copy : plan_->copies[step - 1]) enqueue(copy);
     arrived.end->record(transport_.side_stream_);
     transport_.signal_pad_.enqueue_signal_read(source, transport_.side_stream_);
   }
@@ -287,11 +297,13 @@ class SymmetricStream : public BlockStream {
   void enqueue(const CopyPlan& copy) {
     const CUDAStream stream = transport_.side_stream_;
     if (copy.planes * copy.plane_bytes == 0) return;
-    if (copy.pitch == copy.plane_bytes || copy.planes == 1) {
+    const bool contiguous =
+        copy.from_pitch == copy.plane_bytes && copy.to_pitch == copy.plane_bytes;
+    if (contiguous || copy.planes == 1) {
       C10_CUDA_CHECK(cudaMemcpyAsync(copy.to, copy.from, copy.planes * copy.plane_bytes,
                                      cudaMemcpyDefault, stream));
     } else {
-      C10_CUDA_CHECK(cudaMemcpy2DAsync(copy.to, copy.plane_bytes, copy.from, copy.pitch,
+      C10_CUDA_CHECK(cudaMemcpy2DAsync(copy.to, copy.to_pitch, copy.from, copy.from_pitch,
                                        copy.plane_bytes, copy.planes, cudaMemcpyDefault, stream));
     }
   }

@@ -15,6 +15,7 @@ using ringattn::Layout;
 using ringattn::Mask;
 using ringattn::Partition;
 using ringattn::RowRange;
+using ringattn::RowSet;
 using ringattn::schedule;
 using ringattn::Segment;
 using ringattn::Visibility;
@@ -47,9 +48,9 @@ bool sees(const Visit& visit, const std::vector<int32_t>& ranges, int64_t i, int
   const auto inside = [](const RowRange& rows, int64_t row) {
     return rows.begin <= row && row < rows.end;
   };
-  if (!inside(visit.queries, i) || !inside(visit.keys, j)) return false;
+  if (!inside(visit.queries, i) || !inside(visit.keys.hull, j)) return false;
   i -= visit.queries.begin;
-  j -= visit.keys.begin;
+  j -= visit.keys.hull.begin;
   switch (visit.visibility) {
     case Visibility::kAll:
       return true;
@@ -84,7 +85,7 @@ void check_against_brute_force(const Partition& query_side, const Partition& key
     const auto keys = positions(key_side, visit.source);
     std::vector<int32_t> ranges;
     if (visit.visibility == Visibility::kIntervals) {
-      const auto block = key_side.rows(visit.source).part(visit.keys.begin, visit.keys.end);
+      const auto block = key_side.rows(visit.source).part(visit.keys);
       ranges = key_ranges(ringattn::query_rows(query_side, key_side, rank), block, mask,
                           key_side.seq_len());
       for (size_t i = 2; i < ranges.size(); ++i) REQUIRE(ranges[i - 2] <= ranges[i]);
@@ -101,7 +102,7 @@ void check_against_brute_force(const Partition& query_side, const Partition& key
     }
     REQUIRE(visit.num_pairs == num_pairs);
     REQUIRE(visit.visible() == (num_pairs > 0));
-    if (visit.visible()) REQUIRE(visit.keys == seen);
+    if (visit.visible()) REQUIRE(visit.keys == RowSet{seen, {}});
     if (step == 0) continue;
     // What is received is what is seen, and the owner sends as much at the same step.
     const auto& hop = hops[step - 1];
@@ -235,7 +236,73 @@ TEST_CASE("a rank without keys gets the blocks, and one without queries sends it
   CHECK(visits[1].num_pairs == 3 + 4 + 5);
   const auto hops = ringattn::plan_hops(queries, keys, 0, {/*causal=*/true});
   CHECK(hops[0].destination == 1);
-  CHECK(hops[0].sent == RowRange{0, 5});
+  CHECK(hops[0].sent == RowSet{{0, 5}, {}});
+}
+
+TEST_CASE("long stretches of a block that no row sees do not travel, their edges do") {
+  std::mt19937 random(9);
+  int64_t num_gaps = 0;
+  for (int trial = 0; trial < 60; ++trial) {
+    const int64_t world_size = 2 + random() % 3;
+    std::vector<std::vector<Segment>> pieces(world_size);
+    std::vector<int64_t> documents = {0};
+    int64_t seq_len = 0;
+    for (int piece = 0; piece < 12; ++piece) {
+      const int64_t end = seq_len + 1 + random() % (random() % 2 == 0 ? 200 : 3000);
+      auto& owned = pieces[random() % world_size];
+      if (!owned.empty() && owned.back().end == seq_len) {
+        owned.back().end = end;
+      } else {
+        owned.push_back({seq_len, end});
+      }
+      if (random() % 2 == 0) documents.push_back(seq_len + random() % (end - seq_len));
+      seq_len = end;
+    }
+    documents.push_back(seq_len);
+    Mask mask = {/*causal=*/random() % 2 == 0, -1, -1, {}};
+    if (trial % 3 != 0) mask.cu_seqlens = documents;
+    if (trial % 3 != 1) mask.window_left = random() % 400;
+    if (trial % 3 != 1 && !mask.causal) mask.window_right = random() % 400;
+    const Partition partition(pieces);
+    for (int64_t rank = 0; rank < world_size; ++rank) {
+      const BlockRows queries = ringattn::query_rows(partition, partition, rank);
+      for (const Visit& visit : schedule(partition, rank, mask)) {
+        if (!visit.visible()) continue;
+        const BlockRows block = partition.rows(visit.source), part = block.part(visit.keys);
+        REQUIRE(part.size() == visit.keys.size());
+        // Rows of the block, those that a query sees.
+        const auto ranges = key_ranges(queries, block, mask, seq_len);
+        std::vector<bool> seen(block.size(), false);
+        for (size_t i = 0; i < ranges.size(); i += 2) {
+          for (int64_t key = ranges[i]; key < ranges[i + 1]; ++key) seen[key] = true;
+        }
+        // Each query sees the same positions of what travels.
+        const auto ranges_of_part = key_ranges(queries, part, mask, seq_len);
+        for (size_t i = 0; i < ranges.size(); i += 2) {
+          const int64_t count = std::max(ranges[i + 1] - ranges[i], 0);
+          REQUIRE(std::max(ranges_of_part[i + 1] - ranges_of_part[i], 0) == count);
+          if (count == 0) continue;
+          REQUIRE(part.position(ranges_of_part[i]) == block.position(ranges[i]));
+          REQUIRE(part.position(ranges_of_part[i + 1] - 1) == block.position(ranges[i + 1] - 1));
+        }
+        // The gaps are the unseen stretches inside, but for rows at their edges.
+        std::vector<RowRange> gaps;
+        int64_t last_seen = -1;
+        for (int64_t key = 0; key < block.size(); ++key) {
+          if (!seen[key]) continue;
+          if (last_seen < 0) REQUIRE(visit.keys.hull.begin == key);
+          const RowRange gap = {last_seen + 1 + ringattn::kRowsAtGaps, key - ringattn::kRowsAtGaps};
+          if (last_seen >= 0 && gap.size() >= ringattn::kMinGap) gaps.push_back(gap);
+          last_seen = key;
+        }
+        REQUIRE(visit.keys.hull.end == last_seen + 1);
+        if (visit.source == rank) gaps.clear();  // the own block does not travel
+        REQUIRE(visit.keys.gaps == gaps);
+        num_gaps += static_cast<int64_t>(gaps.size());
+      }
+    }
+  }
+  CHECK(num_gaps > 50);
 }
 
 TEST_CASE("the hull of rows ends with keys that one of them sees") {

@@ -58,7 +58,7 @@ double time_computed(const Partition& partition, int64_t rank, bool causal,
     for (int64_t part = row; part < end; part += tile.rows_per_warpgroup) ++parts;
     for (const auto& visit : visits) {
       if (!visit.visible() || visit.queries.begin > row) continue;
-      for (int64_t key = 0; key < visit.keys.end; key += tile.keys) {
+      for (int64_t key = 0; key < visit.keys.hull.end; key += tile.keys) {
         const bool sees = visit.visibility == ringattn::Visibility::kAll || end - 1 >= key;
         if (sees) time += (parts + 2.0) / (all_parts + 2.0);
       }

@@ -9,8 +9,9 @@ import pytest
 import ringattn
 import torch
 from _distributed import RankPool, this
+from _gradients import check_ring_gradients
 from _numerics import check_attention
-from _rings import HALVES, Case, check_ring, random_case, ring_call
+from _rings import HALVES, Case, apart_case, check_ring, random_case, ring_call
 from ringattn import Partition, reference
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -73,6 +74,37 @@ def test_a_nan_reaches_the_rows_of_its_document_alone(ring: RankPool):
     hits = [out.isnan().any(-1).any(-1).any(0) for out, _ in ring.run(hidden_nan_call, case)]
     hit = torch.cat([at[rows.cpu()] for at, rows in zip(places, hits, strict=True)])
     assert sorted(hit.tolist()) == list(range(ends[1], ends[2]))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_that_no_other_rank_sees_stay_where_they_are(ring: RankPool, causal: bool):
+    dtype = torch.float64 if ring.device_type == "cpu" else torch.bfloat16
+    case = apart_case(ring.world_size, dtype, causal=causal)
+    check_ring(ring, case)
+    if causal:
+        check_ring_gradients(ring, case)
+
+
+def far_nan_call(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows are NaN where the values of the first document are: of the last document, and of
+    the first."""
+    q, k, v = case.local_inputs()
+    assert case.cu_seqlens is not None
+    first, last = case.cu_seqlens[1], case.cu_seqlens[-2]
+    positions = case.partition.position_ids(this().rank, q.device)
+    v[:, positions < first] = torch.nan
+    out = ringattn.ring_attention(
+        q, k, v, case.partition, causal=case.causal, cu_seqlens=case.cu_seqlens
+    )
+    nan = out.isnan().flatten(2).any(2)[0]
+    return nan[positions >= last], nan[positions < first]
+
+
+def test_a_nan_reaches_no_row_from_across_what_did_not_travel(ring: RankPool):
+    dtype = torch.float32 if ring.device_type == "cpu" else torch.bfloat16
+    for last, first in ring.run(far_nan_call, apart_case(ring.world_size, dtype, causal=False)):
+        assert not last.any()
+        assert first.all()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ namespace ringattn::cuda::sm90 {
 //
 //   vector        16 bytes
 //   fetch buffer  shared memory of a thread block that a part of a chunk passes through (tile.cuh)
-//   chunk         8 fetch buffers: what a thread block takes from the list at a time
+//   chunk         8 fetch buffers, or a RemotePart: what a thread block takes at a time
 //   plane         keys or values of one head and batch entry: [num_keys, D]
 //   head group    KV heads that are fetched together: for each group all remote segments
 //   segment       keys of one block under one diagonal (KeySegment)
@@ -50,6 +50,12 @@ struct RemoteSegment {
   uint32_t chunks_per_plane;
   uint32_t chunks_per_head;  // 0 where the segment is local
   uint32_t* arrivals;        // [H_kv / heads_per_arrival]: arrived chunks
+};
+
+/// Of the general variants.
+struct ListedSegment : RemoteSegment {
+  const RemotePart* parts;  // one chunk each; null: chunks are consecutive
+  uint32_t row_vectors;
 };
 
 /// Parameters of the kernel. Tensor maps: (D, rows, heads, batch).
@@ -111,7 +117,7 @@ struct SegmentedParams
     CUtensorMap v;  // [kBlockK, 64]
   } maps[kSegments];
   std::conditional_t<kGeneral, KeyBounds, DiagonalBounds> keys[kSegments];
-  RemoteSegment remote[kSegments];
+  std::conditional_t<kGeneral, ListedSegment, RemoteSegment> remote[kSegments];
 
   /// In place of visible segments, where there are none.
   constexpr int none_visible() const { return kGeneral ? 0 : num_segments; }

@@ -103,11 +103,18 @@ cudaError_t add_remote_segments(const BlockAttentionParams& p, int64_t heads_per
   for (int i = 0; i < p.num_segments; ++i) {
     const KeySegment& from = p.segments[i];
     if (from.num_keys == 0) continue;
-    RemoteSegment& remote = params.remote[segment++];
+    auto& remote = params.remote[segment++];
     if (!from.is_remote()) continue;
     const int64_t row_vectors = p.head_dim * kElementBytes / kVectorBytes;
     const int64_t plane_vectors = from.num_keys * row_vectors;
-    const int64_t chunks_per_plane = ceil_div(plane_vectors, kVectorsPerChunk<Tile>);
+    int64_t chunks_per_plane = ceil_div(plane_vectors, kVectorsPerChunk<Tile>);
+    if constexpr (params.kGeneral) {
+      remote.parts = from.source.parts;
+      remote.row_vectors = static_cast<uint32_t>(row_vectors);
+      if (remote.parts != nullptr) chunks_per_plane = from.source.num_parts;
+    } else if (from.source.parts != nullptr) {
+      return cudaErrorInvalidConfiguration;
+    }
     const int64_t segment_chunks = chunks_per_plane * fetch_order.planes_per_head;
     if (from.source.num_rows * row_vectors > INT32_MAX) return cudaErrorInvalidConfiguration;
     remote.from = static_cast<const uint4*>(from.source.data);

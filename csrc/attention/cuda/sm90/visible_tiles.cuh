@@ -5,6 +5,7 @@
 
 #include "attention/cuda/key_bounds.h"
 #include "attention/cuda/sm90/kernel_params.h"
+#include "core/hop_plan.h"
 
 // A query tile, and the tiles of keys that its rows see.
 
@@ -93,6 +94,7 @@ struct ConsumerTiles {
 
 /// A value that is not finite may reach rows that see a key so near. Beyond, it may not.
 constexpr int kNearKeys = 512;
+static_assert(kNearKeys <= kRowsAtGaps);
 
 ///   first_row  of the consumer's rows, none of which may exist
 template <typename Tile>

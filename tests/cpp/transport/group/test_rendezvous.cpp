@@ -129,7 +129,7 @@ RingExchangePlan exchange_of(int64_t index, int64_t size, double value) {
   exchange.v = -exchange.k;
   for (int64_t step = 1; step < size; ++step) {
     exchange.hops.push_back(
-        {(index + step) % size, (index - step + size) % size, {0, 2}, {0, 2}, 2});
+        {(index + step) % size, (index - step + size) % size, {{0, 2}, {}}, {{0, 2}, {}}, 2});
   }
   return exchange;
 }

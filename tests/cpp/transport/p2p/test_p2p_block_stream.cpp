@@ -52,17 +52,17 @@ class NotingTransport : public MessageTransport {
   std::vector<at::Tensor> guarded;
 };
 
-// Five ranks; the block of 4 rows is seen in parts by others, and one of them sees nothing of it.
+// Five ranks; the block of 6 rows is seen in parts by others, and one of them sees nothing of it.
 RingExchangePlan exchange_of(int64_t depth) {
   RingExchangePlan exchange;
   exchange.call = 7;
-  exchange.k = at::randn({2, 4, 3, 8});
-  exchange.v = at::randn({2, 4, 3, 8});
+  exchange.k = at::randn({2, 6, 3, 8});
+  exchange.v = at::randn({2, 6, 3, 8});
   //                destination, source, rows sent, received, of the source
-  exchange.hops = {{1, 4, {0, 2}, {4, 9}, 9},
-                   {2, 3, {1, 4}, {0, 1}, 1},
-                   {3, 2, {0, 0}, {6, 6}, 6},
-                   {4, 1, {3, 4}, {0, 2}, 2}};
+  exchange.hops = {{1, 4, {{0, 2}, {}}, {{4, 9}, {{5, 7}}}, 9},
+                   {2, 3, {{1, 6}, {{2, 3}, {4, 5}}}, {{0, 1}, {}}, 1},
+                   {3, 2, {{0, 0}, {}}, {{6, 6}, {}}, 6},
+                   {4, 1, {{3, 4}, {}}, {{0, 2}, {}}, 2}};
   exchange.depth = depth;
   exchange.timed = true;
   return exchange;
@@ -105,9 +105,11 @@ TEST_CASE("a message has the rows that its reader sees, keys and values of each 
     CHECK(message.send.is_contiguous());
     CHECK(message.receive.is_contiguous());
     CHECK(message.receive.sizes() == at::IntArrayRef({hop.received.size(), 2, 2, 3, 8}));
-    const at::Tensor sent =
-        at::stack({exchange.k, exchange.v}).narrow(2, hop.sent.begin, hop.sent.size());
-    CHECK(at::equal(message.send, sent.permute({2, 0, 1, 3, 4})));
+    std::vector<at::Tensor> sent;
+    for (const RowRange& rows : hop.sent.ranges()) {
+      sent.push_back(at::stack({exchange.k, exchange.v}).narrow(2, rows.begin, rows.size()));
+    }
+    CHECK(at::equal(message.send, at::cat(sent, 2).permute({2, 0, 1, 3, 4})));
   }
 }
 
