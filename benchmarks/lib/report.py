@@ -26,7 +26,12 @@ from lib.ranks import rank, world_size
 SEQ_LEN_VARIABLES = ("SEQ_LEN", "SWEEP_SEQ_LEN")
 PERCENTAGE_VARIABLES = ("WEAK_GPU_PERCENTAGE", "SWEEP_SLOWDOWN_PCT")
 # Switches of the compiled library. Others (RINGATTN_CUDA) are for builds, and change no run.
-KERNEL_VARIABLES = ("RINGATTN_KERNEL_FAMILY", "RINGATTN_KERNEL_WAITS")
+RUN_VARIABLES = (
+    "NCCL_HOSTID",
+    "RINGATTN_HOST_ID",
+    "RINGATTN_KERNEL_FAMILY",
+    "RINGATTN_KERNEL_WAITS",
+)
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -55,7 +60,7 @@ def environment(device: torch.device) -> dict[str, str]:
 def command(arguments: Sequence[str] | None = None) -> str:
     """The command line, repeatable: with the environment variables that have an effect, and the
     ranks, but without the folder of the output. `arguments` replace those of this process."""
-    names = sorted((*SEQ_LEN_VARIABLES, *PERCENTAGE_VARIABLES, *KERNEL_VARIABLES))
+    names = sorted((*SEQ_LEN_VARIABLES, *PERCENTAGE_VARIABLES, *RUN_VARIABLES))
     switches = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:

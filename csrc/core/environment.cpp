@@ -33,6 +33,9 @@ Environment read() {
   read.kernels_may_wait = choice("RINGATTN_KERNEL_WAITS", "0", "1") != 0;
   read.logs_info = choice("RINGATTN_LOG", "info", "warning") == 0;
 
+  read.host_id = value_of("RINGATTN_HOST_ID");
+  if (read.host_id.empty()) read.host_id = value_of("NCCL_HOSTID");
+
   const char* const kWaitReport = "RINGATTN_WAIT_REPORT_S";
   const std::string text = value_of(kWaitReport);
   char* end = nullptr;

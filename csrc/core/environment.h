@@ -10,7 +10,7 @@ namespace ringattn {
 
 enum class KernelFamily { kBest, kSm80, kSm90 };
 
-/// The RINGATTN_* variables that C++ reads (docs/environment.md), as they were at the first use.
+/// The variables that C++ reads (docs/environment.md), as they were at the first use.
 /// One that is empty counts as unset.
 struct Environment {
   /// RINGATTN_KERNEL_FAMILY. kSm80: the portable family takes every call. kSm90: a call for the
@@ -24,6 +24,9 @@ struct Environment {
   bool logs_info = false;
   /// RINGATTN_WAIT_REPORT_S: how long a rank waits before it says so.
   std::chrono::milliseconds wait_report{10000};
+  /// RINGATTN_HOST_ID, else NCCL_HOSTID. Ranks whose values differ count as ranks of different
+  /// hosts, on one machine too.
+  std::string host_id;
   /// What is wrong with the first variable that has no meaning; empty: nothing. Operators refuse
   /// every call with it.
   std::string error;

@@ -12,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "core/environment.h"
 #include "transport/group/rendezvous.h"
 
 namespace ringattn {
@@ -19,7 +20,7 @@ namespace {
 
 // What a rank publishes about its memory.
 struct MemoryHandle {
-  char host[64] = {};     // machine and boot
+  char host[256] = {};    // what it was told to be, machine and boot
   char reason[160] = {};  // why there is none; empty: `handle` is valid
   cudaIpcMemHandle_t handle = {};
 };
@@ -45,7 +46,7 @@ std::string host_name() {
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   char name[64] = {};
   gethostname(name, sizeof(name) - 1);
-  return boot.substr(0, 36) + " " + name;
+  return boot.substr(0, 36) + " " + name + " " + environment().host_id;
 }
 
 // Small allocations of the driver share a mapping; whole pages are mapped alone.

@@ -27,7 +27,8 @@ Environment with(const std::map<std::string, std::string>& variables) {
 }  // namespace
 
 TEST_CASE("what is unset or empty is the default") {
-  for (const Environment& read : {with({}), with({{"RINGATTN_KERNEL_FAMILY", ""},
+  for (const Environment& read : {with({}), with({{"RINGATTN_HOST_ID", ""},
+                                                  {"RINGATTN_KERNEL_FAMILY", ""},
                                                   {"RINGATTN_KERNEL_WAITS", ""},
                                                   {"RINGATTN_LOG", ""},
                                                   {"RINGATTN_WAIT_REPORT_S", ""}})}) {
@@ -35,8 +36,15 @@ TEST_CASE("what is unset or empty is the default") {
     CHECK(read.kernels_may_wait);
     CHECK_FALSE(read.logs_info);
     CHECK(read.wait_report == milliseconds(10000));
+    CHECK(read.host_id.empty());
     CHECK(read.error.empty());
   }
+}
+
+TEST_CASE("a host's own name comes before the one that NCCL has") {
+  CHECK(with({{"NCCL_HOSTID", "a"}}).host_id == "a");
+  CHECK(with({{"NCCL_HOSTID", "a"}, {"RINGATTN_HOST_ID", "b"}}).host_id == "b");
+  CHECK(with({{"NCCL_HOSTID", "a"}, {"RINGATTN_HOST_ID", ""}}).host_id == "a");
 }
 
 TEST_CASE("each variable sets its own value") {

@@ -16,7 +16,7 @@ import torch
 from _commands import run_command
 from isolated_rank import MAX_RANKS, RankCall
 from lib.problem import Problem
-from lib.report import KERNEL_VARIABLES, PERCENTAGE_VARIABLES, SEQ_LEN_VARIABLES, command
+from lib.report import PERCENTAGE_VARIABLES, RUN_VARIABLES, SEQ_LEN_VARIABLES, command
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -136,13 +136,13 @@ def test_a_command_names_what_changes_a_run_and_nothing_else(
         name for path in sources for name in re.findall(r'"(RINGATTN_[A-Z_]+)"', path.read_text())
     }
     lines_only = {"RINGATTN_LOG", "RINGATTN_WAIT_REPORT_S"}  # on stderr, beside the run
-    assert looked_at == set(KERNEL_VARIABLES) | lines_only
-    for name in (*KERNEL_VARIABLES, *lines_only, "RINGATTN_CUDA", "RINGATTN_COMMIT"):
+    assert looked_at | {"NCCL_HOSTID"} == set(RUN_VARIABLES) | lines_only
+    for name in (*RUN_VARIABLES, *lines_only, "RINGATTN_CUDA", "RINGATTN_COMMIT"):
         monkeypatch.setenv(name, "0")
     for name in (*SEQ_LEN_VARIABLES, *PERCENTAGE_VARIABLES, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["benchmarks/ring.py"])
-    assert command() == "RINGATTN_KERNEL_FAMILY=0 RINGATTN_KERNEL_WAITS=0 python ring.py"
+    assert command() == " ".join(f"{name}=0" for name in RUN_VARIABLES) + " python ring.py"
 
 
 @pytest.mark.parametrize(

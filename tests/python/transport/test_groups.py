@@ -17,6 +17,7 @@ import ringattn
 import torch
 import torch.distributed as dist
 from _distributed import RankPool, fake_default_group, this
+from _gpus import WORLD_SIZES
 from _rings import Case
 from ringattn import _C, Partition
 from ringattn.models import LLaMA, LLaMAConfig
@@ -48,6 +49,36 @@ def two_rings_interleaved(case: Case, num_calls: int) -> None:
 
 def test_two_rings_on_two_groups_interleave(rank_pool):
     rank_pool(3).run(two_rings_interleaved, Case(Partition.zigzag([7, 12, 3], [2, 0, 1])), 10)
+
+
+def ring_over_two_hosts(case: Case) -> tuple[str, str | None]:
+    """What "symmetric" says where half of the ranks are told to be another host, and what "auto"
+    takes."""
+    q, k, v = case.local_inputs()
+    expected = ringattn.ring_attention(q, k, v, case.partition)
+    os.environ["RINGATTN_HOST_ID"] = str(2 * this().rank // this().world_size)
+    _C.reread_environment()
+    group = dist.new_group(list(range(this().world_size)))
+    try:
+        with pytest.raises(ValueError) as refusal:
+            ringattn.ring_attention(q, k, v, case.partition, group=group, transport="symmetric")
+        out = ringattn.ring_attention(q, k, v, case.partition, group=group)
+        torch.testing.assert_close(out, expected)
+        return str(refusal.value), ringattn.last_transport(group)
+    finally:
+        del os.environ["RINGATTN_HOST_ID"]
+        _C.reread_environment()
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_ranks_that_are_told_to_be_two_hosts_share_no_memory(rank_pool, world_size: int):
+    case = even(world_size, head_dim=64)
+    for refusal, transport in rank_pool(world_size, "cuda").run(ring_over_two_hosts, case):
+        last_of_first_host = (world_size - 1) // 2
+        assert f"rank 0: it does not share a host with rank {last_of_first_host + 1}" in refusal
+        assert transport == "nccl"
 
 
 def two_rings_at_once(case: Case, num_calls: int) -> None:
