@@ -15,8 +15,17 @@ struct Exchange {
   const VisitTime* message_ms;
 };
 
-// `exchanges` are in the order in which ranks wait for them. In a backward the own block comes
-// last, and a rank waits for what it sends, too.
+// The step whose block a rank attends to in a turn, 1 .. W. In a backward that is the own block
+// where the rank sees nothing of a visiting one, or else last.
+int64_t step_at(const std::vector<Visit>& visits, int64_t turn, bool backward) {
+  if (!backward) return turn - 1;
+  const auto seen = [](const Visit& visit) { return visit.visible(); };
+  const int64_t own = std::find_if_not(visits.begin() + 1, visits.end(), seen) - visits.begin();
+  return turn == own ? 0 : turn == static_cast<int64_t>(visits.size()) ? own : turn;
+}
+
+// `exchanges` are in the order in which ranks wait for them. In a backward a rank waits for what it
+// sends, too.
 std::vector<double> simulate(const Schedules& visits_of, const std::vector<Exchange>& exchanges,
                              const VisitTime& attend_ms, bool backward) {
   const int64_t world_size = static_cast<int64_t>(visits_of.size());
@@ -26,7 +35,7 @@ std::vector<double> simulate(const Schedules& visits_of, const std::vector<Excha
   auto exchange = exchanges.begin();
   for (int64_t blocks = 0; blocks <= world_size; ++blocks) {
     for (int64_t rank = 0; blocks > 0 && rank < world_size; ++rank) {
-      const int64_t step = backward ? blocks % world_size : blocks - 1;
+      const int64_t step = step_at(visits_of[rank], blocks, backward);
       const double ms = attend_ms(rank, visits_of[rank][step]);
       now[rank] += ms;
       busy[rank] += ms;

@@ -28,9 +28,9 @@ std::vector<double> simulate_waits(const Schedules& visits_of, const VisitTime& 
                                    const VisitTime& transfer_ms, int64_t depth);
 
 /// The same in its backward (`ring_backward`). A rank attends to the first visiting block when it
-/// is there, to the others when all are, and to its own last. The gradients of a block go back to
-/// its owner when both ranks have attended to their blocks of that step. They travel beside
-/// attention to the next ones, after which both ranks wait for them.
+/// is there, to the others when all are, and to its own last, or where it sees no other. The
+/// gradients of a block go back to its owner when both ranks have attended to their blocks of that
+/// step. They travel beside attention to the next ones, after which both ranks wait for them.
 std::vector<double> simulate_backward_waits(const Schedules& visits_of, const VisitTime& attend_ms,
                                             const VisitTime& transfer_ms,
                                             const VisitTime& return_ms);

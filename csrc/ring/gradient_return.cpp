@@ -36,7 +36,7 @@ at::Tensor GradientReturn::visiting(int64_t step) const {
   return gradients(leaving_, step, call_.plan.hops[step - 1].received.size());
 }
 
-void GradientReturn::send(int64_t step, const at::Tensor& visiting) {
+void GradientReturn::send(int64_t step) {
   const HopPlan& hop = call_.plan.hops[step - 1];
   Message message;
   message.call = call_.number;
@@ -45,7 +45,7 @@ void GradientReturn::send(int64_t step, const at::Tensor& visiting) {
   message.destination = hop.source;
   message.source = hop.destination;
   message.largest = call_.plan.largest_message(own_.select(0, 0), own_.scalar_type());
-  if (visiting.numel() > 0) message.send = visiting;
+  if (!hop.received.empty() && row_elements_ > 0) message.send = visiting(step);
   if (!hop.sent.empty() && row_elements_ > 0) {
     message.receive = gradients(arriving_, step, hop.sent.size());
   }

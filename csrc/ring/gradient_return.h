@@ -24,8 +24,8 @@ class GradientReturn {
   /// Memory for the gradients of the rows that came at `step`: [2, B, rows, H_kv, D]. It is that of
   /// step - 2, which must have been added.
   at::Tensor visiting(int64_t step) const;
-  /// Sends them. Called for every step in order, also where no row came: they are `visiting` then.
-  void send(int64_t step, const at::Tensor& visiting);
+  /// Sends them. Called for every step in order, also where no row came.
+  void send(int64_t step);
   /// Adds what has come back at `step` to what came back before, on the current stream. Called for
   /// every step but the last, in order.
   void add(int64_t step);

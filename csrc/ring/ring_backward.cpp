@@ -99,6 +99,15 @@ RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const R
   return exchange;
 }
 
+// The turn of the own block: the last, beside which gradients of the last visiting block travel. A
+// rank that sees nothing at an earlier step takes it there: it would wait for gradients with that
+// work left.
+int64_t turn_of_own(const std::vector<Visit>& visits) {
+  int64_t turn = 1;
+  while (turn < static_cast<int64_t>(visits.size()) && visits[turn].visible()) ++turn;
+  return turn;
+}
+
 // The rows outside of `range` along dimension 2 become 0.
 void zero_outside(const at::Tensor& x, const RowRange& range) {
   x.narrow(2, 0, range.begin).zero_();
@@ -127,33 +136,30 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
   const RowRange& seen = call.plan.visits[0].keys.hull;
   std::vector<Block> blocks(num_steps);
   blocks[0] = {rows_of(k, 1, seen), rows_of(v, 1, seen)};
-  at::Tensor of_block;
   RingGradients result;
-  // The own block comes last: the gradients of the last visiting block travel beside it.
+  const int64_t own_turn = turn_of_own(call.plan.visits);
   for (int64_t turn = 1; turn <= num_steps; ++turn) {
     RECORD_USER_SCOPE("ringattn::ring_backward_step");
-    const int64_t step = turn % num_steps;
+    const int64_t step = turn == own_turn ? 0 : turn == num_steps ? own_turn : turn;
     timer.begin_launch();
-    if (step == 1) blocks[1] = stream->wait(1);
+    if (turn == 1 && own_turn > 1) blocks[1] = stream->wait(1);
     // All blocks are there before the first gradient leaves: the memory that a block is fetched
     // from is also that of messages, and every rank makes its messages in the same order.
     if (turn == 2) {
-      for (int64_t other = 2; other < num_steps; ++other) blocks[other] = stream->wait(other);
+      for (int64_t other = own_turn == 1 ? 1 : 2; other < num_steps; ++other) {
+        blocks[other] = stream->wait(other);
+      }
       for (int64_t any = 0; any < num_steps; ++any) stream->release(any);
       stream->finish({});
     }
-    if (turn > 1) returns.send(turn - 1, of_block);
-    if (step == 0) {
-      zero_outside(own, seen);
-      of_block = rows_of(own, 2, seen);
-    } else {
-      of_block = returns.visiting(step);
-    }
+    if (turn > 1) returns.send(turn - 1);
+    if (step == 0) zero_outside(own, seen);
+    const at::Tensor of_block = step == 0 ? rows_of(own, 2, seen) : returns.visiting(step);
     timer.begin_attention();
     gradients.attend(step, blocks[step].k, blocks[step].v, of_block);
     timer.end_attention();
     // The message of the turn before travelled beside this attention.
-    if (step > 1) returns.add(step - 1);
+    if (turn > 1 && turn < num_steps) returns.add(turn - 1);
     if (turn == num_steps) {
       result.dq = gradients.dq().to(q.scalar_type());  // while the last message travels
       const auto [dk, dv] = returns.sum(q.scalar_type());

@@ -21,8 +21,8 @@ class StepTiming:
     kind: str  #: "own" or "remote"
     attention_ms: float  #: computing; 0 where nothing is visible
     transfer_ms: float  #: of the transfer of the block; 0 for the own one
-    #: attention stood still because the block was not here yet; with the own block of a backward,
-    #: which comes last, until the gradients that return are here and added
+    #: attention stood still because the block was not here yet; in a backward also until the
+    #: gradients that return beside it are here and added
     wait_ms: float
     flops: float = 0.0  #: operations of the attention; repetitions do not count
     backward: bool = False  #: of the backward of a ring call, which is a call of its own
