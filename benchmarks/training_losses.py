@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of one training on one process and over rings, step by step, on CPU.
 
-    python tools/demo_model/train.py --write-data build/pydoc
+    python tools/demo_model/measure.py --write-data build/pydoc
     python benchmarks/training_losses.py --data build/pydoc --out build/training_losses \\
         --figure build/training-losses.svg
 

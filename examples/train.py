@@ -84,7 +84,8 @@ class Data:
     """Sequences of T + 1 tokens out of a file of scripts/prepare_data.py. Which sequence a step
     gets depends on nothing but the seed and the step's number."""
 
-    def __init__(self, folder: Path, part: str, tokens: int, seed: int) -> None:
+    def __init__(self, options: argparse.Namespace, part: str, seed: int) -> None:
+        folder, tokens, self.across = options.data, options.tokens, options.across_documents
         facts = json.loads((folder / "meta.json").read_text())
         self.ids = np.memmap(folder / f"{part}.bin", facts["dtype"], mode="r")
         self.separator, self.tokens, self.seed = facts["separator"], tokens, seed
@@ -102,7 +103,7 @@ class Data:
     def boundaries(self, ids: torch.Tensor) -> torch.Tensor:
         """``cu_seqlens``, int64: a separator stands in front of each document."""
         ends = torch.tensor([0]), torch.tensor([len(ids)])
-        if self.separator is None:
+        if self.separator is None or self.across:
             return torch.cat(ends)
         starts = (ids[1:] == self.separator).nonzero().flatten() + 1
         return torch.cat((ends[0], starts, ends[1]))
@@ -116,8 +117,10 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace, ranks: Ranks) -> None:
         self.options, self.ranks, self.step = options, ranks, 0
-        self.data = Data(options.data, "train", options.tokens, options.seed)
+        self.data = Data(options, "train", options.seed)
         self.model = model_of(options).to(ranks.device).train()
+        if options.dropout:
+            drop_residuals(self.model, options.dropout)
         matrices = [x for x in self.model.parameters() if x.dim() >= 2]
         vectors = [x for x in self.model.parameters() if x.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0}]
@@ -149,6 +152,8 @@ class Trainer:
         """One step of the optimizer; what losses.csv has of it."""
         options, begun, operations = self.options, time.perf_counter(), 0
         total = torch.zeros((), device=self.ranks.device)
+        # Dropout depends on nothing but the seed, the step's number and the rank.
+        torch.manual_seed(hash((options.seed, self.step, self.ranks.rank)) % 2**63)
         for number in range(options.accumulate):
             sequence = self.data.sequence(self.step * options.accumulate + number)
             timed = nullcontext() if self.rebalancer is None else record_timings(by_block=False)
@@ -181,9 +186,11 @@ class Trainer:
     @torch.no_grad()
     def validate(self, count: int = 4) -> float:
         """The loss of a token of val.bin."""
-        data = Data(self.options.data, "val", self.options.tokens, 0)
+        data = Data(self.options, "val", 0)
         count = min(count, data.count)
+        self.model.eval()
         parts = [self.part_of_loss(data.sequence(number))[0] for number in range(count)]
+        self.model.train()
         total = torch.stack(parts).sum()
         if self.ranks.size > 1:
             dist.all_reduce(total)
@@ -205,7 +212,7 @@ def model_of(options: argparse.Namespace) -> LLaMA:
         kvheads=options.kv_heads,
         hidden_dim=options.hidden,
         max_expected_seq_len=options.tokens,
-        rope_theta=500_000.0,
+        rope_theta=options.rope_base,
         tie_heads=options.tie_heads,
         eos_ids=() if separator is None else (separator,),
     )
@@ -230,6 +237,15 @@ def rebalancer_of(
     )
     cost = ringattn.ModelCost.from_config(config, dtype=options.dtype)
     return ringattn.Rebalancer(profiles, cost, training=True)
+
+
+def drop_residuals(model: LLaMA, rate: float) -> None:
+    """Dropout on what enters the residual stream. Each rank draws for its own rows."""
+
+    base = model.base_model
+    parts = [part for layer in base.layers for part in (layer.attn.dense, layer.ff_sub_layer)]
+    for part in (base.embedding, *parts):
+        part.register_forward_hook(lambda part, _, out: F.dropout(out, rate, part.training))
 
 
 def recompute_layers(model: LLaMA) -> None:
@@ -384,6 +400,8 @@ def parse() -> argparse.Namespace:
         help="auto: ranks are measured, and own what they are fast enough for (default: packed)",
     )
     add("--learning-rate", type=float, default=1e-3, metavar="LR", help="(default: 1e-3)")
+    add("--dropout", type=float, default=0.0, metavar="P", help="of what layers add (default: 0)")
+    add("--across-documents", action="store_true", help="a token sees documents before its own")
     add("--clip", type=float, default=1.0, help="of the gradients' norm (default: 1)")
     add(
         "--dtype", default=None, choices=("float32", "bfloat16"), help="(default: bfloat16 on GPUs)"
@@ -395,6 +413,7 @@ def parse() -> argparse.Namespace:
     for name, size in (("layers", 4), ("width", 256), ("heads", 8), ("kv-heads", 2)):
         add(f"--{name}", type=int, default=size, help=f"of a new model (default: {size})")
     add("--hidden", type=int, default=768, help="of its feed-forward layers (default: 768)")
+    add("--rope-base", type=float, default=5e5, help="of its positions (default: 500000)")
     add("--tie-heads", action="store_true", help="its head has the embedding's weights")
     options = parser.parse_args()
     if options.weights is not None and options.partition == "auto":

@@ -27,10 +27,10 @@ SAMPLE_BYTES = 3 * 4096 + 1  # three windows of held-out text and the last byte 
 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
-    """The training script: it owns the split and the measure."""
+    """The script that owns the split and the measure."""
     sys.path.insert(0, str(ROOT / "tools" / "demo_model"))
     try:
-        return importlib.import_module("train")
+        return importlib.import_module("measure")
     finally:
         sys.path.pop(0)
 

@@ -4,6 +4,7 @@
 import csv
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -108,6 +109,15 @@ def test_a_run_that_was_killed_goes_on_with_the_same_losses(
     assert losses(train(data, tmp_path, "--resume")) == of(alone)
     refused = run_command([SCRIPT, "--data", data, "--out", tmp_path, *OPTIONS])
     assert refused.returncode != 0 and "without --resume" in refused.stderr
+
+
+def test_dropout_depends_on_the_step_alone(data: Path, alone: Path, tmp_path: Path) -> None:
+    more = ["--dropout", 0.2, "--across-documents", "--recompute"]
+    expected = losses(train(data, tmp_path, *more, ranks=2))
+    assert expected != of(alone)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    shutil.rmtree(tmp_path / "model")
+    assert losses(train(data, tmp_path, *more, "--resume", ranks=2)) == expected
 
 
 def _environment() -> dict[str, str]:
