@@ -30,6 +30,9 @@ std::string key(int64_t call, int64_t rank) {
   return "call/" + std::to_string(call) + "/" + std::to_string(rank);
 }
 
+// Which untagged call a rank compares or has compared last.
+std::string compared_key(int64_t rank) { return "compared/" + std::to_string(rank); }
+
 struct Difference {
   std::string name, mine, theirs;
 };
@@ -75,6 +78,7 @@ bool CallAgreement::join_known(int64_t call, const std::shared_ptr<const Signatu
     agreed = remember(signature->key(), hash(signature->text()));
   }
   begin(call, agreed->second, signature, tagged);
+  last_known_ = call;
   return true;
 }
 
@@ -89,12 +93,14 @@ void CallAgreement::join(int64_t call, std::shared_ptr<const Signature> signatur
   remember(signature->kind(), 0);
   remember(signature->key(), text_hash)->second = text_hash;
   begin(call, text_hash, std::move(signature), tagged);
+  last_compared_ = call;
 }
 
 void CallAgreement::begin(int64_t call, uint32_t text_hash,
                           std::shared_ptr<const Signature> signature, bool tagged) {
   call_hash_ = text_hash;
   message_hash_ = hash(std::to_string(call), call_hash_);
+  const std::lock_guard<std::mutex> lock(begin_mutex_);
   recent_[call % recent_.size()] = {call, tagged ? kTagged : untagged_calls_, std::move(signature)};
   if (!tagged) ++untagged_calls_;
 }
@@ -104,6 +110,9 @@ uint32_t CallAgreement::compare(int64_t call, const Signature& signature, int64_
   compare_known_ = true;  // stays where this throws
   const std::string mine = statement(signature, calls_before);
   publish(call, mine);
+  if (calls_before != kTagged) {
+    backend_->put(compared_key(backend_->rank()), std::to_string(call));
+  }
 
   // All statements are read before any is judged, so that every rank throws the same error. Where
   // one differs, a rank that is not in this call may never publish its own.
@@ -279,6 +288,36 @@ std::optional<CallAgreement::Absence> CallAgreement::absence(int64_t call, int64
   const auto statement = backend_->get(key(call, rank), milliseconds(0));
   if (!statement || (type_of(*statement) != kRefusal && type_of(*statement) != kFailure)) return {};
   return Absence{type_of(*statement) == kRefusal, statement->substr(1)};
+}
+
+std::optional<std::string> CallAgreement::obstacle(int64_t call, int64_t rank) {
+  const std::string other = "rank " + std::to_string(rank),
+                    end = "; the group cannot be used any more";
+  const auto absent = absence(call, rank);
+  if (absent && absent->refused) {
+    return other + " refused a call that other ranks have begun: " + absent->why + end;
+  }
+  const auto compared = backend_->get(compared_key(rank), milliseconds(0));
+  if (!compared) return {};
+  const int64_t number = std::stoll(*compared);
+  if (number <= last_compared_ || number > last_known_) return {};
+  const auto theirs = backend_->get(key(number, rank), milliseconds(0));
+  if (!theirs || type_of(*theirs) != kRequest) return {};
+  Statements statements(backend_->size());
+  statements[rank] = theirs;
+  {
+    const std::lock_guard<std::mutex> lock(begin_mutex_);
+    const Recent* request = recent(number);
+    if (request == nullptr) {
+      return "ranks must make the same calls in the same order, got one on " + other +
+             " that is new to it, and one on rank " + std::to_string(backend_->rank()) +
+             " that it has made before" + end;
+    }
+    statements[backend_->rank()] = statement(*request->signature, request->calls_before);
+  }
+  const auto verdict = judge(statements);
+  if (!verdict) return {};
+  return verdict->sentence + (verdict->ends_group ? "" : end);
 }
 
 void CallAgreement::publish(int64_t call, const std::string& text) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -47,9 +48,13 @@ class CallLeft : public c10::Error {
 /// compare again after a refusal, and publish how many calls they have been in: a rank that refused
 /// a call that others made is out of step there, and the group ends.
 ///
+/// A rank that compares a call which the others know waits for them, and their hosts may be many
+/// calls on. It publishes which call that is, for those who watch what they have launched
+/// (obstacle).
+///
 /// Calls are numbered; all ranks make the same calls in the same order, refused ones included.
 /// Replays of captured calls have no numbers: the host does not see them. Not thread-safe, except
-/// for absence() and next_call(): one call at a time.
+/// for absence(), obstacle() and next_call(): one call at a time.
 class RINGATTN_API CallAgreement {
  public:
   /// Signatures that are remembered. Lengths of shards are part of one, and a server sees ever new
@@ -100,6 +105,9 @@ class RINGATTN_API CallAgreement {
   };
   /// The refusal or the failure that `rank` has published for `call`.
   std::optional<Absence> absence(int64_t call, int64_t rank);
+  /// Why untagged calls up to `call`, which this rank has begun, cannot end: `rank` has refused
+  /// `call`, or compares one that this rank has not compared.
+  std::optional<std::string> obstacle(int64_t call, int64_t rank);
 
  private:
   // By key of a signature, a hash of its text; by its kind alone, 0.
@@ -131,12 +139,14 @@ class RINGATTN_API CallAgreement {
 
   const std::shared_ptr<GroupBackend> backend_;
   std::atomic<int64_t> next_call_{0};
+  std::atomic<int64_t> last_compared_{-1}, last_known_{-1};  // calls that were, and were not
   Agreed agreed_;
   bool compare_known_ = false;         // untagged calls compare signatures that are known, too
   uint32_t message_hash_ = 0;          // of the latest call's number and text
   uint32_t call_hash_ = 0;             // of its text
   int64_t untagged_calls_ = 0;         // that this rank has been in
-  std::array<Recent, 4> recent_;       // by number of the call
+  std::mutex begin_mutex_;             // guards recent_ from obstacle(); begin() alone changes it
+  std::array<Recent, 64> recent_;      // by number of the call
   std::deque<std::string> published_;  // keys of this rank that are in the store
 };
 

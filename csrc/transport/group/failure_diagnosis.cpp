@@ -50,12 +50,7 @@ std::optional<std::string> FailureDiagnosis::ended_by(int64_t call, const Ranks&
   if (!backend_->store_is_alive()) return {};
   for (const int64_t peer : peers) {
     if (auto why = backend_->get(ended_key(peer), std::chrono::milliseconds(0))) return why;
-    const auto absence = agreement_->absence(call, peer);
-    if (absence && absence->refused) {
-      return "rank " + std::to_string(peer) +
-             " refused a call that other ranks have begun: " + absence->why +
-             "; the group cannot be used any more";
-    }
+    if (auto why = agreement_->obstacle(call, peer)) return why;
   }
   return {};
 }

@@ -43,8 +43,8 @@ class RINGATTN_API CallMonitor {
   virtual void check_peers(int64_t call, const Ranks& peers, const std::string& place) = 0;
   /// Ends the group, and throws, where the connection to one of `peers` is closed.
   virtual void check_connections(const Ranks& peers, const std::string& place) = 0;
-  /// Why the group has ended on one of `peers`, or, on a device, why one refused `call`: then the
-  /// group must end here, too. Thread-safe.
+  /// Why the group has ended on one of `peers`, or, on a device, why one does not take part in what
+  /// this rank has launched up to `call`: then the group must end here, too. Thread-safe.
   virtual std::optional<std::string> ended_by(int64_t call, const Ranks& peers) = 0;
   /// Why one of `peers` refused the call that this rank makes next, which a peer may make in place
   /// of a replay that this rank is in: then the group must end here, too. Thread-safe.

@@ -13,7 +13,7 @@ import pytest
 import ringattn
 import torch
 import torch.distributed as dist
-from _distributed import RankPool, this
+from _distributed import GROUP_TIMEOUT_S, RankPool, this
 from _gpus import WORLD_SIZES
 from _rings import Case, ring_call
 from ringattn import Partition
@@ -229,6 +229,38 @@ def test_ranks_in_different_calls_get_an_error(world_size, calls):
             for message in value["messages"]:
                 assert re.search(expected, message), message
             assert value["nan"]
+
+
+def make_a_call_that_is_new(lonely: int, transport: str, calls_ahead: int) -> dict[str, object]:
+    """One rank's keys require grad, which is new to it alone: it waits for words of the others,
+    which have launched a call that they know, and more."""
+    case = even(transport)
+    q, k, v = (x.to(this().device) for x in case.local_inputs())
+
+    def call() -> torch.Tensor:
+        return ringattn.ring_attention(q, k, v, case.partition, transport=transport)
+
+    call()
+    ringattn.synchronize()
+    k.requires_grad_(this().rank == lonely)
+    start = time.monotonic()
+    with pytest.raises(dist.DistBackendError) as refusal:
+        for _ in range(1 + calls_ahead):
+            call()
+        ringattn.synchronize()
+    return {"named_s": time.monotonic() - start, "message": str(refusal.value)}
+
+
+@pytest.mark.parametrize("calls_ahead", [0, 3])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_call_that_is_new_to_one_rank_alone_ends_the_group(transport, calls_ahead):
+    with RankPool(2, "cuda", timeout_s=GROUP_TIMEOUT_S) as pool:
+        for value in pool.run(make_a_call_that_is_new, 1, transport, calls_ahead):
+            assert (
+                "ranks must agree on inputs that require grad, got none on rank 0 and k on rank 1"
+                in (value["message"])
+            )
+            assert value["named_s"] < REFUSAL_S
 
 
 def refuse_while_others_replay(captures_decode: bool) -> str:

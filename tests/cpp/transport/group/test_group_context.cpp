@@ -93,6 +93,46 @@ TEST_CASE("a call that the ranks have agreed on needs no word of the others") {
   CHECK(begin(ranks[1], 4) == 1);
 }
 
+TEST_CASE(
+    "a call that is new to one rank alone ends the group, however far the others have gone on") {
+  for (const int calls_ahead : {0, 2, 100}) {
+    CAPTURE(calls_ahead);
+    Ranks ranks(3);
+    CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) ==
+          std::vector<std::string>(3));
+    const auto said = ranks.at_once([&](int64_t rank) {
+      if (rank == 0) begin(ranks[0], 8);  // waits for the others' words
+      int64_t latest = begin(ranks[rank], 4);
+      for (int i = 0; i < calls_ahead; ++i) latest = begin(ranks[rank], 4);
+      // As the watchdog of what these ranks have launched.
+      CallMonitor& calls = *ranks[rank].rendezvous().calls;
+      std::optional<std::string> why;
+      while (!(why = calls.ended_by(latest, ranks[rank].rendezvous().others()))) {
+        std::this_thread::sleep_for(milliseconds(1));
+      }
+      calls.fail(*why);
+      calls.throw_if_failed();
+    });
+    for (const std::string& sentence : said) {
+      CHECK(contains(sentence, calls_ahead < 64
+                                   ? "ranks must agree on heads, got 8 on rank 0 and 4 on rank "
+                                   : "got one on rank 0 that is new to it, and one on rank "));
+      CHECK(contains(sentence, "; the group cannot be used any more"));
+    }
+  }
+}
+
+TEST_CASE("a rank that has compared a call is told nothing about it while it waits in the next") {
+  Ranks ranks(2);
+  for (const int64_t heads : {4, 8, 4}) {
+    CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], heads); }) == kNothing2);
+    for (const int64_t rank : {0, 1}) {
+      CallMonitor& calls = *ranks[rank].rendezvous().calls;
+      CHECK(!calls.ended_by(ranks[rank].latest_call(), {1 - rank}));
+    }
+  }
+}
+
 TEST_CASE("what is compared in every call may be new without a word, where a tag tells") {
   Ranks ranks(2);
   std::atomic<int> times_asked = 0;
