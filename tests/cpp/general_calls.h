@@ -258,8 +258,9 @@ inline Expected expected(const Problem& problem) {
   // Rounded probabilities, and for 16-bit types a rounded result; float32 sums; scores rounded to
   // float32, by which wide ones err more.
   const double unit = c.dtype == at::kFloat ? 0x1p-22 : c.dtype == at::kHalf ? 0x1p-11 : 0x1p-8;
+  const Tensor sizes_of_scores = at::where(scores.isfinite(), scores.abs(), 0);
   const double scores_error =
-      0x1p-22 * at::where(scores.isfinite(), scores.abs(), 0).max().item<double>();
+      scores.numel() == 0 ? 0.0 : 0x1p-22 * sizes_of_scores.max().item<double>();
   const Tensor bound = sizes * (unit + scores_error) + out.abs() * unit + 3e-6;
   return {out.transpose(1, 2), lse, bound.transpose(1, 2)};
 }

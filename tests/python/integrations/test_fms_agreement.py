@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import ringattn
-import ringattn.integrations.fms as ring_fms
 import torch
 from _distributed import RankPool, this
 from torch import nn
 
 fms_generation = pytest.importorskip("fms.utils.generation")
 
+import ringattn.integrations.fms as ring_fms  # noqa: E402
 from _fms import MODELS, initialized, padded, prompt, tiny, two_of  # noqa: E402
 
 Pools = Callable[..., RankPool]

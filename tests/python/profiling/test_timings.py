@@ -218,7 +218,7 @@ def test_slowdown_multiplies_the_attention_time_and_changes_no_bit():
     rounds = [one_round() for _ in range(8)]
     least = {name: min(ms[name] for ms in rounds) for name in rounds[0]}
     for name in ("slow", "again"):
-        assert 3 < least[name] / least["alone"] < 6, least
+        assert 2 < least[name] / least["alone"] < 8, least  # 4, not 1 or 16
     for name in ("inner", "after"):
         assert least[name] / least["alone"] < 2, least
     assert all(torch.equal(out, outs[0]) for out in outs)
