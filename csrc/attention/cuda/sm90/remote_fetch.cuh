@@ -76,26 +76,29 @@ __device__ __forceinline__ Chunk chunk_at(const SegmentedParams<kSegments, kVari
   }
   const auto& remote = p.remote[segment];
   const uint32_t plane_in_group = in_group / remote.chunks_per_plane;
-  const uint32_t vector =
-      (in_group - plane_in_group * remote.chunks_per_plane) * kVectorsPerChunk<Tile>;
+  const uint32_t in_plane = in_group - plane_in_group * remote.chunks_per_plane;
   const uint32_t plane =
       group * fetch_order.heads_per_group * fetch_order.planes_per_head + plane_in_group;
-  Chunk chunk = {
-      remote.from + int64_t{plane} * remote.from_pitch + vector,
-      remote.to + int64_t{plane} * remote.plane_vectors + vector,
-      min(remote.plane_vectors - vector, kVectorsPerChunk<Tile>) * kVectorBytes,
-      remote.arrivals + plane / fetch_order.planes_per_head / fetch_order.heads_per_arrival};
   if constexpr (p.kGeneral) {
     if (remote.parts != nullptr) {
-      // Through L2: this launch may run beside the kernel before it.
-      const int4 part = __ldcg(reinterpret_cast<const int4*>(remote.parts) + in_group -
-                               plane_in_group * remote.chunks_per_plane);
-      chunk.from += int64_t{part.x} * remote.row_vectors - vector;
-      chunk.to += int64_t{part.y} * remote.row_vectors - vector;
-      chunk.bytes = part.z * remote.row_vectors * kVectorBytes;
+      // Through L2: this launch may run beside the kernel before it. One integer at a time, because
+      // this thread has few registers.
+      const RemotePart* part = remote.parts + in_plane;
+      Chunk chunk = {
+          remote.from + int64_t{plane} * remote.from_pitch,
+          remote.to + int64_t{plane} * remote.plane_vectors, 0,
+          remote.arrivals + plane / fetch_order.planes_per_head / fetch_order.heads_per_arrival};
+      chunk.from += __ldcg(&part->from) * remote.row_vectors;
+      chunk.to += __ldcg(&part->to) * remote.row_vectors;
+      chunk.bytes = __ldcg(&part->rows) * remote.row_vectors * kVectorBytes;
+      return chunk;
     }
   }
-  return chunk;
+  const uint32_t vector = in_plane * kVectorsPerChunk<Tile>;
+  return {remote.from + int64_t{plane} * remote.from_pitch + vector,
+          remote.to + int64_t{plane} * remote.plane_vectors + vector,
+          min(remote.plane_vectors - vector, kVectorsPerChunk<Tile>) * kVectorBytes,
+          remote.arrivals + plane / fetch_order.planes_per_head / fetch_order.heads_per_arrival};
 }
 
 /// The chunks that one thread fetches, through the fetch buffers in shared memory, as many copies
