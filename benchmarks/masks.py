@@ -246,7 +246,7 @@ def main() -> None:
                     continue
                 problem = MaskedProblem.of_masking(arguments, seq_len, device, masking)
                 (compete_over_ranks if over_ranks else compete)(report, problem, arguments)
-        report.write(arguments.out)
+                report.write(arguments.out)  # a run that is ended early leaves what it has
 
 
 if __name__ == "__main__":

@@ -87,7 +87,6 @@ def main() -> None:
             model = random_model(SHAPES[shape], device, DTYPES[options.dtype])
             for cached in options.cached:
                 add_rows(report, model, cached, options)
-        report.write(options.out)
 
 
 def add_rows(report: Report, model: LLaMA, cached: int, options) -> None:
@@ -127,6 +126,7 @@ def add_rows(report: Report, model: LLaMA, cached: int, options) -> None:
                     "error": error(ways, way),
                 }
             )
+        report.write(options.out)  # a run that is ended early leaves what it has
 
 
 if __name__ == "__main__":

@@ -259,7 +259,7 @@ def main() -> None:
         for seq_len in arguments.seq_lens:
             problem = Problem.of(arguments, seq_len, device, causal=not arguments.dense)
             compete(report, problem, arguments)
-        report.write(arguments.out)
+            report.write(arguments.out)  # a run that is ended early leaves what it has
 
 
 if __name__ == "__main__":
