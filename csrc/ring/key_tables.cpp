@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "attention/block_attention_backward.h"
-#include "peer_sync/protocol.h"
+#include "transport/transport.h"
 
 #ifdef RINGATTN_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
