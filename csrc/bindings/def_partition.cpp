@@ -90,7 +90,7 @@ void def_partition(py::module_& m) {
   py::class_<Visit>(m, "Visit")
       .def_readonly("source", &Visit::source)
       .def_readonly("queries", &Visit::queries)
-      .def_readonly("keys", &Visit::keys)
+      .def_property_readonly("keys", [](const Visit& visit) { return visit.keys.hull; })
       .def_readonly("num_pairs", &Visit::num_pairs);
   m.def("segments", &segments, py::arg("layout"), py::arg("lengths"), py::arg("order"),
         py::arg("rank"));
