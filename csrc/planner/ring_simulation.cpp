@@ -15,15 +15,6 @@ struct Exchange {
   const VisitTime* message_ms;
 };
 
-// The step whose block a rank attends to in a turn, 1 .. W. In a backward that is the own block
-// where the rank sees nothing of a visiting one, or else last.
-int64_t step_at(const std::vector<Visit>& visits, int64_t turn, bool backward) {
-  if (!backward) return turn - 1;
-  const auto seen = [](const Visit& visit) { return visit.visible(); };
-  const int64_t own = std::find_if_not(visits.begin() + 1, visits.end(), seen) - visits.begin();
-  return turn == own ? 0 : turn == static_cast<int64_t>(visits.size()) ? own : turn;
-}
-
 // `exchanges` are in the order in which ranks wait for them. In a backward a rank waits for what it
 // sends, too.
 std::vector<double> simulate(const Schedules& visits_of, const std::vector<Exchange>& exchanges,
@@ -35,8 +26,10 @@ std::vector<double> simulate(const Schedules& visits_of, const std::vector<Excha
   auto exchange = exchanges.begin();
   for (int64_t blocks = 0; blocks <= world_size; ++blocks) {
     for (int64_t rank = 0; blocks > 0 && rank < world_size; ++rank) {
-      const int64_t step = step_at(visits_of[rank], blocks, backward);
-      const double ms = attend_ms(rank, visits_of[rank][step]);
+      const std::vector<Visit>& visits = visits_of[rank];
+      const int64_t step =
+          backward ? backward_step(blocks, own_turn_of_backward(visits), world_size) : blocks - 1;
+      const double ms = attend_ms(rank, visits[step]);
       now[rank] += ms;
       busy[rank] += ms;
     }

@@ -99,15 +99,6 @@ RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const R
   return exchange;
 }
 
-// The turn of the own block: the last, beside which gradients of the last visiting block travel. A
-// rank that sees nothing at an earlier step takes it there: it would wait for gradients with that
-// work left.
-int64_t turn_of_own(const std::vector<Visit>& visits) {
-  int64_t turn = 1;
-  while (turn < static_cast<int64_t>(visits.size()) && visits[turn].visible()) ++turn;
-  return turn;
-}
-
 // The rows outside of `range` along dimension 2 become 0.
 void zero_outside(const at::Tensor& x, const RowRange& range) {
   x.narrow(2, 0, range.begin).zero_();
@@ -137,10 +128,10 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
   std::vector<Block> blocks(num_steps);
   blocks[0] = {rows_of(k, 1, seen), rows_of(v, 1, seen)};
   RingGradients result;
-  const int64_t own_turn = turn_of_own(call.plan.visits);
+  const int64_t own_turn = own_turn_of_backward(call.plan.visits);
   for (int64_t turn = 1; turn <= num_steps; ++turn) {
     RECORD_USER_SCOPE("ringattn::ring_backward_step");
-    const int64_t step = turn == own_turn ? 0 : turn == num_steps ? own_turn : turn;
+    const int64_t step = backward_step(turn, own_turn, num_steps);
     timer.begin_launch();
     if (turn == 1 && own_turn > 1) blocks[1] = stream->wait(1);
     // All blocks are there before the first gradient leaves: the memory that a block is fetched
