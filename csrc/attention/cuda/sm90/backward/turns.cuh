@@ -7,6 +7,7 @@
 #include "attention/cuda/sm90/backward/tile.cuh"
 #include "attention/cuda/sm90/backward/turn_order.h"
 #include "attention/cuda/sm90/ptx/tma.cuh"
+#include "peer_sync/memory_order.cuh"
 
 // The turns of work tiles to add to dq, in deterministic calls. Of each tile, ranks of a cluster
 // and parts of dq have turns of their own.
@@ -54,16 +55,6 @@ __device__ __forceinline__ int progress_at(const BackwardKernelParams& p, const 
                                            bool descending) {
   return progress_at(step.query_tile, step.head, p.heads_per_rank,
                      (p.bounds.num_queries - 1) / Tile::kBlockQ, descending);
-}
-
-__device__ __forceinline__ int load_acquire(const int* address) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void store_release(int* address, int value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 /// By one lane, before a step adds to dq.
