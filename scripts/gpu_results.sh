@@ -17,6 +17,7 @@
 #   models     the same model of Hugging Face transformers and of FMS, unmodified and through the ring;
 #              a transformer of diffusers (needs the three packages)
 #   llama      an 8B-shaped model beside itself with regular attention, 8K to 128K tokens
+#   turns      calls after a cache, a prompt in chunks, of the 8B-shaped model
 #   scaling    attention on 1, 2, 4, 8 GPUs, and its roofline
 #   training   gradients on one GPU and on all, packed documents; a training step, on unequal GPUs too
 #
@@ -28,7 +29,7 @@ export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" # multicast needs rights that n
 export PYTHONUNBUFFERED=1
 
 case "${1:-}" in
-  -h | --help) sed -n '4,23s/^# \{0,1\}//p' "$0" && exit ;;
+  -h | --help) sed -n '4,24s/^# \{0,1\}//p' "$0" && exit ;;
   '' | -*)
     echo "usage: scripts/gpu_results.sh OUT [stage...]" >&2
     exit 2
@@ -37,7 +38,7 @@ esac
 out="$(realpath -m "$1")"
 shift
 stages=("$@")
-[ ${#stages[@]} -eq 0 ] && stages=(tests attention ring long transport decode models llama scaling training)
+[ ${#stages[@]} -eq 0 ] && stages=(tests attention ring long transport decode models llama turns scaling training)
 mkdir -p "$out"
 
 num_gpus="$(nvidia-smi --list-gpus | wc -l)"
@@ -168,6 +169,12 @@ stage_llama() {
   ranks "$num_gpus" 400 llama benchmarks/llama.py --out "$(name llama "$num_gpus")"
 }
 
+stage_turns() {
+  ranks "$num_gpus" 300 next_turn benchmarks/next_turn.py --rounds 5 --out "$(name next_turn "$num_gpus")"
+  ranks "$num_gpus" 200 chunked_prefill benchmarks/chunked_prefill.py --rounds 3 \
+    --out "$(name chunked_prefill "$num_gpus")"
+}
+
 stage_scaling() {
   ranks "$num_gpus" 200 scaling benchmarks/scaling.py --out "$(name scaling "$num_gpus")"
 }
@@ -195,7 +202,7 @@ for stage in "${stages[@]}"; do
     chosen+=("${stage#tests_}")
   elif ! declare -F "stage_$stage" >/dev/null; then
     echo "gpu_results: stage must be tests, ${groups[*]/#/tests_}, attention, ring, long, transport," \
-      "decode, models, llama, scaling or training, got $stage" >&2
+      "decode, models, llama, turns, scaling or training, got $stage" >&2
     exit 2
   fi
 done
