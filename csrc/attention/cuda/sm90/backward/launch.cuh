@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "attention/cuda/numeric.cuh"
+#include "attention/cuda/sm90/backward/cluster_choice.h"
 #include "attention/cuda/sm90/backward/kernel.cuh"
 #include "attention/cuda/sm90/backward/launch.h"
 #include "attention/cuda/sm90/device_limits.h"
@@ -56,13 +57,6 @@ inline int choose_planes_per_slice(int planes, int key_tiles, int thread_blocks,
   return std::min<int64_t>(planes, ceil_div(tiles, key_tiles));
 }
 
-/// How many clusters of one, two and four thread blocks run at one time.
-struct Residency {
-  int of_one = 0, of_two = 0, of_four = 0;
-
-  int clusters(int ranks) const { return ranks == 1 ? of_one : ranks == 2 ? of_two : of_four; }
-};
-
 template <typename Tile>
 cudaLaunchConfig_t grads_config(int blocks, int ranks, cudaLaunchAttribute (&attributes)[2]) {
   cudaLaunchConfig_t config = {};
@@ -105,17 +99,14 @@ cudaError_t prepare_grads(int device, Residency& resident) {
   return cudaSuccess;
 }
 
-/// Thread blocks that share the heads of a group, where there are few tiles of keys: two tiles for
-/// each cluster are enough, a long and a short one.
-inline int choose_ranks(int heads_per_kv_head, int64_t work_tiles, const Residency& resident) {
-  constexpr double kEnough = 1.9;
-  int ranks = 1;
-  while (ranks < 4 && heads_per_kv_head % (2 * ranks) == 0 &&
-         2 * ranks * resident.clusters(2 * ranks) >= 0.9 * resident.of_one &&
-         work_tiles < kEnough * resident.clusters(ranks)) {
-    ranks *= 2;
-  }
-  return ranks;
+/// The work tiles of a call. Those of a table have any lengths, which the host does not know: all
+/// count as whole.
+template <typename Tile>
+WorkTiles work_tiles(const BlockAttentionBackwardParams& p, int num_key_tiles) {
+  QueryBounds bounds = QueryBounds::of(p);
+  if (bounds.ranges != nullptr) bounds = {p.num_queries, p.num_keys, p.num_keys, 0, nullptr};
+  return {bounds,        p.batch * p.num_kv_heads,    num_key_tiles, Tile::kBlockQ,
+          Tile::kBlockK, p.num_heads / p.num_kv_heads};
 }
 
 template <typename Element, typename Tile, bool kSoftcap>
@@ -141,8 +132,8 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
     // The order of a table's tiles in deterministic calls is that of tickets.
     params.ranks = Tile::kByTicket || (has_table && p.deterministic)
                        ? 1
-                       : choose_ranks(params.heads_per_kv_head,
-                                      int64_t{planes} * params.num_key_tiles, resident);
+                       : choose_ranks(work_tiles<Tile>(p, params.num_key_tiles), resident,
+                                      /*by_ticket=*/has_table && p.semaphores != nullptr);
     params.heads_per_rank = params.heads_per_kv_head / params.ranks;
     if constexpr (!Tile::kByTicket) {
       if (has_table && p.semaphores != nullptr && params.ranks == 1) {

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/cuda/query_bounds.h"
+
+// How many thread blocks share the heads of a group. Plain C++, which tests run without a device.
+
+namespace ringattn::cuda::sm90 {
+
+/// How many clusters of one, two and four thread blocks run at one time. Those of four are fewer
+/// than a quarter of the multiprocessors where a group of these has an odd number.
+struct Residency {
+  int of_one = 0, of_two = 0, of_four = 0;
+
+  int clusters(int ranks) const { return ranks == 1 ? of_one : ranks == 2 ? of_two : of_four; }
+};
+
+/// The work tiles of a call: for each tile of keys, one of every plane.
+struct WorkTiles {
+  QueryBounds bounds;  // without a table
+  int planes;
+  int num_key_tiles;
+  int block_q, block_k;
+  int heads;  // of a group
+
+  /// What a work tile costs beside its steps, in steps: loads of its keys, its sums over a cluster.
+  static constexpr int kOverhead = 4;
+
+  int64_t count() const { return int64_t{planes} * num_key_tiles; }
+  /// A step is one query tile of one head.
+  int64_t steps(int64_t work_tile, int ranks) const {
+    const int key = static_cast<int>(work_tile / planes) * block_k;
+    const int begin = bounds.range(key).begin / block_q;
+    const int end = (bounds.num_queries + block_q - 1) / block_q;
+    return int64_t{std::max(0, end - begin)} * (heads / ranks) + kOverhead;
+  }
+};
+
+/// The steps of a cluster that has a work tile in each round, in alternating direction.
+inline int64_t steps_of_cluster(const WorkTiles& tiles, int ranks, int clusters, int cluster) {
+  int64_t steps = 0, first = 0;
+  for (bool descending = true; first < tiles.count(); first += clusters, descending = !descending) {
+    const int64_t work_tile = first + (descending ? cluster : clusters - 1 - cluster);
+    if (work_tile < tiles.count()) steps += tiles.steps(work_tile, ranks);
+  }
+  return steps;
+}
+
+/// The most steps of a cluster. Lengths of tiles are linear in their order, so the busiest one is
+/// the first, the last, or on either side of where the last round ends.
+inline int64_t busiest_steps(const WorkTiles& tiles, int ranks, int clusters) {
+  const int64_t rounds = (tiles.count() + clusters - 1) / clusters;
+  const int left = static_cast<int>(tiles.count() - (rounds - 1) * clusters);
+  const int edge = rounds % 2 == 1 ? left : clusters - left;
+  int64_t most = 0;
+  for (const int cluster : {0, edge - 1, edge, clusters - 1}) {
+    if (cluster < 0 || cluster >= clusters) continue;
+    most = std::max(most, steps_of_cluster(tiles, ranks, clusters, cluster));
+  }
+  return most;
+}
+
+/// Where there are few tiles of keys, the thread blocks of a cluster share the heads of a group:
+/// 1, 2 or 4, with which the busiest one makes the fewest steps. Many tiles are left as they are.
+///   by_ticket  whether single thread blocks take tiles when they are done with one
+inline int choose_ranks(const WorkTiles& tiles, const Residency& resident, bool by_ticket) {
+  constexpr int kMany = 4;  // for each thread block
+  if (tiles.count() >= int64_t{kMany} * resident.of_one) return 1;
+  int best = 1;
+  int64_t fewest = by_ticket && tiles.count() > resident.of_one
+                       ? tiles.count() * tiles.steps(0, 1) / resident.of_one
+                       : busiest_steps(tiles, 1, resident.of_one);
+  for (int ranks = 2; ranks <= 4 && tiles.heads % ranks == 0; ranks *= 2) {
+    if (resident.clusters(ranks) == 0) break;
+    const int64_t steps = busiest_steps(tiles, ranks, resident.clusters(ranks));
+    if (steps < fewest) {
+      fewest = steps;
+      best = ranks;
+    }
+  }
+  return best;
+}
+
+}  // namespace ringattn::cuda::sm90
