@@ -30,7 +30,8 @@
 //   staged_mirror[p]  staging of p, release,      tag                 stream of r: equal to tag
 //                     after all heads                                 fetching of r, at its end
 //   read[p]           fetching of p, release,     1                   fetching of r, at its end
-//                     or a copy on p's stream                         next staging of r
+//                     a copy on p's stream, or                        next staging of r
+//                     r's own stream (below)
 //   read_mirror[p]    fetching of p, relaxed,     1                   stream of r
 //                     or p's stream,
 //                     before read[p]
@@ -44,6 +45,10 @@
 //   staged_mirror[p]  as staged[p]: fetching of r, or stream of r
 //   read[p]           staging of r in the next call, before it writes staged[r] of p
 //   read_mirror[p]    staging of r in the next call, after it has written staged[r] of p
+//
+// Where the streams of all ranks fetch, no kernel waits for `read` but the staging kernels, each
+// behind its own stream. There a stream writes `read` to its own pad, once its own writes are there
+// and all of read_mirror are set, instead of a copy to each peer.
 //
 // Write order: `staged` before staged_mirror, read_mirror before `read`. A waiter for the signal
 // that is written second knows that both are set. A kernel that has read everything waits for

@@ -32,6 +32,8 @@ class RINGATTN_API Transfer {
   /// `receive` is filled, for the current stream (CUDA) or for this thread (CPU). May be called
   /// again.
   virtual void wait() = 0;
+  /// The same, perhaps before the transfer is over: wait() must follow.
+  virtual void wait_received() { wait(); }
   /// This thread has nothing left to do for this transfer; on CPU, `send` has been sent.
   virtual void finish() = 0;
   /// From the start to the end of a timed transfer; 0 for others.

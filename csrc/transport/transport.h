@@ -28,8 +28,9 @@ struct RingExchangePlan {
   std::vector<at::Tensor> parts;
   int64_t max_rows = 0;  // of the blocks of all ranks
   int64_t depth = 1;     // blocks that may be in flight or waiting ahead of the one being attended
-  bool kernel_fetches = false;  // one kernel attends all blocks, and fetches them where it can
-  bool timed = false;           // record how long transfers take
+  bool kernel_fetches = false;     // one kernel attends all blocks, and fetches them where it can
+  bool no_kernel_fetches = false;  // on any rank
+  bool timed = false;              // record how long transfers take
 };
 
 /// The block of another rank.

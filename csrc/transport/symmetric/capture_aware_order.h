@@ -26,9 +26,13 @@ class CallOrder {
     if (last_stream_ && *last_stream_ != stream) end_.block(stream);
     last_stream_ = stream;
   }
+  /// Perhaps on another stream.
   void end_on(c10::cuda::CUDAStream stream) {
     (capturing() ? captured_end_ : end_).record(stream);
-    if (!capturing()) return;
+    if (!capturing()) {
+      last_stream_ = stream;
+      return;
+    }
     last_capture_ = capture_;
     last_captured_stream_ = stream;
   }

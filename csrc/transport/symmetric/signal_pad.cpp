@@ -284,26 +284,42 @@ void SignalPad::enqueue_wait_and_clear_staged(int32_t call_tag, cudaStream_t str
   C10_CUDA_CHECK(operations.enqueue(stream));
 }
 
-void SignalPad::enqueue_signal_read(int64_t peer, cudaStream_t stream) {
+void SignalPad::enqueue_signal_read(const std::vector<int64_t>& peers, Fetching by,
+                                    cudaStream_t stream) {
   cuda::StreamMemOps operations;
-  uint32_t* const read = signals_->on_device(signals_->host(peer).read_mirror[signals_->rank()]);
-  operations.write(read, 1);
-  // Waits until the write is there. In flight, it could land after the peer, which sees `read`, has
-  // cleared the mirror.
-  operations.wait_until(read, 1);
+  for (const int64_t peer : peers) {
+    uint32_t* const read = signals_->on_device(signals_->host(peer).read_mirror[signals_->rank()]);
+    operations.write(read, 1);
+    // Waits until the write is there. In flight, it could land after the peer, which sees `read`,
+    // has cleared the mirror.
+    if (by == Fetching::kByAnyMeans) operations.wait_until(read, 1);
+  }
   C10_CUDA_CHECK(operations.enqueue(stream));
-  // Note: a copy, since a device's front end writes only to that device.
-  C10_CUDA_CHECK(cudaMemcpyAsync(signals_->at(peer, Layout::kRead + signals_->rank()),
-                                 signals_->at(Layout::kOne), sizeof(uint32_t), cudaMemcpyDefault,
-                                 stream));
+  if (by == Fetching::kByStreams) return;
+  for (const int64_t peer : peers) {
+    // Note: a copy, since a device's front end writes only to that device.
+    C10_CUDA_CHECK(cudaMemcpyAsync(signals_->at(peer, Layout::kRead + signals_->rank()),
+                                   signals_->at(Layout::kOne), sizeof(uint32_t), cudaMemcpyDefault,
+                                   stream));
+  }
 }
 
-void SignalPad::enqueue_wait_until_read(cudaStream_t stream) {
+void SignalPad::enqueue_wait_until_read(Fetching by, cudaStream_t stream) {
   HostSignalPad& host = signals_->host();
   cuda::StreamMemOps operations;
   operations.write(signals_->on_device(host.phase), kStreamUntilRead);
+  // Behind all that the stream has written: when it is there, so are cleared mirrors, which the
+  // stream waits for in the next call.
+  if (by == Fetching::kByStreams) {
+    operations.wait_until(signals_->on_device(host.phase), kStreamUntilRead);
+  }
   for (const int64_t rank : signals_->others())
     operations.wait_until(signals_->on_device(host.read_mirror[rank]), 1);
+  if (by == Fetching::kByStreams) {
+    for (const int64_t rank : signals_->others()) {
+      operations.write(signals_->at(Layout::kRead + rank), 1);
+    }
+  }
   operations.write(signals_->on_device(host.phase), kNotWaiting);
   C10_CUDA_CHECK(operations.enqueue(stream));
   // A stream that the watchdog let pass reads it before anything is staged or returned.

@@ -18,6 +18,10 @@ namespace ringattn {
 struct Rendezvous;
 class SignalWatchdog;
 
+/// What fetches in a call, on the ranks of a group: kernels on some, or the copy engines of streams
+/// on all of them, which spares copies of signals.
+enum class Fetching : int8_t { kByAnyMeans, kByStreams };
+
 /// The signal pads of all ranks in device and in host memory, and how one rank uses them: the
 /// protocol is in peer_sync/protocol.h, the host's pads in host_signal_pad.h.
 class SignalPad {
@@ -37,11 +41,11 @@ class SignalPad {
   // and writes, the host enqueues:
   /// Waits until all peers have staged everything for this call, and clears their signals.
   void enqueue_wait_and_clear_staged(int32_t call_tag, cudaStream_t stream);
-  /// Signals that this rank has read the block of `peer`. Once for each peer, after the copies from
-  /// there.
-  void enqueue_signal_read(int64_t peer, cudaStream_t stream);
+  /// Signals that this rank has read the blocks of `peers`. Once for each peer, after the copies
+  /// from there.
+  void enqueue_signal_read(const std::vector<int64_t>& peers, Fetching by, cudaStream_t stream);
   /// Waits until all peers have read this rank's block.
-  void enqueue_wait_until_read(cudaStream_t stream);
+  void enqueue_wait_until_read(Fetching by, cudaStream_t stream);
   /// After that: fills `results` with NaN where the group's calls have failed.
   void poison_if_failed(const std::vector<at::Tensor>& results) const;
 

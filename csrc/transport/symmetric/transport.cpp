@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <array>
 #include <exception>
 #include <map>
 #include <utility>
@@ -37,6 +38,41 @@ using Steps = std::shared_ptr<const std::vector<int64_t>>;
 // 119 us). But copy engines need no multiprocessors, and another kernel that runs beside the
 // message may leave one of them to it: a kernel fetches what one alone can in little time.
 constexpr int64_t kMaxFetchedByKernel = int64_t{1} << 20;
+
+// What has been received is there before peers have read what was sent. The tensors of a message
+// are held until the stream that it began on waits for its end. Otherwise their allocator is told
+// that the side stream uses them, and then keeps their memory until the device is done.
+class SymmetricTransfer : public CudaTransfer {
+ public:
+  SymmetricTransfer(const Message& message, std::shared_ptr<CUDAEvent> started,
+                    std::shared_ptr<CUDAEvent> received, std::shared_ptr<CUDAEvent> done,
+                    CUDAStream side_stream)
+      : CudaTransfer(std::move(started), std::move(received), message.timed),
+        held_{message.send, message.receive},
+        done_(std::move(done)),
+        stream_(getCurrentCUDAStream()),
+        side_stream_(side_stream) {}
+
+  ~SymmetricTransfer() override {
+    for (const at::Tensor& x : held_) {
+      if (x.defined()) x.record_stream(side_stream_);
+    }
+  }
+  SymmetricTransfer(const SymmetricTransfer&) = delete;
+  SymmetricTransfer& operator=(const SymmetricTransfer&) = delete;
+
+  void wait_received() override { CudaTransfer::wait(); }
+  void wait() override {
+    const CUDAStream stream = getCurrentCUDAStream();
+    done_->block(stream);
+    if (stream == stream_) held_ = {};
+  }
+
+ private:
+  std::array<at::Tensor, 2> held_;
+  std::shared_ptr<CUDAEvent> done_;
+  CUDAStream stream_, side_stream_;
+};
 
 // One-sided, between devices of one host: every rank stages its block in memory that all ranks can
 // read. The attention kernel of a reader, or its copy engines, copy it to local memory. Making one
@@ -144,7 +180,7 @@ class SymmetricTransport : public MessageTransport {
   }
 
   void fetch_by_kernel(const Message& message);
-  void fetch_by_copy_engine(const Message& message);
+  void fetch_by_copy_engine(const Message& message, CUDAEvent& received);
   MemoryPlan& plan(const RingExchangePlan& exchange);
   void stage(cuda::StageParams params, int64_t call, Steps step_of_rank, cudaStream_t stream) {
     signal_pad_.describe(call, std::move(step_of_rank), calls_.capturing());
@@ -248,7 +284,7 @@ class SymmetricStream : public BlockStream {
 
   void finish(const std::vector<at::Tensor>& results) override {
     if (!exchange_.kernel_fetches) {
-      transport_.signal_pad_.enqueue_wait_until_read(transport_.side_stream_);
+      transport_.signal_pad_.enqueue_wait_until_read(fetching(), transport_.side_stream_);
       transport_.join(stream_);
       transport_.guard(results);
     }
@@ -269,6 +305,10 @@ class SymmetricStream : public BlockStream {
   struct Arrived {
     std::unique_ptr<CUDAEvent> start, end;
   };
+
+  Fetching fetching() const {
+    return exchange_.no_kernel_fetches ? Fetching::kByStreams : Fetching::kByAnyMeans;
+  }
 
   // The lists belong to the call, the addresses in its plan to all calls of its kind.
   void list_parts(int64_t i) {
@@ -291,7 +331,7 @@ class SymmetricStream : public BlockStream {
                                           transport_.side_stream_);
     for (const CopyPlan& copy : plan_->copies[step - 1]) enqueue(copy);
     arrived.end->record(transport_.side_stream_);
-    transport_.signal_pad_.enqueue_signal_read(source, transport_.side_stream_);
+    transport_.signal_pad_.enqueue_signal_read({source}, fetching(), transport_.side_stream_);
   }
 
   void enqueue(const CopyPlan& copy) {
@@ -341,12 +381,19 @@ MemoryPlan& SymmetricTransport::plan(const RingExchangePlan& exchange) {
 // ---- single messages ----------------------------------------------------------------------------
 
 std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
-  after(getCurrentCUDAStream());
-  calls_.begin_on(side_stream_);
+  const CUDAStream stream = getCurrentCUDAStream();
+  const bool kernel_fetches =
+      environment().kernels_may_wait && message.largest <= kMaxFetchedByKernel;
+  // A kernel that waits for peers is beside the work of the current stream. One that stages alone
+  // comes before that: its thread blocks would find no place beside those of a long kernel.
+  if (kernel_fetches) after(stream);
+  const CUDAStream staging = kernel_fetches ? side_stream_ : stream;
+  calls_.begin_on(staging);
   reserve(message.largest);
 
-  const auto started = new_event(message.timed), done = new_event(message.timed);
-  started->record(side_stream_);
+  const auto started = new_event(message.timed), received = new_event(message.timed),
+             done = new_event(/*timed=*/false);
+  if (message.timed) started->record(staging);
   cuda::StageParams params;
   params.staged = staged_by(rendezvous_.rank);
   if (message.send.defined()) {
@@ -355,21 +402,21 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
     params.keys_only = true;
     params.rows = params.staged_rows = 1;
     params.row_bytes = static_cast<int64_t>(message.send.nbytes());
-    message.send.record_stream(side_stream_);
   }
-  if (message.receive.defined()) message.receive.record_stream(side_stream_);
-  params.kernel_fetches = environment().kernels_may_wait && message.largest <= kMaxFetchedByKernel;
-  if (params.kernel_fetches) cuda::load_fetch();
+  params.kernel_fetches = kernel_fetches;
+  if (kernel_fetches) cuda::load_fetch();
   stage(params, message.call,
-        std::make_shared<std::vector<int64_t>>(rendezvous_.size, message.step), side_stream_);
-  if (params.kernel_fetches) {
+        std::make_shared<std::vector<int64_t>>(rendezvous_.size, message.step), staging);
+  if (kernel_fetches) {
     fetch_by_kernel(message);
+    received->record(side_stream_);
   } else {
-    fetch_by_copy_engine(message);
+    after(stream);
+    fetch_by_copy_engine(message, *received);
   }
   done->record(side_stream_);
   calls_.end_on(side_stream_);
-  return std::make_unique<CudaTransfer>(started, done, message.timed);
+  return std::make_unique<SymmetricTransfer>(message, started, received, done, side_stream_);
 }
 
 void SymmetricTransport::fetch_by_kernel(const Message& message) {
@@ -384,15 +431,19 @@ void SymmetricTransport::fetch_by_kernel(const Message& message) {
   C10_CUDA_CHECK(cuda::fetch(params, side_stream_));
 }
 
-void SymmetricTransport::fetch_by_copy_engine(const Message& message) {
+void SymmetricTransport::fetch_by_copy_engine(const Message& message, CUDAEvent& received) {
   signal_pad_.enqueue_wait_and_clear_staged(rendezvous_.calls->call_tag(), side_stream_);
   if (message.receive.defined()) {
     C10_CUDA_CHECK(cudaMemcpyAsync(message.receive.mutable_data_ptr(), staged_by(message.source),
                                    message.receive.nbytes(), cudaMemcpyDefault, side_stream_));
   }
-  for (const int64_t rank : rendezvous_.others())
-    signal_pad_.enqueue_signal_read(rank, side_stream_);
-  signal_pad_.enqueue_wait_until_read(side_stream_);
+  received.record(side_stream_);
+  // The size of the largest message is the same on every rank: copy engines fetch on all of them,
+  // unless the environment keeps kernels from waiting on this one alone.
+  const auto by =
+      message.largest > kMaxFetchedByKernel ? Fetching::kByStreams : Fetching::kByAnyMeans;
+  signal_pad_.enqueue_signal_read(rendezvous_.others(), by, side_stream_);
+  signal_pad_.enqueue_wait_until_read(by, side_stream_);
 }
 
 void SymmetricTransport::exchange_partials(int64_t call,

@@ -28,6 +28,7 @@ from _interleavings import (
 )
 
 KERNEL, STREAM = "fetching", "stream"  # what fetches in a call, by its name in protocol.h
+STREAMS = "streams of all ranks"
 STAGING = "staging"
 BEING_STAGED, STAGED, RELEASED = 1, 2, 3  # values of staged
 GIVEN_UP, MISMATCH = 1, 2  # values of failed
@@ -341,6 +342,9 @@ class Protocol:
             yield from self._read(rank, peer, number, call)
             self.writers.add(("read", STREAM, False))
             mirror = self._store("read_mirror", peer, 1, STREAM, of=rank, order=SAME_KERNEL)
+            if call.fetches == STREAMS:
+                yield mirror
+                continue
             visible = after((self._at("read_mirror", peer, rank), 1))
             operations = [mirror, visible, put((self._at("read", peer, rank), 1))]
             if self.bug == "stream: writes read before read_mirror":
@@ -348,8 +352,12 @@ class Protocol:
             if self.bug == "stream: does not wait until read_mirror is visible":
                 operations.remove(visible)
             yield from operations
+        if call.fetches == STREAMS and self.bug != "streams: do not wait for their own writes":
+            yield after((self._at("under_way_2", rank), 0))
         for peer in peers:
             yield after((self._at("read_mirror", rank, peer), 1))
+        if call.fetches == STREAMS:
+            yield from (put((self._at("read", rank, peer), 1)) for peer in peers)
 
         def see(memory: list[int]) -> None:
             memory[copy] = memory[given_up]

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from _interleavings import Violation
-from _protocol import KERNEL, STAGING, STREAM, Call, Protocol
+from _protocol import KERNEL, STAGING, STREAM, STREAMS, Call, Protocol
 
 WAYS = (KERNEL, STREAM)
 PAIRS = list(itertools.product(WAYS, repeat=2))
+#: Of two ranks.
+WAYS_OF_RANKS = [*PAIRS, (STREAMS, STREAMS)]
 HEADER = Path(__file__).resolve().parents[3] / "csrc/peer_sync/protocol.h"
 #: The calls of both ranks, and who may fail, with which a bug is found soon.
 ONCE, TWICE = [[Call()], [Call()]], [[Call()] * 2, [Call()] * 2]
@@ -32,6 +34,7 @@ FOUND_WITH = {
     "fetching: does not compare tags": ([[Call()], [Call(tag=2)]], {}),
     "stream: writes read before read_mirror": (MIXED, {}),
     "stream: does not wait until read_mirror is visible": (MIXED, {}),
+    "streams: do not wait for their own writes": ([[Call(STREAMS), Call(STREAM)]] * 2, {}),
     "watchdog: sets signals before given_up": (ONCE, {"mortal": (1,)}),
 }
 
@@ -42,28 +45,39 @@ def test_calls_in_a_row_are_right_and_leave_signals_as_they_were(first: tuple[st
         Protocol([[Call(way) for way in first], [Call(way) for way in second]]).explore()
 
 
-@pytest.mark.parametrize("ways", PAIRS, ids=" ".join)
+@pytest.mark.parametrize("other", WAYS_OF_RANKS, ids=" ".join)
+def test_calls_beside_one_of_streams_of_all_ranks_are_right(other: tuple[str, ...]) -> None:
+    Protocol([[Call(STREAMS), Call(way)] for way in other]).explore()
+    Protocol([[Call(way), Call(STREAMS)] for way in other]).explore()
+
+
+@pytest.mark.parametrize("ways", WAYS_OF_RANKS, ids=" ".join)
 def test_a_rank_that_dies_leaves_no_rank_waiting_and_no_wrong_number(ways: tuple[str, ...]) -> None:
     Protocol([[Call(way)] for way in ways], mortal=(0, 1)).explore()
     Protocol([[Call(way), Call(ways[0])] for way in ways], mortal=(1,)).explore()
 
 
-@pytest.mark.parametrize("ways", PAIRS, ids=" ".join)
+@pytest.mark.parametrize("ways", WAYS_OF_RANKS, ids=" ".join)
 def test_a_watchdog_that_gives_up_on_a_slow_rank_spoils_no_result(ways: tuple[str, ...]) -> None:
     Protocol([[Call(way)] for way in ways], late=(0,)).explore()
 
 
-@pytest.mark.parametrize("ways", PAIRS, ids=" ".join)
+@pytest.mark.parametrize("ways", WAYS_OF_RANKS, ids=" ".join)
 def test_ranks_in_calls_of_different_kinds_get_no_numbers(ways: tuple[str, ...]) -> None:
     # As of a replay that meets a call that is none.
     Protocol([[Call(way, tag)] for tag, way in enumerate(ways, 1)]).explore()
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_streams_of_all_ranks_meet_a_call_of_another_kind(way: str) -> None:
+    Protocol([[Call(STREAMS, 1)], [Call(way, 2)]]).explore()
+
+
 @pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("ways", [*WAYS, STREAMS])
 def test_random_interleavings_of_more_ranks_are_right(size: int, ways: str) -> None:
-    other = WAYS[1 - WAYS.index(ways)]
-    protocol = Protocol([[Call(ways), Call(other if rank else ways)] for rank in range(size)])
+    other, first = (KERNEL, STREAM) if ways == STREAMS else (WAYS[1 - WAYS.index(ways)], ways)
+    protocol = Protocol([[Call(ways), Call(other if rank else first)] for rank in range(size)])
     for seed in range(40):
         protocol.walk(seed)
     mortal = Protocol([[Call(ways)] * 2 for _ in range(size)], mortal=(size - 1,))
@@ -79,7 +93,7 @@ def test_a_planted_bug_is_found(bug: str) -> None:
 
 
 def test_the_model_writes_and_clears_as_the_tables_in_the_header_say() -> None:
-    calls = [[Call(KERNEL), Call(STREAM)], [Call(STREAM), Call(KERNEL)]]
+    calls = [[Call(way) for way in (KERNEL, STREAM, STREAMS)]] * 2
     modelled = Protocol(calls).writers
     writes, clears = tables()
     assert set(writes) == set(clears) == {signal for signal, _, _ in modelled}
