@@ -47,30 +47,46 @@ void GradientReturn::send(int64_t step) {
   message.largest = call_.plan.largest_message(own_.select(0, 0), own_.scalar_type());
   if (!hop.received.empty() && row_elements_ > 0) message.send = visiting(step);
   if (!hop.sent.empty() && row_elements_ > 0) {
-    message.receive = gradients(arriving_, step, hop.sent.size());
+    message.receive = arriving(step);
   }
   if (message.send.defined() || message.receive.defined() || transport_->needs_every_rank()) {
     transfers_[step - 1] = transport_->start(message);
   }
 }
 
+at::Tensor GradientReturn::arriving(int64_t step) {
+  const int64_t rows = call_.plan.hops[step - 1].sent.size();
+  // The first ones of several are the sum so far, where they are of all rows.
+  if (step == 1 && num_hops() > 1 && rows == own_.size(2)) {
+    if (!returned_.defined()) returned_ = at::empty(own_.sizes(), own_.options());
+    return returned_;
+  }
+  return gradients(arriving_, step, rows);
+}
+
 at::Tensor GradientReturn::received(int64_t step) {
+  if (const auto& transfer = transfers_[step - 1]) transfer->wait_received();
+  return arriving(step);
+}
+
+void GradientReturn::end(int64_t step) {
   if (const auto& transfer = transfers_[step - 1]) {
     transfer->wait();
     transfer->finish();
   }
-  return gradients(arriving_, step, call_.plan.hops[step - 1].sent.size());
 }
 
 void GradientReturn::add(int64_t step) {
   const at::Tensor arrived = received(step);
-  if (arrived.numel() == 0) return;
-  if (!returned_.defined()) returned_ = at::zeros(own_.sizes(), own_.options());
-  int64_t first = 0;  // of `arrived`
-  for (const RowRange& rows : call_.plan.hops[step - 1].sent.ranges()) {
-    rows_of(returned_, 2, rows).add_(rows_of(arrived, 2, {first, first + rows.size()}));
-    first += rows.size();
+  if (arrived.numel() > 0 && !arrived.is_same(returned_)) {
+    if (!returned_.defined()) returned_ = at::zeros(own_.sizes(), own_.options());
+    int64_t first = 0;  // of `arrived`
+    for (const RowRange& rows : call_.plan.hops[step - 1].sent.ranges()) {
+      rows_of(returned_, 2, rows).add_(rows_of(arrived, 2, {first, first + rows.size()}));
+      first += rows.size();
+    }
   }
+  end(step);
 }
 
 std::array<at::Tensor, 2> GradientReturn::sum(at::ScalarType type) {
@@ -85,18 +101,19 @@ std::array<at::Tensor, 2> GradientReturn::sum(at::ScalarType type) {
     const auto copy = [&](const RowRange& rows) {
       if (!rows.empty()) rows_of(sums[i], 1, rows).copy_(rows_of(own, 1, rows));
     };
-    int64_t first = 0, end = 0;  // of `last`, and of the rows that are there
+    int64_t first = 0, done = 0;  // of `last`, and of the rows that are there
     for (const RowRange& rows : sent.ranges()) {
       if (rows.empty()) continue;
-      copy({end, rows.begin});
+      copy({done, rows.begin});
       at::Tensor rounded = rows_of(sums[i], 1, rows);
       at::add_out(rounded, rows_of(own, 1, rows),
                   rows_of(last.select(0, i), 1, {first, first + rows.size()}));
       first += rows.size();
-      end = rows.end;
+      done = rows.end;
     }
-    copy({end, own_.size(2)});
+    copy({done, own_.size(2)});
   }
+  if (num_hops() > 0) end(num_hops());
   return sums;
 }
 

@@ -38,8 +38,11 @@ class GradientReturn {
   std::vector<at::Tensor> buffers(RowSet HopPlan::*rows) const;
   // [2, B, rows, H_kv, D] in the step's buffer.
   at::Tensor gradients(const std::vector<at::Tensor>& buffers, int64_t step, int64_t rows) const;
-  // What has come back at `step`, which is over for this rank.
+  // Memory for what comes back at `step`.
+  at::Tensor arriving(int64_t step);
+  // What has come back at `step`. end() must follow, when it has been added.
   at::Tensor received(int64_t step);
+  void end(int64_t step);
 
   MessageTransport* const transport_;
   const RingCall& call_;
