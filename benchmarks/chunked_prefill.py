@@ -21,7 +21,7 @@ import torch
 from decode import SHAPES, random_model
 from lib.cli import at_least, counts, names_of, parse, timing_arguments
 from lib.problem import DTYPES
-from lib.ranks import from_all_ranks, process_group, world_size
+from lib.ranks import from_all_ranks, process_group
 from lib.report import Report, environment
 from lib.timing import Contestant, measure
 from ringattn import Partition
