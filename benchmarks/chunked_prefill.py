@@ -15,6 +15,8 @@ error     largest difference of the last token's logits from those of the whole 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -24,6 +26,7 @@ from lib.problem import DTYPES
 from lib.ranks import from_all_ranks, process_group
 from lib.report import Report, environment
 from lib.timing import Contestant, measure
+from prompts import Prompts
 from ringattn import Partition
 from ringattn.generation import prefill, split_prompt
 from ringattn.models import LLaMA
@@ -31,31 +34,26 @@ from ringattn.models import LLaMA
 COLUMNS = ("tokens", "batch", "chunk", "ms", "p10", "p90", "x whole", "peak_gib", "error")
 
 
-def prompt(model: LLaMA, ids: torch.Tensor, chunk: int) -> torch.Tensor:
+def prompt(model: LLaMA, ids: torch.Tensor, chunks: Sequence[Partition]) -> torch.Tensor:
     """Hidden state [B, E] of this rank's last token of the last chunk."""
-    chunks = split_prompt(Partition.even(ids.size(1), model.ring.world_size), chunk)
     cache = model.new_cache(chunks[0], new_tokens=ids.size(1) - chunks[0].seq_len)
     return prefill(model, ids, chunks, cache)
 
 
-def peak_gib(model: LLaMA, ids: torch.Tensor, chunk: int) -> float:
-    """The rank with the most. Collective."""
-    if model.device.type != "cuda":
-        return float("nan")
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    prompt(model, ids, chunk)
-    return from_all_ranks([torch.cuda.max_memory_allocated() / 2**30]).max().item()
-
-
-def logits(model: LLaMA, ids: torch.Tensor, chunk: int) -> torch.Tensor:
-    """[B, V] of the last token, from the rank that has it. Collective."""
-    chunks = split_prompt(Partition.even(ids.size(1), model.ring.world_size), chunk)
-    owner = chunks[-1].owner(chunks[-1].seq_len - 1)
-    hidden = prompt(model, ids, chunk)
-    if model.ring.rank != owner:
-        return torch.empty(0, device=model.device)
-    return model.project(hidden).float()
+def last_logits(
+    model: LLaMA, ids: torch.Tensor, chunks: Sequence[Partition]
+) -> tuple[torch.Tensor, float]:
+    """[B, V] of the last token, empty on ranks that do not have it; and the prompt's peak memory on
+    this rank, GiB, nan on a CPU."""
+    on_cuda = model.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    hidden = prompt(model, ids, chunks)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else math.nan
+    if model.ring.rank != chunks[-1].owner(chunks[-1].seq_len - 1):
+        return torch.empty(0, device=model.device), peak
+    return model.project(hidden).float(), peak
 
 
 def main() -> None:
@@ -77,20 +75,21 @@ def main() -> None:
 
 
 def add_rows(report: Report, model: LLaMA, tokens: int, options) -> None:
-    generator = torch.Generator().manual_seed(tokens)
-    shape = (options.batch, tokens)
-    ids = torch.randint(0, model.config.src_vocab_size, shape, generator=generator)
-    ids = ids.to(model.device)
-    chunks = [tokens, *(chunk for chunk in options.chunks if chunk < tokens)]
+    ids = Prompts(model.config.src_vocab_size).draw(options.batch, tokens).to(model.device)
+    even = Partition.even(tokens, model.ring.world_size)
+    sizes = [tokens, *(size for size in options.chunks if size < tokens)]
+    chunks = {size: split_prompt(even, size) for size in sizes}
     contestants = [
-        Contestant(str(chunk), partial(prompt, model, ids, chunk), torch.empty(0))
-        for chunk in chunks
+        Contestant(str(size), partial(prompt, model, ids, chunks[size]), torch.empty(0))
+        for size in sizes
     ]
     rounds = {"rounds": options.rounds, "warmup": options.warmup}
     timings = measure(contestants, model.device, **rounds)
-    whole = logits(model, ids, tokens)
-    for chunk in chunks:
-        timing, found = timings[str(chunk)], logits(model, ids, chunk)
+    whole = None
+    for size in sizes:
+        timing = timings[str(size)]
+        found, peak = last_logits(model, ids, chunks[size])
+        whole = found if whole is None else whole
         difference = 0.0
         if found.shape == whole.shape and whole.numel() > 0:
             difference = ((found - whole).abs().max() / whole.abs().max()).item()
@@ -98,10 +97,10 @@ def add_rows(report: Report, model: LLaMA, tokens: int, options) -> None:
             {
                 "tokens": tokens,
                 "batch": options.batch,
-                "chunk": chunk,
+                "chunk": size,
                 **timing.columns(),
                 "x whole": timing.median / timings[str(tokens)].median,
-                "peak_gib": peak_gib(model, ids, chunk),
+                "peak_gib": from_all_ranks([peak]).max().item(),
                 "error": from_all_ranks([difference]).max().item(),
             }
         )

@@ -28,6 +28,7 @@ from lib.problem import DTYPES
 from lib.ranks import from_all_ranks, process_group, rank, world_size
 from lib.report import Report, environment
 from lib.timing import Contestant, measure
+from prompts import Prompts
 from ringattn import Partition, model_call
 from ringattn._spreading import is_faster_spread
 from ringattn.cache import ShardedKVCache
@@ -97,10 +98,7 @@ def add_rows(report: Report, model: LLaMA, cached: int, options) -> None:
     if rank() == 0:
         whole = random_cache(alone, Partition.even(cached, 1), batch, most)
     for tokens in options.tokens:
-        generator = torch.Generator().manual_seed(tokens)
-        shape = (batch, tokens)
-        ids = torch.randint(0, model.config.src_vocab_size, shape, generator=generator)
-        ids = ids.to(model.device)
+        ids = Prompts(model.config.src_vocab_size).draw(batch, tokens).to(model.device)
         ways = {
             "one device": partial(turn, alone, whole, ids),
             "every rank": partial(turn, model, cache, ids, False),
