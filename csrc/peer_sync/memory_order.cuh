@@ -18,9 +18,7 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
 }
 
 __device__ __forceinline__ int load_acquire(const int* address) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
+  return static_cast<int>(load_acquire(reinterpret_cast<const uint32_t*>(address)));
 }
 
 __device__ __forceinline__ void store_release(int* address, int value) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/cuda/query_bounds.h"
+#include "core/ceil_div.h"
 
 // How many thread blocks share the heads of a group. Plain C++, which tests run without a device.
 
@@ -33,9 +34,9 @@ struct WorkTiles {
   /// A step is one query tile of one head.
   int64_t steps(int64_t work_tile, int ranks) const {
     const int key = static_cast<int>(work_tile / planes) * block_k;
-    const int begin = bounds.range(key).begin / block_q;
-    const int end = (bounds.num_queries + block_q - 1) / block_q;
-    return int64_t{std::max(0, end - begin)} * (heads / ranks) + kOverhead;
+    const int64_t query_tiles =
+        ceil_div(bounds.num_queries, block_q) - bounds.range(key).begin / block_q;
+    return query_tiles * (heads / ranks) + kOverhead;
   }
 };
 
@@ -52,7 +53,7 @@ inline int64_t steps_of_cluster(const WorkTiles& tiles, int ranks, int clusters,
 /// The most steps of a cluster. Lengths of tiles are linear in their order, so the busiest one is
 /// the first, the last, or on either side of where the last round ends.
 inline int64_t busiest_steps(const WorkTiles& tiles, int ranks, int clusters) {
-  const int64_t rounds = (tiles.count() + clusters - 1) / clusters;
+  const int64_t rounds = ceil_div(tiles.count(), clusters);
   const int left = static_cast<int>(tiles.count() - (rounds - 1) * clusters);
   const int edge = rounds % 2 == 1 ? left : clusters - left;
   int64_t most = 0;

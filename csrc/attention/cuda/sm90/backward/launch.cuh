@@ -102,7 +102,7 @@ cudaError_t prepare_grads(int device, Residency& resident) {
 /// The work tiles of a call. Those of a table have any lengths, which the host does not know: all
 /// count as whole.
 template <typename Tile>
-WorkTiles work_tiles(const BlockAttentionBackwardParams& p, int num_key_tiles) {
+WorkTiles work_tiles_of(const BlockAttentionBackwardParams& p, int num_key_tiles) {
   QueryBounds bounds = QueryBounds::of(p);
   if (bounds.ranges != nullptr) bounds = {p.num_queries, p.num_keys, p.num_keys, 0, nullptr};
   return {bounds,        p.batch * p.num_kv_heads,    num_key_tiles, Tile::kBlockQ,
@@ -132,7 +132,7 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
     // The order of a table's tiles in deterministic calls is that of tickets.
     params.ranks = Tile::kByTicket || (has_table && p.deterministic)
                        ? 1
-                       : choose_ranks(work_tiles<Tile>(p, params.num_key_tiles), resident,
+                       : choose_ranks(work_tiles_of<Tile>(p, params.num_key_tiles), resident,
                                       /*by_ticket=*/has_table && p.semaphores != nullptr);
     params.heads_per_rank = params.heads_per_kv_head / params.ranks;
     if constexpr (!Tile::kByTicket) {
