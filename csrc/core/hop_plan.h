@@ -57,6 +57,10 @@ constexpr int64_t kRowsAtGaps = 512;
 /// The rows of shorter gaps travel.
 constexpr int64_t kMinGap = 128;
 
+/// Steps of a backward whose gradients may be on their way at the same time, each in memory of its
+/// own. After so many, ranks wait for them.
+constexpr int64_t kStepsOfRound = 8;
+
 /// What this rank sends and receives at one step, 1 .. W-1. (At step 0 it attends its own block.)
 struct HopPlan {
   int64_t destination = 0;  // the rank that this rank's block goes to

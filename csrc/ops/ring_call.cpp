@@ -243,10 +243,12 @@ void ring_call(const RingArguments& args, RingPass pass, c10::function_ref<void(
   });
   const std::shared_ptr<const Signature>& signature = signature_of(*prepared, args, pass);
   const int64_t number = group->begin_call(signature, /*tagged=*/args.q.is_cpu(), [&] {
+    const RingPlan& plan = prepared->plan;
     const auto dtype = args.k.scalar_type();
+    const int64_t returned =
+        pass == RingPass::kForward ? 0 : plan.largest_message(args.k, state_dtype(dtype));
     return group->transport(prepared->transport, args.q.device())
-        .compares_tags(prepared->plan.largest_message(
-            args.k, pass == RingPass::kForward ? dtype : state_dtype(dtype)));
+        .compares_tags(plan.largest_message(args.k, dtype), plan.messages_of_round() * returned);
   });
   MessageTransport& carrier = group->transport(prepared->transport, args.q.device());
   // Not earlier: the group's device is settled by its first transport.

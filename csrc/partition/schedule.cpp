@@ -144,11 +144,6 @@ Schedules schedules(const Partition& partition, const Mask& mask) {
   return all;
 }
 
-int64_t own_turn_of_backward(const std::vector<Visit>& visits) {
-  const auto seen = [](const Visit& visit) { return visit.visible(); };
-  return std::find_if_not(visits.begin() + 1, visits.end(), seen) - visits.begin();
-}
-
 std::vector<HopPlan> plan_hops(const Partition& queries, const Partition& keys, int64_t rank,
                                const Mask& mask) {
   const bool closed = has_closed_form(queries, keys, mask);

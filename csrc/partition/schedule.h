@@ -54,15 +54,6 @@ RINGATTN_API std::vector<Visit> schedule(const Partition& partition, int64_t ran
 using Schedules = std::vector<std::vector<Visit>>;
 Schedules schedules(const Partition& partition, const Mask& mask);
 
-/// The turn, 1 .. W, in which a backward attends to the own block: the last, beside which gradients
-/// of the last visiting block travel. A rank that sees nothing at an earlier step takes it there:
-/// it would wait for gradients with that work left.
-RINGATTN_API int64_t own_turn_of_backward(const std::vector<Visit>& visits);
-/// The step whose block a backward attends to in a turn.
-inline int64_t backward_step(int64_t turn, int64_t own_turn, int64_t num_steps) {
-  return turn == own_turn ? 0 : turn == num_steps ? own_turn : turn;
-}
-
 /// What `rank` sends and receives for that: hops[i] belongs to step i + 1, [W - 1].
 RINGATTN_API std::vector<HopPlan> plan_hops(const Partition& queries, const Partition& keys,
                                             int64_t rank, const Mask& mask);

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "core/ceil_div.h"
+
 namespace ringattn {
 namespace {
 
@@ -26,10 +28,8 @@ std::vector<double> simulate(const Schedules& visits_of, const std::vector<Excha
   auto exchange = exchanges.begin();
   for (int64_t blocks = 0; blocks <= world_size; ++blocks) {
     for (int64_t rank = 0; blocks > 0 && rank < world_size; ++rank) {
-      const std::vector<Visit>& visits = visits_of[rank];
-      const int64_t step =
-          backward ? backward_step(blocks, own_turn_of_backward(visits), world_size) : blocks - 1;
-      const double ms = attend_ms(rank, visits[step]);
+      const int64_t step = backward ? blocks % world_size : blocks - 1;
+      const double ms = attend_ms(rank, visits_of[rank][step]);
       now[rank] += ms;
       busy[rank] += ms;
     }
@@ -77,7 +77,8 @@ std::vector<double> simulate_backward_waits(const Schedules& visits_of, const Vi
     exchanges.push_back({step, 0, std::min<int64_t>(step - 1, 1), &transfer_ms});
   }
   for (int64_t step = 1; step < world_size; ++step) {
-    exchanges.push_back({step, step, step + 1, &return_ms});
+    const int64_t end_of_round = ceil_div(step, kStepsOfRound) * kStepsOfRound;
+    exchanges.push_back({step, step, std::min(end_of_round, world_size), &return_ms});
   }
   return simulate(visits_of, exchanges, attend_ms, /*backward=*/true);
 }
@@ -95,14 +96,10 @@ int64_t buffered_tokens(const Partition& partition, int64_t rank, const Mask& ma
 int64_t gradient_tokens(const Partition& partition, int64_t rank, const Mask& mask) {
   const std::vector<HopPlan> hops = plan_hops(partition, rank, mask);
   int64_t tokens = partition.length(rank);
-  // All but the last that come back are summed apart from those that the rank computes.
-  for (size_t hop = 0; hop + 1 < hops.size(); ++hop) {
-    if (hops[hop].sent.empty()) continue;
-    tokens *= 2;
-    break;
-  }
+  // Those of earlier rounds are summed apart from those that the rank computes.
+  if (static_cast<int64_t>(hops.size()) > kStepsOfRound) tokens *= 2;
   for (const auto rows : {&HopPlan::received, &HopPlan::sent}) {
-    const std::vector<int64_t> buffers = buffer_rows(hops, /*depth=*/1, rows);
+    const std::vector<int64_t> buffers = buffer_rows(hops, kStepsOfRound - 1, rows);
     tokens = std::accumulate(buffers.begin(), buffers.end(), tokens);
   }
   return tokens;

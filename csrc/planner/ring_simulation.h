@@ -28,9 +28,9 @@ std::vector<double> simulate_waits(const Schedules& visits_of, const VisitTime& 
                                    const VisitTime& transfer_ms, int64_t depth);
 
 /// The same in its backward (`ring_backward`). A rank attends to the first visiting block when it
-/// is there, to the others when all are, and to its own last, or where it sees no other. The
-/// gradients of a block go back to its owner when both ranks have attended to their blocks of that
-/// step. They travel beside attention to the next ones, after which both ranks wait for them.
+/// is there, to the others when all are, and to its own last. The gradients of a block go back to
+/// its owner when both ranks have attended to their blocks of that step, and have exchanged those
+/// of earlier steps. Both wait for them at the end, or at that of a round of kStepsOfRound steps.
 std::vector<double> simulate_backward_waits(const Schedules& visits_of, const VisitTime& attend_ms,
                                             const VisitTime& transfer_ms,
                                             const VisitTime& return_ms);
@@ -40,8 +40,8 @@ std::vector<double> simulate_backward_waits(const Schedules& visits_of, const Vi
 RINGATTN_API int64_t buffered_tokens(const Partition& partition, int64_t rank, const Mask& mask,
                                      int64_t depth);
 
-/// Tokens whose gradients of keys and values its backward holds: of the shard, computed here and
-/// come back, and two buffers for each way.
+/// Tokens whose gradients of keys and values its backward holds: of the shard, and for each way a
+/// buffer for each step, of kStepsOfRound at most.
 RINGATTN_API int64_t gradient_tokens(const Partition& partition, int64_t rank, const Mask& mask);
 
 }  // namespace ringattn

@@ -8,49 +8,54 @@
 #include <memory>
 #include <vector>
 
+#include "core/export.h"
 #include "ring/ring_plan.h"
 #include "transport/p2p_transport.h"
 
 namespace ringattn {
 
 /// The way back of the gradients of keys and values: at each step those of the visiting block go to
-/// its owner, and those of this rank's rows come from the rank that the step's hop sent them to.
-class GradientReturn {
+/// its owner, and those of this rank's rows come from the rank that the step's hop sent them to. No
+/// rank waits for them before the end, unless there are more steps than a round has.
+class RINGATTN_API GradientReturn {
  public:
-  /// own [2, B, S_r, H_kv, D], state dtype: memory for the gradients of this rank's rows by its own
-  /// queries. `transport` may be null for a single rank.
+  /// By all ranks, before the transport opens the call. own [2, B, S_r, H_kv, D], state dtype:
+  /// memory for the gradients of this rank's rows by its own queries. `transport` may be null for a
+  /// single rank.
   GradientReturn(MessageTransport* transport, const RingCall& call, const at::Tensor& own);
 
-  /// Memory for the gradients of the rows that came at `step`: [2, B, rows, H_kv, D]. It is that of
-  /// step - 2, which must have been added.
-  at::Tensor visiting(int64_t step) const;
-  /// Sends them. Called for every step in order, also where no row came.
-  void send(int64_t step);
-  /// Adds what has come back at `step` to what came back before, on the current stream. Called for
-  /// every step but the last, in order.
-  void add(int64_t step);
-  /// dk and dv of this rank's rows: `own`, which is used up, and what has come back, the last
-  /// step's too, on the current stream, rounded to `type`.
+  /// Memory for the gradients of the rows that came at `step`: [2, B, rows, H_kv, D]. Called for
+  /// every step in order, also where no row came.
+  at::Tensor visiting(int64_t step);
+  /// Sends them, before those of the next step are asked for.
+  void send(int64_t step) { round_->start(slot(step)); }
+  /// dk and dv of this rank's rows: `own`, which is used up, and what has come back, on the current
+  /// stream, rounded to `type`.
   std::array<at::Tensor, 2> sum(at::ScalarType type);
 
  private:
   int64_t num_hops() const { return static_cast<int64_t>(call_.plan.hops.size()); }
-  std::vector<at::Tensor> buffers(RowSet HopPlan::*rows) const;
+  static int64_t slot(int64_t step) { return (step - 1) % kStepsOfRound; }
+  std::vector<int64_t> buffer_elements(RowSet HopPlan::*rows) const;
   // [2, B, rows, H_kv, D] in the step's buffer.
-  at::Tensor gradients(const std::vector<at::Tensor>& buffers, int64_t step, int64_t rows) const;
-  // Memory for what comes back at `step`.
-  at::Tensor arriving(int64_t step);
-  // What has come back at `step`. end() must follow, when it has been added.
-  at::Tensor received(int64_t step);
-  void end(int64_t step);
+  at::Tensor gradients(const std::vector<at::Tensor>& buffers, int64_t step,
+                       const RowSet& rows) const;
+  // What comes back at `step`.
+  at::Tensor arriving(int64_t step) const {
+    return gradients(arriving_, step, call_.plan.hops[step - 1].sent);
+  }
+  Message message(int64_t step) const;
+  void next_round(int64_t first_step);
+  // Adds what has come back at the steps [first, end) of the round.
+  void add(const at::Tensor& sum, int64_t first, int64_t end);
 
   MessageTransport* const transport_;
   const RingCall& call_;
   const at::Tensor own_;
-  const int64_t row_elements_;                        // of keys and values together
-  const std::vector<at::Tensor> leaving_, arriving_;  // two buffers each: two steps are under way
-  at::Tensor returned_;                               // like own_; undefined: nothing added yet
-  std::vector<std::unique_ptr<Transfer>> transfers_;  // [W - 1]; null: nothing travels
+  const int64_t row_elements_;                  // of keys and values together
+  std::vector<at::Tensor> leaving_, arriving_;  // a buffer for each step of a round
+  std::unique_ptr<MessageRound> round_;
+  at::Tensor returned_;  // like own_: in rounds before; undefined: nothing
 };
 
 }  // namespace ringattn

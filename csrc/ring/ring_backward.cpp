@@ -116,32 +116,30 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
                    v = as_attention_input(given_v);
   const auto num_steps = static_cast<int64_t>(call.plan.visits.size());
   CallTimer timer(q.device());
+  auto own_sizes = k.sizes().vec();
+  own_sizes.insert(own_sizes.begin(), 2);
+  const at::Tensor own = at::empty(own_sizes, k.options().dtype(state_dtype(k.scalar_type())));
+  GradientReturn returns(transport, call, own);
   std::shared_ptr<BlockStream> stream;
   if (num_steps > 1) stream = transport->open(exchange_plan(k, v, call, timer.on()));
   // The first block travels meanwhile.
   const RowGradients rows = make_rows();
   const Gradients gradients(q, rows, call);
-  auto own_sizes = k.sizes().vec();
-  own_sizes.insert(own_sizes.begin(), 2);
-  const at::Tensor own = at::empty(own_sizes, rows.lse.options());
-  GradientReturn returns(transport, call, own);
 
   const RowRange& seen = call.plan.visits[0].keys.hull;
   std::vector<Block> blocks(num_steps);
   blocks[0] = {rows_of(k, 1, seen), rows_of(v, 1, seen)};
   RingGradients result;
-  const int64_t own_turn = own_turn_of_backward(call.plan.visits);
   for (int64_t turn = 1; turn <= num_steps; ++turn) {
     RECORD_USER_SCOPE("ringattn::ring_backward_step");
-    const int64_t step = backward_step(turn, own_turn, num_steps);
+    // The own block is the last: gradients of the visiting ones travel beside it.
+    const int64_t step = turn % num_steps;
     timer.begin_launch();
-    if (turn == 1 && own_turn > 1) blocks[1] = stream->wait(1);
-    // All blocks are there before the first gradient leaves: the memory that a block is fetched
-    // from is also that of messages, and every rank makes its messages in the same order.
+    if (turn == 1 && step == 1) blocks[1] = stream->wait(1);
+    // All blocks are there before the first gradient leaves: the signals of the call serve one
+    // exchange at a time.
     if (turn == 2) {
-      for (int64_t other = own_turn == 1 ? 1 : 2; other < num_steps; ++other) {
-        blocks[other] = stream->wait(other);
-      }
+      for (int64_t other = 2; other < num_steps; ++other) blocks[other] = stream->wait(other);
       for (int64_t any = 0; any < num_steps; ++any) stream->release(any);
       stream->finish({});
     }
@@ -151,8 +149,6 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
     timer.begin_attention();
     gradients.attend(step, blocks[step].k, blocks[step].v, of_block);
     timer.end_attention();
-    // The message of the turn before travelled beside this attention.
-    if (turn > 1 && turn < num_steps) returns.add(turn - 1);
     if (turn == num_steps) {
       result.dq = gradients.dq().to(q.scalar_type());  // while the last message travels
       const auto [dk, dv] = returns.sum(q.scalar_type());

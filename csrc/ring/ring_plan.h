@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -29,6 +30,10 @@ struct RingPlan {
   int64_t largest_message(const at::Tensor& k, at::ScalarType dtype) const {
     return 2 * max_rows * k.size(0) * k.size(2) * k.size(3) *
            static_cast<int64_t>(c10::elementSize(dtype));
+  }
+  /// Messages of a round in a backward.
+  int64_t messages_of_round() const {
+    return std::min<int64_t>(static_cast<int64_t>(hops.size()), kStepsOfRound);
   }
 };
 /// `queries` and `keys`: as in schedule().

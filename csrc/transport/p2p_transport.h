@@ -32,12 +32,24 @@ class RINGATTN_API Transfer {
   /// `receive` is filled, for the current stream (CUDA) or for this thread (CPU). May be called
   /// again.
   virtual void wait() = 0;
-  /// The same, perhaps before the transfer is over: wait() must follow.
-  virtual void wait_received() { wait(); }
   /// This thread has nothing left to do for this transfer; on CPU, `send` has been sent.
   virtual void finish() = 0;
   /// From the start to the end of a timed transfer; 0 for others.
   virtual double elapsed_ms() = 0;
+};
+
+/// Messages of one rank, each sent as soon as it is there, while others are still to be made. All
+/// ranks start their messages in order; each rank gets at most one of each other in a round.
+class RINGATTN_API MessageRound {
+ public:
+  virtual ~MessageRound() = default;
+  /// Starts message `i` and returns at once, as MessageTransport::start. Called for each message,
+  /// also where it has nothing to send or receive.
+  virtual void start(int64_t i) = 0;
+  /// Its `receive` is filled, as Transfer::wait.
+  virtual void wait_received(int64_t i) = 0;
+  /// After the last of these: what was sent has been read, for the current stream or this thread.
+  virtual void finish() = 0;
 };
 
 /// A transport that moves single messages, too. The two-sided ones share block streams, staging and
@@ -49,11 +61,18 @@ class RINGATTN_API MessageTransport : public Transport {
   /// Starts a message and returns at once. On CUDA it reads `send` and writes `receive` after the
   /// work that the current stream holds now.
   virtual std::unique_ptr<Transfer> start(const Message& message) = 0;
+  /// Memory for the messages [i] that a round sends, [numel[i]] each, at most `largest` bytes on
+  /// any rank. Of the next round of the call, or of the next call. By all ranks, before open().
+  virtual std::vector<at::Tensor> message_buffers(const std::vector<int64_t>& numel,
+                                                  int64_t largest,
+                                                  const at::TensorOptions& options);
+  /// A round of messages, not empty, of which each `send` begins where its buffer does.
+  virtual std::unique_ptr<MessageRound> open_round(std::vector<Message> messages);
   /// Whether a rank without a message to send or receive must start one all the same.
   virtual bool needs_every_rank() const { return false; }
   /// Whether, on CUDA, ranks compare the tag of a call (CallMonitor::call_tag) before anything
-  /// else, where no rank sends more than `bytes` at once.
-  virtual bool compares_tags(int64_t bytes) const { return false; }
+  /// else, where no rank sends more than `bytes` at once, and `buffered` bytes of a round.
+  virtual bool compares_tags(int64_t bytes, int64_t buffered) const { return false; }
   /// Whether kernels of all ranks can exchange a partial result of `bytes` of each rank by
   /// themselves. The same on every rank.
   virtual bool exchanges_partials(int64_t bytes) const { return false; }

@@ -154,6 +154,16 @@ class SignalPad::Signals : public WatchedSignals {
     return static_cast<uint32_t*>(host_memory_->on_device(&signal));
   }
 
+  void wait_staged(const std::vector<int64_t>& peers, int32_t call_tag,
+                   cuda::StreamMemOps& operations) const {
+    operations.write(on_device(host().call_tag), as_signal(call_tag));
+    operations.write(on_device(host().phase), kStreamUntilStaged);
+    for (const int64_t rank : peers) {
+      operations.wait_until(on_device(host().staged_mirror[rank]), as_signal(call_tag));
+    }
+    operations.write(on_device(host().phase), kNotWaiting);
+  }
+
   uint32_t phase() const override { return host().phase; }
   uint32_t calls() const override { return host().calls; }
   std::optional<CallMismatch> call_mismatch() const override { return host_.call_mismatch(); }
@@ -241,11 +251,12 @@ bool SignalPad::all_read() { return watchdog_->all_read(); }
 
 void SignalPad::check_mismatch() { watchdog_->check_mismatch(); }
 
-void SignalPad::add_signals(cuda::StageParams& params, int32_t call_tag) const {
+void SignalPad::add_signals(cuda::StageParams& params, int32_t call_tag,
+                            const std::vector<int64_t>& peers) const {
   HostSignalPad& host = signals_->host();
   params.tags.value = as_signal(call_tag);
   params.tags.mismatch = signals_->on_device(host.mismatch);
-  for (const int64_t rank : signals_->others()) {
+  for (const int64_t rank : peers) {
     const int peer = params.num_peers++;
     params.read_mirror_by_peer[peer] = signals_->on_device(host.read_mirror[rank]);
     params.staged_mirror_by_this_rank[peer] =
@@ -267,20 +278,22 @@ void SignalPad::add_signals(cuda::StageParams& params, int32_t call_tag) const {
   params.phase = until_staged(kBeingStaged);  // a stream that waits writes its own phase
 }
 
+void SignalPad::enqueue_wait_staged(const std::vector<int64_t>& peers, int32_t call_tag,
+                                    cudaStream_t stream) {
+  cuda::StreamMemOps operations;
+  signals_->wait_staged(peers, call_tag, operations);
+  C10_CUDA_CHECK(operations.enqueue(stream));
+}
+
 void SignalPad::enqueue_wait_and_clear_staged(int32_t call_tag, cudaStream_t stream) {
   HostSignalPad& host = signals_->host();
   cuda::StreamMemOps operations;
-  operations.write(signals_->on_device(host.call_tag), as_signal(call_tag));
-  operations.write(signals_->on_device(host.phase), kStreamUntilStaged);
-  for (const int64_t rank : signals_->others()) {
-    operations.wait_until(signals_->on_device(host.staged_mirror[rank]), as_signal(call_tag));
-  }
+  signals_->wait_staged(signals_->others(), call_tag, operations);
   // The signals in device memory were set before their mirrors.
   for (const int64_t rank : signals_->others()) {
     operations.write(signals_->on_device(host.staged_mirror[rank]), 0);
     operations.write(signals_->at(Layout::kStaged + rank), 0);
   }
-  operations.write(signals_->on_device(host.phase), kNotWaiting);
   C10_CUDA_CHECK(operations.enqueue(stream));
 }
 

@@ -33,12 +33,16 @@ class SignalPad {
   SignalPad& operator=(const SignalPad&) = delete;
 
   // A call begins with the staging kernel.
-  /// Completes its params, kernel_fetches being set, with the signals. Ranks whose calls have
-  /// another tag (CallMonitor::call_tag) fail.
-  void add_signals(cuda::StageParams& params, int32_t call_tag) const;
+  /// Completes its params, kernel_fetches being set, with the signals to and from `peers`. Ranks
+  /// whose calls have another tag (CallMonitor::call_tag) fail.
+  void add_signals(cuda::StageParams& params, int32_t call_tag,
+                   const std::vector<int64_t>& peers) const;
 
   // Where copy engines fetch, next, in this order, on a stream that follows it. The stream waits
   // and writes, the host enqueues:
+  /// Waits until `peers` have staged everything. In a round, ahead of what follows.
+  void enqueue_wait_staged(const std::vector<int64_t>& peers, int32_t call_tag,
+                           cudaStream_t stream);
   /// Waits until all peers have staged everything for this call, and clears their signals.
   void enqueue_wait_and_clear_staged(int32_t call_tag, cudaStream_t stream);
   /// Signals that this rank has read the blocks of `peers`. Once for each peer, after the copies

@@ -31,8 +31,7 @@ using ringattn::testing::with_speeds;
 namespace {
 
 // The events of a backward, each computed from those before it. Steps are 1 .. W - 1, then the own
-// block, step W, or in place of the first step in which a rank sees nothing. Messages are the
-// blocks 1 .. W - 1, then as many gradients.
+// block, step W. Messages are the blocks 1 .. W - 1, then as many gradients, all in one round.
 class Backward {
  public:
   // attention_ms: [W], of a forward.
@@ -97,32 +96,19 @@ class Backward {
     return known_[key];
   }
 
-  // The step whose place in time the own block takes.
-  int64_t own_step(int64_t rank) const {
-    int64_t step = 1;
-    while (step < world_size_ && seen(rank, step).first > 0.0) ++step;
-    return step;
-  }
-
-  // When a rank has attended to the block of a step, or to what takes its place.
+  // When a rank has attended to the block of a step.
   double attended(int64_t rank, int64_t step) {
     if (step == 0) return 0.0;
     return once("attended", rank, step, [&] {
       double all_pairs = 0.0;
       for (int64_t any = 1; any <= world_size_; ++any) all_pairs += seen(rank, any).first;
-      const int64_t own = own_step(rank);
-      const double pairs = step == own           ? seen(rank, world_size_).first
-                           : step == world_size_ ? 0.0
-                                                 : seen(rank, step).first;
-      const double share = all_pairs > 0.0 ? pairs / all_pairs : 0.0;
+      const double share = all_pairs > 0.0 ? seen(rank, step).first / all_pairs : 0.0;
       return began(rank, step) + 2.5 * attention_ms_[rank] * share;
     });
   }
 
   double began(int64_t rank, int64_t step) {
-    int64_t needs = step - 2 + world_size_ - 1;  // gradients of the step before the last
-    if (step == 1) needs = std::min<int64_t>(1, world_size_ - 1);
-    if (step == 2) needs = world_size_ - 1;
+    const int64_t needs = step == 1 ? std::min<int64_t>(1, world_size_ - 1) : world_size_ - 1;
     return std::max(attended(rank, step - 1), moved(rank, needs));
   }
 

@@ -29,6 +29,7 @@ from _interleavings import (
 
 KERNEL, STREAM = "fetching", "stream"  # what fetches in a call, by its name in protocol.h
 STREAMS = "streams of all ranks"
+ROUND = "a round of messages"  # of which streams of all ranks fetch one after the other
 STAGING = "staging"
 BEING_STAGED, STAGED, RELEASED = 1, 2, 3  # values of staged
 GIVEN_UP, MISMATCH = 1, 2  # values of failed
@@ -84,6 +85,11 @@ class Protocol:
 
     def peers(self, rank: int) -> list[int]:
         return [peer for peer in self.ranks if peer != rank]
+
+    def around(self, rank: int, way: int) -> list[int]:
+        """The peers in the order of a round: those that a rank's messages go to, or come from."""
+        size = len(self.ranks)
+        return [(rank + way * step) % size for step in range(1, size)]
 
     def explore(self, limit: int = 500_000) -> int:
         """The number of states; raises Violation at the first one that breaks a rule."""
@@ -189,7 +195,17 @@ class Protocol:
         def has_copied(memory: Memory) -> bool:
             return memory[silent] < 2 and memory[stopped] == 0
 
-        for number, call in enumerate(self.calls[rank], 1):
+        kernels = [
+            (number, call, peers)
+            for number, call in enumerate(self.calls[rank], 1)
+            for peers in (
+                [[peer] for peer in self.around(rank, -1)]
+                if call.fetches == ROUND
+                else [self.peers(rank)]
+            )
+        ]
+        for place, (number, call, peers) in enumerate(kernels):
+            is_last = place + 1 == len(kernels) or kernels[place + 1][0] != number
 
             def tag(memory: Memory, tag: int = call.tag) -> int:
                 return MISMATCH_TAG if memory[silent] == 1 else tag
@@ -197,7 +213,7 @@ class Protocol:
             yield self._begin(rank, number, begin)
             if self.bug == "staging: the next kernel begins before read is cleared":
                 yield self._done("signalled", rank, number)
-            for peer in self.peers(rank):
+            for peer in peers:
                 if self.bug == "staging: does not wait for read":
                     continue
                 yield self._wait("read", rank, peer, 1, where=signals)
@@ -206,7 +222,7 @@ class Protocol:
                     memory[silent] = memory[silent] if memory[read] else 2
 
                 yield compute(always, in_vain, hidden=True)
-            for peer in self.peers(rank):
+            for peer in peers:
                 yield self._clear("read", rank, peer, STAGING, where=signals)
                 to_peer = {"of": rank, "lane": peer, "where": signals}
                 stores = [
@@ -218,10 +234,11 @@ class Protocol:
                 yield from stores
                 to_peer["of"] = peer
                 yield self._store("read_mirror", rank, 0, STAGING, **to_peer)
-            yield self._done("signalled", rank, number)
+            if is_last:
+                yield self._done("signalled", rank, number)
             if self.bug != "staging: signals heads before they are copied":
                 yield after((self._at("copied", rank), number))
-            for peer in self.peers(rank):
+            for peer in peers:
                 to_peer = {"of": rank, "lane": peer, "order": SAME_KERNEL, "where": has_copied}
                 stores = [
                     self._store("staged", peer, STAGED, STAGING, **to_peer),
@@ -231,7 +248,8 @@ class Protocol:
                     stores.reverse()
                 yield from stores
             yield after((self._at("copied", rank), number))
-            yield self._done("staged_all", rank, number, "silent", "stopped")
+            if is_last:
+                yield self._done("staged_all", rank, number, "silent", "stopped")
 
     def _copy(self, rank: int) -> Iterator[Operation]:
         """The warps that copy the block to where peers read it."""
@@ -330,19 +348,31 @@ class Protocol:
         """The stream behind the staging kernel, and its copy engine."""
         peers, waits = self.peers(rank), self._at("waits", rank)
         copy, given_up = self._at("given_up_copy", rank), self._at("given_up", rank)
-        yield after((self._at("staged_all", rank), number), (self._at("under_way_0", rank), 0))
-        yield put((self._at("tag_waited_for", rank), call.tag), (waits, 1))
-        for peer in peers:
-            yield after((self._at("staged_mirror", rank, peer), call.tag))
-        yield put((waits, 0))
+        has_staged = after(
+            (self._at("staged_all", rank), number), (self._at("under_way_0", rank), 0)
+        )
+        of_all_ranks = call.fetches in (STREAMS, ROUND)
+        if call.fetches == ROUND:
+            yield self._begin(rank, number, lambda memory: None)
+        else:
+            yield has_staged
+        arrivals = [[peer] for peer in self.around(rank, 1)] if call.fetches == ROUND else []
+        for arrival in [*arrivals, peers]:
+            yield put((self._at("tag_waited_for", rank), call.tag), (waits, 1))
+            for peer in arrival:
+                yield after((self._at("staged_mirror", rank, peer), call.tag))
+            yield put((waits, 0))
+            if call.fetches == ROUND and arrival is not peers:
+                yield from self._read(rank, arrival[0], number, call)
         for peer in peers:
             yield self._store("staged_mirror", rank, 0, STREAM, of=peer, order=SAME_KERNEL)
             yield self._clear("staged", rank, peer, STREAM)
         for peer in peers:
-            yield from self._read(rank, peer, number, call)
+            if call.fetches != ROUND:
+                yield from self._read(rank, peer, number, call)
             self.writers.add(("read", STREAM, False))
             mirror = self._store("read_mirror", peer, 1, STREAM, of=rank, order=SAME_KERNEL)
-            if call.fetches == STREAMS:
+            if of_all_ranks:
                 yield mirror
                 continue
             visible = after((self._at("read_mirror", peer, rank), 1))
@@ -352,11 +382,13 @@ class Protocol:
             if self.bug == "stream: does not wait until read_mirror is visible":
                 operations.remove(visible)
             yield from operations
-        if call.fetches == STREAMS and self.bug != "streams: do not wait for their own writes":
+        if call.fetches == ROUND and self.bug != "round: ends before its own staging kernels":
+            yield has_staged
+        if of_all_ranks and self.bug != "streams: do not wait for their own writes":
             yield after((self._at("under_way_2", rank), 0))
         for peer in peers:
             yield after((self._at("read_mirror", rank, peer), 1))
-        if call.fetches == STREAMS:
+        if of_all_ranks:
             yield from (put((self._at("read", rank, peer), 1)) for peer in peers)
 
         def see(memory: list[int]) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from _interleavings import Violation
-from _protocol import KERNEL, STAGING, STREAM, STREAMS, Call, Protocol
+from _protocol import KERNEL, ROUND, STAGING, STREAM, STREAMS, Call, Protocol
 
 WAYS = (KERNEL, STREAM)
 PAIRS = list(itertools.product(WAYS, repeat=2))
 #: Of two ranks.
-WAYS_OF_RANKS = [*PAIRS, (STREAMS, STREAMS)]
+WAYS_OF_RANKS = [*PAIRS, (STREAMS, STREAMS), (ROUND, ROUND)]
 HEADER = Path(__file__).resolve().parents[3] / "csrc/peer_sync/protocol.h"
 #: The calls of both ranks, and who may fail, with which a bug is found soon.
 ONCE, TWICE = [[Call()], [Call()]], [[Call()] * 2, [Call()] * 2]
@@ -35,6 +35,7 @@ FOUND_WITH = {
     "stream: writes read before read_mirror": (MIXED, {}),
     "stream: does not wait until read_mirror is visible": (MIXED, {}),
     "streams: do not wait for their own writes": ([[Call(STREAMS), Call(STREAM)]] * 2, {}),
+    "round: ends before its own staging kernels": ([[Call(ROUND)] * 2] * 2, {}),
     "watchdog: sets signals before given_up": (ONCE, {"mortal": (1,)}),
 }
 
@@ -45,10 +46,13 @@ def test_calls_in_a_row_are_right_and_leave_signals_as_they_were(first: tuple[st
         Protocol([[Call(way) for way in first], [Call(way) for way in second]]).explore()
 
 
+@pytest.mark.parametrize("way", [STREAMS, ROUND])
 @pytest.mark.parametrize("other", WAYS_OF_RANKS, ids=" ".join)
-def test_calls_beside_one_of_streams_of_all_ranks_are_right(other: tuple[str, ...]) -> None:
-    Protocol([[Call(STREAMS), Call(way)] for way in other]).explore()
-    Protocol([[Call(way), Call(STREAMS)] for way in other]).explore()
+def test_calls_beside_one_of_streams_of_all_ranks_are_right(
+    other: tuple[str, ...], way: str
+) -> None:
+    Protocol([[Call(way), Call(kind)] for kind in other]).explore()
+    Protocol([[Call(kind), Call(way)] for kind in other]).explore()
 
 
 @pytest.mark.parametrize("ways", WAYS_OF_RANKS, ids=" ".join)
@@ -74,9 +78,10 @@ def test_streams_of_all_ranks_meet_a_call_of_another_kind(way: str) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("ways", [*WAYS, STREAMS])
+@pytest.mark.parametrize("ways", [*WAYS, STREAMS, ROUND])
 def test_random_interleavings_of_more_ranks_are_right(size: int, ways: str) -> None:
-    other, first = (KERNEL, STREAM) if ways == STREAMS else (WAYS[1 - WAYS.index(ways)], ways)
+    of_all = ways in (STREAMS, ROUND)
+    other, first = (KERNEL, STREAM) if of_all else (WAYS[1 - WAYS.index(ways)], ways)
     protocol = Protocol([[Call(ways), Call(other if rank else first)] for rank in range(size)])
     for seed in range(40):
         protocol.walk(seed)
@@ -93,7 +98,7 @@ def test_a_planted_bug_is_found(bug: str) -> None:
 
 
 def test_the_model_writes_and_clears_as_the_tables_in_the_header_say() -> None:
-    calls = [[Call(way) for way in (KERNEL, STREAM, STREAMS)]] * 2
+    calls = [[Call(way) for way in (KERNEL, STREAM, STREAMS, ROUND)]] * 2
     modelled = Protocol(calls).writers
     writes, clears = tables()
     assert set(writes) == set(clears) == {signal for signal, _, _ in modelled}

@@ -93,7 +93,7 @@ __device__ __forceinline__ void wait_for_peers(const StageParams& params) {
   if (threadIdx.x >= kWarpSize) return;
   const bool given_up = has_been_given_up(params);
   if (threadIdx.x == 0) {
-    store_relaxed_system(params.host_phase, params.phase);
+    if (params.host_phase != nullptr) store_relaxed_system(params.host_phase, params.phase);
     store_relaxed_system(params.host_calls, ++*params.calls);
   }
   if (threadIdx.x < params.num_awaited) {
