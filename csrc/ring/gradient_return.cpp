@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ring/gradient_return.h"
 
-#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -53,10 +52,26 @@ Message GradientReturn::message(int64_t step) const {
   return message;
 }
 
+std::vector<RowsToAdd> GradientReturn::returned(int64_t first, int64_t end) const {
+  std::vector<RowsToAdd> parts;
+  for (int64_t step = first; step < end; ++step) {
+    round_->wait_received(slot(step));
+    const at::Tensor arrived = arriving(step);
+    if (arrived.numel() == 0) continue;
+    int64_t row = 0;
+    for (const RowRange& rows : call_.plan.hops[step - 1].sent.ranges()) {
+      parts.push_back({rows_of(arrived, 2, {row, row + rows.size()}), rows});
+      row += rows.size();
+    }
+  }
+  return parts;
+}
+
 void GradientReturn::next_round(int64_t first_step) {
   if (round_) {
-    if (!returned_.defined()) returned_ = at::zeros(own_.sizes(), own_.options());
-    add(returned_, first_step - kStepsOfRound, first_step);
+    if (!earlier_.defined()) earlier_ = at::zeros(own_.sizes(), own_.options());
+    sum_rows(earlier_, returned(first_step - kStepsOfRound, first_step),
+             {earlier_.select(0, 0), earlier_.select(0, 1)});
     round_->finish();
   }
   std::vector<Message> messages;
@@ -70,50 +85,15 @@ at::Tensor GradientReturn::visiting(int64_t step) {
   return gradients(leaving_, step, call_.plan.hops[step - 1].received);
 }
 
-void GradientReturn::add(const at::Tensor& sum, int64_t first, int64_t end) {
-  for (int64_t step = first; step < end; ++step) {
-    round_->wait_received(slot(step));
-    const at::Tensor arrived = arriving(step);
-    if (arrived.numel() == 0) continue;
-    int64_t row = 0;  // of `arrived`
-    for (const RowRange& rows : call_.plan.hops[step - 1].sent.ranges()) {
-      rows_of(sum, 2, rows).add_(rows_of(arrived, 2, {row, row + rows.size()}));
-      row += rows.size();
-    }
-  }
-}
-
 std::array<at::Tensor, 2> GradientReturn::sum(at::ScalarType type) {
-  const int64_t last_step = num_hops();
-  RowSet sent;
-  at::Tensor last;
-  if (last_step > 0) {
-    if (returned_.defined()) own_.add_(returned_);
-    add(own_, last_step - slot(last_step), last_step);
-    round_->wait_received(slot(last_step));
-    sent = call_.plan.hops.back().sent;
-    last = arriving(last_step);
-  }
-  // The last addition rounds as it writes: no pass of its own.
   std::array<at::Tensor, 2> sums;  // each in memory of its own
-  for (int64_t i = 0; i < 2; ++i) {
-    const at::Tensor own = own_.select(0, i);
-    sums[i] = at::empty(own.sizes(), own.options().dtype(type));
-    const auto copy = [&](const RowRange& rows) {
-      if (!rows.empty()) rows_of(sums[i], 1, rows).copy_(rows_of(own, 1, rows));
-    };
-    int64_t row = 0, done = 0;  // of `last`, and of the rows that are there
-    for (const RowRange& rows : sent.ranges()) {
-      if (rows.empty()) continue;
-      copy({done, rows.begin});
-      at::Tensor rounded = rows_of(sums[i], 1, rows);
-      at::add_out(rounded, rows_of(own, 1, rows),
-                  rows_of(last.select(0, i), 1, {row, row + rows.size()}));
-      row += rows.size();
-      done = rows.end;
-    }
-    copy({done, own_.size(2)});
+  for (at::Tensor& sum : sums) {
+    sum = at::empty(own_.sizes().slice(1), own_.options().dtype(type));
   }
+  std::vector<RowsToAdd> parts;
+  if (round_) parts = returned(num_hops() - slot(num_hops()), num_hops() + 1);
+  if (earlier_.defined()) parts.push_back({earlier_, {0, own_.size(2)}});
+  sum_rows(own_, parts, sums);
   if (round_) round_->finish();
   return sums;
 }

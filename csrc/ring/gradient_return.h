@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "attention/sum_rows.h"
 #include "core/export.h"
 #include "ring/ring_plan.h"
 #include "transport/p2p_transport.h"
@@ -46,8 +47,8 @@ class RINGATTN_API GradientReturn {
   }
   Message message(int64_t step) const;
   void next_round(int64_t first_step);
-  // Adds what has come back at the steps [first, end) of the round.
-  void add(const at::Tensor& sum, int64_t first, int64_t end);
+  // What has come back at the steps [first, end) of the round, for the current stream.
+  std::vector<RowsToAdd> returned(int64_t first, int64_t end) const;
 
   MessageTransport* const transport_;
   const RingCall& call_;
@@ -55,7 +56,7 @@ class RINGATTN_API GradientReturn {
   const int64_t row_elements_;                  // of keys and values together
   std::vector<at::Tensor> leaving_, arriving_;  // a buffer for each step of a round
   std::unique_ptr<MessageRound> round_;
-  at::Tensor returned_;  // like own_: in rounds before; undefined: nothing
+  at::Tensor earlier_;  // like own_: what came back in rounds before; undefined: nothing
 };
 
 }  // namespace ringattn

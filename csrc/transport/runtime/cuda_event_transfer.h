@@ -42,11 +42,15 @@ class CudaTransfer : public Transfer {
 /// current stream comes to it.
 inline void fill_nan_if_failed(const std::vector<at::Tensor>& results, const uint32_t* failed,
                                int num_flags) {
-  const auto stream = c10::cuda::getCurrentCUDAStream();
+  cuda::Results memory;
   for (const at::Tensor& result : results) {
-    C10_CUDA_CHECK(cuda::fill_nan_if_failed(result.mutable_data_ptr(), result.nbytes(), failed,
-                                            num_flags, stream.stream()));
+    if (result.numel() == 0) continue;
+    TORCH_INTERNAL_ASSERT(memory.count < cuda::Results::kMax);
+    memory.data[memory.count] = result.mutable_data_ptr();
+    memory.bytes[memory.count++] = static_cast<int64_t>(result.nbytes());
   }
+  C10_CUDA_CHECK(cuda::fill_nan_if_failed(memory, failed, num_flags,
+                                          c10::cuda::getCurrentCUDAStream().stream()));
 }
 
 }  // namespace ringattn

@@ -176,9 +176,15 @@ class SymmetricRound : public MessageRound {
 
   void wait_received(int64_t i) override { received_[i].block(getCurrentCUDAStream()); }
 
+  // The next call waits until peers have read, this one does not: nothing of the caller's is left.
   void finish() override {
-    transport_.join(stream_);
-    transport_.calls_.end_on(stream_);
+    if (transport_.calls_.capturing()) {
+      transport_.join(stream_);
+      transport_.calls_.end_on(stream_);
+    } else {
+      all_received_.block(stream_);
+      transport_.calls_.end_on(transport_.side_stream_);
+    }
     messages_.clear();
     begun_ = false;
   }
@@ -211,9 +217,7 @@ class SymmetricRound : public MessageRound {
   void signal_staged(int64_t i) {
     cuda::StageParams params;
     transport_.signal_pad_.add_signals(params, group().calls->call_tag(), peers_of(i));
-    params.host_phase = nullptr;  // the side stream shows what it waits for, perhaps at this time
-    params.delay_seed = transport_.delays_.seed();
-    C10_CUDA_CHECK(cuda::stage(params, stream_));
+    C10_CUDA_CHECK(cuda::signal_staged(params, stream_));
   }
 
   void receive(int64_t i) {
@@ -234,6 +238,8 @@ class SymmetricRound : public MessageRound {
   void end() {
     const CUDAStream stream = transport_.side_stream_;
     transport_.signal_pad_.enqueue_wait_and_clear_staged(group().calls->call_tag(), stream);
+    transport_.signal_pad_.enqueue_copy_given_up(stream);
+    all_received_.record(stream);
     transport_.signal_pad_.enqueue_signal_read(group().others(), Fetching::kByStreams, stream);
     // The last staging kernel has cleared the signals that the stream waits for now.
     transport_.after(stream_);
@@ -244,6 +250,7 @@ class SymmetricRound : public MessageRound {
   std::vector<Message> messages_;
   CUDAStream stream_;
   std::vector<CUDAEvent> received_;
+  CUDAEvent all_received_;
   bool begun_ = false;
 };
 

@@ -336,8 +336,12 @@ void SignalPad::enqueue_wait_until_read(Fetching by, cudaStream_t stream) {
   operations.write(signals_->on_device(host.phase), kNotWaiting);
   C10_CUDA_CHECK(operations.enqueue(stream));
   // A stream that the watchdog let pass reads it before anything is staged or returned.
+  enqueue_copy_given_up(stream);
+}
+
+void SignalPad::enqueue_copy_given_up(cudaStream_t stream) {
   C10_CUDA_CHECK(cudaMemcpyAsync(signals_->at(Layout::kGivenUpCopy),
-                                 signals_->on_device(host.given_up), sizeof(uint32_t),
+                                 signals_->on_device(signals_->host().given_up), sizeof(uint32_t),
                                  cudaMemcpyDefault, stream));
 }
 

@@ -50,6 +50,8 @@ class SignalPad {
   void enqueue_signal_read(const std::vector<int64_t>& peers, Fetching by, cudaStream_t stream);
   /// Waits until all peers have read this rank's block.
   void enqueue_wait_until_read(Fetching by, cudaStream_t stream);
+  /// What poison_if_failed reads of waits before. Part of enqueue_wait_until_read().
+  void enqueue_copy_given_up(cudaStream_t stream);
   /// After that: fills `results` with NaN where the group's calls have failed.
   void poison_if_failed(const std::vector<at::Tensor>& results) const;
 

@@ -225,10 +225,11 @@ class Protocol:
             for peer in peers:
                 yield self._clear("read", rank, peer, STAGING, where=signals)
                 to_peer = {"of": rank, "lane": peer, "where": signals}
-                stores = [
-                    self._store("tag", peer, tag, STAGING, **to_peer),
-                    self._store("staged", peer, BEING_STAGED, STAGING, order=SAME_LANE, **to_peer),
-                ]
+                stores = [self._store("tag", peer, tag, STAGING, **to_peer)]
+                if call.fetches != ROUND:
+                    to_peer["order"] = SAME_LANE
+                    stores.append(self._store("staged", peer, BEING_STAGED, STAGING, **to_peer))
+                    del to_peer["order"]
                 if self.bug == "staging: writes tag after staged":
                     stores.reverse()
                 yield from stores

@@ -93,7 +93,7 @@ __device__ __forceinline__ void wait_for_peers(const StageParams& params) {
   if (threadIdx.x >= kWarpSize) return;
   const bool given_up = has_been_given_up(params);
   if (threadIdx.x == 0) {
-    if (params.host_phase != nullptr) store_relaxed_system(params.host_phase, params.phase);
+    store_relaxed_system(params.host_phase, params.phase);
     store_relaxed_system(params.host_calls, ++*params.calls);
   }
   if (threadIdx.x < params.num_awaited) {
@@ -178,6 +178,26 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
   }
 }
 
+// What stage_kernel signals, without shared counters. The stream that fetches shows its phase, this
+// kernel shows none.
+__global__ void __launch_bounds__(kWarpSize)
+    signal_kernel(const __grid_constant__ StageParams params) {
+  const uint32_t failure = load_relaxed_system(params.failed);
+  const bool failed = has_been_given_up(params) || failure == kGivenUp;
+  const uint32_t tag = failure == 0 ? params.tags.value : kMismatchTag;
+  if (threadIdx.x == 0) store_relaxed_system(params.host_calls, ++*params.calls);
+  const bool signals =
+      threadIdx.x < params.num_peers && !failed &&
+      wait_for_signal(params.read_by_peer[threadIdx.x], params.failed, params.given_up);
+  __syncwarp();
+  if (!signals) return;
+  store_relaxed_system(params.read_by_peer[threadIdx.x], 0);
+  store_relaxed_system(params.read_mirror_by_peer[threadIdx.x], 0);
+  store_relaxed_system(params.tags.by_this_rank[threadIdx.x], tag);
+  store_release_system(params.staged_by_this_rank[threadIdx.x], staged_heads(params.num_kv_heads));
+  store_release_system(params.staged_mirror_by_this_rank[threadIdx.x], tag);
+}
+
 Source in_vectors(const StageSource& x) {
   return {static_cast<const uint4*>(x.data), x.batch_stride / kVectorBytes,
           x.row_stride / kVectorBytes, x.head_stride / kVectorBytes};
@@ -217,6 +237,10 @@ cudaError_t stage(const StageParams& params, cudaStream_t stream) {
   launch.heads_per_group = static_cast<uint32_t>(ceil_div(params.num_kv_heads, groups));
 
   return cuda::launch<stage_kernel>(launch, copying + 1, kThreads, params.follows_closely, stream);
+}
+
+cudaError_t signal_staged(const StageParams& params, cudaStream_t stream) {
+  return cuda::launch<signal_kernel>(params, 1, kWarpSize, /*dependent=*/false, stream);
 }
 
 }  // namespace ringattn::cuda

@@ -73,12 +73,14 @@ struct StageParams {
   uint32_t* blocks_done = nullptr;          // [kStageCounters], 0 before and after
   uint32_t* calls = nullptr;                // incremented in each call,
   uint32_t* host_calls = nullptr;           // and copied here, to host memory,
-  uint32_t* host_phase = nullptr;           // as `phase` is here; null: it shows nothing
+  uint32_t* host_phase = nullptr;           // as `phase` is here
   uint32_t phase = 0;
   /// For tests: if not 0, heads are delayed by random times drawn from it.
   uint32_t delay_seed = 0;
 };
 
 RINGATTN_API cudaError_t stage(const StageParams& params, cudaStream_t stream);
+/// The same for what lies where peers read it: only the signals, by one warp. No kernel fetches.
+RINGATTN_API cudaError_t signal_staged(const StageParams& params, cudaStream_t stream);
 
 }  // namespace ringattn::cuda

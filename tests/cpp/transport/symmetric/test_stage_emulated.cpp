@@ -232,6 +232,28 @@ TEST_CASE("emulated: heads are signalled once they are staged, and counters are 
   }
 }
 
+TEST_CASE("emulated: what peers read in place is signalled like what is staged") {
+  for (const uint32_t failure : {0u, kCallMismatch, kGivenUp}) {
+    Call call({1, 64, 2, 64, 64}, /*kernel_fetches=*/false);
+    Pad& pad = call.pad;
+    pad.failed = failure;
+    const Faults faults(call, 1);
+    REQUIRE(signal_staged(call.params, nullptr) == cudaSuccess);
+    const bool signals = failure != kGivenUp;
+    const uint32_t tag = failure == 0 ? kTag : kMismatchTag;
+    CHECK(call.has_staged_nothing());
+    CHECK(all_are(pad.staged_by_this_rank, kPeers, signals ? staged_heads(2) : 0));
+    CHECK(all_are(pad.staged_mirror_by_this_rank, kPeers, signals ? tag : 0));
+    CHECK(all_are(pad.tag_by_this_rank, kPeers, signals ? tag : 0));
+    CHECK(all_are(pad.read_by_peer, kPeers, signals ? 0 : 1));
+    CHECK(all_are(pad.read_mirror_by_peer, kPeers, signals ? 0 : 1));
+    CHECK(pad.host_calls == 7);
+    CHECK(pad.host_phase == 0);
+    CHECK(faults.early_mirror == 0);
+    CHECK(faults.falls_back == 0);
+  }
+}
+
 TEST_CASE("emulated: many heads are signalled group by group") {
   emulator::multiprocessors = 4;
   Call call({1, 700, 9, 128, 700}, /*kernel_fetches=*/true);
