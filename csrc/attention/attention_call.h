@@ -45,6 +45,7 @@ struct KeyBlock {
   // BlockAttentionBackwardParams.
   at::Tensor query_ranges = {};
   RemoteBlock source = {};  // see KeySegment; without data: a local block
+  int64_t keys_behind = 0;  // likewise
 
   bool is_remote() const { return source.data != nullptr; }
 };

@@ -30,6 +30,7 @@ KeySegment key_segment(const KeyBlock& block, const at::Tensor& keys, const at::
   segment.v = strided(values);
   segment.num_keys = static_cast<int32_t>(num_keys);
   segment.source = block.source;
+  segment.keys_behind = static_cast<int32_t>(block.keys_behind);
   if (block.key_ranges.defined()) {
     segment.key_ranges = block.key_ranges.const_data_ptr<int32_t>();
   } else {

@@ -65,8 +65,11 @@ struct KeySegment {
   int32_t first_query = 0;  // rows before it see none of the keys; 0, or the same value in all
                             // segments of a call in which it is not 0
   /// With data, a remote segment: the launch fetches the keys from there to `k` and `v`, the planes
-  /// of one buffer [H_kv, 2, B, num_keys, D]. Without: a local segment.
+  /// of one buffer [H_kv, 2, B, num_fetched(), D]. Without: a local segment.
   RemoteBlock source;
+  /// Of a remote segment: so many keys lie behind its own, and are fetched with them. Later
+  /// segments of the list may have these as local ones, for rows that see a key of this one.
+  int32_t keys_behind = 0;
   /// With data, int32 [S_q, 2] in device memory, aligned to 8 bytes: row i sees keys [begin, end),
   /// clamped to [0, num_keys], none where begin >= end. Neither column decreases. `diagonal` and
   /// `first_query` are 0 then. A table that decreases gives an unspecified result and reads no
@@ -74,6 +77,7 @@ struct KeySegment {
   const int32_t* key_ranges = nullptr;
 
   constexpr bool is_remote() const { return source.data != nullptr; }
+  constexpr int32_t num_fetched() const { return is_remote() ? num_keys + keys_behind : 0; }
 };
 
 /// One call of block attention: S_q query rows against a list of key segments, in the order of the

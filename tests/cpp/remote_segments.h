@@ -17,19 +17,33 @@ namespace ringattn::testing {
 
 /// Makes all segments but the first remote: fetched into memory that holds NaN, from blocks with
 /// more rows than are visible, NaN too. With `gaps` such rows lie between those of every other one.
+/// Segments behind others are local ones of what these fetch.
 class Remote {
  public:
   explicit Remote(Problem& problem, std::mt19937* gaps = nullptr) {
     for (size_t i = 1; i < problem.segments.size(); ++i) {
       Segment& segment = problem.segments[i];
-      // [H_kv, 2, B, S_k, D]
-      const at::Tensor planes = at::stack({segment.k, segment.v}).permute({3, 0, 1, 2, 4});
+      Segment* const behind = segment.keys_behind > 0 ? &problem.segments[i + 1] : nullptr;
+      at::Tensor k = segment.k, v = segment.v;
+      if (behind != nullptr) {
+        k = at::cat({k, behind->k}, 1);
+        v = at::cat({v, behind->v}, 1);
+      }
+      const at::Tensor planes = at::stack({k, v}).permute({3, 0, 1, 2, 4});  // [H_kv, 2, B, S_k, D]
       segment.source = at::constant_pad_nd(planes, {0, 0, 0, 5}, kNaN).contiguous();
       if (gaps != nullptr && i % 2 == 1) lay_apart(planes, *gaps, segment);
       sources_.push_back(segment.source);
       to_.push_back(at::empty_like(planes, planes.options(), at::MemoryFormat::Contiguous));
-      segment.k = to_.back().select(1, 0).permute({1, 2, 0, 3});
-      segment.v = to_.back().select(1, 1).permute({1, 2, 0, 3});
+      const int64_t own = segment.k.size(1);
+      const auto fetched = [&](int64_t plane, int64_t first, int64_t rows) {
+        return to_.back().select(1, plane).permute({1, 2, 0, 3}).narrow(1, first, rows);
+      };
+      segment.k = fetched(0, 0, own);
+      segment.v = fetched(1, 0, own);
+      if (behind == nullptr) continue;
+      behind->k = fetched(0, own, segment.keys_behind);
+      behind->v = fetched(1, own, segment.keys_behind);
+      ++i;
     }
   }
 

@@ -29,6 +29,8 @@ struct Shape {
   int64_t num_keys;
   int64_t diagonal;     // kAll: no mask
   int64_t first_query;  // rows before it see nothing
+  // The keys lie behind those of the segment before: where that is remote they come with it.
+  bool is_behind = false;
 };
 constexpr int64_t kAll = 1 << 20;
 
@@ -41,9 +43,10 @@ struct Segment {
   at::Tensor k, v;  // [B, S_k, H_kv, D], with NaN behind them
   int64_t diagonal;
   int64_t first_query;
-  at::Tensor source = {};  // [H_kv, 2, B, at least S_k, D]: k and v are fetched from there
-  at::Tensor ranges = {};  // int32 [S_q, 2]: the keys that each row sees, instead of a diagonal
-  at::Tensor parts = {};   // int32 [parts, 4]: RemotePart, where rows of the source are apart
+  at::Tensor source = {};   // [H_kv, 2, B, at least S_k, D]: k and v are fetched from there
+  at::Tensor ranges = {};   // int32 [S_q, 2]: the keys that each row sees, instead of a diagonal
+  at::Tensor parts = {};    // int32 [parts, 4]: RemotePart, where rows of the source are apart
+  int64_t keys_behind = 0;  // of the next segment, where they lie behind
 };
 
 /// x with rows of NaN behind those of each batch entry.
@@ -82,6 +85,7 @@ struct Problem {
     };
     q = random(num_queries, heads.query);
     for (const Shape& shape : shapes) {
+      if (shape.is_behind) segments.back().keys_behind = shape.num_keys;
       segments.push_back({with_poison(random(shape.num_keys, heads.kv)),
                           with_poison(random(shape.num_keys, heads.kv)),
                           std::clamp(shape.diagonal, -num_queries, shape.num_keys),
@@ -138,7 +142,10 @@ inline std::vector<KeySegment> segments_of(const Problem& problem) {
     segment.num_keys = from.k.size(1);
     segment.diagonal = from.diagonal;
     segment.first_query = from.first_query;
-    if (from.source.defined()) segment.source = {from.source.data_ptr(), from.source.size(3)};
+    if (from.source.defined()) {
+      segment.source = {from.source.data_ptr(), from.source.size(3)};
+      segment.keys_behind = from.keys_behind;
+    }
     if (from.parts.defined()) {
       segment.source.parts = static_cast<const RemotePart*>(from.parts.const_data_ptr());
       segment.source.num_parts = static_cast<int32_t>(from.parts.size(0));
@@ -318,6 +325,10 @@ inline const std::vector<Shape> kLongZigzag = {{900, 0, 0},  {811, kAll, 141}, {
 /// segment.
 inline const std::vector<Shape> kOddZigzag = {
     {1338, 0, 0}, {6000, kAll, 570}, {129, -770, 0}, {130, kAll, 0}, {5000, kAll, 570}};
+/// A chunk of a prompt behind 711 of the rank's earlier rows; of a block nested inside, all see the
+/// earlier rows, and the tail the others; one outside; one nested of a key in each part.
+inline const std::vector<Shape> kChunk = {{1011, 711, 0}, {870, kAll, 0}, {150, kAll, 141, true},
+                                          {333, kAll, 0}, {1, kAll, 0},   {1, kAll, 141, true}};
 /// Diagonals that begin and end inside tiles, above and below; the first segment is seen by few.
 inline const std::vector<Shape> kDiagonals = {
     {400, -290, 0}, {500, 77, 0}, {129, -100, 200}, {64, -300, 0}, {300, 0, 200}};

@@ -21,6 +21,7 @@ using ringattn::testing::fetching_launch;
 using ringattn::testing::Heads;
 using ringattn::testing::is_fetch_bound;
 using ringattn::testing::kAll;
+using ringattn::testing::kChunk;
 using ringattn::testing::kDims;
 using ringattn::testing::kLongZigzag;
 using ringattn::testing::kNaN;
@@ -109,7 +110,8 @@ TEST_CASE("fetched keys, delayed ones too, are waited for, and scratch is 0 agai
   const std::vector<Case> cases = {{kZigzag, 300, {}},
                                    {kLongZigzag, 300, {}},
                                    {kLongZigzag, 700, {3, 3}},
-                                   {kOddZigzag, 1338, {6, 2}}};
+                                   {kOddZigzag, 1338, {6, 2}},
+                                   {kChunk, 300, {}}};
   for (const Dim& dim : kDims) {
     for (const auto& [shapes, num_queries, heads] : cases) {
       for (const int32_t max_blocks : {2, 1000}) {

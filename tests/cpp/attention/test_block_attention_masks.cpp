@@ -26,6 +26,7 @@ using ringattn::testing::fetching_launch;
 using ringattn::testing::Heads;
 using ringattn::testing::kAll;
 using ringattn::testing::kBatch;
+using ringattn::testing::kChunk;
 using ringattn::testing::kNaN;
 using ringattn::testing::Launch;
 using ringattn::testing::max_error;
@@ -353,6 +354,33 @@ TEST_CASE("a launch that fetches keys attends the ranges of its tables") {
         CHECK(same_bits(fetched.lse, local.lse));
         CHECK(launch.scratch.eq(0).all().item<bool>());
       }
+    }
+  }
+}
+
+TEST_CASE("of what a launch fetches at once two segments are attended, with sinks and softcap") {
+  if (!can_run()) return;
+  for (const int64_t head_dim : kHeadDims) {
+    Problem problem(300, kChunk, Dim(head_dim), at::kBFloat16);
+    add_sinks(problem);
+    problem.softcap = 15.0;
+    Launch launch;
+    launch.final_end = 300;
+    Results local(problem);
+    REQUIRE(attend_list(problem, launch, local) == cudaSuccess);
+    check(problem, launch, local);
+    const Remote remote(problem);
+    launch = fetching_launch(problem, 3, 64);
+    launch.final_end = 300;
+    for (const uint32_t delay_seed : {0, 5, 6}) {
+      remote.forget();
+      stage_again(problem, launch);
+      launch.delay_seed = delay_seed;
+      Results fetched(problem);
+      REQUIRE(attend_list(problem, launch, fetched) == cudaSuccess);
+      INFO("D " << head_dim << ", delays " << delay_seed);
+      CHECK(same_bits(fetched.out, local.out));
+      CHECK(same_bits(fetched.lse, local.lse));
     }
   }
 }

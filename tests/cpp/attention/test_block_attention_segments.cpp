@@ -18,6 +18,7 @@ using ringattn::testing::Expected;
 using ringattn::testing::expected;
 using ringattn::testing::Heads;
 using ringattn::testing::kAll;
+using ringattn::testing::kChunk;
 using ringattn::testing::kDiagonals;
 using ringattn::testing::kDims;
 using ringattn::testing::kLongZigzag;
@@ -39,7 +40,7 @@ TEST_CASE("a list of segments is attention over all of them, as the chain of cal
   if (!can_run()) return;
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
     for (const Dim& dim : kDims) {
-      for (const auto& shapes : {kZigzag, kDiagonals}) {
+      for (const auto& shapes : {kZigzag, kDiagonals, kChunk}) {
         for (const int64_t num_queries : {300, 201, 512}) {
           const Problem problem(num_queries, shapes, dim, dtype);
           const Expected exact = expected(problem);

@@ -106,7 +106,7 @@ cudaError_t add_remote_segments(const BlockAttentionParams& p, int64_t heads_per
     auto& remote = params.remote[segment++];
     if (!from.is_remote()) continue;
     const int64_t row_vectors = p.head_dim * kElementBytes / kVectorBytes;
-    const int64_t plane_vectors = from.num_keys * row_vectors;
+    const int64_t plane_vectors = from.num_fetched() * row_vectors;
     int64_t chunks_per_plane = ceil_div(plane_vectors, kVectorsPerChunk<Tile>);
     if constexpr (params.kGeneral) {
       remote.parts = from.source.parts;
@@ -182,8 +182,7 @@ inline std::vector<int> shape_key(const BlockAttentionParams& p) {
   std::vector<int> key = {p.batch, p.num_queries, p.num_heads, p.num_kv_heads, p.head_dim};
   for (int i = 0; i < p.num_segments; ++i) {
     const KeySegment& keys = p.segments[i];
-    key.insert(key.end(), {keys.num_keys, keys.diagonal, keys.first_query,
-                           static_cast<int>(keys.is_remote())});
+    key.insert(key.end(), {keys.num_keys, keys.diagonal, keys.first_query, keys.num_fetched()});
   }
   return key;
 }

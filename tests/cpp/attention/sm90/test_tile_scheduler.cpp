@@ -218,6 +218,36 @@ TEST_CASE("work tiles end no earlier than their fetched keys, which arrive one a
   }
 }
 
+TEST_CASE("keys that lie behind those of a remote segment arrive with them") {
+  // A block that a rank's early rows see a part of, in two segments; late rows see it all.
+  std::vector<KeySegment> apart = {segment(512, 0, 0), segment(384, kNoMask, 0),
+                                   segment(128, kNoMask, 256), segment(256, kNoMask, 0)};
+  std::vector<KeySegment> whole = {segment(512, 0, 0), segment(512, kNoMask, 256),
+                                   segment(256, kNoMask, 0)};
+  for (const int i : {1, 3}) apart[i].source.data = &apart;  // anything
+  for (const int i : {1, 2}) whole[i].source.data = &whole;
+  apart[1].keys_behind = 128;
+  CHECK(apart[1].num_fetched() == 512);
+  CHECK(apart[2].num_fetched() == 0);
+  const BlockAttentionParams a = call(apart, 512, 6, 3), b = call(whole, 512, 6, 3);
+  int64_t heads_at_once = 0;
+  const TileScheduler scheduler = make_tile_scheduler(a, {2, 1}, 128, kL2Bytes, 8, heads_at_once);
+  const std::vector<WorkTile> in_two = timed_work_tiles(a, scheduler, 1, false, 128, 128, 12),
+                              in_one = timed_work_tiles(b, scheduler, 1, false, 128, 128, 12);
+  for (int i = 0; i < scheduler.num_late_tiles; ++i) {
+    CHECK(in_two[i].duration == in_one[i].duration);
+    CHECK(in_two[i].earliest_end == in_one[i].earliest_end);
+  }
+  // Early rows wait for all of the block, too, then attend to less of it.
+  for (int i = scheduler.num_late_tiles; i < scheduler.num_tiles; ++i) {
+    CHECK(in_two[i].earliest_end >= in_one[i].earliest_end);
+    CHECK(in_two[i].duration == in_one[i].duration + 2 * 3);
+  }
+  // Few queries: what is fetched decides.
+  apart[1].keys_behind = 1 << 20;
+  CHECK(is_fetch_bound(a));
+}
+
 TEST_CASE("a tile whose rows need fewer consumers takes less time") {
   std::vector<KeySegment> segments = {segment(800, kNoMask, 0)};
   const auto lengths_of = [&](int num_queries, WorkTileShape shape) {

@@ -27,15 +27,13 @@ inline std::vector<WorkTile> timed_work_tiles(const BlockAttentionParams& p,
   // and 240 GB/s.
   const int64_t rows_per_fetched_key = fetch_bound ? 2560 : 3072;
   const int consumers = block_q / kConsumerRows;
-  const auto is_remote = [&](int i) { return p.segments[i].is_remote(); };
   const auto arrival = [&](int segment, int64_t kv_head) {
     const int64_t group_begin = kv_head / heads_per_group * heads_per_group;
     const int64_t heads = std::min(heads_per_group, p.num_kv_heads - group_begin);
     int64_t keys = 0;  // fetched before
     for (int i = 0; i < p.num_segments; ++i) {
-      if (!is_remote(i)) continue;
       const int64_t of_group = i < segment ? heads : i == segment ? kv_head + 1 - group_begin : 0;
-      keys += p.segments[i].num_keys * (group_begin + of_group);
+      keys += p.segments[i].num_fetched() * (group_begin + of_group);
     }
     return 2 * keys * p.batch * rows_per_fetched_key / (int64_t{block_q} * block_k * blocks);
   };
@@ -57,7 +55,7 @@ inline std::vector<WorkTile> timed_work_tiles(const BlockAttentionParams& p,
           bounds.visible_tiles(assigned.first_row, assigned.work_tile_end, block_k);
       if (key_tiles == 0) continue;
       tile.duration += 2 * key_tiles * warpgroups_cost(active) / warpgroups_cost(consumers);
-      if (!is_remote(segment)) continue;
+      if (!keys.is_remote()) continue;
       const int64_t end = arrival(segment, kv_head) + tile.duration;
       tile.earliest_end =
           std::max(tile.earliest_end, static_cast<int>(std::min<int64_t>(end, INT32_MAX)));

@@ -144,7 +144,7 @@ inline bool is_fetch_bound(const BlockAttentionParams& p) {
   constexpr int kTile = 128;
   int64_t fetched = 0;  // tiles of a KV head
   for (int i = 0; i < p.num_segments; ++i) {
-    if (p.segments[i].is_remote()) fetched += ceil_div(p.segments[i].num_keys, kTile);
+    fetched += ceil_div(p.segments[i].num_fetched(), kTile);
   }
   const int64_t bytes = fetched * kTile * p.head_dim * kElementBytes * 2 * p.num_kv_heads * p.batch;
   const int64_t max_walked =
