@@ -9,7 +9,7 @@
 namespace ringattn {
 namespace {
 
-// Whether rectangles and triangles say what is visible.
+// Whether lengths alone say in closed form what is visible: a planner asks for many schedules.
 bool has_closed_form(const Partition& queries, const Partition& keys, const Mask& mask) {
   if (!mask.is_plain()) return false;
   return !mask.causal || (queries.layout() != Layout::kPieces && queries == keys);
@@ -45,7 +45,8 @@ Visit plain_visit(const Partition& queries, const Partition& keys, int64_t rank,
   return visit;
 }
 
-// The positions that a rank's rows see, and the rows of each block among them.
+// The positions that a rank's rows see, and the rows of each block among them: visits of
+// kIntervals.
 class GeneralVisits {
  public:
   GeneralVisits(const Partition& queries, const Partition& keys, int64_t rank, const Mask& mask)
@@ -54,6 +55,8 @@ class GeneralVisits {
         rank_(rank),
         queries_(query_rows(queries, keys, rank)),
         seen_(visible_positions(queries_, mask, keys.seq_len())) {}
+
+  const BlockRows& queries() const { return queries_; }
 
   Visit with(int64_t source) const {
     const BlockRows keys = keys_.rows(source);
@@ -85,34 +88,99 @@ class GeneralVisits {
   const std::vector<Segment> seen_;
 };
 
-std::vector<Visit> plain_schedule(const Partition& queries, const Partition& keys, int64_t rank,
-                                  bool causal) {
+// What each query row sees of a block under a causal mask alone: the block's leading rows.
+class LeadingRows {
+ public:
+  LeadingRows(const BlockRows& queries, const BlockRows& keys)
+      : queries_(queries), keys_(keys), last_(queries.size() - 1) {}
+
+  // Says in closed form what is visible, if one says it. `visit` is visible.
+  bool close(Visit& visit) const {
+    const int64_t first = queries_.rows_before(keys_.position(0));
+    const int64_t least = seen_by(first), most = seen_by(last_);
+    if (least == most) {
+      visit.visibility = Visibility::kAll;
+    } else if (is_triangle(first, least, most)) {
+      visit.visibility = Visibility::kTriangle;
+      visit.diagonal = least - 1;
+    } else {
+      const int64_t split = queries_.rows_before(keys_.position(least));
+      if (first > 0 || seen_by(split) < most) return false;
+      visit.visibility = Visibility::kSplit;
+      visit.split = split;
+      visit.early_keys = least;
+    }
+    visit.queries.begin = first;
+    return true;
+  }
+
+ private:
+  int64_t seen_by(int64_t row) const { return keys_.rows_before(queries_.position(row) + 1); }
+
+  // Whether each row from `first` on sees one key more than the row before it, up to `most`. What
+  // rows see changes evenly between the bounds of pieces.
+  bool is_triangle(int64_t first, int64_t least, int64_t most) const {
+    const auto fits = [&](int64_t row) {
+      return row < first || row > last_ || seen_by(row) == std::min(least + row - first, most);
+    };
+    const auto fits_around = [&](int64_t position) {
+      const int64_t row = queries_.rows_before(position);
+      return fits(row - 1) && fits(row);
+    };
+    const auto begin_fits = [&](const Segment& piece) { return fits_around(piece.begin); };
+    const auto both_fit = [&](const Segment& piece) {
+      return fits_around(piece.begin) && fits_around(piece.end);
+    };
+    const std::vector<Segment>&of_queries = queries_.pieces(), &of_keys = keys_.pieces();
+    return fits(last_) && std::all_of(of_queries.begin(), of_queries.end(), begin_fits) &&
+           std::all_of(of_keys.begin(), of_keys.end(), both_fit);
+  }
+
+  const BlockRows& queries_;
+  const BlockRows& keys_;
+  const int64_t last_;
+};
+
+// Replaces intervals by closed forms under a causal mask alone, in all visits or in none: the first
+// one that sees keys has all rows, and one launch may attend to all.
+void close(std::vector<Visit>& visits, const BlockRows& queries, const Partition& keys) {
+  std::vector<Visit> closed = visits;
+  int64_t first_query = 0;
+  bool is_first = true;
+  for (Visit& visit : closed) {
+    if (!visit.visible()) continue;
+    const BlockRows block = keys.rows(visit.source);
+    if (!LeadingRows(queries, block).close(visit)) return;
+    if (is_first && visit.queries.begin > 0) return;
+    is_first = false;
+    for (const VisitPart& part : visit.parts()) {
+      const int64_t first = part.first_query();
+      if (first != 0 && first_query != 0 && first != first_query) return;
+      first_query = std::max(first_query, first);
+    }
+  }
+  visits = std::move(closed);
+}
+
+std::vector<Visit> plain_visits(const Partition& queries, const Partition& keys, int64_t rank,
+                                bool causal) {
   const VisitOrder order(queries, keys);
   std::vector<Visit> visits;
   for (int64_t step = 0; step < keys.world_size(); ++step) {
     visits.push_back(plain_visit(queries, keys, rank, order.source_at(rank, step), causal));
   }
-  // `queries` end with the last row, so the rows that no later visit has are a range too.
-  int64_t final_end = queries.length(rank);
-  for (auto visit = visits.rbegin(); visit != visits.rend(); ++visit) {
-    if (!visit->visible()) continue;
-    visit->final = {std::min(visit->queries.begin, final_end), final_end};
-    final_end = visit->final.begin;
-  }
   return visits;
 }
 
-std::vector<Visit> general_schedule(const Partition& queries, const Partition& keys, int64_t rank,
-                                    const Mask& mask) {
+std::vector<Visit> general_visits(const Partition& queries, const Partition& keys, int64_t rank,
+                                  const Mask& mask) {
   const VisitOrder order(queries, keys);
   const GeneralVisits visits_of(queries, keys, rank, mask);
   std::vector<Visit> visits;
   for (int64_t step = 0; step < keys.world_size(); ++step) {
     visits.push_back(visits_of.with(order.source_at(rank, step)));
   }
-  const auto last = std::find_if(visits.rbegin(), visits.rend(),
-                                 [](const Visit& visit) { return visit.visible(); });
-  if (last != visits.rend()) last->final = last->queries;
+  if (mask.is_plain()) close(visits, visits_of.queries(), keys);
   return visits;
 }
 
@@ -125,10 +193,34 @@ BlockRows query_rows(const Partition& queries, const Partition& keys, int64_t ra
   return BlockRows(std::move(pieces));
 }
 
+std::vector<VisitPart> Visit::parts() const {
+  if (!visible()) return {};
+  const RowRange all = {0, keys.size()};
+  switch (visibility) {
+    case Visibility::kTriangle:
+      return {{queries, all, diagonal}};
+    case Visibility::kSplit:
+      return {{queries, {0, early_keys}, {}}, {{split, queries.end}, {early_keys, all.end}, {}}};
+    case Visibility::kAll:
+    case Visibility::kIntervals:
+      break;
+  }
+  return {{queries, all, {}}};
+}
+
 std::vector<Visit> schedule(const Partition& queries, const Partition& keys, int64_t rank,
                             const Mask& mask) {
-  return has_closed_form(queries, keys, mask) ? plain_schedule(queries, keys, rank, mask.causal)
-                                              : general_schedule(queries, keys, rank, mask);
+  std::vector<Visit> visits = has_closed_form(queries, keys, mask)
+                                  ? plain_visits(queries, keys, rank, mask.causal)
+                                  : general_visits(queries, keys, rank, mask);
+  // `queries` end with the last row, so the rows that no later visit has are a range too.
+  int64_t final_end = queries.length(rank);
+  for (auto visit = visits.rbegin(); visit != visits.rend(); ++visit) {
+    if (!visit->visible()) continue;
+    visit->final = {std::min(visit->queries.begin, final_end), final_end};
+    final_end = visit->final.begin;
+  }
+  return visits;
 }
 
 std::vector<Visit> schedule(const Partition& partition, int64_t rank, const Mask& mask) {

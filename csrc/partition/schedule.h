@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "core/hop_plan.h"
@@ -13,23 +14,42 @@ namespace ringattn {
 /// How query rows see key rows.
 enum class Visibility : int8_t {
   kAll,        // each sees all
-  kTriangle,   // row i sees rows 0 .. i
+  kTriangle,   // row i sees rows 0 .. i + diagonal
+  kSplit,      // rows from `split` on see all, rows before it the first `early_keys`
   kIntervals,  // row i sees an interval of its own: key_ranges() of the two blocks
+};
+
+/// Query rows and key rows of a visit that meet under one diagonal or none.
+struct VisitPart {
+  RowRange queries;                 // of the rank's rows; up to the last one
+  RowRange keys;                    // of the keys that are seen, the first of which is row 0
+  std::optional<int64_t> diagonal;  // row i of these sees key j of these when j - i <= diagonal
+
+  /// `queries.begin` where the diagonal does not hide these keys from the rows before it: 0, or the
+  /// same in all parts of a schedule in which it is not 0.
+  int64_t first_query() const { return diagonal == 0 ? 0 : queries.begin; }
 };
 
 /// One step of a rank's schedule: which of its rows attend to which rows of a block.
 struct RINGATTN_API Visit {
   int64_t source = 0;  // the rank that owns the block
   // The rows that see or are seen; no pair outside of them is visible. Empty where nothing is.
+  // `queries` end with the rank's last row.
   RowRange queries;
   RowSet keys;                               // without gaps of the rank's own block
   Visibility visibility = Visibility::kAll;  // of these rows
+  int64_t diagonal = 0;                      // of kTriangle; not negative
+  int64_t split = 0;                         // of kSplit: a row of the rank, inside of `queries`
+  int64_t early_keys = 0;                    // of kSplit; neither 0 nor all
   int64_t num_pairs = 0;                     // of a query and a visible key
 
   // Rows of this rank that attend to no later block: their result is complete.
   RowRange final;
 
   bool visible() const { return num_pairs > 0; }
+  /// The keys in ascending order: two parts of kSplit, rectangles both; none where nothing is
+  /// visible; else one.
+  std::vector<VisitPart> parts() const;
 };
 
 /// The rows of a rank's queries at their positions among the keys. The queries of all ranks are the
@@ -40,10 +60,13 @@ RINGATTN_API BlockRows query_rows(const Partition& queries, const Partition& key
 /// where nothing is visible. `queries` and `keys` say which rows the ranks have of either; there
 /// are at most as many queries as keys.
 ///
-/// A plain mask needs rectangles and triangles alone where it is not causal, and under zigzag and
-/// contiguous that are the same for both sides: `queries` ends with the rank's last row there, and
-/// no masked pair is computed. In all other cases `queries` are all rows of the rank in every
-/// visible step, and all are final in the last of them.
+/// Later steps fold into earlier results: the first visible one has all rows of the rank.
+///
+/// Under a plain mask no step is kIntervals where the others suffice for all steps of the rank:
+/// without a causal mask; under zigzag and contiguous that are the same for both sides, or with any
+/// earlier rows before a rank's own, as of a prompt's chunk; in stripes. No masked pair is computed
+/// then but in tiles of triangles. In all other cases each visible step is kIntervals, `queries`
+/// are all rows of the rank, and all are final in the last of them.
 RINGATTN_API std::vector<Visit> schedule(const Partition& queries, const Partition& keys,
                                          int64_t rank, const Mask& mask);
 /// Of one partition for queries and keys.

@@ -68,6 +68,7 @@ double tiles_of(const std::vector<Visit>& visits, int64_t num_rows, const Attent
               sum_of_quotients(others, begin + tile.rows + tile.keys - 1, tile.rows, tile.keys);
           of_last += ceil_div(end, tile.keys);
           break;
+        case Visibility::kSplit:
         case Visibility::kIntervals:
           throw std::logic_error(
               "the time model must count tiles of rectangles and triangles only");

@@ -40,16 +40,19 @@ class Gradients {
       gradients.zero_();
       return;
     }
-    KeyBlock block = {k, v};
-    if (visit.visibility == Visibility::kIntervals) block.query_ranges = query_tables_[step];
-    if (visit.visibility == Visibility::kTriangle) block.diagonal = 0;
-    const RowRange& queries = visit.queries;
-    const RowGradients rows = {rows_of(rows_.grad_out, 1, queries), rows_of(rows_.lse, 2, queries),
-                               rows_of(rows_.delta, 2, queries)};
-    const at::Tensor q = rows_of(q_, 1, queries), dq = rows_of(dq_, 1, queries);
-    repeat_for_slowdown(q, block, rows);
-    block_attention_backward(q, block, call_.scoring, rows, dq, gradients.select(0, 0),
-                             gradients.select(0, 1));
+    for (const VisitPart& part : visit.parts()) {
+      KeyBlock block = {rows_of(k, 1, part.keys), rows_of(v, 1, part.keys)};
+      if (visit.visibility == Visibility::kIntervals) block.query_ranges = query_tables_[step];
+      if (part.diagonal) block.diagonal = *part.diagonal;
+      const RowRange& queries = part.queries;
+      const RowGradients rows = {rows_of(rows_.grad_out, 1, queries),
+                                 rows_of(rows_.lse, 2, queries), rows_of(rows_.delta, 2, queries)};
+      const at::Tensor q = rows_of(q_, 1, queries), dq = rows_of(dq_, 1, queries),
+                       of_part = rows_of(gradients, 2, part.keys);
+      repeat_for_slowdown(q, block, rows);
+      block_attention_backward(q, block, call_.scoring, rows, dq, of_part.select(0, 0),
+                               of_part.select(0, 1));
+    }
   }
 
   /// Operations of a step: for every pair, five products of D multiplications and additions.

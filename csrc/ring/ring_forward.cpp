@@ -26,10 +26,12 @@ namespace {
 // between launches.
 class Executor {
  public:
-  Executor(const at::Tensor& q, const RingCall& call)
+  /// `per_block`: steps are attended one at a time, a part of a visit in each launch.
+  Executor(const at::Tensor& q, const RingCall& call, bool per_block)
       : q_(q),
         call_(call),
         visits_(call.plan.visits),
+        per_block_(per_block),
         key_tables_(call.plan.key_tables->on(q.device())) {
     const auto state_options = q.options().dtype(state_dtype(q.scalar_type()));
     out_ = at::empty(q.sizes(), q.options());
@@ -40,18 +42,56 @@ class Executor {
   /// with kSingle, the sources of the blocks; null otherwise.
   void attend(int64_t first, int64_t last, const std::vector<Block>& blocks,
               const ResidentBlocks* remote) {
-    RowRange queries, final;
+    std::vector<SeenBlock> seen;
+    RowRange final;
     for (int64_t step = first; step < last; ++step) {
-      if (visits_[step].visible()) queries.include(visits_[step].queries);
+      for (const VisitPart& part : visits_[step].parts()) {
+        seen.push_back({step, part, blocks[step - first]});
+      }
       final.include(visits_[step].final);
     }
-    if (queries.empty()) return;
+    if (!per_block_) return launch(seen, final, remote);
+    // Rows that a later part has are not complete before it.
+    for (size_t i = 0; i < seen.size(); ++i) {
+      const bool is_last = i + 1 == seen.size();
+      const int64_t end = is_last ? final.end : seen[i + 1].part.queries.begin;
+      launch({seen[i]}, {final.begin, std::min(final.end, end)}, nullptr);
+      final.begin = std::max(final.begin, end);
+    }
+  }
 
-    std::vector<KeyBlock> visible;
+  /// Operations of these steps: for every pair, two products of D multiplications and additions.
+  double flops(int64_t first, int64_t last) const {
+    double pairs = 0.0;
     for (int64_t step = first; step < last; ++step) {
-      if (!visits_[step].visible()) continue;
-      visible.push_back(key_block(step, blocks[step - first], queries));
-      if (remote != nullptr && step > 0) visible.back().source = remote->sources[step - 1];
+      pairs += static_cast<double>(visits_[step].num_pairs);
+    }
+    return 4.0 * static_cast<double>(q_.size(0) * q_.size(2) * q_.size(3)) * pairs;
+  }
+
+  const at::Tensor& out() const { return out_; }
+  const at::Tensor& lse() const { return lse_; }
+
+ private:
+  // A part of a visit, and the block of its step.
+  struct SeenBlock {
+    int64_t step = 0;
+    VisitPart part;
+    Block block;
+  };
+
+  void launch(const std::vector<SeenBlock>& seen, const RowRange& final,
+              const ResidentBlocks* remote) {
+    RowRange queries;
+    for (const SeenBlock& one : seen) queries.include(one.part.queries);
+    if (queries.empty()) return;
+    std::vector<KeyBlock> visible;
+    for (const SeenBlock& one : seen) {
+      visible.push_back(key_block(one, queries));
+      // A launch fetches what travels once, with the first of its parts.
+      if (remote == nullptr || one.step == 0 || one.part.keys.begin > 0) continue;
+      visible.back().source = remote->sources[one.step - 1];
+      visible.back().keys_behind = visits_[one.step].keys.size() - one.part.keys.size();
     }
     const at::Tensor given = rows_of(q_, 1, queries);
     for (const KeyBlock& keys : visible) repeat_for_slowdown(given, keys);
@@ -69,31 +109,21 @@ class Executor {
     first_ = false;
   }
 
-  /// Operations of these steps: for every pair, two products of D multiplications and additions.
-  double flops(int64_t first, int64_t last) const {
-    double pairs = 0.0;
-    for (int64_t step = first; step < last; ++step) {
-      pairs += static_cast<double>(visits_[step].num_pairs);
-    }
-    return 4.0 * static_cast<double>(q_.size(0) * q_.size(2) * q_.size(3)) * pairs;
-  }
-
-  const at::Tensor& out() const { return out_; }
-  const at::Tensor& lse() const { return lse_; }
-
- private:
-  // The block of `step` as the rows `queries` see it. What travels is what is seen; of the own
-  // block, whose rows all are here, that is a part.
-  KeyBlock key_block(int64_t step, const Block& block, const RowRange& queries) const {
-    const Visit& visit = visits_[step];
-    KeyBlock keys = {step == 0 ? rows_of(block.k, 1, visit.keys.hull) : block.k,
-                     step == 0 ? rows_of(block.v, 1, visit.keys.hull) : block.v};
+  // Keys as the rows `queries` see them. What travels is what is seen; of the own block, whose rows
+  // all are here, that is a part.
+  KeyBlock key_block(const SeenBlock& seen, const RowRange& queries) const {
+    const Visit& visit = visits_[seen.step];
+    const int64_t first_row = seen.step == 0 ? visit.keys.hull.begin : 0;
+    const RowRange rows = {first_row + seen.part.keys.begin, first_row + seen.part.keys.end};
+    KeyBlock keys = {rows_of(seen.block.k, 1, rows), rows_of(seen.block.v, 1, rows)};
     if (visit.visibility == Visibility::kIntervals) {
-      keys.key_ranges = key_tables_[step];
+      keys.key_ranges = key_tables_[seen.step];
       return keys;
     }
-    keys.first_query = visit.queries.begin - queries.begin;
-    if (visit.visibility == Visibility::kTriangle) keys.diagonal = -keys.first_query;
+    keys.first_query = std::max<int64_t>(seen.part.first_query() - queries.begin, 0);
+    if (seen.part.diagonal) {
+      keys.diagonal = *seen.part.diagonal - (seen.part.queries.begin - queries.begin);
+    }
     return keys;
   }
 
@@ -126,28 +156,36 @@ class Executor {
   }
 
   // ringattn.testing.slowdown: repeats the share of the work that the factor asks for and drops the
-  // results. The share is taken as leading rows; under a triangle their work grows with the square
-  // of their number.
+  // results. The share is taken as leading rows.
   void repeat_for_slowdown(const at::Tensor& queries, KeyBlock keys) const {
     const int64_t first = keys.first_query;
-    const double num_queries = static_cast<double>(queries.size(1) - first);
-    const bool is_triangle = keys.diagonal != KeyBlock::kNoMask;
+    const int64_t num_queries = queries.size(1) - first;
     const at::Tensor key_ranges = keys.key_ranges;
-    keys.diagonal = is_triangle ? 0 : keys.diagonal;
+    if (keys.diagonal != KeyBlock::kNoMask) keys.diagonal += first;
     keys.first_query = 0;
     keys.source = {};
     for (double extra = slowdown() - 1.0; extra > 0.0; extra -= 1.0) {
-      const double share = std::min(extra, 1.0);
-      const int64_t repeated = std::lround((is_triangle ? std::sqrt(share) : share) * num_queries);
+      const int64_t repeated =
+          std::lround(leading_rows(num_queries, keys.diagonal, std::min(extra, 1.0)));
       if (repeated == 0) continue;
       if (key_ranges.defined()) keys.key_ranges = key_ranges.narrow(0, first, repeated);
       block_attention(queries.narrow(1, first, repeated), keys, call_.scoring, q_.scalar_type());
     }
   }
 
+  // So many of `rows` have this share of their work. Under a diagonal, n leading rows see
+  // n * diagonal + n * n / 2 keys.
+  static double leading_rows(int64_t rows, int64_t diagonal, double share) {
+    const double n = static_cast<double>(rows);
+    if (diagonal == KeyBlock::kNoMask) return share * n;
+    const double before = static_cast<double>(diagonal);
+    return std::sqrt(before * before + share * n * (2 * before + n)) - before;
+  }
+
   const at::Tensor& q_;
   const RingCall& call_;
   const std::vector<Visit>& visits_;
+  const bool per_block_;
   const std::vector<at::Tensor>& key_tables_;  // [W]
   at::Tensor out_;                             // [B, S_r, H, D], q's dtype: final rows
   at::Tensor state_;    // [B, S_r, H, D], state dtype: the other rows, if there are any
@@ -157,11 +195,13 @@ class Executor {
 };
 
 // Whether each block has a launch of its own: for timings by block, for repeated work, where not
-// all blocks may be in flight at once, and without kernels for lists of segments.
+// all blocks may be in flight at once, without kernels for lists of segments and for longer lists.
 bool needs_launch_per_block(const at::Tensor& q, const RingCall& call, const CallTimer& timer) {
   const auto num_steps = static_cast<int64_t>(call.plan.visits.size());
+  size_t num_segments = 0;
+  for (const Visit& visit : call.plan.visits) num_segments += visit.parts().size();
   return timer.by_block() || slowdown() > 1.0 || call.depth < num_steps - 1 ||
-         !supports_segment_lists(q);
+         !supports_segment_lists(q) || num_segments > PeerSignals::kMaxPeers;
 }
 
 RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const RingCall& call,
@@ -189,7 +229,7 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const 
                    v = as_attention_input(given_v);
   CallTimer timer(q.device());
   const bool per_block = needs_launch_per_block(q, call, timer);
-  Executor executor(q, call);
+  Executor executor(q, call, per_block);
   const int64_t num_steps = call.plan.visits.size();
   std::shared_ptr<BlockStream> stream;
   if (num_steps > 1) stream = transport->open(exchange_plan(k, v, call, per_block, timer.on()));

@@ -9,6 +9,7 @@
 #include "catch.h"
 #include "partition/schedule.h"
 #include "partition/visit_order.h"
+#include "schedules.h"
 
 using ringattn::BlockRows;
 using ringattn::Layout;
@@ -18,173 +19,15 @@ using ringattn::RowRange;
 using ringattn::RowSet;
 using ringattn::schedule;
 using ringattn::Segment;
-using ringattn::Visibility;
 using ringattn::Visit;
-
-namespace {
-
-std::vector<int64_t> positions(const Partition& partition, int64_t rank) {
-  std::vector<int64_t> positions;
-  for (const auto& [begin, end] : partition.segments(rank)) {
-    for (int64_t position = begin; position < end; ++position) positions.push_back(position);
-  }
-  return positions;
-}
-
-std::vector<int64_t> random_lengths(std::mt19937& random) {
-  std::vector<int64_t> lengths(1 + random() % 5);
-  for (int64_t& length : lengths) length = random() % 5 == 0 ? 0 : random() % 14;
-  return lengths;
-}
-
-std::vector<int32_t> key_ranges(const BlockRows& queries, const BlockRows& keys, const Mask& mask,
-                                int64_t seq_len) {
-  std::vector<int32_t> ranges(2 * queries.size());
-  ringattn::key_ranges(queries, keys, mask, seq_len, ranges.data());
-  return ranges;
-}
-
-bool sees(const Visit& visit, const std::vector<int32_t>& ranges, int64_t i, int64_t j) {
-  const auto inside = [](const RowRange& rows, int64_t row) {
-    return rows.begin <= row && row < rows.end;
-  };
-  if (!inside(visit.queries, i) || !inside(visit.keys.hull, j)) return false;
-  i -= visit.queries.begin;
-  j -= visit.keys.hull.begin;
-  switch (visit.visibility) {
-    case Visibility::kAll:
-      return true;
-    case Visibility::kTriangle:
-      return j <= i;
-    case Visibility::kIntervals:
-      return ranges[2 * i] <= j && j < ranges[2 * i + 1];
-  }
-  return false;
-}
-
-bool is_visible(const Mask& mask, int64_t query, int64_t key) {
-  if (mask.causal && key > query) return false;
-  if (mask.window_left >= 0 && key < query - mask.window_left) return false;
-  if (mask.window_right >= 0 && key > query + mask.window_right) return false;
-  const auto& ends = mask.cu_seqlens;
-  return std::none_of(ends.begin(), ends.end(), [&](int64_t end) {
-    return std::min(query, key) < end && end <= std::max(query, key);
-  });
-}
-
-// Every pair of a query row and a key row, and the hulls of those that see each other.
-void check_against_brute_force(const Partition& query_side, const Partition& key_side, int64_t rank,
-                               const Mask& mask) {
-  auto queries = positions(query_side, rank);
-  for (int64_t& position : queries) position += key_side.seq_len() - query_side.seq_len();
-  const auto hops = ringattn::plan_hops(query_side, key_side, rank, mask);
-  const auto visits = schedule(query_side, key_side, rank, mask);
-  REQUIRE(visits.size() == static_cast<size_t>(key_side.world_size()));
-  for (size_t step = 0; step < visits.size(); ++step) {
-    const Visit& visit = visits[step];
-    const auto keys = positions(key_side, visit.source);
-    std::vector<int32_t> ranges;
-    if (visit.visibility == Visibility::kIntervals) {
-      const auto block = key_side.rows(visit.source).part(visit.keys);
-      ranges = key_ranges(ringattn::query_rows(query_side, key_side, rank), block, mask,
-                          key_side.seq_len());
-      for (size_t i = 2; i < ranges.size(); ++i) REQUIRE(ranges[i - 2] <= ranges[i]);
-    }
-    int64_t num_pairs = 0;
-    RowRange seen;
-    for (int64_t i = 0; i < static_cast<int64_t>(queries.size()); ++i) {
-      for (int64_t j = 0; j < static_cast<int64_t>(keys.size()); ++j) {
-        const bool visible = is_visible(mask, queries[i], keys[j]);
-        REQUIRE(sees(visit, ranges, i, j) == visible);
-        num_pairs += visible ? 1 : 0;
-        if (visible) seen.include({j, j + 1});
-      }
-    }
-    REQUIRE(visit.num_pairs == num_pairs);
-    REQUIRE(visit.visible() == (num_pairs > 0));
-    if (visit.visible()) REQUIRE(visit.keys == RowSet{seen, {}});
-    if (step == 0) continue;
-    // What is received is what is seen, and the owner sends as much at the same step.
-    const auto& hop = hops[step - 1];
-    REQUIRE(hop.source == visit.source);
-    REQUIRE(hop.received.size() == seen.size());
-    REQUIRE(hop.source_rows == key_side.length(hop.source));
-    const auto sent = ringattn::plan_hops(query_side, key_side, hop.source, mask)[step - 1];
-    if (hop.received.empty()) continue;
-    REQUIRE(sent.destination == rank);
-    REQUIRE(sent.sent == hop.received);
-  }
-  for (size_t step = 1; step < visits.size(); ++step) {  // and nothing is sent to no reader
-    const auto& hop = hops[step - 1];
-    if (hop.sent.empty()) continue;
-    const auto reader = ringattn::plan_hops(query_side, key_side, hop.destination, mask)[step - 1];
-    REQUIRE(reader.source == rank);
-    REQUIRE(reader.received == hop.sent);
-  }
-}
-
-void check_against_brute_force(const Partition& partition, int64_t rank, const Mask& mask) {
-  check_against_brute_force(partition, partition, rank, mask);
-}
-
-// Of exactly `seq_len` tokens over `world_size` ranks, some without any.
-Partition random_partition(std::mt19937& random, int64_t world_size, int64_t seq_len) {
-  std::vector<int64_t> owners(seq_len);
-  for (int64_t& owner : owners) owner = random() % world_size;
-  const auto kind = random() % 3;
-  if (kind == 0) {  // runs of a few tokens
-    std::vector<std::vector<Segment>> pieces(world_size);
-    for (int64_t begin = 0; begin < seq_len;) {
-      const int64_t end = std::min<int64_t>(seq_len, begin + 1 + random() % 6);
-      auto& owned = pieces[owners[begin]];
-      if (!owned.empty() && owned.back().end == begin) {
-        owned.back().end = end;
-      } else {
-        owned.push_back({begin, end});
-      }
-      begin = end;
-    }
-    return Partition(std::move(pieces));
-  }
-  std::vector<int64_t> lengths(world_size), order;
-  for (const int64_t owner : owners) lengths[random() % 4 == 0 ? 0 : owner]++;
-  for (int64_t rank = 0; rank < world_size; ++rank) order.push_back(rank);
-  std::shuffle(order.begin(), order.end(), random);
-  return Partition(kind == 1 ? Layout::kZigzag : Layout::kContiguous, lengths, order);
-}
-
-// Pieces of random lengths for random ranks; every position is in one.
-Partition random_pieces(std::mt19937& random) {
-  std::vector<std::vector<Segment>> pieces(1 + random() % 4);
-  int64_t begin = 0;
-  for (int count = random() % 12; count > 0; --count) {
-    const int64_t end = begin + 1 + random() % 6;
-    auto& owned = pieces[random() % pieces.size()];
-    if (!owned.empty() && owned.back().end == begin) {
-      owned.back().end = end;
-    } else {
-      owned.push_back({begin, end});
-    }
-    begin = end;
-  }
-  return Partition(std::move(pieces));
-}
-
-Mask random_mask(std::mt19937& random, int64_t seq_len) {
-  Mask mask;
-  mask.causal = random() % 2 == 0;
-  if (random() % 2 == 0) mask.window_left = random() % 12;
-  if (random() % 2 == 0) mask.window_right = random() % 12;
-  if (random() % 3 == 0) return mask;
-  mask.cu_seqlens = {0, seq_len};
-  for (int count = random() % 6; count > 0; --count) {
-    mask.cu_seqlens.push_back(random() % (seq_len + 1));
-  }
-  std::sort(mask.cu_seqlens.begin(), mask.cu_seqlens.end());
-  return mask;
-}
-
-}  // namespace
+using ringattn::testing::append;
+using ringattn::testing::behind_cached_rows;
+using ringattn::testing::check_against_brute_force;
+using ringattn::testing::key_ranges;
+using ringattn::testing::random_lengths;
+using ringattn::testing::random_mask;
+using ringattn::testing::random_partition;
+using ringattn::testing::random_pieces;
 
 TEST_CASE("a row's interval of any block holds what it sees, under any mask and partition") {
   std::mt19937 random(6);
@@ -215,19 +58,6 @@ TEST_CASE("queries that are the last of more keys see what they see, over other 
   }
 }
 
-TEST_CASE("equal partitions of queries and keys need no table, nor does a call without a mask") {
-  const Partition even(Layout::kZigzag, {4, 4}), same(Layout::kZigzag, {4, 4});
-  const Partition fewer(Layout::kContiguous, {3, 2});
-  for (const Visit& visit : schedule(even, same, 0, {/*causal=*/true})) {
-    CHECK(visit.visibility != Visibility::kIntervals);
-  }
-  for (const Visit& visit : schedule(fewer, even, 0, {/*causal=*/false})) {
-    CHECK(visit.visibility == Visibility::kAll);
-    CHECK(visit.num_pairs == 12);
-  }
-  CHECK(schedule(fewer, even, 0, {/*causal=*/true})[0].visibility == Visibility::kIntervals);
-}
-
 TEST_CASE("a rank without keys gets the blocks, and one without queries sends its own") {
   const Partition queries(Layout::kContiguous, {0, 3, 0}), keys(Layout::kContiguous, {5, 0, 0});
   const auto visits = schedule(queries, keys, 1, {/*causal=*/true});
@@ -249,12 +79,7 @@ TEST_CASE("long stretches of a block that no row sees do not travel, their edges
     int64_t seq_len = 0;
     for (int piece = 0; piece < 12; ++piece) {
       const int64_t end = seq_len + 1 + random() % (random() % 2 == 0 ? 200 : 3000);
-      auto& owned = pieces[random() % world_size];
-      if (!owned.empty() && owned.back().end == seq_len) {
-        owned.back().end = end;
-      } else {
-        owned.push_back({seq_len, end});
-      }
+      append(pieces[random() % world_size], {seq_len, end});
       if (random() % 2 == 0) documents.push_back(seq_len + random() % (end - seq_len));
       seq_len = end;
     }
@@ -395,10 +220,10 @@ TEST_CASE("every row is completed by exactly one call, the last that visits it")
     const auto layout = trial % 2 == 0 ? Layout::kZigzag : Layout::kContiguous;
     const Partition partition =
         trial % 5 == 0 ? random_pieces(random) : Partition(layout, random_lengths(random));
-    const Mask mask =
-        trial % 4 < 2 ? Mask{trial % 3 != 0} : random_mask(random, partition.seq_len());
+    const Partition keys = trial % 6 < 2 ? behind_cached_rows(random, partition, 20) : partition;
+    const Mask mask = trial % 4 < 2 ? Mask{trial % 3 != 0} : random_mask(random, keys.seq_len());
     for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
-      const auto visits = schedule(partition, rank, mask);
+      const auto visits = schedule(partition, keys, rank, mask);
       std::vector<int> completed(partition.length(rank), 0);
       for (const Visit& visit : visits) {
         for (int64_t row = visit.queries.begin; row < visit.queries.end; ++row) {

@@ -117,6 +117,24 @@ TEST_CASE("a ring of fewer queries than keys equals attention on one device") {
   }
 }
 
+TEST_CASE("a chunk after cached rows equals attention on one device") {
+  // 10 cached rows, none of them on one rank; the chunk's 9 of zigzag {4, 2, 3} or contiguous.
+  const Partition behind({{{0, 7}, {10, 12}, {17, 19}}, {{7, 10}, {12, 13}, {16, 17}}, {{13, 16}}}),
+      pieces({{{3, 5}, {10, 14}}, {{0, 3}, {14, 16}}, {{5, 10}, {16, 19}}});
+  for (const bool resident : {false, true}) {
+    check_ring(Partition(Layout::kZigzag, {4, 2, 3}), behind, true, resident);
+    check_ring(Partition(Layout::kContiguous, {4, 2, 3}), pieces, true, resident);
+    check_ring(Partition(Layout::kZigzag, {4}), Partition(Layout::kZigzag, {9}), true, false);
+  }
+}
+
+TEST_CASE("a slow rank repeats a share of a chunk, and its results stay") {
+  const Partition keys({{{0, 7}, {10, 12}, {16, 18}}, {{7, 10}, {12, 16}}});
+  ringattn::set_slowdown(2.6);
+  check_ring(Partition(Layout::kZigzag, {4, 4}), keys, true, false);
+  ringattn::set_slowdown(1.0);
+}
+
 TEST_CASE("blocks that are resident are attended in two launches, the own one and all others") {
   const Partition partition(Layout::kContiguous, {4, 4, 4});
   auto& recorder = ringattn::Recorder::get();
@@ -126,6 +144,28 @@ TEST_CASE("blocks that are resident are attended in two launches, the own one an
     const auto steps = recorder.stop();
     REQUIRE(steps.size() == (by_block ? 9 : 6));  // of three ranks
     CHECK(steps[1].flops == (by_block ? 1 : 2) * steps[0].flops);
+  }
+}
+
+TEST_CASE("more segments than a launch takes are attended block by block") {
+  // Of zigzag chunks after cached rows, the outermost rank has two segments of each other block.
+  const int64_t most = ringattn::PeerSignals::kMaxPeers;
+  for (const int64_t world_size : {8, 9}) {
+    const Partition queries(Layout::kZigzag, std::vector<int64_t>(world_size, 2));
+    std::vector<std::vector<ringattn::Segment>> pieces;
+    for (int64_t rank = 0; rank < world_size; ++rank) {
+      auto& rows = pieces.emplace_back();
+      rows.push_back({2 * rank, 2 * rank + 2});
+      for (const auto& [begin, end] : queries.segments(rank)) {
+        rows.push_back({2 * world_size + begin, 2 * world_size + end});
+      }
+    }
+    auto& recorder = ringattn::Recorder::get();
+    recorder.start(false);
+    check_ring(queries, Partition(pieces), true, /*resident=*/true);
+    const auto steps = recorder.stop();
+    const int64_t split = 2 * world_size - 1 > most ? world_size - 2 : 0;  // launches more
+    CHECK(steps.size() == static_cast<size_t>(2 * world_size + split));
   }
 }
 

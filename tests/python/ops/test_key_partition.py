@@ -31,9 +31,12 @@ def test_the_last_queries_of_any_keys_equal_three_loops(ring: RankPool, dtype: t
         )
 
 
-def cached_case(world_size: int, before: int, new: int, **options: Any) -> Case:
+def cached_case(
+    world_size: int, before: int, new: int, layout: str = "zigzag", **options: Any
+) -> Case:
     """New tokens after a cache: each rank holds some of the cached and some of the new keys."""
-    old, queries = Partition.even(before, world_size), Partition.even(new, world_size)
+    old = Partition.even(before, world_size)
+    queries = Partition.even(new, world_size, layout=layout)
     pieces = [
         [*old.segments(rank), *((before + a, before + b) for a, b in queries.segments(rank))]
         for rank in range(world_size)
@@ -41,13 +44,45 @@ def cached_case(world_size: int, before: int, new: int, **options: Any) -> Case:
     return Case(queries, key_partition=Partition.pieces(pieces), **options)
 
 
-@pytest.mark.parametrize("transport", ["auto", "process_group"])
-@pytest.mark.parametrize(("before", "new"), [(0, 40), (1, 40), (500, 7), (300, 301)])
+@pytest.mark.parametrize("transport", ["auto", "process_group", "nccl", "symmetric"])
+@pytest.mark.parametrize(("before", "new"), [(0, 40), (1, 40), (500, 7), (300, 301), (3000, 1300)])
 def test_new_tokens_after_a_cache(ring: RankPool, before: int, new: int, transport: str):
+    on_cpu = ring.device_type == "cpu"
+    if on_cpu and (transport in ("nccl", "symmetric") or before == 3000):
+        pytest.skip("for GPUs")
     for dtype in (torch.float32, torch.bfloat16):
-        case = cached_case(ring.world_size, before, new, dtype=dtype, transport=transport)
-        check_ring(ring, case)
+        for layout in ("zigzag", "contiguous"):
+            case = cached_case(
+                ring.world_size, before, new, layout, dtype=dtype, transport=transport
+            )
+            check_ring(ring, case)
+            check_ring(ring, replace(case, depth=1))
+            check_ring(ring, replace(case, softcap=20.0, with_sinks=True))
         check_ring(ring, replace(case, window_size=(63, 0), softcap=20.0, with_sinks=True))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_gradients_of_new_tokens_after_a_cache(ring: RankPool, layout: str):
+    on_cpu = ring.device_type == "cpu"
+    for before, new in [(17, 23), (40, 9)] if on_cpu else [(300, 301), (3000, 1300)]:
+        for dtype in (torch.float64, torch.float32) if on_cpu else (torch.float32, *HALVES):
+            check_ring_gradients(
+                ring, cached_case(ring.world_size, before, new, layout, dtype=dtype)
+            )
+
+
+def slow_call(case: Case, slow: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    with ringattn.testing.slowdown(2.6 if slow else 1.0):
+        return ring_call(case)
+
+
+def test_a_slow_rank_repeats_work_after_a_cache_and_keeps_its_results(rank_pool):
+    ring = rank_pool(2, "cpu")
+    case = cached_case(2, 30, 13)
+    ordinary, slow = (ring.run(slow_call, case, slow) for slow in (False, True))
+    for mine, theirs in zip(ordinary, slow, strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALVES], ids=str)
