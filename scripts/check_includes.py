@@ -147,6 +147,7 @@ ROOMS = {
             *("core", "testing", "partition", "attention/params.h", "transport/transport.h"),
             *("transport/p2p_transport.h", "attention/attention_call.h"),
             *("attention/block_attention.h", "attention/block_attention_backward.h"),
+            "attention/sum_rows.h",
         ),
         libraries=("torch", "cuda"),
     ),

@@ -166,12 +166,15 @@ def test_a_training_step_is_planned_under_every_mask_and_limit(mask, layout):
     assert max(waited) > plan.predicted_ms
 
 
-def test_a_fast_rank_among_slow_ones_waits_for_gradients():
-    profiles = ranks(1, 0.1, 0.1)
-    plan = ringattn.plan(2**17, profiles, ATTENTION, training=True)
-    forward = ringattn.plan(2**17, profiles, ATTENTION)
+def test_ranks_wait_for_gradients_where_attention_is_unequal():
+    """Contiguous ranks have equal work in sum: the last one has more attention, and less of the
+    rest. Under zigzag a rank gets ahead of others by itself, whatever their speeds."""
+    profiles = ranks(1, 1, 1)
+    plan = ringattn.plan(2**15, profiles, LAYER, layout="contiguous", training=True)
+    forward = ringattn.plan(2**15, profiles, LAYER, layout="contiguous")
     assert forward.efficiency > 0.99 and plan.efficiency < 0.9
-    assert plan.predicted_ms <= max(predict(forward.partition, profiles, ATTENTION, training=True))
+    fast = ringattn.plan(2**17, ranks(1, 0.1, 0.1), ATTENTION, training=True)
+    assert fast.efficiency > 0.99
 
 
 def test_gradients_of_a_block_take_three_times_as_long_as_the_block_and_no_more():
@@ -277,8 +280,8 @@ def test_memory_in_training_is_all_blocks_and_float32_gradients():
     for depth in (1, 3):
         options = {"causal": False, "depth": depth, "training": True}
         plan = ringattn.plan(4000, ranks(1, 1, 1, 1), ATTENTION, **options)
-        # Its own gradients, computed and returned, and two blocks of them for each way.
-        assert plan.memory_bytes == ((4 + 2 * 6) * block,) * 4
+        # Its own gradients, and three blocks of them for each way.
+        assert plan.memory_bytes == ((4 + 2 * 7) * block,) * 4
 
 
 def test_memory_is_the_buffers_of_the_depth():

@@ -447,8 +447,8 @@ def test_a_training_step_keeps_and_allocates_what_the_memory_page_counts(rank_po
         key = 4 * tokens * kv_heads * head_dim
         assert kept == sorted([query, query, key, key, 4 * tokens * heads])
         blocks = [row * rows for rows in (sent[rank], *visiting[rank])]
-        # Own ones, computed and returned, and a buffer for each of two steps each way.
-        gradients = [row * n for n in (tokens, tokens, *visiting[rank], *returning[rank])]
+        # Own ones, and a buffer for each of two steps each way.
+        gradients = [row * n for n in (tokens, *visiting[rank], *returning[rank])]
         for size in (query, *blocks, *gradients):
             assert size in sizes, f"rank {rank} must allocate {size} bytes, got {sizes}"
         # Of keys and values in 16 bits: half as much for blocks.
