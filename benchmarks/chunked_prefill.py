@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -59,6 +60,7 @@ def last_logits(
 def main() -> None:
     parser = timing_arguments(__doc__)
     parser.add_argument("--shapes", type=names_of(*SHAPES), default=["8b"], help=", ".join(SHAPES))
+    parser.add_argument("--layers", type=at_least(1), help="(default: those of the shape)")
     parser.add_argument("--tokens", type=counts, default=[131072])
     parser.add_argument("--chunks", type=counts, default=[16384], help="tokens, with commas")
     parser.add_argument("--batch", type=at_least(1), default=1)
@@ -66,10 +68,13 @@ def main() -> None:
     options = parse(parser)
     with process_group(options.device) as device, torch.inference_mode():
         facts = {"dtype": options.dtype, "shapes": ", ".join(options.shapes)}
+        if options.layers:
+            facts["layers"] = str(options.layers)
         report = Report("prompts in chunks", environment(device) | facts, COLUMNS)
         report.start()
         for shape in options.shapes:
-            model = random_model(SHAPES[shape], device, DTYPES[options.dtype])
+            config = replace(SHAPES[shape], nlayers=options.layers or SHAPES[shape].nlayers)
+            model = random_model(config, device, DTYPES[options.dtype])
             for tokens in options.tokens:
                 add_rows(report, model, tokens, options)
 
