@@ -146,9 +146,12 @@ class Forward(RingForward):
         else:
             tokens = given.get("input_ids")
             tokens = given.get("inputs_embeds") if tokens is None else tokens
-            length = tokens.size(1) if isinstance(tokens, torch.Tensor) else 0
+            length, device = 0, None
+            if isinstance(tokens, torch.Tensor):
+                length, device = tokens.size(1), tokens.device  # a copy to it would wait for it
             # As slice(-n, None) does; for a negative n, too.
-            asked.columns, asked.kept = torch.arange(length)[slice(-kept, None)], kept
+            columns = torch.arange(length, device=device)[slice(-kept, None)]
+            asked.columns, asked.kept = columns, kept
         given["logits_to_keep"] = 0  # the rows that come back are those that were asked for
 
     def _targets(self, asked: Asked, given: dict[str, Any]) -> Targets:
