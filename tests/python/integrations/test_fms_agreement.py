@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import ringattn
 import torch
+from _agreement import DEVICES, cases, fails_at_once, refusal, returns_while_the_gpu_is_busy
 from _distributed import RankPool, this
 from torch import nn
 
 fms_generation = pytest.importorskip("fms.utils.generation")
 
 import ringattn.integrations.fms as ring_fms  # noqa: E402
-from _fms import MODELS, initialized, padded, prompt, tiny, two_of  # noqa: E402
+from _fms import MODELS, check_close, initialized, padded, prompt, tiny, two_of  # noqa: E402
 
 Pools = Callable[..., RankPool]
 
@@ -67,36 +68,53 @@ def calls_that_differ(name: str) -> list[str]:
     for known in (False, True):
         for each in calls if known else ():
             model(**each())
-        with pytest.raises(ValueError, match=message) as error:
-            model(**calls[this().rank]())
-        errors.append(str(error.value))
-        torch.testing.assert_close(model(prompt(2, 6)), plain(prompt(2, 6)), atol=1e-4, rtol=1e-4)
+        mine = calls[this().rank]()
+        errors.append(refusal(lambda given: model(**given), mine, _ids(), message))
+        check_close(model(prompt(2, 6)), plain(prompt(2, 6)))
     return errors
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_that_differ_fail_at_once_on_every_rank(rank_pool: Pools, name: str) -> None:
-    first, second = rank_pool(2).outcomes(calls_that_differ, name)
+@pytest.mark.parametrize(("name", "device_type"), cases(CALLS))
+def test_calls_that_differ_fail_every_rank_at_once_or_a_call_later(
+    rank_pool: Pools, name: str, device_type: str
+) -> None:
+    first, second = rank_pool(2, device_type).outcomes(calls_that_differ, name)
     assert first.ok and second.ok, (first.traceback, second.traceback)
     assert first.value == second.value
 
 
 @torch.no_grad()
 def steps_of_another_conversation() -> str:
-    _, model = two_of()
+    plain, model = two_of()
     ringattn.parallelize(model)
     caches = [model(prompt(2, 6, seed=seed), use_cache=True)[1] for seed in (3, 4)]
-    one = {"use_cache": True, "past_key_value_states": caches[this().rank]}
-    with pytest.raises(ValueError, match="cache must be the same") as error:
-        model(prompt(2, 1), **one)
-    for cache in caches:  # neither was advanced
-        model(prompt(2, 1), use_cache=True, past_key_value_states=cache)
-    return str(error.value)
+    one = {"x": prompt(2, 1), "use_cache": True, "past_key_value_states": caches[this().rank]}
+    error = refusal(lambda given: model(**given), one, _ids(), "cache must be the same")
+    if fails_at_once():  # neither was advanced
+        for cache in caches:
+            model(prompt(2, 1), use_cache=True, past_key_value_states=cache)
+    check_close(model(prompt(2, 6)), plain(prompt(2, 6)))
+    return error
 
 
-def test_a_step_of_another_conversation_fails_every_rank(rank_pool: Pools) -> None:
-    first, second = rank_pool(2).run(steps_of_another_conversation)
+@pytest.mark.parametrize("device_type", DEVICES)
+def test_a_step_of_another_conversation_fails_every_rank(
+    rank_pool: Pools, device_type: str
+) -> None:
+    first, second = rank_pool(2, device_type).run(steps_of_another_conversation)
     assert first == second == _same("cache")
+
+
+@torch.no_grad()
+def calls_while_the_gpu_is_busy() -> bool:
+    model, given = ringattn.parallelize(tiny()), _ids()
+    return returns_while_the_gpu_is_busy(lambda: model(**given))
+
+
+@pytest.mark.multi_gpu(size=2)
+@pytest.mark.nccl
+def test_a_call_does_not_wait_for_the_gpu(rank_pool: Pools) -> None:
+    assert rank_pool(2, "cuda").run(calls_while_the_gpu_is_busy) == [True, True]
 
 
 # ---- generate -----------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks give to a parallelized model of transformers must be the same on all of them; where it
-is not, every rank says so at once, and the group works on."""
+is not, every rank says so at once, on CUDA at the latest a call later, and the group works on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ringattn
 import torch
+from _agreement import cases, fails_at_once, refusal, returns_while_the_gpu_is_busy
 from _distributed import RankPool, this
 from _transformers import CACHE, assert_near, model_of, token_ids
 from ringattn.parallel import unparallelize
@@ -97,22 +98,51 @@ def calls_that_differ(name: str) -> list[str]:
             mine = caches[this().rank]
         else:
             mine = _given((first, second)[this().rank], model)
-        with pytest.raises(ValueError, match=message) as error:
-            model(**mine)
-        errors.append(str(error.value))
+        errors.append(refusal(lambda given: model(**given), mine, {"input_ids": ids}, message))
         assert_near(model(ids).logits, plain(ids).logits)
-        if callable(first):  # neither was advanced
+        if callable(first) and fails_at_once():  # neither was advanced
             for cache, each in zip(caches, (first, second), strict=True):
                 again = each(model)
                 assert_near(model(**cache).logits, model(**again).logits)
     return errors
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_that_differ_fail_at_once_on_every_rank(rank_pool: Pools, name: str) -> None:
-    first, second = rank_pool(2).outcomes(calls_that_differ, name)
+@pytest.mark.parametrize(("name", "device_type"), cases(CALLS))
+def test_calls_that_differ_fail_every_rank_at_once_or_a_call_later(
+    rank_pool: Pools, name: str, device_type: str
+) -> None:
+    first, second = rank_pool(2, device_type).outcomes(calls_that_differ, name)
     assert first.ok and second.ok, (first.traceback, second.traceback)
     assert first.value == second.value
+
+
+def new_kinds_of_calls_differ() -> str:
+    plain, model = model_of(), ringattn.parallelize(model_of())
+    ids = token_ids(8)
+    with pytest.raises(ValueError, match="ranks must agree on logits_to_keep") as error:
+        model(ids, logits_to_keep=1 + this().rank)
+    assert_near(model(ids).logits, plain(ids).logits)
+    return str(error.value)
+
+
+@pytest.mark.multi_gpu(size=2)
+@pytest.mark.nccl
+def test_kinds_of_calls_that_are_new_to_all_ranks_differ_at_once_on_gpus_too(
+    own_pool: Pools,
+) -> None:
+    message = "ranks must agree on logits_to_keep, got 1 on rank 0 and 2 on rank 1"
+    assert own_pool(2, "cuda").run(new_kinds_of_calls_differ) == [message] * 2
+
+
+def calls_while_the_gpu_is_busy() -> bool:
+    model, ids = ringattn.parallelize(model_of()), token_ids(8)
+    return returns_while_the_gpu_is_busy(lambda: model(ids, logits_to_keep=1))
+
+
+@pytest.mark.multi_gpu(size=2)
+@pytest.mark.nccl
+def test_a_call_does_not_wait_for_the_gpu(rank_pool: Pools) -> None:
+    assert rank_pool(2, "cuda").run(calls_while_the_gpu_is_busy) == [True, True]
 
 
 # ---- generate -----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import ringattn
 import torch
+from _agreement import DEVICES, refusal, returns_while_the_gpu_is_busy
 from _distributed import RankPool, this
 from _llama import VOCABULARY, random_ids
 from ringattn._distributed.checksums import bits_checksum, chained, checksum, number_of
@@ -22,22 +23,43 @@ def tiny() -> LLaMA:
     return LLaMA(config, device=this().device).requires_grad_(False)
 
 
+def ids(seed: int = 0) -> torch.Tensor:
+    return random_ids(2, 8, seed=seed).to(this().device)
+
+
 def forwards_that_differ() -> list[str]:
     model, errors, rank = tiny(), [], this().rank
     partition = ringattn.Partition.even(8, 2)
-    right = model(random_ids(2, 8), partition)
-    for mine in (random_ids(2, 8, seed=rank), random_ids(2, 8).flip(rank)):
-        with pytest.raises(ValueError, match="on all ranks") as error:
-            model(mine, partition)
-        errors.append(str(error.value))
-        assert torch.equal(model(random_ids(2, 8), partition), right)
+
+    def call(token_ids: torch.Tensor) -> torch.Tensor:
+        return model(token_ids, partition)
+
+    right = call(ids())
+    for mine in (ids(seed=rank), ids().flip(rank)):
+        errors.append(refusal(call, mine, ids(), "on all ranks"))
+        assert torch.equal(call(ids()), right)
     return errors
 
 
-def test_ids_that_differ_fail_every_rank_at_once(rank_pool: Pools) -> None:
+@pytest.mark.parametrize("device_type", DEVICES)
+def test_ids_that_differ_fail_every_rank_at_once_or_a_call_later(
+    rank_pool: Pools, device_type: str
+) -> None:
     message = "token_ids must be the same on all ranks, got different ones on ranks 0 and 1"
-    for outcome in rank_pool(2).outcomes(forwards_that_differ):
+    for outcome in rank_pool(2, device_type).outcomes(forwards_that_differ):
         assert outcome.value == [message, message], outcome.traceback
+
+
+def calls_while_the_gpu_is_busy() -> bool:
+    model, partition = tiny(), ringattn.Partition.even(8, 2)
+    given = ids()
+    return returns_while_the_gpu_is_busy(lambda: model(given, partition))
+
+
+@pytest.mark.multi_gpu(size=2)
+@pytest.mark.nccl
+def test_a_call_does_not_wait_for_the_gpu(rank_pool: Pools) -> None:
+    assert rank_pool(2, "cuda").run(calls_while_the_gpu_is_busy) == [True, True]
 
 
 def shown_on_one_rank() -> str:
