@@ -6,8 +6,8 @@
 #
 #   tests      every test that needs a GPU, in groups by the number of GPUs, as many at once as there are
 #              GPUs for (OUT/tests_*.xml, JUnit). Each is a stage as well, which ends within ten minutes:
-#              tests_2a, tests_2b, tests_1, tests_sm80, tests_3, tests_4. Ranks share GPUs where there
-#              are fewer; tests that need NCCL are skipped then.
+#              tests_2a, tests_2b, tests_1, tests_sm80, tests_3a, tests_3b, tests_4a, tests_4b. Ranks
+#              share GPUs where there are fewer; tests that need NCCL are skipped then.
 #   attention  one GPU beside PyTorch's kernels; shapes of a ring, folding, short sequences
 #   ring       all GPUs beside one GPU and other rings: causal, dense, no groups of heads, uneven; a
 #              timeline; fewer GPUs
@@ -70,7 +70,7 @@ ranks() {
 
 # Groups of tests: those of --gpu-group (tests/python/_gpus.py), and that of one GPU once more with the
 # portable kernels.
-groups=(2a 2b 1 sm80 3 4)
+groups=(2a 2b 1 sm80 3a 3b 4a 4b)
 
 # pytest_on FIRST NUM GROUP SIZE: a group of tests that need SIZE GPUs, on NUM GPUs, in the background.
 pytest_on() {

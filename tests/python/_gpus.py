@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 #: Group -> number of GPUs. Groups of one number share the tests that need so many.
-GROUPS = {"1": 1, "2a": 2, "2b": 2, "3": 3, "4": 4}
+GROUPS = {"1": 1, "2a": 2, "2b": 2, "3a": 3, "3b": 3, "4a": 4, "4b": 4}
 
 #: Numbers of ranks of a test, each with as many GPUs.
 WORLD_SIZES = [pytest.param(size, marks=pytest.mark.multi_gpu(size=size)) for size in (2, 3, 4)]
