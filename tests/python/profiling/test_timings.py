@@ -62,14 +62,15 @@ def test_a_backward_is_a_call_of_its_own_with_the_own_block_last_under_zigzag(ri
             assert back.kind == "remote" or back.transfer_ms == 0
 
 
-def test_a_backward_attends_to_the_own_block_where_it_sees_no_other(ring):
+def test_a_backward_attends_to_the_own_block_last_where_it_sees_no_other_too(ring):
     size = ring.world_size
     case = Case(Partition.even(16 * size, size, layout="contiguous"))
     for rank, timings in enumerate(ring.run(record_training, case, 0.0)):
         backward = timings.calls[1]
-        assert [step.kind for step in backward].index("own") == rank
+        assert [step.kind for step in backward] == ["remote"] * (size - 1) + ["own"]
         assert sorted(step.source for step in backward) == list(range(size))
-        assert [step.flops > 0 for step in backward] == [turn <= rank for turn in range(size)]
+        seen = [step.flops > 0 for step in backward]
+        assert seen == [step <= rank for step in range(1, size)] + [True]
 
 
 def test_waits_for_blocks_are_no_attention_of_a_backward(rank_pool):
