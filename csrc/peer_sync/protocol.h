@@ -44,7 +44,8 @@
 //                     set it for the next call yet
 //   staged_mirror[p]  as staged[p]: fetching of r, or stream of r
 //   read[p]           staging of r in the next call, before it writes staged[r] of p
-//   read_mirror[p]    staging of r in the next call, after it has written staged[r] of p
+//   read_mirror[p]    staging of r in the next call, after it has written staged[r] of p; in a
+//                     round, before
 //
 // Where the streams of all ranks fetch, no kernel waits for `read` but the staging kernels, each
 // behind its own stream. There a stream writes `read` to its own pad, once its own writes are there
@@ -81,6 +82,7 @@
 //                           goes on staging, under kMismatchTag, so that peers detect it too.
 //   given_up                host memory, written by the watchdog before it sets all other signals
 //   given_up_copy           device memory, copied from given_up by the stream, once peers have read
+//                           and, in a round, once they have staged
 //
 // What a kernel may wait for:
 //   - Signals that peers write while they stage, for which they need nothing else: all blocks of

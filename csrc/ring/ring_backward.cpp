@@ -10,7 +10,6 @@
 #include <cmath>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -153,7 +152,7 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
     gradients.attend(step, blocks[step].k, blocks[step].v, of_block);
     timer.end_attention();
     if (turn == num_steps) {
-      result.dq = gradients.dq().to(q.scalar_type());  // while the last message travels
+      result.dq = gradients.dq().to(q.scalar_type());  // while messages travel
       const auto [dk, dv] = returns.sum(q.scalar_type());
       result.dk = dk;
       result.dv = dv;

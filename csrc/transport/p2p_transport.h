@@ -39,7 +39,7 @@ class RINGATTN_API Transfer {
 };
 
 /// Messages of one rank, each sent as soon as it is there, while others are still to be made. All
-/// ranks start their messages in order; each rank gets at most one of each other in a round.
+/// ranks start their messages in order. In a round, a rank gets at most one message of each other.
 class RINGATTN_API MessageRound {
  public:
   virtual ~MessageRound() = default;
@@ -48,7 +48,8 @@ class RINGATTN_API MessageRound {
   virtual void start(int64_t i) = 0;
   /// Its `receive` is filled, as Transfer::wait.
   virtual void wait_received(int64_t i) = 0;
-  /// After the last of these: what was sent has been read, for the current stream or this thread.
+  /// After the last of these. Work of the current stream, or of this thread, may write what was
+  /// sent once the next round or call has been opened.
   virtual void finish() = 0;
 };
 
@@ -62,16 +63,16 @@ class RINGATTN_API MessageTransport : public Transport {
   /// work that the current stream holds now.
   virtual std::unique_ptr<Transfer> start(const Message& message) = 0;
   /// Memory for the messages [i] that a round sends, [numel[i]] each, at most `largest` bytes on
-  /// any rank. Of the next round of the call, or of the next call. By all ranks, before open().
+  /// any rank. All rounds of a call use it again. By all ranks, before open().
   virtual std::vector<at::Tensor> message_buffers(const std::vector<int64_t>& numel,
                                                   int64_t largest,
                                                   const at::TensorOptions& options);
-  /// A round of messages, not empty, of which each `send` begins where its buffer does.
+  /// `messages` must not be empty; each `send` begins where its buffer does.
   virtual std::unique_ptr<MessageRound> open_round(std::vector<Message> messages);
   /// Whether a rank without a message to send or receive must start one all the same.
   virtual bool needs_every_rank() const { return false; }
   /// Whether, on CUDA, ranks compare the tag of a call (CallMonitor::call_tag) before anything
-  /// else, where no rank sends more than `bytes` at once, and `buffered` bytes of a round.
+  /// else, where no rank sends more than `bytes` at once, or `buffered` bytes in a round.
   virtual bool compares_tags(int64_t bytes, int64_t buffered) const { return false; }
   /// Whether kernels of all ranks can exchange a partial result of `bytes` of each rank by
   /// themselves. The same on every rank.

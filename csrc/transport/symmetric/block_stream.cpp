@@ -3,7 +3,6 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <algorithm>
 #include <exception>
 #include <memory>
 #include <vector>

@@ -23,7 +23,7 @@ struct HostSignalPad {
 
   // Written by this rank's device, read by its watchdog.
   Signal phase{Phase{}.encoded()};  // what is waited for
-  Signal calls{0};                  // that have been staged
+  Signal calls{0};                  // staging kernels: one of each call, several of a round
   Signal mismatch{0};               // CallTags::mismatch
   Signal call_tag{0};               // of the call in which a stream waits, or waited last
   // Written by its host.

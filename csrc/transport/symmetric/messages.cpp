@@ -148,7 +148,9 @@ class SymmetricRound : public MessageRound {
       : transport_(transport),
         messages_(std::move(messages)),
         stream_(getCurrentCUDAStream()),
-        received_(messages_.size()) {}
+        received_(messages_.size()) {
+    transport_.calls_.begin_on(stream_);  // before the caller writes what it sends
+  }
 
   // Enqueued work of a failed call runs all the same: the next call is ordered after it.
   ~SymmetricRound() override {
@@ -176,9 +178,11 @@ class SymmetricRound : public MessageRound {
 
   void wait_received(int64_t i) override { received_[i].block(getCurrentCUDAStream()); }
 
-  // The next call waits until peers have read, this one does not: nothing of the caller's is left.
+  // The next round or call waits until peers have read, not the work of the caller before that:
+  // nothing of the caller's is left. But a replay, which the transport does not see, waits for
+  // nothing.
   void finish() override {
-    if (transport_.calls_.capturing()) {
+    if (transport_.calls_.captured()) {
       transport_.join(stream_);
       transport_.calls_.end_on(stream_);
     } else {
@@ -193,7 +197,6 @@ class SymmetricRound : public MessageRound {
   const Rendezvous& group() const { return transport_.rendezvous_; }
 
   void begin() {
-    transport_.calls_.begin_on(stream_);
     begun_ = true;
     auto steps = std::make_shared<std::vector<int64_t>>(group().size, messages_.front().step);
     for (const Message& message : messages_) (*steps)[message.source] = message.step;

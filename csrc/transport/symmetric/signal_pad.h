@@ -40,7 +40,8 @@ class SignalPad {
 
   // Where copy engines fetch, next, in this order, on a stream that follows it. The stream waits
   // and writes, the host enqueues:
-  /// Waits until `peers` have staged everything. In a round, ahead of what follows.
+  /// Waits until `peers` have staged everything. In a round, ahead of what follows: the watchdog
+  /// counts peers that the stream does not wait for yet as late, too.
   void enqueue_wait_staged(const std::vector<int64_t>& peers, int32_t call_tag,
                            cudaStream_t stream);
   /// Waits until all peers have staged everything for this call, and clears their signals.

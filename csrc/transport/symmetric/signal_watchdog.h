@@ -47,7 +47,7 @@ class WatchedSignals {
  public:
   virtual ~WatchedSignals() = default;
 
-  /// What is waited for (Phase::encoded), and how many calls have begun. At once.
+  /// What is waited for (Phase::encoded), and how many staging kernels have begun. At once.
   virtual uint32_t phase() const = 0;
   virtual uint32_t calls() const = 0;
   /// The signals of this kind, one of each rank, [W]. Those in host memory at once.

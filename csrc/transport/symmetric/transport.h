@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "transport/group/rendezvous.h"
@@ -38,7 +37,7 @@ class SymmetricTransport : public MessageTransport {
   bool needs_every_rank() const override { return true; }
   // More memory is a collective exchange that comes before.
   bool compares_tags(int64_t staged, int64_t buffered) const override {
-    return has(staged_, staged) && has(buffered_, buffered);
+    return has(staged_, staged) && (buffered == 0 || has(buffered_, buffered));
   }
 
   bool exchanges_partials(int64_t bytes) const override {
@@ -62,7 +61,7 @@ class SymmetricTransport : public MessageTransport {
   using Steps = std::shared_ptr<const std::vector<int64_t>>;
 
   static bool has(const std::unique_ptr<PeerDeviceMemory>& memory, int64_t bytes) {
-    return (memory ? memory->bytes() : 0) >= static_cast<size_t>(bytes);
+    return memory && memory->bytes() >= static_cast<size_t>(bytes);
   }
   char* staged_by(int64_t rank) const { return static_cast<char*>(staged_->of(rank)); }
 

@@ -71,7 +71,7 @@ struct StageParams {
   const uint32_t* given_up = nullptr;       // host memory
   const uint32_t* given_up_copy = nullptr;  // not 0: as kGivenUp; null: no stream copies
   uint32_t* blocks_done = nullptr;          // [kStageCounters], 0 before and after
-  uint32_t* calls = nullptr;                // incremented in each call,
+  uint32_t* calls = nullptr;                // incremented by each launch,
   uint32_t* host_calls = nullptr;           // and copied here, to host memory,
   uint32_t* host_phase = nullptr;           // as `phase` is here
   uint32_t phase = 0;
