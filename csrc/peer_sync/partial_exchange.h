@@ -26,7 +26,7 @@
 // Nothing is cleared. A chunk has arrived when its signal has the number of the exchange. Rank r
 // writes slot and signals of exchange n + 2 over those of exchange n, on rank p:
 //   - r is in n + 2, so its kernel of n + 1 has ended, and all of its waits have been successful
-//     (a rank whose wait has been in vain has `failed` set, and writes nothing any more);
+//     (a rank that has waited for a failed group has `failed` set, and writes nothing any more);
 //   - that kernel has got a signal of n + 1 from p;
 //   - p's kernel of n + 1 has begun, so its kernel of n has ended: both are on one stream, or
 //     ordered between streams, and a replay is ordered by the graph's caller;
@@ -41,7 +41,7 @@
 // after the signals of all of its earlier exchanges.
 //
 // Failure. A rank that finds `failed` set at the begin of an exchange writes and signals nothing,
-// and its results are NaN. So are those of each chunk whose wait is in vain. Peers find out by
+// and its results are NaN. So are those of each chunk that does not come. Peers find out by
 // their own wait: by a signal with another tag, or by their watchdog.
 //
 // What waits holds at most kMaxExchangeBlocks small thread blocks of a rank. Thread blocks of all

@@ -32,7 +32,7 @@ __device__ __forceinline__ uint32_t wait_until_at_least(const uint32_t* signal, 
   return value;
 }
 
-/// Waits until every peer has staged `heads` KV heads, or the wait is in vain. Returns how many
+/// Waits until every peer has staged `heads` KV heads, or the group has failed. Returns how many
 /// heads all peers have staged.
 template <typename Between>
 __device__ __forceinline__ uint32_t wait_until_staged(const RemoteFetch& fetch, uint32_t heads,

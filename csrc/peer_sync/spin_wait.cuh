@@ -18,8 +18,8 @@ __device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t
 /// Polls between two reads of host memory: about a millisecond.
 constexpr uint32_t kPollsPerHostRead = 1024;
 
-/// Whether a wait that has polled so often is in vain: `failed` is set. Every kPollsPerHostRead-th
-/// poll reads given_up and, where that is not 0, sets `failed`.
+/// Whether the group has failed, for a wait that has polled so often: `failed` is set. Every
+/// kPollsPerHostRead-th poll reads given_up and, where that is not 0, sets `failed`.
 __device__ __forceinline__ bool has_failed(uint32_t* failed, const uint32_t* given_up,
                                            uint32_t polls) {
   if (load_relaxed_system(failed) != 0) return true;
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool has_failed(uint32_t* failed, const uint32_t* giv
   return true;
 }
 
-/// Waits until the signal is not 0. False: it has not come, and the wait is in vain.
+/// Waits until the signal is not 0. False: the group has failed, the signal will not come.
 __device__ __forceinline__ bool wait_for_signal(const uint32_t* signal, uint32_t* failed,
                                                 const uint32_t* given_up) {
 #pragma unroll 1

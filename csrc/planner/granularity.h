@@ -13,9 +13,9 @@
 
 namespace ringattn {
 
-/// Each of `starts`, or lengths whose slowest rank is faster by `TimeModel::step_ms`: lengths in
-/// whole tiles that end as close together as they can, in some orders (all for up to three ranks),
-/// improved by moving tokens from the slowest rank to others. The work for all starts together is
+/// Improves each start, by the time of its slowest rank (`TimeModel::step_ms`). First tries lengths
+/// in whole tiles, in several orders (all for up to three ranks); then moves tokens from the
+/// slowest rank. Returns the start where nothing is faster. The work for all starts together is
 /// bounded, and the same on every rank.
 std::vector<Partition> improve_lengths(const std::vector<Partition>& starts, const TimeModel& model,
                                        int64_t depth);

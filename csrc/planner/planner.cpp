@@ -194,7 +194,7 @@ Partition leave_out_ranks(const TimeModel& whole, int64_t depth) {
   return *fastest(partitions, whole, depth).first;
 }
 
-// The one of these partitions that waits least, and of those the one that needs the least depth.
+// The partition with the least wait; among equals, the one with the smallest depth.
 Partition least_waiting(const std::vector<Partition>& filled, const TimeModel& model,
                         int64_t depth) {
   return *fastest(filled, model, std::min(depth, find_min_depth(filled, model))).first;

@@ -107,7 +107,7 @@ class ShardedKVCache:
         self.history: torch.Tensor | int = 0
         self._begins: dict[tuple[int, int, torch.device], torch.Tensor] = {}  # of this step
         self._layers: dict[int, torch.Tensor] = {}  # [2, B, capacity, H_kv, D], keys first
-        self.storage_version = 0  # another one: layers lie at other addresses than before
+        self.storage_version = 0  # changes whenever layers move to other addresses
 
     @property
     def seq_len(self) -> int:

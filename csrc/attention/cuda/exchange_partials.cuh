@@ -69,7 +69,7 @@ __device__ __forceinline__ bool makes_a_ring(const PartialExchange& exchange, in
          number_of(load_acquire_system(signal)) != number;
 }
 
-/// Waits until a chunk of a peer has arrived. False: it has not, and the wait is in vain.
+/// Waits until a chunk of a peer has arrived. False: the group has failed, it will not come.
 __device__ __forceinline__ bool wait_for_chunk(const ExchangeLaunch& p, int peer, uint32_t number,
                                                int32_t chunk) {
   // `failed` lies in the same memory as the signal: reading it each time would double the time

@@ -84,8 +84,8 @@ struct DiagonalBounds {
   int diagonal;
   int first_query;
 
-  /// Keys visible to rows up to `rows_end`, all of them on the side of `first_query` that `row` is
-  /// on.
+  /// Number of leading keys that the rows before `rows_end` see. The rows must not cross
+  /// `first_query`; `row` is any of them.
   constexpr int visible(int row, int rows_end) const {
     const int end = rows_end + diagonal;
     return row < first_query || end < 0 ? 0 : end < num_keys ? end : num_keys;

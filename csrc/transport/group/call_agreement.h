@@ -141,7 +141,7 @@ class RINGATTN_API CallAgreement {
   std::atomic<int64_t> next_call_{0};
   std::atomic<int64_t> last_compared_{-1}, last_known_{-1};  // calls that were, and were not
   Agreed agreed_;
-  bool compare_known_ = false;         // untagged calls compare signatures that are known, too
+  bool compare_known_ = false;         // after a refusal, untagged calls compare known ones again
   uint32_t message_hash_ = 0;          // of the latest call's number and text
   uint32_t call_hash_ = 0;             // of its text
   int64_t untagged_calls_ = 0;         // that this rank has been in

@@ -11,8 +11,8 @@
 namespace ringattn {
 namespace {
 
-// Key under which a rank that waits in vain publishes the ranks that it waits for. A group fails
-// once, so one key for each rank is enough.
+// Key under which a rank whose wait has failed publishes the ranks that it waited for. A group
+// fails once, so one key for each rank is enough.
 std::string failed_key(int64_t rank) { return "failed/" + std::to_string(rank); }
 
 // Key under which a rank publishes why the group has ended there, for peers that wait for it.
@@ -162,7 +162,7 @@ void FailureDiagnosis::end(int64_t call, const std::string& operation, const std
 }
 
 FailureDiagnosis::Ranks FailureDiagnosis::most_suspected(const Ranks& suspects) {
-  // A rank that waits in vain publishes the ranks that it waits for. Of the ranks that have
+  // A rank whose wait has failed publishes the ranks that it waited for. Of the ranks that have
   // published nothing, the one that most ranks wait for is gone; the others have not detected the
   // failure yet. Several ranks are returned where equally many wait for each.
   std::string mine;

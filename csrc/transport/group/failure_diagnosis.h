@@ -17,7 +17,7 @@
 
 namespace ringattn {
 
-/// Detects that a wait is in vain, determines which rank is to blame, and ends the group. Ranks are
+/// Detects that a wait has failed, determines which rank is to blame, and ends the group. Ranks are
 /// those of the group. Shared with the watched operations of transfers, which may outlive the
 /// group.
 class RINGATTN_API FailureDiagnosis : public CallMonitor {

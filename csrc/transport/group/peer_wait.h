@@ -44,9 +44,10 @@ class RINGATTN_API PeerWait {
 
   /// The wait is for what peers publish in the store, so that a closed connection does not end it.
   void test_connections() { tests_connections_ = true; }
-  /// Throws where the wait is in vain: a peer has refused or left the call, has another signature,
-  /// or has ended the group; its connection is closed; this group has failed; the user has
-  /// pressed Ctrl-C, which ends the group. Logs from time to time that this rank waits.
+  /// Throws where what is waited for will not come: a peer has refused or left the call, has
+  /// another signature, or has ended the group; its connection is closed; this group has failed;
+  /// the user has pressed Ctrl-C, which ends the group. Logs from time to time that this rank
+  /// waits.
   void poll();
   /// Ends the group: the user has pressed Ctrl-C.
   void interrupt();

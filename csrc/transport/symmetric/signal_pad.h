@@ -57,7 +57,7 @@ class SignalPad {
   void poison_if_failed(const std::vector<at::Tensor>& results) const;
 
   // Where a kernel fetches, next:
-  /// What it needs; it waits, clears, signals and shows its phase by itself.
+  /// Parameters of a fetching kernel, which waits, clears and signals by itself.
   RemoteFetch remote_fetch(int64_t num_kv_heads) const;
 
   /// Whether kernels of every rank may wait, as those that exchange partials do

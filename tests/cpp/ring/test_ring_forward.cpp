@@ -2,18 +2,18 @@
 #include <ATen/ATen.h>
 
 #include "catch.h"
+#include "loopback.h"
 #include "reference.h"
 #include "ring/ring_forward.h"
 #include "ring/step_recorder.h"
 #include "testing/throttle.h"
-#include "transport/loopback.h"
 
 using ringattn::Block;
 using ringattn::Layout;
-using ringattn::LoopbackTransport;
 using ringattn::Partition;
 using ringattn::plan_ring;
 using ringattn::RingCall;
+using ringattn::testing::LoopbackTransport;
 using ringattn::testing::max_error;
 using ringattn::testing::reference_attention;
 

@@ -213,8 +213,8 @@ class NoBackward(torch.autograd.Function):
 
 
 class Context(LayerCall):
-    """What goes with a call through the layers, as a keyword argument: the attention op takes the
-    call, the hook after the layers the rest."""
+    """Keyword argument that travels through the layers. The attention op reads the call; the hook
+    after the layers reads the rest."""
 
     def __init__(self, call: ModelCall, asked: Asked, sequences: Sequences | None) -> None:
         super().__init__(call, with_gradients=asked.gradients)

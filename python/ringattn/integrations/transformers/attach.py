@@ -162,8 +162,8 @@ class AfterBody:
 
 @dataclass
 class Context:
-    """What goes with a call through the layers, as a keyword argument: the attention function takes
-    the call, the hook after the layers the rest."""
+    """Keyword argument that travels through the layers. The attention function reads ``call``; the
+    hook after the layers reads the rest."""
 
     call: ModelCall
     cache: Any  # the caller's, or a new one for the caller
