@@ -162,25 +162,24 @@ void close(std::vector<Visit>& visits, const BlockRows& queries, const Partition
   visits = std::move(closed);
 }
 
-std::vector<Visit> plain_visits(const Partition& queries, const Partition& keys, int64_t rank,
-                                bool causal) {
+// One for each step; their `final` is missing.
+std::vector<Visit> visits_of(const Partition& queries, const Partition& keys, int64_t rank,
+                             const Mask& mask) {
   const VisitOrder order(queries, keys);
   std::vector<Visit> visits;
-  for (int64_t step = 0; step < keys.world_size(); ++step) {
-    visits.push_back(plain_visit(queries, keys, rank, order.source_at(rank, step), causal));
+  const auto visit_all = [&](const auto& with) {
+    for (int64_t step = 0; step < keys.world_size(); ++step) {
+      visits.push_back(with(order.source_at(rank, step)));
+    }
+  };
+  if (has_closed_form(queries, keys, mask)) {
+    visit_all(
+        [&](int64_t source) { return plain_visit(queries, keys, rank, source, mask.causal); });
+    return visits;
   }
-  return visits;
-}
-
-std::vector<Visit> general_visits(const Partition& queries, const Partition& keys, int64_t rank,
-                                  const Mask& mask) {
-  const VisitOrder order(queries, keys);
-  const GeneralVisits visits_of(queries, keys, rank, mask);
-  std::vector<Visit> visits;
-  for (int64_t step = 0; step < keys.world_size(); ++step) {
-    visits.push_back(visits_of.with(order.source_at(rank, step)));
-  }
-  if (mask.is_plain()) close(visits, visits_of.queries(), keys);
+  const GeneralVisits general(queries, keys, rank, mask);
+  visit_all([&](int64_t source) { return general.with(source); });
+  if (mask.is_plain()) close(visits, general.queries(), keys);
   return visits;
 }
 
@@ -210,9 +209,7 @@ std::vector<VisitPart> Visit::parts() const {
 
 std::vector<Visit> schedule(const Partition& queries, const Partition& keys, int64_t rank,
                             const Mask& mask) {
-  std::vector<Visit> visits = has_closed_form(queries, keys, mask)
-                                  ? plain_visits(queries, keys, rank, mask.causal)
-                                  : general_visits(queries, keys, rank, mask);
+  std::vector<Visit> visits = visits_of(queries, keys, rank, mask);
   // `queries` end with the last row, so the rows that no later visit has are a range too.
   int64_t final_end = queries.length(rank);
   for (auto visit = visits.rbegin(); visit != visits.rend(); ++visit) {

@@ -14,11 +14,11 @@ GradientReturn::GradientReturn(MessageTransport* transport, const RingCall& call
     : transport_(transport),
       call_(call),
       own_(own),
-      row_elements_(2 * own.size(1) * own.size(3) * own.size(4)) {
+      row_elements_(2 * own.size(1) * own.size(3) * own.size(4)),
+      largest_(call.plan.largest_message(own.select(0, 0), own.scalar_type())) {
   if (num_hops() == 0) return;
-  leaving_ = transport_->message_buffers(
-      buffer_elements(&HopPlan::received),
-      call_.plan.largest_message(own_.select(0, 0), own_.scalar_type()), own_.options());
+  leaving_ =
+      transport_->message_buffers(buffer_elements(&HopPlan::received), largest_, own_.options());
   for (const int64_t elements : buffer_elements(&HopPlan::sent)) {
     arriving_.push_back(at::empty({elements}, own_.options()));
   }
@@ -45,7 +45,7 @@ Message GradientReturn::message(int64_t step) const {
   message.returns = true;
   message.destination = hop.source;
   message.source = hop.destination;
-  message.largest = call_.plan.largest_message(own_.select(0, 0), own_.scalar_type());
+  message.largest = largest_;
   if (row_elements_ == 0) return message;
   if (!hop.received.empty()) message.send = gradients(leaving_, step, hop.received);
   if (!hop.sent.empty()) message.receive = arriving(step);

@@ -54,6 +54,7 @@ class RINGATTN_API GradientReturn {
   const RingCall& call_;
   const at::Tensor own_;
   const int64_t row_elements_;                  // of keys and values together
+  const int64_t largest_;                       // message of any rank, bytes
   std::vector<at::Tensor> leaving_, arriving_;  // a buffer for each step of a round
   std::unique_ptr<MessageRound> round_;
   at::Tensor earlier_;  // like own_: what came back in rounds before; undefined: nothing

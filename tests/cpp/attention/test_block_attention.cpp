@@ -8,6 +8,7 @@
 
 #include "attention/block_attention.h"
 #include "catch.h"
+#include "operator_devices.h"
 #include "reference.h"
 
 using ringattn::AttentionResult;
@@ -21,17 +22,6 @@ using ringattn::testing::reference_masked_attention;
 namespace {
 
 constexpr double kScale = 0.35;
-
-// Every case runs on the CPU in float64 and, where there is one, on a CUDA device in float32.
-std::vector<at::TensorOptions> devices() {
-  std::vector<at::TensorOptions> devices = {at::TensorOptions(at::kCPU).dtype(at::kDouble)};
-#ifdef RINGATTN_WITH_CUDA
-  if (at::hasCUDA() && at::detail::getCUDAHooks().deviceCount() > 0) {
-    devices.push_back(at::TensorOptions(at::kCUDA).dtype(at::kFloat));
-  }
-#endif
-  return devices;
-}
 
 double tolerance(const at::TensorOptions& options) {
   return options.dtype() == at::kDouble ? 1e-11 : 4e-6;

@@ -6,22 +6,12 @@
 
 #include "attention/sum_rows.h"
 #include "catch.h"
+#include "operator_devices.h"
 
 using ringattn::RowRange;
 using ringattn::RowsToAdd;
 
 namespace {
-
-// float64 on the CPU; on a CUDA device float32.
-std::vector<at::TensorOptions> devices() {
-  std::vector<at::TensorOptions> devices = {at::TensorOptions(at::kCPU).dtype(at::kDouble)};
-#ifdef RINGATTN_WITH_CUDA
-  if (at::hasCUDA() && at::detail::getCUDAHooks().deviceCount() > 0) {
-    devices.push_back(at::TensorOptions(at::kCUDA).dtype(at::kFloat));
-  }
-#endif
-  return devices;
-}
 
 // Integers, of which every sum of a few is exact in all of the types.
 at::Tensor integers(int64_t rows, const at::TensorOptions& options) {
