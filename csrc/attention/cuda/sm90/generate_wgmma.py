@@ -13,7 +13,8 @@ ELEMENTS = {"__nv_bfloat16": "bf16", "__half": "f16"}
 SCORE_WIDTHS = (64, 80, 128)  # kBlockK of the tiles, kBlockQ of those of the backward
 VALUE_WIDTHS = (64, 128, 256)  # kHeadDim of the tiles
 QUERY_GRADIENT_WIDTHS = (64,)  # columns of dq that a warpgroup of the backward computes
-KEY_GRADIENT_WIDTHS = (128,)  # columns of dk and dv, where their weights are in shared memory
+# Columns of dq, and of dk and dv where their weights are in shared memory.
+ROW_GRADIENT_WIDTHS = (64, 128)
 
 HEADER = """\
 // SPDX-License-Identifier: Apache-2.0
@@ -110,7 +111,7 @@ def main() -> None:
             of_shared("ProductOfTransposed", "1, 1", element, name, n)
             for n in QUERY_GRADIENT_WIDTHS
         ]
-        parts += [of_shared("ProductOfRows", "0, 1", element, name, n) for n in KEY_GRADIENT_WIDTHS]
+        parts += [of_shared("ProductOfRows", "0, 1", element, name, n) for n in ROW_GRADIENT_WIDTHS]
     parts.append("\n}  // namespace ringattn::cuda::sm90")
     print("".join(parts))
 

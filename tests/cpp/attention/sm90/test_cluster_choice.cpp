@@ -67,4 +67,49 @@ TEST_CASE("the busiest cluster is found among four", "[sm90]") {
   }
 }
 
+TEST_CASE("a slice has as few planes as leave no thread block idle", "[sm90]") {
+  const auto planes = [](int tokens, bool causal, int least_rounds = 1) {
+    return choose_planes_per_slice(tiles(tokens, tokens, causal), 1, 132, least_rounds);
+  };
+  // Tiles of one length: one round.
+  CHECK(planes(16384, false) == 1);
+  CHECK(planes(8192, false) == 2);
+  CHECK(planes(4096, false) == 4);
+  // Under a diagonal a second round evens out the first.
+  CHECK(planes(32768, true) == 1);
+  CHECK(planes(16384, true) == 2);
+  CHECK(planes(8192, true) == 4);
+  CHECK(planes(1024, true) == 8);
+  CHECK(planes(131072, true) == 1);
+  CHECK(planes(16384, true, 4) == 4);
+  // 300 tiles of keys leave 96 of 132 thread blocks idle in their last round, three times as many
+  // 24 of them.
+  CHECK(planes(38400, false) == 3);
+}
+
+TEST_CASE("slices hardly prolong what the busiest cluster does", "[sm90]") {
+  std::mt19937 random(2);
+  const auto below = [&](int end) { return static_cast<int>(random() % end); };
+  for (int i = 0; i < 1000; ++i) {
+    WorkTiles some = tiles(1 + below(60000), 1 + below(60000), below(2) == 0);
+    some.planes = 1 + below(64);
+    const int clusters = 1 + below(132);
+    const int planes = choose_planes_per_slice(some, 1, clusters, 1);
+    INFO(some.bounds.num_queries << " x " << some.bounds.num_keys << ", " << some.planes);
+    REQUIRE(planes >= 1);
+    REQUIRE(planes <= some.planes);
+    WorkTiles slice = some, rest = some;
+    slice.planes = planes;
+    rest.planes = some.planes % planes;
+    const int64_t steps = some.planes / planes * busiest_steps(slice, 1, clusters) +
+                          (rest.planes > 0 ? busiest_steps(rest, 1, clusters) : 0);
+    // The same in one slice of at most eight rounds' planes.
+    slice.planes = std::clamp(8 * clusters / some.num_key_tiles, 1, some.planes);
+    rest.planes = some.planes % slice.planes;
+    const int64_t in_eight = some.planes / slice.planes * busiest_steps(slice, 1, clusters) +
+                             (rest.planes > 0 ? busiest_steps(rest, 1, clusters) : 0);
+    CHECK(steps <= in_eight + in_eight / 20);
+  }
+}
+
 }  // namespace

@@ -7,7 +7,8 @@
 #include "attention/cuda/query_bounds.h"
 #include "core/ceil_div.h"
 
-// How many thread blocks share the heads of a group. Plain C++, which tests run without a device.
+// How many thread blocks share the heads of a group, and which tiles are processed together. Plain
+// C++, which tests run without a device.
 
 namespace ringattn::cuda::sm90 {
 
@@ -83,6 +84,42 @@ inline int choose_ranks(const WorkTiles& tiles, const Residency& resident, bool 
     }
   }
   return best;
+}
+
+/// The planes of a slice, whose work tiles are processed before those of the next one. With few,
+/// the query rows under way stay in L2; with too few, thread blocks idle in a round that is not
+/// full, or that no other one evens out. So many as fill 1, 2, 4 or 8 rounds: the fewest with which
+/// the busiest cluster makes hardly more steps than the mean.
+///   least_rounds  where slices have a price
+inline int choose_planes_per_slice(const WorkTiles& tiles, int ranks, int clusters,
+                                   int least_rounds) {
+  const int64_t mean = (tiles.steps(0, ranks) + tiles.steps(tiles.count() - 1, ranks)) *
+                       tiles.count() / (2 * clusters);
+  int best = 1;
+  int64_t fewest = INT64_MAX;
+  for (int rounds = least_rounds; rounds <= 8; rounds *= 2) {
+    const int planes = std::clamp(rounds * clusters / tiles.num_key_tiles, 1, tiles.planes);
+    const auto steps_of_slice = [&](int of_slice) {
+      WorkTiles slice = tiles;
+      slice.planes = of_slice;
+      return of_slice == 0 ? 0 : busiest_steps(slice, ranks, clusters);
+    };
+    const int64_t steps =
+        tiles.planes / planes * steps_of_slice(planes) + steps_of_slice(tiles.planes % planes);
+    if (steps < fewest) {
+      fewest = steps;
+      best = planes;
+    }
+    if (fewest <= mean + mean / 25 || planes == tiles.planes) break;
+  }
+  return best;
+}
+
+/// The same for tiles of any lengths, by ticket: they even out over more of them.
+inline int planes_per_slice_by_ticket(const WorkTiles& tiles, int thread_blocks) {
+  constexpr int kRounds = 7;  // at least
+  return static_cast<int>(std::min<int64_t>(
+      tiles.planes, ceil_div(int64_t{kRounds} * thread_blocks, tiles.num_key_tiles)));
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -20,19 +20,6 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// Zeros in 16-byte vectors of a swizzled tile [column blocks][rows][64]: all of a row.
-template <typename Tile>
-__device__ __forceinline__ void clear_row(uint32_t tile, uint32_t block_bytes, int row,
-                                          int blocks = Tile::kColumnBlocks) {
-#pragma unroll 1
-  for (int i = 0; i < blocks * 8; ++i) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(tile + i / 8 * block_bytes +
-                                                                  row * kGradPitch + i % 8 * 16),
-                 "r"(0)
-                 : "memory");
-  }
-}
-
 /// Makes keys 0 that no row sees: dq is a sum over all keys of the tile, and 0 * NaN is NaN.
 template <typename Tile>
 __device__ __forceinline__ void clear_unseen_keys(const QueryBounds& bounds, uint32_t keys,
@@ -41,40 +28,8 @@ __device__ __forceinline__ void clear_unseen_keys(const QueryBounds& bounds, uin
   if (row >= kGradRows) return;
   const QueryRange seen = bounds.range(first_key + row);
   if (!seen.empty()) return;
-  clear_row<Tile>(keys, Tile::kKeyBlockBytes, row);
+  clear_row(keys, Tile::kColumnBlocks, Tile::kKeyBlockBytes, row);
   fence_async_shared();  // before the barrier of score gradients
-}
-
-/// Makes dead rows 0 (load_stats), for the sums of dk and dv. Each consumer does it for itself.
-template <typename Tile>
-__device__ __forceinline__ void clear_dead_rows(uint32_t dead_rows, uint32_t queries,
-                                                uint32_t grad_out, int barrier) {
-  const int row = threadIdx.x % kGradWarpgroup;
-  if (row < Tile::kBlockQ) {
-    uint32_t dead;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(dead) : "r"(dead_rows + row / 32 * 4) : "memory");
-    if (dead >> row % 32 & 1) {
-      clear_row<Tile>(queries, Tile::kQueryBlockBytes, row);
-      clear_row<Tile>(grad_out, Tile::kQueryBlockBytes, row);
-      fence_async_shared();
-    }
-  }
-  named_barrier_wait(barrier, kGradWarpgroup);
-}
-
-/// Whether a tile has dead rows.
-template <typename Tile>
-__device__ __forceinline__ bool has_dead_rows(uint32_t dead_rows) {
-  static_assert(Tile::kDeadWords == 2 || Tile::kDeadWords == 4);
-  uint32_t a, b, c = 0, d = 0;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(dead_rows) : "memory");
-  if constexpr (Tile::kDeadWords == 4) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(c), "=r"(d)
-                 : "r"(dead_rows + 8)
-                 : "memory");
-  }
-  return (a | b | c | d) != 0;
 }
 
 /// The thread's accumulators of scores: rows are keys 16 * warp + g and 8 below it, columns are
@@ -122,12 +77,32 @@ struct ColumnStats {
 };
 
 /// The statistics of a query tile, as stat_position lays them out.
+template <int kRows>
 struct StatsReader {
   const float4* base;
 
   __device__ __forceinline__ explicit StatsReader(uint32_t stats)
       : base(static_cast<const float4*>(__cvta_shared_to_generic(stats)) + threadIdx.x % 4) {}
+  /// Of the lane's columns of sixteen.
   __device__ __forceinline__ ColumnStats operator[](int i) const { return {base[4 * i]}; }
+};
+
+/// Every lane needs a quarter of them. Of 64 rows each loads two, early, and gets the others from
+/// lanes: products of operands in shared memory leave little time for loads.
+template <>
+struct StatsReader<64> {
+  float2 own;
+
+  __device__ __forceinline__ explicit StatsReader(uint32_t stats) {
+    const uint32_t lane = threadIdx.x % 32;
+    own = load_shared_pair(stats + lane / 8 * 64 + lane % 4 * 16 + lane / 4 % 2 * 8);
+  }
+  __device__ __forceinline__ ColumnStats operator[](int i) const {
+    const int lane = i * 8 + threadIdx.x % 4;
+    const auto of = [](float x, int from) { return __shfl_sync(0xffffffff, x, from); };
+    return {
+        make_float4(of(own.x, lane), of(own.y, lane), of(own.x, lane + 4), of(own.y, lane + 4))};
+  }
 };
 
 /// What exp2 is taken of: the score in powers of two, less the row's lse.
@@ -139,7 +114,7 @@ __device__ __forceinline__ float exponent(const BackwardKernelParams& p, float s
 /// p = exp(score - lse), in place of the scores.
 template <int kSize>
 __device__ __forceinline__ void exponentiate(const BackwardKernelParams& p, float (&s)[kSize],
-                                             StatsReader minus_lse) {
+                                             StatsReader<2 * kSize> minus_lse) {
 #pragma unroll
   for (int i = 0; i < kSize / 8; ++i) {
     const ColumnStats lse = minus_lse[i];
@@ -152,8 +127,9 @@ __device__ __forceinline__ void exponentiate(const BackwardKernelParams& p, floa
 ///   s  p; under a softcap the tanh of the scores, from which p comes once more
 template <bool kSoftcap, int kSize>
 __device__ __forceinline__ void differentiate(const BackwardKernelParams& p, float (&dp)[kSize],
-                                              const float (&s)[kSize], StatsReader minus_lse,
-                                              StatsReader deltas) {
+                                              const float (&s)[kSize],
+                                              StatsReader<2 * kSize> minus_lse,
+                                              StatsReader<2 * kSize> deltas) {
 #pragma unroll
   for (int i = 0; i < kSize / 8; ++i) {
     const ColumnStats delta = deltas[i];
@@ -190,6 +166,22 @@ __device__ __forceinline__ void store_score_grads(const uint32_t (&ds)[Tile::kBl
     const uint32_t block = j / 4, chunk = j % 4 * 2 + lane / 16;
     store_matrices(at + block * Tile::kKeyBlockBytes + ((chunk ^ row % 8) * 16), ds[4 * j],
                    ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+  }
+}
+
+/// ds into [kBlockK / 64][kBlockQ][64], swizzled: the consumer's 64 keys are one of the blocks.
+template <typename Tile>
+__device__ __forceinline__ void store_transposed_score_grads(
+    const uint32_t (&ds)[Tile::kBlockQ / 4], uint32_t to, int consumer) {
+  const uint32_t lane = threadIdx.x % 32, matrix = lane / 8;
+  const uint32_t row = matrix / 2 * 8 + lane % 8;  // of sixteen query rows
+  const uint32_t chunk = threadIdx.x % kGradWarpgroup / 32 * 2 + matrix % 2;  // of eight keys
+  const uint32_t at =
+      to + consumer * Tile::kQueryBlockBytes + row * kGradPitch + (chunk ^ row % 8) * 16;
+#pragma unroll
+  for (int j = 0; j < Tile::kBlockQ / 16; ++j) {
+    store_transposed_matrices(at + j * 16 * kGradPitch, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2],
+                              ds[4 * j + 3]);
   }
 }
 
@@ -245,18 +237,18 @@ __device__ __forceinline__ void write_key_grads(const BackwardKernelParams& p, c
 template <typename Element, typename Tile, bool kSoftcap>
 __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
                                               const BackwardShared<Tile>& shared, int consumer) {
-  // Whether dk of a step runs on under the scores of the next one: where registers suffice for
-  // both.
-  constexpr bool kDkOverlaps = Tile::kBlockQ <= 64;
+  // Whether p is rounded under dp: there it needs registers in both types.
+  constexpr bool kRoundsEarly = Tile::kBlockQ <= 64 && !kSoftcap;
+  // Whether steps without a mask have code of their own: no branch parts their instructions.
+  constexpr bool kTwoBodies = Tile::kBlockQ <= 64;
+  using Stats = StatsReader<Tile::kBlockQ>;
   constexpr int kAllConsumers = kGradConsumers * kGradWarpgroup;
   const bool is_first_lane = threadIdx.x % 32 == 0;
-  const int lane_key = consumer * kGradRows + threadIdx.x % kGradWarpgroup / 32 * 16 +
-                       threadIdx.x % 32 / 4;  // within the tile
   const uint32_t keys = shared.stationary(kScoreOperand) + consumer * kGradRows * kGradPitch;
   const uint32_t values =
       shared.stationary(kProbabilityOperand) + consumer * kGradRows * kGradPitch;
   // The part of dq: of a second block of rows, or of columns.
-  const uint32_t dq_rows = Tile::kBlockQ > kGradRows ? consumer * Tile::kKeyBlockBytes : 0;
+  const uint32_t dq_rows = Tile::kBlockQ > kGradRows ? consumer * kGradRows * kGradPitch : 0;
   const uint32_t dq_keys = shared.stationary(kScoreOperand) +
                            (Tile::kColumnBlocks > 1 ? consumer * Tile::kKeyBlockBytes : 0);
 
@@ -265,13 +257,16 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
   StagePosition<Tile::kGradOutStages> grad_out_at;
   uint32_t score_grads_stage = 0;
   uint32_t tile_parity = 0;
+  // The first of a thread's two keys; the other is 8 behind it.
+  const auto first_key_of_thread = [&](const KeyTile& tile) {
+    return tile.first_key + consumer * kGradRows + key_of_thread(volatile_thread());
+  };
   const auto free_stage = [&](GradOperand operand, uint32_t stage) {
     __syncwarp();
     if (is_first_lane) arrive(shared.free(operand, stage));
   };
 
   for_each_key_tile<Tile, false>(p, shared, [&](const KeyTile& tile) {
-    const int first_key = tile.first_key + lane_key;
     float dk[Tile::kHeadDim / 2] = {}, dv[Tile::kHeadDim / 2] = {};
     if (!tile.empty()) {
       wait(shared.stationary_full(kScoreOperand), tile_parity);
@@ -279,76 +274,72 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
       tile_parity ^= 1;
       clear_unseen_keys<Tile>(p.bounds, keys, tile.first_key + consumer * kGradRows);
       Step step(tile);
-      [[maybe_unused]] int previous_stage = -1;  // whose queries dk may be reading
-#pragma unroll 1
-      for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
-        const bool masked = tile.is_masked(step.query_tile);
-        const int lane_row = step.query_tile * Tile::kBlockQ + threadIdx.x % 4 * 2;
+      const auto mask = [&](ScoreTile<Tile>& x, float value) {
+        const int first_row = step.query_tile * Tile::kBlockQ + volatile_thread() % 4 * 2;
+        mask_pairs(x, p.bounds, first_key_of_thread(tile), first_row, value);
+      };
+      const auto take_step = [&](auto masked) {
         const uint32_t queries = shared.moving(kScoreOperand, queries_at.stage);
         const uint32_t grad_out = shared.moving(kProbabilityOperand, grad_out_at.stage);
         const uint32_t score_grads = shared.score_grads(score_grads_stage);
 
         ScoreTile<Tile> s, dp;
         wait(shared.full(kScoreOperand, queries_at.stage), queries_at.parity);
+        const Stats minus_lse(shared.stats(kScoreOperand, queries_at.stage));
         issue_transposed_scores<Element, Tile>(s, keys, queries);
         wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
-        const uint32_t dead_rows = shared.dead_rows(queries_at.stage);
-        if (has_dead_rows<Tile>(dead_rows)) {
-          wait_for_products<0>();
-          clear_dead_rows<Tile>(dead_rows, queries, grad_out, kClearedBarrier + consumer);
-          issue_transposed_scores<Element, Tile>(s, keys, queries);
-        }
         issue_transposed_scores<Element, Tile>(dp, values, grad_out);
-
-        const StatsReader minus_lse(shared.stats(kScoreOperand, queries_at.stage));
-        const StatsReader deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
+        const Stats deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
+        uint32_t probabilities[Tile::kBlockQ / 4], ds[Tile::kBlockQ / 4];
 
         // p = exp(s - lse), under dp.
         wait_for_products<1>();
-        if (kDkOverlaps && previous_stage >= 0) free_stage(kScoreOperand, previous_stage);
         if constexpr (kSoftcap) cap_scores(s, p.softcap_inner);
-        if (masked) mask_pairs(s, p.bounds, first_key, lane_row, p.masked_score);
+        if (masked) mask(s, p.masked_score);
         if constexpr (!kSoftcap) exponentiate(p, s, minus_lse);
+        if constexpr (kRoundsEarly) round_pairs<Element>(s, probabilities);
 
-        // ds = p * (dp - delta); dv only then: registers for p in both types cost more than
-        // waiting.
+        // ds = p * (dp - delta)
         wait_for_products<0>();
         differentiate<kSoftcap>(p, dp, s, minus_lse, deltas);
-        if (masked) mask_pairs(dp, p.bounds, first_key, lane_row, 0.0f);
+        if (masked) mask(dp, 0.0f);
         if constexpr (kSoftcap) exponentiate(p, s, minus_lse);
-        uint32_t probabilities[Tile::kBlockQ / 4], ds[Tile::kBlockQ / 4];
-        round_pairs<Element>(s, probabilities);
+        if constexpr (!kRoundsEarly) round_pairs<Element>(s, probabilities);
         round_pairs<Element>(dp, ds);
+        store_transposed_score_grads<Tile>(ds, score_grads, consumer);
         issue_key_grads<Element, Tile>(dv, probabilities, grad_out);
-        store_score_grads<Tile>(ds, score_grads, consumer);
         fence_async_shared();
         named_barrier_wait(kScoreGradsBarrier, kAllConsumers);
 
         // dq needs the score gradients of both consumers. It leaves under dk.
         float dq[kGradColumnBlock / 2];
         issue_query_grads<Element, Tile>(dq, score_grads + dq_rows, dq_keys);
-        issue_key_grads<Element, Tile>(dk, ds, queries);
         wait_for_products<1>();
         free_stage(kProbabilityOperand, grad_out_at.stage);
+        issue_key_grads<Element, Tile>(dk, ds, queries);
+        wait_for_products<1>();
         named_barrier_wait(kDqFreeBarrier + consumer, kDqThreads);
-        store_query_grads(dq, p.scale, shared.dq(consumer));
+        store_query_grads(dq, p.scale, shared.dq(consumer), volatile_thread());
         fence_async_shared();
         named_barrier_arrive(kDqFullBarrier + consumer, kDqThreads);
-        if constexpr (kDkOverlaps) {
-          previous_stage = queries_at.stage;
-        } else {
-          wait_for_products<0>();
-          free_stage(kScoreOperand, queries_at.stage);
-        }
+        wait_for_products<0>();
+        free_stage(kScoreOperand, queries_at.stage);
 
         queries_at.advance();
         grad_out_at.advance();
         score_grads_stage ^= 1;
         step.advance(tile, p.heads_per_rank);
-      }
-      if constexpr (kDkOverlaps) {
-        wait_for_products<0>();
-        free_stage(kScoreOperand, previous_stage);
+      };
+#pragma unroll 1
+      for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
+        const bool masked = tile.is_masked(step.query_tile);
+        if constexpr (!kTwoBodies) {
+          take_step(masked);
+        } else if (masked) {
+          take_step(std::true_type{});
+        } else {
+          take_step(std::false_type{});
+        }
       }
       if (p.ranks > 1) {
         sum_over_cluster(shared, owned, p.ranks, tile_parity ^ 1, dk, dv);
@@ -356,6 +347,7 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
       __syncwarp();
       if (is_first_lane) arrive(shared.stationary_free());
     }
+    const int first_key = first_key_of_thread(tile);
     write_key_grads<0>(p, tile, first_key, owned, p.dk, dk, p.scale);
     write_key_grads<2>(p, tile, first_key, owned, p.dv, dv, 1.0f);
   });

@@ -48,15 +48,6 @@ cudaError_t make_tensor_maps(const BlockAttentionBackwardParams& p, BackwardKern
   return cudaSuccess;
 }
 
-/// Planes whose tiles are processed together. All of them at once would have more query rows under
-/// way than L2 holds; with too few, the last round of a slice leaves thread blocks idle, the more
-/// so where tiles have any lengths.
-inline int choose_planes_per_slice(int planes, int key_tiles, int thread_blocks, bool by_ticket) {
-  const int half_rounds = by_ticket ? 14 : 7;  // at least
-  const int64_t tiles = int64_t{half_rounds} * thread_blocks / 2;
-  return std::min<int64_t>(planes, ceil_div(tiles, key_tiles));
-}
-
 template <typename Tile>
 cudaLaunchConfig_t grads_config(int blocks, int ranks, cudaLaunchAttribute (&attributes)[2]) {
   cudaLaunchConfig_t config = {};
@@ -102,11 +93,12 @@ cudaError_t prepare_grads(int device, Residency& resident) {
 /// The work tiles of a call. Those of a table have any lengths, which the host does not know: all
 /// count as whole.
 template <typename Tile>
-WorkTiles work_tiles_of(const BlockAttentionBackwardParams& p, int num_key_tiles) {
+WorkTiles work_tiles_of(const BlockAttentionBackwardParams& p) {
+  constexpr int kKeys = Tile::kBlockK * (Tile::kSplit ? 2 : 1);  // of a cluster
   QueryBounds bounds = QueryBounds::of(p);
   if (bounds.ranges != nullptr) bounds = {p.num_queries, p.num_keys, p.num_keys, 0, nullptr};
-  return {bounds,        p.batch * p.num_kv_heads,    num_key_tiles, Tile::kBlockQ,
-          Tile::kBlockK, p.num_heads / p.num_kv_heads};
+  return {bounds, p.batch * p.num_kv_heads,    ceil_div(p.num_keys, kKeys), Tile::kBlockQ,
+          kKeys,  p.num_heads / p.num_kv_heads};
 }
 
 template <typename Element, typename Tile, bool kSoftcap>
@@ -120,30 +112,27 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
 
   BackwardKernelParams params = {};
   const bool has_table = p.query_ranges != nullptr;
-  const int planes = p.batch * p.num_kv_heads;
-  params.heads_per_kv_head = p.num_heads / p.num_kv_heads;
-  if constexpr (Tile::kSplit) {
-    if (resident.of_two == 0) return cudaErrorNotSupported;
-    params.ranks = 2;  // a pair
-    params.num_key_tiles = ceil_div(p.num_keys, 2 * Tile::kBlockK);
-    params.heads_per_rank = params.heads_per_kv_head;
-  } else {
-    params.num_key_tiles = ceil_div(p.num_keys, Tile::kBlockK);
+  const WorkTiles tiles = work_tiles_of<Tile>(p);
+  int sharing = 1;  // thread blocks that share the heads of a group
+  if constexpr (!Tile::kByTicket && !Tile::kSplit) {
+    const bool by_ticket = has_table && p.semaphores != nullptr;
     // The order of a table's tiles in deterministic calls is that of tickets.
-    params.ranks = Tile::kByTicket || (has_table && p.deterministic)
-                       ? 1
-                       : choose_ranks(work_tiles_of<Tile>(p, params.num_key_tiles), resident,
-                                      /*by_ticket=*/has_table && p.semaphores != nullptr);
-    params.heads_per_rank = params.heads_per_kv_head / params.ranks;
-    if constexpr (!Tile::kByTicket) {
-      if (has_table && p.semaphores != nullptr && params.ranks == 1) {
-        return launch_grads<Element, ByTicket<Tile>, kSoftcap>(p, stream);
-      }
-    }
+    if (!has_table || !p.deterministic) sharing = choose_ranks(tiles, resident, by_ticket);
+    if (by_ticket && sharing == 1)
+      return launch_grads<Element, ByTicket<Tile>, kSoftcap>(p, stream);
   }
+  params.ranks = Tile::kSplit ? 2 : sharing;  // 2: a pair
   const int clusters = resident.clusters(params.ranks);
-  params.planes_per_slice =
-      choose_planes_per_slice(planes, params.num_key_tiles, clusters, Tile::kByTicket);
+  if (clusters == 0) return cudaErrorNotSupported;
+  params.num_key_tiles = tiles.num_key_tiles;
+  params.heads_per_kv_head = tiles.heads;
+  params.heads_per_rank = tiles.heads / sharing;
+  // Each slice begins with waits for turns. A table's tiles even out over several rounds; of pairs,
+  // whose rows are read half as often, slices of few gain nothing.
+  const int least_rounds = p.deterministic || has_table || Tile::kSplit ? 4 : 1;
+  params.planes_per_slice = Tile::kByTicket
+                                ? planes_per_slice_by_ticket(tiles, clusters)
+                                : choose_planes_per_slice(tiles, sharing, clusters, least_rounds);
   if (Tile::kByTicket) params.next_ticket = p.semaphores;
   if (p.deterministic) params.progress = p.semaphores + 1;
 

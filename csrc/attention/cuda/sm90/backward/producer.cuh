@@ -23,31 +23,42 @@ __device__ __forceinline__ int first_head_of_rank(const BackwardKernelParams& p)
   return !Tile::kSplit && p.ranks > 1 ? cluster_rank() * p.heads_per_rank : 0;
 }
 
-/// Of query rows first_row + lane, + 32 ...: -lse * log2(e), or delta. A row is dead if none of the
-/// keys is seen by it or its lse is -inf: its probabilities are made 0, and it may hold anything.
+/// lse of a query row; -inf if it sees none of the keys. Where it is -inf the row is dead: its
+/// probabilities are made 0, and it may hold anything.
+__device__ __forceinline__ float lse_of_row(const BackwardKernelParams& p, const KeyTile& tile,
+                                            int64_t head_offset, int row) {
+  const bool visible = row >= tile.rows.begin && row < tile.rows.end;
+  return visible ? p.lse[head_offset + row] : -INFINITY;
+}
+
+/// Of query rows first_row + lane, + 32 ...: -lse * log2(e), or delta. Returns whether one of the
+/// lane's is dead.
 template <GradOperand kOperand, typename Tile>
-__device__ __forceinline__ void load_stats(const BackwardKernelParams& p, const KeyTile& tile,
+__device__ __forceinline__ bool load_stats(const BackwardKernelParams& p, const KeyTile& tile,
                                            int64_t head_offset, int first_row,
-                                           float (&stats)[Tile::kDeadWords],
-                                           bool (&dead)[Tile::kDeadWords]) {
+                                           float (&stats)[Tile::kRowsOfLane]) {
+  bool any_dead = false;
 #pragma unroll
-  for (int i = 0; i < Tile::kDeadWords; ++i) {
+  for (int i = 0; i < Tile::kRowsOfLane; ++i) {
     const int row = first_row + threadIdx.x % 32 + 32 * i;
-    const bool visible = row >= tile.rows.begin && row < tile.rows.end;
-    const float lse = visible ? p.lse[head_offset + row] : -INFINITY;
-    dead[i] = lse == -INFINITY;
+    const float lse = lse_of_row(p, tile, head_offset, row);
+    const bool dead = lse == -INFINITY;
+    any_dead |= dead && row < p.bounds.num_queries;  // others are zeros
     if constexpr (kOperand == kScoreOperand) {
-      stats[i] = dead[i] ? -INFINITY : -kLog2E * lse;
+      stats[i] = dead ? -INFINITY : -kLog2E * lse;
     } else {
-      stats[i] = dead[i] ? 0.0f : p.delta[head_offset + row];
+      stats[i] = dead ? 0.0f : p.delta[head_offset + row];
     }
   }
+  return any_dead;
 }
 
 template <GradOperand kOperand, typename Tile>
 __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
                                                   const BackwardShared<Tile>& shared) {
   constexpr bool kScores = kOperand == kScoreOperand;
+  // Tiles by ticket are at more rows at one time than L2 holds: dq stays there first.
+  constexpr L2Policy kPolicy = Tile::kByTicket ? L2Policy::kEvictFirst : L2Policy::kNormal;
   const CUtensorMap& stationary = kScores ? p.k : p.v;
   const CUtensorMap& moving = kScores ? p.q : p.grad_out;
   const bool is_first_lane = threadIdx.x % 32 == 0;
@@ -56,6 +67,7 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
     prefetch_map(moving);
   }
   StagePosition<BackwardShared<Tile>::stages(kOperand)> at;
+  uint32_t loaded_parity = 0;
   const int first_head = first_head_of_rank<Tile>(p);
   uint32_t tile_parity = 1;
   for_each_key_tile<Tile, kScores>(p, shared, [&](const KeyTile& tile) {
@@ -86,25 +98,22 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
     for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
       const int head = tile.kv_head * p.heads_per_kv_head + first_head + step.head;
       const int first_row = step.query_tile * Tile::kBlockQ;
-      float stats[Tile::kDeadWords];
-      bool dead[Tile::kDeadWords];
-      load_stats<kOperand, Tile>(p, tile,
-                                 tile.batch * p.lse_batch_stride + head * p.lse_head_stride,
-                                 first_row, stats, dead);
+      float stats[Tile::kRowsOfLane];
+      const int64_t head_offset = tile.batch * p.lse_batch_stride + head * p.lse_head_stride;
+      // 0 * NaN is NaN in the sums of dk and dv: this warp makes dead rows 0 before others read.
+      const bool has_dead_rows = __any_sync(
+          0xffffffff, load_stats<kOperand, Tile>(p, tile, head_offset, first_row, stats));
       wait(shared.free(kOperand, at.stage), at.parity ^ 1);
 #pragma unroll
-      for (int i = 0; i < Tile::kDeadWords; ++i) {
+      for (int i = 0; i < Tile::kRowsOfLane; ++i) {
         store_shared(
             shared.stats(kOperand, at.stage) + 4 * stat_position(threadIdx.x % 32 + 32 * i),
             __float_as_uint(stats[i]));
-        if constexpr (kScores) {
-          const uint32_t rows = __ballot_sync(0xffffffff, dead[i]);
-          if (is_first_lane) store_shared(shared.dead_rows(at.stage) + 4 * i, rows);
-        }
       }
       __syncwarp();
       if (is_first_lane) {
-        const uint32_t full = shared.full(kOperand, at.stage);
+        const uint32_t full =
+            has_dead_rows ? shared.loaded(kOperand) : shared.full(kOperand, at.stage);
         arrive_expecting(full, Tile::kQueryBytes);
         // One rank of a pair loads queries, the other gradients of out, both for both.
         if (!Tile::kSplit || rank_in_pair() == kOperand) {
@@ -114,10 +123,24 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
             if constexpr (Tile::kSplit) {
               load_box_in_ranks(to, moving, from, full, /*ranks=*/3, L2Policy::kEvictFirst);
             } else {
-              load_box(to, moving, from, full, L2Policy::kEvictFirst);
+              load_box(to, moving, from, full, kPolicy);
             }
           }
         }
+      }
+      if (has_dead_rows) {
+        wait(shared.loaded(kOperand), loaded_parity);
+        loaded_parity ^= 1;
+#pragma unroll 1
+        for (int row = threadIdx.x % 32; row < Tile::kBlockQ; row += 32) {
+          if (lse_of_row(p, tile, head_offset, first_row + row) == -INFINITY) {
+            clear_row(shared.moving(kOperand, at.stage), Tile::kColumnBlocks,
+                      Tile::kQueryBlockBytes, row);
+          }
+        }
+        fence_async_shared();
+        __syncwarp();
+        if (is_first_lane) arrive(shared.full(kOperand, at.stage));
       }
       at.advance();
       step.advance(tile, p.heads_per_rank);

@@ -62,11 +62,31 @@ __device__ __forceinline__ void issue_key_grads(float (&grads)[Tile::kHeadDim / 
 }
 
 /// dq = ds @ k, of 64 rows and 64 columns, over all keys of the tile.
-///   score_grads  their 64 rows: ds.T, [kBlockK, 64]
+///   score_grads  the first of their 64 rows: ds, [kBlockK / 64][kBlockQ][64]
 ///   keys         their 64 columns: [kBlockK, 64]
-template <typename Element, typename Tile, bool kAccumulate = false>
+template <typename Element, typename Tile>
 __device__ __forceinline__ void issue_query_grads(float (&dq)[kGradColumnBlock / 2],
                                                   uint32_t score_grads, uint32_t keys) {
+  using Product = ProductOfRows<Element, kGradColumnBlock>;
+  const auto a = OperandDescriptor::k_major(score_grads),
+             b = OperandDescriptor::n_major(keys, Tile::kKeyBlockBytes);
+  begin_products();
+  Product::template issue<false>(dq, a.at(0), b.at(0));
+#pragma unroll
+  for (int step = 1; step < Tile::kBlockK / 16; ++step) {
+    Product::template issue<true>(dq, a.at(step / 4 * Tile::kQueryBlockBytes + step % 4 * 32),
+                                  b.at(step * 16 * kGradPitch));
+  }
+  commit_products();
+}
+
+/// The same of weights that are there as ds.T, or added to dq.
+///   score_grads  ds.T of their 64 rows, [kBlockK, 64]
+///   keys         their 64 columns: [kBlockK, 64]
+template <typename Element, typename Tile, bool kAccumulate>
+__device__ __forceinline__ void issue_query_grads_of_transposed(float (&dq)[kGradColumnBlock / 2],
+                                                                uint32_t score_grads,
+                                                                uint32_t keys) {
   using Product = ProductOfTransposed<Element, kGradColumnBlock>;
   const auto a = OperandDescriptor::n_major(score_grads, Tile::kKeyBlockBytes),
              b = OperandDescriptor::n_major(keys, Tile::kKeyBlockBytes);

@@ -56,21 +56,9 @@ __device__ __forceinline__ void clear_unseen_keys_of_pair(const QueryBounds& bou
   const bool is_other = threadIdx.x % kGradWarpgroup >= kGradRows;
   const QueryRange seen = bounds.range((is_other ? first_key ^ kGradRows : first_key) + row);
   if (!seen.empty()) return;
-  clear_row<Tile>(is_other ? shared.other_keys() : shared.stationary(kScoreOperand),
-                  Tile::kKeyBlockBytes, row, is_other ? 2 : Tile::kColumnBlocks);
+  clear_row(is_other ? shared.other_keys() : shared.stationary(kScoreOperand),
+            is_other ? 2 : Tile::kColumnBlocks, Tile::kKeyBlockBytes, row);
   fence_async_shared();  // before ds is published
-}
-
-/// threadIdx.x, read where it is needed: what follows from it is not kept in registers.
-__device__ __forceinline__ uint32_t volatile_thread() {
-  uint32_t thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
-/// The first of a thread's two keys, within the tile; the other is 8 behind it.
-__device__ __forceinline__ int key_of_thread(int thread) {
-  return thread % kGradWarpgroup / 32 * 16 + thread % 32 / 4;
 }
 
 /// scale * grads of the thread's keys into x [B, S_k, H_kv, D].
@@ -142,16 +130,10 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
       wait(shared.full(kScoreOperand, queries_at.stage), queries_at.parity);
       issue_transposed_scores<Element, Tile>(s, keys, queries);
       wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
-      const uint32_t dead_rows = shared.dead_rows(queries_at.stage);
-      if (has_dead_rows<Tile>(dead_rows)) {
-        wait_for_products<0>();
-        clear_dead_rows<Tile>(dead_rows, queries, grad_out, kClearedBarrier);
-        issue_transposed_scores<Element, Tile>(s, keys, queries);
-      }
       issue_transposed_scores<Element, Tile>(dp, values, grad_out);
 
-      const StatsReader minus_lse(shared.stats(kScoreOperand, queries_at.stage));
-      const StatsReader deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
+      const StatsReader<Tile::kBlockQ> minus_lse(shared.stats(kScoreOperand, queries_at.stage));
+      const StatsReader<Tile::kBlockQ> deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
       uint32_t rounded[Tile::kBlockQ / 4];
 
       // p = exp(s - lse), under dp.
@@ -230,8 +212,10 @@ __device__ __forceinline__ void sum_key_grads(const BackwardKernelParams& p,
           wait(shared.weights_full(kScoreOperand, 0), steps % 2);
         }
         wait(shared.other_score_grads_full(), steps % 2);
-        issue_query_grads<Element, Tile>(dq, shared.weights(kScoreOperand, 0), keys);
-        issue_query_grads<Element, Tile, true>(dq, shared.other_score_grads(), other_keys);
+        issue_query_grads_of_transposed<Element, Tile, false>(dq, shared.weights(kScoreOperand, 0),
+                                                              keys);
+        issue_query_grads_of_transposed<Element, Tile, true>(dq, shared.other_score_grads(),
+                                                             other_keys);
         if constexpr (kIsDk) {
           issue_key_grads<Element, Tile>(grads, weights, moving);
           wait_for_products<1>();

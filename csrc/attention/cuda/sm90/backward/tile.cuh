@@ -23,7 +23,6 @@ constexpr int kTurnBytes = 32;         // of a warp that adds (turns.cuh)
 constexpr int kScoreGradsBarrier = 1;  // all score gradients of a step are in shared memory
 constexpr int kDqFullBarrier = 2;
 constexpr int kDqFreeBarrier = kDqFullBarrier + kGradConsumers;
-constexpr int kClearedBarrier = kDqFreeBarrier + kGradConsumers;  // of a consumer
 constexpr int kDqThreads = kGradWarpgroup + 32;  // the consumer, and the warp that adds dq
 
 /// One warpgroup copies; two consumers keep 64 keys each and process the query rows that see them
@@ -40,7 +39,7 @@ struct BackwardTileShape {
   static constexpr bool kSplit = kScoreRegisters_ > 0;
   static constexpr int kBlockK = kGradRows * (kSplit ? 1 : kGradConsumers);
   static constexpr bool kByTicket = false;
-  static constexpr int kQueryStages = kSplit ? 2 : 3;  // two steps read queries at one time
+  static constexpr int kQueryStages = kSplit ? 2 : 3;
   static constexpr int kGradOutStages = kSplit ? 1 : 2;
   static constexpr int kScoreGradStages = kSplit ? 1 : 2;
   static constexpr int kProbabilityStages = kSplit ? 2 : 0;
@@ -57,15 +56,15 @@ struct BackwardTileShape {
   static constexpr int kQueryBlockBytes = kBlockQ * kGradPitch;
   static constexpr int kKeyBytes = kColumnBlocks * kKeyBlockBytes;
   static constexpr int kQueryBytes = kColumnBlocks * kQueryBlockBytes;
-  // [kBlockQ / 64][kBlockK][64]: transposed, as the scores are.
+  // [kBlockK / 64][kBlockQ][64]; of split roles transposed, [kBlockK][64].
   static constexpr int kScoreGradBytes = kBlockQ / kGradColumnBlock * kBlockK * kGradPitch;
   // What dq needs of the pair's other half: two blocks of columns of its keys.
   static constexpr int kOtherKeyBytes = kSplit ? 2 * kKeyBlockBytes : 0;
   static constexpr int kDqBlockBytes = kGradRows * kGradPitch;  // [64][32], float32
   static constexpr int kDqBlocks = kSplit ? 1 : 2;              // that leave at one time
   static constexpr int kDqBytes = kDqBlocks * kDqBlockBytes;    // of a consumer
-  static constexpr int kDeadWords = kBlockQ / 32;
-  static constexpr int kStatBytes = kBlockQ * 4 + 16;  // of a stage
+  static constexpr int kRowsOfLane = kBlockQ / 32;              // of a query tile
+  static constexpr int kStatBytes = kBlockQ * 4;                // of a stage
 
   static constexpr int kKeys = 0;
   static constexpr int kValues = kKeys + kKeyBytes;
@@ -79,7 +78,7 @@ struct BackwardTileShape {
   static constexpr int kLse = kDq + kGradConsumers * kDqBytes;
   static constexpr int kDelta = kLse + kQueryStages * kStatBytes;
   static constexpr int kBarriers = kDelta + kGradOutStages * kStatBytes;
-  static constexpr int kTickets = kBarriers + (kSplit ? 192 : 128);
+  static constexpr int kTickets = kBarriers + (kSplit ? 208 : 144);
   static constexpr int kTurns = kTickets + 48;
   static constexpr int kSharedBytes = kTurns + kGradConsumers * kTurnBytes;
   static_assert(kSharedBytes <= 232448);
@@ -98,6 +97,30 @@ enum GradOperand { kScoreOperand, kProbabilityOperand };
 
 __device__ __forceinline__ void store_shared(uint32_t to, uint32_t x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+
+/// threadIdx.x, read where it is needed: what follows from it is not kept in registers.
+__device__ __forceinline__ uint32_t volatile_thread() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+/// The first of a thread's two keys, within the tile; the other is 8 behind it.
+__device__ __forceinline__ int key_of_thread(int thread) {
+  return thread % kGradWarpgroup / 32 * 16 + thread % 32 / 4;
+}
+
+/// Zeros in 16-byte vectors of a swizzled tile [blocks][rows][64]: all of a row.
+__device__ __forceinline__ void clear_row(uint32_t tile, int blocks, uint32_t block_bytes,
+                                          int row) {
+#pragma unroll 1
+  for (int i = 0; i < blocks * 8; ++i) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(tile + i / 8 * block_bytes +
+                                                                  row * kGradPitch + i % 8 * 16),
+                 "r"(0)
+                 : "memory");
+  }
 }
 
 /// Where the statistic of a query row lies: columns 8n + 2t and the next one of an even n, then
@@ -148,10 +171,6 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t stats(GradOperand operand, uint32_t stage) const {
     return base + (operand == kScoreOperand ? Tile::kLse : Tile::kDelta) + stage * Tile::kStatBytes;
   }
-  /// A bit for each query row that nothing may be read of (load_stats); beside lse alone.
-  __device__ __forceinline__ uint32_t dead_rows(uint32_t stage) const {
-    return stats(kScoreOperand, stage) + Tile::kBlockQ * 4;
-  }
   __device__ __forceinline__ uint32_t score_grads(uint32_t stage) const {
     return base + Tile::kScoreGrads + stage * Tile::kScoreGradBytes;
   }
@@ -184,6 +203,11 @@ struct BackwardShared {
   }
   __device__ __forceinline__ uint32_t free(GradOperand operand, uint32_t stage) const {
     return base + Tile::kBarriers + (operand == kScoreOperand ? 72 : 96) + 8 * stage;
+  }
+
+  /// A tile with rows to be made 0 is there (load_grad_operand).
+  __device__ __forceinline__ uint32_t loaded(GradOperand operand) const {
+    return base + Tile::kTickets - 16 + 8 * operand;
   }
 
   /// What other ranks of the cluster send (cluster_sum.cuh): over the stages that move.
@@ -227,6 +251,7 @@ struct BackwardShared {
     }
     for (const GradOperand operand : {kScoreOperand, kProbabilityOperand}) {
       init_barrier(stationary_full(operand), 1);
+      init_barrier(loaded(operand), 1);
       for (int stage = 0; stage < stages(operand); ++stage) {
         init_barrier(full(operand, stage), 1);
         // Each warp has read the statistics by itself. Of split roles two read an operand, too, and

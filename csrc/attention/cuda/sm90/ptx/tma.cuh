@@ -13,6 +13,7 @@ namespace ringattn::cuda::sm90 {
 
 /// How long lines should stay in L2: keys and values are read by many tiles, queries by one.
 enum class L2Policy : uint64_t {
+  kNormal = 0x1000000000000000,
   kEvictFirst = 0x12F0000000000000,
   kEvictLast = 0x14F0000000000000,
 };
