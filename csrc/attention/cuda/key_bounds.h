@@ -13,6 +13,11 @@ namespace ringattn::cuda {
 struct alignas(8) KeyRange {
   int32_t begin;
   int32_t end;
+
+  /// Whether one of keys [first_key, keys_end) is among them.
+  constexpr bool meets(int first_key, int keys_end) const {
+    return (begin < first_key ? first_key : begin) < (end < keys_end ? end : keys_end);
+  }
 };
 
 /// Keys that adjacent query rows see. Both columns of a table never decrease, so the first and the
@@ -50,26 +55,6 @@ struct KeyBounds {
   constexpr VisibleKeys visible(int first_row, int rows_end) const {
     const KeyRange first = range(first_row), last = range(rows_end - 1);
     return {{first.begin, last.end}, {last.begin, first.end}};
-  }
-
-  /// Whether one of rows [first_row, rows_end) sees one of keys [first_key, keys_end). Hulls may
-  /// have gaps. The rows that could are adjacent: from the first that ends behind first_key on.
-  constexpr bool any_sees(int first_row, int rows_end, int first_key, int keys_end) const {
-    int row = first_row, end = rows_end;
-    while (row < end) {
-      const int middle = row + (end - row) / 2;
-      if (range(middle).end > first_key) {
-        end = middle;
-      } else {
-        row = middle + 1;
-      }
-    }
-    for (; row < rows_end; ++row) {
-      const KeyRange seen = range(row);
-      if (seen.begin >= keys_end) return false;
-      if (seen.begin < seen.end) return true;
-    }
-    return false;
   }
 
  private:

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <climits>
 #include <cstdint>
 #include <type_traits>
 
@@ -202,12 +203,23 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
         free_keys();
       };
 
-      /// A tile in a gap between the keys of some rows and those of others.
+      /// A tile in a gap between the keys of some rows and those of others. A row that sees a tile
+      /// also sees those below it down to its first key, of which the table need not be asked.
+      int seen_from = INT_MAX;
       const auto is_unseen = [&](int key_tile) {
+        if (key_tile >= seen_from) return false;
         const QueryTile at = shared.tile(consumer, queries_parity);
-        const int first_row = at.first_row + consumer * kConsumerRows;
-        return !p.keys[segment].any_sees(first_row, min(first_row + kConsumerRows, at.rows_end),
-                                         key_tile * Tile::kBlockK, (key_tile + 1) * Tile::kBlockK);
+        const int first_row = at.first_row + consumer * kConsumerRows + threadIdx.x % 32;
+        int first_key = INT_MAX;
+#pragma unroll
+        for (int i = 0; i < kConsumerRows; i += 32) {
+          const KeyRange seen = p.keys[segment].range(min(first_row + i, at.rows_end - 1));
+          if (seen.meets(key_tile * Tile::kBlockK, (key_tile + 1) * Tile::kBlockK)) {
+            first_key = min(first_key, seen.begin);
+          }
+        }
+        seen_from = __reduce_min_sync(0xffffffff, first_key) / Tile::kBlockK;
+        return key_tile < seen_from;
       };
       /// Values of the latest tile, where some rows see no key near it.
       const auto add_apart = [&](int key_tile) {
@@ -216,8 +228,8 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
         RowFlags sees;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          sees.of[half] = max(seen[half].begin, key_tile * Tile::kBlockK) <
-                          min(seen[half].end, (key_tile + 1) * Tile::kBlockK);
+          sees.of[half] =
+              seen[half].meets(key_tile * Tile::kBlockK, (key_tile + 1) * Tile::kBlockK);
         }
         wait(shared.full(kValues, values_at.stage), values_at.parity);
         add_values_to_rows<Element>(out, probabilities, shared.buffer(kValues, values_at.stage),
