@@ -38,7 +38,7 @@ namespace ringattn::cuda::sm90 {
 /// d[4 * n + 2 * half + c].
 template <typename Element, int kN> struct ProductOfShared;
 
-/// d [64, kN] += a [64, 16] @ b [16, kN], a in registers: of rows 16 * w + g and 8 below it,
+/// d [64, kN] (+)= a [64, 16] @ b [16, kN], a in registers: of rows 16 * w + g and 8 below it,
 /// columns 2t and the next one, then columns 8 + 2t; b in shared memory, N-major.
 template <typename Element, int kN> struct ProductOfRegisters;
 
@@ -88,15 +88,16 @@ def of_registers(element: str, name: str, n: int) -> str:
     k = n // 2
     return f"""
 template <> struct ProductOfRegisters<{element}, {n}> {{
+  template <bool kAccumulate = true>
   static __device__ __forceinline__ void issue(float (&d)[{k}], uint32_t a0, uint32_t a1,
                                                uint32_t a2, uint32_t a3, uint64_t b) {{
-    asm volatile("{{ .reg .pred p; setp.ne.b32 p, 1, 0;\\n"
+    asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{k + 5}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} {{"
 {asm_operands(k)}
         "}}, {{%{k}, %{k + 1}, %{k + 2}, %{k + 3}}}, %{k + 4}, p, 1, 1, 1; }}"
         :
 {outputs(k)}
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(int(kAccumulate)));
   }}
 }};
 """

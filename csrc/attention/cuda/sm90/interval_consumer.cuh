@@ -223,19 +223,19 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
       };
       /// Values of the latest tile, where some rows see no key near it.
       const auto add_apart = [&](int key_tile) {
-        KeyRange seen[2];
-        rows_see(segment, seen);
-        RowFlags sees;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          sees.of[half] =
-              seen[half].meets(key_tile * Tile::kBlockK, (key_tile + 1) * Tile::kBlockK);
-        }
         wait(shared.full(kValues, values_at.stage), values_at.parity);
-        add_values_to_rows<Element>(out, probabilities, shared.buffer(kValues, values_at.stage),
-                                    Tile::kKeyBlockBytes, sees);
-        named_barrier_wait(own_barrier, kWarpgroupSize);  // all warps have read the values
-
+        add_values_to_rows<Element>(
+            out, probabilities, shared.buffer(kValues, values_at.stage), Tile::kKeyBlockBytes, [&] {
+              KeyRange seen[2];
+              rows_see(segment, seen);
+              RowFlags sees;
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                sees.of[half] =
+                    seen[half].meets(key_tile * Tile::kBlockK, (key_tile + 1) * Tile::kBlockK);
+              }
+              return sees;
+            });
         free_values();
       };
 

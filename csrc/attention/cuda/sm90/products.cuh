@@ -9,6 +9,7 @@
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/ptx/wgmma.cuh"
 #include "attention/cuda/sm90/score_product.cuh"
+#include "attention/cuda/sm90/softmax.cuh"
 #include "attention/cuda/sm90/tile.cuh"
 
 // The two products of a consumer warpgroup: its 64 query rows with a tile of keys, and their
@@ -58,6 +59,40 @@ __device__ __forceinline__ void issue_values(float (&out)[Tile::kHeadDim / 2],
                                                        v.at(step * 16 * kColumnBlockPitch));
   }
   commit_products();
+}
+
+/// out += p @ v in some of a lane's two rows. In the others `out` stays, also where p is 0 and v is
+/// not finite: sums of the products are registers of their own. Returns when it is done.
+///   values  of a tile, in blocks of 64 columns that are `value_block_bytes` apart
+///   rows    which of the two: called under the products
+template <typename Element, int kAccumulators, int kOperands, typename Rows>
+__device__ __forceinline__ void add_values_to_rows(float (&out)[kAccumulators],
+                                                   const uint32_t (&p)[kOperands], uint32_t values,
+                                                   uint32_t value_block_bytes, const Rows& rows) {
+  constexpr int kHeadDim = 2 * kAccumulators;
+  // Registers do not hold D 256 twice.
+  constexpr int kColumns = kHeadDim <= 128 ? kHeadDim : kColumnBlock, kSums = kColumns / 2;
+  using Product = ProductOfRegisters<Element, kColumns>;
+#pragma unroll
+  for (int part = 0; part < kHeadDim / kColumns; ++part) {
+    const auto v = OperandDescriptor::n_major(
+        values + part * (kColumns / kColumnBlock) * value_block_bytes, value_block_bytes);
+    float sums[kSums];
+    begin_products();
+    Product::template issue<false>(sums, p[0], p[1], p[2], p[3], v.at(0));
+#pragma unroll
+    for (int step = 1; step < kOperands / 4; ++step) {
+      Product::issue(sums, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
+                     v.at(step * 16 * kColumnBlockPitch));
+    }
+    commit_products();
+    const RowFlags added = rows();
+    wait_for_products<0>();
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      if (added[i / 2 % 2]) out[part * kSums + i] += sums[i];
+    }
+  }
 }
 
 }  // namespace ringattn::cuda::sm90

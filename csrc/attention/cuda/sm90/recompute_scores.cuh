@@ -42,33 +42,4 @@ __device__ __forceinline__ void recompute_scores(float (&s)[kScores], const RowF
   }
 }
 
-/// out += p @ v in those of a lane's two rows that `sees` names. In the others `out` stays, also
-/// where p is 0 and v is not finite. By one warp, without the others, as above.
-///   p       probabilities, rounded, as ptx/wgmma.cuh has them in registers
-///   values  a tile in shared memory, in blocks of 64 columns that are `value_block_bytes` apart
-template <typename Element, int kAccumulators, int kOperands>
-__device__ __forceinline__ void add_values_to_rows(float (&out)[kAccumulators],
-                                                   const uint32_t (&p)[kOperands], uint32_t values,
-                                                   uint32_t value_block_bytes,
-                                                   const RowFlags& sees) {
-  const int key = threadIdx.x % 16;  // of 16 keys; lanes from 16 on give no addresses
-#pragma unroll
-  for (int n = 0; n < kAccumulators / 4; ++n) {
-    const uint32_t column =
-        values + n / 8 * value_block_bytes + key * kColumnBlockPitch + (n % 8 ^ key % 8) * 16;
-    float product[4] = {};
-#pragma unroll
-    for (int step = 0; step < kOperands / 4; ++step) {
-      const uint32_t a[4] = {p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]};
-      uint32_t v[2];
-      load_transposed_matrices(v, column + step * 16 * kColumnBlockPitch);
-      add_warp_product<Element>(product, a, v);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (sees[i / 2]) out[4 * n + i] += product[i];
-    }
-  }
-}
-
 }  // namespace ringattn::cuda::sm90

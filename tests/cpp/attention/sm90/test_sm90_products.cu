@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "attention/cuda/sm90/products.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/ptx/wgmma.cuh"
@@ -147,8 +148,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   write_accumulators<kN>(accumulators, d);
 }
 
-/// By warpgroups or, in the given rows of each warp's 16, by single warps.
-template <typename Element, int kN, int kDepth, bool kByWarps>
+/// Of all rows or, apart, of the given rows of each warp's 16.
+template <typename Element, int kN, int kDepth, bool kApart>
 __global__ void __launch_bounds__(kThreads, 1)
     multiply_registers(const uint32_t* a, const uint4* b, int offset, RowFlags rows, float* d) {
   extern __shared__ unsigned char dynamic[];
@@ -159,8 +160,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   read_accumulators<kN>(accumulators, d);
   uint32_t registers[kDepth / 4];
   read_left_operand<kDepth>(registers, a);
-  if constexpr (kByWarps) {
-    add_values_to_rows<Element>(accumulators, registers, shared_b, kDepth * kRowBytes, rows);
+  if constexpr (kApart) {
+    add_values_to_rows<Element>(accumulators, registers, shared_b, kDepth * kRowBytes,
+                                [&] { return rows; });
   } else {
     issue_of_registers<Element, kN, kDepth>(accumulators, registers, shared_b);
     wait_for_products<0>();
@@ -287,7 +289,7 @@ void check_of_shared() {
   }
 }
 
-template <typename Element, int kN, int kDepth, bool kByWarps = false>
+template <typename Element, int kN, int kDepth, bool kApart = false>
 void check_of_registers(const RowFlags& rows = {{true, true}}) {
   CAPTURE(kN, kDepth);
   const auto a = eighths(kRows, kDepth, 4), b = eighths(kDepth, kN, 5),
@@ -297,7 +299,7 @@ void check_of_registers(const RowFlags& rows = {{true, true}}) {
     if (!rows.of[i / kN % 16 / 8]) expected[i] = before[i];
   }
   const DeviceArray<Element> device_a(rounded<Element>(a)), device_b(image<Element>(b, kDepth, kN));
-  const auto kernel = multiply_registers<Element, kN, kDepth, kByWarps>;
+  const auto kernel = multiply_registers<Element, kN, kDepth, kApart>;
   allow_all_shared_memory(kernel);
   for (int offset : {0, last_offset(kDepth * kN * 2)}) {
     const DeviceArray<float> d(before);
@@ -367,7 +369,7 @@ TEMPLATE_TEST_CASE("sm90: products of registers with a transposed operand", "", 
   check_of_registers<TestType, 256, 80>();
 }
 
-TEMPLATE_TEST_CASE("sm90: a warp by itself adds values to some of its rows", "", __half,
+TEMPLATE_TEST_CASE("sm90: values are added to some rows of a warpgroup", "", __half,
                    __nv_bfloat16) {
   if (!has_hopper()) return;
   for (const RowFlags& rows :

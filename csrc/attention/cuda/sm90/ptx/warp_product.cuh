@@ -27,14 +27,6 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[2], uint32_t row_add
                : "memory");
 }
 
-/// The same, transposed: lane (g, t) receives rows 2t and 2t + 1 of column g.
-__device__ __forceinline__ void load_transposed_matrices(uint32_t (&r)[2], uint32_t row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(row_address)
-               : "memory");
-}
-
 /// c[16, 8] += a[16, 16] @ b[8, 16].T in float32. c: row g, columns 2t and 2t + 1, then row g + 8.
 /// a: matrices of rows 0-7 and 8-15 of columns 0-7, then of 8-15; b: of columns 0-7, then 8-15.
 template <typename Element>

@@ -19,7 +19,7 @@ namespace ringattn::cuda::sm90 {
 /// d[4 * n + 2 * half + c].
 template <typename Element, int kN> struct ProductOfShared;
 
-/// d [64, kN] += a [64, 16] @ b [16, kN], a in registers: of rows 16 * w + g and 8 below it,
+/// d [64, kN] (+)= a [64, 16] @ b [16, kN], a in registers: of rows 16 * w + g and 8 below it,
 /// columns 2t and the next one, then columns 8 + 2t; b in shared memory, N-major.
 template <typename Element, int kN> struct ProductOfRegisters;
 
@@ -94,9 +94,10 @@ template <> struct ProductOfShared<__nv_bfloat16, 128> {
 };
 
 template <> struct ProductOfRegisters<__nv_bfloat16, 64> {
+  template <bool kAccumulate = true>
   static __device__ __forceinline__ void issue(float (&d)[32], uint32_t a0, uint32_t a1,
                                                uint32_t a2, uint32_t a3, uint64_t b) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
         "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
@@ -107,14 +108,15 @@ template <> struct ProductOfRegisters<__nv_bfloat16, 64> {
         "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
         "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
         "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(int(kAccumulate)));
   }
 };
 
 template <> struct ProductOfRegisters<__nv_bfloat16, 128> {
+  template <bool kAccumulate = true>
   static __device__ __forceinline__ void issue(float (&d)[64], uint32_t a0, uint32_t a1,
                                                uint32_t a2, uint32_t a3, uint64_t b) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
         "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
@@ -132,14 +134,15 @@ template <> struct ProductOfRegisters<__nv_bfloat16, 128> {
         "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
         "+f"(d[63])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(int(kAccumulate)));
   }
 };
 
 template <> struct ProductOfRegisters<__nv_bfloat16, 256> {
+  template <bool kAccumulate = true>
   static __device__ __forceinline__ void issue(float (&d)[128], uint32_t a0, uint32_t a1,
                                                uint32_t a2, uint32_t a3, uint64_t b) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %133, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
         "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
@@ -171,7 +174,7 @@ template <> struct ProductOfRegisters<__nv_bfloat16, 256> {
         "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
         "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
         "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(int(kAccumulate)));
   }
 };
 
@@ -300,9 +303,10 @@ template <> struct ProductOfShared<__half, 128> {
 };
 
 template <> struct ProductOfRegisters<__half, 64> {
+  template <bool kAccumulate = true>
   static __device__ __forceinline__ void issue(float (&d)[32], uint32_t a0, uint32_t a1,
                                                uint32_t a2, uint32_t a3, uint64_t b) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
         "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
@@ -313,14 +317,15 @@ template <> struct ProductOfRegisters<__half, 64> {
         "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
         "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
         "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(int(kAccumulate)));
   }
 };
 
 template <> struct ProductOfRegisters<__half, 128> {
+  template <bool kAccumulate = true>
   static __device__ __forceinline__ void issue(float (&d)[64], uint32_t a0, uint32_t a1,
                                                uint32_t a2, uint32_t a3, uint64_t b) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
         "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
@@ -338,14 +343,15 @@ template <> struct ProductOfRegisters<__half, 128> {
         "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
         "+f"(d[63])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(int(kAccumulate)));
   }
 };
 
 template <> struct ProductOfRegisters<__half, 256> {
+  template <bool kAccumulate = true>
   static __device__ __forceinline__ void issue(float (&d)[128], uint32_t a0, uint32_t a1,
                                                uint32_t a2, uint32_t a3, uint64_t b) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %133, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
         "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
@@ -377,7 +383,7 @@ template <> struct ProductOfRegisters<__half, 256> {
         "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
         "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
         "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(int(kAccumulate)));
   }
 };
 
