@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "attention/params.h"
 #include "core/shape.h"
 #include "peer_sync/protocol.h"
 
@@ -41,6 +42,7 @@ struct KeyBlock {
   // int32 [S_q, 2], contiguous, on q's device: row i sees keys [begin, end), see KeySegment; then
   // first_query is 0 and there is no diagonal. Undefined: none.
   at::Tensor key_ranges = {};
+  HostTable host_table = {};  // a copy of it, see KeySegment
   // In a backward instead of key_ranges, int32 [S_k, 2]: the rows that see each key, see
   // BlockAttentionBackwardParams.
   at::Tensor query_ranges = {};

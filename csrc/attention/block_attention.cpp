@@ -33,6 +33,7 @@ KeySegment key_segment(const KeyBlock& block, const at::Tensor& keys, const at::
   segment.keys_behind = static_cast<int32_t>(block.keys_behind);
   if (block.key_ranges.defined()) {
     segment.key_ranges = block.key_ranges.const_data_ptr<int32_t>();
+    segment.host_table = block.host_table;
   } else {
     segment.diagonal = static_cast<int32_t>(std::clamp(block.diagonal, -num_queries, num_keys));
     segment.first_query = static_cast<int32_t>(block.first_query);

@@ -56,6 +56,12 @@ struct LaunchOptions {
   Fetch fetch = Fetch::kNone;
 };
 
+/// A copy of KeySegment::key_ranges in host memory.
+struct HostTable {
+  const int32_t* ranges = nullptr;  // [S_q, 2]; null: there is none
+  int64_t number = 0;               // no other table has it
+};
+
 /// Keys, and which of them each query row sees: under one diagonal, or by a table.
 struct KeySegment {
   Strided k;                // [B, S_k, H_kv, D], dtype
@@ -75,6 +81,8 @@ struct KeySegment {
   /// `first_query` are 0 then. A table that decreases gives an unspecified result and reads no
   /// other memory.
   const int32_t* key_ranges = nullptr;
+  /// From which the order of work tiles is made; no result depends on it.
+  HostTable host_table = {};
 
   constexpr bool is_remote() const { return source.data != nullptr; }
   constexpr int32_t num_fetched() const { return is_remote() ? num_keys + keys_behind : 0; }

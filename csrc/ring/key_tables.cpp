@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "attention/block_attention_backward.h"
@@ -63,6 +64,7 @@ KeyTables::KeyTables(const Partition& queries, const Partition& keys, int64_t ra
   }
   for (const Visit& visit : visits) rows_.push_back(visit.keys);
   tables_.resize(visits.size());
+  host_tables_.resize(visits.size());
   parts_.resize(visits.size() - 1);
 }
 
@@ -98,12 +100,15 @@ std::vector<at::Tensor> KeyTables::transposed_on(c10::Device device) {
 }
 
 void KeyTables::make(c10::Device device) {
+  static std::atomic<int64_t> numbers{1};
+  first_number_ = numbers.fetch_add(static_cast<int64_t>(keys_.size()));
   const auto on_host = at::TensorOptions(at::kInt).pinned_memory(device.is_cuda());
   for (size_t step = 0; step < keys_.size(); ++step) {
     if (!keys_[step]) continue;
     const at::Tensor table = at::empty({queries_.size(), 2}, on_host);
     key_ranges(queries_, *keys_[step], mask_, seq_len_, table.mutable_data_ptr<int32_t>());
     tables_[step] = table.to(device, /*non_blocking=*/true);
+    host_tables_[step] = table;
     if (!device.is_cuda() || rows_[step].gaps.empty()) continue;
     parts_[step - 1] = remote_parts(rows_[step]).to(device, /*non_blocking=*/true);
   }

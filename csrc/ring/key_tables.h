@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "attention/params.h"
 #include "core/export.h"
 #include "partition/schedule.h"
 
@@ -20,7 +21,7 @@ RINGATTN_API bool is_captured(c10::Device device);
 /// For each visit of a schedule that sees intervals, the table of them: key_ranges() of this rank's
 /// rows and of the block's rows that travel. All layers of a model that repeat a call share them.
 /// Not thread-safe: one call at a time.
-class KeyTables {
+class RINGATTN_API KeyTables {
  public:
   KeyTables(const Partition& queries, const Partition& keys, int64_t rank, const Mask& mask,
             const std::vector<Visit>& visits);
@@ -29,6 +30,11 @@ class KeyTables {
   /// for a device: there is nothing to make, and nothing is enqueued, in the others. On CUDA work
   /// of the current stream may read them.
   const std::vector<at::Tensor>& on(c10::Device device);
+  /// After on(): what the table of a visit was made from. Valid as long as this object.
+  HostTable host_table(int64_t step) const {
+    const at::Tensor& table = host_tables_[step];
+    return {table.defined() ? table.const_data_ptr<int32_t>() : nullptr, first_number_ + step};
+  }
   /// The same of a backward: int32 [keys, 2], the rows that see each key. Under capture they are
   /// made each time, as part of the graph.
   std::vector<at::Tensor> transposed_on(c10::Device device);
@@ -52,7 +58,8 @@ class KeyTables {
   const Mask mask_;
   const int64_t seq_len_;
   c10::Device device_ = c10::Device(c10::kMeta);  // of tables_
-  std::vector<at::Tensor> tables_;                // [W]
+  std::vector<at::Tensor> tables_, host_tables_;  // [W]
+  int64_t first_number_ = 0;                      // of host_tables_
   std::vector<at::Tensor> parts_;                 // [W - 1]
   std::vector<at::Tensor> transposed_;            // [W], empty until they are asked for
   std::shared_ptr<c10::Event> made_;              // null on CPU, and once they are there

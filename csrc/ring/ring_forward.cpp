@@ -118,6 +118,7 @@ class Executor {
     KeyBlock keys = {rows_of(seen.block.k, 1, rows), rows_of(seen.block.v, 1, rows)};
     if (visit.visibility == Visibility::kIntervals) {
       keys.key_ranges = key_tables_[seen.step];
+      keys.host_table = call_.plan.key_tables->host_table(seen.step);
       return keys;
     }
     keys.first_query = std::max<int64_t>(seen.part.first_query() - queries.begin, 0);
