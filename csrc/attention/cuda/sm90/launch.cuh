@@ -192,7 +192,7 @@ template <typename Tile, int kSegments, Variant kVariant>
 void order_tail(const BlockAttentionParams& p, bool fetch_bound, int blocks,
                 SegmentedParams<kSegments, kVariant>& params) {
   params.first_tail_tile = INT32_MAX;
-  if (has_tables(p)) return;          // the durations are not known here
+  if (has_unknown_tables(p)) return;  // the durations are not known here
   constexpr int kMaxTiles = 1 << 14;  // with more, idle time at the end hardly matters
   const TileScheduler& scheduler = params.scheduler;
   if (p.scheduling == Scheduling::kStatic || scheduler.num_tiles > kMaxTiles) return;
@@ -205,11 +205,16 @@ void order_tail(const BlockAttentionParams& p, bool fetch_bound, int blocks,
   key.insert(key.end(),
              {blocks, scheduler.num_tiles, scheduler.shape.heads, scheduler.shape.row_tiles,
               scheduler.bundles_per_group, heads_per_group, static_cast<int>(fetch_bound)});
+  for (int i = 0; i < p.num_segments; ++i) {
+    const int64_t number = p.segments[i].host_table.number;
+    key.insert(key.end(), {static_cast<int>(number >> 32), static_cast<int>(number)});
+  }
   static thread_local LruCache<std::vector<int>, std::vector<uint16_t>> known;
   const std::vector<uint16_t>& tail = known.find_or_compute(std::move(key), [&] {
     const std::vector<WorkTile> tiles = timed_work_tiles(p, scheduler, heads_per_group, fetch_bound,
                                                          Tile::kBlockQ, Tile::kBlockK, blocks);
-    return rebalance_tail(tiles, clusters, max_tail);
+    return has_tables(p) ? longest_first_tail(tiles, clusters, max_tail)
+                         : rebalance_tail(tiles, clusters, max_tail);
   });
   if (tail.empty()) return;
   params.first_tail_tile = scheduler.num_tiles - static_cast<int>(tail.size());

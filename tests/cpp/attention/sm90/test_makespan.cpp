@@ -9,6 +9,7 @@
 #include "attention/cuda/sm90/scheduler/makespan.h"
 #include "catch.h"
 
+using ringattn::longest_first_tail;
 using ringattn::makespan;
 using ringattn::rebalance_tail;
 using ringattn::with_tail_order;
@@ -160,4 +161,35 @@ TEST_CASE("rebalance_tail reorders the number of tiles whose makespan is smalles
     CHECK(order == c.order);
     CHECK(makespan(with_tail_order(c.tiles, order), 2) == c.after);
   }
+}
+
+TEST_CASE("longest_first_tail puts the longest of the last tiles first, unless that ends later") {
+  const std::vector<WorkTile> tiles = {{1}, {2}, {9}, {2}, {5}, {9}};
+  CHECK(longest_first_tail(tiles, 2, 4) == std::vector<uint16_t>{0, 3, 2, 1});
+  CHECK(longest_first_tail(tiles, 2, 100).size() == 6);
+  CHECK(longest_first_tail(tiles, 2, 0).empty());
+  CHECK(longest_first_tail({}, 2, 4).empty());
+  // The long tile's keys arrive late: others come first.
+  CHECK(longest_first_tail({{1}, {1}, {4, 9}}, 1, 3).empty());
+}
+
+TEST_CASE("longest_first_tail ends evenly where durations are a fifth off") {
+  std::mt19937 random(4);
+  // Rows of documents, 528 of 4096 work tiles for each of 66 clusters.
+  std::vector<WorkTile> tiles, real;
+  for (int tile = 0; tile < 4096;) {
+    const int rows = 1 + static_cast<int>(random() % 120);
+    for (int row = 0; row < rows && tile < 4096; ++row, ++tile) {
+      tiles.push_back({2 * row + 3});
+      real.push_back({(2 * row + 3) * static_cast<int>(90 + random() % 21)});
+    }
+  }
+  const auto order = longest_first_tail(tiles, 66, 528);
+  const double mean =
+      std::accumulate(real.begin(), real.end(), 0.0,
+                      [](double sum, const WorkTile& tile) { return sum + tile.duration; }) /
+      66;
+  CHECK(is_permutation_of_all(order));
+  CHECK(equal_ones_stay_in_order(tiles, order));
+  CHECK(makespan(with_tail_order(real, order), 66) <= 1.005 * mean);
 }

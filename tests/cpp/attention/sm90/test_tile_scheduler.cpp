@@ -15,6 +15,8 @@
 using ringattn::BlockAttentionParams;
 using ringattn::KeySegment;
 using ringattn::WorkTile;
+using ringattn::cuda::sm90::has_tables;
+using ringattn::cuda::sm90::has_unknown_tables;
 using ringattn::cuda::sm90::is_fetch_bound;
 using ringattn::cuda::sm90::make_tile_scheduler;
 using ringattn::cuda::sm90::pair_shape;
@@ -216,6 +218,35 @@ TEST_CASE("work tiles end no earlier than their fetched keys, which arrive one a
       CHECK(work_tiles[i].earliest_end == (end > 0 ? end + 3 : 0));
     }
   }
+}
+
+TEST_CASE("under a table that the host knows a work tile lasts as long as its rows' keys") {
+  // Two documents, of 320 and 192 rows, whose rows see the keys before them.
+  std::vector<int32_t> table;
+  for (int row = 0; row < 512; ++row) {
+    table.push_back(row < 320 ? 0 : 320);
+    table.push_back(row + 1);
+  }
+  std::vector<KeySegment> segments = {segment(512, 0, 0)};
+  segments[0].key_ranges = table.data();
+  const BlockAttentionParams p = call(segments, 512, 2, 1);
+  CHECK(has_tables(p));
+  int64_t heads_at_once = 0;
+  const TileScheduler scheduler = make_tile_scheduler(p, {2, 1}, 128, kL2Bytes, 8, heads_at_once);
+  const auto lengths = [&] {
+    std::vector<int> lengths;
+    for (const WorkTile& tile : timed_work_tiles(p, scheduler, 1, false, 128, 128, 8)) {
+      lengths.push_back(tile.duration);
+    }
+    return lengths;
+  };
+  REQUIRE(scheduler.num_tiles == 8);  // of two batch entries
+  CHECK(has_unknown_tables(p));
+  CHECK(lengths() == std::vector<int>{11, 11, 9, 9, 7, 7, 5, 5});  // as under the diagonal 0
+  segments[0].host_table = {table.data(), 1};
+  CHECK_FALSE(has_unknown_tables(p));
+  // The last rows see keys from 320 on, in two tiles.
+  CHECK(lengths() == std::vector<int>{7, 7, 9, 9, 7, 7, 5, 5});
 }
 
 TEST_CASE("keys that lie behind those of a remote segment arrive with them") {

@@ -182,6 +182,20 @@ std::vector<uint16_t> rebalance_tail(const std::vector<WorkTile>& tiles, int64_t
   return best;
 }
 
+std::vector<uint16_t> longest_first_tail(const std::vector<WorkTile>& tiles, int64_t num_workers,
+                                         int64_t max_tail) {
+  const int64_t count = tiles.size();
+  const int64_t first = std::max<int64_t>(0, count - std::min<int64_t>(max_tail, UINT16_MAX));
+  std::vector<uint16_t> order(count - first);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](uint16_t a, uint16_t b) {
+    return tiles[first + a].duration > tiles[first + b].duration;
+  });
+  const bool is_later =
+      makespan(with_tail_order(tiles, order), num_workers) > makespan(tiles, num_workers);
+  return is_later ? std::vector<uint16_t>{} : order;
+}
+
 std::vector<WorkTile> with_tail_order(const std::vector<WorkTile>& tiles,
                                       const std::vector<uint16_t>& order) {
   std::vector<WorkTile> result(tiles.begin(), tiles.end() - order.size());

@@ -28,6 +28,11 @@ RINGATTN_API int64_t makespan(const std::vector<WorkTile>& tiles, int64_t num_wo
 RINGATTN_API std::vector<uint16_t> rebalance_tail(const std::vector<WorkTile>& tiles,
                                                   int64_t num_workers, int64_t max_tail);
 
+/// The same with the longest tiles first, without a search: for durations that are estimates, which
+/// an order must not fit too closely. Empty where tiles would end later.
+RINGATTN_API std::vector<uint16_t> longest_first_tail(const std::vector<WorkTile>& tiles,
+                                                      int64_t num_workers, int64_t max_tail);
+
 /// The tiles with their tail in the order that rebalance_tail found.
 RINGATTN_API std::vector<WorkTile> with_tail_order(const std::vector<WorkTile>& tiles,
                                                    const std::vector<uint16_t>& order);

@@ -16,6 +16,18 @@ namespace ringattn::cuda::sm90 {
 /// us, H200.)
 constexpr int tile_overhead(int block_q) { return block_q > 128 ? 4 : 3; }
 
+/// A segment's tiles of keys that rows [first_row, rows_end) see. Of a table that the host does not
+/// know: as if it were under the diagonal 0.
+inline int visible_tiles(const KeySegment& keys, int first_row, int rows_end, int block_k) {
+  if (keys.host_table.ranges != nullptr) {
+    const auto* ranges = reinterpret_cast<const KeyRange*>(keys.host_table.ranges);
+    const KeyBounds bounds = {keys.num_keys, 0, 0, ranges};
+    return KeyTiles::of(bounds.visible(first_row, rows_end), block_k).size();
+  }
+  const DiagonalBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
+  return bounds.visible_tiles(first_row, rows_end, block_k);
+}
+
 /// The work tiles in the scheduler's order, in halves of the time that block_q rows take with
 /// block_k keys; fewer rows, which leave consumers idle, take less. Keys are fetched by groups of
 /// `heads_per_group` KV heads, for each group all remote segments.
@@ -50,9 +62,8 @@ inline std::vector<WorkTile> timed_work_tiles(const BlockAttentionParams& p,
     // there.
     for (int segment = p.num_segments - 1; segment >= 0; --segment) {
       const KeySegment& keys = p.segments[segment];
-      const DiagonalBounds bounds = {keys.num_keys, keys.diagonal, keys.first_query};
       const int key_tiles =
-          bounds.visible_tiles(assigned.first_row, assigned.work_tile_end, block_k);
+          visible_tiles(keys, assigned.first_row, assigned.work_tile_end, block_k);
       if (key_tiles == 0) continue;
       tile.duration += 2 * key_tiles * warpgroups_cost(active) / warpgroups_cost(consumers);
       if (!keys.is_remote()) continue;

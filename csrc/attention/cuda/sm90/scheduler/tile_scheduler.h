@@ -95,11 +95,18 @@ inline bool has_remote_segments(const BlockAttentionParams& p) {
                      [](const KeySegment& keys) { return keys.is_remote(); });
 }
 
-/// Whether a table in device memory, which the host cannot read, says what rows see. Estimates take
-/// such a segment for one under the diagonal 0.
+/// Whether tables say what rows see.
 inline bool has_tables(const BlockAttentionParams& p) {
   return std::any_of(p.segments, p.segments + p.num_segments,
                      [](const KeySegment& keys) { return keys.key_ranges != nullptr; });
+}
+
+/// Whether a table in device memory alone, which the host cannot read, says it. Estimates take such
+/// a segment for one under the diagonal 0.
+inline bool has_unknown_tables(const BlockAttentionParams& p) {
+  return std::any_of(p.segments, p.segments + p.num_segments, [](const KeySegment& keys) {
+    return keys.key_ranges != nullptr && keys.host_table.ranges == nullptr;
+  });
 }
 
 /// Whether a launch has what its modes need, and nothing of the modes that it does not have.
