@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from decode import SHAPES, random_model
 from lib.cli import at_least, counts, names_of, parse, timing_arguments
-from lib.problem import DTYPES
+from lib.problem import DTYPES, relative_error
 from lib.ranks import from_all_ranks, process_group
 from lib.report import Report, environment
 from lib.timing import Contestant, measure
@@ -97,7 +97,7 @@ def add_rows(report: Report, model: LLaMA, tokens: int, options) -> None:
         whole = found if whole is None else whole
         difference = 0.0
         if found.shape == whole.shape and whole.numel() > 0:
-            difference = ((found - whole).abs().max() / whole.abs().max()).item()
+            difference = relative_error(found, whole)
         report.add(
             {
                 "tokens": tokens,

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from lib.cli import at_least, counts, names_of, parse, positive, timing_arguments
-from lib.problem import DTYPES
+from lib.problem import DTYPES, relative_error
 from lib.ranks import from_all_ranks, process_group, rank, world_size
 from lib.report import Report, environment
 from lib.timing import Contestant, Timing, measure
@@ -119,7 +119,7 @@ def error(model: LLaMA, partition: Partition, batch: int, graphs: bool) -> float
     ours = logits(model, partition, batch, graphs)
     if rank() == 0:
         alone = logits(model.alone(), Partition.even(partition.seq_len, 1), batch)
-        found = ((ours - alone).abs().max() / alone.abs().max()).item()
+        found = relative_error(ours, alone)
     return from_all_ranks([found])[0].item()
 
 

@@ -32,7 +32,7 @@ from diffusers import ContextParallelConfig, WanTransformer3DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from diffusers.utils import logging
 from lib.cli import at_least, counts, parse_under_torchrun, timing_arguments
-from lib.problem import DTYPES, Problem
+from lib.problem import DTYPES, Problem, relative_error
 from lib.ranks import from_all_ranks, process_group, rank, world_size
 from lib.report import Report, environment
 from lib.timing import Contestant, max_error, measure
@@ -225,8 +225,7 @@ def compete_on(
     whole = one_device(**given)[0]
 
     def differs(item: Contestant) -> float:
-        own = ((item.call() - whole).abs().max() / whole.abs().max()).item()
-        return from_all_ranks([own]).max().item()
+        return from_all_ranks([relative_error(item.call(), whole)]).max().item()
 
     compete(report, "forward", forwards, differs, problem, arguments)
     calls = attention_calls(problem, models)

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from decode import SHAPES, random_model
 from lib.cli import at_least, counts, names_of, parse, timing_arguments
-from lib.problem import DTYPES
+from lib.problem import DTYPES, relative_error
 from lib.ranks import process_group, rank, world_size
 from lib.report import Report, environment
 from lib.timing import Contestant, measure
@@ -162,7 +162,7 @@ def add_rows(report: Report, ways: list[Way], seq_len: int, device: torch.device
         right = first.get(f"{way.library}, plain") or first[f"{way.library}, 1 rank"]
         error = None
         if shown is not None and right is not None:
-            error = ((shown.logits - right.logits).abs().max() / right.logits.abs().max()).item()
+            error = relative_error(shown.logits, right.logits)
         report.add(
             {
                 "library": way.library,

@@ -52,7 +52,7 @@ import torch
 import torch.distributed as dist
 from decode import SHAPES
 from lib.cli import at_least, common_arguments, counts, parse
-from lib.problem import DTYPES
+from lib.problem import DTYPES, relative_error
 from lib.ranks import from_all_ranks, process_group, rank
 from lib.report import Report, environment
 from lib.timing import Timing
@@ -208,8 +208,7 @@ class Comparison:
             ms = {name: statistics.median(t[0] for t in samples[name]) for name in first}
             found["x_regular"] = ms[REGULAR] / ms[strategy.name]
         if shown is not None and regular is not None:
-            difference = (shown.logits - regular.logits).abs().max()
-            found["error"] = (difference / regular.logits.abs().max()).item()
+            found["error"] = relative_error(shown.logits, regular.logits)
         return found
 
 

@@ -30,7 +30,7 @@ import ringattn
 import torch
 import torch.distributed as dist
 from lib.cli import at_least, counts
-from lib.problem import DTYPES
+from lib.problem import DTYPES, relative_error
 from lib.ranks import from_all_ranks, rank, world_size
 from lib.report import Report, environment
 from llama_models import model_text, own_model, own_step, profiles_of
@@ -186,8 +186,7 @@ def replay(config: Any, device: torch.device, options: argparse.Namespace) -> No
             for policy in compared:
                 logits = policy.serve(step_with, ids)
                 right = logits if right is None else right
-                error = ((logits - right).abs().max() / right.abs().max()).item()
-                policy.error = max(policy.error, error)
+                policy.error = max(policy.error, relative_error(logits, right))
     for policy in compared:
         report.add(policy.row(compared[0]))
     report.write(options.out)

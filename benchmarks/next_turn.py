@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from decode import SHAPES, random_cache, random_model
 from lib.cli import at_least, counts, names_of, parse, timing_arguments
-from lib.problem import DTYPES
+from lib.problem import DTYPES, relative_error
 from lib.ranks import from_all_ranks, process_group, rank, world_size
 from lib.report import Report, environment
 from lib.timing import Contestant, measure
@@ -64,8 +64,7 @@ def error(ways: dict[str, Callable[[], torch.Tensor]], way: str) -> float:
         return 0.0
     ours, found = ways[way](), 0.0
     if rank() == 0:
-        alone = ways["one device"]()
-        found = ((ours - alone).float().abs().max() / alone.float().abs().max()).item()
+        found = relative_error(ours, ways["one device"]())
     return from_all_ranks([found])[0].item()
 
 

@@ -37,6 +37,12 @@ def shape_text(shape: Shape) -> str:
     return f"B 1, H {shape.heads}, H_kv {shape.kv_heads}, D {shape.head_dim}, {shape.dtype}"
 
 
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, over the largest magnitude of what is expected."""
+    expected = expected.double()
+    return ((found.double() - expected).abs().max() / expected.abs().max()).item()
+
+
 @dataclass(frozen=True)
 class Problem:
     """One attention problem: the global tensors, equal on every rank, and their float64 check."""

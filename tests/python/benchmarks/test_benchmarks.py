@@ -5,6 +5,7 @@ import csv
 import ctypes
 import importlib
 import json
+import math
 import re
 import shutil
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 from _commands import run_command
 from isolated_rank import MAX_RANKS, RankCall
-from lib.problem import Problem
+from lib.problem import Problem, relative_error
 from lib.report import PERCENTAGE_VARIABLES, RUN_VARIABLES, SEQ_LEN_VARIABLES, command
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -238,6 +239,14 @@ def test_problem_sees_a_wrong_row_and_a_nan() -> None:
     wrong[0, 7, 0, 0] = float("nan")
     assert problem.max_error(wrong, positions) != problem.max_error(wrong, positions)
     assert problem.max_error(right[:, 8:], positions[8:]) < 1e-12
+
+
+def test_a_relative_error_is_over_the_largest_expected_value() -> None:
+    expected = torch.tensor([1.0, -4.0], dtype=torch.bfloat16)
+    found = torch.tensor([1.25, -4.0])
+    assert relative_error(expected, expected) == 0.0
+    assert relative_error(found, expected) == 0.25 / 4
+    assert math.isnan(relative_error(found * torch.nan, expected))
 
 
 @pytest.mark.parametrize(
