@@ -97,7 +97,7 @@ RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const R
   exchange.hops = call.plan.hops;
   exchange.max_rows = call.plan.max_rows;
   exchange.depth = static_cast<int64_t>(call.plan.hops.size());
-  exchange.no_kernel_fetches = true;
+  exchange.fetching = Fetching::kByStreamOnAllRanks;
   exchange.timed = timed;
   return exchange;
 }

@@ -214,7 +214,7 @@ RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const R
   exchange.hops = call.plan.hops;
   exchange.max_rows = call.plan.max_rows;
   exchange.depth = std::min<int64_t>(call.depth, exchange.hops.size());
-  exchange.kernel_fetches = !per_block && environment().kernels_may_wait;
+  if (!per_block && environment().kernels_may_wait) exchange.fetching = Fetching::kByKernel;
   exchange.parts = call.plan.key_tables->parts();
   exchange.timed = timed && per_block;
   return exchange;

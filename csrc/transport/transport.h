@@ -17,6 +17,13 @@
 
 namespace ringattn {
 
+/// What fetches from other ranks in a call.
+enum class Fetching : int8_t {
+  kByKernel,            // this rank's kernel that attends all blocks
+  kByStream,            // copy engines of this rank; on other ranks possibly a kernel
+  kByStreamOnAllRanks,  // copy engines on every rank, which spares copies of signals
+};
+
 /// One rank's part in a ring call.
 struct RingExchangePlan {
   int64_t call = 0;  // number of the call in its group
@@ -28,9 +35,10 @@ struct RingExchangePlan {
   std::vector<at::Tensor> parts;
   int64_t max_rows = 0;  // of the blocks of all ranks
   int64_t depth = 1;     // blocks that may be in flight or waiting ahead of the one being attended
-  bool kernel_fetches = false;     // one kernel attends all blocks, and fetches them where it can
-  bool no_kernel_fetches = false;  // on any rank
-  bool timed = false;              // record how long transfers take
+  Fetching fetching = Fetching::kByStream;  // over a one-sided transport
+  bool timed = false;                       // record how long transfers take
+
+  bool kernel_fetches() const { return fetching == Fetching::kByKernel; }
 };
 
 /// The block of another rank.

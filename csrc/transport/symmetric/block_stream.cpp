@@ -49,9 +49,9 @@ class SymmetricStream : public BlockStream {
       C10_CUDA_CHECK(cudaMemsetAsync(transport_.fetched_.mutable_data_ptr(), kNaN,
                                      transport_.fetched_.nbytes(), stream_));
     }
-    params.kernel_fetches = params.follows_closely = exchange_.kernel_fetches;
+    params.kernel_fetches = params.follows_closely = exchange_.kernel_fetches();
     transport_.stage(params, exchange_.call, plan_->step_of_rank, stream_);
-    if (exchange_.kernel_fetches) {
+    if (exchange_.kernel_fetches()) {
       plan_->resident.remote_fetch.delay_seed = transport_.delays_.seed();
       for (int64_t i = 0; i < num_hops_; ++i) list_parts(i);
       return;
@@ -86,14 +86,14 @@ class SymmetricStream : public BlockStream {
 
   void release(int64_t step) override {
     const int64_t next = step + exchange_.depth + 1;
-    if (exchange_.kernel_fetches || next > num_hops_) return;
+    if (exchange_.kernel_fetches() || next > num_hops_) return;
     transport_.after(getCurrentCUDAStream());
     fetch(next);
   }
 
   void finish(const std::vector<at::Tensor>& results) override {
-    if (!exchange_.kernel_fetches) {
-      transport_.signal_pad_.enqueue_wait_until_read(fetching(), transport_.side_stream_);
+    if (!exchange_.kernel_fetches()) {
+      transport_.signal_pad_.enqueue_wait_until_read(exchange_.fetching, transport_.side_stream_);
       transport_.join(stream_);
       transport_.guard(results);
     }
@@ -114,10 +114,6 @@ class SymmetricStream : public BlockStream {
   struct Arrived {
     std::unique_ptr<CUDAEvent> start, end;
   };
-
-  Fetching fetching() const {
-    return exchange_.no_kernel_fetches ? Fetching::kByStreams : Fetching::kByAnyMeans;
-  }
 
   // The lists belong to the call, the addresses in its plan to all calls of its kind.
   void list_parts(int64_t i) {
@@ -140,7 +136,8 @@ class SymmetricStream : public BlockStream {
                                           transport_.side_stream_);
     for (const CopyPlan& copy : plan_->copies[step - 1]) enqueue(copy);
     arrived.end->record(transport_.side_stream_);
-    transport_.signal_pad_.enqueue_signal_read({source}, fetching(), transport_.side_stream_);
+    transport_.signal_pad_.enqueue_signal_read({source}, exchange_.fetching,
+                                               transport_.side_stream_);
   }
 
   void enqueue(const CopyPlan& copy) {

@@ -45,7 +45,7 @@ std::vector<int64_t> plan_key(const RingExchangePlan& exchange) {
   const at::Tensor& k = exchange.k;
   std::vector<int64_t> key = {k.size(0),      k.size(2),
                               k.size(3),      static_cast<int64_t>(k.scalar_type()),
-                              exchange.depth, exchange.kernel_fetches};
+                              exchange.depth, exchange.kernel_fetches()};
   for (const HopPlan& hop : exchange.hops) {
     const RowSet& rows = hop.received;
     key.insert(key.end(), {hop.source, rows.hull.begin, rows.hull.end, hop.source_rows,
@@ -68,7 +68,7 @@ std::unique_ptr<MemoryPlan> plan_memory(const RingExchangePlan& exchange,
   auto plan = std::make_unique<MemoryPlan>();
   plan->memory = fetched;
   ResidentBlocks& resident = plan->resident;
-  if (exchange.kernel_fetches) resident.remote_fetch = signal_pad.remote_fetch(kv_heads);
+  if (exchange.kernel_fetches()) resident.remote_fetch = signal_pad.remote_fetch(kv_heads);
 
   const at::Tensor elements = fetched.view(k.scalar_type());
   auto step_of_rank = std::make_shared<std::vector<int64_t>>(num_hops + 1, 0);
@@ -84,7 +84,7 @@ std::unique_ptr<MemoryPlan> plan_memory(const RingExchangePlan& exchange,
     };
     resident.blocks.push_back({view(0), view(batch * plane)});
     const char* from = static_cast<const char*>(staged.of(hop.source));
-    if (exchange.kernel_fetches) {
+    if (exchange.kernel_fetches()) {
       from += hop.received.hull.begin * head_dim * bytes;
       resident.sources.push_back({from, hop.source_rows});
       continue;

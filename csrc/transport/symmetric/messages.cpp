@@ -120,7 +120,7 @@ void SymmetricTransport::fetch_by_copy_engine(const Message& message) {
   // The size of the largest message is the same on every rank: copy engines fetch on all of them,
   // unless the environment keeps kernels from waiting on this one alone.
   const auto by =
-      message.largest > kMaxFetchedByKernel ? Fetching::kByStreams : Fetching::kByAnyMeans;
+      message.largest > kMaxFetchedByKernel ? Fetching::kByStreamOnAllRanks : Fetching::kByStream;
   signal_pad_.enqueue_signal_read(rendezvous_.others(), by, side_stream_);
   signal_pad_.enqueue_wait_until_read(by, side_stream_);
 }
@@ -243,10 +243,11 @@ class SymmetricRound : public MessageRound {
     transport_.signal_pad_.enqueue_wait_and_clear_staged(group().calls->call_tag(), stream);
     transport_.signal_pad_.enqueue_copy_given_up(stream);
     all_received_.record(stream);
-    transport_.signal_pad_.enqueue_signal_read(group().others(), Fetching::kByStreams, stream);
+    transport_.signal_pad_.enqueue_signal_read(group().others(), Fetching::kByStreamOnAllRanks,
+                                               stream);
     // The last staging kernel has cleared the signals that the stream waits for now.
     transport_.after(stream_);
-    transport_.signal_pad_.enqueue_wait_until_read(Fetching::kByStreams, stream);
+    transport_.signal_pad_.enqueue_wait_until_read(Fetching::kByStreamOnAllRanks, stream);
   }
 
   SymmetricTransport& transport_;

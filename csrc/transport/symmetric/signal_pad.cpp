@@ -305,10 +305,10 @@ void SignalPad::enqueue_signal_read(const std::vector<int64_t>& peers, Fetching 
     operations.write(read, 1);
     // Waits until the write is there. In flight, it could land after the peer, which sees `read`,
     // has cleared the mirror.
-    if (by == Fetching::kByAnyMeans) operations.wait_until(read, 1);
+    if (by == Fetching::kByStream) operations.wait_until(read, 1);
   }
   C10_CUDA_CHECK(operations.enqueue(stream));
-  if (by == Fetching::kByStreams) return;
+  if (by == Fetching::kByStreamOnAllRanks) return;
   for (const int64_t peer : peers) {
     // Note: a copy, since a device's front end writes only to that device.
     C10_CUDA_CHECK(cudaMemcpyAsync(signals_->at(peer, Layout::kRead + signals_->rank()),
@@ -323,12 +323,12 @@ void SignalPad::enqueue_wait_until_read(Fetching by, cudaStream_t stream) {
   operations.write(signals_->on_device(host.phase), kStreamUntilRead);
   // Behind all that the stream has written: when it is there, so are cleared mirrors, which the
   // stream waits for in the next call.
-  if (by == Fetching::kByStreams) {
+  if (by == Fetching::kByStreamOnAllRanks) {
     operations.wait_until(signals_->on_device(host.phase), kStreamUntilRead);
   }
   for (const int64_t rank : signals_->others())
     operations.wait_until(signals_->on_device(host.read_mirror[rank]), 1);
-  if (by == Fetching::kByStreams) {
+  if (by == Fetching::kByStreamOnAllRanks) {
     for (const int64_t rank : signals_->others()) {
       operations.write(signals_->at(Layout::kRead + rank), 1);
     }

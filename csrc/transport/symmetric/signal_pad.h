@@ -12,15 +12,12 @@
 #include "peer_sync/partial_exchange.h"
 #include "peer_sync/protocol.h"
 #include "transport/symmetric/kernels/stage.h"
+#include "transport/transport.h"
 
 namespace ringattn {
 
 struct Rendezvous;
 class SignalWatchdog;
-
-/// What fetches in a call, on the ranks of a group: kernels on some, or the copy engines of streams
-/// on all of them, which spares copies of signals.
-enum class Fetching : int8_t { kByAnyMeans, kByStreams };
 
 /// The signal pads of all ranks in device and in host memory, and how one rank uses them: the
 /// protocol is in peer_sync/protocol.h, the host's pads in host_signal_pad.h.
