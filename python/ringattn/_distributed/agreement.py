@@ -46,6 +46,11 @@ class Agreement:
 
     On a CPU the call itself fails. On CUDA the host does not wait for this call's numbers, but for
     those of the call before, which are there.
+
+    Note: on CUDA the same holds for facts that all ranks have agreed on before. NCCL gets the sizes
+    of its messages from the host, and a host that waits for no peer does not know what the peers
+    ask for: where facts decide how many rows are gathered, ranks enqueue unequal gathers before
+    they notice.
     """
 
     def __init__(self) -> None:
