@@ -8,8 +8,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
+#include <utility>
 #include <vector>
 
+#include "attention/cuda/sm90/backward/launch.h"
 #include "attention/cuda/sm90/launch.h"
 #include "partition/schedule.h"
 #include "peer_sync/protocol.h"
@@ -75,6 +77,41 @@ EXPORTED int attend(void* q, void* k, void* v, void* out, void* state, float* ls
   params.lse_head_stride = rows;
   params.lse_batch_stride = int64_t{num_heads} * rows;
   return launch(params, stream);
+}
+
+/// grad_out [B, S, H, D], bfloat16; delta [B, H, S], float32; dq [B, S, H, D], dk, dv [B, S, H_kv,
+/// D], float32, dq to be added to. With semaphores, 0, the call is deterministic. Otherwise as
+/// above.
+EXPORTED int attend_backward(void* q, void* k, void* v, void* grad_out, const float* lse,
+                             const float* delta, void* dq, void* dk, void* dv, int32_t* semaphores,
+                             int batch, int rows, int num_heads, int num_kv_heads, int head_dim,
+                             int diagonal, float scale, void* stream) {
+  if (!holds(head_dim)) return cudaErrorInvalidValue;
+  BlockAttentionBackwardParams params;
+  for (auto [to, data] :
+       {std::pair{&params.q, q}, {&params.grad_out, grad_out}, {&params.dq, dq}}) {
+    *to = contiguous(data, rows, num_heads, head_dim);
+  }
+  for (auto [to, data] :
+       {std::pair{&params.k, k}, {&params.v, v}, {&params.dk, dk}, {&params.dv, dv}}) {
+    *to = contiguous(data, rows, num_kv_heads, head_dim);
+  }
+  params.batch = batch;
+  params.num_queries = params.num_keys = rows;
+  params.num_heads = num_heads;
+  params.num_kv_heads = num_kv_heads;
+  params.head_dim = head_dim;
+  params.scale = scale;
+  params.dtype = DataType::kBFloat16;
+  params.diagonal = std::clamp(diagonal, -rows, rows);
+  params.lse = lse;
+  params.delta = delta;
+  params.lse_head_stride = rows;
+  params.lse_batch_stride = int64_t{num_heads} * rows;
+  params.semaphores = semaphores;
+  params.deterministic = semaphores != nullptr;
+  return cuda::sm90::launch_block_attention_backward<__nv_bfloat16, VARIANT_HEAD_DIM>(
+      params, static_cast<cudaStream_t>(stream));
 }
 
 namespace {

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of the Hopper kernel against each other: what a change of it gains.
+"""Variants of the Hopper kernels against each other: what a change of them gains.
 
     python benchmarks/kernel_variants.py build before
     python benchmarks/kernel_variants.py build after --tree ../changed
     python benchmarks/kernel_variants.py time before,after,cudnn --cases 2048:causal,8192:dense:fold
     python benchmarks/kernel_variants.py time before,after --cases 16384:causal,16384:causal:ring4
+    python benchmarks/kernel_variants.py time before,after --cases 16384:causal:backward
 
-A variant is the kernel of one source tree, for bfloat16 and head dims up to 64, 128 or 256 (the one
-that holds --head-dim), compiled by itself in seconds; variants are loaded side by side and timed in
-the same rounds. A case is a number of tokens, a mask (causal or dense) and one of
+A variant is the kernels of one source tree, for bfloat16 and head dims up to 64, 128 or 256 (the
+one that holds --head-dim), compiled by itself in seconds; variants are loaded side by side and
+timed in the same rounds. A case is a number of tokens, a mask (causal or dense) and one of
 
     fold           a float32 state that the result is added to
+    backward       dq, dk and dv, with the zeros of dq; its error is the largest difference from the
+                   first variant's dq
+    backward-deterministic
     ring4          each rank of a ring of four (2 to 16), one after the other: it stages its block,
                    fetches those of the others and attends all
     ring4-there    the same with local blocks
@@ -26,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import math
 import re
 import subprocess
@@ -52,7 +57,7 @@ _MOST_IN_A_ROW = 50  # which the host enqueues while the device is kept busy
 _PATIENCE = 60.0  # seconds, with one rank of a ring
 _FLAGS = ["-O3", "-DNDEBUG", "-std=c++20", "-gencode=arch=compute_90a,code=sm_90a"]
 _FLAGS += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
-_EXPORTS = ["attend", "attend_as_rank", "prepare_signals", "reach", "*_bytes"]
+_EXPORTS = ["attend", "attend_as_rank", "attend_backward", "prepare_signals", "reach", "*_bytes"]
 
 
 def library(name: str, head_dim: int) -> Path:
@@ -67,6 +72,9 @@ def build(name: str, tree: Path, head_dim: int, defines: list[str]) -> Path:
     sm90 = tree / "csrc/attention/cuda/sm90"
     sources = {
         sm90 / "instantiations" / f"block_attention_bfloat16_{kernel_dim}.cu": ["-Xptxas=-v"],
+        sm90 / "backward/instantiations" / f"block_attention_backward_bfloat16_{kernel_dim}.cu": [
+            "-Xptxas=-v"
+        ],
         sm90 / "tensor_map.cu": [],
         tree / "csrc/attention/cuda/sm90/scheduler/makespan.cpp": [],
         tree / "csrc/partition/block_rows.cpp": [],
@@ -122,18 +130,24 @@ class Case:
     fold: bool = False
     ranks: int = 1
     there: bool = False  # a ring's blocks are local, not fetched
+    backward: bool = False
+    deterministic: bool = False
 
     @classmethod
     def of(cls, text: str) -> Case:
-        found = re.fullmatch(r"([0-9]+):(causal|dense)(?::(fold)|:ring([0-9]+)(-there)?)?", text)
+        found = re.fullmatch(
+            r"([0-9]+):(causal|dense)(?::(fold)|:ring([0-9]+)(-there)?|:(backward)(-deterministic)?)?",
+            text,
+        )
         rows, ranks = (int(found[1]), int(found[4] or 1)) if found else (0, 1)
         if found is None or rows < ranks or (found[4] and not 2 <= ranks <= MAX_RANKS):
             raise argparse.ArgumentTypeError(
-                "cases must be like 4096:causal, 4096:dense:fold, 16384:causal:ring4 (of 2 to "
-                f"{MAX_RANKS}) or 16384:causal:ring4-there, got {text}"
+                "cases must be like 4096:causal, 4096:dense:fold, 4096:causal:backward, "
+                f"16384:causal:ring4 (of 2 to {MAX_RANKS}) or 16384:causal:ring4-there, got {text}"
             )
         fold, there = found[3] is not None, found[5] is not None
-        return cls(text, rows, found[2] == "causal", fold, ranks, there)
+        passes = found[6] is not None, found[7] is not None
+        return cls(text, rows, found[2] == "causal", fold, ranks, there, *passes)
 
 
 def cases(text: str) -> list[Case]:
@@ -169,6 +183,37 @@ def variant(name: str, problem: Problem, fold: bool, tile_rows: int) -> Callable
     return call
 
 
+def backwards(case: Case, names: list[str], problem: Problem) -> Iterator[Contestant]:
+    """In the order of their names. What one returns, dq, is written again by the next."""
+    batch, rows, heads, head_dim = problem.q.shape
+    diagonal = 0 if problem.causal else None
+    out, lse = ringattn.block_attention(*problem.tensors, diagonal=diagonal)
+    grad_out = torch.randn_like(problem.q)
+    delta = (grad_out * out).sum(-1).transpose(1, 2).contiguous()
+    grads = [torch.empty_like(x, dtype=torch.float32) for x in problem.tensors]
+    turns = torch.empty(1 + 2 * batch * heads * math.ceil(rows / 64), dtype=torch.int32)
+    turns = turns.to(out.device)
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+
+    def call(attend: Callable[..., int]) -> torch.Tensor:
+        grads[0].zero_()
+        turns.zero_()
+        error = attend(
+            *(x.data_ptr() for x in (*problem.tensors, grad_out, lse, delta, *grads)),
+            *(turns.data_ptr() if case.deterministic else None, batch, rows, heads),
+            *(problem.k.size(2), head_dim, rows if diagonal is None else diagonal),
+            *(head_dim**-0.5, torch.cuda.current_stream().cuda_stream),
+        )
+        if error != 0:
+            raise RuntimeError(f"a backward failed with CUDA error {error}")
+        return grads[0]
+
+    for name in names:
+        attend = kernel(name, head_dim).attend_backward
+        attend.argtypes = [pointer] * 10 + [integer] * 6 + [ctypes.c_float, pointer]
+        yield Contestant(name, functools.partial(call, attend), torch.arange(rows))
+
+
 def whole_sequence(
     case: Case, names: list[str], problem: Problem, tile_rows: int
 ) -> Iterator[Contestant]:
@@ -189,11 +234,12 @@ def compete(
     problem: Problem,
     flops: float,
     arguments: argparse.Namespace,
+    errors: dict[str, float] | None = None,
 ) -> None:
     """One row for each contestant of a field that does the same work, in its order."""
     in_a_row = min(max(1, round(_SAMPLE_FLOPS / flops)), _MOST_IN_A_ROW)
     field = [replace(contestant, back_to_back=in_a_row) for contestant in field]
-    errors = {contestant.name: max_error(contestant, problem) for contestant in field}
+    errors = errors or {contestant.name: max_error(contestant, problem) for contestant in field}
     timings = measure(field, problem.q.device, rounds=arguments.rounds, warmup=arguments.warmup)
     for name, timing in timings.items():
         report.add(
@@ -258,9 +304,9 @@ def main() -> None:
     names = arguments.names.split(",")
     if len(set(names)) != len(names):
         parser.error(f"names must differ, got {arguments.names}")
-    rings = [case.text for case in arguments.cases if case.ranks > 1]
-    if "cudnn" in names and rings:
-        parser.error(f"cudnn must not be timed as a rank of a ring, got {rings[0]}")
+    others = [case.text for case in arguments.cases if case.ranks > 1 or case.backward]
+    if "cudnn" in names and others:
+        parser.error(f"cudnn must be timed as a forward of one device, got {others[0]}")
     paths = {name: library(name, arguments.head_dim) for name in names if name != "cudnn"}
     for path in paths.values():
         if not path.exists():
@@ -281,6 +327,13 @@ def main() -> None:
         problem = Problem.of(arguments, case.rows, device, causal=case.causal)
         if case.ranks > 1:
             compete_as_ranks(report, case, names, problem, arguments)
+            continue
+        if case.backward:
+            field = list(backwards(case, names, problem))
+            first = field[0].call().clone()
+            errors = {each.name: (each.call() - first).abs().max().item() for each in field}
+            flops = 2.5 * problem.flops
+            compete(report, case.text, field, problem, flops, arguments, errors)
             continue
         field = list(whole_sequence(case, names, problem, arguments.tile_rows))
         compete(report, case.text, field, problem, problem.flops, arguments)

@@ -254,7 +254,7 @@ def test_a_relative_error_is_over_the_largest_expected_value() -> None:
     [
         *("", "4096", "0:causal", "x:causal", "4096:casual", "4096:dense:folded"),
         *("4096:causal:ring", "4096:causal:ring1", "4096:causal:ring17", "3:causal:ring4"),
-        *("4096:causal:fold:ring4", "4096:causal:ring4:there"),
+        *("4096:causal:fold:ring4", "4096:causal:ring4:there", "4096:causal:backward:ring4"),
     ],
 )
 def test_wrong_cases_of_kernel_variants_are_named(text: str) -> None:
@@ -265,12 +265,15 @@ def test_wrong_cases_of_kernel_variants_are_named(text: str) -> None:
 def test_cases_of_kernel_variants() -> None:
     Case = kernel_variants.Case
     assert kernel_variants.cases(
-        "1:causal,512:dense:fold,4:causal:ring4,8192:dense:ring16-there"
+        "1:causal,512:dense:fold,4:causal:ring4,8192:dense:ring16-there,9:dense:backward"
+        ",2:causal:backward-deterministic"
     ) == [
         Case("1:causal", 1, causal=True),
         Case("512:dense:fold", 512, causal=False, fold=True),
         Case("4:causal:ring4", 4, causal=True, ranks=4),
         Case("8192:dense:ring16-there", 8192, causal=False, ranks=16, there=True),
+        Case("9:dense:backward", 9, causal=False, backward=True),
+        Case("2:causal:backward-deterministic", 2, True, backward=True, deterministic=True),
     ]
 
 
@@ -282,10 +285,14 @@ def test_a_kernel_variant_is_compiled_by_itself(tmp_path: Path, monkeypatch) -> 
     kernel = ctypes.CDLL(str(path))
     attend = kernel.attend
     attend.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int] * 7 + [ctypes.c_float, ctypes.c_void_p]
+    backward = kernel.attend_backward
+    of_backward = [ctypes.c_void_p] * 10 + [ctypes.c_int] * 6
+    backward.argtypes = [*of_backward, ctypes.c_float, ctypes.c_void_p]
     invalid_value = 1
     for head_dim in (0, 20, 72):  # none, not of whole pieces, larger than what it was built for
         shape = (1, 64, 2, 2, head_dim)
         assert attend(*[None] * 6, *shape, 0, 0, 1.0, None) == invalid_value
+        assert backward(*[None] * 10, *shape, 0, 1.0, None) == invalid_value
     assert kernel.rank_call_bytes() == ctypes.sizeof(RankCall)
     for ranks in (1, MAX_RANKS + 1):
         call = RankCall(world_size=ranks, head_dim=64)
@@ -305,6 +312,11 @@ def test_kernel_variants_are_timed_side_by_side(tmp_path: Path) -> None:
     rows = read(stem)
     assert [row["what"] for row in rows] == ["test-one", "test-other", "cudnn"] * 2
     assert all(float(row["max error"]) < 0.02 for row in rows)
+    backwards = "300:causal:backward,1000:dense:backward-deterministic"
+    run(tool, "time", "test-one,test-other", "--cases", backwards, *options)
+    rows = read(stem)
+    assert [row["what"] for row in rows] == ["test-one", "test-other"] * 2
+    assert all(float(row["max error"]) < 1e-4 for row in rows)
     rings = "4097:causal:ring3,1024:dense:ring4,1000:causal:ring2-there"
     run(tool, "time", "test-one,test-other", "--cases", rings, *options)
     rows = read(stem)
