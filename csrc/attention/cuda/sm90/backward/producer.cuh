@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
     prefetch_map(moving);
   }
   StagePosition<BackwardShared<Tile>::stages(kOperand)> at;
-  uint32_t loaded_parity = 0;
+  uint32_t loaded_parities = 0;  // a bit for each stage
   const int first_head = first_head_of_rank<Tile>(p);
   uint32_t tile_parity = 1;
   for_each_key_tile<Tile, kScores>(p, shared, [&](const KeyTile& tile) {
@@ -113,7 +113,7 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
       __syncwarp();
       if (is_first_lane) {
         const uint32_t full =
-            has_dead_rows ? shared.loaded(kOperand) : shared.full(kOperand, at.stage);
+            has_dead_rows ? shared.loaded(kOperand, at.stage) : shared.full(kOperand, at.stage);
         arrive_expecting(full, Tile::kQueryBytes);
         // One rank of a pair loads queries, the other gradients of out, both for both.
         if (!Tile::kSplit || rank_in_pair() == kOperand) {
@@ -129,8 +129,8 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
         }
       }
       if (has_dead_rows) {
-        wait(shared.loaded(kOperand), loaded_parity);
-        loaded_parity ^= 1;
+        wait(shared.loaded(kOperand, at.stage), loaded_parities >> at.stage & 1);
+        loaded_parities ^= 1u << at.stage;
 #pragma unroll 1
         for (int row = threadIdx.x % 32; row < Tile::kBlockQ; row += 32) {
           if (lse_of_row(p, tile, head_offset, first_row + row) == -INFINITY) {

@@ -78,7 +78,8 @@ struct BackwardTileShape {
   static constexpr int kLse = kDq + kGradConsumers * kDqBytes;
   static constexpr int kDelta = kLse + kQueryStages * kStatBytes;
   static constexpr int kBarriers = kDelta + kGradOutStages * kStatBytes;
-  static constexpr int kTickets = kBarriers + (kSplit ? 208 : 144);
+  static constexpr int kLoaded = kBarriers + (kSplit ? 192 : 128);
+  static constexpr int kTickets = kLoaded + 48;
   static constexpr int kTurns = kTickets + 48;
   static constexpr int kSharedBytes = kTurns + kGradConsumers * kTurnBytes;
   static_assert(kSharedBytes <= 232448);
@@ -205,9 +206,10 @@ struct BackwardShared {
     return base + Tile::kBarriers + (operand == kScoreOperand ? 72 : 96) + 8 * stage;
   }
 
-  /// A tile with rows to be made 0 is there (load_grad_operand).
-  __device__ __forceinline__ uint32_t loaded(GradOperand operand) const {
-    return base + Tile::kTickets - 16 + 8 * operand;
+  /// A tile with rows to be made 0 is there (load_grad_operand). One for each stage, as of `full`:
+  /// the rank that loads for a pair may be a stage ahead of the other one.
+  __device__ __forceinline__ uint32_t loaded(GradOperand operand, uint32_t stage) const {
+    return base + Tile::kLoaded + (operand == kScoreOperand ? 0 : 24) + 8 * stage;
   }
 
   /// What other ranks of the cluster send (cluster_sum.cuh): over the stages that move.
@@ -251,9 +253,9 @@ struct BackwardShared {
     }
     for (const GradOperand operand : {kScoreOperand, kProbabilityOperand}) {
       init_barrier(stationary_full(operand), 1);
-      init_barrier(loaded(operand), 1);
       for (int stage = 0; stage < stages(operand); ++stage) {
         init_barrier(full(operand, stage), 1);
+        init_barrier(loaded(operand, stage), 1);
         // Each warp has read the statistics by itself. Of split roles two read an operand, too, and
         // its loading rank waits for those of both thread blocks.
         const bool of_both = Tile::kSplit && rank_in_pair() == operand;
