@@ -9,6 +9,9 @@ halves    max at most twice that of PyTorch's own backward in that dtype, on one
 each times the largest gradient where that is above 1.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from typing import Any
 
 import ringattn
@@ -63,20 +66,32 @@ def ring_gradients(case: Case, deterministic: bool = False) -> list[torch.Tensor
         return list(torch.autograd.grad([out, lse], inputs, gradients))
 
 
-def expected_gradients(case: Case, visible: torch.Tensor) -> list[torch.Tensor]:
-    """Of the whole sequence, in float64 from the same inputs."""
-    inputs = [x.double().requires_grad_() for x in case.inputs("cpu")]
-    sinks = case.sinks("cpu")
+def exact_attention(
+    case: Case, visible: torch.Tensor, device: str
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Of the whole sequence in float64: the inputs, out, and lse where it is not -inf, a
+    constant."""
+    inputs = [x.double().requires_grad_() for x in case.inputs(device)]
+    sinks = case.sinks(device)
     if sinks is not None:
         inputs.append(sinks.double().requires_grad_())
     out, lse = reference.masked_attention(
-        *inputs[:3], visible, case.scale, case.softcap, inputs[3] if sinks is not None else None
+        *inputs[:3],
+        visible.to(device),
+        case.scale,
+        case.softcap,
+        inputs[3] if sinks is not None else None,
     )
-    results = [out, lse.masked_fill(lse.isneginf(), 0.0)]  # what is -inf is constant
-    gradients = [x.double() for x in result_gradients(case)]
+    return inputs, out, lse.masked_fill(lse.isneginf(), 0.0)
+
+
+def expected_gradients(case: Case, visible: torch.Tensor, device: str) -> list[torch.Tensor]:
+    """Of the whole sequence, in float64 from the same inputs."""
+    inputs, *results = exact_attention(case, visible, device)
+    gradients = [x.double().to(device) for x in result_gradients(case)]
     expected = list(torch.autograd.grad(results, inputs, gradients))
-    if sinks is not None:
-        expected[3][sinks.isneginf()] = 0.0  # no sink: 0 times infinity above
+    if case.with_sinks:
+        expected[3][inputs[3].isneginf()] = 0.0  # no sink: 0 times infinity above
     return expected
 
 
@@ -100,27 +115,20 @@ def pytorch_gradients(case: Case, visible: torch.Tensor, device: str) -> list[to
 
 def pytorch_errors(case: Case, visible: torch.Tensor, device: str) -> list[Error]:
     """Largest errors of PyTorch's dq, dk and dv, of the gradient of out alone."""
-    inputs = [x.double().requires_grad_() for x in case.inputs("cpu")]
-    out, _ = reference.masked_attention(*inputs, visible, case.scale)
-    expected = torch.autograd.grad(out, inputs, result_gradients(case)[0].double())
+    inputs = [x.double().requires_grad_() for x in case.inputs(device)]
+    out, _ = reference.masked_attention(*inputs, visible.to(device), case.scale)
+    expected = torch.autograd.grad(out, inputs, result_gradients(case)[0].double().to(device))
     actual = pytorch_gradients(case, visible, device)
     return [measure(a.nan_to_num(), e) for a, e in zip(actual, expected, strict=True)]
 
 
-def rounding_errors(case: Case, visible: torch.Tensor) -> list[float]:
+def rounding_errors(case: Case, visible: torch.Tensor, device: str) -> list[float]:
     """Largest errors of dq, dk, dv and dsinks where out is rounded and all else is exact: the
     gradient of a score is p * (dp - delta), and delta is the sum of out times its gradient."""
-    inputs = [x.double().requires_grad_() for x in case.inputs("cpu")]
-    sinks = case.sinks("cpu")
-    if sinks is not None:
-        inputs.append(sinks.double().requires_grad_())
-    out, lse = reference.masked_attention(
-        *inputs[:3], visible, case.scale, case.softcap, inputs[3] if sinks is not None else None
-    )
-    of_delta = ((out.to(case.dtype) - out) * result_gradients(case)[0]).sum(-1).transpose(1, 2)
-    errors = torch.autograd.grad(
-        lse.masked_fill(lse.isneginf(), 0.0), inputs, of_delta, materialize_grads=True
-    )
+    inputs, out, lse = exact_attention(case, visible, device)
+    of_out = result_gradients(case)[0].to(device)
+    of_delta = ((out.to(case.dtype) - out) * of_out).sum(-1).transpose(1, 2)
+    errors = torch.autograd.grad(lse, inputs, of_delta, materialize_grads=True)
     return [error.nan_to_num().abs().max().item() for error in errors]
 
 
@@ -130,7 +138,7 @@ def allowed(case: Case, visible: torch.Tensor, device: str) -> list[float]:
     if case.dtype == torch.float64 or visible.numel() == 0:
         return [max(base, 1e-9)] * 4
     errors = [error.max for error in pytorch_errors(case, visible, device)]
-    rounded = rounding_errors(case, visible) if case.dtype != torch.float32 else [0.0] * 4
+    rounded = rounding_errors(case, visible, device) if case.dtype != torch.float32 else [0.0] * 4
     rounding = torch.finfo(case.dtype).eps  # of a result up to 1, and of a rounded sum of heads
     return [
         max(base, TIMES_PYTORCH * (error + of_out), rounding)
@@ -138,19 +146,24 @@ def allowed(case: Case, visible: torch.Tensor, device: str) -> list[float]:
     ]
 
 
-def compare(
-    case: Case,
-    actual: list[torch.Tensor],
-    visible: torch.Tensor,
-    device: str,
-    of_parts: float = 0.0,
-) -> None:
+@dataclass(frozen=True)
+class Rule:
+    """What the gradients of a case have to be."""
+
+    expected: list[torch.Tensor]
+    limits: list[float]
+
+    @classmethod
+    def of(cls, case: Case, visible: torch.Tensor, device: str) -> Rule:
+        """Computed on ``device``."""
+        return cls(expected_gradients(case, visible, device), allowed(case, visible, device))
+
+
+def compare(case: Case, actual: list[torch.Tensor], rule: Rule, of_parts: float = 0.0) -> None:
     """Holds gradients of the whole sequence against the rule at the top. ``of_parts``: what the
     parts of dsinks were rounded by."""
-    expected = expected_gradients(case, visible)
-    assert len(actual) == len(expected)
-    limits = allowed(case, visible, device)
-    for name, mine, right, limit in zip(NAMES, actual, expected, limits, strict=False):
+    assert len(actual) == len(rule.expected)
+    for name, mine, right, limit in zip(NAMES, actual, rule.expected, rule.limits, strict=False):
         assert mine.dtype == case.dtype
         error = measure(mine, right)
         scale = max(1.0, right.abs().max().item() if right.numel() else 0.0)
@@ -170,9 +183,10 @@ def whole_gradients(case: Case, parts: list[Any]) -> list[torch.Tensor]:
 
 def check_ring_gradients(ring: RankPool, case: Case) -> None:
     """Runs the case on every rank, with poisoned memory and without."""
+    rule = Rule.of(case, case.visible(), ring.device_type)
     for deterministic in (True, False):
         parts = ring.run(ring_gradients, case, deterministic)
         parts = [[x.cpu() for x in part] for part in parts]
         largest = sum(part[3].abs().max().item() for part in parts) if case.with_sinks else 0.0
         of_parts = torch.finfo(case.dtype).eps / 2 * largest
-        compare(case, whole_gradients(case, parts), case.visible(), ring.device_type, of_parts)
+        compare(case, whole_gradients(case, parts), rule, of_parts)

@@ -10,7 +10,7 @@ import ringattn
 import torch
 import torch.distributed as dist
 from _distributed import RankPool, this
-from _gradients import check_ring_gradients, compare, ring_gradients
+from _gradients import Rule, check_ring_gradients, compare, ring_gradients
 from _rings import HALVES, SPLITS, Case, apart_case, random_case
 from ringattn import _C, Partition
 from torch.library import opcheck
@@ -64,7 +64,8 @@ def test_gradients_of_a_block(device: str, dtype: torch.dtype) -> None:
         options, visible = block_case(draw, dtype)
         rows, keys = visible.shape
         case = BlockCase(rows, keys, dtype, draw.choice([8, 64, 72, 128, 256]), options, trial)
-        compare(case, case.gradients(device), visible, device)  # type: ignore[arg-type]
+        rule = Rule.of(case, visible, device)  # type: ignore[arg-type]
+        compare(case, case.gradients(device), rule)  # type: ignore[arg-type]
 
 
 class BlockCase:
