@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ringattn._distributed.collectives import barrier
+from ringattn._distributed.collectives import barrier, gather_objects
 from ringattn._distributed.groups import GroupInfo
 from ringattn._profiling.devices import attention_tiles, hardware, spare_bytes
 from ringattn._profiling.equalize import RankMeasurement, equalize
@@ -18,7 +19,7 @@ from ringattn._profiling.links import measure_link
 from ringattn._profiling.timers import Spread, bursts, repeat
 from ringattn._profiling.workloads import ProbeWorkload
 from ringattn.functional import ring_attention
-from ringattn.planning import ModelCost, plan, predict, work_in_tiles
+from ringattn.planning import ModelCost, plan, work_in_tiles
 from ringattn.profiles import RankProfile
 from ringattn.timings import call_tflops, record_timings
 
@@ -91,9 +92,9 @@ def measure_in_ring(
         return ring_attention(q, k, v, planned.partition, group=ring.group, transport=transport)
 
     # A number of calls and not a time: all ranks must make the same calls.
-    call_ms = max(predict(planned.partition, profiles, cost))
+    first_ms = statistics.median(repeat(call, probe.device, 0.0, at_least=_MIN_CALLS))
+    call_ms = max(gather_objects(ring, "measure_profiles", first_ms))
     calls = max(_MIN_CALLS, math.ceil(1e3 * seconds / call_ms))
-    barrier(ring, "measure_profiles")
     repeat(call, probe.device, 0.0, at_least=calls)
     with record_timings(by_block=False) as timings:
         repeat(call, probe.device, 0.0, at_least=calls)

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -142,6 +143,29 @@ def test_every_rank_takes_part_in_the_ring_that_is_measured(
 ) -> None:
     for lengths in rank_pool(2).run(plan_of_the_ring, 1e3):
         assert lengths[0] == lengths[1] > 0
+
+
+def calls_where_waits_are_long() -> int:
+    """How many ring calls a rank makes where each takes far longer than its profiles tell."""
+    ring_attention, calls = speeds.ring_attention, itertools.count()
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        next(calls)
+        time.sleep(0.02)
+        return ring_attention(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speeds, "ring_attention", slow)
+        ringattn.measure_profiles(device="cpu", **SMALL | {"num_tokens": 8})
+    return next(calls)
+
+
+def test_measuring_takes_its_seconds_where_ranks_wait_for_each_other(
+    rank_pool: Callable[..., RankPool],
+) -> None:
+    at_most = 3 + 2 * math.ceil(SMALL["seconds"] / 0.02)
+    first, second = rank_pool(2).run(calls_where_waits_are_long)
+    assert first == second <= at_most
 
 
 def test_room_for_all_layers_does_not_matter_to_one(rank_pool: Callable[..., RankPool]) -> None:
