@@ -112,6 +112,18 @@ def test_planning_benchmark_plans_with_links_and_tiles_in_both_layouts(tmp_path:
     assert all(0 < float(row["ms"]) <= float(row["slowest"]) for row in rows)
 
 
+def test_packed_documents_are_balanced_beside_other_ways(tmp_path: Path) -> None:
+    stem = tmp_path / "packing"
+    run("benchmarks/packing.py", "--seq-len", "32768", "--seeds", "2", "--out", str(stem))
+    rows = read(stem)
+    assert len(rows) == 4 * 3 * 4 + 2 * 3
+    packed = [row for row in rows if row["what"] == "packed"]
+    assert all(float(row["busiest"]) <= 1.02 and float(row["ms"]) > 0 for row in packed)
+    others = [row for row in rows if row["what"] != "packed"]
+    assert max(float(row["busiest"]) for row in others) > 2
+    assert all(0 <= float(row["rows fetched / S"]) < 1 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("given", "written"),
     [
