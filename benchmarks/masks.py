@@ -28,13 +28,12 @@ from functools import partial
 import ringattn
 import torch
 from lib.cli import at_least, counts, parse, shape_arguments, timing_arguments
-from lib.masked import MaskedProblem, Masking, random_documents
-from lib.problem import Problem, shape_text
+from lib.masked import MaskedProblem, Masking, random_documents, rows_fetched
+from lib.problem import Problem, busiest, shape_text
 from lib.ranks import process_group, rank, world_size
 from lib.report import Report, environment
 from lib.timing import Contestant, Timing, max_error, measure
 from peers.masked import PEERS, positions
-from ringattn import _C
 
 COLUMNS = ["S", "seed", "documents", "window", "sinks", "softcap", "what", "ms", "p10", "p90"]
 COLUMNS += ["TFLOP/s", "of causal", "max error", "note"]
@@ -202,13 +201,10 @@ def shares(
 ) -> dict[str, float]:
     """What tells partitions apart: the columns of a ring."""
     ends, window = problem.boundaries.tolist(), problem.window_size
-    ranks = range(partition.world_size)
-    work = [partition.num_pairs(r, window_size=window, cu_seqlens=ends) for r in ranks]
-    pieces = [partition.segments(r) for r in ranks]
-    fetched = max(_C.rows_fetched(owned, ends, True, window) for owned in pieces)
+    fetched = rows_fetched(partition, ends, window)
     return {
-        "share of ideal": timings["one device"].median / len(work) / timing.median,
-        "busiest": max(work) * len(work) / sum(work),
+        "share of ideal": timings["one device"].median / partition.world_size / timing.median,
+        "busiest": busiest(partition, window_size=window, cu_seqlens=ends),
         "rows fetched": fetched,
         "rows fetched / S": fetched / partition.seq_len,
     }

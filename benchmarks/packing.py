@@ -19,12 +19,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
-import ringattn
 import torch
 from lib.cli import at_least
-from lib.masked import random_documents
+from lib.masked import random_documents, rows_fetched
+from lib.problem import busiest
 from lib.report import Report, environment
-from ringattn import _C, Partition
+from ringattn import Partition
 
 COLUMNS = ("documents", "W", "what", "busiest", "tokens", "rows fetched / S", "ms")
 RANKS = (2, 4, 8)
@@ -85,13 +85,9 @@ WAYS: dict[str, Callable[[list[int], int], Partition]] = {
 
 
 def quality(partition: Partition, ends: list[int]) -> tuple[float, float, float]:
-    ranks = range(partition.world_size)
-    pairs = [partition.num_pairs(rank, cu_seqlens=ends) for rank in ranks]
-    pieces = [partition.segments(rank) for rank in ranks]
-    fetched = max(_C.rows_fetched(owned, ends, True, (-1, -1)) for owned in pieces)
-    shares = max(pairs) / sum(pairs), max(partition.lengths) / partition.seq_len
-    busiest, tokens = (share * partition.world_size for share in shares)
-    return busiest, tokens, fetched / partition.seq_len
+    tokens = max(partition.lengths) * partition.world_size / partition.seq_len
+    fetched = rows_fetched(partition, ends) / partition.seq_len
+    return busiest(partition, cu_seqlens=ends), tokens, fetched
 
 
 def timed(way: Callable[[], Partition]) -> tuple[Partition, float]:
@@ -131,7 +127,7 @@ def main() -> None:
         for _ in range(count):
             ends.append(ends[-1] + max(1, round(draw.lognormvariate(6.0, 1.0))))
         for ranks in RANKS:
-            partition, ms = timed(lambda: ringattn.Partition.packed(ends, ranks))  # noqa: B023
+            partition, ms = timed(lambda: Partition.packed(ends, ranks))  # noqa: B023
             named = dict(zip(COLUMNS[3:6], quality(partition, ends), strict=True))
             row = {"documents": f"{count} around 400", "W": ranks, "what": "packed"}
             report.add(row | named | {"ms": ms})

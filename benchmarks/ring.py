@@ -36,7 +36,7 @@ from lib.cli import (
     timing_arguments,
     transport_names,
 )
-from lib.problem import Problem, shape_text
+from lib.problem import Problem, busiest, shape_text
 from lib.ranks import from_all_ranks, process_group, rank, world_size
 from lib.report import Report, environment
 from lib.timing import Contestant, Timing, max_error, measure
@@ -83,19 +83,6 @@ def captured(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         return out
 
     return replay
-
-
-def busiest(partition: ringattn.Partition, causal: bool) -> float:
-    """The largest part of the work that a rank has, in even shares."""
-    ranks = range(partition.world_size)
-    if causal:  # a query at position p sees p + 1 keys
-        work = [
-            sum(end * (end + 1) - begin * (begin + 1) for begin, end in partition.segments(r))
-            for r in ranks
-        ]
-    else:
-        work = list(partition.lengths)
-    return max(work) * len(work) / sum(work)
 
 
 def rings(
@@ -205,7 +192,9 @@ def compete(report: Report, problem: Problem, arguments) -> None:
     errors = {contestant.name: max_error(contestant, problem) for contestant in field}
     timings = measure(field, problem.q.device, rounds=arguments.rounds, warmup=arguments.warmup)
     ideal = ideal_ms(alone, timings)
-    most = {f"ringattn {name} ": busiest(split, problem.causal) for name, split in splits.items()}
+    most = {
+        f"ringattn {name} ": busiest(split, causal=problem.causal) for name, split in splits.items()
+    }
     for contestant in field:
         timing = timings[contestant.name]
         in_ring = contestant not in alone

@@ -18,6 +18,7 @@ import torch
 from lib.cli import at_least, counts, names_of, transport_names
 from lib.masked import MaskedProblem, Masking, random_documents
 from lib.passes import PASSES, gradient_error, passes
+from lib.problem import busiest
 from lib.ranks import world_size
 from lib.report import Report
 from lib.timing import Contestant, measure
@@ -79,15 +80,15 @@ def packed(report: Report, problem: MaskedProblem, arguments: argparse.Namespace
         "contiguous": ringattn.Partition.even(length, ranks, layout="contiguous"),
         "zigzag": ringattn.Partition.even(length, ranks),
     }
-    rings, busiest = [], {}
+    rings, parts = [], {}
     for layout, partition in partitions.items():
-        work = [partition.num_pairs(r, cu_seqlens=ends) for r in range(ranks)]
+        part = busiest(partition, cu_seqlens=ends)
         for transport in arguments.transports:
             item = ring(f"ring, {layout}, {transport}", problem, partition, transport)
             rings.append(item)
-            busiest[item.name] = max(work) * ranks / sum(work)
+            parts[item.name] = part
     mask = f"{len(ends) - 1} documents, seed {problem.masking.seed}"
-    add_rows(report, problem, arguments, single, rings, mask, busiest)
+    add_rows(report, problem, arguments, single, rings, mask, parts)
 
 
 def ring(
@@ -111,7 +112,7 @@ def add_rows(
     single: list[Contestant],
     rings: list[Contestant],
     mask: str,
-    busiest: dict[str, float],
+    parts: dict[str, float],  # of the busiest rank
 ) -> None:
     """A row for each contestant and pass. Collective."""
     single = [dataclasses.replace(one, name=f"one device: {one.name}") for one in single]
@@ -132,7 +133,7 @@ def add_rows(
                     **timing.columns(),
                     "TFLOP/s": work * problem.flops / timing.median / 1e9,
                     "share of ideal": None if item.alone else ideal / timing.median,
-                    "busiest": busiest.get(item.name),
+                    "busiest": parts.get(item.name),
                     "max error": errors[item.name] if which == "both" else None,
                     "note": item.note,
                 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from ringattn import _C, Partition
 
 from lib.problem import Problem, Shape
 
@@ -26,6 +27,14 @@ def random_documents(seq_len: int, seed: int, median: int = _MEDIAN) -> list[int
         length = max(1, round(draw.lognormvariate(math.log(median), 1.0)))
         ends.append(min(seq_len, ends[-1] + length))
     return ends
+
+
+def rows_fetched(
+    partition: Partition, ends: Sequence[int], window: tuple[int, int] = (-1, -1)
+) -> int:
+    """The most keys of others that a rank sees, of causal documents with these boundaries."""
+    owned = map(partition.segments, range(partition.world_size))
+    return max(_C.rows_fetched(pieces, ends, True, window) for pieces in owned)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import ringattn
 import torch
@@ -41,6 +41,17 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, over the largest magnitude of what is expected."""
     expected = expected.double()
     return ((found.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+def busiest(partition: ringattn.Partition, **mask: Any) -> float:
+    """The largest part of the visible pairs that a rank has, in even shares.
+
+    Args:
+        partition: of the tokens.
+        mask: as in ``Partition.num_pairs``.
+    """
+    pairs = [partition.num_pairs(rank, **mask) for rank in range(partition.world_size)]
+    return max(pairs) * len(pairs) / sum(pairs)
 
 
 @dataclass(frozen=True)
