@@ -34,6 +34,11 @@ bool holds(int head_dim) {
   return head_dim >= 1 && head_dim <= VARIANT_HEAD_DIM && head_dim % 8 == 0;
 }
 
+AttentionShape shape_of(int batch, int rows, int num_heads, int num_kv_heads, int head_dim,
+                        float scale) {
+  return {batch, rows, num_heads, num_kv_heads, head_dim, scale, DataType::kBFloat16};
+}
+
 cudaError_t launch(const BlockAttentionParams& params, void* stream) {
   return cuda::sm90::launch_block_attention<__nv_bfloat16, VARIANT_HEAD_DIM>(
       params, static_cast<cudaStream_t>(stream));
@@ -58,13 +63,8 @@ EXPORTED int attend(void* q, void* k, void* v, void* out, void* state, float* ls
   params.q = contiguous(q, rows, num_heads, head_dim);
   params.segments = &segment;
   params.num_segments = 1;
-  params.batch = batch;
-  params.num_queries = rows;
-  params.num_heads = num_heads;
-  params.num_kv_heads = num_kv_heads;
-  params.head_dim = head_dim;
-  params.scale = scale;
-  params.dtype = DataType::kBFloat16;
+  static_cast<AttentionShape&>(params) =
+      shape_of(batch, rows, num_heads, num_kv_heads, head_dim, scale);
   params.tile_rows = tile_rows;
   params.fold = state != nullptr;
   if (params.fold) {
@@ -96,13 +96,9 @@ EXPORTED int attend_backward(void* q, void* k, void* v, void* grad_out, const fl
        {std::pair{&params.k, k}, {&params.v, v}, {&params.dk, dk}, {&params.dv, dv}}) {
     *to = contiguous(data, rows, num_kv_heads, head_dim);
   }
-  params.batch = batch;
-  params.num_queries = params.num_keys = rows;
-  params.num_heads = num_heads;
-  params.num_kv_heads = num_kv_heads;
-  params.head_dim = head_dim;
-  params.scale = scale;
-  params.dtype = DataType::kBFloat16;
+  static_cast<AttentionShape&>(params) =
+      shape_of(batch, rows, num_heads, num_kv_heads, head_dim, scale);
+  params.num_keys = rows;
   params.diagonal = std::clamp(diagonal, -rows, rows);
   params.lse = lse;
   params.delta = delta;
@@ -269,14 +265,9 @@ EXPORTED int attend_as_rank(const RankCall* call, void* stream) {
   params.scheduling = Scheduling::kDynamic;
   params.fetch = call->fetched != nullptr ? Fetch::kRemote : Fetch::kNone;
   params.remote_fetch = remote_fetch(*call);
-  params.batch = call->batch;
-  params.num_queries = rows;
-  params.num_heads = call->num_heads;
-  params.num_kv_heads = call->num_kv_heads;
-  params.head_dim = call->head_dim;
+  static_cast<AttentionShape&>(params) =
+      shape_of(call->batch, rows, call->num_heads, call->num_kv_heads, call->head_dim, call->scale);
   params.final_end = rows;
-  params.scale = call->scale;
-  params.dtype = DataType::kBFloat16;
   params.tile_rows = call->tile_rows;
   if (call->fetched != nullptr) {
     const cudaError_t error =
