@@ -153,6 +153,11 @@ std::vector<uint16_t> rebalanced(const std::vector<WorkTile>& tiles, int64_t num
   return order;
 }
 
+/// The tile with which the tail begins.
+int64_t first_of_tail(int64_t count, int64_t max_tail) {
+  return std::max<int64_t>(0, count - std::min<int64_t>(max_tail, UINT16_MAX));
+}
+
 }  // namespace
 
 int64_t makespan(const std::vector<WorkTile>& tiles, int64_t num_workers) {
@@ -164,7 +169,7 @@ int64_t makespan(const std::vector<WorkTile>& tiles, int64_t num_workers) {
 std::vector<uint16_t> rebalance_tail(const std::vector<WorkTile>& tiles, int64_t num_workers,
                                      int64_t max_tail) {
   const int64_t count = tiles.size();
-  int64_t first = std::max<int64_t>(0, count - std::min<int64_t>(max_tail, UINT16_MAX));
+  int64_t first = first_of_tail(count, max_tail);
   std::vector<uint16_t> best;
   int64_t best_end = makespan(tiles, num_workers);
   const auto gains = [&](int64_t end) { return (best_end - end) * kMinGain > best_end; };
@@ -185,7 +190,7 @@ std::vector<uint16_t> rebalance_tail(const std::vector<WorkTile>& tiles, int64_t
 std::vector<uint16_t> longest_first_tail(const std::vector<WorkTile>& tiles, int64_t num_workers,
                                          int64_t max_tail) {
   const int64_t count = tiles.size();
-  const int64_t first = std::max<int64_t>(0, count - std::min<int64_t>(max_tail, UINT16_MAX));
+  const int64_t first = first_of_tail(count, max_tail);
   std::vector<uint16_t> order(count - first);
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](uint16_t a, uint16_t b) {
