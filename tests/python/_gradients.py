@@ -12,7 +12,7 @@ each times the largest gradient where that is above 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ringattn
 import torch
@@ -66,30 +66,30 @@ def ring_gradients(case: Case, deterministic: bool = False) -> list[torch.Tensor
         return list(torch.autograd.grad([out, lse], inputs, gradients))
 
 
-def exact_attention(
-    case: Case, visible: torch.Tensor, device: str
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Of the whole sequence in float64: the inputs, out, and lse where it is not -inf, a
-    constant."""
-    inputs = [x.double().requires_grad_() for x in case.inputs(device)]
-    sinks = case.sinks(device)
-    if sinks is not None:
-        inputs.append(sinks.double().requires_grad_())
-    out, lse = reference.masked_attention(
-        *inputs[:3],
-        visible.to(device),
-        case.scale,
-        case.softcap,
-        inputs[3] if sinks is not None else None,
-    )
-    return inputs, out, lse.masked_fill(lse.isneginf(), 0.0)
-
-
-def expected_gradients(case: Case, visible: torch.Tensor, device: str) -> list[torch.Tensor]:
+class ExactAttention(NamedTuple):
     """Of the whole sequence, in float64 from the same inputs."""
-    inputs, *results = exact_attention(case, visible, device)
-    gradients = [x.double().to(device) for x in result_gradients(case)]
-    expected = list(torch.autograd.grad(results, inputs, gradients))
+
+    inputs: list[torch.Tensor]
+    out: torch.Tensor
+    lse: torch.Tensor  # 0 where it is -inf, a constant
+
+    @classmethod
+    def of(cls, case: Case, visible: torch.Tensor, device: str) -> ExactAttention:
+        inputs = [x.double().requires_grad_() for x in case.inputs(device)]
+        sinks = case.sinks(device)
+        if sinks is not None:
+            sinks = sinks.double().requires_grad_()
+        scoring = (case.scale, case.softcap, sinks)
+        out, lse = reference.masked_attention(*inputs, visible.to(device), *scoring)
+        if sinks is not None:
+            inputs.append(sinks)
+        return cls(inputs, out, lse.masked_fill(lse.isneginf(), 0.0))
+
+
+def expected_gradients(case: Case, exact: ExactAttention) -> list[torch.Tensor]:
+    inputs, *results = exact
+    gradients = [x.to(exact.out) for x in result_gradients(case)]
+    expected = list(torch.autograd.grad(results, inputs, gradients, retain_graph=True))
     if case.with_sinks:
         expected[3][inputs[3].isneginf()] = 0.0  # no sink: 0 times infinity above
     return expected
@@ -122,23 +122,23 @@ def pytorch_errors(case: Case, visible: torch.Tensor, device: str) -> list[Error
     return [measure(a.nan_to_num(), e) for a, e in zip(actual, expected, strict=True)]
 
 
-def rounding_errors(case: Case, visible: torch.Tensor, device: str) -> list[float]:
+def rounding_errors(case: Case, exact: ExactAttention) -> list[float]:
     """Largest errors of dq, dk, dv and dsinks where out is rounded and all else is exact: the
     gradient of a score is p * (dp - delta), and delta is the sum of out times its gradient."""
-    inputs, out, lse = exact_attention(case, visible, device)
-    of_out = result_gradients(case)[0].to(device)
+    inputs, out, lse = exact
+    of_out = result_gradients(case)[0].to(out.device)
     of_delta = ((out.to(case.dtype) - out) * of_out).sum(-1).transpose(1, 2)
     errors = torch.autograd.grad(lse, inputs, of_delta, materialize_grads=True)
     return [error.nan_to_num().abs().max().item() for error in errors]
 
 
-def allowed(case: Case, visible: torch.Tensor, device: str) -> list[float]:
+def allowed(case: Case, visible: torch.Tensor, device: str, exact: ExactAttention) -> list[float]:
     """Of dq, dk, dv and dsinks, for gradients up to 1."""
     base = TOLERANCE.get(case.dtype, 0.0)
     if case.dtype == torch.float64 or visible.numel() == 0:
         return [max(base, 1e-9)] * 4
     errors = [error.max for error in pytorch_errors(case, visible, device)]
-    rounded = rounding_errors(case, visible, device) if case.dtype != torch.float32 else [0.0] * 4
+    rounded = rounding_errors(case, exact) if case.dtype != torch.float32 else [0.0] * 4
     rounding = torch.finfo(case.dtype).eps  # of a result up to 1, and of a rounded sum of heads
     return [
         max(base, TIMES_PYTORCH * (error + of_out), rounding)
@@ -156,7 +156,8 @@ class Rule:
     @classmethod
     def of(cls, case: Case, visible: torch.Tensor, device: str) -> Rule:
         """Computed on ``device``."""
-        return cls(expected_gradients(case, visible, device), allowed(case, visible, device))
+        exact = ExactAttention.of(case, visible, device)
+        return cls(expected_gradients(case, exact), allowed(case, visible, device, exact))
 
 
 def compare(case: Case, actual: list[torch.Tensor], rule: Rule, of_parts: float = 0.0) -> None:
