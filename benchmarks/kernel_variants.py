@@ -189,7 +189,7 @@ def backwards(case: Case, names: list[str], problem: Problem) -> Iterator[Contes
     diagonal = 0 if problem.causal else None
     out, lse = ringattn.block_attention(*problem.tensors, diagonal=diagonal)
     grad_out = torch.randn_like(problem.q)
-    delta = (grad_out * out).sum(-1).transpose(1, 2).contiguous()
+    delta = (grad_out.float() * out).sum(-1).transpose(1, 2).contiguous()
     grads = [torch.empty_like(x, dtype=torch.float32) for x in problem.tensors]
     turns = torch.empty(1 + 2 * batch * heads * math.ceil(rows / 64), dtype=torch.int32)
     turns = turns.to(out.device)

@@ -76,32 +76,31 @@ struct ColumnStats {
   }
 };
 
-/// The statistics of a query tile, as stat_position lays them out.
+/// The statistics of a query tile, as stat_position lays them out. Every lane needs a quarter of
+/// them. It loads one of 32, early, and gets the others from lanes: products of operands in shared
+/// memory leave little time for loads.
 template <int kRows>
 struct StatsReader {
-  const float4* base;
-
-  __device__ __forceinline__ explicit StatsReader(uint32_t stats)
-      : base(static_cast<const float4*>(__cvta_shared_to_generic(stats)) + threadIdx.x % 4) {}
-  /// Of the lane's columns of sixteen.
-  __device__ __forceinline__ ColumnStats operator[](int i) const { return {base[4 * i]}; }
-};
-
-/// Every lane needs a quarter of them. Of 64 rows each loads two, early, and gets the others from
-/// lanes: products of operands in shared memory leave little time for loads.
-template <>
-struct StatsReader<64> {
-  float2 own;
+  static constexpr int kOwn = kRows / 32, kParts = 4 / kOwn;  // of a lane's four columns
+  float own[kOwn];
 
   __device__ __forceinline__ explicit StatsReader(uint32_t stats) {
-    const uint32_t lane = threadIdx.x % 32;
-    own = load_shared_pair(stats + lane / 8 * 64 + lane % 4 * 16 + lane / 4 % 2 * 8);
+    const uint32_t lane = volatile_thread() % 32;
+    const uint32_t at =
+        stats + lane / (4 * kParts) * 64 + lane % 4 * 16 + lane / 4 % kParts * kOwn * 4;
+#pragma unroll
+    for (int i = 0; i < kOwn; i += 2) {
+      const float2 pair = load_shared_pair(at + 4 * i);
+      own[i] = pair.x, own[i + 1] = pair.y;
+    }
   }
+  /// Of the lane's columns of sixteen.
   __device__ __forceinline__ ColumnStats operator[](int i) const {
-    const int lane = i * 8 + threadIdx.x % 4;
-    const auto of = [](float x, int from) { return __shfl_sync(0xffffffff, x, from); };
-    return {
-        make_float4(of(own.x, lane), of(own.y, lane), of(own.x, lane + 4), of(own.y, lane + 4))};
+    const int lane = i * 4 * kParts + static_cast<int>(volatile_thread() % 4);
+    const auto of = [&](int j) {
+      return __shfl_sync(0xffffffff, own[j % kOwn], lane + j / kOwn * 4);
+    };
+    return {make_float4(of(0), of(1), of(2), of(3))};
   }
 };
 
