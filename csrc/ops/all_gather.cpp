@@ -8,6 +8,7 @@
 
 #include "ops/checks.h"
 #include "transport/group/group_context.h"
+#include "transport/registry.h"
 
 namespace ringattn {
 namespace {
@@ -21,7 +22,7 @@ at::Tensor all_gather_op(const at::Tensor& mine, c10::string_view operation, c10
   Signature asked = check_call(*group, [&] {
     RINGATTN_CHECK(facts.empty() || facts.back() == '\n', "facts must end with a newline, got ",
                    facts);
-    group->check_device(mine.device(), "process_group");
+    group->check_device(mine.device(), group_transport());
     return Signature(literal(operation))
         .add_lines(facts)
         .add("dtype", c10::toString(mine.scalar_type()))

@@ -10,6 +10,7 @@
 
 #include "ops/checks.h"
 #include "transport/group/group_context.h"
+#include "transport/registry.h"
 
 namespace ringattn {
 namespace {
@@ -43,7 +44,7 @@ at::Tensor gather_op(const at::Tensor& rows, at::IntArrayRef lengths, at::IntArr
     const int64_t own = partition->length(group->rank());
     RINGATTN_CHECK(rows.size(0) == own, "rows must be the ", own, " of this rank, got ",
                    rows.size(0));
-    group->check_device(rows.device(), "process_group");
+    group->check_device(rows.device(), group_transport());
     return signature(rows, *partition, layout, dim, pieces);
   });
   const int64_t call = group->begin_call(std::make_shared<const Signature>(std::move(asked)),
@@ -53,8 +54,7 @@ at::Tensor gather_op(const at::Tensor& rows, at::IntArrayRef lengths, at::IntArr
     sizes[0] = *std::max_element(lengths.begin(), lengths.end());
     at::Tensor padded = at::zeros(sizes, rows.options());
     padded.narrow(0, 0, rows.size(0)).copy_(rows);
-    auto& transport =
-        static_cast<CollectiveTransport&>(group->transport("process_group", rows.device()));
+    auto& transport = *group->transport(group_transport(), rows.device()).collectives();
     const at::Tensor all = transport.all_gather(padded.view(-1).view(at::kByte), call);
     sizes.insert(sizes.begin(), group->size());
     return all.view(-1).view(rows.scalar_type()).view(sizes);

@@ -53,6 +53,8 @@ class RINGATTN_API MessageRound {
   virtual void finish() = 0;
 };
 
+class CollectiveTransport;
+
 /// A transport that moves single messages, too. The two-sided ones share block streams, staging and
 /// buffers (p2p_block_stream.cpp); they differ in how one message moves.
 class RINGATTN_API MessageTransport : public Transport {
@@ -87,6 +89,8 @@ class RINGATTN_API MessageTransport : public Transport {
   /// it is ordered, and waited for, as a call is.
   virtual void begin_replay() {}
   virtual void end_replay() {}
+  /// This transport, where its library has collectives too; null otherwise.
+  virtual CollectiveTransport* collectives() { return nullptr; }
   /// Whether its messages can be part of a CUDA graph.
   virtual bool can_be_captured() const { return true; }
   /// Fills `results` with NaN if a message that they depend on fails after the host has moved on.
@@ -100,6 +104,7 @@ class RINGATTN_API MessageTransport : public Transport {
 /// A transport whose library has collectives too.
 class RINGATTN_API CollectiveTransport : public MessageTransport {
  public:
+  CollectiveTransport* collectives() final { return this; }
   /// mine [N] of every rank -> [W, N], the same bits on every rank, ready for the current stream.
   virtual at::Tensor all_gather(const at::Tensor& mine, int64_t call) = 0;
 };

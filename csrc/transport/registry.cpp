@@ -88,6 +88,11 @@ std::vector<std::string> automatic_transports(c10::DeviceType device_type) {
   return names.empty() ? names_for(std::nullopt) : names;
 }
 
+std::string group_transport() {
+  const auto own = [](const auto& entry) { return !entry.make && entry.unavailable.empty(); };
+  return names_where(own).front();
+}
+
 const TransportEntry& find_transport(const std::string& name) {
   const TransportEntry* entry = find_entry(name);
   TORCH_INTERNAL_ASSERT(entry != nullptr, "no transport is registered as ", name);

@@ -25,7 +25,8 @@ struct TransportEntry {
   /// from the lowest on.
   int preference = 0;
   /// The type of device whose tensors it moves; none: every type that the group carries. "auto"
-  /// takes a transport for one type before one for all.
+  /// takes a transport for one type before one for all. Of those for one type, the one with the
+  /// lowest preference is a CollectiveTransport.
   std::optional<c10::DeviceType> device_type = std::nullopt;
   /// Collective; throws on all ranks where they cannot have it. Null: GroupBackend::transport.
   std::unique_ptr<MessageTransport> (*make)(const Rendezvous& rendezvous,
@@ -40,8 +41,11 @@ RINGATTN_API bool register_transport(TransportEntry entry);
 RINGATTN_API std::vector<std::string> transport_names();
 /// Throws unless tensors on `device_type` can have the transport `name`: "auto" or a name.
 RINGATTN_API void check_transport(const std::string& name, c10::DeviceType device_type);
-/// What "auto" may mean for tensors on `device_type`, the preferred name first; not empty.
+/// What "auto" may mean for tensors on `device_type`, the preferred name first; not empty. The last
+/// is a CollectiveTransport.
 std::vector<std::string> automatic_transports(c10::DeviceType device_type);
+/// The group's own transport, GroupBackend::transport.
+std::string group_transport();
 /// `name` must be one of transport_names().
 const TransportEntry& find_transport(const std::string& name);
 

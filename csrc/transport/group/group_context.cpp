@@ -120,7 +120,7 @@ void GroupContext::check_device(c10::Device device, const std::string& transport
   const auto known = devices_.find(device.type());
   TORCH_CHECK(known == devices_.end() || known->second == device, "ringattn: tensors must be on ",
               known->second, ", where this group's first ones were, got ", device);
-  if (device.is_cpu() || transport == "process_group") {
+  if (device.is_cpu() || transport == group_transport()) {
     TORCH_CHECK(backend_->carries(device.type()),
                 "ringattn: group must have a backend for tensors on ",
                 c10::DeviceTypeName(device.type(), /*lower_case=*/true), ", got one that has none");
@@ -196,13 +196,12 @@ MessageTransport& GroupContext::transport(const std::string& name, c10::Device d
 }
 
 CollectiveTransport& GroupContext::collectives(c10::Device device) {
-  return static_cast<CollectiveTransport&>(
-      transport(device.is_cuda() ? "nccl" : "process_group", device));
+  return *transport(automatic_transports(device.type()).back(), device).collectives();
 }
 
 CollectiveTransport& GroupContext::own_transport(c10::Device device) {
   const std::string latest = last_transport_;
-  auto& own = static_cast<CollectiveTransport&>(transport("process_group", device));
+  auto& own = *transport(group_transport(), device).collectives();
   last_transport_ = latest;
   return own;
 }
