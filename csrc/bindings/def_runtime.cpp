@@ -171,6 +171,13 @@ void def_runtime(py::module_& m) {
         return group->last_transport();
       },
       py::arg("group_name"));
+  m.def(
+      "can_record",
+      [](const std::string& group_name) {
+        const auto group = GroupContext::find(group_name);
+        return group && group->can_record();
+      },
+      py::arg("group_name"));
   m.def("set_logger", &set_logger, py::arg("logger"));
   m.def(
       "synchronize",

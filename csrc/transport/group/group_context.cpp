@@ -172,7 +172,8 @@ std::vector<std::string> GroupContext::exchange(const std::string& mine, const s
 MessageTransport& GroupContext::transport(const std::string& name, c10::Device device) {
   check_transport(name, device.type());
   const std::string chosen = name == "auto" ? choose_transport(device) : name;
-  auto& transport = transports_[{chosen, device.type()}];
+  const auto entry = transports_.try_emplace({chosen, device.type()}).first;
+  auto& transport = entry->second;
   if (!transport) {
     try {
       const auto make = find_transport(chosen).make;
@@ -191,7 +192,7 @@ MessageTransport& GroupContext::transport(const std::string& name, c10::Device d
                                device.str() + ")");
     }
   }
-  last_transport_ = chosen;
+  latest_ = &*entry;
   return *transport;
 }
 
@@ -200,9 +201,9 @@ CollectiveTransport& GroupContext::collectives(c10::Device device) {
 }
 
 CollectiveTransport& GroupContext::own_transport(c10::Device device) {
-  const std::string latest = last_transport_;
+  const auto latest = latest_;
   auto& own = *transport(group_transport(), device).collectives();
-  last_transport_ = latest;
+  latest_ = latest;
   return own;
 }
 

@@ -95,7 +95,9 @@ class RINGATTN_API GroupContext {
   /// collective; where the ranks cannot have it, it throws on all of them and the group works on.
   MessageTransport& transport(const std::string& name, c10::Device device);
   /// The name of the transport that the latest call took; empty before any.
-  const std::string& last_transport() const { return last_transport_; }
+  std::string last_transport() const { return latest_ != nullptr ? latest_->first.first : ""; }
+  /// Whether that transport's messages can be part of a CUDA graph; false before any call.
+  bool can_record() const { return latest_ != nullptr && latest_->second->can_be_captured(); }
   /// A transport with collectives, for small tensors.
   CollectiveTransport& collectives(c10::Device device);
   /// The group's own transport, for exchanges beside the calls that last_transport() is about.
@@ -124,8 +126,8 @@ class RINGATTN_API GroupContext {
   const Rendezvous rendezvous_;
 
   std::map<std::pair<std::string, c10::DeviceType>, std::unique_ptr<MessageTransport>> transports_;
-  std::string last_transport_;
-  std::map<c10::DeviceType, std::string> chosen_;  // the transport of "auto", once chosen
+  decltype(transports_)::const_pointer latest_ = nullptr;  // of the latest call
+  std::map<c10::DeviceType, std::string> chosen_;          // the transport of "auto", once chosen
   std::map<c10::DeviceType, c10::Device> devices_;
   std::map<std::type_index, std::shared_ptr<void>> states_;
   int64_t num_exchanges_ = 0;

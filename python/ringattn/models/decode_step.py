@@ -167,7 +167,7 @@ class DecodeStep:
             RuntimeError: where recording fails, if ``required`` or the group ends.
         """
         if not self._graphs and not self._records_attention:
-            self._records_attention = _C.last_transport(self._ring.name) == "symmetric"
+            self._records_attention = _C.can_record(self._ring.name)
         try:
             self._record()
         except RuntimeError as error:

@@ -33,6 +33,7 @@ class StoreTransport : public MessageTransport {
     prefix_ = rendezvous.exchange("from rank " + std::to_string(rendezvous.rank)).front();
   }
   std::unique_ptr<Transfer> start(const Message& message) override;
+  bool can_be_captured() const override { return rendezvous_.rank == 0; }
 
  private:
   static Store& messages() {
@@ -185,12 +186,16 @@ TEST_CASE("a transport that registers is made by its name, and named in errors")
 
   Store store;
   std::vector<std::string> taken(2);
+  std::vector<std::pair<bool, bool>> can_record(2);  // before its first call, and after
   at_once(2, [&](int64_t rank) {
     GroupContext group(std::make_shared<FakeBackend>(store, rank, 2, kTimeout));
+    can_record[rank].first = group.can_record();
     MessageTransport* const made = &group.transport("store", kDevice);
     if (&group.transport("auto", kDevice) == made) taken[rank] = group.last_transport();
+    can_record[rank].second = group.can_record();
   });
   CHECK(taken == std::vector<std::string>(2, "store"));
+  CHECK(can_record == std::vector<std::pair<bool, bool>>{{false, true}, {false, false}});
 
   CHECK(said([] { check_transport("smoke", c10::kCPU); }) ==
         "ringattn: transport must be \"auto\", \"process_group\", \"nccl\", \"symmetric\" or "
@@ -218,7 +223,8 @@ TEST_CASE("a transport that registers is made by its name, and named in errors")
        }});
   const auto chosen = [&](Store& their_store, int64_t rank) {
     GroupContext group(std::make_shared<FakeBackend>(their_store, rank, 2, kTimeout));
-    return said([&] { group.transport("auto", kDevice); }) + group.last_transport();
+    const std::string error = said([&] { group.transport("auto", kDevice); });
+    return error + group.last_transport();
   };
   Store another_store;
   at_once(2, [&](int64_t rank) { taken[rank] = chosen(another_store, rank); });
