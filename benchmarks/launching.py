@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from lib.cli import at_least
-from ringattn.testing import MPS
+from lib import ranks
+from lib.cli import at_least, counts
+from ringattn.testing import MPS, slowdown
 from torch.distributed import run
 
 _GRACE_S = 10.0  # for the errors of other ranks, once one has failed
@@ -53,6 +55,40 @@ def under_launcher(parser: argparse.ArgumentParser, arguments: argparse.Namespac
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
     run.main(["--standalone", "--nproc-per-node", str(wanted), *sys.argv])
     return False
+
+
+def add_percentages(parser: argparse.ArgumentParser) -> None:
+    """--percentages, for :func:`under_percentages` and :func:`slowed`."""
+    parser.add_argument(
+        "--percentages",
+        type=counts,
+        metavar="P,P,...",
+        help="speeds of the ranks: of their GPUs by CUDA MPS, on CPU by repeated work",
+    )
+
+
+def under_percentages(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> bool:
+    """:func:`under_launcher` for one rank of each of ``--percentages``, on GPUs
+    :func:`under_mps`."""
+    percentages = arguments.percentages
+    if max(percentages) > 100:
+        parser.error(f"--percentages must be at most 100, got {max(percentages)}")
+    asked = getattr(arguments, "world_size", None) or len(percentages)
+    wanted = int(os.environ.get("WORLD_SIZE", asked))
+    if len(percentages) != wanted:
+        parser.error(f"--percentages must be {wanted}, one a rank, got {len(percentages)}")
+    if arguments.device == "cuda":
+        return under_mps(percentages)
+    arguments.world_size = wanted
+    return under_launcher(parser, arguments)
+
+
+def slowed(
+    percentages: Sequence[int] | None, device: torch.device
+) -> contextlib.AbstractContextManager[None]:
+    """This rank at its percentage: repeated work on CPU; on GPUs it was started so."""
+    percentage = percentages[ranks.rank()] if percentages and device.type == "cpu" else 100
+    return slowdown(100 / percentage) if percentage < 100 else contextlib.nullcontext()
 
 
 def under_mps(percentages: Sequence[int]) -> bool:

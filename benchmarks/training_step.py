@@ -33,10 +33,8 @@ status         "ok", or what was raised
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +56,6 @@ from ringattn._distributed.collectives import gather_objects
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import resolve_group
 from ringattn.models import LLaMA
-from ringattn.testing import slowdown
 from torch.utils.checkpoint import checkpoint
 from training_ways import MAKERS, Trained, Way, partition_name
 
@@ -224,7 +221,7 @@ def parser() -> argparse.ArgumentParser:
         "--iterations", type=at_least(1), default=3, metavar="N", help="steps of a way (default: 3)"
     )
     add("--warmup", type=at_least(0), default=1, metavar="N", help="before them (default: 1)")
-    add("--percentages", type=counts, metavar="P,P,...", help="of the ranks' GPUs, by CUDA MPS")
+    launching.add_percentages(made)
     return made
 
 
@@ -244,25 +241,19 @@ def parse_options(arguments: argparse.ArgumentParser) -> argparse.Namespace:
     options.dtype = options.dtype or ("bfloat16" if on_cuda else "float32")
     options.shape = options.shape or ("8b" if on_cuda else "tiny")
     options.seq_lens = options.seq_lens or ([65536, 262144] if on_cuda else [256])
-    if max(options.percentages or [0]) > 100:
-        arguments.error(f"--percentages must be at most 100, got {max(options.percentages)}")
     return options
 
 
 def main() -> None:
     arguments = parser()
     options = parse_options(arguments)
-    if options.percentages and options.device == "cuda":
-        if not launching.under_mps(options.percentages):
-            return
-    elif not launching.under_launcher(arguments, options):
+    start = launching.under_percentages if options.percentages else launching.under_launcher
+    if not start(arguments, options):
         return
     with process_group(options.device) as device:
         training = Training(device, options)
         config = training.config
         percentages = options.percentages or [100] * world_size()
-        if len(percentages) != world_size():
-            sys.exit(f"--percentages must be {world_size()}, one a rank, got {len(percentages)}")
         facts = environment(device) | {
             "model": f"{options.shape}: {config.nlayers} layers of {config.emb_dim} and "
             f"{config.hidden_dim}, {config.nheads}/{config.kvheads} heads of {config.head_dim}, "
@@ -274,9 +265,7 @@ def main() -> None:
         }
         report = Report("A training step over the ring", facts, COLUMNS)
         report.start()
-        share = percentages[rank()] / 100
-        slow = device.type == "cpu" and share < 1  # on GPUs the processes were started so
-        with slowdown(1 / share) if slow else contextlib.nullcontext():
+        with launching.slowed(percentages, device):
             for seq_len in options.seq_lens:
                 generator = torch.Generator().manual_seed(seq_len)
                 shape = (seq_len + 1,)
