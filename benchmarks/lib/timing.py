@@ -10,11 +10,12 @@ ranks the slowest one counts, sample by sample.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from lib.problem import Problem
 from lib.ranks import from_all_ranks, rank
 
 LONGEST_REST = 0.2  # seconds
+EACH_ALONE = "every rank alone"  # the whole problem on every rank, all at once
+# Sustained contestants are timed for at least so long, after as long: power and clocks of a GPU
+# swing for some tenths of a second once it is loaded. CPUs only have to fill their caches.
+_STRETCH_MS = {"cuda": 120.0, "cpu": 50.0}
 _draw = random.Random(0)
 
 
@@ -84,6 +89,37 @@ def measure(
         name: Timing(from_all_ranks(samples).amax(0).tolist(), samples)
         for name, samples in own.items()
     }
+
+
+def sustain(
+    contestants: Sequence[Contestant], device: torch.device, *, warmup: int
+) -> tuple[list[Contestant], float]:
+    """The contestants, EACH_ALONE among them, as calls in a row with all ranks busy, and about how
+    many seconds a round of them takes. Rings and lone ranks are then timed over the same stretch of
+    time after their start, the same for all problems of a length: otherwise the ideal would refer
+    to other clocks than the ring's. Collective; takes the warm-up and a round."""
+    second_calls = [replace(each, lead_in=1) for each in contestants]
+    first = measure(second_calls, device, rounds=1, warmup=warmup)
+    alone_ms = from_all_ranks([first[EACH_ALONE].own_median])[:, 0].tolist()
+    stretch_ms = _STRETCH_MS[device.type]
+    if device.type == "cuda":
+        # Whole calls of the fastest lone rank, so that rings are not timed earlier or later.
+        stretch_ms = math.ceil(stretch_ms / min(alone_ms)) * min(alone_ms)
+    sustained = []
+    round_s = 0.0
+    for contestant in contestants:
+        slowest = first[contestant.name].median
+        lasts_ms = max(stretch_ms, slowest)
+        # All ranks make the same calls of a ring. A lone rank makes as many as fit, and goes on
+        # until the others are done.
+        own = first[contestant.name].own_median if contestant.name == EACH_ALONE else slowest
+        calls = max(1, round(stretch_ms / own))
+        tail = 0
+        if contestant.name == EACH_ALONE:
+            tail = max(0, round(2 * lasts_ms / own) - 2 * calls)
+        sustained.append(replace(contestant, lead_in=calls, back_to_back=calls, tail=tail))
+        round_s += 2e-3 * lasts_ms
+    return sustained, round_s
 
 
 def _sample(contestant: Contestant, device: torch.device) -> float:

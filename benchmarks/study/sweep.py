@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lib.problem import DTYPES
 from lib.ranks import from_all_ranks, rank
-from lib.timing import Contestant, Timing, measure
+from lib.timing import EACH_ALONE, Contestant, Timing, measure, sustain
 from ringattn.profiling import (
     NUM_LAYERS,
     RankMeasurement,
@@ -30,10 +29,6 @@ _RECORDED_CALLS = 3  # whose steps are taken apart; one, where a call takes long
 _LONG_MS = 100.0
 _MIN_ROUNDS = 3
 _TRIAL = 4  # requests until the rebalancer has judged a new plan
-_ALONE = "every rank alone"
-# Everything is timed for at least so long, after as long: power and clocks of a GPU swing for some
-# tenths of a second once it is loaded. CPUs only have to fill their caches.
-_STRETCH_MS = {"cuda": 120.0, "cpu": 50.0}
 _LEAD_IN_MS = {"cuda": 60.0, "cpu": 0.0}  # of a request that the rebalancer watches
 STEP_COLUMNS = ("own_ms", "remote_ms", "transfer_ms", "wait_ms")
 
@@ -62,9 +57,9 @@ def measure_cell(
         for name, contestant in contestants.items()
     }
     everything = torch.arange(cell.seq_len, device=device)
-    alone = Contestant(_ALONE, work.alone, everything)
+    alone = Contestant(EACH_ALONE, work.alone, everything)
     timings = _timings([*contestants.values(), alone], settings, device)
-    alone_ms = from_all_ranks([timings.pop(_ALONE).own_median])[:, 0]
+    alone_ms = from_all_ranks([timings.pop(EACH_ALONE).own_median])[:, 0]
     ideal_ms = 1.0 / (1.0 / alone_ms).sum().item()
     latencies = {
         name: from_all_ranks([timing.own_median])[:, 0].tolist() for name, timing in timings.items()
@@ -164,32 +159,8 @@ def _contestant(name: str, chosen: Split, work: Workload, device: torch.device) 
 def _timings(
     contestants: Sequence[Contestant], settings: Settings, device: torch.device
 ) -> dict[str, Timing]:
-    """Samples that fill the time of a cell: calls in a row with all ranks busy, strategies and lone
-    ranks alike. All are timed over the same stretch of time after their start, the same in all
-    cells of a length: otherwise the ideal would refer to other clocks than the ring's."""
-    second_calls = [dataclasses.replace(each, lead_in=1) for each in contestants]
-    first = measure(second_calls, device, rounds=1, warmup=settings.warmup)
-    alone_ms = from_all_ranks([first[_ALONE].own_median])[:, 0].tolist()
-    stretch_ms = _STRETCH_MS[device.type]
-    if device.type == "cuda":
-        # Whole calls of the fastest lone rank, so that rings are not timed earlier or later.
-        stretch_ms = math.ceil(stretch_ms / min(alone_ms)) * min(alone_ms)
-    sustained = []
-    round_s = 0.0
-    for contestant in contestants:
-        slowest = first[contestant.name].median
-        lasts_ms = max(stretch_ms, slowest)
-        # All ranks make the same calls of a ring. A lone rank makes as many as fit, and goes on
-        # until the others are done.
-        own = first[contestant.name].own_median if contestant.name == _ALONE else slowest
-        calls = max(1, round(stretch_ms / own))
-        tail = 0
-        if contestant.name == _ALONE:
-            tail = max(0, round(2 * lasts_ms / own) - 2 * calls)
-        sustained.append(
-            dataclasses.replace(contestant, lead_in=calls, back_to_back=calls, tail=tail)
-        )
-        round_s += 2e-3 * lasts_ms
+    """Samples that fill the time of a cell."""
+    sustained, round_s = sustain(contestants, device, warmup=settings.warmup)
     affordable = math.floor(settings.cell_seconds / round_s + 1e-6)  # not one less by rounding
     rounds = min(settings.rounds, max(_MIN_ROUNDS, affordable))
     return measure(sustained, device, rounds=rounds, warmup=0)

@@ -160,11 +160,11 @@ def test_lone_ranks_and_rings_are_timed_at_the_same_clocks(monkeypatch, seq_len)
         timing.Contestant(
             name, partial(device.computes, ms), torch.empty(0), around=partial(begun, device)
         )
-        for name, ms in {"even_zigzag": alone_ms / 4, sweep._ALONE: alone_ms}.items()
+        for name, ms in {"even_zigzag": alone_ms / 4, timing.EACH_ALONE: alone_ms}.items()
     ]
     settings = Settings(**{**BASE, "rounds": 5, "warmup": 1, "cell_seconds": 5.0})
     timings = sweep._timings(contestants, settings, torch.device("cuda"))
-    share = timings[sweep._ALONE].own_median / 4 / timings["even_zigzag"].median
+    share = timings[timing.EACH_ALONE].own_median / 4 / timings["even_zigzag"].median
     assert share == pytest.approx(1, abs=0.01)
 
 
@@ -175,19 +175,15 @@ def begun(device: PoweredDevice) -> Iterator[None]:
 
 
 def test_fast_ranks_are_timed_at_once_and_stay_at_work_for_the_slow_one(monkeypatch):
-    measured = []
-
     def measure(contestants, device, *, rounds, warmup):
-        measured.append(contestants)
         return {c.name: timing.Timing([2000.0], [200.0]) for c in contestants}
 
-    monkeypatch.setattr(sweep, "measure", measure)
+    monkeypatch.setattr(timing, "measure", measure)
     everyone = torch.tensor([[200.0], [2000.0]])
-    monkeypatch.setattr(sweep, "from_all_ranks", lambda values: everyone)
-    alone = timing.Contestant(sweep._ALONE, lambda: torch.empty(0), torch.empty(0))
-    sweep._timings([alone], Settings(**{**BASE, "device": "cuda"}), torch.device("cuda"))
-    (timed,) = measured[1]
-    assert (timed.lead_in, timed.back_to_back, timed.tail) == (1, 1, 18)
+    monkeypatch.setattr(timing, "from_all_ranks", lambda values: everyone)
+    alone = timing.Contestant(timing.EACH_ALONE, lambda: torch.empty(0), torch.empty(0))
+    (timed,), round_s = timing.sustain([alone], torch.device("cuda"), warmup=0)
+    assert (timed.lead_in, timed.back_to_back, timed.tail, round_s) == (1, 1, 18, 4.0)
 
 
 def test_requests_are_watched_at_the_clocks_that_they_are_timed_at(monkeypatch):
