@@ -3,6 +3,7 @@
 
     python benchmarks/masks.py --out build/masks
     torchrun --nproc-per-node 4 benchmarks/masks.py --out build/masks-ring
+    python benchmarks/masks.py --percentages 100,50 --seq-lens 65536 --out build/masks-uneven
     python benchmarks/masks.py --device cpu --dtype float32 --heads 8 --seq-lens 2048 --median 256
 
 In one process: each mask beside other kernels for one device. `ringattn` is ring_attention on one
@@ -14,6 +15,12 @@ Under torchrun: packed documents and windows over all ranks. Ideal is the time o
 the whole sequence, measured on rank 0 alone, divided by W. `rows fetched` are the most keys that a
 rank needs of others, `busiest` is the largest part of the pairs that a rank has, in even shares.
 
+With --percentages, packed documents over unequal ranks, which this command starts: on GPUs under
+CUDA MPS, on CPU repeating work. `even` is Partition.packed, `planned` is ringattn.plan for profiles
+measured just before. `rank R alone` is the whole problem on that rank, all ranks computing at once;
+ideal is the time that ranks of these speeds would take together without any overhead. All are timed
+as calls in a row, so that clocks are the same.
+
 TFLOP/s count the pairs that the mask lets through. The error is the largest difference from
 float64 attention over sampled rows.
 """
@@ -24,16 +31,20 @@ import argparse
 import os
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import launching
 import ringattn
 import torch
+import torch.distributed as dist
 from lib.cli import at_least, counts, parse, shape_arguments, timing_arguments
 from lib.masked import MaskedProblem, Masking, random_documents, rows_fetched
 from lib.problem import Problem, busiest, shape_text
-from lib.ranks import process_group, rank, world_size
+from lib.ranks import from_all_ranks, process_group, rank, world_size
 from lib.report import Report, environment
-from lib.timing import Contestant, Timing, max_error, measure
+from lib.timing import EACH_ALONE, Contestant, Timing, max_error, measure, sustain
 from peers.masked import PEERS, positions
+from ringattn.profiling import tokens_to_measure
 
 COLUMNS = ["S", "seed", "documents", "window", "sinks", "softcap", "what", "ms", "p10", "p90"]
 COLUMNS += ["TFLOP/s", "of causal", "max error", "note"]
@@ -156,13 +167,31 @@ def splits(problem: MaskedProblem) -> dict[str, ringattn.Partition]:
     return known | plain
 
 
+def unequal_splits(problem: MaskedProblem, report: Report) -> dict[str, ringattn.Partition]:
+    """Partitions of packed documents by name, for ranks as fast as they are now. Collective."""
+    q, ends, device = problem.q, problem.masking.cu_seqlens, problem.q.device
+    sizes: dict[str, Any] = {"num_heads": q.size(2), "num_kv_heads": problem.k.size(2)}
+    sizes |= {"head_dim": q.size(3), "dtype": q.dtype}
+    num_tokens = tokens_to_measure(problem.seq_len, world_size(), device)
+    profiles = ringattn.measure_profiles(**sizes, num_tokens=num_tokens, device=device)
+    speeds = ", ".join(f"{profile.attention_tflops:.3g}" for profile in profiles)
+    report.remark(f"S {problem.seq_len}, seed {problem.masking.seed}: planned for {speeds} TFLOP/s")
+    cost = ringattn.ModelCost.attention_only(**sizes)
+    planned = ringattn.plan(problem.seq_len, profiles, cost, cu_seqlens=ends).partition
+    return {"even": ringattn.Partition.packed(ends, world_size()), "planned": planned}
+
+
 def compete_over_ranks(
     report: Report, problem: MaskedProblem, arguments: argparse.Namespace
 ) -> None:
-    """One mask over all ranks: a row for each partition, and one device."""
+    """One mask over all ranks: a row for each partition, and one device or each rank alone."""
+    unequal = arguments.percentages is not None
+    for tensor in problem.tensors:
+        # Random numbers depend on how many multiprocessors a process sees.
+        dist.broadcast(tensor, 0)
     single, _ = ours(problem)
-    alone = Contestant("one device", single.call, single.positions, alone=True)
-    partitions = splits(problem)
+    alone = replace(single, name=EACH_ALONE if unequal else "one device", alone=not unequal)
+    partitions = unequal_splits(problem, report) if unequal else splits(problem)
     field = [alone]
     for name, partition in partitions.items():
         call = partial(
@@ -174,21 +203,28 @@ def compete_over_ranks(
         )
         field.append(Contestant(name, call, partition.position_ids(rank(), problem.q.device)))
     errors = {contestant.name: max_error(contestant, problem) for contestant in field}
+    if unequal:
+        field, _ = sustain(field, problem.q.device, warmup=1)
     timings = measure(field, problem.q.device, rounds=arguments.rounds, warmup=arguments.warmup)
-    for contestant in field:
-        partition = partitions.get(contestant.name)
-        timing = timings[contestant.name]
+    lone = timings.pop(alone.name)
+    whole, ideal_ms = {alone.name: lone}, lone.median / world_size()
+    if unequal:
+        samples = from_all_ranks(lone.own_samples).tolist()
+        whole = {f"rank {r} alone": Timing(own, own) for r, own in enumerate(samples)}
+        ideal_ms = 1 / sum(1 / timing.median for timing in whole.values())
+    for name, timing in (whole | timings).items():
+        partition = partitions.get(name)
         report.add(
             {
                 "S": problem.seq_len,
                 "seed": problem.masking.seed,
                 "documents": problem.boundaries.numel() - 1,
                 "window": problem.masking.window,
-                "what": contestant.name,
+                "what": name,
                 **timing.columns(),
                 "TFLOP/s": problem.flops / timing.median / 1e9,
-                **({} if partition is None else shares(partition, problem, timing, timings)),
-                "max error": errors[contestant.name],
+                **({} if partition is None else shares(partition, problem, timing, ideal_ms)),
+                "max error": errors.get(name, errors[alone.name]),
             }
         )
 
@@ -197,13 +233,13 @@ def shares(
     partition: ringattn.Partition,
     problem: MaskedProblem,
     timing: Timing,
-    timings: dict[str, Timing],
+    ideal_ms: float,
 ) -> dict[str, float]:
     """What tells partitions apart: the columns of a ring."""
     ends, window = problem.boundaries.tolist(), problem.window_size
     fetched = rows_fetched(partition, ends, window)
     return {
-        "share of ideal": timings["one device"].median / partition.world_size / timing.median,
+        "share of ideal": ideal_ms / timing.median,
         "busiest": busiest(partition, window_size=window, cu_seqlens=ends),
         "rows fetched": fetched,
         "rows fetched / S": fetched / partition.seq_len,
@@ -223,9 +259,17 @@ def main() -> None:
     parser.add_argument(
         "--longest-window", type=at_least(0), default=longest, help="the largest S of windows alone"
     )
+    launching.add_percentages(parser)
     arguments = parse(parser)
+    if arguments.percentages:
+        if not launching.under_percentages(parser, arguments):
+            return
+        arguments.windows = []
 
-    with process_group(arguments.device) as device:
+    with (
+        process_group(arguments.device) as device,
+        launching.slowed(arguments.percentages, device),
+    ):
         header = environment(device) | {
             "tensors": f"{shape_text(arguments)}, causal",
             "documents": f"lengths lognormal around {arguments.median} tokens, sigma 1",

@@ -19,7 +19,8 @@
 #   llama      an 8B-shaped model beside itself with regular attention, 8K to 128K tokens
 #   turns      calls after a cache, a prompt in chunks, of the 8B-shaped model
 #   scaling    attention on 1, 2, 4, 8 GPUs, and its roofline
-#   training   gradients on one GPU and on all, packed documents; a training step, on unequal GPUs too
+#   training   gradients on one GPU and on all, packed documents; a training step, on unequal GPUs too,
+#              and packed documents there
 #
 # A stage that fails does not keep the others from running; the exit status says whether one did.
 
@@ -29,7 +30,7 @@ export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" # multicast needs rights that n
 export PYTHONUNBUFFERED=1
 
 case "${1:-}" in
-  -h | --help) sed -n '4,24s/^# \{0,1\}//p' "$0" && exit ;;
+  -h | --help) sed -n '4,25s/^# \{0,1\}//p' "$0" && exit ;;
   '' | -*)
     echo "usage: scripts/gpu_results.sh OUT [stage...]" >&2
     exit 2
@@ -190,6 +191,8 @@ stage_training() {
     if [ "$num_gpus" -eq 2 ]; then
       run 200 training_step_uneven python3 $step --seq-lens 65536 --ways ring --percentages 100,50 \
         --partitions even,auto --out "$(name training_step_uneven 2)" || failed=1
+      run 200 masks_uneven python3 benchmarks/masks.py --percentages 100,50 --seq-lens 65536 \
+        --out "$(name masks_uneven 2)" || failed=1
     fi
   }
 }

@@ -95,6 +95,24 @@ def test_masks_benchmark_compares_partitions_of_packs_and_windows(tmp_path: Path
     assert windows["contiguous"]["rows fetched"] == "7"
 
 
+def test_masks_benchmark_plans_packs_for_unequal_ranks_that_it_starts(tmp_path: Path) -> None:
+    stem = tmp_path / "masks"
+    sizes = ["--seq-lens", "512", "--head-dim", "16", "--median", "64", "--seeds", "3"]
+    speeds = ["--percentages", "100,10"]
+    run("benchmarks/masks.py", *SMALL, *HEADS, *sizes, *speeds, "--out", str(stem))
+    rows = {row["what"]: row for row in read(stem)}
+    fast, slow, even, planned = (
+        rows.pop(name) for name in ("rank 0 alone", "rank 1 alone", "even", "planned")
+    )
+    assert not rows
+    assert all(float(row["max error"]) < 2e-6 for row in (fast, slow, even, planned))
+    assert float(slow["ms"]) > 2 * float(fast["ms"])
+    ideal = 1 / (1 / float(fast["ms"]) + 1 / float(slow["ms"]))
+    for row in (even, planned):
+        assert float(row["share of ideal"]) == pytest.approx(ideal / float(row["ms"]), rel=1e-3)
+    assert float(even["busiest"]) < 1.1 and float(planned["busiest"]) > 1.3
+
+
 def test_transport_benchmark_receives_what_was_sent(tmp_path: Path) -> None:
     stem = tmp_path / "transport"
     sizes = ["--kilobytes", "64,256"]
