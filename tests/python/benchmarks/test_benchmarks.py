@@ -202,6 +202,7 @@ def test_a_command_names_what_changes_a_run_and_nothing_else(
             "STEM.json must be a sweep of benchmarks/heterogeneous.py, got python/ringattn/",
         ),
         ("masks.py --windows 0", "--windows: must be an integer from 1 on, got '0'"),
+        ("masks.py --percentages 101", "--percentages must be at most 100, got 101"),
         ("ring.py --layouts foo", "--layouts: must be of zigzag, contiguous, got 'foo'"),
         ("ring.py", "ranks must be started by torchrun, got a process without it"),
         ("transport.py", "ranks must be started by torchrun, got a process without it"),
