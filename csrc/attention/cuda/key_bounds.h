@@ -40,15 +40,21 @@ struct KeyBounds {
             reinterpret_cast<const KeyRange*>(keys.key_ranges)};
   }
 
-  constexpr KeyRange range(int row) const {
-    if (ranges == nullptr) return {0, row < first_query ? 0 : clamp(row + 1 + diagonal)};
+  constexpr KeyRange range(int row) const { return clamped(entry(row)); }
+
+  /// range() in two parts, for a load that is waited for later.
+  constexpr KeyRange entry(int row) const {
+    if (ranges == nullptr) return {0, row < first_query ? 0 : row + 1 + diagonal};
 #ifdef __CUDA_ARCH__
     // Through L2: a launch that begins before the previous kernel ends may find old lines in L1.
     const int2 entry = __ldcg(reinterpret_cast<const int2*>(ranges + row));
-    return {clamp(entry.x), clamp(entry.y)};
+    return {entry.x, entry.y};
 #else
-    return {clamp(ranges[row].begin), clamp(ranges[row].end)};
+    return ranges[row];
 #endif
+  }
+  constexpr KeyRange clamped(const KeyRange& entry) const {
+    return {clamp(entry.begin), clamp(entry.end)};
   }
 
   /// Of rows [first_row, rows_end), at least one.

@@ -40,10 +40,12 @@ struct RowResults {
 
   /// Computes them and writes lse. Each step handles both rows, so that their latencies overlap.
   ///   first_row  the lane's first row
+  ///   sink       of the head; of general variants
   template <int kSegments, Variant kVariant>
   __device__ __forceinline__ void finish(const SegmentedParams<kSegments, kVariant>& p,
                                          const QueryTile& tile, int first_row,
-                                         const OnlineSoftmax& softmax, bool failed) {
+                                         const OnlineSoftmax& softmax, bool failed,
+                                         float sink = 0.0f) {
     float* lse = lse_of_head(p, tile);
     float before[2] = {-INFINITY, -INFINITY}, row_lse[2];
     rows_end = tile.rows_end;
@@ -72,7 +74,9 @@ struct RowResults {
       }
       __syncwarp();  // the quad has read lse
     }
-    if constexpr (p.kGeneral) join_sink(p, p, tile, row_lse);
+    if constexpr (p.kGeneral) {
+      if (p.sinks != nullptr) join_sink(p, sink, row_lse);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (threadIdx.x % 4 == 0 && row[half] < rows_end) lse[row[half]] = row_lse[half];
@@ -88,10 +92,8 @@ struct RowResults {
   }
 
   /// A final row's softmax gets the logit of its head's sink, which has no value.
-  __device__ __forceinline__ void join_sink(const GeneralParams& general, const KernelParams& p,
-                                            const QueryTile& tile, float (&row_lse)[2]) {
-    if (general.sinks == nullptr) return;
-    const float sink = __ldcg(general.sinks + tile.head);
+  __device__ __forceinline__ void join_sink(const KernelParams& p, float sink,
+                                            float (&row_lse)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (row[half] < p.final_begin || row[half] >= p.final_end) continue;

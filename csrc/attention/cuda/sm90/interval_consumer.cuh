@@ -96,6 +96,7 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
     uint32_t segments = shared.segments(consumer, queries_parity);  // not yet come to
     if (!tile.exists()) break;
     const bool sees_keys = segments != 0;
+    float sink = 0.0f;
     float out[Tile::kHeadDim / 2] = {};
     OnlineSoftmax softmax;
     RowResults rows;
@@ -106,13 +107,14 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
             p.remote_fetch.failed != nullptr && load_relaxed_system(p.remote_fetch.failed) != 0;
       }
       if (is_first_thread) wait_for_stores_to_read();  // of the previous tile
-      rows.finish(p, tile, tile.first_row + lane_row_of(), softmax, failed);
+      rows.finish(p, tile, tile.first_row + lane_row_of(), softmax, failed, sink);
       // From here on all threads may overwrite the previous results, and these queries.
       named_barrier_wait(own_barrier, kWarpgroupSize);
     };
     if (p.fold) prefetch_lse(p, tile, tile.first_row + lane_row_of());
     /// Not where results leave through the memory of the queries.
     const auto free_queries = [&] {
+      sink = shared.sink(consumer, queries_parity);
       __syncwarp();  // all lanes have read the tile
       if (is_first_lane &&
           (!sees_keys || Tile::kSeparateOut || !goes_through_shared<Tile>(p, tile))) {
@@ -131,9 +133,16 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
 #pragma unroll 1
     for (; segments != 0; segments &= segments - 1) {
       const int segment = __ffs(segments) - 1;
-      const QueryTile at = shared.tile(consumer, queries_parity);
-      const ConsumerTiles visible =
-          consumer_tiles<Tile>(p.keys[segment], at, at.first_row + consumer * kConsumerRows);
+      ConsumerKeys keys_seen;
+      if (segments == shared.segments(consumer, queries_parity)) {
+        keys_seen = shared.first_seen(consumer, queries_parity);
+      } else {
+        const QueryTile at = shared.tile(consumer, queries_parity);
+        const int first_row = at.first_row + consumer * kConsumerRows;
+        keys_seen = {ConsumerKeys::some_of(p.keys[segment], at),
+                     ConsumerKeys::own_of(p.keys[segment], at, first_row)};
+      }
+      const ConsumerTiles visible = consumer_tiles<Tile>(keys_seen);
 
       // A tile of keys behind skipped ones: there is nothing to overlap it with.
       const auto attend_first = [&](int key_tile) {
@@ -147,7 +156,7 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
         named_barrier_arrive(next_ping_pong, kPingPongThreads);
         free_keys();
         cap(scores);
-        mask_scores(scores, seen, key_tile * Tile::kBlockK);
+        mask_scores(scores, p.keys[segment], seen, key_tile * Tile::kBlockK);
         softmax.exponentiate(scores, p.softmax_scale());
         round_probabilities<Element>(scores, probabilities);
         scale_accumulators(out, softmax.decay);
@@ -171,7 +180,7 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
 
         cap(scores);
         if constexpr (decltype(masked)::value) {
-          mask_scores(scores, seen, key_tile * Tile::kBlockK);
+          mask_scores(scores, p.keys[segment], seen, key_tile * Tile::kBlockK);
           softmax.exponentiate(scores, p.softmax_scale());
           wait_for_products<0>();
           free_values();
@@ -231,8 +240,9 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
               RowFlags sees;
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
+                const KeyRange keys = p.keys[segment].clamped(seen[half]);
                 sees.of[half] =
-                    seen[half].meets(key_tile * Tile::kBlockK, (key_tile + 1) * Tile::kBlockK);
+                    keys.meets(key_tile * Tile::kBlockK, (key_tile + 1) * Tile::kBlockK);
               }
               return sees;
             });

@@ -25,16 +25,21 @@
 
 namespace ringattn::cuda::sm90 {
 
+template <typename Tile, Variant kVariant>
+constexpr int shared_bytes() {
+  return kVariant == Variant::kDiagonal ? Tile::kSharedBytes : Tile::kGeneralSharedBytes;
+}
+
 /// A launch of `blocks` thread blocks in clusters; without the cluster attribute, which costs 1 %,
 /// where a cluster is one block. `dependent`: a programmatic dependent launch
 /// (trigger_next_kernel). `attributes` must outlive the launch.
-template <typename Tile>
+template <typename Tile, Variant kVariant>
 cudaLaunchConfig_t launch_config(int blocks, int cluster, bool dependent,
                                  std::array<cudaLaunchAttribute, 2>& attributes) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(Tile::kThreads);
-  config.dynamicSmemBytes = Tile::kSharedBytes;
+  config.dynamicSmemBytes = shared_bytes<Tile, kVariant>();
   config.attrs = attributes.data();
   const auto add = [&](cudaLaunchAttributeID id) -> cudaLaunchAttributeValue& {
     attributes[config.numAttrs] = {};
@@ -53,16 +58,16 @@ cudaLaunchConfig_t launch_config(int blocks, int cluster, bool dependent,
 
 /// Raises the kernel's limit of shared memory on the current device. `pairs`: how many clusters of
 /// two can run at the same time.
-template <auto kKernel, typename Tile>
+template <auto kKernel, typename Tile, Variant kVariant>
 cudaError_t prepare(int device, int& pairs) {
   static thread_local int prepared_device = -1, known_pairs = 0;
   if (device != prepared_device) {
     cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             Tile::kSharedBytes);
+                                             shared_bytes<Tile, kVariant>());
     if (error != cudaSuccess) return error;
     if constexpr (Tile::kInPairs) {
       std::array<cudaLaunchAttribute, 2> attributes;
-      const cudaLaunchConfig_t config = launch_config<Tile>(2, 2, false, attributes);
+      const cudaLaunchConfig_t config = launch_config<Tile, kVariant>(2, 2, false, attributes);
       if (cudaOccupancyMaxActiveClusters(&known_pairs, kKernel, &config) != cudaSuccess) {
         known_pairs = 0;     // a part of a device, perhaps: blocks work unpaired too
         cudaGetLastError();  // not reported by the next call
@@ -242,7 +247,7 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool fetch_bound, cu
 
   constexpr auto kKernel = block_attention_kernel<Element, Tile, kSegments, kVariant>;
   int pairs = 0;
-  error = prepare<kKernel, Tile>(device, pairs);
+  error = prepare<kKernel, Tile, kVariant>(device, pairs);
   if (error != cudaSuccess) return error;
   const int max_blocks = std::min(limits.multiprocessors, p.max_blocks);
   const WorkTileShape shape = choose_work_tile_shape<Tile>(p, max_blocks, pairs);
@@ -285,7 +290,7 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool fetch_bound, cu
   if constexpr (params.kFetches) order_tail<Tile>(p, fetch_bound, blocks, params);
   std::array<cudaLaunchAttribute, 2> attributes;
   const bool dependent = params.kFetches && p.remote_fetch.follows_staging;
-  cudaLaunchConfig_t config = launch_config<Tile>(blocks, cluster, dependent, attributes);
+  cudaLaunchConfig_t config = launch_config<Tile, kVariant>(blocks, cluster, dependent, attributes);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kKernel, params);
 }

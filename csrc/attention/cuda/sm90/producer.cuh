@@ -98,7 +98,8 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kV
     const int kv_head = tile.head / p.heads_per_kv_head;
     if constexpr (p.kFetches) arrived.go_to(kv_head / p.fetch_order.heads_per_arrival);
     uint32_t segments = 0;
-    if constexpr (p.kGeneral) segments = visible_segments(p, tile);
+    // Of a single segment it is not asked for: the keys that are seen say it, one load later.
+    if constexpr (p.kGeneral) segments = p.num_segments == 1 ? 1 : visible_segments(p, tile);
 #pragma unroll 1
     for (int segment = 0; segment < p.num_segments; ++segment) {
       int first_tile = 0, key_tiles;
@@ -173,12 +174,22 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments, kV
     for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
       const int first_row = tile.first_row + consumer * kConsumerRows;
       const uint32_t full = shared.queries_full(consumer);
-      VisibleTiles visible = {};
-      if constexpr (!p.kGeneral) {
-        if (sees_keys) visible = visible_tiles<Tile>(p.keys[segment], tile, first_row);
-      }
       // Its slot was last read for the tile before the previous one, whose queries are free.
-      shared.set_tile(consumer, parity, tile, states % 2, segment, visible);
+      if constexpr (p.kGeneral) {
+        KeyRange some = {};
+        if (sees_keys) {
+          const KeyBounds& keys = p.keys[__ffs(segment) - 1];
+          shared.set_own_keys(consumer, parity, ConsumerKeys::own_of(keys, tile, first_row));
+          some = ConsumerKeys::some_of(keys, tile);
+        }
+        const bool has_sink = tile.exists() && p.sinks != nullptr;
+        shared.set_general_tile(consumer, parity, tile, states % 2, segment, some,
+                                has_sink ? __ldcg(p.sinks + tile.head) : 0.0f);
+      } else {
+        VisibleTiles visible = {};
+        if (sees_keys) visible = visible_tiles<Tile>(p.keys[segment], tile, first_row);
+        shared.set_tile(consumer, parity, tile, states % 2, segment, visible);
+      }
       wait(shared.queries_free(consumer), parity ^ 1);
       arrive_expecting(full, sees_keys ? Tile::kQueryBytes / Tile::kConsumers : 0);
       if (!sees_keys) continue;

@@ -32,22 +32,32 @@ __device__ __forceinline__ void mask_scores(float (&s)[kScores], int last_key, i
   }
 }
 
+/// Of a lane's 32 columns of a row, 8 * n and the next one, those in front of `column`: a bit each.
+__device__ __forceinline__ uint32_t columns_before(int column) {
+  const int count = max(column / 8 * 2 + min(column % 8, 2), 0);
+  return count < 32 ? (1u << count) - 1 : 0xffffffff;
+}
+
 /// s[i, j] = -inf where key j is not one of those that row i sees.
-///   seen       by each of this lane's rows
+///   entries    of this lane's rows
 ///   first_key  of the tile
 template <int kScores>
-__device__ __forceinline__ void mask_scores(float (&s)[kScores], const KeyRange (&seen)[2],
-                                            int first_key) {
+__device__ __forceinline__ void mask_scores(float (&s)[kScores], const KeyBounds& keys,
+                                            const KeyRange (&entries)[2], int first_key) {
+  static_assert(kScores <= 64);
+  // Entries that are clamped in front of the products are waited for there, too.
+  keep_instructions_in_order();
   const int first_column = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int begin = seen[half].begin - first_column, end = seen[half].end - first_column;
+    const KeyRange seen = keys.clamped(entries[half]);
+    // One instruction makes predicates of seven bits.
+    const uint32_t visible =
+        columns_before(seen.end - first_column) & ~columns_before(seen.begin - first_column);
 #pragma unroll
-    for (int n = 0; n < kScores / 4; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        if (8 * n + c < begin || 8 * n + c >= end) s[4 * n + 2 * half + c] = -INFINITY;
-      }
+    for (int i = 0; i < kScores / 2; ++i) {
+      if ((visible >> i & 1) == 0) s[i / 2 * 4 + 2 * half + i % 2] = -INFINITY;
+    }
   }
 }
 

@@ -93,6 +93,9 @@ struct TileShape {
       std::min(kMaxFetchBufferBytes, (kMaxSharedBytes - kOwnBytes) / kFetchBuffers / 128 * 128);
   static constexpr int kSharedBytes = kOwnBytes + kFetchBuffers * kFetchBufferBytes;
   static_assert(kFetchBufferBytes >= 512);
+  /// Behind all else, of general variants alone: what two tiles of each consumer see.
+  static constexpr int kSeenBytes = 16;
+  static constexpr int kGeneralSharedBytes = kSharedBytes + 2 * kConsumers * kSeenBytes;
   static constexpr int kResultBlockBytes =
       kConsumerRows * kColumnBlockPitch;  // of one consumer's rows
   static constexpr int kOutBlockBytes = kSeparateOut ? kResultBlockBytes : kQueryBlockBytes;
@@ -112,7 +115,7 @@ using SmallTile128FetchBound = TileShape<128, 2, 128, 2, 2, false, true, 4096, 4
 using SmallTile128WithState = TileShape<128, 2, 128, 2, 2, true, true, 4096, 40, 232>;
 using Tile256 = TileShape<256, 2, 80, 2, 2, true, true, 4096, 40, 232>;
 // Of the general variants, one for each head dimension.
-using GeneralTile64 = TileShape<64, 3, 80, 3, 3, true, false, 4096, 32, 160>;
+using GeneralTile64 = TileShape<64, 3, 80, 3, 3, true, false, 4096, 40, 152>;
 using GeneralTile128 = SmallTile128WithState;
 using GeneralTile256 = Tile256;
 // clang-format on
@@ -120,6 +123,9 @@ static_assert(Tile128::kBlockQ == kLargeTile.rows && Tile128::kBlockK == kLargeT
 static_assert(SmallTile128::kBlockQ == kSmallTile.rows && SmallTile128::kBlockK == kSmallTile.keys);
 static_assert(Tile64::kBlockQ == kTile64.rows && Tile64::kBlockK == kTile64.keys);
 static_assert(Tile256::kBlockQ == kTile256.rows && Tile256::kBlockK == kTile256.keys);
+static_assert(GeneralTile64::kGeneralSharedBytes <= GeneralTile64::kMaxSharedBytes);
+static_assert(GeneralTile128::kGeneralSharedBytes <= GeneralTile128::kMaxSharedBytes);
+static_assert(GeneralTile256::kGeneralSharedBytes <= GeneralTile256::kMaxSharedBytes);
 
 /// What is loaded in tiles of kBlockK rows.
 enum Operand { kKeys, kValues };
@@ -220,14 +226,40 @@ struct SharedMemory {
     return visible;
   }
 
-  /// Of general variants, for which the slot holds visible_segments.
-  __device__ __forceinline__ uint32_t segments(int consumer, uint32_t parity) const {
-    uint32_t segments;
-    asm volatile("ld.shared.u32 %0, [%1];"
-                 : "=r"(segments)
-                 : "r"(tile_slot(consumer, parity) + 16)
+  /// Of general variants: visible_segments, what the rows see of the first of them, and the sink.
+  /// Written and read as above; so consumers do not wait for memory when a tile begins or ends.
+  __device__ __forceinline__ void set_general_tile(int consumer, uint32_t parity,
+                                                   const QueryTile& tile, uint32_t state_parity,
+                                                   uint32_t segments, const KeyRange& some,
+                                                   float sink) const {
+    set_tile(consumer, parity, tile, state_parity, static_cast<int>(segments),
+             {some.begin, some.end, __float_as_int(sink)});
+  }
+  __device__ __forceinline__ void set_own_keys(int consumer, uint32_t parity,
+                                               const VisibleKeys& own) const {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(seen_slot(consumer, parity)),
+                 "r"(own.some.begin), "r"(own.some.end), "r"(own.all.begin), "r"(own.all.end)
                  : "memory");
-    return segments;
+  }
+  __device__ __forceinline__ uint32_t segments(int consumer, uint32_t parity) const {
+    int segments;
+    first_visible(consumer, parity, segments);
+    return static_cast<uint32_t>(segments);
+  }
+  __device__ __forceinline__ float sink(int consumer, uint32_t parity) const {
+    int segments;
+    return __int_as_float(first_visible(consumer, parity, segments).unmasked);
+  }
+  __device__ __forceinline__ ConsumerKeys first_seen(int consumer, uint32_t parity) const {
+    int segments;
+    const VisibleTiles some = first_visible(consumer, parity, segments);
+    ConsumerKeys seen = {{some.tiles, some.own}, {}};
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(seen.own.some.begin), "=r"(seen.own.some.end), "=r"(seen.own.all.begin),
+                   "=r"(seen.own.all.end)
+                 : "r"(seen_slot(consumer, parity))
+                 : "memory");
+    return seen;
   }
 
   /// Written before work_tile_full, read after it.
@@ -272,6 +304,9 @@ struct SharedMemory {
 
   __device__ __forceinline__ uint32_t tile_slot(int consumer, uint32_t parity) const {
     return slots() + (2 * consumer + parity) * Tile::kTileBytes;
+  }
+  __device__ __forceinline__ uint32_t seen_slot(int consumer, uint32_t parity) const {
+    return base + Tile::kSharedBytes + (2 * consumer + parity) * Tile::kSeenBytes;
   }
   __device__ __forceinline__ uint32_t barrier(uint32_t i) const {
     return slots() + Tile::kSlotBytes + 8 * i;

@@ -96,15 +96,27 @@ struct ConsumerTiles {
 constexpr int kNearKeys = 512;
 static_assert(kNearKeys <= kRowsAtGaps);
 
-///   first_row  of the consumer's rows, none of which may exist
+/// The keys of a segment that rows see.
+struct ConsumerKeys {
+  KeyRange some;    // outside, no row of the work tile sees a key
+  VisibleKeys own;  // of the consumer's rows; none where none of them exists
+
+  static __device__ __forceinline__ KeyRange some_of(const KeyBounds& keys, const QueryTile& tile) {
+    return keys.visible(tile.first_row, tile.work_tile_end).some;
+  }
+  ///   first_row  of the consumer's
+  static __device__ __forceinline__ VisibleKeys own_of(const KeyBounds& keys, const QueryTile& tile,
+                                                       int first_row) {
+    if (first_row >= tile.rows_end) return {};
+    return keys.visible(first_row, min(first_row + kConsumerRows, tile.rows_end));
+  }
+};
+
 template <typename Tile>
-__device__ __forceinline__ ConsumerTiles consumer_tiles(const KeyBounds& keys,
-                                                        const QueryTile& tile, int first_row) {
-  const KeyTiles all = visible_tiles<Tile>(keys, tile);
+__device__ __forceinline__ ConsumerTiles consumer_tiles(const ConsumerKeys& seen) {
+  const KeyTiles all = KeyTiles::of({seen.some, {}}, Tile::kBlockK);
+  const VisibleKeys& visible = seen.own;
   ConsumerTiles tiles = {all.size(), {}, 0, 0, 0};
-  if (first_row >= tile.rows_end) return tiles;
-  const int rows_end = min(first_row + kConsumerRows, tile.rows_end);
-  const VisibleKeys visible = keys.visible(first_row, rows_end);
   KeyTiles own = KeyTiles::of(visible, Tile::kBlockK, /*keys_above=*/1);
   // Of a table that decreases they may not be among the work tile's.
   own.begin = max(own.begin, all.begin);
@@ -119,13 +131,13 @@ __device__ __forceinline__ ConsumerTiles consumer_tiles(const KeyBounds& keys,
   return {all.end - own.end, own, own.begin - all.begin, near_begin, near_end};
 }
 
-/// The keys of a segment that each of a lane's two rows sees. Rows that do not exist see those of
-/// the last one that does: their scores must not ask for new maxima in unmasked tiles.
+/// The keys of a segment that each of a lane's two rows sees, to be clamped. Rows that do not exist
+/// see those of the last one that does: their scores must not ask for new maxima in unmasked tiles.
 __device__ __forceinline__ void load_ranges(const KeyBounds& keys, const QueryTile& tile,
                                             int lane_row, KeyRange (&seen)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    seen[half] = keys.range(min(tile.first_row + lane_row + 8 * half, tile.rows_end - 1));
+    seen[half] = keys.entry(min(tile.first_row + lane_row + 8 * half, tile.rows_end - 1));
   }
 }
 

@@ -104,7 +104,8 @@ Results attend(const Problem& problem) {
         if (problem.ranges.empty()) {
           mask_scores(scores, row + problem.diagonal - tile * kTile, num_keys - tile * kTile);
         } else {
-          mask_scores(scores, {problem.ranges[row], problem.ranges[row + 8]}, tile * kTile);
+          const KeyBounds keys = {num_keys, 0, 0, nullptr};
+          mask_scores(scores, keys, {problem.ranges[row], problem.ranges[row + 8]}, tile * kTile);
         }
         softmax.exponentiate(scores, scale_log2);
         scale_accumulators(out, softmax.decay);
