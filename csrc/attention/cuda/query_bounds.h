@@ -33,19 +33,25 @@ struct QueryBounds {
   }
 
   /// Of any key from 0 on; keys past the last one are seen by no row.
-  constexpr QueryRange range(int key) const {
+  constexpr QueryRange range(int key) const { return clamped(entry(key)); }
+
+  /// range() in two parts, for a load that is waited for later.
+  constexpr QueryRange entry(int key) const {
     if (key >= num_keys) return {num_queries, num_queries};
     if (ranges == nullptr) {
       const int first = key - diagonal;  // at most S_k + S_q
-      return {clamp(first > first_query ? first : first_query), num_queries};
+      return {first > first_query ? first : first_query, num_queries};
     }
 #ifdef __CUDA_ARCH__
     // Through L2: a launch that begins before the previous kernel ends may find old lines in L1.
     const int2 entry = __ldcg(reinterpret_cast<const int2*>(ranges + key));
-    return {clamp(entry.x), clamp(entry.y)};
+    return {entry.x, entry.y};
 #else
-    return {clamp(ranges[key].begin), clamp(ranges[key].end)};
+    return ranges[key];
 #endif
+  }
+  constexpr QueryRange clamped(const QueryRange& entry) const {
+    return {clamp(entry.begin), clamp(entry.end)};
   }
 
  private:

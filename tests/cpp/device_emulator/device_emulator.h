@@ -119,6 +119,7 @@ inline std::vector<uint32_t> exchange(uint32_t value) {
 #define gridDim emulated_grid  // a launch's configuration has a member of this name
 
 using std::isinf;
+using std::max;
 using std::min;
 
 inline float __fmul_rn(float a, float b) { return a * b; }

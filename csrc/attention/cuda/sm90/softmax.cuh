@@ -6,6 +6,7 @@
 
 #include "attention/cuda/key_bounds.h"
 #include "attention/cuda/numeric.cuh"
+#include "attention/cuda/sm90/lane_columns.cuh"
 #include "attention/cuda/sm90/ptx/instruction_order.cuh"
 
 // Online softmax of a warpgroup's scores, in the layout of ptx/wgmma.cuh: a lane holds parts of two
@@ -32,28 +33,20 @@ __device__ __forceinline__ void mask_scores(float (&s)[kScores], int last_key, i
   }
 }
 
-/// Of a lane's 32 columns of a row, 8 * n and the next one, those in front of `column`: a bit each.
-__device__ __forceinline__ uint32_t columns_before(int column) {
-  const int count = max(column / 8 * 2 + min(column % 8, 2), 0);
-  return count < 32 ? (1u << count) - 1 : 0xffffffff;
-}
-
 /// s[i, j] = -inf where key j is not one of those that row i sees.
 ///   entries    of this lane's rows
 ///   first_key  of the tile
 template <int kScores>
 __device__ __forceinline__ void mask_scores(float (&s)[kScores], const KeyBounds& keys,
                                             const KeyRange (&entries)[2], int first_key) {
-  static_assert(kScores <= 64);
   // Entries that are clamped in front of the products are waited for there, too.
   keep_instructions_in_order();
   const int first_column = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const KeyRange seen = keys.clamped(entries[half]);
-    // One instruction makes predicates of seven bits.
     const uint32_t visible =
-        columns_before(seen.end - first_column) & ~columns_before(seen.begin - first_column);
+        columns_within<kScores / 2>(seen.begin - first_column, seen.end - first_column);
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) {
       if ((visible >> i & 1) == 0) s[i / 2 * 4 + 2 * half + i % 2] = -INFINITY;

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <type_traits>
 #include <vector>
 
 #include "attention/cuda/sm90/softmax.cuh"
@@ -22,6 +23,7 @@ using ringattn::cuda::KeyBounds;
 using ringattn::cuda::KeyRange;
 using ringattn::cuda::KeyTiles;
 using ringattn::cuda::Softcap;
+using ringattn::cuda::sm90::columns_within;
 using ringattn::cuda::sm90::mask_scores;
 using ringattn::cuda::sm90::OnlineSoftmax;
 using ringattn::cuda::sm90::row_max;
@@ -178,6 +180,24 @@ void check_row(const Problem& problem, const Results& results, int row) {
 bool same_bits(float a, float b) { return std::memcmp(&a, &b, sizeof(a)) == 0; }
 
 }  // namespace
+
+TEST_CASE("sm90: bits of a mask are the columns between its ends") {
+  const auto check = [](auto count, int begin, int end) {
+    const uint32_t bits = columns_within<count>(begin, end);
+    for (int i = 0; i < 32; ++i) {
+      const int column = 8 * (i / 2) + i % 2;
+      CAPTURE(count(), begin, end, i);
+      CHECK((bits >> i & 1) == (i < count && begin <= column && column < end));
+    }
+  };
+  for (int begin = -20; begin < 150; begin += 3) {
+    for (int end = -20; end < 150; ++end) {
+      check(std::integral_constant<int, 16>(), begin, end);
+      check(std::integral_constant<int, 20>(), begin, end);
+      check(std::integral_constant<int, 32>(), begin, end);
+    }
+  }
+}
 
 TEST_CASE("sm90: random scores hardly rise above the first tiles' maxima") {
   for (const int diagonal : {1 << 20, 300, 37}) {

@@ -10,6 +10,8 @@
 #include "attention/cuda/sm90/backward/kernel_params.h"
 #include "attention/cuda/sm90/backward/products.cuh"
 #include "attention/cuda/sm90/backward/tile.cuh"
+#include "attention/cuda/sm90/lane_columns.cuh"
+#include "attention/cuda/sm90/ptx/instruction_order.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/named_barrier.cuh"
 #include "attention/cuda/sm90/ptx/stmatrix.cuh"
@@ -37,26 +39,46 @@ __device__ __forceinline__ void clear_unseen_keys(const QueryBounds& bounds, uin
 template <typename Tile>
 using ScoreTile = float[Tile::kBlockQ / 2];
 
-/// Replaces what masked pairs have by `value`, selected: what they had may be NaN.
-///   key        the first of the thread's two keys
-///   first_row  of the thread's columns
+/// Which of a thread's pairs of a key and a query row the mask lets through.
 template <int kSize>
-__device__ __forceinline__ void mask_pairs(float (&x)[kSize], const QueryBounds& bounds, int key,
-                                           int first_row, float value) {
+struct VisiblePairs {
+  static constexpr int kOfKey = kSize / 2;
+  uint32_t bits[kSize / 32];
+
+  /// Behind the products that have been issued: entries are waited for here.
+  ///   entries    of the thread's two keys
+  ///   first_row  of the thread's columns
+  __device__ __forceinline__ void set(const QueryBounds& bounds, const QueryRange (&entries)[2],
+                                      int first_row) {
+    keep_instructions_in_order();
+    uint32_t of_key[2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const QueryRange seen = bounds.range(key + 8 * half);
-    const int begin = seen.begin - first_row;
-    const uint32_t count = max(seen.end - seen.begin, 0);
-#pragma unroll
-    for (int n = 0; n < kSize / 4; ++n) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& element = x[4 * n + 2 * half + c];
-        element = static_cast<uint32_t>(8 * n + c - begin) < count ? element : value;
-      }
+    for (int half = 0; half < 2; ++half) {
+      const QueryRange seen = bounds.clamped(entries[half]);
+      of_key[half] = columns_within<kOfKey>(seen.begin - first_row, seen.end - first_row);
+    }
+    if constexpr (kOfKey == 32) {
+      bits[0] = of_key[0], bits[1] = of_key[1];
+    } else {
+      bits[0] = of_key[0] | of_key[1] << kOfKey;
     }
   }
+
+  /// Replaces what masked pairs have by `value`, selected: what they had may be NaN.
+  __device__ __forceinline__ void mask(float (&x)[kSize], float value) const {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const int bit = i / 2 % 2 * kOfKey + i / 4 * 2 + i % 2;
+      if ((bits[bit / 32] >> bit % 32 & 1) == 0) x[i] = value;
+    }
+  }
+};
+
+/// What is known of a thread's two keys, 8 apart.
+__device__ __forceinline__ void load_entries(const QueryBounds& bounds, int key,
+                                             QueryRange (&entries)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) entries[half] = bounds.entry(key + 8 * half);
 }
 
 /// s = tanh(inner * s): the capped score in units of the softcap.
@@ -273,16 +295,15 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
       tile_parity ^= 1;
       clear_unseen_keys<Tile>(p.bounds, keys, tile.first_key + consumer * kGradRows);
       Step step(tile);
-      const auto mask = [&](ScoreTile<Tile>& x, float value) {
-        const int first_row = step.query_tile * Tile::kBlockQ + volatile_thread() % 4 * 2;
-        mask_pairs(x, p.bounds, first_key_of_thread(tile), first_row, value);
-      };
       const auto take_step = [&](auto masked) {
         const uint32_t queries = shared.moving(kScoreOperand, queries_at.stage);
         const uint32_t grad_out = shared.moving(kProbabilityOperand, grad_out_at.stage);
         const uint32_t score_grads = shared.score_grads(score_grads_stage);
 
         ScoreTile<Tile> s, dp;
+        QueryRange entries[2];
+        VisiblePairs<Tile::kBlockQ / 2> pairs;
+        if (masked) load_entries(p.bounds, first_key_of_thread(tile), entries);
         wait(shared.full(kScoreOperand, queries_at.stage), queries_at.parity);
         const Stats minus_lse(shared.stats(kScoreOperand, queries_at.stage));
         issue_transposed_scores<Element, Tile>(s, keys, queries);
@@ -290,18 +311,22 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         issue_transposed_scores<Element, Tile>(dp, values, grad_out);
         const Stats deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
         uint32_t probabilities[Tile::kBlockQ / 4], ds[Tile::kBlockQ / 4];
+        if (masked) {
+          const int first_row = step.query_tile * Tile::kBlockQ + volatile_thread() % 4 * 2;
+          pairs.set(p.bounds, entries, first_row);
+        }
 
         // p = exp(s - lse), under dp.
         wait_for_products<1>();
         if constexpr (kSoftcap) cap_scores(s, p.softcap_inner);
-        if (masked) mask(s, p.masked_score);
+        if (masked) pairs.mask(s, p.masked_score);
         if constexpr (!kSoftcap) exponentiate(p, s, minus_lse);
         if constexpr (kRoundsEarly) round_pairs<Element>(s, probabilities);
 
         // ds = p * (dp - delta)
         wait_for_products<0>();
         differentiate<kSoftcap>(p, dp, s, minus_lse, deltas);
-        if (masked) mask(dp, 0.0f);
+        if (masked) pairs.mask(dp, 0.0f);
         if constexpr (kSoftcap) exponentiate(p, s, minus_lse);
         if constexpr (!kRoundsEarly) round_pairs<Element>(s, probabilities);
         round_pairs<Element>(dp, ds);
@@ -327,7 +352,7 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         queries_at.advance();
         grad_out_at.advance();
         score_grads_stage ^= 1;
-        step.advance(tile, p.heads_per_rank);
+        step.template advance<Tile>(tile, p.heads_per_rank);
       };
 #pragma unroll 1
       for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {

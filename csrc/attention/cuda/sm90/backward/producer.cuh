@@ -143,7 +143,7 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
         if (is_first_lane) arrive(shared.full(kOperand, at.stage));
       }
       at.advance();
-      step.advance(tile, p.heads_per_rank);
+      step.template advance<Tile>(tile, p.heads_per_rank);
     }
   });
 }
@@ -184,7 +184,7 @@ __device__ __forceinline__ void add_query_grads(const BackwardKernelParams& p,
         named_barrier_arrive(kDqFreeBarrier + consumer, kDqThreads);
       }
       if (in_turn && is_first_lane) end_turn<Tile>(p, tile, step, left == 1, turns);
-      step.advance(tile, p.heads_per_rank);
+      step.template advance<Tile>(tile, p.heads_per_rank);
     }
   });
   if (is_first_lane) wait_for_stores<0>();

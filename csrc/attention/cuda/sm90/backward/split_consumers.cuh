@@ -107,11 +107,6 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
 #pragma unroll 1
     for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
       const bool masked = tile.is_masked(step.query_tile);
-      const auto mask = [&](ScoreTile<Tile>& x, float value) {
-        const int thread = volatile_thread();
-        mask_pairs(x, p.bounds, tile.first_key + key_of_thread(thread),
-                   step.query_tile * Tile::kBlockQ + thread % 4 * 2, value);
-      };
       const auto queries_at = StagePosition<Tile::kQueryStages>::of(steps);
       const auto grad_out_at = StagePosition<Tile::kGradOutStages>::of(steps);
       const uint32_t queries = shared.moving(kScoreOperand, queries_at.stage);
@@ -127,6 +122,11 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
       constexpr std::integral_constant<GradOperand, kProbabilityOperand> kProbabilities;
 
       ScoreTile<Tile> s, dp;
+      QueryRange entries[2];
+      VisiblePairs<Tile::kBlockQ / 2> pairs;
+      if (masked) {
+        load_entries(p.bounds, tile.first_key + key_of_thread(volatile_thread()), entries);
+      }
       wait(shared.full(kScoreOperand, queries_at.stage), queries_at.parity);
       issue_transposed_scores<Element, Tile>(s, keys, queries);
       wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
@@ -135,11 +135,14 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
       const StatsReader<Tile::kBlockQ> minus_lse(shared.stats(kScoreOperand, queries_at.stage));
       const StatsReader<Tile::kBlockQ> deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
       uint32_t rounded[Tile::kBlockQ / 4];
+      if (masked) {
+        pairs.set(p.bounds, entries, step.query_tile * Tile::kBlockQ + volatile_thread() % 4 * 2);
+      }
 
       // p = exp(s - lse), under dp.
       wait_for_products<1>();
       if constexpr (kSoftcap) cap_scores(s, p.softcap_inner);
-      if (masked) mask(s, p.masked_score);
+      if (masked) pairs.mask(s, p.masked_score);
       if constexpr (!kSoftcap) {
         exponentiate(p, s, minus_lse);
         round_pairs<Element>(s, rounded);
@@ -149,7 +152,7 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
       // ds = p * (dp - delta)
       wait_for_products<0>();
       differentiate<kSoftcap>(p, dp, s, minus_lse, deltas);
-      if (masked) mask(dp, 0.0f);
+      if (masked) pairs.mask(dp, 0.0f);
       if constexpr (kSoftcap) {
         exponentiate(p, s, minus_lse);
         round_pairs<Element>(s, rounded);
@@ -170,7 +173,7 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
       }
 
       ++steps;
-      step.advance(tile, p.heads_per_rank);
+      step.template advance<Tile>(tile, p.heads_per_rank);
     }
     arrive_for_warp(shared.stationary_free());
   });

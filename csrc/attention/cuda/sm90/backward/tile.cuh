@@ -292,7 +292,8 @@ struct KeyTile {
   QueryRange rows;                   // that may see keys
   int begin, end;                    // their query tiles
   int unmasked_begin, unmasked_end;  // those whose rows see all of the keys
-  bool descending;                   // the last query tile first
+  bool descending;                   // from query tile to query tile
+  int first;                         // query tile; behind the last one (of a table) goes on begin
 
   __device__ __forceinline__ bool empty() const { return begin >= end; }
   __device__ __forceinline__ int steps(int heads) const {
@@ -309,12 +310,16 @@ struct Step {
   int query_tile;
   int head;  // of the part
 
-  __device__ __forceinline__ explicit Step(const KeyTile& tile)
-      : query_tile(tile.descending ? tile.end - 1 : tile.begin), head(0) {}
+  __device__ __forceinline__ explicit Step(const KeyTile& tile) : query_tile(tile.first), head(0) {}
+  template <typename Tile>
   __device__ __forceinline__ void advance(const KeyTile& tile, int heads) {
     if (++head < heads) return;
     head = 0;
     query_tile += tile.descending ? -1 : 1;
+    if constexpr (Tile::kByTicket) {
+      if (query_tile == tile.end) query_tile = tile.begin;
+      if (query_tile < tile.begin) query_tile = tile.end - 1;
+    }
   }
 };
 
@@ -343,6 +348,17 @@ __device__ __forceinline__ KeyTile key_tile(const BackwardKernelParams& p, int i
   // Rows behind the last one have probability 0.
   tile.unmasked_end =
       rows.all.end == p.bounds.num_queries ? above(rows.all.end) : rows.all.end / Tile::kBlockQ;
+  tile.first = tile.descending ? tile.end - 1 : tile.begin;
+  if constexpr (Tile::kByTicket) {
+    // Under a window, neighbouring tiles see shifted rows: where all begin at a multiple of their
+    // number of query tiles, they are at the same rows at one time, which L2 holds.
+    if (!tile.empty() && rows.all.end < rows.some.end && p.progress == nullptr) {
+      const int count = tile.end - tile.begin;
+      const int multiple = (tile.begin + count - 1) / count * count;  // one of the query tiles
+      if (!tile.descending) tile.first = multiple;
+      if (tile.descending && multiple > tile.begin) tile.first = multiple - 1;
+    }
+  }
   return tile;
 }
 
