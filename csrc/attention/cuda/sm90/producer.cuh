@@ -170,22 +170,30 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments, kV
   ///   segment  the first one with keys; of general variants visible_segments
   const auto announce = [&](const QueryTile& tile, int segment) {
     const bool sees_keys = p.kGeneral ? segment != 0 : segment < p.num_segments;
+    // Slots were last read for the tile before the previous one, whose queries are free.
+    if constexpr (p.kGeneral) {
+      KeyRange some = {};
+      if (sees_keys) {
+        const KeyBounds& keys = p.keys[__ffs(segment) - 1];
+#pragma unroll 1
+        for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
+          const int first_row = tile.first_row + consumer * kConsumerRows;
+          shared.set_own_keys(consumer, parity, ConsumerKeys::own_of(keys, tile, first_row));
+        }
+        some = ConsumerKeys::some_of(keys, tile);
+      }
+      const bool has_sink = tile.exists() && p.sinks != nullptr;
+      const float sink = has_sink ? __ldcg(p.sinks + tile.head) : 0.0f;
+#pragma unroll 1
+      for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
+        shared.set_general_tile(consumer, parity, tile, states % 2, segment, some, sink);
+      }
+    }
 #pragma unroll 1
     for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
       const int first_row = tile.first_row + consumer * kConsumerRows;
       const uint32_t full = shared.queries_full(consumer);
-      // Its slot was last read for the tile before the previous one, whose queries are free.
-      if constexpr (p.kGeneral) {
-        KeyRange some = {};
-        if (sees_keys) {
-          const KeyBounds& keys = p.keys[__ffs(segment) - 1];
-          shared.set_own_keys(consumer, parity, ConsumerKeys::own_of(keys, tile, first_row));
-          some = ConsumerKeys::some_of(keys, tile);
-        }
-        const bool has_sink = tile.exists() && p.sinks != nullptr;
-        shared.set_general_tile(consumer, parity, tile, states % 2, segment, some,
-                                has_sink ? __ldcg(p.sinks + tile.head) : 0.0f);
-      } else {
+      if constexpr (!p.kGeneral) {
         VisibleTiles visible = {};
         if (sees_keys) visible = visible_tiles<Tile>(p.keys[segment], tile, first_row);
         shared.set_tile(consumer, parity, tile, states % 2, segment, visible);
