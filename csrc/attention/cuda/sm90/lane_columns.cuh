@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
 
 // Masks of accumulators (ptx/wgmma.cuh) in bits. One instruction makes predicates of seven bits.
