@@ -71,7 +71,7 @@ ranks() {
 
 # Groups of tests: those of --gpu-group (tests/python/_gpus.py), and that of one GPU once more with the
 # portable kernels.
-groups=(2a 2b 1 3a sm80 3b 4a 4b) # four GPUs have room for neighbours
+groups=(2a 2b 1 3a sm80 3b 4a 4b) # on four GPUs 2a and 2b, 1 and 3a, sm80 and 3b run at one time
 
 # pytest_on FIRST NUM GROUP SIZE: a group of tests that need SIZE GPUs, on NUM GPUs, in the background.
 pytest_on() {

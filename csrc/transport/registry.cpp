@@ -90,7 +90,9 @@ std::vector<std::string> automatic_transports(c10::DeviceType device_type) {
 
 std::string group_transport() {
   const auto own = [](const auto& entry) { return !entry.make && entry.unavailable.empty(); };
-  return names_where(own).front();
+  const auto names = names_where(own);
+  TORCH_INTERNAL_ASSERT(!names.empty(), "no group has a transport of its own");
+  return names.front();
 }
 
 const TransportEntry& find_transport(const std::string& name) {

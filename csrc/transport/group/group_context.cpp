@@ -197,7 +197,10 @@ MessageTransport& GroupContext::transport(const std::string& name, c10::Device d
 }
 
 CollectiveTransport& GroupContext::collectives(c10::Device device) {
-  return *transport(automatic_transports(device.type()).back(), device).collectives();
+  const std::string name = automatic_transports(device.type()).back();
+  CollectiveTransport* found = transport(name, device).collectives();
+  TORCH_INTERNAL_ASSERT(found != nullptr, name, " must have collectives");
+  return *found;
 }
 
 CollectiveTransport& GroupContext::own_transport(c10::Device device) {

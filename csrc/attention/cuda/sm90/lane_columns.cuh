@@ -3,12 +3,13 @@
 
 #include <cstdint>
 
-// Masks of accumulators (ptx/wgmma.cuh) in bits. One instruction makes predicates of seven bits.
+// Masks of accumulators (ptx/wgmma.cuh) in bits: one instruction turns seven of them into
+// predicates.
 
 namespace ringattn::cuda::sm90 {
 
-/// Of a lane's first kCount columns of a row, 8 * n and the next one, those in front of `column`: a
-/// bit each.
+/// A bit for each of a lane's first kCount columns of a row, 8 * n and the next one for n = 0, 1
+/// ...: set where it is in front of `column`.
 template <int kCount>
 __device__ __forceinline__ uint32_t columns_before(int column) {
   static_assert(kCount <= 32);

@@ -27,7 +27,10 @@ namespace ringattn::cuda::sm90 {
 
 template <typename Tile, Variant kVariant>
 constexpr int shared_bytes() {
-  return kVariant == Variant::kDiagonal ? Tile::kSharedBytes : Tile::kGeneralSharedBytes;
+  constexpr int kBytes =
+      kVariant == Variant::kDiagonal ? Tile::kSharedBytes : Tile::kGeneralSharedBytes;
+  static_assert(kBytes <= Tile::kMaxSharedBytes);
+  return kBytes;
 }
 
 /// A launch of `blocks` thread blocks in clusters; without the cluster attribute, which costs 1 %,

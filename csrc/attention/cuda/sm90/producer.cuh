@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kV
     const int kv_head = tile.head / p.heads_per_kv_head;
     if constexpr (p.kFetches) arrived.go_to(kv_head / p.fetch_order.heads_per_arrival);
     uint32_t segments = 0;
-    // Of a single segment it is not asked for: the keys that are seen say it, one load later.
+    // A single segment is not asked: its tiles, read next, are none where nothing is visible.
     if constexpr (p.kGeneral) segments = p.num_segments == 1 ? 1 : visible_segments(p, tile);
 #pragma unroll 1
     for (int segment = 0; segment < p.num_segments; ++segment) {
@@ -170,7 +170,8 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments, kV
   ///   segment  the first one with keys; of general variants visible_segments
   const auto announce = [&](const QueryTile& tile, int segment) {
     const bool sees_keys = p.kGeneral ? segment != 0 : segment < p.num_segments;
-    // Slots were last read for the tile before the previous one, whose queries are free.
+    // Slots of this parity were last read for the tile before the previous one: its queries are
+    // free.
     if constexpr (p.kGeneral) {
       KeyRange some = {};
       if (sees_keys) {

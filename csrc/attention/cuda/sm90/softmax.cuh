@@ -39,7 +39,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[kScores], int last_key, i
 template <int kScores>
 __device__ __forceinline__ void mask_scores(float (&s)[kScores], const KeyBounds& keys,
                                             const KeyRange (&entries)[2], int first_key) {
-  // Entries that are clamped in front of the products are waited for there, too.
+  // Otherwise ptxas clamps the entries in front of the products, which then wait for their loads.
   keep_instructions_in_order();
   const int first_column = first_key + threadIdx.x % 4 * 2;
 #pragma unroll

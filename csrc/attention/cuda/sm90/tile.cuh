@@ -123,9 +123,6 @@ static_assert(Tile128::kBlockQ == kLargeTile.rows && Tile128::kBlockK == kLargeT
 static_assert(SmallTile128::kBlockQ == kSmallTile.rows && SmallTile128::kBlockK == kSmallTile.keys);
 static_assert(Tile64::kBlockQ == kTile64.rows && Tile64::kBlockK == kTile64.keys);
 static_assert(Tile256::kBlockQ == kTile256.rows && Tile256::kBlockK == kTile256.keys);
-static_assert(GeneralTile64::kGeneralSharedBytes <= GeneralTile64::kMaxSharedBytes);
-static_assert(GeneralTile128::kGeneralSharedBytes <= GeneralTile128::kMaxSharedBytes);
-static_assert(GeneralTile256::kGeneralSharedBytes <= GeneralTile256::kMaxSharedBytes);
 
 /// What is loaded in tiles of kBlockK rows.
 enum Operand { kKeys, kValues };

@@ -43,6 +43,7 @@ using ScoreTile = float[Tile::kBlockQ / 2];
 template <int kSize>
 struct VisiblePairs {
   static constexpr int kOfKey = kSize / 2;
+  static_assert(kOfKey == 16 || kOfKey == 32);
   uint32_t bits[kSize / 32];
 
   /// Behind the products that have been issued: entries are waited for here.
@@ -74,7 +75,7 @@ struct VisiblePairs {
   }
 };
 
-/// What is known of a thread's two keys, 8 apart.
+/// The entries of a thread's two keys, 8 apart.
 __device__ __forceinline__ void load_entries(const QueryBounds& bounds, int key,
                                              QueryRange (&entries)[2]) {
 #pragma unroll
@@ -99,10 +100,11 @@ struct ColumnStats {
 };
 
 /// The statistics of a query tile, as stat_position lays them out. Every lane needs a quarter of
-/// them. It loads one of 32, early, and gets the others from lanes: products of operands in shared
-/// memory leave little time for loads.
+/// them. Each loads one of 32, before products are waited for, and gets the others from lanes:
+/// products of operands in shared memory leave little time for loads.
 template <int kRows>
 struct StatsReader {
+  static_assert(kRows == 64 || kRows == 128);
   static constexpr int kOwn = kRows / 32, kParts = 4 / kOwn;  // of a lane's four columns
   float own[kOwn];
 

@@ -89,6 +89,7 @@ struct BackwardTileShape {
 /// done with one.
 template <typename Shape>
 struct ByTicket : Shape {
+  static_assert(!Shape::kSplit);  // thread blocks of a pair must take the same steps
   static constexpr bool kByTicket = true;
 };
 
@@ -292,8 +293,8 @@ struct KeyTile {
   QueryRange rows;                   // that may see keys
   int begin, end;                    // their query tiles
   int unmasked_begin, unmasked_end;  // those whose rows see all of the keys
-  bool descending;                   // from query tile to query tile
-  int first;                         // query tile; behind the last one (of a table) goes on begin
+  bool descending;                   // the later query tiles first
+  int first;                         // where steps begin; by ticket they go on at the other end
 
   __device__ __forceinline__ bool empty() const { return begin >= end; }
   __device__ __forceinline__ int steps(int heads) const {
@@ -350,8 +351,9 @@ __device__ __forceinline__ KeyTile key_tile(const BackwardKernelParams& p, int i
       rows.all.end == p.bounds.num_queries ? above(rows.all.end) : rows.all.end / Tile::kBlockQ;
   tile.first = tile.descending ? tile.end - 1 : tile.begin;
   if constexpr (Tile::kByTicket) {
-    // Under a window, neighbouring tiles see shifted rows: where all begin at a multiple of their
-    // number of query tiles, they are at the same rows at one time, which L2 holds.
+    // Where not all keys are seen by the last row: under a window (and in tiles of two documents,
+    // which any order serves). Neighbouring tiles see shifted rows. When each begins at a multiple
+    // of its number of query tiles, they are at the same rows at one time, which L2 holds.
     if (!tile.empty() && rows.all.end < rows.some.end && p.progress == nullptr) {
       const int count = tile.end - tile.begin;
       const int multiple = (tile.begin + count - 1) / count * count;  // one of the query tiles
