@@ -28,8 +28,7 @@ def _ids() -> dict[str, Any]:
 
 
 def _padding(*lengths: int) -> dict[str, Any]:
-    ids, extra = padded(*lengths)
-    return {"x": prompt(*ids.shape), **extra, "position_ids": padded(2, 6)[1]["position_ids"]}
+    return {**_ids(), **padded(*lengths)[1]}
 
 
 def _positions(first: int) -> dict[str, Any]:
@@ -44,6 +43,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[], dict[str, Any]
         lambda: {"x": prompt(2, 6)[:, 3:]},
         _same("x"),
     ),
+    "masks": (lambda: _padding(6, 4), lambda: _padding(6, 3), _same("mask")),
     "positions": (lambda: _positions(0), lambda: _positions(1), _same("position_ids")),
     "last tokens": (
         lambda: {**_ids(), "last_n_tokens": 1},
