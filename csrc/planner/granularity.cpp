@@ -13,32 +13,21 @@ namespace ringattn {
 namespace {
 
 constexpr int64_t kBudget = 3 << 13;      // evaluated blocks, W^2 for a partition, of all starts
-constexpr int64_t kMaxOrderedRanks = 3;   // up to so many, every order
 constexpr double kMinGain = 1e-6;         // relative
 constexpr double kMinGainOfOrder = 5e-3;  // less is within the model's error
 constexpr int64_t kStep = 32;             // tokens that are moved at a time
 constexpr int64_t kMaxSteps = 16;         // as many as both segments have in a tile of 256 rows;
                                           // beyond, steps double
 
-// The orders to try, that of `start` first. Under zigzag, each rank innermost: its two segments are
-// adjacent there, and one tile may hold an end of both. With few ranks, every order.
-std::vector<RankOrder> orders_of(const Partition& start, bool in_halves) {
-  const int64_t world_size = start.world_size();
-  std::vector<RankOrder> orders = {start.order()};
-  RankOrder next(world_size);
-  std::iota(next.begin(), next.end(), 0);
-  if (world_size <= kMaxOrderedRanks) {
-    do {
-      if (next != start.order()) orders.push_back(next);
-    } while (std::next_permutation(next.begin(), next.end()));
-    return orders;
-  }
-  orders.emplace_back(start.order().rbegin(), start.order().rend());
-  for (int64_t rank = 0; in_halves && rank < world_size; ++rank) {
-    next = start.order();
-    next.erase(std::find(next.begin(), next.end(), rank));
-    next.push_back(rank);
-    if (next != start.order()) orders.push_back(next);
+// The orders to try: that of `start`, its reverse, and each rank innermost. There the two segments
+// of a rank are adjacent under zigzag, and one tile may hold an end of both.
+std::vector<RankOrder> orders_of(const Partition& start) {
+  const RankOrder& order = start.order();
+  std::vector<RankOrder> orders = {order, RankOrder(order.rbegin(), order.rend())};
+  for (size_t place = 0; place + 1 < order.size(); ++place) {
+    orders.push_back(order);
+    const auto rank = orders.back().begin() + static_cast<int64_t>(place);
+    std::rotate(rank, rank + 1, orders.back().end());
   }
   return orders;
 }
@@ -78,8 +67,7 @@ class Search {
         budget_(budget),
         depth_(depth),
         best_(start),
-        best_ms_(model.step_ms(start, depth)),
-        waits_(slowest(best_ms_) > slowest(model.work_ms(start)) * (1 + kMinGain)) {}
+        best_ms_(model.step_ms(start, depth)) {}
 
   const Partition& best() const { return best_; }
 
@@ -100,9 +88,9 @@ class Search {
     if (units.empty()) units.insert(coarsest_unit(seq_len, model_.world_size()));
     const int64_t fastest = fast_to_slow(times, seq_len).front();
     left_ = budget_;
-    for (const RankOrder& order : orders_of(start, in_halves)) {
+    for (const RankOrder& order : orders_of(start)) {
       if (left_ <= 0) return;
-      if (order != start.order()) take_if_better(start.lengths(), order);
+      take_if_better(start.lengths(), order);
       for (const int64_t unit : units) {
         if (model_.by_position()) {
           take_if_better(best_lengths(times, order, seq_len, unit), order);
@@ -116,8 +104,8 @@ class Search {
     }
   }
 
-  // Ranks give tokens to others, the slowest rank first, and ranks that end first receive first.
-  // Without waits only the slowest has to give; with them, a rank may be slow because of another.
+  // Ranks give tokens to others, the slowest rank first: one may wait for another that owns too
+  // many. Ranks that end first receive first.
   void move_tokens() {
     left_ = budget_;
     for (bool any = true; any && left_ > 0;) {
@@ -128,7 +116,6 @@ class Search {
       any = false;
       for (auto giver = by_time.rbegin(); giver != by_time.rend() && !any; ++giver) {
         any = give(*giver, by_time);
-        if (!waits_) break;
       }
     }
   }
@@ -147,10 +134,7 @@ class Search {
         lengths[giver] -= given;
         lengths[receiver] += given;
         take_if_better(lengths, from.order());
-        // No tile is larger, but a wait may be longer.
-        const bool large = tokens >= kMaxSteps * step;
-        if (large && !waits_) break;
-        tokens += large ? tokens : step;
+        tokens += tokens < kMaxSteps * step ? step : tokens;
       }
     }
     return best_.lengths() != from.lengths();
@@ -173,7 +157,6 @@ class Search {
   const int64_t depth_;
   Partition best_;
   std::vector<double> best_ms_;
-  const bool waits_;
   int64_t left_ = 0;  // of budget_
 };
 
