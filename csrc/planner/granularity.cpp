@@ -32,33 +32,6 @@ std::vector<RankOrder> orders_of(const Partition& start) {
   return orders;
 }
 
-// Lengths near those of `start`, in units: each unit goes to the rank that then ends first, so that
-// of equally slow splits the one is chosen whose other ranks end earliest. The remainder goes to
-// `last`.
-Lengths add_units_to_earliest(const Partition& start, const std::vector<RankTime>& times,
-                              int64_t unit, int64_t last) {
-  Lengths lengths = start.lengths();
-  int64_t left = start.seq_len();
-  for (int64_t& length : lengths) {
-    length = std::max<int64_t>(0, length / unit - 1) * unit;
-    left -= length;
-  }
-  for (; left > 0; left -= unit) {
-    const int64_t tokens = std::min(left, unit);
-    const auto done = [&](int64_t rank) {
-      const int64_t length = lengths[rank] + tokens;
-      return length > times[rank].max_tokens ? std::numeric_limits<double>::infinity()
-                                             : times[rank].time_ms(0, length);
-    };
-    int64_t first = last;
-    for (int64_t rank = 0; tokens == unit && rank < start.world_size(); ++rank) {
-      if (done(rank) < done(first)) first = rank;
-    }
-    lengths[first] += tokens;
-  }
-  return lengths;
-}
-
 // The best partition found so far, and what may still be spent on better ones.
 class Search {
  public:
@@ -92,14 +65,12 @@ class Search {
       if (left_ <= 0) return;
       take_if_better(start.lengths(), order);
       for (const int64_t unit : units) {
-        if (model_.by_position()) {
-          take_if_better(best_lengths(times, order, seq_len, unit), order);
-          continue;
+        const Lengths whole = best_lengths(times, order, seq_len - seq_len % unit, unit);
+        for (const int64_t last : {order.back(), fastest}) {
+          Lengths lengths = whole;
+          lengths[last] += seq_len % unit;
+          take_if_better(lengths, order);
         }
-        // The remainder costs least on the innermost rank, where it starts only one more tile, or,
-        // with few tokens, on the fastest rank.
-        take_if_better(add_units_to_earliest(start, times, unit, order.back()), order);
-        take_if_better(add_units_to_earliest(start, times, unit, fastest), order);
       }
     }
   }
@@ -124,8 +95,9 @@ class Search {
   // Whether it is faster if `giver` gives tokens to one of the `receivers`.
   bool give(int64_t giver, const RankOrder& receivers) {
     const Partition from = best_;
-    const int64_t step =
-        model_.has_tiles() ? kStep : coarsest_unit(model_.seq_len(), model_.world_size());
+    const int64_t unit = coarsest_unit(model_.seq_len(), model_.world_size());
+    const int64_t mean = model_.seq_len() / model_.world_size();
+    const int64_t step = model_.has_tiles() ? kStep : std::max(unit, mean / 32 / unit * unit);
     for (const int64_t receiver : receivers) {
       if (receiver == giver) continue;
       for (int64_t tokens = step, given = 0; left_ > 0 && given < from.length(giver);) {

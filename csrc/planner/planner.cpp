@@ -90,25 +90,14 @@ double min_gain_over_even(const TimeModel& model, const Partition& filled) {
   return model.has_tiles() ? kMinGainInTiles : 0.0;
 }
 
-// `best`, or even lengths in its order or in rank order, where `best` takes more than 1 -
-// `min_gain` of their time.
+// `best`, or even lengths in its order where `best` takes more than 1 - `min_gain` of their time.
 template <typename Ms>
 Partition prefer_even(const Partition& best, const std::vector<RankTime>& times, double min_gain,
                       const Ms& slowest_ms) {
   const Lengths even = even_lengths(best.seq_len(), best.world_size());
   if (!has_room(times, even)) return best;
-  RankOrder rank_order(even.size());
-  std::iota(rank_order.begin(), rank_order.end(), 0);
-  Partition preferred = best;
-  double enough_ms = slowest_ms(best) / (1 - min_gain);
-  for (const RankOrder& order : {best.order(), rank_order}) {
-    const Partition in_order(best.layout(), even, order);
-    const double ms = slowest_ms(in_order);
-    if (ms > enough_ms) continue;
-    enough_ms = ms;
-    preferred = in_order;
-  }
-  return preferred;
+  const Partition preferred(best.layout(), even, best.order());
+  return slowest_ms(preferred) * (1 - min_gain) <= slowest_ms(best) ? preferred : best;
 }
 
 // How many blocks are in flight, of the `depth` that may be.
@@ -142,49 +131,31 @@ int64_t find_min_depth(const std::vector<Partition>& partitions, const TimeModel
 std::vector<Partition> balanced(const TimeModel& model) {
   std::vector<Partition> orders = {fill_ranks(model)};
   if (model.layout() == Layout::kZigzag) {
-    const Lengths lengths = orders[0].lengths();
-    orders.emplace_back(Layout::kZigzag, lengths, alternating(lengths));
+    orders.push_back(fill_ranks_in(model, alternating(orders[0].lengths())));
   }
   return orders;
 }
 
-// The same ranks in the reverse order, with lengths that end together in it.
+// The same in the reverse order of ranks.
 Partition reversed(const Partition& partition, const TimeModel& model) {
-  const RankOrder order(partition.order().rbegin(), partition.order().rend());
-  const int64_t seq_len = partition.seq_len();
-  const int64_t unit = coarsest_unit(seq_len, partition.world_size());
-  return Partition(
-      partition.layout(),
-      model.by_position() ? best_lengths(model.ranks(), order, seq_len, unit) : partition.lengths(),
-      order);
-}
-
-RankOrder slow_ranks_first(const TimeModel& model) {
-  RankOrder ranks = fast_to_slow(model.ranks(), model.seq_len());
-  std::reverse(ranks.begin(), ranks.end());
-  return ranks;
-}
-
-// Ranks by the time of a block of mean length over their links, the slowest first; equal ones by
-// speed.
-RankOrder slow_links_first(const TimeModel& model) {
-  const double tokens =
-      static_cast<double>(model.seq_len()) / static_cast<double>(model.world_size());
-  RankOrder ranks = slow_ranks_first(model);
-  std::stable_sort(ranks.begin(), ranks.end(), [&](int64_t a, int64_t b) {
-    return model.link_ms(a, tokens) > model.link_ms(b, tokens);
-  });
-  return ranks;
+  return fill_ranks_in(model, RankOrder(partition.order().rbegin(), partition.order().rend()));
 }
 
 // The fastest partition without the k ranks with the slowest links, or without the k slowest ranks,
 // for k from 1 on.
 Partition leave_out_ranks(const TimeModel& whole, int64_t depth) {
+  const int64_t seq_len = whole.seq_len();
   std::vector<Partition> partitions;
-  for (const RankOrder& ranks : {slow_links_first(whole), slow_ranks_first(whole)}) {
+  RankOrder ranks = fast_to_slow(whole.ranks(), seq_len);
+  for (const bool by_link : {false, true}) {
+    if (by_link) {
+      std::stable_sort(ranks.begin(), ranks.end(), [&](int64_t a, int64_t b) {
+        return whole.link_ms(a, seq_len) < whole.link_ms(b, seq_len);
+      });
+    }
     TimeModel model = whole;
-    for (const int64_t rank : ranks) {
-      model = model.without_rank(rank);
+    for (auto rank = ranks.rbegin(); rank != ranks.rend(); ++rank) {
+      model = model.without_rank(*rank);
       for (const Partition& partition : balanced(model)) {
         partitions.push_back(partition);
         partitions.push_back(reversed(partition, model));
@@ -194,21 +165,17 @@ Partition leave_out_ranks(const TimeModel& whole, int64_t depth) {
   return *fastest(partitions, whole, depth).first;
 }
 
-// The partition with the least wait; among equals, the one with the smallest depth.
-Partition least_waiting(const std::vector<Partition>& filled, const TimeModel& model,
-                        int64_t depth) {
-  return *fastest(filled, model, std::min(depth, find_min_depth(filled, model))).first;
-}
-
 // Moves tokens between ranks where some wait or have tiles to fill; elsewhere nothing is faster
 // than `filled`.
-Partition reduce_waits_and_padding(const Partition& filled, const TimeModel& model, int64_t depth) {
-  const bool waits =
-      slowest(model.step_ms(filled, depth)) > slowest(model.work_ms(filled)) * (1 + kWaitTolerance);
-  if (!waits && !model.has_tiles()) return filled;
-  std::vector<Partition> starts = {filled};
+Partition reduce_waits_and_padding(const std::vector<Partition>& filled, const TimeModel& model,
+                                   int64_t depth) {
+  const auto [start, start_ms] =
+      fastest(filled, model, std::min(depth, find_min_depth(filled, model)));
+  const bool waits = start_ms > slowest(model.work_ms(*start)) * (1 + kWaitTolerance);
+  if (!waits && !model.has_tiles()) return *start;
+  std::vector<Partition> starts = {*start};
   if (waits) {
-    starts.push_back(reversed(filled, model));
+    starts.push_back(reversed(*start, model));
     starts.push_back(leave_out_ranks(model, depth));
   }
   const std::vector<Partition> improved = improve_lengths(starts, model, depth);
@@ -242,17 +209,13 @@ Plan describe(const Partition& partition, const Partition& filled, const TimeMod
 }
 
 Plan plan_in(const TimeModel& whole, std::optional<int64_t> depth, int64_t kv_bytes) {
-  // Latencies move no tokens: a single hop, which is what is measured, has more latency than a
-  // block that follows others in a ring, and a plan must not become slower than the even one by it.
-  const TimeModel model = whole.without_gradient_waits();
-  const TimeModel without_latency = model.without_latency();
+  const TimeModel model = whole.for_lengths();
   const int64_t used = depth_used(depth, model.world_size());
   const std::vector<Partition> filled = balanced(model);
-  const Partition start = least_waiting(filled, model, used);
-  const Partition improved = reduce_waits_and_padding(start, without_latency, used);
-  const Partition chosen = prefer_even(
-      improved, model.ranks(), min_gain_over_even(model, filled[0]),
-      [&](const Partition& some) { return slowest(without_latency.step_ms(some, used)); });
+  const Partition improved = reduce_waits_and_padding(filled, model, used);
+  const Partition chosen =
+      prefer_even(improved, model.ranks(), min_gain_over_even(model, filled[0]),
+                  [&](const Partition& some) { return slowest(model.step_ms(some, used)); });
   return describe(chosen, filled[0], whole, used, kv_bytes);
 }
 

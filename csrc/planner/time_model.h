@@ -59,10 +59,11 @@ class TimeModel {
   TimeModel(int64_t seq_len, Layout layout, std::vector<RankProfile> profiles,
             const ModelCost& cost, const Workload& workload);
 
-  /// The model without latencies of links.
-  TimeModel without_latency() const;
-  /// The model in which gradients travel with the blocks: no rank waits for one that computes them.
-  TimeModel without_gradient_waits() const;
+  /// The model by which lengths are chosen. Gradients travel with the blocks in it: no rank waits
+  /// for one that computes them. Links have no latency: a single hop, which is what is measured,
+  /// has more of it than a block that follows others in a ring, and a plan must not become slower
+  /// than the even one by it.
+  TimeModel for_lengths() const;
   /// The model in which `rank` owns only those tokens for which the others have no room.
   TimeModel without_rank(int64_t rank) const;
 

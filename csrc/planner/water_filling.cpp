@@ -10,7 +10,7 @@ namespace ringattn {
 namespace {
 
 constexpr int64_t kUnits[] = {256, 64, 16};
-constexpr int64_t kUnitsPerRank = 32;  // a unit is at most this fraction of the mean share
+constexpr int64_t kUnitsPerRank = 256;  // a unit is at most this fraction of the mean share
 
 // Up to so many ranks, all orders of a contiguous partition are tried.
 constexpr int64_t kMaxOrderedRanks = 8;
@@ -143,23 +143,16 @@ RankOrder best_order(const std::vector<RankTime>& times, int64_t seq_len) {
 
 }  // namespace
 
+Partition fill_ranks_in(const TimeModel& model, const RankOrder& order) {
+  const int64_t unit = coarsest_unit(model.seq_len(), model.world_size());
+  return {model.layout(), best_lengths(model.ranks(), order, model.seq_len(), unit), order};
+}
+
 Partition fill_ranks(const TimeModel& model) {
-  const int64_t seq_len = model.seq_len();
   const std::vector<RankTime>& times = model.ranks();
-  const bool by_position = model.by_position();
-  const RankOrder order = by_position ? best_order(times, seq_len) : fast_to_slow(times, seq_len);
-  const auto in_units = [&](int64_t unit) {
-    return Partition(model.layout(), best_lengths(times, order, seq_len, unit),
-                     by_position ? order : RankOrder());
-  };
-  const Partition best = in_units(1);
-  const double limit = slowest(smooth_ms(best, times)) * (1 + kUnitTolerance);
-  for (const int64_t unit : kUnits) {
-    if (unit > coarsest_unit(seq_len, model.world_size())) continue;
-    const Partition coarse = in_units(unit);
-    if (slowest(smooth_ms(coarse, times)) <= limit) return coarse;
-  }
-  return best;
+  if (model.by_position()) return fill_ranks_in(model, best_order(times, model.seq_len()));
+  const Partition filled = fill_ranks_in(model, fast_to_slow(times, model.seq_len()));
+  return {model.layout(), filled.lengths()};
 }
 
 double ideal_ms(const TimeModel& model, const Partition& partition) {

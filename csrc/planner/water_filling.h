@@ -33,6 +33,8 @@ RankOrder fast_to_slow(const std::vector<RankTime>& times, int64_t seq_len);
 Lengths best_lengths(const std::vector<RankTime>& times, const RankOrder& order, int64_t seq_len,
                      int64_t unit);
 
+Partition fill_ranks_in(const TimeModel& model, const RankOrder& order);
+
 /// The partition whose slowest rank is fastest by `smooth_ms`, in units that cost
 /// little.
 Partition fill_ranks(const TimeModel& model);
