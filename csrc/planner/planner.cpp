@@ -154,7 +154,7 @@ Partition leave_out_ranks(const TimeModel& whole, int64_t depth) {
       });
     }
     TimeModel model = whole;
-    for (auto rank = ranks.rbegin(); rank != ranks.rend(); ++rank) {
+    for (auto rank = ranks.rbegin(); rank != ranks.rend() - 1; ++rank) {
       model = model.without_rank(*rank);
       for (const Partition& partition : balanced(model)) {
         partitions.push_back(partition);
@@ -200,7 +200,7 @@ Plan describe(const Partition& partition, const Partition& filled, const TimeMod
   const std::vector<double> rank_ms = model.step_ms(partition, depth);
   // With short segments, tiles of another kind than the first can have less masked work than the
   // model assumes.
-  const double ideal = std::min(ideal_ms(model, filled), slowest(rank_ms));
+  const double ideal = std::min(ideal_ms(model), slowest(rank_ms));
   Plan plan{partition, depth, find_min_depth({partition}, model), rank_ms, ideal, {}};
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
     plan.memory_bytes.push_back(kv_bytes * held_tokens(partition, rank, model, depth));

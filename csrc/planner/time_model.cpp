@@ -16,8 +16,6 @@ namespace {
 
 /// Operations in a millisecond of one TFLOP/s.
 constexpr double kFlopsPerMs = 1e9;
-/// How near RankTime::tokens_within comes where it has no closed form, in tokens.
-constexpr double kTokenError = 1.0 / 64;
 
 /// What a pass over a layer takes, in units of a forward pass (FlashAttention-2,
 /// https://arxiv.org/abs/2307.08691, section 4.1). Backward moves each block, and its gradients.
@@ -106,59 +104,45 @@ double pairs_in_tiles(const std::vector<Visit>& visits, int64_t num_rows, bool c
 
 }  // namespace
 
-double RankTime::pairs_before(double tokens) const {
+double RankTime::num_pairs(double before, double tokens) const {
+  if (!visible) return tokens * (by_position ? before + tokens / 2 : keys);
   const auto of_rows = [&](double end) {
     const int64_t whole = static_cast<int64_t>(end);
     const double pairs = static_cast<double>(visible->before(whole));
     const double next = static_cast<double>(visible->before(whole + 1));
     return pairs + (end - static_cast<double>(whole)) * (next - pairs);
   };
-  if (!in_halves) return of_rows(tokens);
+  const double end = before + tokens;
+  if (!in_halves) return of_rows(end) - of_rows(before);
   const double all = static_cast<double>(visible->seq_len());
-  return of_rows(tokens / 2) + of_rows(all) - of_rows(all - tokens / 2);
+  return of_rows(end / 2) - of_rows(before / 2) + of_rows(all - before / 2) -
+         of_rows(all - end / 2);
 }
 
-double RankTime::time_ms(int64_t before, int64_t tokens) const {
-  if (tokens == 0) return 0.0;
-  const double n = static_cast<double>(tokens), first = static_cast<double>(before);
-  if (visible) {
-    return overhead_ms + n * token_ms + pair_ms * (pairs_before(first + n) - pairs_before(first));
-  }
-  const double seen = by_position ? first + n / 2 : keys;
-  return overhead_ms + n * (token_ms + pair_ms * seen);
+double RankTime::time_ms(double before, double tokens) const {
+  if (tokens == 0.0) return 0.0;
+  return overhead_ms + tokens * token_ms + num_pairs(before, tokens) * pair_ms;
 }
 
-double RankTime::tokens_within(double before, double limit_ms) const {
-  const double budget = limit_ms - overhead_ms;
-  if (budget <= 0.0) return 0.0;
-  if (visible) {
-    const double pairs = pairs_before(before);
-    const auto fits = [&](double tokens) {
-      return tokens * token_ms + pair_ms * (pairs_before(before + tokens) - pairs) <= budget;
-    };
-    double low = 0.0, high = std::max(0.0, static_cast<double>(visible->seq_len()) - before);
-    if (fits(high)) return high;
-    while (high - low > kTokenError) {
-      const double middle = low + (high - low) / 2;
-      (fits(middle) ? low : high) = middle;
-    }
-    return low;
-  }
-  const double slope = token_ms + pair_ms * (by_position ? before : keys);
-  const double curve = by_position ? 2 * pair_ms * budget : 0.0;
-  return 2 * budget / (slope + std::sqrt(slope * slope + curve));
-}
-
-int64_t RankTime::max_tokens_within(int64_t before, int64_t left, int64_t unit,
-                                    double limit_ms) const {
-  const int64_t room = std::min(max_tokens, left);
+double RankTime::tokens_within(double before, double left, double unit, double limit_ms) const {
+  const double room = std::min(static_cast<double>(max_tokens), left);
   if (time_ms(before, room) <= limit_ms) return room;
-  const double guess =
-      std::min(tokens_within(static_cast<double>(before), limit_ms), static_cast<double>(room));
-  int64_t tokens = static_cast<int64_t>(guess) / unit * unit;
-  while (tokens > 0 && time_ms(before, tokens) > limit_ms) tokens -= unit;
-  while (tokens + unit <= room && time_ms(before, tokens + unit) <= limit_ms) tokens += unit;
-  return tokens;
+  int64_t low = 0, high = static_cast<int64_t>(room / unit) + 1;  // in units: within, not
+  if (!visible && limit_ms > overhead_ms) {  // a closed form, to be rounded down
+    const double budget = limit_ms - overhead_ms;
+    const double slope = token_ms + pair_ms * (by_position ? before : keys);
+    const double curve = by_position ? 2 * pair_ms * budget : 0.0;
+    const double tokens = 2 * budget / (slope + std::sqrt(slope * slope + curve));
+    const int64_t nearest = static_cast<int64_t>(tokens / unit + 0.5);
+    low = std::max(low, nearest - 1);
+    high = std::min(high, nearest + 1);
+  }
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    const bool within = time_ms(before, static_cast<double>(middle) * unit) <= limit_ms;
+    (within ? low : high) = middle;
+  }
+  return static_cast<double>(low) * unit;
 }
 
 std::vector<double> smooth_ms(const Partition& partition, const std::vector<RankTime>& times) {
@@ -231,28 +215,20 @@ bool TimeModel::has_tiles() const {
                      [](const RankProfile& profile) { return !profile.tiles.empty(); });
 }
 
-template <typename VisitsOf>
-std::vector<double> TimeModel::work_ms(const Partition& partition, const VisitsOf& visits_of,
-                                       double limit_ms) const {
+std::vector<double> TimeModel::work_ms(const Partition& partition, double limit_ms) const {
   auto ms = smooth_ms(partition, ranks_);
-  for (int64_t rank = 0; rank < world_size(); ++rank) {
+  for (int64_t rank = 0; rank < world_size() && slowest(ms) < limit_ms; ++rank) {
     const int64_t tokens = partition.length(rank);
     const std::vector<AttentionTile>& tiles = profiles_[rank].tiles;
-    if ((visible_ || !tiles.empty()) && tokens > 0) {
-      const RankTime& time = ranks_[rank];
-      const double pairs = visible_ ? pairs_of(partition, rank)
-                                    : pairs_in_tiles(visits_of(rank), tokens, mask().causal, tiles);
-      ms[rank] =
-          time.overhead_ms + static_cast<double>(tokens) * time.token_ms + pairs * time.pair_ms;
-    }
-    if (ms[rank] >= limit_ms) break;
+    if (tokens == 0 || (!visible_ && tiles.empty())) continue;
+    const RankTime& time = ranks_[rank];
+    const double pairs =
+        visible_ ? pairs_of(partition, rank)
+                 : pairs_in_tiles(schedule(partition, rank, mask()), tokens, mask().causal, tiles);
+    ms[rank] =
+        time.overhead_ms + static_cast<double>(tokens) * time.token_ms + pairs * time.pair_ms;
   }
   return ms;
-}
-
-std::vector<double> TimeModel::work_ms(const Partition& partition, double limit_ms) const {
-  const auto visits = [&](int64_t rank) { return schedule(partition, rank, mask()); };
-  return work_ms(partition, visits, limit_ms);
 }
 
 // Under a mask that is not plain.
@@ -273,11 +249,9 @@ bool TimeModel::may_wait(int64_t depth) const {
 
 std::vector<double> TimeModel::step_ms(const Partition& partition, int64_t depth,
                                        double limit_ms) const {
-  if (!may_wait(depth)) return work_ms(partition, limit_ms);
+  auto ms = work_ms(partition, limit_ms);
+  if (!may_wait(depth) || slowest(ms) >= limit_ms) return ms;
   const auto visits_of = schedules(partition, mask());
-  const auto visits = [&](int64_t rank) -> const auto& { return visits_of[rank]; };
-  auto ms = work_ms(partition, visits, limit_ms);
-  if (slowest(ms) >= limit_ms) return ms;
   // [W]: attention in a forward pass, by pair.
   std::vector<double> pair_ms(ms.size(), 0.0);
   double attention = 0.0;

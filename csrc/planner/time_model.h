@@ -29,19 +29,16 @@ struct RankTime {
   bool in_halves = false;                       // of it: the layout is zigzag
   int64_t max_tokens = 0;
 
-  /// Under a mask that is not plain: visible pairs of the first `tokens` tokens, in the order in
-  /// which ranks own them (zigzag: half of them from each end of the sequence).
-  double pairs_before(double tokens) const;
+  /// Visible pairs of `tokens` tokens after `before` others, in the order in which ranks own them
+  /// (zigzag: half of them from each end of the sequence).
+  double num_pairs(double before, double tokens) const;
 
   /// The time of `tokens` tokens after `before` others.
-  double time_ms(int64_t before, int64_t tokens) const;
-
-  /// The inverse in real numbers: tokens that take `limit_ms`.
-  double tokens_within(double before, double limit_ms) const;
+  double time_ms(double before, double tokens) const;
 
   /// The largest part of `left` tokens that takes at most `limit_ms`: all that fit the rank, or a
   /// multiple of `unit`.
-  int64_t max_tokens_within(int64_t before, int64_t left, int64_t unit, double limit_ms) const;
+  double tokens_within(double before, double left, double unit, double limit_ms) const;
 };
 
 /// [W]: the time of each rank without padding and waits.
@@ -94,9 +91,6 @@ class TimeModel {
   double link_ms(int64_t rank, double tokens) const;
 
  private:
-  template <typename VisitsOf>
-  std::vector<double> work_ms(const Partition& partition, const VisitsOf& visits_of,
-                              double limit_ms) const;
   bool may_wait(int64_t depth) const;
   double pairs_of(const Partition& partition, int64_t rank) const;
 

@@ -14,42 +14,76 @@ constexpr int64_t kUnitsPerRank = 256;  // a unit is at most this fraction of th
 
 // Up to so many ranks, all orders of a contiguous partition are tried.
 constexpr int64_t kMaxOrderedRanks = 8;
-constexpr double kOrderTolerance = 1e-9;  // relative gain of an order
+constexpr double kOrderTolerance = 1e-9;   // relative gain of an order
+constexpr double kLimitTolerance = 1e-12;  // relative, of times
 
-// The smallest number in (0, high] that is enough, by bisection. `enough` is monotonic, and true
-// for `high`.
-template <typename Enough>
-double smallest(double high, const Enough& enough) {
-  double low = 0.0;
-  while (true) {
-    const double middle = low + (high - low) / 2;
-    if (!(low < middle && middle < high)) return high;
-    (enough(middle) ? high : low) = middle;
-  }
-}
+// Real numbers of tokens are counted in this unit; sums of them are exact.
+constexpr double kRealUnit = 1.0 / (1 << 20);
 
-// Greedy: one rank after the other takes as many tokens as it can within `limit_ms`. The more
+// [W]: greedy, one rank after the other takes as many tokens as it can within `limit_ms`. The more
 // tokens precede a rank, the further it ends, so no other lengths in this order cover more tokens.
-Lengths lengths_within(const std::vector<RankTime>& times, const RankOrder& order, int64_t seq_len,
-                       int64_t unit, double limit_ms) {
-  Lengths lengths(times.size());
-  int64_t before = 0;
+std::vector<double> lengths_within(const std::vector<RankTime>& times, const RankOrder& order,
+                                   double seq_len, double unit, double limit_ms) {
+  std::vector<double> lengths(times.size());
+  double before = 0.0;
   for (const int64_t rank : order) {
-    lengths[rank] = times[rank].max_tokens_within(before, seq_len - before, unit, limit_ms);
+    lengths[rank] = times[rank].tokens_within(before, seq_len - before, unit, limit_ms);
     before += lengths[rank];
   }
   return lengths;
 }
 
-int64_t total(const Lengths& lengths) {
-  return std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
+// The least limit within which ranks in this order take all tokens, by bisection.
+double least_limit_ms(const std::vector<RankTime>& times, const RankOrder& order, double seq_len,
+                      double unit) {
+  double low = 0.0, high = 0.0;
+  for (const RankTime& time : times) high = std::max(high, time.time_ms(0.0, seq_len));
+  while (high - low > kLimitTolerance * high) {
+    const double middle = low + (high - low) / 2;
+    const auto lengths = lengths_within(times, order, seq_len, unit, middle);
+    const bool all = std::accumulate(lengths.begin(), lengths.end(), 0.0) == seq_len;
+    (all ? high : low) = middle;
+  }
+  return high;
 }
 
-// An upper bound of the time of any rank for any number of tokens.
-double enough_for_all(const std::vector<RankTime>& times, int64_t seq_len) {
-  double limit = 0.0;
-  for (const RankTime& time : times) limit = std::max(limit, time.time_ms(0, seq_len));
-  return limit;
+// The best order; of ranks whose time depends on the tokens before them, improves the best order
+// known until none is better. Dynamic programming over sets of ranks: the tokens that a set can
+// cover are the most that any of its ranks reaches after the others.
+RankOrder best_order(const std::vector<RankTime>& times, int64_t seq_len) {
+  const int64_t world_size = static_cast<int64_t>(times.size());
+  RankOrder order = fast_to_slow(times, seq_len);
+  if (world_size > kMaxOrderedRanks || !times[0].by_position) return order;
+
+  const double tokens = static_cast<double>(seq_len);
+  const uint32_t all = (1u << world_size) - 1;
+  std::vector<double> reach(all + 1);
+  std::vector<int64_t> last(all + 1);
+  const auto fits = [&](double limit) {
+    for (uint32_t set = 1; set <= all; ++set) {
+      reach[set] = -1.0;
+      for (int64_t rank = world_size - 1; rank >= 0; --rank) {
+        if (!(set >> rank & 1)) continue;
+        const double before = reach[set ^ (1u << rank)];
+        const double end = before + times[rank].tokens_within(before, tokens - before, 1.0, limit);
+        if (end > reach[set]) {
+          reach[set] = end;
+          last[set] = rank;
+        }
+      }
+    }
+    return reach[all] == tokens;
+  };
+  double limit = least_limit_ms(times, order, tokens, 1.0);
+  while (limit > 0.0 && fits(limit * (1 - kOrderTolerance))) {
+    uint32_t set = all;
+    for (int64_t place = world_size - 1; place >= 0; --place) {
+      order[place] = last[set];
+      set ^= 1u << last[set];
+    }
+    limit = least_limit_ms(times, order, tokens, 1.0);
+  }
+  return order;
 }
 
 }  // namespace
@@ -90,58 +124,11 @@ RankOrder fast_to_slow(const std::vector<RankTime>& times, int64_t seq_len) {
 
 Lengths best_lengths(const std::vector<RankTime>& times, const RankOrder& order, int64_t seq_len,
                      int64_t unit) {
-  const auto filled = [&](double limit) {
-    return lengths_within(times, order, seq_len, unit, limit);
-  };
-  return filled(smallest(enough_for_all(times, seq_len),
-                         [&](double limit) { return total(filled(limit)) == seq_len; }));
+  const double tokens = static_cast<double>(seq_len), of = static_cast<double>(unit);
+  const double limit = least_limit_ms(times, order, tokens, of);
+  const std::vector<double> lengths = lengths_within(times, order, tokens, of, limit);
+  return Lengths(lengths.begin(), lengths.end());
 }
-
-namespace {
-
-// The best order of ranks whose time depends on the tokens before them: improves the best order
-// known until none is better. Dynamic programming over sets of ranks: the tokens that a set can
-// cover are the most that any of its ranks reaches after the others.
-RankOrder best_order(const std::vector<RankTime>& times, int64_t seq_len) {
-  const int64_t world_size = static_cast<int64_t>(times.size());
-  RankOrder order = fast_to_slow(times, seq_len);
-  if (world_size > kMaxOrderedRanks) return order;
-
-  const uint32_t all = (1u << world_size) - 1;
-  std::vector<int64_t> reach(all + 1), last(all + 1);
-  const auto fits = [&](double limit) {
-    for (uint32_t set = 1; set <= all; ++set) {
-      reach[set] = -1;
-      for (int64_t rank = world_size - 1; rank >= 0; --rank) {
-        if (!(set >> rank & 1)) continue;
-        const int64_t before = reach[set ^ (1u << rank)];
-        const int64_t end =
-            before + times[rank].max_tokens_within(before, seq_len - before, 1, limit);
-        if (end > reach[set]) {
-          reach[set] = end;
-          last[set] = rank;
-        }
-      }
-    }
-    return reach[all] == seq_len;
-  };
-  const auto limit_of_order = [&] {
-    const auto lengths = best_lengths(times, order, seq_len, 1);
-    return slowest(smooth_ms(Partition(Layout::kContiguous, lengths, order), times));
-  };
-  double limit = limit_of_order();
-  while (limit > 0.0 && fits(limit * (1 - kOrderTolerance))) {
-    uint32_t set = all;
-    for (int64_t place = world_size - 1; place >= 0; --place) {
-      order[place] = last[set];
-      set ^= 1u << last[set];
-    }
-    limit = limit_of_order();
-  }
-  return order;
-}
-
-}  // namespace
 
 Partition fill_ranks_in(const TimeModel& model, const RankOrder& order) {
   const int64_t unit = coarsest_unit(model.seq_len(), model.world_size());
@@ -149,30 +136,18 @@ Partition fill_ranks_in(const TimeModel& model, const RankOrder& order) {
 }
 
 Partition fill_ranks(const TimeModel& model) {
-  const std::vector<RankTime>& times = model.ranks();
-  if (model.by_position()) return fill_ranks_in(model, best_order(times, model.seq_len()));
-  const Partition filled = fill_ranks_in(model, fast_to_slow(times, model.seq_len()));
-  return {model.layout(), filled.lengths()};
+  const Partition filled = fill_ranks_in(model, best_order(model.ranks(), model.seq_len()));
+  return model.by_position() ? filled : Partition(model.layout(), filled.lengths());
 }
 
-double ideal_ms(const TimeModel& model, const Partition& partition) {
-  const int64_t seq_len = model.seq_len();
-  if (seq_len == 0) return 0.0;
+double ideal_ms(const TimeModel& model) {
   std::vector<RankTime> times = model.ranks();
   for (RankTime& time : times) {
     time.overhead_ms = 0.0;
     time.max_tokens = std::numeric_limits<int64_t>::max();
   }
-  const auto in_order = [&](const RankOrder& order) {
-    return smallest(enough_for_all(times, seq_len), [&](double limit) {
-      double before = 0.0;
-      for (const int64_t rank : order) before += times[rank].tokens_within(before, limit);
-      return before >= static_cast<double>(seq_len);
-    });
-  };
-  // Without overheads and limits another order may be best.
-  const double ms = in_order(partition.order());
-  return model.by_position() ? std::min(ms, in_order(best_order(times, seq_len))) : ms;
+  return least_limit_ms(times, best_order(times, model.seq_len()),
+                        static_cast<double>(model.seq_len()), kRealUnit);
 }
 
 }  // namespace ringattn

@@ -39,8 +39,7 @@ Partition fill_ranks_in(const TimeModel& model, const RankOrder& order);
 /// little.
 Partition fill_ranks(const TimeModel& model);
 
-/// The time of the best partition into real numbers of tokens, without overheads and memory limits,
-/// in the order of `partition` or a better one.
-double ideal_ms(const TimeModel& model, const Partition& partition);
+/// The time of the best partition into real numbers of tokens, without overheads and memory limits.
+double ideal_ms(const TimeModel& model);
 
 }  // namespace ringattn
