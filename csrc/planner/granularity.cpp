@@ -2,7 +2,6 @@
 #include "planner/granularity.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -15,19 +14,19 @@ namespace {
 constexpr int64_t kBudget = 3 << 13;      // evaluated blocks, W^2 for a partition, of all starts
 constexpr double kMinGain = 1e-6;         // relative
 constexpr double kMinGainOfOrder = 5e-3;  // less is within the model's error
-constexpr int64_t kStep = 32;             // tokens that are moved at a time
-constexpr int64_t kMaxSteps = 16;         // as many as both segments have in a tile of 256 rows;
-                                          // beyond, steps double
+constexpr int64_t kStep = 32;             // tokens that are moved at a time, in tiles
+constexpr int64_t kStepsPerRank = 32;     // elsewhere so many are the mean share
+constexpr int64_t kMaxSteps = 16;         // both segments' in tiles of 256 rows; then steps double
 
 // The orders to try: that of `start`, its reverse, and each rank innermost. There the two segments
 // of a rank are adjacent under zigzag, and one tile may hold an end of both.
 std::vector<RankOrder> orders_of(const Partition& start) {
   const RankOrder& order = start.order();
   std::vector<RankOrder> orders = {order, RankOrder(order.rbegin(), order.rend())};
-  for (size_t place = 0; place + 1 < order.size(); ++place) {
+  for (const int64_t rank : order) {
     orders.push_back(order);
-    const auto rank = orders.back().begin() + static_cast<int64_t>(place);
-    std::rotate(rank, rank + 1, orders.back().end());
+    std::stable_partition(orders.back().begin(), orders.back().end(),
+                          [&](int64_t r) { return r != rank; });
   }
   return orders;
 }
@@ -36,16 +35,16 @@ std::vector<RankOrder> orders_of(const Partition& start) {
 class Search {
  public:
   Search(const Partition& start, const TimeModel& model, int64_t depth, int64_t budget)
-      : model_(model),
-        budget_(budget),
-        depth_(depth),
-        best_(start),
-        best_ms_(model.step_ms(start, depth)) {}
+      : model_(model), depth_(depth), budget_(budget), best_(start) {
+    best_ms_ = model.step_ms(start, depth);
+    const int64_t mean = model.seq_len() / model.world_size();
+    unit_ = coarsest_unit(model.seq_len(), model.world_size());
+    step_ = model.has_tiles() ? kStep : std::max(unit_, mean / kStepsPerRank / unit_ * unit_);
+  }
 
   const Partition& best() const { return best_; }
 
-  // Lengths in whole tiles that end as close together as they can; without tiles, in a unit that
-  // costs little.
+  // Lengths in whole tiles that end together as nearly as they can; without tiles, in `unit_`.
   void fill_units() {
     const Partition start = best_;
     const std::vector<RankTime>& times = model_.ranks();
@@ -58,7 +57,7 @@ class Search {
         units.insert(in_halves ? 2 * tile.rows : tile.rows);
       }
     }
-    if (units.empty()) units.insert(coarsest_unit(seq_len, model_.world_size()));
+    if (units.empty()) units.insert(unit_);
     const int64_t fastest = fast_to_slow(times, seq_len).front();
     left_ = budget_;
     for (const RankOrder& order : orders_of(start)) {
@@ -95,18 +94,15 @@ class Search {
   // Whether it is faster if `giver` gives tokens to one of the `receivers`.
   bool give(int64_t giver, const RankOrder& receivers) {
     const Partition from = best_;
-    const int64_t unit = coarsest_unit(model_.seq_len(), model_.world_size());
-    const int64_t mean = model_.seq_len() / model_.world_size();
-    const int64_t step = model_.has_tiles() ? kStep : std::max(unit, mean / 32 / unit * unit);
     for (const int64_t receiver : receivers) {
       if (receiver == giver) continue;
-      for (int64_t tokens = step, given = 0; left_ > 0 && given < from.length(giver);) {
+      for (int64_t tokens = step_, given = 0; left_ > 0 && given < from.length(giver);) {
         given = std::min(tokens, from.length(giver));  // the last step takes all its tokens
         Lengths lengths = from.lengths();
         lengths[giver] -= given;
         lengths[receiver] += given;
         take_if_better(lengths, from.order());
-        tokens += tokens < kMaxSteps * step ? step : tokens;
+        tokens += tokens < kMaxSteps * step_ ? step_ : tokens;
       }
     }
     return best_.lengths() != from.lengths();
@@ -125,10 +121,10 @@ class Search {
   }
 
   const TimeModel& model_;
-  const int64_t budget_;
-  const int64_t depth_;
+  const int64_t depth_, budget_;
   Partition best_;
   std::vector<double> best_ms_;
+  int64_t unit_, step_;
   int64_t left_ = 0;  // of budget_
 };
 

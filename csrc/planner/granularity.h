@@ -14,9 +14,8 @@
 namespace ringattn {
 
 /// Improves each start, by the time of its slowest rank (`TimeModel::step_ms`). First tries lengths
-/// in whole tiles, in several orders (all for up to three ranks); then moves tokens from the
-/// slowest rank. Returns the start where nothing is faster. The work for all starts together is
-/// bounded, and the same on every rank.
+/// in whole tiles, in several orders; then moves tokens between ranks. Returns the start where
+/// nothing is faster. The work for all starts together is bounded, and the same on every rank.
 std::vector<Partition> improve_lengths(const std::vector<Partition>& starts, const TimeModel& model,
                                        int64_t depth);
 

@@ -3,10 +3,8 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "planner/granularity.h"
 #include "planner/ring_simulation.h"
@@ -23,8 +21,8 @@ constexpr double kWaitTolerance = 1e-3;
 constexpr double kMinGainOfEqualRanks = 0.1;
 // The same for other ranks with tiles; less is within the model's error.
 constexpr double kMinGainInTiles = 1e-2;
-// Under a window a contiguous rank fetches half as many rows as a zigzag one. The first ranks own
-// more tokens, of which each sees fewer keys: up to so many times those of zigzag.
+// Under a window a contiguous rank fetches half as many rows as a zigzag one, but the first ranks,
+// whose tokens see fewer keys, own more tokens: up to so many times those of zigzag.
 constexpr double kMaxMoreTokens = 1.1;
 
 void check_tiles(const RankProfile& profile) {
@@ -72,21 +70,16 @@ void check_depth(std::optional<int64_t> depth) {
   }
 }
 
-// Whether all ranks have equal speeds.
-bool are_equal(const std::vector<RankTime>& times) {
-  return std::all_of(times.begin(), times.end(), [&](const RankTime& time) {
-    return time.token_ms == times[0].token_ms && time.pair_ms == times[0].pair_ms;
-  });
-}
-
 // What a plan has to gain over even lengths, where `filled` are those that end together without
 // padding and waits.
 double min_gain_over_even(const TimeModel& model, const Partition& filled) {
   const std::vector<RankTime>& times = model.ranks();
   const Partition even(model.layout(), even_lengths(model.seq_len(), model.world_size()));
-  const bool even_ends_together =
-      slowest(smooth_ms(even, times)) <= slowest(smooth_ms(filled, times));
-  if (are_equal(times) && even_ends_together) return kMinGainOfEqualRanks;
+  const bool equal = std::all_of(times.begin(), times.end(), [&](const RankTime& time) {
+    return time.token_ms == times[0].token_ms && time.pair_ms == times[0].pair_ms;
+  });
+  const bool ends_together = slowest(smooth_ms(even, times)) <= slowest(smooth_ms(filled, times));
+  if (equal && ends_together) return kMinGainOfEqualRanks;
   return model.has_tiles() ? kMinGainInTiles : 0.0;
 }
 
@@ -106,23 +99,27 @@ int64_t depth_used(std::optional<int64_t> depth, int64_t world_size) {
   return std::min(depth.value_or(deepest), deepest);
 }
 
-// The first of these partitions that is as fast as any at this depth, and how fast that is.
-std::pair<const Partition*, double> fastest(const std::vector<Partition>& partitions,
-                                            const TimeModel& model, int64_t depth) {
-  std::pair<const Partition*, double> best = {nullptr, std::numeric_limits<double>::infinity()};
+// The first of these partitions that is as fast as any at this depth.
+const Partition& fastest(const std::vector<Partition>& partitions, const TimeModel& model,
+                         int64_t depth) {
+  const Partition* best = nullptr;
+  double best_ms = std::numeric_limits<double>::infinity();
   for (const Partition& partition : partitions) {
     const double ms = slowest(model.step_ms(partition, depth));
-    if (ms * (1 + kWaitTolerance) < best.second) best = {&partition, ms};
+    if (ms * (1 + kWaitTolerance) >= best_ms) continue;
+    best = &partition;
+    best_ms = ms;
   }
-  return best;
+  return *best;
 }
 
-// The least depth at which one of these partitions is as fast as any with all blocks in flight.
-int64_t find_min_depth(const std::vector<Partition>& partitions, const TimeModel& model) {
+// The least depth at which a partition is as fast as with all blocks in flight.
+int64_t find_min_depth(const Partition& partition, const TimeModel& model) {
+  const auto ms = [&](int64_t depth) { return slowest(model.step_ms(partition, depth)); };
   const int64_t deepest = depth_used({}, model.world_size());
-  const double enough_ms = fastest(partitions, model, deepest).second * (1 + kWaitTolerance);
+  const double enough_ms = ms(deepest) * (1 + kWaitTolerance);
   int64_t depth = 1;
-  while (depth < deepest && fastest(partitions, model, depth).second > enough_ms) ++depth;
+  while (depth < deepest && ms(depth) > enough_ms) ++depth;
   return depth;
 }
 
@@ -136,7 +133,7 @@ std::vector<Partition> balanced(const TimeModel& model) {
   return orders;
 }
 
-// The same in the reverse order of ranks.
+// The same ranks in the reverse order.
 Partition reversed(const Partition& partition, const TimeModel& model) {
   return fill_ranks_in(model, RankOrder(partition.order().rbegin(), partition.order().rend()));
 }
@@ -154,7 +151,7 @@ Partition leave_out_ranks(const TimeModel& whole, int64_t depth) {
       });
     }
     TimeModel model = whole;
-    for (auto rank = ranks.rbegin(); rank != ranks.rend() - 1; ++rank) {
+    for (auto rank = ranks.rbegin(); rank + 1 != ranks.rend(); ++rank) {
       model = model.without_rank(*rank);
       for (const Partition& partition : balanced(model)) {
         partitions.push_back(partition);
@@ -162,24 +159,23 @@ Partition leave_out_ranks(const TimeModel& whole, int64_t depth) {
       }
     }
   }
-  return *fastest(partitions, whole, depth).first;
+  return fastest(partitions, whole, depth);
 }
 
-// Moves tokens between ranks where some wait or have tiles to fill; elsewhere nothing is faster
+// Moves tokens between ranks where some may wait or have tiles to fill; elsewhere nothing is faster
 // than `filled`.
 Partition reduce_waits_and_padding(const std::vector<Partition>& filled, const TimeModel& model,
                                    int64_t depth) {
-  const auto [start, start_ms] =
-      fastest(filled, model, std::min(depth, find_min_depth(filled, model)));
-  const bool waits = start_ms > slowest(model.work_ms(*start)) * (1 + kWaitTolerance);
-  if (!waits && !model.has_tiles()) return *start;
-  std::vector<Partition> starts = {*start};
-  if (waits) {
-    starts.push_back(reversed(*start, model));
+  int64_t min_depth = depth;  // of orders that are as fast, the one that needs no more is taken
+  for (const Partition& in : filled) min_depth = std::min(min_depth, find_min_depth(in, model));
+  std::vector<Partition> starts = {fastest(filled, model, min_depth)};
+  if (model.may_wait(depth)) {
+    starts.push_back(reversed(starts[0], model));
     starts.push_back(leave_out_ranks(model, depth));
+  } else if (!model.has_tiles()) {
+    return starts[0];
   }
-  const std::vector<Partition> improved = improve_lengths(starts, model, depth);
-  return *fastest(improved, model, depth).first;
+  return fastest(improve_lengths(starts, model, depth), model, depth);
 }
 
 // Tokens whose keys and values a rank holds beside its shard, gradients counted by their bytes. A
@@ -193,15 +189,13 @@ int64_t held_tokens(const Partition& partition, int64_t rank, const TimeModel& m
          kGradientBytes * gradient_tokens(partition, rank, mask);
 }
 
-// What a partition takes and needs; `filled` has lengths that end together without padding and
-// waits.
-Plan describe(const Partition& partition, const Partition& filled, const TimeModel& model,
-              int64_t depth, int64_t kv_bytes) {
+// What a partition takes and needs.
+Plan describe(const Partition& partition, const TimeModel& model, int64_t depth, int64_t kv_bytes) {
   const std::vector<double> rank_ms = model.step_ms(partition, depth);
   // With short segments, tiles of another kind than the first can have less masked work than the
   // model assumes.
   const double ideal = std::min(ideal_ms(model), slowest(rank_ms));
-  Plan plan{partition, depth, find_min_depth({partition}, model), rank_ms, ideal, {}};
+  Plan plan{partition, depth, find_min_depth(partition, model), rank_ms, ideal, {}};
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
     plan.memory_bytes.push_back(kv_bytes * held_tokens(partition, rank, model, depth));
   }
@@ -216,7 +210,7 @@ Plan plan_in(const TimeModel& whole, std::optional<int64_t> depth, int64_t kv_by
   const Partition chosen =
       prefer_even(improved, model.ranks(), min_gain_over_even(model, filled[0]),
                   [&](const Partition& some) { return slowest(model.step_ms(some, used)); });
-  return describe(chosen, filled[0], whole, used, kv_bytes);
+  return describe(chosen, whole, used, kv_bytes);
 }
 
 }  // namespace

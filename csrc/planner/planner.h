@@ -35,19 +35,18 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 /// The partition whose slowest rank is fastest, by `predict`.
 ///
 /// Where no rank waits for blocks, no other partition into whole tokens is faster by more than 0.5
-/// %, and none at all below 512 tokens a rank: long sequences are divided in units of 16, 64 or 256
-/// tokens, which fill the tiles of attention kernels, where that costs no more. Up to 8 ranks this
-/// holds over all orders of a contiguous partition, above them for the order from fast to slow.
+/// %, and none at all below 4096 tokens a rank: long sequences are divided in units of 16, 64 or
+/// 256 tokens. Up to 8 ranks this holds over all orders of a contiguous partition, above them for
+/// the order from fast to slow.
 ///
 /// Where kernels compute whole tiles (`RankProfile::tiles`), lengths that fill them are taken
 /// instead if they are faster (than even ones: by a hundredth). For three ranks with ten tiles each
 /// the result is within a percent of the best, with a few tiles only nearly so (`improve_lengths`).
 ///
-/// Where these lengths would have ranks wait, for the bandwidth of links (their latency is only
-/// predicted, and moves no tokens) or for want of depth, the sequence is planned without the k
-/// ranks with the slowest links and without the k slowest ranks, for every k, and tokens move
-/// between ranks while that helps. For two or three ranks the result is the best in most cases, for
-/// more ranks without a bound.
+/// Where ranks may wait, for the bandwidth of links (their latency is only predicted, and moves no
+/// tokens) or for want of depth, the sequence is planned without the k ranks with the slowest links
+/// and without the k slowest ranks, for every k, and tokens move between ranks while that helps.
+/// For two or three ranks the result is the best in most cases, for more ranks without a bound.
 ///
 /// In training ranks wait for gradients that others compute, also without links. Lengths are those
 /// of the work and the bytes of a step.
@@ -63,8 +62,8 @@ RINGATTN_API std::vector<double> predict(const Partition& partition,
 /// Under a mask that is not plain, pairs are counted as visible, and tiles are not.
 ///
 /// `depth` absent: W - 1, with which no rank waits for one that computes. The least depth that
-/// would do for these lengths is what `predict` finds as fast; under zigzag, where the order
-/// costs nothing by itself, it is the one that makes that depth least.
+/// would do for these lengths is what `predict` finds as fast; of orders that cost nothing
+/// (zigzag), the one is taken that makes it least.
 ///
 /// Throws std::invalid_argument for no profiles, a negative length, limits that do not hold the
 /// sequence, a depth below 1.

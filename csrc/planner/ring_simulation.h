@@ -22,8 +22,6 @@ using VisitTime = std::function<double(int64_t rank, const Visit& visit)>;
 /// attended step t - 1 - depth and their earlier messages have ended; what a rank sends and
 /// receives at one step is one exchange. So a rank waits for the computation of other ranks only
 /// through the two that it exchanges with, and with depth W - 1 no rank waits for computation.
-/// (Where blocks are forwarded from rank to rank, the rule differs: the longest shard must not be
-/// longer than any depth + 1 adjacent ones together.)
 std::vector<double> simulate_waits(const Schedules& visits_of, const VisitTime& attend_ms,
                                    const VisitTime& transfer_ms, int64_t depth);
 

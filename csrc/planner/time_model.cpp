@@ -215,55 +215,45 @@ bool TimeModel::has_tiles() const {
                      [](const RankProfile& profile) { return !profile.tiles.empty(); });
 }
 
-std::vector<double> TimeModel::work_ms(const Partition& partition, double limit_ms) const {
-  auto ms = smooth_ms(partition, ranks_);
-  for (int64_t rank = 0; rank < world_size() && slowest(ms) < limit_ms; ++rank) {
-    const int64_t tokens = partition.length(rank);
-    const std::vector<AttentionTile>& tiles = profiles_[rank].tiles;
-    if (tokens == 0 || (!visible_ && tiles.empty())) continue;
-    const RankTime& time = ranks_[rank];
-    const double pairs =
-        visible_ ? pairs_of(partition, rank)
-                 : pairs_in_tiles(schedule(partition, rank, mask()), tokens, mask().causal, tiles);
-    ms[rank] =
-        time.overhead_ms + static_cast<double>(tokens) * time.token_ms + pairs * time.pair_ms;
-  }
-  return ms;
-}
-
-// Under a mask that is not plain.
-double TimeModel::pairs_of(const Partition& partition, int64_t rank) const {
-  int64_t pairs = 0;
-  for (const Segment& piece : partition.segments(rank)) {
-    pairs += visible_->before(piece.end) - visible_->before(piece.begin);
-  }
-  return static_cast<double>(pairs);
-}
-
 bool TimeModel::may_wait(int64_t depth) const {
-  return waits_for_gradients_ || depth < world_size() - 1 ||
-         std::any_of(profiles_.begin(), profiles_.end(), [](const RankProfile& profile) {
-           return profile.link_gbps || profile.link_latency_us;
-         });
+  const bool links = std::any_of(profiles_.begin(), profiles_.end(), [](const auto& profile) {
+    return profile.link_gbps || profile.link_latency_us;
+  });
+  return world_size() > 1 && (links || waits_for_gradients_ || depth < world_size() - 1);
 }
 
 std::vector<double> TimeModel::step_ms(const Partition& partition, int64_t depth,
                                        double limit_ms) const {
-  auto ms = work_ms(partition, limit_ms);
-  if (!may_wait(depth) || slowest(ms) >= limit_ms) return ms;
-  const auto visits_of = schedules(partition, mask());
-  // [W]: attention in a forward pass, by pair.
-  std::vector<double> pair_ms(ms.size(), 0.0);
+  auto ms = smooth_ms(partition, ranks_);
+  if (!has_tiles() && slowest(ms) >= limit_ms) return ms;
+  const bool waits = may_wait(depth);
   double attention = 0.0;
   for (const Pass& pass : passes(workload_)) attention += pass.attention;
+  Schedules visits_of(ms.size());
+  std::vector<double> pair_ms(ms.size(), 0.0);  // [W]: attention in a forward pass, by pair
   for (int64_t rank = 0; rank < world_size(); ++rank) {
+    const std::vector<AttentionTile>& tiles = profiles_[rank].tiles;
+    if (waits || !tiles.empty()) visits_of[rank] = schedule(partition, rank, mask());
     const int64_t tokens = partition.length(rank);
-    int64_t pairs = 0;
-    for (const Visit& visit : visits_of[rank]) pairs += visit.num_pairs;
+    if (tokens == 0) continue;
     const RankTime& time = ranks_[rank];
     const double rest = time.overhead_ms + static_cast<double>(tokens) * time.token_ms;
+    if (visible_) {
+      int64_t pairs = 0;
+      for (const Segment& piece : partition.segments(rank)) {
+        pairs += visible_->before(piece.end) - visible_->before(piece.begin);
+      }
+      ms[rank] = rest + static_cast<double>(pairs) * time.pair_ms;
+    } else if (!tiles.empty()) {
+      const double pairs = pairs_in_tiles(visits_of[rank], tokens, mask().causal, tiles);
+      ms[rank] = rest + pairs * time.pair_ms;
+    }
+    if (ms[rank] >= limit_ms) return ms;
+    int64_t pairs = 0;
+    for (const Visit& visit : visits_of[rank]) pairs += visit.num_pairs;
     if (pairs > 0) pair_ms[rank] = (ms[rank] - rest) / attention / static_cast<double>(pairs);
   }
+  if (!waits) return ms;
   const auto transfer = [&](double bytes) {
     return [&, bytes](int64_t rank, const Visit& visit) {
       const double tokens = bytes * static_cast<double>(visit.keys.size());

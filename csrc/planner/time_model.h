@@ -56,10 +56,10 @@ class TimeModel {
   TimeModel(int64_t seq_len, Layout layout, std::vector<RankProfile> profiles,
             const ModelCost& cost, const Workload& workload);
 
-  /// The model by which lengths are chosen. Gradients travel with the blocks in it: no rank waits
-  /// for one that computes them. Links have no latency: a single hop, which is what is measured,
-  /// has more of it than a block that follows others in a ring, and a plan must not become slower
-  /// than the even one by it.
+  /// The model by which lengths are chosen. No rank waits for one that computes gradients: they
+  /// travel with the blocks. Links have no latency: a single hop, which is what is measured, has
+  /// more of it than a block that follows others, and by it no plan may be slower than the even
+  /// one.
   TimeModel for_lengths() const;
   /// The model in which `rank` owns only those tokens for which the others have no room.
   TimeModel without_rank(int64_t rank) const;
@@ -77,13 +77,13 @@ class TimeModel {
   /// Whether attention kernels of any rank compute whole tiles that are counted: those of plain
   /// masks.
   bool has_tiles() const;
+  /// Whether a rank may wait for another.
+  bool may_wait(int64_t depth) const;
 
-  /// [W]: the time of each rank without waits. Rows of each of its segments, and visible keys of
-  /// each block, are rounded up to the tiles of `RankProfile::tiles` with the least total time.
-  /// Ends at a rank that takes `limit_ms`: the times of ranks after it then lack padding.
-  std::vector<double> work_ms(const Partition& partition, double limit_ms = kUnlimited) const;
-  /// [W]: the time of each rank, with `depth` blocks in flight, in a backward all. Attention hides
-  /// transfers, matrix products do not. Ends at a rank whose work takes `limit_ms`, without waits.
+  /// [W]: the time of each rank, with `depth` blocks in flight, in a backward all. Rows of each of
+  /// its segments, and visible keys of each block, are rounded up to the tiles of
+  /// `RankProfile::tiles` with the least total time. Attention hides transfers, matrix products do
+  /// not. Ends at a rank whose work takes `limit_ms`, without waits: ranks after it lack padding.
   std::vector<double> step_ms(const Partition& partition, int64_t depth,
                               double limit_ms = kUnlimited) const;
 
@@ -91,9 +91,6 @@ class TimeModel {
   double link_ms(int64_t rank, double tokens) const;
 
  private:
-  bool may_wait(int64_t depth) const;
-  double pairs_of(const Partition& partition, int64_t rank) const;
-
   int64_t seq_len_;
   Layout layout_;
   std::vector<RankProfile> profiles_;  // [W]

@@ -2,14 +2,12 @@
 #include "planner/water_filling.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <numeric>
 
 namespace ringattn {
 namespace {
 
-constexpr int64_t kUnits[] = {256, 64, 16};
 constexpr int64_t kUnitsPerRank = 256;  // a unit is at most this fraction of the mean share
 
 // Up to so many ranks, all orders of a contiguous partition are tried.
@@ -74,16 +72,15 @@ RankOrder best_order(const std::vector<RankTime>& times, int64_t seq_len) {
     }
     return reach[all] == tokens;
   };
-  double limit = least_limit_ms(times, order, tokens, 1.0);
-  while (limit > 0.0 && fits(limit * (1 - kOrderTolerance))) {
+  while (true) {
+    const double limit = least_limit_ms(times, order, tokens, 1.0);
+    if (limit <= 0.0 || !fits(limit * (1 - kOrderTolerance))) return order;
     uint32_t set = all;
     for (int64_t place = world_size - 1; place >= 0; --place) {
       order[place] = last[set];
       set ^= 1u << last[set];
     }
-    limit = least_limit_ms(times, order, tokens, 1.0);
   }
-  return order;
 }
 
 }  // namespace
@@ -95,7 +92,7 @@ Lengths even_lengths(int64_t seq_len, int64_t world_size) {
 }
 
 int64_t coarsest_unit(int64_t seq_len, int64_t world_size) {
-  for (const int64_t unit : kUnits) {
+  for (const int64_t unit : {256, 64, 16}) {
     if (unit * kUnitsPerRank * world_size <= seq_len) return unit;
   }
   return 1;
