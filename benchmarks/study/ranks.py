@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import queue
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from ringattn.testing import MPS
 
 from study.settings import Job
@@ -39,6 +39,8 @@ class Ranks:
 
     def __init__(self, job: Job, mps: MPS | None) -> None:
         self._job = job
+        # Here, so that no other process can take its port.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes: list[subprocess.Popen[str]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ringattn_study_")
         self._logs = [Path(self._folder.name) / f"rank{r}" for r in range(len(job.percentages))]
@@ -55,6 +57,9 @@ class Ranks:
             **os.environ,
             "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
             "PYTHONPATH": os.pathsep.join(path),
         }
         cores = len(os.sched_getaffinity(0))
@@ -83,7 +88,7 @@ class Ranks:
         Raises:
             RanksFailed: a rank failed, or the job took longer than `limit_s`.
         """
-        order = json.dumps({"port": _free_port(), "job": self._job.to_json()})
+        order = self._job.to_json()
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended: its log has the error
@@ -151,9 +156,3 @@ def _read(stream: Any, reports: queue.Queue[dict[str, Any]]) -> None:
 
 def _tail(log: Path, lines: int = 30) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
