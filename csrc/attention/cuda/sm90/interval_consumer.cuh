@@ -139,7 +139,7 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
       } else {
         const QueryTile at = shared.tile(consumer, queries_parity);
         const int first_row = at.first_row + consumer * kConsumerRows;
-        keys_seen = {ConsumerKeys::some_of(p.keys[segment], at),
+        keys_seen = {visible_keys(p.keys[segment], at).some,
                      ConsumerKeys::own_of(p.keys[segment], at, first_row)};
       }
       const ConsumerTiles visible = consumer_tiles<Tile>(keys_seen);

@@ -181,7 +181,7 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments, kV
           const int first_row = tile.first_row + consumer * kConsumerRows;
           shared.set_own_keys(consumer, parity, ConsumerKeys::own_of(keys, tile, first_row));
         }
-        some = ConsumerKeys::some_of(keys, tile);
+        some = visible_keys(keys, tile).some;
       }
       const bool has_sink = tile.exists() && p.sinks != nullptr;
       const float sink = has_sink ? __ldcg(p.sinks + tile.head) : 0.0f;

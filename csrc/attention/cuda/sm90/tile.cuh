@@ -127,6 +127,21 @@ static_assert(Tile256::kBlockQ == kTile256.rows && Tile256::kBlockK == kTile256.
 /// What is loaded in tiles of kBlockK rows.
 enum Operand { kKeys, kValues };
 
+/// 16 bytes of shared memory.
+__device__ __forceinline__ void store_words(uint32_t to, int4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z),
+               "r"(x.w)
+               : "memory");
+}
+__device__ __forceinline__ int4 load_words(uint32_t from) {
+  int4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+
 /// Addresses in shared memory.
 template <typename Tile>
 struct SharedMemory {
@@ -193,21 +208,17 @@ struct SharedMemory {
   __device__ __forceinline__ void set_tile(int consumer, uint32_t parity, const QueryTile& tile,
                                            uint32_t state_parity, int segment,
                                            const VisibleTiles& visible) const {
-    const uint32_t to = tile_slot(consumer, parity);
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(tile.first_row),
-                 "r"(tile.work_tile_end), "r"(tile.batch), "r"(2 * tile.head + state_parity)
-                 : "memory");
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + 16), "r"(segment),
-                 "r"(visible.tiles), "r"(visible.own), "r"(visible.unmasked)
-                 : "memory");
+    set_rows(consumer, parity, tile, state_parity);
+    store_words(keys_slot(consumer, parity),
+                {segment, visible.tiles, visible.own, visible.unmasked});
   }
   __device__ __forceinline__ QueryTile tile(int consumer, uint32_t parity) const {
+    const int4 x = load_words(tile_slot(consumer, parity));
+    const uint32_t head = x.w;
     QueryTile tile;
-    uint32_t head;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(tile.first_row), "=r"(tile.work_tile_end), "=r"(tile.batch), "=r"(head)
-                 : "r"(tile_slot(consumer, parity))
-                 : "memory");
+    tile.first_row = x.x;
+    tile.work_tile_end = x.y;
+    tile.batch = x.z;
     tile.head = head / 2;
     tile.state_parity = head % 2;
     tile.rows_end = min(tile.first_row + Tile::kBlockQ, tile.work_tile_end);
@@ -215,48 +226,36 @@ struct SharedMemory {
   }
   __device__ __forceinline__ VisibleTiles first_visible(int consumer, uint32_t parity,
                                                         int& segment) const {
-    VisibleTiles visible;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(segment), "=r"(visible.tiles), "=r"(visible.own), "=r"(visible.unmasked)
-                 : "r"(tile_slot(consumer, parity) + 16)
-                 : "memory");
-    return visible;
+    const int4 x = load_words(keys_slot(consumer, parity));
+    segment = x.x;
+    return {x.y, x.z, x.w};
   }
 
   /// Of general variants: visible_segments, what the rows see of the first of them, and the sink.
   /// Written and read as above; so consumers do not wait for memory when a tile begins or ends.
   __device__ __forceinline__ void set_general_tile(int consumer, uint32_t parity,
                                                    const QueryTile& tile, uint32_t state_parity,
-                                                   uint32_t segments, const KeyRange& some,
+                                                   int segments, const KeyRange& some,
                                                    float sink) const {
-    set_tile(consumer, parity, tile, state_parity, static_cast<int>(segments),
-             {some.begin, some.end, __float_as_int(sink)});
+    set_rows(consumer, parity, tile, state_parity);
+    store_words(keys_slot(consumer, parity),
+                {segments, some.begin, some.end, __float_as_int(sink)});
   }
   __device__ __forceinline__ void set_own_keys(int consumer, uint32_t parity,
                                                const VisibleKeys& own) const {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(seen_slot(consumer, parity)),
-                 "r"(own.some.begin), "r"(own.some.end), "r"(own.all.begin), "r"(own.all.end)
-                 : "memory");
+    store_words(seen_slot(consumer, parity),
+                {own.some.begin, own.some.end, own.all.begin, own.all.end});
   }
   __device__ __forceinline__ uint32_t segments(int consumer, uint32_t parity) const {
-    int segments;
-    first_visible(consumer, parity, segments);
-    return static_cast<uint32_t>(segments);
+    return load_words(keys_slot(consumer, parity)).x;
   }
   __device__ __forceinline__ float sink(int consumer, uint32_t parity) const {
-    int segments;
-    return __int_as_float(first_visible(consumer, parity, segments).unmasked);
+    return __int_as_float(load_words(keys_slot(consumer, parity)).w);
   }
   __device__ __forceinline__ ConsumerKeys first_seen(int consumer, uint32_t parity) const {
-    int segments;
-    const VisibleTiles some = first_visible(consumer, parity, segments);
-    ConsumerKeys seen = {{some.tiles, some.own}, {}};
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(seen.own.some.begin), "=r"(seen.own.some.end), "=r"(seen.own.all.begin),
-                   "=r"(seen.own.all.end)
-                 : "r"(seen_slot(consumer, parity))
-                 : "memory");
-    return seen;
+    const int4 some = load_words(keys_slot(consumer, parity));
+    const int4 own = load_words(seen_slot(consumer, parity));
+    return {{some.y, some.z}, {{own.x, own.y}, {own.z, own.w}}};
   }
 
   /// Written before work_tile_full, read after it.
@@ -301,6 +300,15 @@ struct SharedMemory {
 
   __device__ __forceinline__ uint32_t tile_slot(int consumer, uint32_t parity) const {
     return slots() + (2 * consumer + parity) * Tile::kTileBytes;
+  }
+  /// Its other half says what the rows see.
+  __device__ __forceinline__ uint32_t keys_slot(int consumer, uint32_t parity) const {
+    return tile_slot(consumer, parity) + 16;
+  }
+  __device__ __forceinline__ void set_rows(int consumer, uint32_t parity, const QueryTile& tile,
+                                           uint32_t state_parity) const {
+    store_words(tile_slot(consumer, parity), {tile.first_row, tile.work_tile_end, tile.batch,
+                                              static_cast<int>(2 * tile.head + state_parity)});
   }
   __device__ __forceinline__ uint32_t seen_slot(int consumer, uint32_t parity) const {
     return base + Tile::kSharedBytes + (2 * consumer + parity) * Tile::kSeenBytes;

@@ -63,6 +63,11 @@ __device__ __forceinline__ int visible_segment(
 // The same for general variants. Their row tiles are never in pairs: the rows of a work tile begin
 // with `first_row` of each of its thread blocks.
 
+/// The keys of a segment that rows of the work tile see.
+__device__ __forceinline__ VisibleKeys visible_keys(const KeyBounds& keys, const QueryTile& tile) {
+  return keys.visible(tile.first_row, tile.work_tile_end);
+}
+
 /// The segments with keys that the work tile may see, a bit for each.
 template <int kSegments, Variant kVariant>
 __device__ __forceinline__ uint32_t visible_segments(const SegmentedParams<kSegments, kVariant>& p,
@@ -71,7 +76,7 @@ __device__ __forceinline__ uint32_t visible_segments(const SegmentedParams<kSegm
   uint32_t segments = 0;
 #pragma unroll 4
   for (int segment = 0; segment < p.num_segments; ++segment) {
-    const KeyRange some = p.keys[segment].visible(tile.first_row, tile.work_tile_end).some;
+    const KeyRange some = visible_keys(p.keys[segment], tile).some;
     segments |= static_cast<uint32_t>(some.begin < some.end) << segment;
   }
   return segments;
@@ -80,7 +85,7 @@ __device__ __forceinline__ uint32_t visible_segments(const SegmentedParams<kSegm
 /// A segment's tiles of keys that the work tile sees.
 template <typename Tile>
 __device__ __forceinline__ KeyTiles visible_tiles(const KeyBounds& keys, const QueryTile& tile) {
-  return KeyTiles::of(keys.visible(tile.first_row, tile.work_tile_end), Tile::kBlockK);
+  return KeyTiles::of(visible_keys(keys, tile), Tile::kBlockK);
 }
 
 /// A segment's tiles of keys that the work tile sees, as one consumer comes to them: the last
@@ -101,9 +106,6 @@ struct ConsumerKeys {
   KeyRange some;    // outside, no row of the work tile sees a key
   VisibleKeys own;  // of the consumer's rows; none where none of them exists
 
-  static __device__ __forceinline__ KeyRange some_of(const KeyBounds& keys, const QueryTile& tile) {
-    return keys.visible(tile.first_row, tile.work_tile_end).some;
-  }
   ///   first_row  of the consumer's
   static __device__ __forceinline__ VisibleKeys own_of(const KeyBounds& keys, const QueryTile& tile,
                                                        int first_row) {
