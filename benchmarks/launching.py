@@ -87,7 +87,11 @@ def slowed(
     percentages: Sequence[int] | None, device: torch.device
 ) -> contextlib.AbstractContextManager[None]:
     """This rank at its percentage: repeated work on CPU; on GPUs it was started so."""
-    percentage = percentages[ranks.rank()] if percentages and device.type == "cpu" else 100
+    return repeating(percentages[ranks.rank()] if percentages and device.type == "cpu" else 100)
+
+
+def repeating(percentage: int) -> contextlib.AbstractContextManager[None]:
+    """This rank at a percentage of its speed, by repeated work."""
     return slowdown(100 / percentage) if percentage < 100 else contextlib.nullcontext()
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import ringattn
 import torch
 import torch.distributed as dist
+from launching import repeating
 from lib.cli import at_least, counts
 from lib.problem import DTYPES, relative_error
 from lib.ranks import from_all_ranks, rank, world_size
@@ -36,7 +37,6 @@ from lib.report import Report, environment
 from llama_models import model_text, own_model, own_step, profiles_of
 from prompts import Prompts
 from ringattn import ModelCost, Partition, Rebalancer
-from ringattn.testing import slowdown
 from tqdm import tqdm
 
 COLUMNS = (
@@ -175,8 +175,7 @@ def replay(config: Any, device: torch.device, options: argparse.Namespace) -> No
     def step_with(partition: Partition) -> Any:
         return own_step(model, 1, lambda _: partition)
 
-    slow = percentages[rank()] < 100
-    with slowdown(100 / percentages[rank()]) if slow else contextlib.nullcontext():
+    with repeating(percentages[rank()]):
         compared = policies(config, device, options, lengths)
         for seq_len in sorted(set(lengths)):  # what only the first prompt of a length costs
             step_with(Partition.even(seq_len, size))(prompts.draw(1, seq_len).to(device), None)
