@@ -208,13 +208,12 @@ __device__ __forceinline__ void store_transposed_score_grads(
   }
 }
 
-/// scale * dq into [2][64][32], float32, swizzled; or groups [kBegin, kEnd) of eight columns. Lanes
-/// with an odd g store what others store two groups of eight columns later or earlier: so the lanes
-/// of a half warp do not meet in a bank.
-template <int kBegin = 0, int kEnd = kGradColumnBlock / 8>
-__device__ __forceinline__ void store_query_grads(const float (&dq)[kGradColumnBlock / 2],
-                                                  float scale, uint32_t to,
-                                                  uint32_t thread = threadIdx.x) {
+/// scale * groups [kBegin, kEnd) of eight columns of dq into [2][64][32], float32, swizzled. Lanes
+/// with an odd g store what others store two groups later or earlier: so the lanes of a half warp
+/// do not meet in a bank.
+template <int kBegin = 0, int kEnd = kGradColumnBlock / 8, int kSize>
+__device__ __forceinline__ void store_query_grads(const float (&dq)[kSize], float scale,
+                                                  uint32_t to, uint32_t thread = threadIdx.x) {
   const uint32_t lane = thread % 32, g = lane / 4, t = lane % 4;
   const bool odd = g % 2 != 0;
   const uint32_t row = thread % kGradWarpgroup / 32 * 16 + g;
@@ -232,6 +231,18 @@ __device__ __forceinline__ void store_query_grads(const float (&dq)[kGradColumnB
                         make_float2(x * scale, y * scale));
     }
   }
+}
+
+/// Hands a part of scale * dq to the warp that adds it: a block of columns of `dq`.
+template <typename Tile, int kPart, int kBlock, int kSize>
+__device__ __forceinline__ void hand_over_query_grads(const float (&dq)[kSize], float scale,
+                                                      const BackwardShared<Tile>& shared) {
+  constexpr int kGroups = kGradColumnBlock / 8;
+  named_barrier_wait(kDqFreeBarrier + kPart, kDqThreads);
+  store_query_grads<kBlock * kGroups, (kBlock + 1) * kGroups>(dq, scale, shared.dq(kPart),
+                                                              volatile_thread());
+  fence_async_shared();
+  named_barrier_arrive(kDqFullBarrier + kPart, kDqThreads);
 }
 
 /// scale * grads of the thread's keys into x [B, S_k, H_kv, D], the quarters of this rank.
@@ -270,14 +281,11 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
   const uint32_t keys = shared.stationary(kScoreOperand) + consumer * kGradRows * kGradPitch;
   const uint32_t values =
       shared.stationary(kProbabilityOperand) + consumer * kGradRows * kGradPitch;
-  // The part of dq: of a second block of rows, or of columns.
-  const uint32_t dq_rows = Tile::kBlockQ > kGradRows ? consumer * kGradRows * kGradPitch : 0;
-  const uint32_t dq_keys = shared.stationary(kScoreOperand) +
-                           (Tile::kColumnBlocks > 1 ? consumer * Tile::kKeyBlockBytes : 0);
 
   const OwnedQuarters owned(p);
   StagePosition<Tile::kQueryStages> queries_at;
   StagePosition<Tile::kGradOutStages> grad_out_at;
+  // As grad_out's. One variable for both makes code that is 1 % slower.
   uint32_t score_grads_stage = 0;
   uint32_t tile_parity = 0;
   // The first of a thread's two keys; the other is 8 behind it.
@@ -335,21 +343,43 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         store_transposed_score_grads<Tile>(ds, score_grads, consumer);
         issue_key_grads<Element, Tile>(dv, probabilities, grad_out);
         fence_async_shared();
-        named_barrier_wait(kScoreGradsBarrier, kAllConsumers);
-
-        // dq needs the score gradients of both consumers. It leaves under dk.
-        float dq[kGradColumnBlock / 2];
-        issue_query_grads<Element, Tile>(dq, score_grads + dq_rows, dq_keys);
-        wait_for_products<1>();
-        free_stage(kProbabilityOperand, grad_out_at.stage);
-        issue_key_grads<Element, Tile>(dk, ds, queries);
-        wait_for_products<1>();
-        named_barrier_wait(kDqFreeBarrier + consumer, kDqThreads);
-        store_query_grads(dq, p.scale, shared.dq(consumer), volatile_thread());
-        fence_async_shared();
-        named_barrier_arrive(kDqFullBarrier + consumer, kDqThreads);
-        wait_for_products<0>();
-        free_stage(kScoreOperand, queries_at.stage);
+        const auto compute_dk = [&] {
+          issue_key_grads<Element, Tile>(dk, ds, queries);
+          wait_for_products<1>();
+          free_stage(kProbabilityOperand, grad_out_at.stage);
+          wait_for_products<0>();
+          free_stage(kScoreOperand, queries_at.stage);
+        };
+        // dq needs the score gradients of both consumers. One of them computes it, in turn: the
+        // other does not wait.
+        const int barrier = kScoreGradsBarrier + static_cast<int>(score_grads_stage);
+        if (score_grads_stage != static_cast<uint32_t>(consumer)) {
+          named_barrier_arrive(barrier, kAllConsumers);
+          compute_dk();
+        } else if constexpr (Tile::kBlockQ == kGradRows) {
+          named_barrier_wait(barrier, kAllConsumers);
+          wait_for_products<0>();
+          free_stage(kProbabilityOperand, grad_out_at.stage);
+          float dq[Tile::kHeadDim / 2];
+          issue_query_grads<Element, Tile>(dq, score_grads, shared.stationary(kScoreOperand));
+          issue_key_grads<Element, Tile>(dk, ds, queries);
+          wait_for_products<1>();  // dq leaves under dk
+          hand_over_query_grads<Tile, 0, 0>(dq, p.scale, shared);
+          hand_over_query_grads<Tile, 1, 1>(dq, p.scale, shared);
+          wait_for_products<0>();
+          free_stage(kScoreOperand, queries_at.stage);
+        } else {
+          compute_dk();
+          named_barrier_wait(barrier, kAllConsumers);
+          float first[Tile::kHeadDim / 2], second[Tile::kHeadDim / 2];
+          issue_query_grads<Element, Tile>(first, score_grads, shared.stationary(kScoreOperand));
+          issue_query_grads<Element, Tile>(second, score_grads + kGradRows * kGradPitch,
+                                           shared.stationary(kScoreOperand));
+          wait_for_products<1>();  // a half leaves under the other
+          hand_over_query_grads<Tile, 0, 0>(first, p.scale, shared);
+          wait_for_products<0>();
+          hand_over_query_grads<Tile, 1, 0>(second, p.scale, shared);
+        }
 
         queries_at.advance();
         grad_out_at.advance();

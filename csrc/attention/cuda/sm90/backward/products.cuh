@@ -61,13 +61,12 @@ __device__ __forceinline__ void issue_key_grads(float (&grads)[Tile::kHeadDim / 
   commit_products();
 }
 
-/// dq = ds @ k, of 64 rows and 64 columns, over all keys of the tile.
+/// dq = ds @ k, of 64 rows and all columns, over all keys of the tile.
 ///   score_grads  the first of their 64 rows: ds, [kBlockK / 64][kBlockQ][64]
-///   keys         their 64 columns: [kBlockK, 64]
 template <typename Element, typename Tile>
-__device__ __forceinline__ void issue_query_grads(float (&dq)[kGradColumnBlock / 2],
+__device__ __forceinline__ void issue_query_grads(float (&dq)[Tile::kHeadDim / 2],
                                                   uint32_t score_grads, uint32_t keys) {
-  using Product = ProductOfRows<Element, kGradColumnBlock>;
+  using Product = ProductOfRows<Element, Tile::kHeadDim>;
   const auto a = OperandDescriptor::k_major(score_grads),
              b = OperandDescriptor::n_major(keys, Tile::kKeyBlockBytes);
   begin_products();
@@ -80,7 +79,7 @@ __device__ __forceinline__ void issue_query_grads(float (&dq)[kGradColumnBlock /
   commit_products();
 }
 
-/// The same of weights that are there as ds.T, or added to dq.
+/// dq (+)= ds @ k, of 64 rows and 64 columns, with the weights there as ds.T.
 ///   score_grads  ds.T of their 64 rows, [kBlockK, 64]
 ///   keys         their 64 columns: [kBlockK, 64]
 template <typename Element, typename Tile, bool kAccumulate>

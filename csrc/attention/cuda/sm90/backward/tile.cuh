@@ -20,8 +20,8 @@ constexpr int kGradFloatColumns = 32;  // the same in float32
 constexpr int kTurnBytes = 32;         // of a warp that adds (turns.cuh)
 
 // Named barriers; those of dq for each consumer.
-constexpr int kScoreGradsBarrier = 1;  // all score gradients of a step are in shared memory
-constexpr int kDqFullBarrier = 2;
+constexpr int kScoreGradsBarrier = 1;  // of a stage: all its score gradients are there
+constexpr int kDqFullBarrier = kScoreGradsBarrier + 2;
 constexpr int kDqFreeBarrier = kDqFullBarrier + kGradConsumers;
 constexpr int kDqThreads = kGradWarpgroup + 32;  // the consumer, and the warp that adds dq
 
