@@ -79,6 +79,9 @@ __device__ __forceinline__ void prefetch_state(const KernelParams& p, const Quer
   }
 }
 
+/// Under a mask, this many key tiles before the last one of a work tile the next one is requested.
+constexpr int kRequestAhead = 2;
+
 /// Loads keys or values of one tile after the other. One thread block of a cluster loads them for
 /// all; the others signal to it when their buffers are free.
 template <Operand kOperand, typename Tile, int kSegments, Variant kVariant>
@@ -97,6 +100,7 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kV
     const QueryTile tile = query_tile<Tile>(p, work_tile);
     const int kv_head = tile.head / p.heads_per_kv_head;
     if constexpr (p.kFetches) arrived.go_to(kv_head / p.fetch_order.heads_per_arrival);
+    [[maybe_unused]] bool has_requested = false;  // the next tile
     uint32_t segments = 0;
     // A single segment is not asked: its tiles, read next, are none where nothing is visible.
     if constexpr (p.kGeneral) segments = p.num_segments == 1 ? 1 : visible_segments(p, tile);
@@ -129,6 +133,14 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kV
             prefetch_state<Tile>(p, tile, key_tiles - first_tile, key_tile - first_tile);
           }
         }
+        if constexpr (kOperand == kKeys && p.kGeneral) {
+          // Tiles of few keys end before the answer to a request behind their last ones.
+          const bool near_end = segments >> segment == 1 && key_tile - first_tile < kRequestAhead;
+          if (near_end && !has_requested) {
+            work_tiles.free(p, shared);
+            has_requested = true;
+          }
+        }
         wait(shared.free(kOperand, ring.stage), ring.parity ^ 1);
         arrive_expecting(full, Tile::kKeyBytes);
         if (!is_here) {
@@ -152,7 +164,9 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kV
     }
     // The next tile is requested when this one's end is near, so that a cluster that waits for keys
     // takes no tile that another could. The answer comes while the last keys are attended.
-    if constexpr (kOperand == kKeys) work_tiles.free(p, shared);
+    if constexpr (kOperand == kKeys) {
+      if (!has_requested) work_tiles.free(p, shared);
+    }
   }
 }
 
