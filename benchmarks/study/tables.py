@@ -116,6 +116,7 @@ def _at_their_fastest(rows: Sequence[Row]) -> list[Row]:
 FINDING_COLUMNS = (
     *("what", "percentages", "tokens_per_rank", "seq_len", "slow_over_fast", "split_type"),
     *("efficiency", "target", "equal_ring_efficiency", "points_behind_equal_ring"),
+    "predicted_over_measured",
     *("slowdown", "slowdown_bound", "over_even", "over_even_zigzag", "spread"),
 )
 
@@ -149,6 +150,9 @@ def findings(rows: Sequence[Row]) -> list[Row]:
                 "over_even": row.get("speedup_over_even"),
                 "over_even_zigzag": row.get("speedup_over_even_zigzag"),
             }
+            if row.get("predicted_ms") is not None:
+                # The plan's time by speeds measured in a ring.
+                finding["predicted_over_measured"] = row["predicted_ms"] / row["overall_latency_ms"]
             if equal is not None:
                 behind = equal["efficiency"] - row["efficiency"]
                 finding["equal_ring_efficiency"] = equal["efficiency"]

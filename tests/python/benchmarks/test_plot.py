@@ -320,6 +320,14 @@ def test_each_of_ours_is_compared_with_its_targets() -> None:
         assert finding["slowdown_bound"] == pytest.approx(1.05 * 2 / 1.45)
         behind = finding["points_behind_equal_ring"]
         assert behind == pytest.approx(100 - 100 / slower_by, abs=0.1)
+        row = next(
+            row
+            for row in rows
+            if (row["percentages"], row["seq_len"], row["split_type"]) == ("100,50", 8192, name)
+        )
+        assert finding["predicted_over_measured"] == pytest.approx(
+            row["predicted_ms"] / row["overall_latency_ms"]
+        )
         faster = finding["over_even_zigzag"]
         assert faster == pytest.approx(1.45 / 0.9 / slower_by, rel=1e-3)
 
