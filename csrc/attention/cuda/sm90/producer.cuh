@@ -110,6 +110,7 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kV
       if constexpr (p.kGeneral) {
         if ((segments >> segment & 1) == 0) continue;
         const KeyTiles tiles = visible_tiles<Tile>(p.keys[segment], tile);
+        if (tiles.empty()) continue;  // a single segment, which need not have arrived
         first_tile = tiles.begin;
         key_tiles = tiles.end;
       } else {
