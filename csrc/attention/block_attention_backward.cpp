@@ -65,6 +65,7 @@ void block_attention_backward_cuda(const at::Tensor& q, const KeyBlock& block,
   params.dq = strided(dq);
   params.dk = strided(dk);
   params.dv = strided(dv);
+  params.rounds_key_gradients = dk.scalar_type() != at::kFloat;
   params.num_keys = static_cast<int32_t>(keys.size(1));
   if (block.query_ranges.defined()) {
     params.query_ranges = block.query_ranges.const_data_ptr<int32_t>();

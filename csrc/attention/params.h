@@ -148,11 +148,12 @@ struct BlockAttentionBackwardParams : AttentionShape {
   int64_t lse_batch_stride = 0;
   int64_t lse_head_stride = 0;
   Strided dq;  // [B, S_q, H, D], float32: added to
-  Strided dk;  // [B, S_k, H_kv, D], float32: written, not added to, of keys that no row sees too
-  Strided dv;  // [B, S_k, H_kv, D], float32: likewise
-  int32_t num_keys = 0;     // S_k
-  int32_t diagonal = 0;     // as in KeySegment
-  int32_t first_query = 0;  // as in KeySegment
+  Strided dk;  // [B, S_k, H_kv, D]: written, not added to, of keys that no row sees too
+  Strided dv;  // [B, S_k, H_kv, D]: likewise
+  bool rounds_key_gradients = false;  // dk and dv have dtype, not float32
+  int32_t num_keys = 0;               // S_k
+  int32_t diagonal = 0;               // as in KeySegment
+  int32_t first_query = 0;            // as in KeySegment
   /// With data, int32 [S_k, 2] in device memory, aligned to 8 bytes: key j is seen by the rows
   /// [begin, end), clamped to [0, S_q], by none where begin >= end. Neither column decreases.
   /// `diagonal` and `first_query` are 0 then. A table that decreases gives an unspecified result

@@ -76,12 +76,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> block_attention_backw
     block.query_ranges = transposed_ranges(check_key_ranges(*key_ranges, q), k.size(1));
   }
   const RowGradients rows = row_gradients(given);
-  const auto wide = rows.lse.options();
-  const at::Tensor dq = at::zeros(q.sizes(), wide), dk = at::empty(k.sizes(), wide),
-                   dv = at::empty(v.sizes(), wide);
+  const at::Tensor dq = at::zeros(q.sizes(), rows.lse.options()),
+                   dk = at::empty(k.sizes(), k.options()), dv = at::empty(v.sizes(), v.options());
   block_attention_backward(q, block, make_scoring(q, scale, softcap, sinks), rows, dq, dk, dv);
-  const auto type = q.scalar_type();
-  return {dq.to(type), dk.to(type), dv.to(type), gradient_of_sinks(sinks, rows)};
+  return {dq.to(q.scalar_type()), dk, dv, gradient_of_sinks(sinks, rows)};
 }
 
 void fold_block_attention_op(at::Tensor& out, at::Tensor& lse, const at::Tensor& q,

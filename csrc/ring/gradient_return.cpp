@@ -16,7 +16,6 @@ GradientReturn::GradientReturn(MessageTransport* transport, const RingCall& call
       own_(own),
       row_elements_(2 * own.size(1) * own.size(3) * own.size(4)),
       largest_(call.plan.largest_message(own.select(0, 0), own.scalar_type())) {
-  if (num_hops() == 0) return;
   leaving_ =
       transport_->message_buffers(buffer_elements(&HopPlan::received), largest_, own_.options());
   for (const int64_t elements : buffer_elements(&HopPlan::sent)) {
@@ -80,13 +79,14 @@ void GradientReturn::next_round(int64_t first_step) {
   round_ = transport_->open_round(std::move(messages));
 }
 
-at::Tensor GradientReturn::visiting(int64_t step) {
+KeyGradients GradientReturn::visiting(int64_t step) {
   if (slot(step) == 0) next_round(step);
-  return gradients(leaving_, step, call_.plan.hops[step - 1].received);
+  const at::Tensor both = gradients(leaving_, step, call_.plan.hops[step - 1].received);
+  return {both.select(0, 0), both.select(0, 1)};
 }
 
-std::array<at::Tensor, 2> GradientReturn::sum(at::ScalarType type) {
-  std::array<at::Tensor, 2> sums;  // each in memory of its own
+KeyGradients GradientReturn::sum(at::ScalarType type) {
+  KeyGradients sums;  // each in memory of its own
   for (at::Tensor& sum : sums) {
     sum = at::empty(own_.sizes().slice(1), own_.options().dtype(type));
   }

@@ -15,24 +15,26 @@
 
 namespace ringattn {
 
+/// dk and dv of a block, [B, rows, H_kv, D].
+using KeyGradients = std::array<at::Tensor, 2>;
+
 /// The way back of the gradients of keys and values: at each step those of the visiting block go to
 /// its owner, and those of this rank's rows come from the rank that the step's hop sent them to. No
 /// rank waits for them before the end, unless there are more steps than a round has.
 class RINGATTN_API GradientReturn {
  public:
-  /// By all ranks, before the transport opens the call. own [2, B, S_r, H_kv, D], state dtype:
-  /// memory for the gradients of this rank's rows by its own queries. `transport` may be null for a
-  /// single rank.
+  /// By all ranks, two or more, before the transport opens the call. own [2, B, S_r, H_kv, D],
+  /// state dtype: memory for the gradients of this rank's rows by its own queries.
   GradientReturn(MessageTransport* transport, const RingCall& call, const at::Tensor& own);
 
-  /// Memory for the gradients of the rows that came at `step`: [2, B, rows, H_kv, D]. Called for
-  /// every step in order, also where no row came.
-  at::Tensor visiting(int64_t step);
+  /// Memory for the gradients of the rows that came at `step`. Called for every step in order, also
+  /// where no row came.
+  KeyGradients visiting(int64_t step);
   /// Sends them, before those of the next step are asked for.
   void send(int64_t step) { round_->start(slot(step)); }
   /// dk and dv of this rank's rows: `own`, which is used up, and what has come back, on the current
   /// stream, rounded to `type`.
-  std::array<at::Tensor, 2> sum(at::ScalarType type);
+  KeyGradients sum(at::ScalarType type);
 
  private:
   int64_t num_hops() const { return static_cast<int64_t>(call_.plan.hops.size()); }

@@ -7,9 +7,11 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -21,6 +23,10 @@
 namespace ringattn {
 namespace {
 
+KeyGradients rows_of(const KeyGradients& x, const RowRange& rows) {
+  return {rows_of(x[0], 1, rows), rows_of(x[1], 1, rows)};
+}
+
 // The gradients of one rank's rows and of the blocks that visit it.
 class Gradients {
  public:
@@ -31,12 +37,12 @@ class Gradients {
         query_tables_(call.plan.key_tables->transposed_on(q.device())),
         dq_(at::zeros(q.sizes(), rows.lse.options())) {}
 
-  /// Those of a block, [2, B, rows, H_kv, D], of which `k` and `v` are the rows that are seen.
+  /// Those of a block, of which `k` and `v` are the rows that are seen.
   void attend(int64_t step, const at::Tensor& k, const at::Tensor& v,
-              const at::Tensor& gradients) const {
+              const KeyGradients& gradients) const {
     const Visit& visit = call_.plan.visits[step];
     if (!visit.visible()) {
-      gradients.zero_();
+      for (const at::Tensor& x : gradients) x.zero_();
       return;
     }
     for (const VisitPart& part : visit.parts()) {
@@ -46,11 +52,10 @@ class Gradients {
       const RowRange& queries = part.queries;
       const RowGradients rows = {rows_of(rows_.grad_out, 1, queries),
                                  rows_of(rows_.lse, 2, queries), rows_of(rows_.delta, 2, queries)};
-      const at::Tensor q = rows_of(q_, 1, queries), dq = rows_of(dq_, 1, queries),
-                       of_part = rows_of(gradients, 2, part.keys);
+      const at::Tensor q = rows_of(q_, 1, queries), dq = rows_of(dq_, 1, queries);
       repeat_for_slowdown(q, block, rows);
-      block_attention_backward(q, block, call_.scoring, rows, dq, of_part.select(0, 0),
-                               of_part.select(0, 1));
+      const auto [dk, dv] = rows_of(gradients, part.keys);
+      block_attention_backward(q, block, call_.scoring, rows, dq, dk, dv);
     }
   }
 
@@ -102,11 +107,13 @@ RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const R
   return exchange;
 }
 
-// The rows outside of `range` along dimension 2 become 0.
-void zero_outside(const at::Tensor& x, const RowRange& range) {
-  if (range.size() == x.size(2)) return;
-  x.narrow(2, 0, range.begin).zero_();
-  x.narrow(2, range.end, x.size(2) - range.end).zero_();
+// The rows outside of `range` become 0.
+void zero_outside(const KeyGradients& gradients, const RowRange& range) {
+  for (const at::Tensor& x : gradients) {
+    if (range.size() == x.size(1)) continue;
+    x.narrow(1, 0, range.begin).zero_();
+    x.narrow(1, range.end, x.size(1) - range.end).zero_();
+  }
 }
 
 }  // namespace
@@ -118,12 +125,19 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
                    v = as_attention_input(given_v);
   const auto num_steps = static_cast<int64_t>(call.plan.visits.size());
   CallTimer timer(q.device());
-  auto own_sizes = k.sizes().vec();
-  own_sizes.insert(own_sizes.begin(), 2);
-  const at::Tensor own = at::empty(own_sizes, k.options().dtype(state_dtype(k.scalar_type())));
-  GradientReturn returns(transport, call, own);
+  KeyGradients own;  // of this rank's rows by its own queries
+  std::optional<GradientReturn> returns;
   std::shared_ptr<BlockStream> stream;
-  if (num_steps > 1) stream = transport->open(exchange_plan(k, v, call, timer.on()));
+  if (num_steps == 1) {
+    own = {at::empty(k.sizes(), k.options()), at::empty(v.sizes(), v.options())};
+  } else {
+    auto sizes = k.sizes().vec();
+    sizes.insert(sizes.begin(), 2);
+    const at::Tensor sum = at::empty(sizes, k.options().dtype(state_dtype(k.scalar_type())));
+    own = {sum.select(0, 0), sum.select(0, 1)};
+    returns.emplace(transport, call, sum);
+    stream = transport->open(exchange_plan(k, v, call, timer.on()));
+  }
   // The first block travels meanwhile.
   const RowGradients rows = make_rows();
   const Gradients gradients(q, rows, call);
@@ -145,15 +159,15 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
       for (int64_t any = 0; any < num_steps; ++any) stream->release(any);
       stream->finish({});
     }
-    if (turn > 1) returns.send(turn - 1);
+    if (turn > 1) returns->send(turn - 1);
     if (step == 0) zero_outside(own, seen);
-    const at::Tensor of_block = step == 0 ? rows_of(own, 2, seen) : returns.visiting(step);
+    const KeyGradients of_block = step == 0 ? rows_of(own, seen) : returns->visiting(step);
     timer.begin_attention();
     gradients.attend(step, blocks[step].k, blocks[step].v, of_block);
     timer.end_attention();
     if (turn == num_steps) {
       result.dq = gradients.dq().to(q.scalar_type());  // while messages travel
-      const auto [dk, dv] = returns.sum(q.scalar_type());
+      const auto [dk, dv] = returns ? returns->sum(q.scalar_type()) : own;
       result.dk = dk;
       result.dv = dv;
     }

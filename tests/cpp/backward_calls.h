@@ -41,6 +41,7 @@ struct Case {
   bool empty_rows = false;  // some rows have lse -inf
   bool strided = false;     // rows lie apart
   bool deterministic = false;
+  bool rounds_key_gradients = false;
   uint32_t seed = 1;
 
   Tensor queries(DataType type) const {
@@ -48,6 +49,9 @@ struct Case {
   }
   Tensor keys_or_values(DataType type) const {
     return {type, batch, num_keys, kv_heads, head_dim, strided};
+  }
+  Tensor key_gradients() const {
+    return keys_or_values(rounds_key_gradients ? dtype : DataType::kFloat32);
   }
 
   std::string text() const {
@@ -114,8 +118,8 @@ struct Problem {
         v(c.keys_or_values(c.dtype)),
         grad_out(c.queries(c.dtype)),
         dq(c.queries(DataType::kFloat32)),
-        dk(c.keys_or_values(DataType::kFloat32)),
-        dv(c.keys_or_values(DataType::kFloat32)),
+        dk(c.key_gradients()),
+        dv(c.key_gradients()),
         lse(size_t(c.batch) * c.heads * c.num_queries, kNaN),
         delta(lse.size(), kNaN) {
     std::mt19937 random(c.seed);
@@ -279,6 +283,7 @@ inline void differentiate(Problem& problem, int calls = 1) {
   }
   p.softcap = float(c.softcap);
   p.deterministic = c.deterministic;
+  p.rounds_key_gradients = c.rounds_key_gradients;
   for (int call = 0; call < calls; ++call) {
     const DeviceArray<int32_t> semaphores(std::vector<int32_t>(p.num_semaphores()));
     if (c.deterministic || c.seed % 2 == 0) p.semaphores = semaphores.data();

@@ -189,6 +189,34 @@ TEST_CASE("deterministic gradients are the same bits each time") {
   }
 }
 
+TEST_CASE("gradients of keys and values in 16 bits are those in float32, rounded once") {
+  if (!has_device()) return;
+  for (const DataType dtype : {DataType::kFloat16, DataType::kBFloat16}) {
+    for (const int head_dim : {40, 64, 128, 200, 256}) {
+      for (const Keys keys : {Keys::kDiagonal, Keys::kDocuments}) {
+        Case c;
+        c.dtype = dtype;
+        c.head_dim = head_dim;
+        c.keys = keys;
+        c.strided = head_dim != 128;
+        INFO(c.text());
+        Problem exact(c);
+        differentiate(exact);
+        c.rounds_key_gradients = true;
+        Problem rounded(c);
+        differentiate(rounded);
+        const auto check_rounded = [&](const Tensor& got, Tensor& wide) {
+          for (float& x : wide.values)
+            x = ringattn::testing::from_bits(ringattn::testing::to_bits(x, dtype), dtype);
+          CHECK(same_bits(got.values, wide.values));
+        };
+        check_rounded(rounded.dk, exact.dk);
+        check_rounded(rounded.dv, exact.dv);
+      }
+    }
+  }
+}
+
 TEST_CASE("a table of rows that decreases ends") {
   if (!has_device()) return;
   for (const DataType dtype : kTypes) {

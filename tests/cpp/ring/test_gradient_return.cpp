@@ -95,15 +95,18 @@ void check_return(const Partition& partition, const Mask& mask) {
     for (int64_t rank = 0; rank < size; ++rank) {
       const auto& hop = plans[rank].hops[step - 1];
       const at::Tensor all = gradients(hop.source, rank, partition.length(hop.source));
-      const at::Tensor buffer = returns[rank]->visiting(step);
+      const ringattn::KeyGradients visiting = returns[rank]->visiting(step);
       int64_t row = 0;
       for (const RowRange& rows : ranges_of(hop.received)) {
         const at::Tensor seen = ringattn::rows_of(all, 2, rows);
-        ringattn::rows_of(buffer, 2, {row, row + rows.size()}).copy_(seen);
+        for (int64_t i = 0; i < 2; ++i) {
+          const at::Tensor to = ringattn::rows_of(visiting[i], 1, {row, row + rows.size()});
+          to.copy_(seen.select(0, i));
+        }
         ringattn::rows_of(expected[hop.source], 2, rows).add_(seen);
         row += rows.size();
       }
-      CHECK(buffer.size(2) == row);
+      for (const at::Tensor& x : visiting) CHECK(x.size(1) == row);
       returns[rank]->send(step);
     }
   }
@@ -117,7 +120,7 @@ void check_return(const Partition& partition, const Mask& mask) {
 }  // namespace
 
 TEST_CASE("gradients of all ranks come back, in one round or in several") {
-  for (const int64_t size : {1, 2, 3, 9, 10, 18}) {
+  for (const int64_t size : {2, 3, 9, 10, 18}) {
     std::vector<int64_t> lengths(size);
     for (int64_t rank = 0; rank < size; ++rank) lengths[rank] = rank % 4 == 3 ? 0 : 3 + rank;
     for (const auto layout : {ringattn::Layout::kZigzag, ringattn::Layout::kContiguous}) {

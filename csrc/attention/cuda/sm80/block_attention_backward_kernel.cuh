@@ -272,14 +272,24 @@ struct BackwardSteps {
                                                       float scale) const {
     const int first_key = work.key_tile * Tile::kBlockK + Tile::key_row();
     const int first_column = Tile::key_column();
-    float* const to =
-        static_cast<float*>(x.data) + work.batch * x.batch_stride + work.kv_head * x.head_stride;
-    KeyGradients::for_each(sums, [&](int row, int column, auto values) {
-      const int key = first_key + row;
-      if (key >= p.num_keys || first_column + column >= p.head_dim) return;
-      *reinterpret_cast<decltype(values)*>(to + key * x.row_stride + first_column + column) =
-          scaled(values, scale);
-    });
+    const int64_t first = work.batch * x.batch_stride + work.kv_head * x.head_stride + first_column;
+    const auto store = [&](auto* to, const auto& convert) {
+      KeyGradients::for_each(sums, [&](int row, int column, auto values) {
+        const int key = first_key + row;
+        if (key >= p.num_keys || first_column + column >= p.head_dim) return;
+        const auto converted = convert(scaled(values, scale));
+        *reinterpret_cast<std::remove_const_t<decltype(converted)>*>(
+            to + first + key * x.row_stride + column) = converted;
+      });
+    };
+    using Element = typename Tile::Element;
+    if constexpr (!std::is_same_v<Element, float>) {
+      if (p.rounds_key_gradients) {
+        return store(static_cast<Element*>(x.data),
+                     [](const float2& pair) { return pack<Element>(pair.x, pair.y); });
+      }
+    }
+    store(static_cast<float*>(x.data), [](const auto& values) { return values; });
   }
 };
 

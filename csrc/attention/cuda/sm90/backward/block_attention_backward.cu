@@ -22,8 +22,10 @@ bool all_rows_are_aligned(const BlockAttentionBackwardParams& p) {
   const auto of_keys = [&](const Strided& x, int bytes) {
     return rows_are_aligned(x, bytes, p.batch, p.num_keys, p.num_kv_heads);
   };
+  const int key_gradients = p.rounds_key_gradients ? 2 : 4;
   return of_queries(p.q, 2) && of_queries(p.grad_out, 2) && of_queries(p.dq, 4) &&
-         of_keys(p.k, 2) && of_keys(p.v, 2) && of_keys(p.dk, 4) && of_keys(p.dv, 4);
+         of_keys(p.k, 2) && of_keys(p.v, 2) && of_keys(p.dk, key_gradients) &&
+         of_keys(p.dv, key_gradients);
 }
 
 }  // namespace

@@ -245,8 +245,16 @@ __device__ __forceinline__ void hand_over_query_grads(const float (&dq)[kSize], 
   named_barrier_arrive(kDqFullBarrier + kPart, kDqThreads);
 }
 
+__device__ __forceinline__ void store_pair(float* to, float x, float y) {
+  *reinterpret_cast<float2*>(to) = make_float2(x, y);
+}
+template <typename Element>
+__device__ __forceinline__ void store_pair(Element* to, float x, float y) {
+  *reinterpret_cast<uint32_t*>(to) = pack<Element>(x, y);
+}
+
 /// scale * grads of the thread's keys into x [B, S_k, H_kv, D], the quarters of this rank.
-template <int kFirstQuarter, int kSize>
+template <typename To, int kFirstQuarter, int kSize>
 __device__ __forceinline__ void write_key_grads(const BackwardKernelParams& p, const KeyTile& tile,
                                                 int first_key, const OwnedQuarters& owned,
                                                 const Strided& x, const float (&grads)[kSize],
@@ -256,13 +264,13 @@ __device__ __forceinline__ void write_key_grads(const BackwardKernelParams& p, c
   for (int half = 0; half < 2; ++half) {
     const int key = first_key + 8 * half;
     if (key >= p.bounds.num_keys) continue;
-    float* row = static_cast<float*>(x.data) + tile.batch * x.batch_stride + key * x.row_stride +
-                 tile.kv_head * x.head_stride + column;
+    To* row = static_cast<To*>(x.data) + tile.batch * x.batch_stride + key * x.row_stride +
+              tile.kv_head * x.head_stride + column;
 #pragma unroll
     for (int n = 0; n < kSize / 4; ++n) {
       if (owned.has(kFirstQuarter + n / (kSize / 8)) && 8 * n + column < p.head_dim) {
-        *reinterpret_cast<float2*>(row + 8 * n) =
-            make_float2(grads[4 * n + 2 * half] * scale, grads[4 * n + 2 * half + 1] * scale);
+        store_pair(row + 8 * n, grads[4 * n + 2 * half] * scale,
+                   grads[4 * n + 2 * half + 1] * scale);
       }
     }
   }
@@ -404,8 +412,16 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
       if (is_first_lane) arrive(shared.stationary_free());
     }
     const int first_key = first_key_of_thread(tile);
-    write_key_grads<0>(p, tile, first_key, owned, p.dk, dk, p.scale);
-    write_key_grads<2>(p, tile, first_key, owned, p.dv, dv, 1.0f);
+    const auto write = [&](auto* type) {
+      using To = std::remove_pointer_t<decltype(type)>;
+      write_key_grads<To, 0>(p, tile, first_key, owned, p.dk, dk, p.scale);
+      write_key_grads<To, 2>(p, tile, first_key, owned, p.dv, dv, 1.0f);
+    };
+    if (p.rounds_key_grads) {
+      write(static_cast<Element*>(nullptr));
+    } else {
+      write(static_cast<float*>(nullptr));
+    }
   });
 }
 

@@ -24,8 +24,9 @@ struct BackwardKernelParams {
   const float* delta;  // [B, H, S_q], strides of lse
   int64_t lse_batch_stride;
   int64_t lse_head_stride;
-  Strided dk;  // [B, S_k, H_kv, D], float32
-  Strided dv;  // [B, S_k, H_kv, D], float32
+  Strided dk;             // [B, S_k, H_kv, D]
+  Strided dv;             // [B, S_k, H_kv, D]
+  bool rounds_key_grads;  // dk and dv are 16-bit types, not float32
 
   QueryBounds bounds;
   int batch;

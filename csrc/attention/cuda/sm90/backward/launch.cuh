@@ -144,6 +144,7 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   params.lse_head_stride = p.lse_head_stride;
   params.dk = p.dk;
   params.dv = p.dv;
+  params.rounds_key_grads = p.rounds_key_gradients;
   params.bounds = QueryBounds::of(p);
   params.batch = p.batch;
   params.num_kv_heads = p.num_kv_heads;

@@ -62,7 +62,7 @@ __device__ __forceinline__ void clear_unseen_keys_of_pair(const QueryBounds& bou
 }
 
 /// scale * grads of the thread's keys into x [B, S_k, H_kv, D].
-template <int kParts>
+template <typename To, int kParts>
 __device__ __forceinline__ void write_key_grads(const BackwardKernelParams& p, const KeyTile& tile,
                                                 const Strided& x, const float (&grads)[kParts][64],
                                                 float scale) {
@@ -72,13 +72,13 @@ __device__ __forceinline__ void write_key_grads(const BackwardKernelParams& p, c
   for (int half = 0; half < 2; ++half) {
     const int key = first_key + 8 * half;
     if (key >= p.bounds.num_keys) continue;
-    float* row = static_cast<float*>(x.data) + tile.batch * x.batch_stride + key * x.row_stride +
-                 tile.kv_head * x.head_stride + column;
+    To* row = static_cast<To*>(x.data) + tile.batch * x.batch_stride + key * x.row_stride +
+              tile.kv_head * x.head_stride + column;
 #pragma unroll
     for (int n = 0; n < kParts * 16; ++n) {
       if (8 * n + column < p.head_dim) {
         const float* pair = &grads[n / 16][n % 16 * 4 + 2 * half];
-        *reinterpret_cast<float2*>(row + 8 * n) = make_float2(pair[0] * scale, pair[1] * scale);
+        store_pair(row + 8 * n, pair[0] * scale, pair[1] * scale);
       }
     }
   }
@@ -247,7 +247,13 @@ __device__ __forceinline__ void sum_key_grads(const BackwardKernelParams& p,
       }
       arrive_for_warp(shared.stationary_free());
     }
-    write_key_grads(p, tile, kIsDk ? p.dk : p.dv, grads, kIsDk ? p.scale : 1.0f);
+    const Strided& to = kIsDk ? p.dk : p.dv;
+    const float scale = kIsDk ? p.scale : 1.0f;
+    if (p.rounds_key_grads) {
+      write_key_grads<Element>(p, tile, to, grads, scale);
+    } else {
+      write_key_grads<float>(p, tile, to, grads, scale);
+    }
   });
 }
 
