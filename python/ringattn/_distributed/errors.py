@@ -20,12 +20,13 @@ _KNOWN = "known_to_all_ranks"  # an attribute of exceptions
 def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | None = None) -> Any:
     """Calls an operator or a function of ``_C``. An error about the caller's arguments becomes a
     ValueError; ``names`` maps the operator's argument names to the caller's. Other failures (a peer
-    died, a timeout) pass through unchanged."""
+    died, a timeout) pass through unchanged. All of them are :func:`known_to_all`."""
     if torch.compiler.is_compiling():
         return operator(*args)
     try:
         return operator(*args)
-    except dist.DistBackendError:
+    except dist.DistBackendError as error:
+        vars(error)[_KNOWN] = True
         raise
     except RuntimeError as error:
         message = str(error)
@@ -35,7 +36,9 @@ def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | No
         sentence = message.removeprefix(_PREFIX).split("\nException raised from")[0]
         if names is not None:
             sentence = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), sentence)
-        raise ValueError(sentence) from None
+        refusal = ValueError(sentence)
+        vars(refusal)[_KNOWN] = True
+        raise refusal from None
 
 
 @contextmanager
@@ -50,12 +53,13 @@ def known_to_all() -> Iterator[None]:
 
 
 def report_to_peers(ring: GroupInfo, error: Exception) -> None:
-    """Reports that this rank refuses its call, so that all ranks fail at once and name this rank
-    instead of waiting for it. Nothing is reported while compiling or with fake tensors: the call
-    that is traced is not the one that the peers run."""
+    """Reports, once for each error, that this rank refuses its call, so that all ranks fail at once
+    and name this rank instead of waiting for it. Nothing is reported while compiling or with fake
+    tensors: the call that is traced is not the one that the peers run."""
     if ring.world_size == 1 or torch.compiler.is_compiling() or detect_fake_mode() is not None:
         return
     if _KNOWN not in vars(error):
+        vars(error)[_KNOWN] = True
         with suppress(RuntimeError):  # the store is gone: this rank still raises its own error
             _C.refuse_call(ring.name, str(error))
 

@@ -46,11 +46,10 @@ class RingForward:
         if not self.is_attached:
             return self._own()(*args, **kwargs)
         try:
-            asked = self._ask(by_name(self.names, args, kwargs))
-        except Exception as error:  # of any type: the peers wait for this rank
+            return self._run(self._ask(by_name(self.names, args, kwargs)))
+        except Exception as error:  # of any type, of the model too: the peers wait for this rank
             report_to_peers(self.settings.ring(), error)
             raise
-        return self._run(asked)
 
     def put_on(self) -> None:
         """Makes it the model's ``forward``."""

@@ -312,6 +312,21 @@ def test_what_ranks_disagree_about_is_an_error_on_all(rank_pool: Any) -> None:
     rank_pool(2).run(wrong_calls)
 
 
+def labels_without_a_logit() -> str:
+    plain, model = both()
+    ids, place = token_ids(SIZE), ringattn.Partition.even(SIZE, 2).position_ids(1)[0]
+    labels = ids.index_fill(1, place + 1, -1)  # of a row of rank 1
+    with pytest.raises((IndexError, ValueError), match="Target -1 is out of bounds") as error:
+        model(ids, labels=labels)
+    assert_near(model(ids, labels=ids).loss, plain(ids, labels=ids).loss, 3e-5)
+    return str(error.value)
+
+
+def test_what_fails_in_the_model_of_one_rank_is_an_error_on_all(rank_pool: Any) -> None:
+    messages = rank_pool(2).run(labels_without_a_logit)
+    assert messages[0] == f"rank 1: {messages[1]}"
+
+
 def refused_calls() -> None:
     ids = token_ids(SIZE)
     plain, model = both()
