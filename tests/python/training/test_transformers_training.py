@@ -218,9 +218,12 @@ def checkpointed_layers_agree() -> None:
         for use_reentrant in (False, True):
             plain, model = both("qwen2", partition)
             options = {"use_reentrant": use_reentrant}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-            for kind in ("some", "packed", "before"):
-                call = calls(ids)[kind]
+            for each in (plain, model):
+                each.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            kinds = {kind: calls(ids)[kind] for kind in ("some", "packed", "before")}
+            # The config's use_cache is True: no cache is kept where layers are computed again.
+            kinds["packed by default"] = {**kinds["packed"], "use_cache": None}
+            for call in kinds.values():
                 right = gradients_of(plain, plain(ids, **call).loss)
                 model(ids, **call).loss.backward()
                 assert_same_gradients(summed_gradients(model), right, 3e-5)

@@ -209,7 +209,7 @@ def _prepared(
             "output_router_logits must be False, got True: no rank has those of all tokens"
         )
     given = next((kwargs.pop(name) for name in CACHES if kwargs.get(name) is not None), None)
-    use_cache = bool(_option(config, kwargs, "use_cache"))
+    use_cache = bool(_option(config, kwargs, "use_cache")) and not _computes_again(body)
     # No gradient flows through a cache: a call that records them keeps none unless it is told to.
     keeps_cache = use_cache and not (asked.gradients and kwargs.get("use_cache") is None)
     layer = None
@@ -371,6 +371,12 @@ def _check_step(
     if wrong.device.type == "cpu" and bool(wrong):
         raise ValueError(_OTHER_MASK)
     return wrong if wrong.device.type != "cpu" else None
+
+
+def _computes_again(body: nn.Module) -> bool:
+    """Whether layers are computed again in the backward, where transformers keeps no cache."""
+    again = getattr(body, "gradient_checkpointing", False)
+    return bool(again) and body.training and torch.is_grad_enabled()
 
 
 def _option(config: Any, kwargs: dict[str, Any], name: str, default: Any = None) -> Any:
