@@ -274,7 +274,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "shift_labels must be the same on all ranks",
     ),
     "counts that differ": ({"num_items_in_batch": 3}, "num_items_in_batch must be the same on all"),
+    "a count on one rank": ({"num_items_in_batch": None}, "num_items_in_batch must be the same on"),
+    "shifted labels on one rank": ({"shift_labels": None}, "labels must be the same on all ranks"),
+    "ignored labels that differ": ({"ignore_index": 3}, "ignore_index must be the same on all"),
     "labels on one rank": ({"labels": None}, "ranks must agree on labels"),
+    "documents on one rank": (
+        dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(DOCUMENTS)),
+        "cu_seq_lens_q must be the same on all ranks",
+    ),
     "grad mode on one rank": ({"grad": False}, "ranks must agree on gradients"),
     "labels of another shape": (
         {"labels": torch.ones(2, 3)},

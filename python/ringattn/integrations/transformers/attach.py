@@ -233,7 +233,7 @@ def _prepared(
         "tokens in a cache": layer is not None,
     }
     columns = None if isinstance(asked.kept, int) else asked.columns
-    compared = {"logits_to_keep": columns}
+    compared: dict[str, torch.Tensor | int | None] = {"logits_to_keep": columns}
     if asked.targets is not None:
         compared |= asked.targets.compared
     elif isinstance(asked.labels, torch.Tensor):
@@ -313,9 +313,8 @@ def _call(
     documents = packed_documents(
         *(kwargs, num_tokens), use_cache=use_cache, keeps_cache=keeps_cache
     )
-    if documents is not None:
-        boundaries = number_of(tuple(documents.tolist()))
-        inputs.more.values = {**inputs.more.values, "cu_seq_lens_q": boundaries}
+    boundaries = None if documents is None else number_of(tuple(documents.tolist()))
+    inputs.more.values = {**inputs.more.values, "cu_seq_lens_q": boundaries}
     inputs.position_ids = position_ids
     if layer is None:
         padding = None if mask is None else Padding.of(mask)

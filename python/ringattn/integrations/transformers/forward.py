@@ -30,13 +30,13 @@ class Targets:
         tokens: the label of each token's successor, int64 ``[B, S]``.
         ignored: the label that does not count.
         num_items: what the sum over tokens is divided by; None: the number of labels that count.
-        compared: the tensors that the ranks must share, by the names of the caller's arguments.
+        compared: what the ranks must share, by the names of the caller's arguments.
     """
 
     tokens: torch.Tensor
     ignored: int
     num_items: Any
-    compared: dict[str, torch.Tensor]
+    compared: dict[str, torch.Tensor | int | None]
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Targets:
@@ -58,7 +58,8 @@ class Targets:
             raise ValueError(f"{name} must be [B, S], {shape} in this call, got {got}")
         if shifted is None:
             shifted = F.pad(chosen, (0, 1), value=ignored)[:, 1:]
-        compared = {name: chosen}
+        compared = dict.fromkeys(("labels", "shift_labels", "num_items_in_batch"))
+        compared |= {name: chosen, "ignore_index": ignored}
         if num_items is not None:
             bits = torch.as_tensor(num_items).detach().double().view(torch.int64)
             compared["num_items_in_batch"] = bits
