@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ringattn import _C
 from ringattn._checks import (
@@ -402,6 +403,7 @@ class Partition:
             ValueError: a group this process is not in or whose size is not W, ``x`` that is no
                 plain tensor on a device with a kernel or has no S_r rows, dual tensors (there is no
                 forward-mode derivative), DTensors, ``torch.vmap``, ranks that disagree.
+            RuntimeError: a gradient that is differentiated again, on more than one rank.
             torch.distributed.DistBackendError: a peer died or never arrived.
         """
         ring = resolve_group(group)
@@ -487,6 +489,7 @@ class _Gathered(torch.autograd.Function):
         return partition._gathered(x, group_name, dim)
 
     @staticmethod
+    @once_differentiable  # rows of other ranks would have a part in a second derivative
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         partition, rank, dim = ctx.place
         return partition.shard(grads[0], rank, dim), None, None, None, None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ringattn._distributed.collectives import all_gather
 from ringattn._distributed.groups import GroupInfo
@@ -34,5 +35,6 @@ class _Sum(torch.autograd.Function):
         return _sum(ring, operation, part)
 
     @staticmethod
+    @once_differentiable  # the parts of other ranks would have one in a second derivative
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grads[0], None, None

@@ -35,6 +35,11 @@ def gradients_of_a_gather(partition: Partition, dim: int) -> None:
     (gathered * weights).square().sum().backward()
     expected = 2 * partition.shard(whole * weights.square(), rank, dim)
     torch.testing.assert_close(x.grad, expected)
+    # A second derivative would be that of this rank's rows alone.
+    (first,) = torch.autograd.grad(partition.gather(x, dim=dim).sum() ** 2, x, create_graph=True)
+    if this().world_size > 1:
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            first.sum().backward()
     with torch.no_grad():
         assert not partition.gather(x, dim=dim).requires_grad
     # Of rows that a rank takes out of a whole tensor: 0 elsewhere.
