@@ -4,6 +4,7 @@
 Schemas and kernels are C++ (``csrc/ops/library.cpp``). The group travels as its name.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -149,6 +150,42 @@ def _(
     return None
 
 
+def _keep_when_empty(*results: torch.Tensor) -> None:
+    """Makes inductor keep collective operators whose results no kernel reads, as those of a rank
+    without tokens: kernels of no elements read nothing, and the other ranks wait for this one.
+
+    Note: torch.fx.node.has_side_effect would keep them too, but AOTAutograd then runs each forward
+    a second time in the backward.
+    """
+    ir = sys.modules.get("torch._inductor.ir")
+    if ir is None:
+        return
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if not any(statically_known_true(result.numel() == 0) for result in results):
+        return
+    before = ir.FallbackKernel.has_side_effects
+    if hasattr(before, _KEPT):
+        return
+
+    def has_side_effects(kernel: Any) -> bool:
+        return kernel.op_overload in _COLLECTIVES or bool(before(kernel))
+
+    setattr(has_side_effects, _KEPT, True)
+    ir.FallbackKernel.has_side_effects = has_side_effects
+
+
+_KEPT = "_ringattn_keeps_collectives"
+_COLLECTIVES = frozenset(
+    {
+        _ops.ring_forward.default,
+        _ops.ring_backward.default,
+        _ops.rotate_kv.default,
+        _ops.wait_kv.default,
+    }
+)
+
+
 @torch.library.register_fake("ringattn::ring_forward")
 def _(
     q: torch.Tensor,
@@ -174,6 +211,7 @@ def _(
     key_pieces: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_attention(q, k, v)
+    _keep_when_empty(q)
     return q.new_empty(q.shape), _new_lse(q)
 
 
@@ -206,6 +244,7 @@ def _(
     key_pieces: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     _check_attention(q, k, v)
+    _keep_when_empty(q, k)
     return _new_gradients(q, k, v, sinks)
 
 
@@ -219,7 +258,9 @@ def _(
 ) -> torch.Tensor:
     place = list(order).index(_rank_in(group_name))
     rows = lengths[order[place - 1]]
-    return kv.new_empty([2, kv.size(1), rows, kv.size(3), kv.size(4)])
+    received = kv.new_empty([2, kv.size(1), rows, kv.size(3), kv.size(4)])
+    _keep_when_empty(received)
+    return received
 
 
 @torch.library.register_fake("ringattn::wait_kv")

@@ -217,6 +217,25 @@ def test_compiled_gradients_are_the_eager_ones(ring: RankPool) -> None:
             torch.testing.assert_close(a, b)
 
 
+def both_passes_with_inductor(partition: Partition) -> None:
+    x = partition.shard(torch.randn(1, 8, 2, 16), this().rank).requires_grad_()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return ringattn.ring_attention(x, x, 3 * x, partition) * 2
+
+    torch.compiler.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(program, fullgraph=True)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), program(x))
+        mine, expected = (torch.autograd.grad(f(x).sum(), x)[0] for f in (compiled, program))
+    torch.testing.assert_close(mine, expected)
+
+
+def test_inductor_keeps_the_calls_of_a_rank_without_tokens(rank_pool: Any) -> None:
+    rank_pool(2).run(both_passes_with_inductor, Partition.zigzag([0, 8]))
+
+
 def disagreeing(case: Case) -> str:
     """A forward whose keys require grad on one rank alone."""
     q, k, v = case.local_inputs()
