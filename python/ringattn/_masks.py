@@ -66,7 +66,8 @@ _LONGEST = 2**63 - 1  # operators take 64 bits, and no sequence has as many toke
 
 
 def documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:
-    """int64 on the CPU, one dimension. A CUDA tensor is read once for each of its versions."""
+    """int64 on the CPU, one dimension. A CUDA tensor is read once for each of its versions, one of
+    the CPU in every call: NumPy or another process may write to its memory."""
     if cu_seqlens is None:
         return None
     if not isinstance(cu_seqlens, torch.Tensor):

@@ -15,7 +15,7 @@ from ringattn._checks import (
     finite_scale,
 )
 from ringattn._distributed.groups import GroupInfo
-from ringattn._masks import Mask
+from ringattn._masks import Mask, documents
 from ringattn.partition import (
     Partition,
     PartitionArguments,
@@ -56,7 +56,8 @@ def ring_options(
     :func:`ringattn.ring_attention`.
 
     A call with the arguments of a recent call reuses its options without a check: they depend on
-    nothing else. The operator finds the group of the name, and looks at the tensors.
+    nothing else but the values of cu_seqlens, which the operator checks. The operator finds the
+    group of the name, and looks at the tensors.
     """
     if torch.compiler.is_compiling() or not are_plain(q, k, v):
         check_tensors(q=q, k=k, v=v)
@@ -64,10 +65,8 @@ def ring_options(
         check_collective(q=q, k=k, v=v)
         return _check(ring, q, partition, mask, scale, transport, depth, key_partition)
     boundaries = mask.cu_seqlens
-    version = None
-    if isinstance(boundaries, torch.Tensor) and not boundaries.is_inference():
-        version = boundaries._version
-    values = (scale, ring.name, ring.world_size, q.shape, version)
+    in_tensor = isinstance(boundaries, torch.Tensor)
+    values = (scale, ring.name, ring.world_size, q.shape)
     objects = (partition, transport, depth, key_partition, *mask)
     # Objects that may change are not known by their identity. Zeros of both signs are equal.
     keeps = (
@@ -78,14 +77,17 @@ def ring_options(
         and type(mask.causal) is bool
         and type(mask.window_size) in (tuple, type(None))
         and type(mask.softcap) in (float, int)
-        and (type(boundaries) in (tuple, type(None)) or version is not None)
+        and (type(boundaries) in (tuple, type(None)) or in_tensor)
         and type(transport) is str
         and type(depth) in (int, type(None))
     )
     if keeps:
         for known_values, known_objects, options in _latest:
             if known_values == values and all(map(operator.is_, objects, known_objects)):
-                return options
+                if not in_tensor:
+                    return options
+                call, scores, (_, pieces), of_keys = options
+                return call, scores, (documents(boundaries), pieces), of_keys
     options = _check(ring, q, partition, mask, scale, transport, depth, key_partition)
     if keeps:
         _latest.insert(0, (values, objects, options))

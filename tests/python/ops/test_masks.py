@@ -214,6 +214,17 @@ def test_documents_come_as_a_list_a_tuple_or_a_tensor_and_are_read_again_when_th
     assert not torch.equal(other, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_documents_of_the_host_are_read_in_every_call(dtype):
+    """NumPy or another process may write to their memory: no version of the tensor shows it."""
+    q, ends = torch.randn(1, 12, 2, 16), torch.tensor([0, 5, 12], dtype=dtype)
+    memory = ends.numpy()
+    for middle in (5, 7, 3):
+        memory[1] = middle
+        expected = ringattn.ring_attention(q, q, q, cu_seqlens=[0, middle, 12])
+        assert torch.equal(ringattn.ring_attention(q, q, q, cu_seqlens=ends), expected)
+
+
 def test_the_module_holds_window_and_cap_and_takes_documents_and_sinks_at_the_call():
     q, sinks = torch.randn(1, 12, 2, 16), torch.randn(2)
     attn = ringattn.RingAttention(window_size=[3, 0], softcap=2.0)
