@@ -47,6 +47,8 @@ def normal_pieces(pieces: object) -> Pieces:
                 f"pieces must cover each position once, got {min(start, covered)} {times}"
             )
         covered = stop
+    if covered >= 2**63:  # positions are 64 bits wide
+        raise ValueError(f"pieces must end below 2**63, got {covered}")
     return tuple(assigned)
 
 

@@ -175,6 +175,20 @@ def test_compiled_code_may_shard_and_place():
         assert torch.equal(compiled(x, seq_len), place(x, seq_len))
 
 
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_compiled_code_may_count_positions_within_documents(kind):
+    partition = Partition.zigzag([4, 7, 1])
+
+    def place(x, ends):
+        return x * partition.position_ids(1, cu_seqlens=ends)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(place, fullgraph=True, backend="aot_eager")
+    x = torch.randn(7)
+    for ends in ([0, 3, 12], [0, 5, 12], [0, 0, 8, 12, 12]):
+        assert torch.equal(compiled(x, kind(ends)), place(x, kind(ends)))
+
+
 def well_behaved(case: Case) -> None:
     q, k, v = case.local_inputs()
     name = dist.group.WORLD.group_name

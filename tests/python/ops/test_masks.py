@@ -149,6 +149,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cu_seqlens": [0, 4, 3, 6]}, "cu_seqlens must not decrease, got 4 before 3"),
     ({"cu_seqlens": torch.tensor([0.0, 6.0])}, "cu_seqlens must be int32 or int64 of one"),
     ({"cu_seqlens": 6}, "cu_seqlens must be a list or a tensor of boundaries [0, ..., S], got int"),
+    ({"cu_seqlens": [0, 2**63]}, "cu_seqlens must fit into 64 bits, got 9223372036854775808"),
+    (
+        {"cu_seqlens": torch.tensor([0, 6], device="meta")},
+        "cu_seqlens must be on a device with a kernel",
+    ),
+    ({"cu_seqlens": torch.tensor([0, 6]).to_sparse()}, "cu_seqlens must be strided, got "),
 ]
 
 

@@ -46,6 +46,7 @@ def test_pieces_of_no_tokens_come_back_without_rows():
         ([[(0, 1, 2)]], "a piece of rank 0 must be (start, stop), got (0, 1, 2)"),
         ([[(0, 1.5)]], "a piece of rank 0 must be (start, stop), got (0, 1.5)"),
         ([(0, 1)], "a piece of rank 0 must be (start, stop), got 0"),
+        ([[(0, 2**63)]], "pieces must end below 2**63, got 9223372036854775808"),
     ],
 )
 def test_pieces_that_are_no_assignment_are_refused(pieces, sentence):
