@@ -7,7 +7,7 @@ The arithmetic is that of ``csrc/partition/partition.cpp``, in plain Python inte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -157,6 +157,7 @@ class Partition:
         """
         seq_len = check_integer("seq_len", seq_len, least=0)
         world_size = check_integer("world_size", world_size, least=1)
+        check_layout(layout)
         short, num_longer = seq_len // world_size, seq_len % world_size
         lengths = tuple(short + (1 if rank < num_longer else 0) for rank in range(world_size))
         return cls(layout, lengths)
@@ -205,7 +206,8 @@ class Partition:
         boundaries = documents(cu_seqlens)
         ends = [] if boundaries is None else boundaries.tolist()
         world_size = check_integer("world_size", world_size, least=1)
-        shares = [] if weights is None else list(weights)
+        listed = isinstance(weights, Iterable) and not isinstance(weights, (Mapping, Set))
+        shares = list(weights) if listed else []  # type: ignore[arg-type]
         if weights is not None and not (
             len(shares) == world_size
             and all(is_finite(share) and share >= 0 for share in shares)
@@ -352,7 +354,7 @@ class Partition:
 
         Raises:
             ValueError: another number of tensors than W, a dimension out of range, a tensor without
-                S_r rows, tensors that differ in dtype or in sizes but along ``dim``.
+                S_r rows, tensors that differ in dtype, device or in sizes but along ``dim``.
         """
         try:
             shards = list(shards)
@@ -372,6 +374,11 @@ class Partition:
             if shard.dtype != shards[0].dtype:
                 raise ValueError(
                     f"shard {rank} must have dtype {shards[0].dtype}, got {shard.dtype}"
+                )
+            if shard.device != shards[0].device:
+                raise ValueError(
+                    f"shard {rank} must be on the device of shard 0, {shards[0].device}, "
+                    f"got {shard.device}"
                 )
             others, first = _other_sizes(shard, axis), _other_sizes(shards[0], axis)
             if others != first:

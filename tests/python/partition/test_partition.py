@@ -176,6 +176,7 @@ def test_integers_of_other_kinds_are_integers(kind):
     [
         (lambda: Partition("diagonal", (1, 2)), 'layout must be "zigzag" or "contiguous", got'),
         (lambda: Partition.even(4, 2, layout="spiral"), 'layout must be .*, got "spiral"'),
+        (lambda: Partition.even(4, 2, layout="pieces"), 'layout must be .*, got "pieces"'),
         (lambda: Partition.zigzag([]), "lengths must name at least one rank, got none"),
         (lambda: Partition.zigzag([3, -1]), "lengths must not be negative, got -1"),
         (lambda: Partition.zigzag([3, 1.5]), "lengths must be integers, got"),
@@ -239,6 +240,10 @@ def test_integers_of_other_kinds_are_integers(kind):
         (
             lambda: Partition.even(4, 2).unshard([torch.ones(1, 2), torch.ones(1, 2).double()]),
             "shard 1 must have dtype torch.float32, got torch.float64",
+        ),
+        (
+            lambda: Partition.even(4, 2).unshard([torch.ones(1, 2), torch.ones(1, 2).to("meta")]),
+            "shard 1 must be on the device of shard 0, cpu, got meta",
         ),
         (
             lambda: Partition.even(4, 2).unshard([torch.ones(1, 2, 3), torch.ones(2, 2, 3)]),
