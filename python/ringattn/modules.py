@@ -3,12 +3,14 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from ringattn._checks import finite_softcap, refuse_keywords
+from ringattn._checks import check_keywords, finite_softcap, refuse_keywords
+from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, keep, kept, resolve_group
 from ringattn._masks import CuSeqlens, Mask, check_window
 from ringattn.functional import attend
@@ -52,8 +54,8 @@ class RingAttention(nn.Module):
 
     Raises:
         ValueError: keywords of other packages, as in :func:`ringattn.ring_attention`, here or in
-            the call; the other ranks of the group get an error from their next call. A partition
-            that is given twice.
+            the call, and here a window or softcap that breaks a rule; the other ranks of the group
+            get an error from their next call. A partition that is given twice.
 
     The method is ring attention (Liu et al., https://arxiv.org/abs/2310.01889).
     """
@@ -73,13 +75,17 @@ class RingAttention(nn.Module):
         **refused: object,
     ) -> None:
         super().__init__()
-        if refused:
-            refuse_keywords("RingAttention", resolve_group(group), refused)
+        try:
+            check_keywords("RingAttention", refused)
+            self.window_size = check_window(window_size)
+            self.softcap = finite_softcap(softcap)
+        except Exception as error:
+            with suppress(ValueError):  # a group that does not exist has no peers
+                report_to_peers(resolve_group(group), error)
+            raise
         self._group = keep(group)
         self.partition = partition
         self.causal = causal
-        self.window_size = check_window(window_size)
-        self.softcap = finite_softcap(softcap)
         self.scale = scale
         self.transport = transport
         self.depth = depth

@@ -355,11 +355,11 @@ def test_the_module_refuses_by_name(name, value):
         ringattn.RingAttention()(*operands(), window=3)
 
 
-def refuse_in_the_module(where: str) -> str:
+def refuse_in_the_module(where: str, wrong: dict[str, Any]) -> str:
     rows = {"constructor": 31, "call": 32}[where]  # what is known already is not compared again
     q, k, v = (torch.zeros(1, rows, heads, 16) for heads in (4, 2, 2))
     partition = Partition.even(rows * this().world_size, this().world_size)
-    wrong = {"dropout_p": 0.1} if this().rank == 1 else {}
+    wrong = wrong if this().rank == 1 else {}
     with pytest.raises(ValueError) as error:
         attention = ringattn.RingAttention(**(wrong if where == "constructor" else {}))
         attention(q, k, v, partition, **wrong)
@@ -367,10 +367,18 @@ def refuse_in_the_module(where: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("where", ["constructor", "call"])
-def test_a_refusal_of_the_module_reaches_the_peers(rank_pool, where):
-    first, second = rank_pool(2).run(refuse_in_the_module, where)
-    assert second.startswith("dropout_p must be left out") and first == f"rank 1: {second}"
+@pytest.mark.parametrize(
+    ("where", "wrong"),
+    [
+        ("constructor", {"dropout_p": 0.1}),
+        ("constructor", {"window_size": 3}),
+        ("constructor", {"softcap": -1.0}),
+        ("call", {"dropout_p": 0.1}),
+    ],
+)
+def test_a_refusal_of_the_module_reaches_the_peers(rank_pool, where, wrong):
+    first, second = rank_pool(2).run(refuse_in_the_module, where, wrong)
+    assert second.startswith(f"{next(iter(wrong))} must be ") and first == f"rank 1: {second}"
 
 
 @pytest.mark.parametrize(
