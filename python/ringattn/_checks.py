@@ -386,8 +386,7 @@ def finite_scale(scale: float | None, q: torch.Tensor) -> float:
     try:
         if isinstance(scale, bool):
             raise TypeError
-        if type(scale).__module__ == "numpy" and isinstance(scale, numbers.Real):
-            scale = float(scale)  # of fewer bits it would overflow here
+        scale = _wide(scale)
         # Note: torch.compile traces this, and not math.isfinite.
         finite = -sys.float_info.max <= scale <= sys.float_info.max
     except (TypeError, ValueError):
@@ -396,6 +395,12 @@ def finite_scale(scale: float | None, q: torch.Tensor) -> float:
         got = "a number past the range of floats" if isinstance(scale, int) else scale
         raise ValueError(f"scale must be finite, got {got}")
     return float(scale)
+
+
+def _wide(number: Any) -> Any:
+    """A real number of NumPy as a float: one of fewer bits cannot be compared with the largest."""
+    of_numpy = type(number).__module__ == "numpy" and isinstance(number, numbers.Real)
+    return float(number) if of_numpy else number
 
 
 def finite_softcap(softcap: float | None) -> float:
@@ -407,6 +412,7 @@ def finite_softcap(softcap: float | None) -> float:
     try:
         if isinstance(softcap, bool):
             raise TypeError
+        softcap = _wide(softcap)
         valid = 0 <= softcap <= sys.float_info.max  # torch.compile traces this
     except (TypeError, ValueError):
         raise ValueError(f"softcap must be a number, got {softcap!r}") from None

@@ -4,6 +4,8 @@
 import copy
 import inspect
 import re
+import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -242,6 +244,10 @@ def test_scales_of_numpy_are_numbers() -> None:
     q = torch.randn(1, 6, 2, 8)
     out = ringattn.ring_attention(q, q, q, scale=np.float32(0.5))
     assert torch.equal(out, ringattn.ring_attention(q, q, q, scale=0.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = ringattn.ring_attention(q, q, q, softcap=np.float32(2.0))
+    assert torch.equal(out, ringattn.ring_attention(q, q, q, softcap=2.0))
 
 
 @pytest.mark.parametrize(
