@@ -128,6 +128,7 @@ def decode_attention(
         check_keywords("decode_attention", refused)
         check_tensors(q=q, k_shard=k_shard, v_shard=v_shard)
         check_dims("q", q, "[B, T, H, D]")
+        check_dims("k_shard", k_shard, "[B, S, H_kv, D]")
         check_collective(q=q, k_shard=k_shard, v_shard=v_shard)
         check_no_grad("decode_attention", q=q, k_shard=k_shard, v_shard=v_shard)
         scale = finite_scale(scale, q)

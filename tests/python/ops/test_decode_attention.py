@@ -116,6 +116,12 @@ def test_wrong_bounds_of_keys_are_refused(name, bounds, sentence):
         ringattn.decode_attention(q, k, v, **{name: bounds})
 
 
+def test_bounds_of_keys_that_are_no_cache_are_refused():
+    with pytest.raises(ValueError, match=r"k_shard must be \[B, S, H_kv, D\], got shape \[\]"):
+        q, k = torch.zeros(1, 1, 2, 16), torch.tensor(1.0)
+        ringattn.decode_attention(q, k, k, key_lengths=torch.tensor([1]))
+
+
 def bounds_of_rows(cache: Cache) -> list[list[tuple[int, int]]]:
     """(begin, length) over the rows and ranks: none, some and all keys, also past both ends."""
     return [
