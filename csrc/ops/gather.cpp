@@ -21,7 +21,7 @@ Signature signature(const at::Tensor& rows, const Partition& partition, const st
   signature.add("partition.lengths", partition.lengths())
       .add("partition.order", partition.order())
       .add("partition.layout", layout)
-      .add("dtype", c10::toString(rows.scalar_type()))
+      .add("dtype", dtype_name(rows.scalar_type()))
       .add("device type", c10::DeviceTypeName(rows.device().type()))
       .add("sizes", rows.sizes().slice(1))
       .add("dim", dim);

@@ -171,7 +171,11 @@ Signature make_signature(const RingArguments& args, RingPass pass, const Partiti
   if (args.keys && args.keys->pieces) {
     signature.add("key_partition.pieces", values_of(*args.keys->pieces));
   }
-  if (args.cu_seqlens) signature.add("cu_seqlens", values_of(*args.cu_seqlens));
+  if (args.cu_seqlens) {
+    signature.add("cu_seqlens", values_of(*args.cu_seqlens));
+  } else {
+    signature.add("cu_seqlens", "none");
+  }
   return signature;
 }
 

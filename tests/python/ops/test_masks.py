@@ -183,7 +183,7 @@ def differing_call(case: Case, name: str, values: list[Any]) -> torch.Tensor:
         ("softcap", [0.0, 2.0], "softcap"),
         ("sinks", [True, False], "sinks"),
         ("cu_seqlens", [(0, 9, 20), (0, 10, 20)], "cu_seqlens"),
-        ("cu_seqlens", [(0, 9, 20), None], "cu_seqlens"),
+        ("cu_seqlens", [(0, 9, 20), None], "on cu_seqlens, got [0, 9, 20] on rank 0 and none on"),
     ],
 )
 def test_ranks_whose_masks_differ_are_told_so(rank_pool, name, values, said):
