@@ -86,7 +86,7 @@ def documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:
         ends = check_integers("cu_seqlens", cu_seqlens, least=0)
         if ends and not torch.compiler.is_compiling():
             check_int64("cu_seqlens", max(ends))
-        return torch.tensor(ends, dtype=torch.int64)
+        return torch.tensor(ends, dtype=torch.int64, device="cpu")
     check_tensors(cu_seqlens=cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
         raise ValueError(

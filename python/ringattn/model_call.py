@@ -221,8 +221,8 @@ class ModelCall:
         key_lengths = None
         if padding is not None:
             # Rows are in position order, so the real ones of a rank come first.
-            columns = partition.position_ids(ring.rank)
-            real = torch.tensor(padding.lengths)
+            columns = partition.position_ids(ring.rank, "cpu")
+            real = torch.tensor(padding.lengths, device="cpu")
             key_lengths = (columns[None, :] < real[:, None]).sum(1, dtype=torch.int32).to(device)
         return ShardedKVCache(
             partition.lengths,

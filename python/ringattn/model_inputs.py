@@ -53,7 +53,7 @@ class Padding:
         batch, seq_len = real.shape
         starts = real.int().argmax(1)
         lengths = real.sum(1)
-        columns = torch.arange(seq_len)
+        columns = torch.arange(seq_len, device=real.device)
         one_run = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
         for row in range(batch):
             if int(lengths[row]) == 0:

@@ -87,8 +87,8 @@ class Partition:
             object.__setattr__(self, "assigned", assigned)
             object.__setattr__(self, "lengths", tuple(map(num_tokens, assigned)))
             object.__setattr__(self, "order", tuple(range(len(assigned))))
-            flat = torch.tensor(flat_pieces(assigned), dtype=torch.int64).reshape(-1, 3)
-            object.__setattr__(self, "_flat", flat)
+            flat = torch.tensor(flat_pieces(assigned), dtype=torch.int64, device="cpu")
+            object.__setattr__(self, "_flat", flat.reshape(-1, 3))
             return
         check_layout(self.layout)
         if self.assigned:

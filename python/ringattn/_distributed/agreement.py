@@ -105,9 +105,11 @@ def _numbers(device: torch.device, given: Given) -> torch.Tensor:
     for flaw in given.flaws.values():
         numbers.append(0 if flaw is None else flaw.to(device, torch.int64))
     if device.type == "cpu":
-        return torch.tensor([int(number) for number in numbers])
+        return torch.tensor([int(number) for number in numbers], device=device)
     known = torch.tensor(
-        [number if isinstance(number, int) else 0 for number in numbers], pin_memory=True
+        [number if isinstance(number, int) else 0 for number in numbers],
+        device="cpu",
+        pin_memory=True,
     ).to(device, non_blocking=True)
     return torch.stack(
         [known[i] if isinstance(number, int) else number for i, number in enumerate(numbers)]

@@ -10,7 +10,7 @@ class HostCopy:
     """A copy of a CUDA tensor in pinned memory, which the tensor's current stream fills."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._values.copy_(tensor, non_blocking=True)
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(tensor.device))

@@ -13,7 +13,9 @@ import ringattn
 import torch
 from _distributed import this
 from ringattn import Partition
+from ringattn.models import LLaMA, LLaMAConfig
 
+TINY = LLaMAConfig(src_vocab_size=16, emb_dim=16, nlayers=1, nheads=2, hidden_dim=8)
 COST = ringattn.ModelCost.attention_only(4, 16)
 PUBLIC = [getattr(ringattn, name) for name in ringattn.__all__ if name != "testing"]
 
@@ -248,6 +250,34 @@ def test_scales_of_numpy_are_numbers() -> None:
         warnings.simplefilter("error")
         out = ringattn.ring_attention(q, q, q, softcap=np.float32(2.0))
     assert torch.equal(out, ringattn.ring_attention(q, q, q, softcap=2.0))
+
+
+def calls_with_values_of_the_host() -> list[Any]:
+    """Results of calls that make tensors of what the caller gives as numbers."""
+    rank, size = this().rank, this().world_size
+    torch.manual_seed(0)
+    x, model = torch.ones(1, 4 * size, 2, 8, device="cpu"), LLaMA(TINY, device="cpu")
+    x[:, 3] = 2
+    packed = Partition.packed([0, 5, 4 * size], size)
+    shard = packed.shard(x, rank)
+    out = ringattn.ring_attention(shard, shard, shard, packed, cu_seqlens=[0, 5, 4 * size])
+    ids = torch.arange(7, device="cpu")[None]
+    generated = ringattn.generate(model.requires_grad_(False), ids, max_new_tokens=2)
+    profiles = [ringattn.RankProfile(1, 1)] * size
+    lengths = ringattn.plan(8, profiles, COST, cu_seqlens=[0, 5, 8]).partition.lengths
+    pairs = packed.num_pairs(rank, cu_seqlens=[0, 5, 4 * size])
+    return [out, packed.gather(out), generated, lengths, pairs]
+
+
+def calls_with_a_default_device() -> list[Any]:
+    with torch.device("meta"):
+        return calls_with_values_of_the_host()
+
+
+def test_a_default_device_is_not_that_of_what_the_host_reads(rank_pool) -> None:
+    expected = rank_pool(2).run(calls_with_values_of_the_host)
+    found = rank_pool(2).run(calls_with_a_default_device)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

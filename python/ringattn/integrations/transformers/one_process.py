@@ -195,7 +195,7 @@ def _checked(
     if getattr(config, "attention_chunk_size", None):
         raise ValueError("cu_seq_lens_q must be None for a model with chunked attention, got some")
     # As in FlashAttention: the layer's window counts in documents, position ids are RoPE's alone.
-    rows = torch.arange(num_keys)
+    rows = torch.arange(num_keys, device=documents.device)
     starts = documents[torch.searchsorted(documents, rows, right=True) - 1]
     ranges = torch.stack((torch.maximum(starts, rows - window + 1), rows + 1), 1)
     return ranges.to(torch.int32).to(q.device)[None]

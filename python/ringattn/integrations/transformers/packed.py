@@ -46,8 +46,7 @@ def packed_documents(
                 f"got others in row {row} than in row 0: call the model row by row"
             )
     starts = restarts[0].nonzero().flatten() + 1
-    ends = torch.tensor([0]), torch.tensor([num_tokens])
-    return torch.cat((ends[0], starts, ends[1]))
+    return torch.cat((starts.new_tensor([0]), starts, starts.new_tensor([num_tokens])))
 
 
 def _given(
