@@ -143,11 +143,13 @@ uint32_t CallAgreement::compare(int64_t call, const Signature& signature, int64_
                    backend_->timeout().count(), " ms");
   compare_known_ = false;
 
-  // Every rank has published for this call, so every rank has read all earlier statements.
-  for (const std::string& earlier : published_) {
-    if (earlier != key(call, backend_->rank())) backend_->remove(earlier);
-  }
-  published_ = {key(call, backend_->rank())};
+  // Every rank has published for this call, so none compares an earlier one. Note: why this rank
+  // did not take part in one stays, a peer reads it only when it waits for a rotation.
+  std::erase_if(published_, [&](const Published& earlier) {
+    if (!earlier.is_request || earlier.key == key(call, backend_->rank())) return false;
+    backend_->remove(earlier.key);
+    return true;
+  });
   return hash(signature.text());
 }
 
@@ -230,9 +232,7 @@ void CallAgreement::publish_request(int64_t call) {
   // send.
   for (const int64_t number : {call - 1, call}) {
     const Recent* request = recent(number);
-    const bool is_published = std::find(published_.begin(), published_.end(),
-                                        key(number, backend_->rank())) != published_.end();
-    if (request != nullptr && !is_published) {
+    if (request != nullptr && find_published(key(number, backend_->rank())) == published_.end()) {
       publish(number, statement(*request->signature, request->calls_before));
     }
   }
@@ -321,13 +321,20 @@ std::optional<std::string> CallAgreement::obstacle(int64_t call, int64_t rank) {
 }
 
 void CallAgreement::publish(int64_t call, const std::string& text) {
-  const std::string published = key(call, backend_->rank());
-  backend_->put(published, text);
-  if (std::find(published_.begin(), published_.end(), published) != published_.end()) return;
-  published_.push_back(published);
+  const std::string name = key(call, backend_->rank());
+  backend_->put(name, text);
+  auto published = find_published(name);
+  if (published == published_.end()) published = published_.insert(published, {name});
+  published->is_request = type_of(text) == kRequest;
   if (published_.size() <= kMaxPublished) return;
-  backend_->remove(published_.front());
+  backend_->remove(published_.front().key);
   published_.pop_front();
+}
+
+std::deque<CallAgreement::Published>::iterator CallAgreement::find_published(
+    const std::string& name) {
+  return std::find_if(published_.begin(), published_.end(),
+                      [&](const Published& each) { return each.key == name; });
 }
 
 }  // namespace ringattn

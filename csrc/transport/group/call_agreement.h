@@ -136,18 +136,23 @@ class RINGATTN_API CallAgreement {
     std::shared_ptr<const Signature> signature;
   };
   const Recent* recent(int64_t call) const;
+  struct Published {
+    std::string key;
+    bool is_request = true;
+  };
+  std::deque<Published>::iterator find_published(const std::string& name);
 
   const std::shared_ptr<GroupBackend> backend_;
   std::atomic<int64_t> next_call_{0};
   std::atomic<int64_t> last_compared_{-1}, last_known_{-1};  // calls that were, and were not
   Agreed agreed_;
-  bool compare_known_ = false;         // after a refusal, untagged calls compare known ones again
-  uint32_t message_hash_ = 0;          // of the latest call's number and text
-  uint32_t call_hash_ = 0;             // of its text
-  int64_t untagged_calls_ = 0;         // that this rank has been in
-  std::mutex begin_mutex_;             // guards recent_ from obstacle(); begin() alone changes it
-  std::array<Recent, 64> recent_;      // by number of the call
-  std::deque<std::string> published_;  // keys of this rank that are in the store
+  bool compare_known_ = false;       // after a refusal, untagged calls compare known ones again
+  uint32_t message_hash_ = 0;        // of the latest call's number and text
+  uint32_t call_hash_ = 0;           // of its text
+  int64_t untagged_calls_ = 0;       // that this rank has been in
+  std::mutex begin_mutex_;           // guards recent_ from obstacle(); begin() alone changes it
+  std::array<Recent, 64> recent_;    // by number of the call
+  std::deque<Published> published_;  // by this rank, and in the store
 };
 
 }  // namespace ringattn

@@ -153,3 +153,30 @@ def test_waiting_for_a_tensor_that_nothing_fills_is_an_error(ring):
 def test_wrong_arguments_are_refused(kv, partition, message):
     with pytest.raises(ValueError, match=message):
         ringattn.rotate_kv(kv, partition)
+
+
+def wait_for_a_rank_that_refused() -> str:
+    """A rotation that rank 0 refuses and rank 1 waits for after calls that ranks compare."""
+    partition, x = Partition.even(12, 2), torch.zeros(1, 6, 2, 8)
+    kv = torch.stack([x, x])
+    ringattn.rotate_kv(kv, partition).wait()  # known from here on: it starts without a comparison
+    said = ""
+    try:
+        handle = ringattn.rotate_kv(kv if this().rank == 1 else x, partition)
+    except ValueError as error:
+        said = str(error)
+    for head_dim in (16, 24):
+        wider = torch.zeros(1, 6, 2, head_dim)
+        ringattn.ring_attention(wider, wider, wider, partition)
+    if not said:
+        with pytest.raises(ValueError) as error:
+            handle.wait()
+        said = str(error.value)
+    assert ringattn.rotate_kv(kv, partition).wait().shape == kv.shape  # the group works on
+    return said
+
+
+def test_a_refusal_is_told_to_a_rank_that_waits_later():
+    with RankPool(2, timeout_s=20) as ring:
+        first, second = ring.run(wait_for_a_rank_that_refused)
+    assert first.startswith("kv must be [2, B, S_r, H_kv, D]") and second == f"rank 0: {first}"
