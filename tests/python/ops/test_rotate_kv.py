@@ -177,6 +177,6 @@ def wait_for_a_rank_that_refused() -> str:
 
 
 def test_a_refusal_is_told_to_a_rank_that_waits_later():
-    with RankPool(2, timeout_s=20) as ring:
+    with RankPool(2) as ring:
         first, second = ring.run(wait_for_a_rank_that_refused)
     assert first.startswith("kv must be [2, B, S_r, H_kv, D]") and second == f"rank 0: {first}"
