@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ringattn._checks import check_integer
 from ringattn._distributed.checksums import chained, checksum
 from ringattn._distributed.collectives import complete
 from ringattn._distributed.groups import Group, resolve_group
@@ -250,8 +251,10 @@ class ShardedKVCache:
         rank calls it.
 
         Raises:
-            ValueError: keys that are out of order, batch rows of unequal length.
+            ValueError: keys that are out of order, batch rows of unequal length, a ``num_tokens``
+                that is negative or no integer.
         """
+        num_tokens = check_integer("num_tokens", num_tokens, least=0)
         if num_tokens >= self.seq_len:
             return
         if self.positions is None or self.key_lengths is not None:

@@ -290,9 +290,15 @@ class Partition:
             cu_seqlens: boundaries of packed documents.
 
         Raises:
-            ValueError: a rank out of range, or no integer; a mask that breaks a rule.
+            ValueError: a rank out of range, or no integer; a mask that breaks a rule; ranks with so
+                many tokens that 64 bits do not hold the pairs.
         """
         rank = self._check_rank(rank)
+        if max(self.lengths) >= 2**31:
+            raise ValueError(
+                "pairs are counted where no rank has 2**31 tokens, got a partition with "
+                f"{max(self.lengths)} on one"
+            )
         ends = None if cu_seqlens is None else checked_documents(cu_seqlens, self.seq_len).tolist()
         visits = _C.schedule(
             *(self.layout, list(self.lengths), list(self.order), rank),

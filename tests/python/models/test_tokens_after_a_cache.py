@@ -175,9 +175,11 @@ def test_positions_of_cached_keys_are_counted_through_calls_and_crops() -> None:
                 assert cache.first_keys(left, 1) == [sum(at < first for at in held[rank])]
 
 
-def test_a_crop_of_keys_out_of_order_is_refused() -> None:
+def test_a_crop_of_less_than_nothing_or_out_of_order_is_refused() -> None:
     cache = ShardedKVCache([3, 4], 0)
     cache.crop(7)
+    with pytest.raises(ValueError, match="num_tokens must not be negative, got -1"):
+        cache.crop(-1)
     with pytest.raises(ValueError, match="to be cropped, got one that was rebalanced"):
         cache.crop(6)
     rows = KeyPositions([[(0, 3)], [(3, 7)]], 0, [2, 7])

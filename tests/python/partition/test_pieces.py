@@ -70,6 +70,14 @@ def test_pairs_are_counted_as_a_query_sees_keys():
             assert counted == int(visible.sum())
 
 
+def test_pairs_that_64_bits_do_not_hold_are_not_counted():
+    assert Partition.even(2**32 - 2, 2).num_pairs(0, causal=False) == (2**31 - 1) * (2**32 - 2)
+    with pytest.raises(
+        ValueError, match=r"where no rank has 2\*\*31 tokens, got .* 2147483648 on one"
+    ):
+        Partition.even(2**32, 2).num_pairs(0)
+
+
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_packed_documents_are_balanced_in_tokens_and_work(world_size):
     draw = random.Random(world_size)
