@@ -79,7 +79,8 @@ __device__ __forceinline__ void prefetch_state(const KernelParams& p, const Quer
   }
 }
 
-/// Under a mask, this many key tiles before the last one of a work tile the next one is requested.
+/// In general variants the next work tile is requested when this many key tiles, or fewer, are left
+/// to load.
 constexpr int kRequestAhead = 2;
 
 /// Loads keys or values of one tile after the other. One thread block of a cluster loads them for
@@ -135,7 +136,7 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kV
           }
         }
         if constexpr (kOperand == kKeys && p.kGeneral) {
-          // Tiles of few keys end before the answer to a request behind their last ones.
+          // A work tile of few keys would end before the answer to a request behind its loads.
           const bool near_end = segments >> segment == 1 && key_tile - first_tile < kRequestAhead;
           if (near_end && !has_requested) {
             work_tiles.free(p, shared);

@@ -18,7 +18,7 @@
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/softcap.cuh"
 
-// A consumer warpgroup: dk and dv of its 64 keys, and its part of dq.
+// A consumer warpgroup: dk and dv of its 64 keys, and dq of every other step.
 
 namespace ringattn::cuda::sm90 {
 
@@ -233,7 +233,7 @@ __device__ __forceinline__ void store_query_grads(const float (&dq)[kSize], floa
   }
 }
 
-/// Hands a part of scale * dq to the warp that adds it: a block of columns of `dq`.
+/// Hands part kPart of scale * dq to the warp that adds it: column block kBlock of `dq`.
 template <typename Tile, int kPart, int kBlock, int kSize>
 __device__ __forceinline__ void hand_over_query_grads(const float (&dq)[kSize], float scale,
                                                       const BackwardShared<Tile>& shared) {
@@ -358,8 +358,10 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
           wait_for_products<0>();
           free_stage(kScoreOperand, queries_at.stage);
         };
-        // dq needs the score gradients of both consumers. One of them computes it, in turn: the
-        // other does not wait.
+        // dq needs the score gradients of both consumers, which compute it in turn: in each step
+        // one waits for the other's. Note: so no consumer overwrites a stage that is still read.
+        // Before it stores into this stage again, it has waited, in the step between, for the
+        // consumer that reads this stage now.
         const int barrier = kScoreGradsBarrier + static_cast<int>(score_grads_stage);
         if (score_grads_stage != static_cast<uint32_t>(consumer)) {
           named_barrier_arrive(barrier, kAllConsumers);

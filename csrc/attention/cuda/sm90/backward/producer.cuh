@@ -148,7 +148,8 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
   });
 }
 
-/// Adds to dq what a consumer puts into shared memory, step for step.
+/// Adds to dq one of its parts, which a consumer puts into shared memory, step for step.
+///   consumer  number of the part; of split roles the consumer that computes it
 template <typename Tile>
 __device__ __forceinline__ void add_query_grads(const BackwardKernelParams& p,
                                                 const BackwardShared<Tile>& shared, int consumer) {

@@ -13,17 +13,17 @@ namespace ringattn::cuda::sm90 {
 
 constexpr int kGradWarpgroup = 128;    // threads
 constexpr int kGradConsumers = 2;      // warpgroups
-constexpr int kGradRows = 64;          // keys of a consumer, and rows of dq that it computes
+constexpr int kGradRows = 64;          // keys of a consumer, and rows of a part of dq
 constexpr int kGradColumnBlock = 64;   // adjacent columns: 128 bytes of a 16-bit type
 constexpr int kGradPitch = 128;        // bytes from row to row of a block of columns
 constexpr int kGradFloatColumns = 32;  // the same in float32
 constexpr int kTurnBytes = 32;         // of a warp that adds (turns.cuh)
 
-// Named barriers; those of dq for each consumer.
-constexpr int kScoreGradsBarrier = 1;  // of a stage: all its score gradients are there
+// Named barriers: one for each stage of score gradients, and two for each part of dq.
+constexpr int kScoreGradsBarrier = 1;  // both consumers have stored theirs
 constexpr int kDqFullBarrier = kScoreGradsBarrier + 2;
 constexpr int kDqFreeBarrier = kDqFullBarrier + kGradConsumers;
-constexpr int kDqThreads = kGradWarpgroup + 32;  // the consumer, and the warp that adds dq
+constexpr int kDqThreads = kGradWarpgroup + 32;  // a consumer, and the warp that adds the part
 
 /// One warpgroup copies; two consumers keep 64 keys each and process the query rows that see them
 /// in tiles of kBlockQ. setmaxnreg moves registers from the copying warpgroup to the consumers.
@@ -49,7 +49,7 @@ struct BackwardTileShape {
   static constexpr int kThreads = (1 + kGradConsumers + kSplit) * kGradWarpgroup;
 
   static constexpr int kColumnBlocks = kHeadDim / kGradColumnBlock;
-  // A consumer computes 64 rows and 64 columns of dq.
+  // A part of dq, which one warp adds, has 64 rows and 64 columns.
   static_assert(kBlockQ / kGradRows * kColumnBlocks == kGradConsumers * (kSplit ? 2 : 1));
 
   static constexpr int kKeyBlockBytes = kBlockK * kGradPitch;
@@ -62,7 +62,7 @@ struct BackwardTileShape {
   static constexpr int kOtherKeyBytes = kSplit ? 2 * kKeyBlockBytes : 0;
   static constexpr int kDqBlockBytes = kGradRows * kGradPitch;  // [64][32], float32
   static constexpr int kDqBlocks = kSplit ? 1 : 2;              // that leave at one time
-  static constexpr int kDqBytes = kDqBlocks * kDqBlockBytes;    // of a consumer
+  static constexpr int kDqBytes = kDqBlocks * kDqBlockBytes;    // of a part
   static constexpr int kRowsOfLane = kBlockQ / 32;              // of a query tile
   static constexpr int kStatBytes = kBlockQ * 4;                // of a stage
 
@@ -190,8 +190,8 @@ struct BackwardShared {
     return base + Tile::kOtherScoreGrads;
   }
 
-  __device__ __forceinline__ uint32_t dq(int consumer) const {
-    return base + Tile::kDq + consumer * Tile::kDqBytes;
+  __device__ __forceinline__ uint32_t dq(int part) const {
+    return base + Tile::kDq + part * Tile::kDqBytes;
   }
 
   __device__ __forceinline__ uint32_t stationary_full(GradOperand operand) const {
