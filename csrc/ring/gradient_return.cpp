@@ -90,11 +90,10 @@ KeyGradients GradientReturn::sum(at::ScalarType type) {
   for (at::Tensor& sum : sums) {
     sum = at::empty(own_.sizes().slice(1), own_.options().dtype(type));
   }
-  std::vector<RowsToAdd> parts;
-  if (round_) parts = returned(num_hops() - slot(num_hops()), num_hops() + 1);
+  std::vector<RowsToAdd> parts = returned(num_hops() - slot(num_hops()), num_hops() + 1);
   if (earlier_.defined()) parts.push_back({earlier_, {0, own_.size(2)}});
   sum_rows(own_, parts, sums);
-  if (round_) round_->finish();
+  round_->finish();
   return sums;
 }
 
