@@ -25,12 +25,10 @@ def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | No
         return operator(*args)
     try:
         return operator(*args)
-    except dist.DistBackendError as error:
-        vars(error)[_KNOWN] = True
-        raise
     except RuntimeError as error:
+        vars(error)[_KNOWN] = True  # the operator has told the peers
         message = str(error)
-        if not message.startswith(_PREFIX):
+        if isinstance(error, dist.DistBackendError) or not message.startswith(_PREFIX):
             raise
         # With TORCH_SHOW_CPP_STACKTRACES=1 the C++ stack follows the sentence.
         sentence = message.removeprefix(_PREFIX).split("\nException raised from")[0]

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import ringattn
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from _distributed import RankPool, this
 from ringattn import Partition
 from ringattn._distributed.collectives import all_gather, gather_objects
-from ringattn._distributed.errors import report_to_peers
+from ringattn._distributed.errors import call, report_to_peers
 from ringattn._distributed.groups import resolve_group
 
 Pools = Callable[..., RankPool]
@@ -108,3 +109,22 @@ def checks() -> None:
 
 def test_opcheck(rank_pool: Pools) -> None:
     rank_pool(2).run(checks)
+
+
+def fail_in_an_operator() -> None:
+    ring = resolve_group(None)
+
+    def operator() -> None:
+        raise RuntimeError("out of memory")  # C++ has told the peers why
+
+    with pytest.raises(RuntimeError, match="out of memory") as error:
+        call(operator)
+    with mock.patch("ringattn._C.refuse_call") as refuse:
+        report_to_peers(ring, error.value)
+        assert not refuse.called
+        report_to_peers(ring, RuntimeError("of this rank alone"))
+        assert refuse.called
+
+
+def test_an_error_that_an_operator_has_reported_is_not_reported_again(rank_pool: Pools) -> None:
+    rank_pool(2).run(fail_in_an_operator)
