@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import _StopRecomputationError
 
 from ringattn._distributed.errors import report_to_peers
 from ringattn.integrations.shared import by_name
@@ -47,6 +48,8 @@ class RingForward:
             return self._own()(*args, **kwargs)
         try:
             return self._run(self._ask(by_name(self.names, args, kwargs)))
+        except _StopRecomputationError:  # no failure: a checkpoint has all tensors that it needs
+            raise
         except Exception as error:  # of any type, of the model too: the peers wait for this rank
             report_to_peers(self.settings.ring(), error)
             raise
