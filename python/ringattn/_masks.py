@@ -73,8 +73,9 @@ _LONGEST = 2**63 - 1  # operators take 64 bits, and no sequence has as many toke
 
 
 def documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:
-    """int64 on the CPU, one dimension. A CUDA tensor is read once for each of its versions, one of
-    the CPU in every call: NumPy or another process may write to its memory."""
+    """int64 on the CPU, one dimension. A CUDA tensor is read once for each of its versions. One of
+    the CPU is copied in every call: NumPy or another process may write to its memory, also between
+    a forward and its backward."""
     if cu_seqlens is None:
         return None
     if not isinstance(cu_seqlens, torch.Tensor):
@@ -93,8 +94,10 @@ def documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:
             "cu_seqlens must be int32 or int64 of one dimension, "
             f"got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
         )
-    if cu_seqlens.is_cpu or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return cu_seqlens.to("cpu", torch.int64).contiguous()
+    if cu_seqlens.is_cpu:
+        return cu_seqlens.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
     return _read_once(cu_seqlens)
 
 

@@ -231,6 +231,15 @@ def test_documents_of_the_host_are_read_in_every_call(dtype):
         assert torch.equal(ringattn.ring_attention(q, q, q, cu_seqlens=ends), expected)
 
 
+def test_documents_of_a_backward_are_those_of_its_forward():
+    q, ends = torch.randn(1, 12, 2, 16, requires_grad=True), torch.tensor([0, 5, 12])
+    out = ringattn.ring_attention(q, q, 2 * q, cu_seqlens=ends)
+    ends.numpy()[1] = 9
+    (got,) = torch.autograd.grad(out.square().sum(), q)
+    out = ringattn.ring_attention(q, q, 2 * q, cu_seqlens=[0, 5, 12])
+    assert torch.equal(got, torch.autograd.grad(out.square().sum(), q)[0])
+
+
 def test_the_module_holds_window_and_cap_and_takes_documents_and_sinks_at_the_call():
     q, sinks = torch.randn(1, 12, 2, 16), torch.randn(2)
     attn = ringattn.RingAttention(window_size=[3, 0], softcap=2.0)
