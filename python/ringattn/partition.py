@@ -502,7 +502,7 @@ class _Gathered(torch.autograd.Function):
         return partition._gathered(x, group_name, dim)
 
     @staticmethod
-    @once_differentiable  # rows of other ranks would have a part in a second derivative
+    @once_differentiable  # a second derivative would lack the rows of other ranks
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         partition, rank, dim = ctx.place
         return partition.shard(grads[0], rank, dim), None, None, None, None

@@ -35,6 +35,6 @@ class _Sum(torch.autograd.Function):
         return _sum(ring, operation, part)
 
     @staticmethod
-    @once_differentiable  # the parts of other ranks would have one in a second derivative
+    @once_differentiable  # a second derivative would lack the parts of other ranks
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grads[0], None, None
