@@ -115,6 +115,15 @@ class ShardedKVCache:
         """Tokens that all ranks hold together."""
         return sum(self.lengths)
 
+    def check_rows(self, name: str, tokens: torch.Tensor) -> None:
+        """ValueError where new tokens ``[B, ...]`` have another number of batch rows than the keys:
+        one row would be broadcast into all of them."""
+        storage = next(iter(self._layers.values()), None)
+        if storage is not None and storage.size(1) != tokens.size(0):
+            raise ValueError(
+                f"{name} must have the {storage.size(1)} rows of the cache, got {tokens.size(0)}"
+            )
+
     @property
     def older_key_lengths(self) -> torch.Tensor | None:
         """``key_lengths`` without the tokens of the last :meth:`advance`."""

@@ -144,7 +144,12 @@ class ModelCall:
             transport: as in :func:`ringattn.ring_attention`.
             depth: likewise.
             inputs: as in :meth:`prefill`.
+
+        Raises:
+            ValueError: tokens of another number of batch rows.
         """
+        if inputs is not None:
+            cache.check_rows(inputs.name, inputs.tokens)
         faster = is_faster_spread(num_tokens, cache.seq_len, ring.world_size, device.type)
         if not faster or cache.partition is None:
             return cls.decode(ring, cache, num_tokens, inputs=inputs)

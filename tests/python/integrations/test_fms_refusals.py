@@ -209,6 +209,8 @@ def steps_are_refused() -> None:
     for changes, message in refusals:
         with pytest.raises(ValueError, match=message):
             model(one, **{**step, **changes})
+    with pytest.raises(ValueError, match="x must have the 2 rows of the cache, got 1"):
+        model(one[:1], **step)
     with pytest.raises(ValueError, match="lie on the ranks of a ring"):
         plain(one, **step)
     with pytest.raises(ValueError, match="must fit into max_expected_seq_len, 64 tokens, got 65"):

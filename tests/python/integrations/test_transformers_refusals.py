@@ -167,6 +167,8 @@ def refused_calls() -> None:
         ({CACHE: of_another_model()}, "got one of 5 tokens that another model filled"),
         ({CACHE: of_one_rank()}, f"must be that of rank {this().rank} of 2, got rank 0 of 1"),
         ({CACHE: of_another_depth()}, "must have 2 layers, got 1"),
+        ({CACHE: cache, "input_ids": ids[:1]}, "must have the 2 rows of the cache, got 1"),
+        ({CACHE: cache, "input_ids": ids.repeat(2, 1)}, "must have the 2 rows of the cache, got 4"),
         ({CACHE: cache, "attention_mask": torch.cat((hole, ones), 1)}, "must be the prompt's mask"),
         ({"is_causal": False}, "is_causal must be True or None, got False"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, "got no cu_seq_lens_k"),
