@@ -77,11 +77,17 @@ class Split:
         """The split that ``partition`` of :func:`parallelize` means, "auto" excepted.
 
         Raises:
-            ValueError: another number of ranks, negative lengths or none above 0, another type.
+            ValueError: another number of ranks, negative lengths or none above 0, pieces, another
+                type.
         """
         if partition is None or (isinstance(partition, str) and partition == "even"):
             return cls(world_size)
         if isinstance(partition, Partition):
+            if partition.layout == "pieces":
+                raise ValueError(
+                    "partition must be zigzag or contiguous, got pieces: those are of one sequence "
+                    "(packed documents are balanced without a partition)"
+                )
             weights, layout, order = partition.lengths, partition.layout, partition.order
         elif isinstance(partition, str) or not isinstance(partition, Sequence):
             raise ValueError(
@@ -173,13 +179,13 @@ def parallelize(
     Args:
         model: with the same weights on every rank, on one device. Its parameters and its state dict
             stay as they are; it gets a copy of its config.
-        partition: which rank owns which tokens: a :class:`ringattn.Partition`, a list of lengths,
-            "even", or "auto", planned from profiles that are measured now. None is even, but packed
-            documents are cut where attention and matrix products together take equally long (see
-            :func:`ringattn.plan`), which gives the ranks unequal numbers of tokens; "even" gives
-            them equal ones, in more pieces (:meth:`ringattn.Partition.packed`). A list, or a
-            Partition of another length than the call's, serves as weights; the layout and the order
-            are kept.
+        partition: which rank owns which tokens: a zigzag or contiguous :class:`ringattn.Partition`,
+            a list of lengths, "even", or "auto", planned from profiles that are measured now. None
+            is even, but packed documents are cut where attention and matrix products together take
+            equally long (see :func:`ringattn.plan`), which gives the ranks unequal numbers of
+            tokens; "even" gives them equal ones, in more pieces
+            (:meth:`ringattn.Partition.packed`). A list, or a Partition of another length than the
+            call's, serves as weights; the layout and the order are kept.
         group: as in :func:`ringattn.ring_attention`.
         transport: as in :func:`ringattn.ring_attention`.
 

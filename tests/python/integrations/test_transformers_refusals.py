@@ -97,11 +97,13 @@ def test_features_that_a_config_names_and_does_not_use_are_not_refused(
 def arguments() -> None:
     model, other = model_of(), torch.nn.Linear(2, 2)
     rank, logits = this().rank, model(token_ids(5)).logits
+    pieces = ringattn.Partition.packed([0, 2, 5], 2)
     for given, message in (
         ({"model": other}, "must be a model of Hugging Face transformers or of FMS, got Linear"),
         ({"partition": [1, 2, 3]}, "must have the 2 ranks of the group, got 3"),
         ({"partition": [0, 0]}, "must have a token"),
         ({"partition": "fair"}, 'must be a Partition, a list of lengths, "even" or "auto"'),
+        ({"partition": pieces}, "partition must be zigzag or contiguous, got pieces: "),
         ({"transport": "pigeon"}, "transport must be"),
         ({"partition": [1, 1 + rank]}, "partition must be the same on all ranks"),
         ({"model": other if rank else model}, "must be a model of"),
