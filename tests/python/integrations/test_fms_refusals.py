@@ -108,6 +108,10 @@ CALLS: dict[str, tuple[Callable[[], tuple[torch.Tensor, dict[str, Any]]], str]] 
     "op": (lambda: (prompt(*_IDS), {"attn_name": "sdpa_bidirectional"}), "attn_name must be"),
     "causality": (lambda: (prompt(*_IDS), {"is_causal_mask": False}), "is_causal_mask must be"),
     "window": (lambda: (prompt(*_IDS), {"sliding_window": 3}), "sliding_window must be 0, got 3"),
+    "another's window": (
+        lambda: (prompt(*_IDS), {"window_size": (3, 0)}),
+        "window_size must be left out",
+    ),
     "sinks": (lambda: (prompt(*_IDS), {"sinks": torch.ones(4)}), "sinks must be left out .*Tensor"),
     "length": (
         lambda: (prompt(1, 65), {}),

@@ -175,6 +175,7 @@ def refused_calls() -> None:
         ({"is_causal": False}, "is_causal must be True or None, got False"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, "got no cu_seq_lens_k"),
         ({"softcap": 30.0}, "softcap must be left out"),
+        ({"window_size": (3, 0)}, "window_size must be left out"),
     ]
     for options, message in calls:
         with pytest.raises(ValueError, match=message):
@@ -253,6 +254,9 @@ def test_generations_are_refused_on_every_rank(rank_pool: Callable[..., Any]) ->
 def test_keywords_of_a_layer_are_refused_as_those_of_the_functions() -> None:
     neutral = {"softcap": 0.0, "s_aux": None, "sliding_window": 8, "is_causal": True}
     check_attention_keywords({**neutral, "layer_idx": 3}, num_keys=8)
-    for name in ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seqlens", "head_mask"):
+    for name in (
+        *("softcap", "s_aux", "sinks", "window_size", "attn_mask", "position_bias", "head_mask"),
+        *("cu_seq_lens_q", "cu_seqlens"),
+    ):
         with pytest.raises(ValueError, match=rf"^{name} must be left out \(.*\), got 7$"):
             check_attention_keywords({name: 7}, num_keys=8)

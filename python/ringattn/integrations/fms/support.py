@@ -88,7 +88,8 @@ def check_keywords(given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"sliding_window must be 0, got {given['sliding_window']}: windows are not supported"
         )
-    _checks.check_keywords("attention", {"sinks": given.get("sinks")})
+    others = {name: given.get(name) for name in ("sinks", "window_size")}
+    _checks.check_keywords("attention", others)
 
 
 def check_positions(body: Any, device: torch.device, highest: int) -> None:

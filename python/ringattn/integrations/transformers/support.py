@@ -107,7 +107,10 @@ def check_attention_keywords(given: Mapping[str, Any], num_keys: int) -> None:
         raise ValueError(
             f"sliding_window must cover all {num_keys} keys, got {seen}: windows are not supported"
         )
-    names = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seqlens", "head_mask")
+    names = (
+        *("softcap", "s_aux", "sinks", "window_size", "attn_mask", "position_bias", "head_mask"),
+        *("cu_seq_lens_q", "cu_seqlens"),
+    )
     check_keywords("attention", {name: given[name] for name in names if name in given})
     if given.get("is_causal") is False:
         raise ValueError("is_causal must be True or None, got False: attention here is causal")
