@@ -26,7 +26,8 @@ _BUCKET_SIZE = 1 << 24
 
 def all_reduce_gradients(model: nn.Module, group: Group = None) -> None:
     """Sums the gradients of a model's parameters over the ranks of a ring, in place. Collective:
-    every rank calls it between ``backward()`` and the optimizer's step.
+    every rank calls it once before each step of the optimizer, after all backwards whose gradients
+    the step accumulates. A second call would sum the sums.
 
     Each rank's gradient is the part that its own tokens contribute, so parts are summed, not
     averaged. They are added in float32 (float64 for float64) and rounded once, in buckets of 64 MiB
