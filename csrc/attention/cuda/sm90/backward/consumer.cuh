@@ -211,9 +211,9 @@ __device__ __forceinline__ void store_transposed_score_grads(
 /// scale * groups [kBegin, kEnd) of eight columns of dq into [2][64][32], float32, swizzled. Lanes
 /// with an odd g store what others store two groups later or earlier: so the lanes of a half warp
 /// do not meet in a bank.
-template <int kBegin = 0, int kEnd = kGradColumnBlock / 8, int kSize>
+template <int kBegin, int kEnd, int kSize>
 __device__ __forceinline__ void store_query_grads(const float (&dq)[kSize], float scale,
-                                                  uint32_t to, uint32_t thread = threadIdx.x) {
+                                                  uint32_t to, uint32_t thread) {
   const uint32_t lane = thread % 32, g = lane / 4, t = lane % 4;
   const bool odd = g % 2 != 0;
   const uint32_t row = thread % kGradWarpgroup / 32 * 16 + g;

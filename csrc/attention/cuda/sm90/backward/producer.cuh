@@ -149,40 +149,40 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
 }
 
 /// Adds to dq one of its parts, which a consumer puts into shared memory, step for step.
-///   consumer  number of the part; of split roles the consumer that computes it
+///   part  of the thread block's; of split roles also the consumer that computes it
 template <typename Tile>
 __device__ __forceinline__ void add_query_grads(const BackwardKernelParams& p,
-                                                const BackwardShared<Tile>& shared, int consumer) {
+                                                const BackwardShared<Tile>& shared, int part) {
   const bool is_first_lane = threadIdx.x % 32 == 0;
   const int first_head = first_head_of_rank<Tile>(p);
-  // Blocks of columns after the rank's first one, then rows.
-  const int part = consumer + (Tile::kSplit ? kGradConsumers * rank_in_pair() : 0);
-  Turns& turns = *reinterpret_cast<Turns*>(__cvta_shared_to_generic(shared.turns(consumer)));
-  named_barrier_arrive(kDqFreeBarrier + consumer, kDqThreads);
+  // Blocks of columns, then rows, of the query tile.
+  const int block = part + (Tile::kSplit ? kGradConsumers * rank_in_pair() : 0);
+  Turns& turns = *reinterpret_cast<Turns*>(__cvta_shared_to_generic(shared.turns(part)));
+  named_barrier_arrive(kDqFreeBarrier + part, kDqThreads);
   for_each_key_tile<Tile, false>(p, shared, [&](const KeyTile& tile) {
     if (tile.empty()) return;
     // Of split roles no call is deterministic (supports_backward).
     const bool in_turn = !Tile::kSplit && p.progress != nullptr;
-    if (in_turn) begin_turns<Tile>(p, tile, first_head / p.heads_per_rank, consumer, turns);
+    if (in_turn) begin_turns<Tile>(p, tile, first_head / p.heads_per_rank, part, turns);
     Step step(tile);
     for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
       const int head = tile.kv_head * p.heads_per_kv_head + first_head + step.head;
-      const int row = step.query_tile * Tile::kBlockQ + part / Tile::kColumnBlocks * kGradRows;
-      const int column = part % Tile::kColumnBlocks * kGradColumnBlock;
+      const int row = step.query_tile * Tile::kBlockQ + block / Tile::kColumnBlocks * kGradRows;
+      const int column = block % Tile::kColumnBlocks * kGradColumnBlock;
       if (in_turn && is_first_lane) wait_for_turn<Tile>(p, step, turns);
       __syncwarp();  // before a barrier of whole warps
       for (int first = 0; first < 2; first += Tile::kDqBlocks) {
-        named_barrier_wait(kDqFullBarrier + consumer, kDqThreads);
+        named_barrier_wait(kDqFullBarrier + part, kDqThreads);
         if (is_first_lane) {
           for (int i = 0; i < Tile::kDqBlocks; ++i) {
             add_box(p.dq, {column + (first + i) * kGradFloatColumns, row, head, tile.batch},
-                    shared.dq(consumer) + i * Tile::kDqBlockBytes, L2Policy::kEvictLast);
+                    shared.dq(part) + i * Tile::kDqBlockBytes, L2Policy::kEvictLast);
           }
           commit_stores();
           wait_for_stores_to_read();
         }
         __syncwarp();
-        named_barrier_arrive(kDqFreeBarrier + consumer, kDqThreads);
+        named_barrier_arrive(kDqFreeBarrier + part, kDqThreads);
       }
       if (in_turn && is_first_lane) end_turn<Tile>(p, tile, step, left == 1, turns);
       step.template advance<Tile>(tile, p.heads_per_rank);
