@@ -356,8 +356,7 @@ def _check_step(
     before, padding = past.store.seq_len, past.padding
     if padding is not None:
         check_ends(padding)
-    if padding is not None and len(padding.starts) != batch:
-        raise ValueError(f"x must have the {len(padding.starts)} rows of the cache, got {batch}")
+    past.store.check_rows("x", tokens)
     if padding is not None and position_ids is None:
         raise ValueError("position_ids must be given after a padded prompt, got None")
     highest = before + num_tokens - 1 + (0 if position_ids is None else past.ahead)
