@@ -13,22 +13,31 @@ import pytest
 import ringattn
 import torch
 import torch.distributed as dist
-from _distributed import GROUP_TIMEOUT_S, RankPool, this
+from _distributed import AT_ONCE_S, RankPool, this
 from _gpus import WORLD_SIZES
 from _rings import Case, ring_call
 from ringattn import Partition
 
 pytestmark = pytest.mark.multi_gpu
 
+#: Of groups in which a rank is lost. Errors that do not wait for it have another text: there it is
+#: AT_ONCE_S.
 TIMEOUT_S = 4.0
 GRACE_S = 6.0
-REFUSAL_S = 5.0  # a refusal is found within
 TRANSPORTS = ["nccl", "symmetric"]  # those that are watched here; the group watches its own
 
 
 def even(transport: str) -> Case:
     partition = Partition.even(64 * this().world_size, this().world_size)
     return Case(partition, dtype=torch.bfloat16, transport=transport)
+
+
+def warm_up(case: Case) -> None:
+    """A call in another group, with c10d's own timeout: what a process does once, such as loading
+    NCCL's kernels, takes longer than TIMEOUT_S where other processes use the GPUs and the host."""
+    where = {"group": dist.new_group(), "transport": case.transport}
+    ringattn.ring_attention(*case.local_inputs(), case.partition, **where)
+    torch.cuda.synchronize()
 
 
 def assert_names(message: str, rank: int) -> None:
@@ -71,6 +80,7 @@ def decode(case: Case) -> tuple[torch.Tensor, ...]:
 def lose_a_rank(absent: int, die: bool, transport: str, call: Call) -> dict[str, object]:
     """A warm ring in which one rank does not come to the second call."""
     case = even(transport)
+    warm_up(case)
     call(case)
     torch.cuda.synchronize()
     if this().rank == absent:
@@ -114,7 +124,7 @@ def test_a_lost_rank_is_named_and_its_results_are_nan(die, call, transport):
                 continue
             assert outcome.ok, outcome.traceback
             value = outcome.value
-            assert value["returned_s"] < 1.0  # the host is not held up
+            assert value["returned_s"] < TIMEOUT_S / 2  # the host is not held up
             assert value["named_s"] < TIMEOUT_S + GRACE_S
             for message in value["messages"]:
                 assert_names(message, absent)
@@ -126,6 +136,7 @@ def lose_a_rank_and_launch_what_is_new(absent: int) -> dict[str, object]:
     """The survivor's own kernels wait on the device, and meanwhile its host launches kernels that
     have never been loaded: the driver may block until the running kernels have ended."""
     case = even("symmetric")
+    warm_up(case)
     ring_call(case)
     torch.cuda.synchronize()
     if this().rank == absent:
@@ -175,15 +186,12 @@ def make_another_call(lonely: int, usual_call: Call, lonely_call: Call) -> dict[
     usual_call(usual)
     lonely_call(longer)
     ringattn.synchronize()
-    start = time.monotonic()
     results = lonely_call(longer) if this().rank == lonely else usual_call(usual)
     with pytest.raises(dist.DistBackendError) as at_synchronize:
         ringattn.synchronize()
-    named_s = time.monotonic() - start
     with pytest.raises(dist.DistBackendError) as at_next_call:
         usual_call(usual)
     return {
-        "named_s": named_s,
         "messages": [str(at_synchronize.value), str(at_next_call.value)],
         "nan": all(bool(x.isnan().all()) for x in results),
     }
@@ -212,11 +220,10 @@ def make_another_call(lonely: int, usual_call: Call, lonely_call: Call) -> dict[
 @pytest.mark.parametrize("world_size", WORLD_SIZES[:2])
 def test_ranks_in_different_calls_get_an_error(world_size, calls):
     lonely = world_size - 1
-    with RankPool(world_size, "cuda", timeout_s=TIMEOUT_S) as pool:
+    with RankPool(world_size, "cuda", timeout_s=AT_ONCE_S) as pool:
         for outcome in pool.outcomes(make_another_call, lonely, *calls):
             assert outcome.ok, outcome.traceback
             value = outcome.value
-            assert value["named_s"] < TIMEOUT_S / 2  # no timeout passes first
             other = lonely if outcome.rank != lonely else r"\d"
             # Ranks in a ring wait for those in an exchange, which notice it and tell them.
             either = decode in calls and calls != (decode, decode)
@@ -231,7 +238,7 @@ def test_ranks_in_different_calls_get_an_error(world_size, calls):
             assert value["nan"]
 
 
-def make_a_call_that_is_new(lonely: int, transport: str, calls_ahead: int) -> dict[str, object]:
+def make_a_call_that_is_new(lonely: int, transport: str, calls_ahead: int) -> str:
     """One rank's keys require grad, which is new to it alone: it waits for words of the others,
     which have launched a call that they know, and more."""
     case = even(transport)
@@ -243,24 +250,20 @@ def make_a_call_that_is_new(lonely: int, transport: str, calls_ahead: int) -> di
     call()
     ringattn.synchronize()
     k.requires_grad_(this().rank == lonely)
-    start = time.monotonic()
     with pytest.raises(dist.DistBackendError) as refusal:
         for _ in range(1 + calls_ahead):
             call()
         ringattn.synchronize()
-    return {"named_s": time.monotonic() - start, "message": str(refusal.value)}
+    return str(refusal.value)
 
 
 @pytest.mark.parametrize("calls_ahead", [0, 3])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_call_that_is_new_to_one_rank_alone_ends_the_group(transport, calls_ahead):
-    with RankPool(2, "cuda", timeout_s=GROUP_TIMEOUT_S) as pool:
-        for value in pool.run(make_a_call_that_is_new, 1, transport, calls_ahead):
-            assert (
-                "ranks must agree on inputs that require grad, got none on rank 0 and k on rank 1"
-                in (value["message"])
-            )
-            assert value["named_s"] < REFUSAL_S
+    said = "ranks must agree on inputs that require grad, got none on rank 0 and k on rank 1"
+    with RankPool(2, "cuda", timeout_s=AT_ONCE_S) as pool:
+        for message in pool.run(make_a_call_that_is_new, 1, transport, calls_ahead):
+            assert said in message and "timeout" not in message
 
 
 def refuse_while_others_replay(captures_decode: bool) -> str:
@@ -284,20 +287,19 @@ def refuse_while_others_replay(captures_decode: bool) -> str:
     if this().rank == 1:
         with pytest.raises(ValueError, match="causal must be"):
             ringattn.ring_attention(q, k, v, case.partition, causal="yes")
-        time.sleep(REFUSAL_S)  # this rank lives: it is not lost
+        this().store.wait(["told"])  # this rank lives: it is not lost
         return ""
-    start = time.monotonic()
     graph.replay()
     torch.cuda.synchronize()
-    assert time.monotonic() - start < REFUSAL_S
     with pytest.raises(dist.DistBackendError) as raised:
         ringattn.synchronize()
+    this().store.set("told", "")
     return str(raised.value)
 
 
 @pytest.mark.parametrize("captures_decode", [False, True], ids=["ring", "decode"])
 def test_ranks_that_replay_a_graph_learn_at_once_that_a_peer_refuses_its_call(captures_decode):
-    with RankPool(2, "cuda", timeout_s=10 * REFUSAL_S) as pool:
+    with RankPool(2, "cuda", timeout_s=AT_ONCE_S) as pool:
         message, _ = pool.run(refuse_while_others_replay, captures_decode)
     assert "rank 1 refused a call while other ranks replay a CUDA graph: causal must be" in message
 
@@ -394,6 +396,7 @@ def test_two_rings_on_two_streams_are_correct(rank_pool, transport):
 def late_host(call_delay_s: float, transport: str) -> None:
     """A rank that is slow, but within the timeout, is waited for."""
     case = even(transport)
+    warm_up(case)
     ring_call(case)
     if this().rank == 0:
         time.sleep(call_delay_s)
