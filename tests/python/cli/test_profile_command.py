@@ -3,6 +3,8 @@
 
 import json
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 from _commands import command_line
 from _profiles import check_profiles
 from ringattn.__main__ import main
+from ringattn.cli import profile
 from ringattn.strategies import MatmulRow, Regression, read_table
+from ringattn.testing import MPS
 
 FLAGS = ("--device", "cpu", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "64")
 
@@ -117,12 +121,30 @@ def test_the_command_refuses_in_one_sentence(
     assert len(out.splitlines()) <= 1  # a sweep's header, and nothing that was measured
 
 
+# Writes how many multiprocessors a process has.
+COUNT = """import sys, torch
+with open(sys.argv[1], "a") as file:
+    print(torch.cuda.get_device_properties(0).multi_processor_count, file=file)
+"""
+
+
 @pytest.mark.cuda
-def test_a_sweep_over_percentages_writes_tables_and_a_formula(tmp_path: Path) -> None:
+def test_a_sweep_over_percentages_writes_tables_and_a_formula(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process has its share of the device. Latencies do not tell: other processes may use the
+    device, now more and now less."""
+    counts, run_under = tmp_path / "counts", profile._run_under
+
+    def run_and_count(mps: MPS, percentage: float, command: Sequence[str]) -> None:
+        run_under(mps, percentage, command)
+        run_under(mps, percentage, [sys.executable, "-c", COUNT, str(counts)])
+
+    monkeypatch.setattr(profile, "_run_under", run_and_count)
     sweep = ["profile", "--percentages", "100,50,25", "--sizes", "1024,2048,4096"]
     assert main([*sweep, "--out", str(tmp_path), "--seconds", "0.2"]) == 0
     latencies = read_table(tmp_path / "ring_attention_profile.csv")
     assert [row.mps_pct for row in latencies] == [100, 50, 25]
-    first, second, third = (row.latency_ms for row in latencies)  # type: ignore[union-attr]
-    assert first < 0.8 * second and second < 0.8 * third
+    full, half, quarter = map(int, counts.read_text().split())
+    assert 0.4 * full <= half <= 0.6 * full and 0.4 * half <= quarter <= 0.6 * half
     assert 0 < Regression.read(tmp_path / "regression.json").r_squared <= 1
