@@ -10,7 +10,7 @@ import diffusers
 import pytest
 import torch
 from _diffusers import RINGATTN, close, qkv
-from _distributed import RankPool, this
+from _distributed import AT_ONCE_S, RankPool, this
 from diffusers import ContextParallelConfig
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from diffusers.models.attention_dispatch import dispatch_attention_fn as dispatch
@@ -224,7 +224,7 @@ def test_a_mask_on_one_rank_ends_the_call_of_all(own_pool: Pools, ring_anything:
     said = "attn_mask must be None, got a torch.float32 tensor [4, 4]"
     assert second.error == first.error == "ValueError"
     assert said in second.message and "rank 1" in first.message and said in first.message
-    assert max(first.seconds, second.seconds) < 20
+    assert max(first.seconds, second.seconds) < AT_ONCE_S
 
 
 def unequal_without_ring_anything() -> None:
