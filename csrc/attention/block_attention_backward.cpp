@@ -48,8 +48,8 @@ at::Tensor attention_delta_cuda(const at::Tensor& grad_out, const at::Tensor& gr
 
 void block_attention_backward_cuda(const at::Tensor& q, const KeyBlock& block,
                                    const Scoring& scoring, const RowGradients& rows,
-                                   const at::Tensor& dq, const at::Tensor& dk,
-                                   const at::Tensor& dv) {
+                                   const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
+                                   Scheduling scheduling) {
   const at::Tensor queries = as_kernel_input(q), grad_out = as_kernel_input(rows.grad_out),
                    keys = as_kernel_input(block.k), values = as_kernel_input(block.v);
   BlockAttentionBackwardParams params;
@@ -76,8 +76,10 @@ void block_attention_backward_cuda(const at::Tensor& q, const KeyBlock& block,
   params.softcap = static_cast<float>(scoring.softcap);
   params.deterministic = at::globalContext().deterministicAlgorithms();
   at::Tensor semaphores;
-  if (params.deterministic || params.query_ranges != nullptr) {
-    semaphores = at::zeros({params.num_semaphores()}, q.options().dtype(at::kInt));
+  if (params.deterministic || params.query_ranges != nullptr ||
+      scheduling == Scheduling::kDynamic || cuda::gains_by_semaphore(params)) {
+    const int64_t count = params.deterministic ? params.num_semaphores() : 1;
+    semaphores = at::zeros({count}, q.options().dtype(at::kInt));
     params.semaphores = semaphores.mutable_data_ptr<int32_t>();
   }
   check_launch(cuda::block_attention_backward(params, current_stream(q)),
@@ -116,7 +118,7 @@ at::Tensor transposed_ranges(const at::Tensor& key_ranges, int64_t num_keys) {
 
 void block_attention_backward(const at::Tensor& q, const KeyBlock& block, const Scoring& scoring,
                               const RowGradients& rows, const at::Tensor& dq, const at::Tensor& dk,
-                              const at::Tensor& dv) {
+                              const at::Tensor& dv, [[maybe_unused]] Scheduling scheduling) {
   if (dk.numel() == 0 || q.numel() == 0) {
     dk.zero_();
     dv.zero_();
@@ -124,7 +126,7 @@ void block_attention_backward(const at::Tensor& q, const KeyBlock& block, const 
   }
 #ifdef RINGATTN_WITH_CUDA
   if (q.is_cuda()) {
-    return block_attention_backward_cuda(q, block, scoring, rows, dq, dk, dv);
+    return block_attention_backward_cuda(q, block, scoring, rows, dq, dk, dv, scheduling);
   }
 #endif
   cpu::block_attention_backward(q, block, scoring, rows, dq, dk, dv);

@@ -166,7 +166,7 @@ struct BlockAttentionBackwardParams : AttentionShape {
   /// Rows of dq that take turns together.
   static constexpr int32_t kTurnRows = 64;
   /// [num_semaphores()] in device memory, 0 before the launch, unspecified after it. Needed with
-  /// `deterministic`. With `query_ranges` alone it balances the work of thread blocks.
+  /// `deterministic`. Without it one is enough: thread blocks take work when they are free.
   int32_t* semaphores = nullptr;
 
   int64_t num_semaphores() const {

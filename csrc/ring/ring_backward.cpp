@@ -30,10 +30,12 @@ KeyGradients rows_of(const KeyGradients& x, const RowRange& rows) {
 // The gradients of one rank's rows and of the blocks that visit it.
 class Gradients {
  public:
-  Gradients(const at::Tensor& q, const RowGradients& rows, const RingCall& call)
+  Gradients(const at::Tensor& q, const RowGradients& rows, const RingCall& call,
+            Scheduling scheduling)
       : q_(q),
         rows_(rows),
         call_(call),
+        scheduling_(scheduling),
         query_tables_(call.plan.key_tables->transposed_on(q.device())),
         dq_(at::zeros(q.sizes(), rows.lse.options())) {}
 
@@ -55,7 +57,7 @@ class Gradients {
       const at::Tensor q = rows_of(q_, 1, queries), dq = rows_of(dq_, 1, queries);
       repeat_for_slowdown(q, block, rows);
       const auto [dk, dv] = rows_of(gradients, part.keys);
-      block_attention_backward(q, block, call_.scoring, rows, dq, dk, dv);
+      block_attention_backward(q, block, call_.scoring, rows, dq, dk, dv, scheduling_);
     }
   }
 
@@ -89,6 +91,7 @@ class Gradients {
   const at::Tensor& q_;
   const RowGradients& rows_;
   const RingCall& call_;
+  const Scheduling scheduling_;
   const std::vector<at::Tensor> query_tables_;  // [W]
   const at::Tensor dq_;                         // [B, S_r, H, D], state dtype
 };
@@ -140,7 +143,9 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
   }
   // The first block travels meanwhile.
   const RowGradients rows = make_rows();
-  const Gradients gradients(q, rows, call);
+  // A library moves messages by kernels, which hold multiprocessors until the other rank has come.
+  const bool by_library = transport != nullptr && transport->collectives() != nullptr;
+  const Gradients gradients(q, rows, call, by_library ? Scheduling::kDynamic : Scheduling::kStatic);
 
   const RowRange& seen = call.plan.visits[0].keys.hull;
   std::vector<Block> blocks(num_steps);

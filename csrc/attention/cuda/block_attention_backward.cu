@@ -104,6 +104,10 @@ cudaError_t attention_delta(const AttentionDeltaParams& p, cudaStream_t stream) 
   return cudaErrorInvalidValue;
 }
 
+bool gains_by_semaphore(const BlockAttentionBackwardParams& p) {
+  return wants_sm90(/*unless_set=*/true) && sm90::available() && sm90::gains_by_semaphore(p);
+}
+
 cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.num_keys == 0 || p.num_kv_heads == 0) return cudaSuccess;
   if (p.deterministic && p.semaphores == nullptr && p.num_queries > 0) return cudaErrorInvalidValue;

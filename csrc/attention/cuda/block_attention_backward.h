@@ -11,6 +11,10 @@ namespace ringattn::cuda {
 /// delta of BlockAttentionBackwardParams, on the current device, enqueued on `stream`.
 RINGATTN_API cudaError_t attention_delta(const AttentionDeltaParams& p, cudaStream_t stream);
 
+/// Whether p, without a table and not deterministic, is faster with a semaphore than without, where
+/// nothing else runs on the current device.
+RINGATTN_API bool gains_by_semaphore(const BlockAttentionBackwardParams& p);
+
 /// The backward of block attention on the current device, enqueued on `stream`. Needs compute
 /// capability 8.0 and aligned rows (alignment.h), those of dq, dk and dv too. Without queries dk
 /// and dv become 0; without keys nothing is launched.

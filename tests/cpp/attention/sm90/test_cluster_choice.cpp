@@ -35,6 +35,13 @@ TEST_CASE("as many thread blocks share a group's heads as end soonest", "[sm90]"
   // Of 1.45 tiles for each thread block, half make two; by ticket, lengths even out.
   CHECK(choose_ranks(tiles(2048, 3072, false), kHopper, false) > 1);
   CHECK(choose_ranks(tiles(2048, 3072, false), kHopper, true) == 1);
+  CHECK(choose_ranks(tiles(4096, 4096, true), kHopper, true) == 1);
+}
+
+TEST_CASE("tiles of unequal lengths are given out by ticket where there are many", "[sm90]") {
+  CHECK(gains_by_tickets(tiles(16384, 16384, true), 132));
+  CHECK_FALSE(gains_by_tickets(tiles(8192, 8192, true), 132));
+  CHECK_FALSE(gains_by_tickets(tiles(16384, 16384, false), 132));
 }
 
 TEST_CASE("a group of heads is shared where it can be", "[sm90]") {

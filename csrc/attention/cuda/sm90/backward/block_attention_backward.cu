@@ -3,7 +3,10 @@
 #include <cuda_fp16.h>
 
 #include "attention/cuda/alignment.h"
+#include "attention/cuda/sm90/backward/cluster_choice.h"
 #include "attention/cuda/sm90/backward/launch.h"
+#include "attention/cuda/sm90/device_limits.h"
+#include "core/ceil_div.h"
 
 namespace ringattn::cuda::sm90 {
 namespace {
@@ -37,6 +40,24 @@ bool supports_backward(const BlockAttentionBackwardParams& p) {
   const bool has_work =
       p.batch > 0 && p.num_heads > 0 && p.num_queries > 0 && p.num_kv_heads > 0 && p.num_keys > 0;
   return has_kernel && has_work && all_rows_are_aligned(p);
+}
+
+bool gains_by_semaphore(const BlockAttentionBackwardParams& p) {
+  // Measured at D 128 (docs/log/kernel-sm90-backward.md).
+  constexpr int kBlockQ = 64, kBlockK = 128;
+  if (p.head_dim <= 64 || p.head_dim > 128 || !supports_backward(p)) return false;
+  int device = 0;
+  DeviceLimits limits;
+  if (cudaGetDevice(&device) != cudaSuccess || device_limits(device, limits) != cudaSuccess) {
+    return false;
+  }
+  const WorkTiles tiles = {QueryBounds::of(p),
+                           p.batch * p.num_kv_heads,
+                           static_cast<int>(ceil_div(p.num_keys, kBlockK)),
+                           kBlockQ,
+                           kBlockK,
+                           p.num_heads / p.num_kv_heads};
+  return gains_by_tickets(tiles, limits.multiprocessors);
 }
 
 cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cudaStream_t stream) {

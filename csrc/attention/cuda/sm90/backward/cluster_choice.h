@@ -39,7 +39,19 @@ struct WorkTiles {
         ceil_div(bounds.num_queries, block_q) - bounds.range(key).begin / block_q;
     return query_tiles * (heads / ranks) + kOverhead;
   }
+  /// Of a cluster, where all have as much to do. Lengths of tiles are linear in their order.
+  int64_t mean_steps(int ranks, int clusters) const {
+    return (steps(0, ranks) + steps(count() - 1, ranks)) * count() / (2 * clusters);
+  }
 };
+
+/// Whether thread blocks had better take tiles of these lengths when they are done with one, where
+/// nothing else runs on the device: lengths are unequal, and even out over many tiles.
+inline bool gains_by_tickets(const WorkTiles& tiles, int thread_blocks) {
+  constexpr int kMany = 6;  // for each thread block
+  return tiles.count() >= int64_t{kMany} * thread_blocks &&
+         tiles.steps(0, 1) > 2 * tiles.steps(tiles.count() - 1, 1);
+}
 
 /// The steps of a cluster that has a work tile in each round, in alternating direction.
 inline int64_t steps_of_cluster(const WorkTiles& tiles, int ranks, int clusters, int cluster) {
@@ -73,7 +85,7 @@ inline int choose_ranks(const WorkTiles& tiles, const Residency& resident, bool 
   if (tiles.count() >= int64_t{kMany} * resident.of_one) return 1;
   int best = 1;
   int64_t fewest = by_ticket && tiles.count() > resident.of_one
-                       ? tiles.count() * tiles.steps(0, 1) / resident.of_one
+                       ? tiles.mean_steps(1, resident.of_one)
                        : busiest_steps(tiles, 1, resident.of_one);
   for (int ranks = 2; ranks <= 4 && tiles.heads % ranks == 0; ranks *= 2) {
     if (resident.clusters(ranks) == 0) break;
@@ -93,8 +105,7 @@ inline int choose_ranks(const WorkTiles& tiles, const Residency& resident, bool 
 ///   least_rounds  where slices have a price
 inline int choose_planes_per_slice(const WorkTiles& tiles, int ranks, int clusters,
                                    int least_rounds) {
-  const int64_t mean = (tiles.steps(0, ranks) + tiles.steps(tiles.count() - 1, ranks)) *
-                       tiles.count() / (2 * clusters);
+  const int64_t mean = tiles.mean_steps(ranks, clusters);
   int best = 1;
   int64_t fewest = INT64_MAX;
   for (int rounds = least_rounds; rounds <= 8; rounds *= 2) {

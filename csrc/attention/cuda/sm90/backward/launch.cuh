@@ -116,8 +116,9 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   const WorkTiles tiles = work_tiles_of<Tile>(p);
   int sharing = 1;  // thread blocks that share the heads of a group
   if constexpr (!Tile::kByTicket && !Tile::kSplit) {
-    const bool by_ticket = has_table && p.semaphores != nullptr;
-    // The order of a table's tiles in deterministic calls is that of tickets.
+    // The order of a table's tiles in deterministic calls is that of tickets, of others that of
+    // rounds.
+    const bool by_ticket = p.semaphores != nullptr && (has_table || !p.deterministic);
     if (!has_table || !p.deterministic) sharing = choose_ranks(tiles, resident, by_ticket);
     if (by_ticket && sharing == 1)
       return launch_grads<Element, ByTicket<Tile>, kSoftcap>(p, stream);

@@ -15,6 +15,9 @@ namespace ringattn::cuda::sm90 {
 /// compute.
 bool supports_backward(const BlockAttentionBackwardParams& p);
 
+/// Whether p, without semaphores, is faster with one, where nothing else runs on the device.
+bool gains_by_semaphore(const BlockAttentionBackwardParams& p);
+
 /// Enqueues p, which must be supported, on an available device (available()).
 /// cudaErrorNotSupported, with nothing enqueued, where the tensors have no tensor map, the device
 /// has no room for the clusters that D above 128 needs, or the thread blocks of a deterministic
