@@ -10,7 +10,7 @@
 namespace ringattn {
 
 /// The order in which blocks of keys visit the ranks: that of the keys' partition. Ranks without
-/// tokens come last, since they exchange nothing: no other rank loses a step to them.
+/// tokens come last, since no rows of theirs travel: no other rank loses a step to them.
 class RINGATTN_API VisitOrder {
  public:
   /// A rank has tokens where one of the partitions gives it some.

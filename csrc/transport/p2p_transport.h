@@ -73,6 +73,9 @@ class RINGATTN_API MessageTransport : public Transport {
   virtual std::unique_ptr<MessageRound> open_round(std::vector<Message> messages);
   /// Whether a rank without a message to send or receive must start one all the same.
   virtual bool needs_every_rank() const { return false; }
+  /// Whether ranks compare calls by the tags of their messages: then two ranks between which no row
+  /// travels exchange a byte in each ring call.
+  virtual bool tags_messages() const { return false; }
   /// Whether, on CUDA, ranks compare the tag of a call (CallMonitor::call_tag) before anything
   /// else, where no rank sends more than `bytes` at once, or `buffered` bytes in a round.
   virtual bool compares_tags(int64_t bytes, int64_t buffered) const { return false; }

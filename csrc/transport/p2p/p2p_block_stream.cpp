@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <utility>
@@ -46,6 +47,7 @@ class MessageStream : public BlockStream {
                     exchange.k.options()));
     }
     for (int64_t step = 1; step <= exchange_.depth; ++step) start(step);
+    if (transport_.tags_messages()) exchange_tags();
   }
 
   Block wait(int64_t step) override {
@@ -59,6 +61,7 @@ class MessageStream : public BlockStream {
     for (const auto& transfer : transfers_) {
       if (transfer) transfer->finish();
     }
+    for (const auto& tag : tags_) tag->finish();
     transport_.guard(results);
     own_block_.reset();  // timings outlive the call, its tensors do not
     buffers_.clear();
@@ -88,6 +91,23 @@ class MessageStream : public BlockStream {
     transfers_[step - 1] = transport_.start(message);
   }
 
+  // With each rank that neither sends rows to this one nor receives any.
+  void exchange_tags() {
+    const auto& hops = exchange_.hops;
+    for (const HopPlan& hop : hops) {
+      const bool sends = std::any_of(hops.begin(), hops.end(), [&](const HopPlan& other) {
+        return other.destination == hop.source && !other.sent.empty();
+      });
+      if (sends || !hop.received.empty()) continue;
+      Message message;
+      message.call = exchange_.call;
+      message.destination = message.source = hop.source;
+      message.send = at::zeros({1}, at::kByte);
+      message.receive = at::empty({1}, at::kByte);
+      tags_.push_back(transport_.start(message));
+    }
+  }
+
   // One behind the other: without gaps it is a view.
   at::Tensor own_rows(const RowSet& rows) const {
     std::vector<at::Tensor> parts;
@@ -103,6 +123,7 @@ class MessageStream : public BlockStream {
   at::Tensor own_block_;             // [rows, 2, B, H_kv, D], these rows
   std::vector<at::Tensor> buffers_;  // [rows, 2, B, H_kv, D] each, received blocks in rotation
   std::vector<std::unique_ptr<Transfer>> transfers_;  // [W - 1]; null: nothing travels
+  std::vector<std::unique_ptr<Transfer>> tags_;
 };
 
 }  // namespace

@@ -229,7 +229,9 @@ class ProcessGroupTransport : public CollectiveTransport {
  public:
   ProcessGroupTransport(const Rendezvous& rendezvous,
                         c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device)
-      : rendezvous_(rendezvous), process_group_(std::move(process_group)) {
+      : rendezvous_(rendezvous),
+        process_group_(std::move(process_group)),
+        tags_messages_(device.is_cpu()) {
     // Note: NCCL's communicator is made by the first operation, and all ranks must take part in
     // that. A hop may have no message for some of them.
     if (!device.is_cpu()) {
@@ -245,6 +247,8 @@ class ProcessGroupTransport : public CollectiveTransport {
     if (!side_) side_ = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, -1);
     return std::make_unique<DeviceTransfer>(group_process(), *side_, message);
   }
+
+  bool tags_messages() const override { return tags_messages_; }
 
   at::Tensor all_gather(const at::Tensor& mine, int64_t call) override {
     at::Tensor all = at::empty({rendezvous_.size, mine.numel()}, mine.options());
@@ -292,6 +296,7 @@ class ProcessGroupTransport : public CollectiveTransport {
 
   const Rendezvous rendezvous_;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group_;
+  const bool tags_messages_;
   const std::shared_ptr<Unfinished> unfinished_ = std::make_shared<Unfinished>();  // on CPU
   std::optional<c10::Stream> side_;
 };

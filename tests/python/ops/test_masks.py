@@ -370,7 +370,18 @@ def documents_on_each_rank(partition: Partition, documents: list[list[int]]) -> 
     return message
 
 
-def test_a_difference_between_new_documents_is_told_on_all_ranks(own_pool: Any) -> None:
-    documents = [[0, 20, 40], [0, 21, 40]]
-    for message in own_pool(2).run(documents_on_each_rank, Partition.even(40, 2), documents):
+@pytest.mark.parametrize(
+    ("partition", "documents"),
+    [
+        (Partition.even(40, 2), [[0, 20, 40], [0, 21, 40]]),
+        # Nothing travels between ranks 0 and 1, by the documents of one of them or of both.
+        (Partition.contiguous([20, 20]), [[0, 20, 40], [0, 21, 40]]),
+        (Partition.contiguous([20, 20]), [[0, 20, 40], [0, 20, 30, 40]]),
+        (Partition.zigzag([20, 0, 20]), [[0, 20, 40], [0, 21, 40], [0, 20, 40]]),
+    ],
+)
+def test_a_difference_between_new_documents_is_told_on_all_ranks(
+    own_pool: Any, partition: Partition, documents: list[list[int]]
+) -> None:
+    for message in own_pool(len(documents)).run(documents_on_each_rank, partition, documents):
         assert message.startswith("ranks must agree on cu_seqlens")
