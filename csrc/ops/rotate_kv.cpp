@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -166,8 +167,13 @@ at::Tensor rotate_kv_op(const at::Tensor& kv, at::IntArrayRef lengths, at::IntAr
       rotation.sent = kv.clone(at::MemoryFormat::Contiguous);
       rotation.received = at::empty(
           {2, kv.size(1), partition->length(message.source), kv.size(3), kv.size(4)}, kv.options());
-      if (rotation.sent.numel() > 0) message.send = rotation.sent;
-      if (rotation.received.numel() > 0) message.receive = rotation.received;
+      const bool has_tag = rotation.transport->tags_messages();
+      const auto rows_or_byte = [&](const at::Tensor& rows) {
+        if (rows.numel() > 0) return rows;
+        return has_tag ? at::zeros({1}, at::kByte) : at::Tensor();
+      };
+      message.send = rows_or_byte(rotation.sent);
+      message.receive = rows_or_byte(rotation.received);
       if (message.send.defined() || message.receive.defined() ||
           rotation.transport->needs_every_rank()) {
         rotation.transfer = rotation.transport->start(message);

@@ -74,7 +74,7 @@ class RINGATTN_API MessageTransport : public Transport {
   /// Whether a rank without a message to send or receive must start one all the same.
   virtual bool needs_every_rank() const { return false; }
   /// Whether ranks compare calls by the tags of their messages: then two ranks between which no row
-  /// travels exchange a byte in each ring call.
+  /// travels exchange a byte in each call.
   virtual bool tags_messages() const { return false; }
   /// Whether, on CUDA, ranks compare the tag of a call (CallMonitor::call_tag) before anything
   /// else, where no rank sends more than `bytes` at once, or `buffered` bytes in a round.

@@ -180,3 +180,26 @@ def test_a_refusal_is_told_to_a_rank_that_waits_later():
     with RankPool(2) as ring:
         first, second = ring.run(wait_for_a_rank_that_refused)
     assert first.startswith("kv must be [2, B, S_r, H_kv, D]") and second == f"rank 0: {first}"
+
+
+def rotate_differently(partition: Partition) -> str:
+    """What a rotation says that is of another dtype on rank 1, after one of each."""
+
+    def rotate(dtype: torch.dtype) -> None:
+        rows = partition.lengths[this().rank]
+        ringattn.rotate_kv(torch.zeros(2, 1, rows, 2, 8, dtype=dtype), partition).wait()
+
+    for dtype in (torch.float32, torch.float64):
+        rotate(dtype)
+    with pytest.raises(ValueError) as error:
+        rotate(torch.float64 if this().rank == 1 else torch.float32)
+    rotate(torch.float32)  # the group works on
+    return str(error.value)
+
+
+@pytest.mark.parametrize("lengths", [[0, 5], [0, 0, 5]])
+def test_a_difference_is_told_to_a_rank_without_rows(own_pool, lengths: list[int]) -> None:
+    for said in own_pool(len(lengths)).run(rotate_differently, Partition.zigzag(lengths)):
+        assert said == (
+            "ranks must agree on dtype, got torch.float32 on rank 0 and torch.float64 on rank 1"
+        )
