@@ -40,7 +40,8 @@ _WINDOW = (
     "a window is window_size= (ring_attention), the layer's own in RingAttention, and key_ranges= "
     "(block_attention)"
 )
-_REFUSED_KEYWORDS: dict[str, tuple[str, tuple[Any, ...]]] = {
+_Rules = Mapping[str, tuple[str, tuple[Any, ...]]]
+_REFUSED_KEYWORDS: _Rules = {
     "attn_mask": (_MASKS, (None,)),
     "attention_mask": (_MASKS, (None,)),
     "attn_bias": ("scores have no bias here", (None,)),
@@ -85,12 +86,15 @@ _REFUSED_KEYWORDS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-def check_keywords(function: str, refused: dict[str, Any]) -> None:
-    """Refuses keywords of other packages by name, but for the values that change nothing."""
+def check_keywords(
+    function: str, refused: dict[str, Any], rules: _Rules = _REFUSED_KEYWORDS
+) -> None:
+    """Refuses keywords of other packages by name, but for the values that change nothing.
+    ``rules``: what to write instead, and these values."""
     for name, value in refused.items():
-        if name not in _REFUSED_KEYWORDS:
+        if name not in rules:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        instead, neutral = _REFUSED_KEYWORDS[name]
+        instead, neutral = rules[name]
         plain = tuple(value) if isinstance(value, list) else value
         comparable = plain is None or isinstance(plain, (bool, int, float, tuple))
         if comparable and plain in neutral:

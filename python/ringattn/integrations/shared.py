@@ -4,12 +4,32 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from ringattn import _checks
 from ringattn._checks import HEAD_DIM_RULE, is_head_dim
+
+# Keywords of ring_attention, which models of other libraries take and drop: what to write instead,
+# and the values that change nothing.
+_PARALLELIZE = "give it to ringattn.parallelize()"
+_LAYERS_OWN = "each layer has its own"
+_KEYWORDS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "partition": (_PARALLELIZE, (None,)),
+    "group": (_PARALLELIZE, (None,)),
+    "transport": (_PARALLELIZE, (None,)),
+    "depth": ("the ring chooses it", (None,)),
+    "causal": ("attention here is causal", (None, True)),
+    "scale": (_LAYERS_OWN, (None,)),
+    "softcap": (_LAYERS_OWN, (None, 0)),
+    "window_size": (_LAYERS_OWN, (None, (-1, -1), (None, None))),
+    "sinks": (_LAYERS_OWN, (None,)),
+    "s_aux": (_LAYERS_OWN, (None,)),
+    "key_partition": ("keys before this call are those of the cache", (None,)),
+    "return_lse": ("models return no log-sum-exp", (None, False)),
+}
 
 
 def parameter_names(module: nn.Module) -> list[str]:
@@ -20,6 +40,14 @@ def parameter_names(module: nn.Module) -> list[str]:
 def by_name(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call as keyword arguments."""
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def check_keywords(given: Mapping[str, Any], others: Mapping[str, str]) -> None:
+    """ValueError for keywords of a model's call that its library would drop: those of
+    :func:`ringattn.ring_attention`, and ``others``, with what to write instead."""
+    rules = {**_KEYWORDS, **{name: (instead, (None,)) for name, instead in others.items()}}
+    found = {name: given[name] for name in rules if name in given}
+    _checks.check_keywords("model", found, rules)
 
 
 def refusal(kind: str, reasons: Iterable[str]) -> str | None:

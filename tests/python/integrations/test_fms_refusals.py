@@ -113,6 +113,12 @@ CALLS: dict[str, tuple[Callable[[], tuple[torch.Tensor, dict[str, Any]]], str]] 
         "window_size must be left out",
     ),
     "sinks": (lambda: (prompt(*_IDS), {"sinks": torch.ones(4)}), "sinks must be left out .*Tensor"),
+    "scale": (lambda: (prompt(*_IDS), {"scale": 0.5}), "scale must be left out .* got 0.5"),
+    "partition": (lambda: (prompt(*_IDS), {"partition": [3, 3]}), "partition must be left out"),
+    "another's mask": (
+        lambda: (prompt(*_IDS), {"attention_mask": torch.ones(_IDS)}),
+        "attention_mask must be left out .the mask is mask=.",
+    ),
     "length": (
         lambda: (prompt(1, 65), {}),
         "must fit into max_expected_seq_len, 64 tokens, got 65: pass max_expected_seq_len=",

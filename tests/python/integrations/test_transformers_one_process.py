@@ -184,6 +184,7 @@ def test_rope_follows_position_ids_and_attention_the_boundaries() -> None:
         ({}, boundaries([0, 3]), "cu_seq_lens_k must end with the 4 tokens"),
         ({}, {"cu_seq_lens_q": torch.tensor([0, 4])}, "must both be given, got no cu_seq_lens_k"),
         ({}, {"cu_seqlens": [0, 4]}, "cu_seqlens must be left out"),
+        ({}, {"scale": 0.5}, "scale must be left out .each layer has its own., got 0.5"),
         ({}, {"sliding_window": 2}, "sliding_window must be that of the layer's mask, got 2"),
         # transformers 5 makes another mask of it, transformers 4 hands it to the layers.
         ({}, {"is_causal": False}, "is_causal"),

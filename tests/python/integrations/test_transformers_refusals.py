@@ -2,6 +2,7 @@
 """What a ring does not compute is refused by name, on every rank, before anything runs."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -176,6 +177,9 @@ def refused_calls() -> None:
         ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, "got no cu_seq_lens_k"),
         ({"softcap": 30.0}, "softcap must be left out"),
         ({"window_size": (3, 0)}, "window_size must be left out"),
+        ({"scale": 0.5}, r"scale must be left out \(each layer has its own\), got 0.5"),
+        ({"partition": [1, 5]}, r"left out \(give it to ringattn.parallelize\(\)\), got \[1, 5\]"),
+        ({"key_partition": [3, 3]}, "key_partition must be left out"),
     ]
     for options, message in calls:
         with pytest.raises(ValueError, match=message):
@@ -184,9 +188,12 @@ def refused_calls() -> None:
     if this().rank == 0:  # alone: the others hear of it at their next call
         with pytest.raises(ValueError, match="got a hole in row 1"):
             model(ids, attention_mask=hole)
+        with pytest.raises(ValueError, match="scale must be left out"):
+            model(ids, scale=0.5)
     else:
-        with pytest.raises(ValueError, match=r"rank 0: .*got a hole in row 1"):
-            model(ids)
+        for message in ("got a hole in row 1", "scale must be left out"):
+            with pytest.raises(ValueError, match=f"rank 0: .*{message}"):
+                model(ids)
     with pytest.raises(ValueError, match="keys lie on the ranks of a ring"):
         plain(ids, **{CACHE: cache})
     padded = model(ids, attention_mask=torch.cat((ones[:, :1] * 0, ones[:, 1:]), 1))[CACHE]
@@ -251,12 +258,11 @@ def test_generations_are_refused_on_every_rank(rank_pool: Callable[..., Any]) ->
     rank_pool(2).run(refused_generations)
 
 
-def test_keywords_of_a_layer_are_refused_as_those_of_the_functions() -> None:
+def test_keywords_of_the_functions_are_refused_in_the_call_of_a_model() -> None:
     neutral = {"softcap": 0.0, "s_aux": None, "sliding_window": 8, "is_causal": True}
     check_attention_keywords({**neutral, "layer_idx": 3}, num_keys=8)
-    for name in (
-        *("softcap", "s_aux", "sinks", "window_size", "attn_mask", "position_bias", "head_mask"),
-        *("cu_seq_lens_q", "cu_seqlens"),
-    ):
+    functions = set(inspect.signature(ringattn.ring_attention).parameters) - {"q", "k", "v"}
+    assert "partition" in functions
+    for name in {*functions - {"refused"}, "s_aux", "attn_mask", "position_bias", "head_mask"}:
         with pytest.raises(ValueError, match=rf"^{name} must be left out \(.*\), got 7$"):
             check_attention_keywords({name: 7}, num_keys=8)

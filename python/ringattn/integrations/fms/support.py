@@ -13,7 +13,6 @@ from fms.modules.positions import RotaryEmbedding
 from fms.modules.ssm import SSM
 from torch import nn
 
-from ringattn import _checks
 from ringattn.integrations import shared
 from ringattn.integrations.fms.attention import NAME
 
@@ -29,6 +28,13 @@ _ENCODERS = ("roberta", "mpnet")
 
 # Rotations that depend on nothing but the position.
 _ROPE_TYPES = ("regular", "llama3", "yarn")
+
+# Keywords of other attention functions, and what a call of a model has instead.
+_OTHER_KEYWORDS = {
+    "attn_mask": "the mask is mask=",
+    "attention_mask": "the mask is mask=",
+    "cu_seqlens": "models of FMS take no packed documents",
+}
 
 
 def family(model: object) -> str | None:
@@ -88,8 +94,7 @@ def check_keywords(given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"sliding_window must be 0, got {given['sliding_window']}: windows are not supported"
         )
-    others = {name: given.get(name) for name in ("sinks", "window_size")}
-    _checks.check_keywords("attention", others)
+    shared.check_keywords(given, _OTHER_KEYWORDS)
 
 
 def check_positions(body: Any, device: torch.device, highest: int) -> None:

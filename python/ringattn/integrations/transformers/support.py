@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ringattn._checks import check_keywords
 from ringattn.integrations import shared
 
 #: Families whose layers were read: they pass keyword arguments down to the attention function, and
@@ -20,6 +19,14 @@ SUPPORTED_FAMILIES = (
 
 # Rotations that depend on nothing but the position.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+# Keywords of other attention functions, and what a call of a model has instead.
+_OTHER_KEYWORDS = {
+    "attn_mask": "the mask is attention_mask=",
+    "cu_seqlens": "the boundaries of packed documents are cu_seq_lens_q= and cu_seq_lens_k=",
+    "position_bias": "scores have no bias here",
+    "head_mask": "all heads count alike here",
+}
 
 
 def refusal(model: Any) -> str | None:
@@ -107,10 +114,6 @@ def check_attention_keywords(given: Mapping[str, Any], num_keys: int) -> None:
         raise ValueError(
             f"sliding_window must cover all {num_keys} keys, got {seen}: windows are not supported"
         )
-    names = (
-        *("softcap", "s_aux", "sinks", "window_size", "attn_mask", "position_bias", "head_mask"),
-        *("cu_seq_lens_q", "cu_seqlens"),
-    )
-    check_keywords("attention", {name: given[name] for name in names if name in given})
+    shared.check_keywords(given, _OTHER_KEYWORDS)
     if given.get("is_causal") is False:
         raise ValueError("is_causal must be True or None, got False: attention here is causal")
