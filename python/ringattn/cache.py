@@ -68,8 +68,9 @@ class ShardedKVCache:
     keys of this rank each row sees. ``lengths`` then count the longest possible row.
 
     Use: one ``store`` per layer for the prompt; with targets, one ``rebalance``; then, for each
-    step of new tokens, ``advance`` once and ``append`` once per layer. Not thread safe; it owns its
-    storage, and what ``view`` and ``append`` return is valid until the next ``advance``.
+    step of new tokens, ``advance`` once and ``append`` once per layer. A step that may fail calls
+    ``begin`` before, and ``undo`` when it has failed. Not thread safe; it owns its storage, and
+    what ``view`` and ``append`` return is valid until the next ``advance``.
 
     Args:
         lengths: tokens of the prompt that each rank holds, ``[W]``.
@@ -106,6 +107,8 @@ class ShardedKVCache:
             self.capacity = max(self.capacity, targets[rank])
         # A checksum of the tokens that came before, by which ranks compare their caches.
         self.history: torch.Tensor | int = 0
+        # Lengths, key_lengths and history of the last begin().
+        self._begun: tuple[list[int], torch.Tensor | None, torch.Tensor | int] | None = None
         self._begins: dict[tuple[int, int, torch.device], torch.Tensor] = {}  # of this step
         self._layers: dict[int, torch.Tensor] = {}  # [2, B, capacity, H_kv, D], keys first
         self.storage_version = 0  # changes whenever layers move to other addresses
@@ -189,7 +192,10 @@ class ShardedKVCache:
             shares = list(partition.lengths)
             pieces = [partition.segments(rank) for rank in range(partition.world_size)]
             self._start = 0
-        self.lengths = [held + share for held, share in zip(self.lengths, shares, strict=True)]
+        lengths = [held + share for held, share in zip(self.lengths, shares, strict=True)]
+        if lengths[self.rank] > self.capacity:  # first: memory may be short
+            self._grow(max(lengths[self.rank], int(self.capacity * _GROWTH)))
+        self.lengths = lengths
         self._count = shares[self.rank]
         self._places = None
         self._begins.clear()
@@ -201,9 +207,21 @@ class ShardedKVCache:
             rows = torch.arange(first.numel(), device=device).unsqueeze(1)
             self._places = (rows.expand_as(tokens), tokens)
             self.key_lengths = self.key_lengths + self._count
-        if self.lengths[self.rank] > self.capacity:
-            self._grow(max(self.lengths[self.rank], int(self.capacity * _GROWTH)))
         return shares
+
+    def begin(self, history: torch.Tensor | int) -> None:
+        """Remembers which tokens are there, for :meth:`undo`; ``history`` is theirs."""
+        self._begun = (list(self.lengths), self.key_lengths, history)
+
+    def undo(self) -> None:
+        """Drops the tokens that came since :meth:`begin`, in every layer."""
+        assert self._begun is not None
+        lengths, self.key_lengths, self.history = self._begun
+        self.lengths = list(lengths)
+        if self.positions is not None:
+            self.positions.crop(self.seq_len)
+        self._count, self._places = 0, None
+        self._begins.clear()
 
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
@@ -245,6 +263,7 @@ class ShardedKVCache:
     def select(self, rows: torch.Tensor) -> None:
         """Keeps these batch rows, int64 ``[B']``, in this order; one may be named several times."""
         self.storage_version += 1
+        self._begun = None
         self._begins.clear()
         if isinstance(self.history, torch.Tensor):
             self.history = chained(self.history, checksum(rows.to(self.history.device)))
@@ -276,7 +295,11 @@ class ShardedKVCache:
         self.prompt_len = min(self.prompt_len, num_tokens)
         self._count = 0
         self._begins.clear()
-        self.history = chained(self.history, num_tokens)
+        if self._begun is not None and num_tokens == sum(self._begun[0]):  # as undo() does
+            self.history = self._begun[2]
+        else:
+            self.history = chained(self.history, num_tokens)
+        self._begun = None
 
     def rebalance(self, group: Group = None) -> None:
         """Moves tokens of ranks that hold more than their targets to those that hold less, in every
@@ -320,7 +343,6 @@ class ShardedKVCache:
             self._layers[layer] = _empty_like(k, 2, batch, self.capacity, num_kv_heads, head_dim)
 
     def _grow(self, capacity: int) -> None:
-        self.capacity = capacity
         self.storage_version += 1
         for layer, old in self._layers.items():  # one by one: never two caches at a time
             shape = list(old.shape)
@@ -328,6 +350,7 @@ class ShardedKVCache:
             grown = _empty_like(old, *shape)
             grown.narrow(2, 0, old.size(2)).copy_(old)
             self._layers[layer] = grown
+        self.capacity = capacity
 
 
 def _exchange(

@@ -66,8 +66,11 @@ class ModelCall:
         self._inputs = inputs
         self._columns: dict[torch.device, torch.Tensor] = {}
         self._padded: tuple[torch.Tensor, torch.Tensor] | None = None  # of _padding_rows()
+        history = 0 if cache is None else cache.history
         if inputs is not None and inputs.tokens.device.type == "cpu":
             self.compare()
+        if cache is not None:
+            cache.begin(history)
 
     @classmethod
     def prefill(
@@ -241,6 +244,11 @@ class ModelCall:
                 None if padding is None else padding.lengths,
             ),
         )
+
+    def undo(self) -> None:
+        """Leaves the cache as it was before this call, which has failed."""
+        if self.cache is not None and not self.is_prefill:
+            self.cache.undo()
 
     @property
     def is_prefill(self) -> bool:

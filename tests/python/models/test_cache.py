@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from _distributed import this
 from ringattn._distributed.collectives import complete
+from ringattn._key_positions import KeyPositions
 from ringattn.cache import ShardedKVCache, next_owner, plan_moves
+from ringattn.partition import Partition
 
 LAYERS, BATCH, KV_HEADS, HEAD_DIM = 2, 2, 3, 8
 
@@ -188,6 +190,76 @@ def test_tokens_past_the_announced_ones_move_storage_seldom() -> None:
             moves, copied, address = moves + 1, copied + held, keys.data_ptr()
     assert moves <= 12  # 100 * 1.5 ** 12 > 10_000
     assert copied <= 3 * 10_000  # a geometric series
+
+
+@pytest.mark.parametrize("kind", ["rows", "padded rows", "rebalanced", "spread"])
+@pytest.mark.parametrize("count", [1, 9])
+def test_a_step_that_is_undone_leaves_what_a_cache_held(kind: str, count: int) -> None:
+    prompt, lengths = Partition.zigzag([5, 3]), [5, 3]
+    padding = torch.tensor([3, 4], dtype=torch.int32) if kind == "padded rows" else None
+    spread = Partition.even(count, 2) if kind == "spread" else None
+    caches = []
+    for _ in range(2):
+        cache = new_cache(lengths, rank=0)
+        cache.key_lengths = padding
+        if kind != "rebalanced":
+            real = None if padding is None else [6, 8]
+            cache.positions = KeyPositions([prompt.segments(rank) for rank in range(2)], 0, real)
+        caches.append(cache)
+    spoiled, right = caches
+    for token in range(3):
+        spoiled.begin(spoiled.history)
+        spoiled.advance(count, spread)
+        spoiled.append(0, *torch.full((2, BATCH, count, KV_HEADS, HEAD_DIM), torch.nan))
+        spoiled.history = -1
+        for _ in range(2):  # once more changes nothing
+            spoiled.undo()
+        for cache in caches:
+            assert cache.lengths == right.lengths and cache.history == token
+            cache.begin(cache.history)
+            cache.advance(count, spread)
+            cache.history = token + 1
+            for layer in range(LAYERS):
+                k = rows(100 * token, count, layer)
+                cache.append(layer, k, -k)
+        for layer in range(LAYERS):
+            keys, values = (
+                torch.stack(each) for each in zip(*(x.view(layer) for x in caches), strict=True)
+            )
+            seen = slice(None) if padding is None else slice(None, int(right.key_lengths.min()))
+            assert torch.equal(keys[0, :, seen], keys[1, :, seen])
+            assert torch.equal(values[0, :, seen], values[1, :, seen])
+        if padding is not None:
+            assert torch.equal(spoiled.key_lengths, right.key_lengths)
+        if kind != "rebalanced":
+            assert spoiled.partition == right.partition
+            assert spoiled.first_keys(4, count) == right.first_keys(4, count)
+
+
+def test_a_step_without_memory_to_grow_leaves_what_a_cache_held() -> None:
+    cache = new_cache([4], rank=0)
+    with (
+        mock.patch("ringattn.cache._empty_like", side_effect=MemoryError),
+        pytest.raises(MemoryError),
+    ):
+        cache.advance()
+    assert cache.lengths == [4] and cache.capacity == 4
+    cache.advance()
+    assert cache.append(0, rows(0, 1, 0), rows(0, 1, 0))[0].size(1) == 5
+
+
+def test_a_crop_of_the_newest_step_is_one_that_never_was() -> None:
+    """A rank whose step failed and one that has cropped it compare equal."""
+    cache = new_cache([4], rank=0)
+    cache.positions = KeyPositions([[(0, 4)]], 0)
+    cache.history = 7
+    cache.begin(cache.history)
+    cache.advance(2)
+    cache.history = 8
+    cache.crop(4)
+    assert cache.history == 7
+    cache.crop(3)
+    assert cache.history != 7
 
 
 def test_views_share_the_storage() -> None:
