@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``forward`` that a model gets on the ring, in place of its own; it knows no library."""
+"""The ``forward`` that a model, and its body, get on the ring in place of their own; it knows no
+library."""
 
 from __future__ import annotations
 
 import inspect
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ def records_gradients(module: nn.Module, *tensors: Any) -> bool:
 
 
 class RingForward:
-    """``forward`` of one model with a head. It is an attribute of the model, not a hook: PEFT and
-    others call ``forward`` itself.
+    """``forward`` of one model with a head, or of one body. It is an attribute of the model, not a
+    hook: PEFT and others call ``forward`` itself, and what fails in it is reported to the peers.
 
     Args:
         model: whose ``forward`` it replaces.
@@ -46,12 +47,16 @@ class RingForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_attached:
             return self._own()(*args, **kwargs)
+        asked = None
         try:
-            return self._run(self._ask(by_name(self.names, args, kwargs)))
+            asked = self._ask(by_name(self.names, args, kwargs))
+            return self._run(asked)
         except _StopRecomputationError:  # no failure: a checkpoint has all tensors that it needs
             raise
         except Exception as error:  # of any type, of the model too: the peers wait for this rank
             report_to_peers(self.settings.ring(), error)
+            if asked is not None:
+                self._undo(asked)
             raise
 
     def put_on(self) -> None:
@@ -78,8 +83,13 @@ class RingForward:
         """The call."""
         raise NotImplementedError
 
+    def _undo(self, asked: Any) -> None:
+        """Leaves the caller's cache as it was before a call that failed."""
+        raise NotImplementedError
+
     def _own(self) -> Any:
         """The model's own method."""
         if self.before is not None:
             return self.before
-        return MethodType(type(self.model).forward, self.model)
+        # Note: no types.MethodType, which torch.compile does not trace.
+        return partial(type(self.model).forward, self.model)

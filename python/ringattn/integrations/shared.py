@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,11 +29,6 @@ _KEYWORDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "key_partition": ("keys before this call are those of the cache", (None,)),
     "return_lse": ("models return no log-sum-exp", (None, False)),
 }
-
-
-def parameter_names(module: nn.Module) -> list[str]:
-    """Of ``module.forward``, in order. Slow: adapters ask once, not in every call."""
-    return list(inspect.signature(module.forward).parameters)
 
 
 def by_name(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

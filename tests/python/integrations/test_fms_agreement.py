@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks give to a parallelized model of FMS must be the same on all of them."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,44 @@ def test_a_step_of_another_conversation_fails_every_rank(
 ) -> None:
     first, second = rank_pool(2, device_type).run(steps_of_another_conversation)
     assert first == second == _same("cache")
+
+
+class Failing(nn.Module):
+    """A norm that fails once on rank 1."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.fails = norm, this().rank == 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("out of memory, say")
+        return self.norm(x)
+
+
+@torch.no_grad()
+def steps_after_one_that_fails(part: str) -> None:
+    model = tiny()
+    layer = model.base_model.layers[1]
+    model = ringattn.parallelize(model.base_model if part == "body" else model)
+    _, cache = model(prompt(2, 6), use_cache=True)
+    for num_tokens in (1, 3):
+        ids, twin = prompt(2, num_tokens), copy.deepcopy(cache)
+        right, _ = model(ids, past_key_value_states=twin, use_cache=True)
+        norm, layer.ln = layer.ln, Failing(layer.ln)
+        with pytest.raises((RuntimeError, ValueError), match="out of memory, say"):
+            model(ids, past_key_value_states=cache, use_cache=True)
+        layer.ln = norm
+        out, cache = model(ids, past_key_value_states=cache, use_cache=True)
+        assert torch.equal(out, right)
+
+
+@pytest.mark.parametrize("part", ["body", "model"])
+def test_a_step_that_fails_on_one_rank_fails_all_and_leaves_its_cache_as_it_was(
+    rank_pool: Pools, part: str
+) -> None:
+    rank_pool(2).run(steps_after_one_that_fails, part)
 
 
 @torch.no_grad()

@@ -2,16 +2,19 @@
 """What parallelize() changes of a model of transformers, and what it leaves as it was."""
 
 import copy
+import itertools
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import ringattn
 import torch
 from _distributed import RankPool, this
-from _transformers import CACHE, WEIGHTS, assert_near, config_of, model_of, token_ids
+from _transformers import CACHE, MASKS, WEIGHTS, assert_near, config_of, model_of, token_ids
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 
 def bits(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -20,7 +23,8 @@ def bits(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def undone() -> None:
     model, ids = model_of(), token_ids(13)
-    attributes, before, configs = set(vars(model)), bits(model), id(model.config)
+    attributes = [set(vars(module)) for module in model.modules()]
+    before, configs = bits(model), id(model.config)
     logits, tokens = model(ids).logits, model.generate(ids, max_new_tokens=4)
     for partition in (None, WEIGHTS[this().world_size]):  # the second replaces the first
         ringattn.parallelize(model, partition=partition)
@@ -30,10 +34,9 @@ def undone() -> None:
     assert ringattn.unparallelize(model) is model
     assert torch.equal(model(ids).logits, logits)
     assert torch.equal(model.generate(ids, max_new_tokens=4), tokens)
-    assert set(vars(model)) == attributes and id(model.config) == configs
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert id(model.config) == configs
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    for module in model.modules():
-        assert not module._forward_hooks and not module._forward_pre_hooks
     ringattn.unparallelize(model)  # of a model on no ring: nothing
     assert torch.equal(model(ids).logits, logits)
 
@@ -78,30 +81,96 @@ def test_a_model_with_the_same_config_stays_as_it_is(rank_pool: Any) -> None:
 
 
 class Failing(nn.Module):
-    """A layer's MLP that fails once."""
+    """A part of a model that fails once, on one rank alone where ``on_rank`` is one."""
 
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, part: nn.Module, on_rank: int | None = None) -> None:
         super().__init__()
-        self.mlp, self.fails = mlp, True
+        self.part, self.fails = part, on_rank in (None, this().rank)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fails:
             self.fails = False
             raise RuntimeError("out of memory, say")
-        return self.mlp(x)
+        return self.part(x)
 
 
-def after_an_exception() -> None:
-    model, ids = ringattn.parallelize(model_of()), token_ids(13)
-    logits, cache = model(ids).logits, DynamicCache()
-    mlp = model.model.layers[1].mlp
-    model.model.layers[1].mlp = Failing(mlp)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        model(ids, **{CACHE: cache})
-    assert cache.get_seq_length() == 0
-    assert torch.equal(model(ids, **{CACHE: cache}).logits, logits)
-    assert cache.get_seq_length() == 13
+@contextmanager
+def failing(owner: nn.Module, name: str, on_rank: int | None = None) -> Iterator[None]:
+    """Within, a call that this part of a model fails, in words on every rank."""
+    part = getattr(owner, name)
+    setattr(owner, name, Failing(part, on_rank))
+    alone = on_rank not in (None, this().rank)
+    with pytest.raises((RuntimeError, ValueError), match="out of memory, say") as caught:
+        yield
+    assert str(caught.value).startswith(f"rank {on_rank}: ") == alone
+    setattr(owner, name, part)
 
 
-def test_a_call_that_fails_leaves_nothing_behind(rank_pool: Any) -> None:
-    rank_pool(2).run(after_an_exception)
+def after_an_exception(kind: Any, mask: list[list[int]] | None) -> None:
+    plain, model = model_of(kind=kind), ringattn.parallelize(model_of(kind=kind))
+    body = getattr(model, "model", model)
+    fails: list[tuple[nn.Module, str, int | None]] = [
+        (body.layers[1], "mlp", None),
+        (body.layers[0], "mlp", 1),
+    ]
+    if body is not model:
+        fails.append((model, "lm_head", None))
+    ids, spoiled, cache, expected = token_ids(24), DynamicCache(), DynamicCache(), DynamicCache()
+    real = torch.ones_like(ids)
+    if mask is not None:
+        real[:, :13] = ids.new_tensor(mask)
+    stops = (13, 14, 17, 24)
+    for start, stop in itertools.pairwise((0, *stops)):
+        given = {"input_ids": ids[:, start:stop]}
+        if mask is not None:
+            given["attention_mask"] = real[:, :stop]
+        for owner, name, on_rank in fails:
+            with failing(owner, name, on_rank):
+                model(**given, **{CACHE: spoiled})
+            assert spoiled.get_seq_length() == start
+        out, same, right = (
+            each(**given, **{CACHE: held})[0]
+            for each, held in ((model, spoiled), (model, cache), (plain, expected))
+        )
+        assert torch.equal(out, same)
+        seen = real[:, start:stop] == 1
+        assert_near(out[seen], right[seen])
+        held = [each.layers[0].store for each in (spoiled, cache)]
+        assert held[0].lengths == held[1].lengths and held[0].history == held[1].history
+
+
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModel])
+@pytest.mark.parametrize("mask", [None, MASKS["before"]], ids=["none", "padded"])
+def test_a_call_that_fails_leaves_its_cache_as_it_was(
+    rank_pool: Any, kind: Any, mask: list[list[int]] | None
+) -> None:
+    rank_pool(2).run(after_an_exception, kind, mask)
+
+
+def after_a_head_that_fails() -> None:
+    plain, model = model_of(), ringattn.parallelize(model_of())
+    ids, cache = token_ids(8), DynamicCache()
+    model(ids[:, :5], **{CACHE: cache})
+    if this().rank == 1:
+        with failing(model, "lm_head"):
+            model(ids[:, 5:7], **{CACHE: cache})
+    else:  # nothing was left to exchange
+        model(ids[:, 5:7], **{CACHE: cache})
+        with pytest.raises(ValueError, match="rank 1: out of memory, say"):
+            model(ids[:, 7:], **{CACHE: cache})
+        assert cache.get_seq_length() == 7
+        cache.crop(-2)
+    logits = model(ids[:, 5:], **{CACHE: cache}).logits
+    assert_near(logits, plain(ids).logits[:, 5:])
+
+
+def test_a_rank_that_hears_later_of_a_call_that_failed_crops_its_cache(rank_pool: Any) -> None:
+    rank_pool(2).run(after_a_head_that_fails)
+
+
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModel])
+def test_a_model_on_one_process_is_compiled_as_one_graph(kind: Any) -> None:
+    model = ringattn.parallelize(model_of(kind=kind, device="cpu"), group="single")
+    ids = torch.arange(1, 14)[None]
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert_near(compiled(ids)[0], model(ids)[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model on the ring: hooks around its body, ``base_model``, and a ``forward`` of its own."""
+"""A model on the ring: a ``forward`` of its body, ``base_model``, and one of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from fms.modules.feedforward import ConditionalFeedForward as Experts
 from torch import nn
 
 from ringattn._distributed.agreement import Agreement, Given
-from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
 from ringattn.cache import ShardedKVCache
 from ringattn.integrations.fms.attention import NAME, LayerCall
@@ -27,7 +26,6 @@ from ringattn.integrations.fms.masks import (
 )
 from ringattn.integrations.fms.support import body_of, check_keywords, check_positions, family
 from ringattn.integrations.forward import RingForward, records_gradients
-from ringattn.integrations.shared import by_name, parameter_names
 from ringattn.model_call import ModelCall
 from ringattn.model_inputs import Inputs
 from ringattn.parallel import ATTACHED, RingSettings
@@ -43,9 +41,8 @@ class Attached:
     """What :func:`attach` did to a model."""
 
     settings: RingSettings
+    forwards: list[RingForward]  # of the body, and of a model with a head
     handles: list[Any]
-    has_experts: bool
-    forward: Forward | None = None  # of a model with a head
 
 
 def handles(model: object) -> bool:
@@ -70,17 +67,13 @@ def cost(model: Any) -> ModelCost:
 
 def attach(model: Any, settings: RingSettings) -> None:
     """See :func:`ringattn.parallelize`; ``model`` has been checked."""
-    body, agreement = body_of(model), Agreement()
-    attached = Attached(settings, [], any(isinstance(x, Experts) for x in body.modules()))
-    before_body = BeforeBody(attached, agreement, parameter_names(body))
-    attached.handles += [
-        body.register_forward_pre_hook(before_body, with_kwargs=True),
-        body.register_forward_hook(AfterBody(), with_kwargs=True),
-    ]
+    body = body_of(model)
+    forwards: list[RingForward] = [BodyForward(body, settings, has_head=body is not model)]
     if body is not model:
-        attached.forward = Forward(model, settings)
-        attached.forward.put_on()
-    setattr(body, ATTACHED, attached)
+        forwards.append(Forward(model, settings))
+    for forward in forwards:
+        forward.put_on()
+    setattr(body, ATTACHED, Attached(settings, forwards, []))
 
 
 def detach(model: Any) -> None:
@@ -89,8 +82,8 @@ def detach(model: Any) -> None:
     if attached is not None:
         for handle in attached.handles:
             handle.remove()
-        if attached.forward is not None:
-            attached.forward.take_off()
+        for forward in attached.forwards:
+            forward.take_off()
 
 
 def add_handle(model: Any, handle: Any) -> None:
@@ -134,6 +127,11 @@ class Forward(RingForward):
         asked.gradients = _records_gradients(self.model, given.get(self.names[0]), given, asked)
         return asked, {**given, _ASKED: asked}
 
+    def _undo(self, asked: tuple[Asked, dict[str, Any]]) -> None:
+        call = asked[0].call
+        if call is not None:
+            call.undo()
+
     def _run(self, asked: tuple[Asked, dict[str, Any]]) -> Any:
         wanted, given = asked
         if not wanted.gradients:
@@ -155,47 +153,39 @@ def _records_gradients(module: nn.Module, tokens: Any, given: dict[str, Any], as
     return records_gradients(module, tokens)
 
 
-class BeforeBody:
-    """Before the layers: this rank's rows in, with their positions and the call that goes with
-    them."""
+class BodyForward(RingForward):
+    """``forward`` of the layers: on this rank's rows, with their positions and the call that goes
+    with them; then the rows that the caller asked for, of all ranks, and the caller's cache."""
 
-    def __init__(self, attached: Attached, agreement: Agreement, names: list[str]) -> None:
-        self.attached = attached
-        self.agreement = agreement
-        self.names = names  # of the body's arguments: ids first
+    def __init__(self, body: nn.Module, settings: RingSettings, *, has_head: bool) -> None:
+        super().__init__(body, settings)
+        self.has_head = has_head
+        self.has_experts = any(isinstance(x, Experts) for x in body.modules())
+        self.agreement = Agreement()
 
-    def __call__(
-        self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[()], dict[str, Any]]:
+    def _ask(self, given: dict[str, Any]) -> dict[str, Any]:
         self.agreement.check()
-        ring = self.attached.settings.ring()
-        try:
-            given = by_name(self.names, args, kwargs)
-            ids = self.names[0]  # x_in, or x as in Mixtral
-            rows, rest = _prepared(body, ring, self, given.get(ids), given)
-            return (), {ids: rows, **rest}
-        except Exception as error:  # of any type: the peers wait for this rank
-            report_to_peers(ring, error)
-            raise
+        ids = self.names[0]  # x_in, or x as in Mixtral
+        rows, rest = _prepared(self, given.get(ids), given)
+        return {ids: rows, **rest}
 
-
-class AfterBody:
-    """After the layers: the rows that the caller asked for, of all ranks; the caller's cache."""
-
-    def __call__(
-        self, body: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> tuple[torch.Tensor, list[Any]]:
-        context: Context = kwargs[_CALL]
-        call, asked, (hidden, _) = context.call, context.asked, output
-        if asked.gradients:
-            return call.whole(hidden) if kwargs.get(_ASKED) is None else hidden, []
+    def _run(self, asked: dict[str, Any]) -> tuple[torch.Tensor, list[Any]]:
+        hidden, _ = self._own()(**asked)
+        context: Context = asked[_CALL]
+        call, wanted = context.call, context.asked
+        if wanted.gradients:
+            return call.whole(hidden) if asked.get(_ASKED) is None else hidden, []
         with torch.no_grad():
-            whole = call.last(hidden, asked.last) if asked.last else call.whole(hidden)
+            whole = call.last(hidden, wanted.last) if wanted.last else call.whole(hidden)
         if hidden.requires_grad:
             whole = NoBackward.apply(whole, hidden)
         if context.sequences is None:
             return whole, []
+        body: Any = self.model
         return whole, handles_of(context.sequences, len(body.layers))
+
+    def _undo(self, asked: dict[str, Any]) -> None:
+        asked[_CALL].call.undo()
 
 
 class NoBackward(torch.autograd.Function):
@@ -213,8 +203,8 @@ class NoBackward(torch.autograd.Function):
 
 
 class Context(LayerCall):
-    """Keyword argument that travels through the layers. The attention op reads the call; the hook
-    after the layers reads the rest."""
+    """Keyword argument that travels through the layers. The attention op reads the call;
+    :class:`BodyForward` reads the rest."""
 
     def __init__(self, call: ModelCall, asked: Asked, sequences: Sequences | None) -> None:
         super().__init__(call, with_gradients=asked.gradients)
@@ -234,9 +224,11 @@ _NO_BACKWARD = (
 
 
 def _prepared(
-    body: Any, ring: GroupInfo, hook: BeforeBody, tokens: Any, given: dict[str, Any]
+    forward: BodyForward, tokens: Any, given: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """This rank's rows and the keyword arguments of the layers, from those of the caller."""
+    body: Any = forward.model
+    settings, ring = forward.settings, forward.settings.ring()
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 + tokens.is_floating_point():
         shape = list(getattr(tokens, "shape", [])) or type(tokens).__name__
         raise ValueError(f"x must be ids [B, S] or embeddings [B, S, E], got {shape}")
@@ -251,12 +243,12 @@ def _prepared(
     if asked is None:
         asked = Asked()
         asked.gradients = _records_gradients(body, tokens, given, asked)
-        if asked.gradients and hook.attached.forward is not None:
+        if asked.gradients and forward.has_head:
             raise ValueError(
                 "a parallelized model must be called as a whole where gradients are recorded, got "
                 "a call of its base_model: call the model, or parallelize base_model"
             )
-    if asked.gradients and hook.attached.has_experts:
+    if asked.gradients and forward.has_experts:
         raise ValueError(
             "a model with experts must be called under torch.no_grad(), got one whose gradients "
             "are recorded: FMS has no backward of its experts"
@@ -279,16 +271,15 @@ def _prepared(
         "gradients": asked.gradients,
     }
     more = Given(facts, hints={"x": _OTHER_TOKENS})
-    inputs = Inputs(hook.agreement, tokens, "x", "mask", position_ids, more)
+    inputs = Inputs(forward.agreement, tokens, "x", "mask", position_ids, more)
     if past is None:
-        call, past = _prompt(body, ring, hook.attached.settings, inputs, mask, use_cache, last)
+        call, past = _prompt(body, ring, settings, inputs, mask, use_cache, last)
         # Its next call would have the padding between real tokens.
         if asked.generates and not use_cache and call.padding is not None:
             check_ends(call.padding)
     else:
         wrong = _check_step(body, past, tokens, position_ids, mask)
         more.flaws = {OTHER_MASK: wrong}
-        settings = hook.attached.settings
         call = ModelCall.after(
             *(ring, past.store, tokens.size(1), settings.split.partition),
             device=tokens.device,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model on the ring: hooks around its body and its head, a config of its own, its generate."""
+"""A model on the ring: a ``forward`` of its body and of its head, a config of its own, its
+generate."""
 
 from __future__ import annotations
 
@@ -13,10 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ringattn._distributed.agreement import Agreement, Given
 from ringattn._distributed.checksums import number_of
-from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
-from ringattn.integrations.forward import records_gradients
-from ringattn.integrations.shared import by_name, parameter_names
+from ringattn.integrations.forward import RingForward, records_gradients
 from ringattn.integrations.transformers.attention import NAME
 from ringattn.integrations.transformers.caches import (
     CACHES,
@@ -45,9 +44,8 @@ class Attached:
     """What :func:`attach` did to a model."""
 
     settings: RingSettings
-    handles: list[Any]
     configs: list[tuple[nn.Module, Any]]  # modules, and the config that each had
-    forward: Forward | None = None  # of a model with a head
+    forwards: list[RingForward]  # of the body, and of a model with a head
 
 
 def handles(model: object) -> bool:
@@ -76,16 +74,11 @@ def attach(model: Any, settings: RingSettings) -> None:
             attached.configs.append((module, config))
     for module, config in attached.configs:
         module.config = own if config is not text or text is own else own_text
-    attached.handles += [
-        body.register_forward_pre_hook(
-            BeforeBody(settings, attached, Agreement(), parameter_names(body)),
-            with_kwargs=True,
-        ),
-        body.register_forward_hook(AfterBody(), with_kwargs=True),
-    ]
+    attached.forwards.append(BodyForward(body, settings, attached, has_head=body is not model))
     if body is not model:
-        attached.forward = Forward(model, settings)
-        attached.forward.put_on()
+        attached.forwards.append(Forward(model, settings))
+    for forward in attached.forwards:
+        forward.put_on()
     if hasattr(model, "generate"):
         model.generate = Generate(model, settings.ring)
     setattr(model, ATTACHED, attached)
@@ -96,59 +89,42 @@ def detach(model: Any) -> None:
     attached = vars(model).pop(ATTACHED, None)
     if attached is None:
         return
-    for handle in attached.handles:
-        handle.remove()
-    if attached.forward is not None:
-        attached.forward.take_off()
+    for forward in attached.forwards:
+        forward.take_off()
     for module, config in attached.configs:
         module.config = config
     vars(model).pop("generate", None)
 
 
-class BeforeBody:
-    """Before the layers: this rank's rows in, with their positions and the call that goes with
-    them."""
+class BodyForward(RingForward):
+    """``forward`` of the layers: on this rank's rows, with their positions and the call that goes
+    with them; then the rows that the caller asked for, of all ranks, and the caller's cache."""
 
     def __init__(
-        self,
-        settings: RingSettings,
-        attached: Attached,
-        agreement: Agreement,
-        names: list[str],
+        self, body: nn.Module, settings: RingSettings, attached: Attached, *, has_head: bool
     ) -> None:
-        self.settings = settings
+        super().__init__(body, settings)
         self.attached = attached
-        self.agreement = agreement
-        self.names = names  # of the body's arguments
-        self.cache_name = next(name for name in CACHES if name in names)
+        self.has_head = has_head
+        self.agreement = Agreement()
+        self.cache_name = next(name for name in CACHES if name in self.names)
 
-    def __call__(
-        self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[()], dict[str, Any]]:
+    def _ask(self, given: dict[str, Any]) -> dict[str, Any]:
         self.agreement.check()
-        ring = self.settings.ring()
-        try:
-            for module, _ in self.attached.configs:
-                check_module(module, NAME)
-            given = by_name(self.names, args, kwargs)
-            return (), _prepared(body, ring, self, given)
-        except Exception as error:  # of any type: the peers wait for this rank
-            report_to_peers(ring, error)
-            raise
+        for module, _ in self.attached.configs:
+            check_module(module, NAME)
+        return _prepared(self, given)
 
-
-class AfterBody:
-    """After the layers: the rows that the caller asked for, of all ranks; the caller's cache."""
-
-    def __call__(
-        self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        context: Context = kwargs[_CALL]
-        call, asked = context.call, kwargs.get(ASKED) or Asked()
+    def _run(self, asked: dict[str, Any]) -> Any:
+        output = self._own()(**asked)
+        context: Context = asked[_CALL]
+        call, wanted = context.call, asked.get(ASKED) or Asked()
         hidden = output.last_hidden_state
-        if not asked.local:
+        if not wanted.local:
             output.last_hidden_state = (
-                call.whole(hidden) if asked.columns is None else call.select(hidden, asked.columns)
+                call.whole(hidden)
+                if wanted.columns is None
+                else call.select(hidden, wanted.columns)
             )
         if getattr(output, "hidden_states", None) is not None:
             output.hidden_states = tuple(call.whole(x) for x in output.hidden_states)
@@ -159,11 +135,14 @@ class AfterBody:
             output[context.cache_name] = context.cache
         return output if context.return_dict else output.to_tuple()
 
+    def _undo(self, asked: dict[str, Any]) -> None:
+        asked[_CALL].undo()
+
 
 @dataclass
 class Context:
-    """Keyword argument that travels through the layers. The attention function reads ``call``; the
-    hook after the layers reads the rest."""
+    """Keyword argument that travels through the layers. The attention function reads ``call`` and
+    ``documents``; :class:`BodyForward` reads the rest."""
 
     call: ModelCall
     cache: Any  # the caller's, or a new one for the caller
@@ -172,13 +151,21 @@ class Context:
     return_dict: bool
     documents: torch.Tensor | None = None  # boundaries of packed documents, of a prompt
 
+    def __post_init__(self) -> None:
+        self._layers_before = None if self.cache is None else self.cache.layers
 
-def _prepared(
-    body: nn.Module, ring: GroupInfo, hook: BeforeBody, kwargs: dict[str, Any]
-) -> dict[str, Any]:
+    def undo(self) -> None:
+        """Leaves the caller's cache as it was before the call."""
+        self.call.undo()
+        if self.cache is not None:
+            self.cache.layers = self._layers_before
+
+
+def _prepared(forward: BodyForward, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of the layers, from those of the caller."""
+    body, ring = forward.model, forward.settings.ring()
     config: Any = body.config
-    cache_name = hook.cache_name
+    cache_name = forward.cache_name
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     if (ids is None) == (embeds is None):
         raise ValueError(
@@ -195,7 +182,7 @@ def _prepared(
     asked: Asked | None = kwargs.get(ASKED)
     if asked is None:
         asked = Asked(gradients=records_gradients(body, tokens))
-        if asked.gradients and hook.attached.forward is not None:
+        if asked.gradients and forward.has_head:
             raise ValueError(
                 "a parallelized model must be called as a whole where gradients are recorded, got "
                 "a call of the part before its head: call the model, or parallelize that part"
@@ -240,16 +227,25 @@ def _prepared(
         compared["labels"] = asked.labels
     more = Given(facts, compared)
     inputs = Inputs(
-        hook.agreement, tokens, "input_ids" if embeds is None else "inputs_embeds", more=more
+        forward.agreement, tokens, "input_ids" if embeds is None else "inputs_embeds", more=more
     )
     call, positions, documents = _call(
-        *(ring, hook.settings, inputs, layer, kwargs),
+        *(ring, forward.settings, inputs, layer, kwargs),
         use_cache=use_cache,
         keeps_cache=keeps_cache,
     )
     asked.call = call
     if keeps_cache and given is None:
         given = DynamicCache()
+    context = Context(
+        call,
+        given,
+        cache_name,
+        config.num_hidden_layers,
+        bool(_option(config, kwargs, "return_dict", default=True)),
+        documents,
+    )
+    asked.undo = context.undo
     prepared = {
         **kwargs,
         "input_ids" if embeds is None else "inputs_embeds": call.rows(tokens),
@@ -258,14 +254,7 @@ def _prepared(
         "attention_mask": tokens.new_ones((1, 1, 1, 1), dtype=torch.bool),
         "use_cache": keeps_cache,
         cache_name: PassingCache(call.num_before) if keeps_cache else None,
-        _CALL: Context(
-            call,
-            given,
-            cache_name,
-            config.num_hidden_layers,
-            bool(_option(config, kwargs, "return_dict", default=True)),
-            documents,
-        ),
+        _CALL: context,
         "return_dict": True,
     }
     for name in (*CACHES, "cache_position"):

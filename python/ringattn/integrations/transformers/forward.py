@@ -8,6 +8,7 @@ runs on the rows that the caller asked for, on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,7 @@ class Asked:
         gradients: whether the call records gradients.
         local: whether the head runs on this rank's rows.
         call: the model call, once the layers have been prepared.
+        undo: leaves the caller's cache as it was before the call, likewise.
     """
 
     columns: torch.Tensor | None = None
@@ -94,6 +96,7 @@ class Asked:
     gradients: bool = False
     local: bool = False
     call: ModelCall | None = None
+    undo: Callable[[], None] | None = None
 
 
 class Forward(RingForward):
@@ -135,6 +138,11 @@ class Forward(RingForward):
         else:
             output.logits = call.select(output.logits, wanted.columns)
         return output if as_dict else output.to_tuple()
+
+    def _undo(self, asked: tuple[Asked, dict[str, Any]]) -> None:
+        undo = asked[0].undo
+        if undo is not None:
+            undo()
 
     def _ask_for_columns(self, asked: Asked, given: dict[str, Any]) -> None:
         kept = given.get("logits_to_keep")
