@@ -64,6 +64,9 @@ class ModelCall:
         self.transport = transport
         self.depth = depth
         self._inputs = inputs
+        # Layers whose keys the cache has. One that a backward computes again stores nothing: by
+        # then the cache may hold other tokens.
+        self._stored: set[int] = set()
         self._columns: dict[torch.device, torch.Tensor] = {}
         self._padded: tuple[torch.Tensor, torch.Tensor] | None = None  # of _padding_rows()
         history = 0 if cache is None else cache.history
@@ -385,7 +388,8 @@ class ModelCall:
     def _attend_to_prompt(self, given: LayerInputs) -> torch.Tensor:
         layer, q, k, v, scale, mask, sinks = given
         own_q, own_k, own_v = (self.own(x) for x in (q, k, v))
-        if self.cache is not None:
+        if self.cache is not None and layer not in self._stored:
+            self._stored.add(layer)
             self.cache.store(layer, own_k.detach(), own_v.detach())
         if self.padding is not None and self.padding.hides_keys:
             if mask.softcap:

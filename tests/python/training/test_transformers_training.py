@@ -2,6 +2,7 @@
 """Losses and gradients of a parallelized model of transformers are the unmodified model's."""
 
 import copy
+import functools
 import itertools
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from _distributed import RankPool, this
 from _training import assert_near, assert_same_gradients, gradients_of, summed_gradients
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification, DynamicCache
 
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))
 from _transformers import CACHE, MASKED, MASKS, WEIGHTS, model_of, token_ids
@@ -233,6 +234,45 @@ def checkpointed_layers_agree() -> None:
 
 def test_layers_may_be_computed_again_in_the_backward(ring: RankPool) -> None:
     ring.run(checkpointed_layers_agree)
+
+
+def caches_are_refused_where_layers_are_computed_again() -> None:
+    ids = token_ids(SIZE)
+    _, model = both()
+    model.gradient_checkpointing_enable()
+    cache = DynamicCache()
+    with pytest.raises(ValueError, match=f"{CACHE} must be left out where layers are computed"):
+        model(ids, labels=ids, **{CACHE: cache})
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+    assert cache.get_seq_length() == SIZE
+
+
+def test_a_cache_is_refused_where_layers_are_computed_again(rank_pool: Any) -> None:
+    rank_pool(2).run(caches_are_refused_where_layers_are_computed_again)
+
+
+def cache_keeps_its_keys() -> None:
+    ids, cache = token_ids(SIZE), DynamicCache()
+    plain, model = both()
+    right = gradients_of(plain, plain(ids, labels=ids).loss)
+    for layer in model.model.layers:  # not by transformers, which keeps no cache then
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    loss = model(ids, labels=ids, **{CACHE: cache}).loss
+    with torch.no_grad():
+        cache.crop(-3)
+        model(ids[:, :3].flip(1), **{CACHE: cache})
+        step = {"input_ids": ids[:, :1], CACHE: copy.deepcopy(cache)}
+        expected = model(**step).logits
+    loss.backward()
+    assert_same_gradients(summed_gradients(model), right, 3e-5)
+    with torch.no_grad():
+        assert torch.equal(model(ids[:, :1], **{CACHE: cache}).logits, expected)
+
+
+def test_a_layer_that_is_computed_again_writes_to_no_cache(rank_pool: Any) -> None:
+    rank_pool(2).run(cache_keeps_its_keys)
 
 
 def checkpointed_model_agrees() -> None:

@@ -201,6 +201,11 @@ def _prepared(forward: BodyForward, kwargs: dict[str, Any]) -> dict[str, Any]:
     keeps_cache = use_cache and not (asked.gradients and kwargs.get("use_cache") is None)
     layer = None
     if given is not None:
+        if asked.gradients and _computes_again(body):
+            raise ValueError(
+                f"{cache_name} must be left out where layers are computed again in the backward, "
+                "got one: transformers fills none then; fill it under torch.no_grad()"
+            )
         layer = ring_layer(given)
         use_cache = keeps_cache = True
     if layer is not None:
