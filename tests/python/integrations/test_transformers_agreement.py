@@ -350,7 +350,7 @@ def other_weights(name: str) -> str:
         WEIGHTS[name][0](model)
     with pytest.raises(ValueError, match="on all ranks") as error:
         ringattn.parallelize(model)
-    assert "_ringattn" not in vars(model)
+    assert "_ringattn" not in vars(model.model)
     right = model_of()
     ringattn.parallelize(right)
     unparallelize(right)

@@ -31,6 +31,10 @@ def undone() -> None:
         assert list(model.state_dict()) == list(before)
         assert id(model.config) != configs
         assert_near(model(ids).logits, logits)
+    for part in (model.model, model, model.model):  # each instead of the other
+        ringattn.parallelize(part)
+        assert_near(model(ids).logits, logits)
+        assert torch.equal(model.generate(ids, max_new_tokens=4), tokens)
     assert ringattn.unparallelize(model) is model
     assert torch.equal(model(ids).logits, logits)
     assert torch.equal(model.generate(ids, max_new_tokens=4), tokens)

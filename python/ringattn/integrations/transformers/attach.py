@@ -60,9 +60,7 @@ def cost(model: PreTrainedModel) -> ModelCost:
 
 def attach(model: Any, settings: RingSettings) -> None:
     """See :func:`ringattn.parallelize`; ``model`` has been checked."""
-    body = model.base_model
-    if body is model and hasattr(model, "lm_head"):  # Gemma 3 of transformers 4 names another
-        body = model.model
+    body = _body_of(model)
     attached = Attached(settings, [], [])
     # transformers shares one config among the models that were made from it.
     own = copy.deepcopy(model.config)
@@ -81,19 +79,26 @@ def attach(model: Any, settings: RingSettings) -> None:
         forward.put_on()
     if hasattr(model, "generate"):
         model.generate = Generate(model, settings.ring)
-    setattr(model, ATTACHED, attached)
+    setattr(body, ATTACHED, attached)
 
 
 def detach(model: Any) -> None:
-    """Undoes :func:`attach`."""
-    attached = vars(model).pop(ATTACHED, None)
+    """Undoes :func:`attach` of this model, of its body or of the model whose body it is."""
+    attached = vars(_body_of(model)).pop(ATTACHED, None)
     if attached is None:
         return
     for forward in attached.forwards:
         forward.take_off()
+        vars(forward.model).pop("generate", None)
     for module, config in attached.configs:
         module.config = config
-    vars(model).pop("generate", None)
+
+
+def _body_of(model: Any) -> Any:
+    body = model.base_model
+    if body is model and hasattr(model, "lm_head"):  # Gemma 3 of transformers 4 names another
+        body = model.model
+    return body
 
 
 class BodyForward(RingForward):
