@@ -137,7 +137,7 @@ class Split:
 
 @dataclass(frozen=True)
 class RingSettings:
-    """Group, split and transport of a parallelized model's calls; its hooks keep it."""
+    """Group, split and transport of a parallelized model's calls, whose ``forward`` keeps it."""
 
     group: Group | GroupByName
     split: Split

@@ -76,7 +76,7 @@ def compute(
         kvheads: H_kv.
         p_dropout: must be 0.
         scale_factor: of the scores; None means ``1 / sqrt(D)``.
-        ringattn_call: of a parallelized model, whose hooks put it among the keyword arguments.
+        ringattn_call: of a parallelized model, whose body puts it among the keyword arguments.
         kwargs: the other ones of the call; of a layer with sinks, ``sinks`` and ``sliding_window``,
             which counts the query's own key.
 

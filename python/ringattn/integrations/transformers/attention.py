@@ -45,7 +45,7 @@ def attention(
         attention_mask: what :func:`mask` returned; not looked at in a parallelized model.
         scaling: of the scores.
         dropout: must be 0.
-        ringattn_call: of a parallelized model, whose hooks put it among the keyword arguments; its
+        ringattn_call: of a parallelized model, whose body puts it among the keyword arguments; its
             ``call`` is a :class:`ringattn.model_call.ModelCall`.
         kwargs: the layer's own, ``sliding_window``, ``softcap`` and ``s_aux`` (sinks), and what the
             caller gave to the model.
