@@ -121,7 +121,7 @@ class ModelCall:
         """``num_tokens`` new tokens per batch row, after what ``cache`` holds. Advances the
         cache."""
         call = cls(ring, num_tokens, partition=None, cache=cache, inputs=inputs)
-        cache.advance(num_tokens)
+        call._advance(cache)
         return call
 
     @classmethod
@@ -169,9 +169,16 @@ class ModelCall:
             depth=depth,
             inputs=inputs,
         )
-        cache.advance(num_tokens, partition)
+        call._advance(cache, partition)
         call._key_partition = cache.partition
         return call
+
+    def _advance(self, cache: ShardedKVCache, partition: Partition | None = None) -> None:
+        try:
+            cache.advance(self.num_tokens, partition)
+        except Exception:  # such as too little memory; the history has this call's tokens already
+            cache.undo()
+            raise
 
     def compare(self) -> None:
         """Compares what the caller gave with what other ranks got. Collective, and done once: on a

@@ -5,14 +5,16 @@ import copy
 import itertools
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import ringattn
 import torch
 from _distributed import RankPool, this
 from _transformers import CACHE, MASKS, WEIGHTS, assert_near, config_of, model_of, token_ids
+from ringattn.cache import ShardedKVCache
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
@@ -170,6 +172,30 @@ def after_a_head_that_fails() -> None:
 
 def test_a_rank_that_hears_later_of_a_call_that_failed_crops_its_cache(rank_pool: Any) -> None:
     rank_pool(2).run(after_a_head_that_fails)
+
+
+def after_a_cache_that_cannot_grow(kind: Any) -> None:
+    model, ids = ringattn.parallelize(model_of(kind=kind)), token_ids(24)
+    cache = DynamicCache()
+    model(ids[:, :5], **{CACHE: cache})
+    for start, stop in ((5, 6), (6, 24)):
+        step = {"input_ids": ids[:, start:stop]}
+        expected = model(**step, **{CACHE: copy.deepcopy(cache)})[0]
+        short = mock.patch.object(ShardedKVCache, "advance", side_effect=MemoryError("no memory"))
+        with (
+            short if this().rank == 1 else nullcontext(),
+            pytest.raises((MemoryError, ValueError), match="no memory"),
+        ):
+            model(**step, **{CACHE: cache})
+        assert cache.get_seq_length() == start
+        assert torch.equal(model(**step, **{CACHE: cache})[0], expected)
+
+
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModel])
+def test_a_rank_whose_cache_cannot_grow_keeps_the_cache_of_the_others(
+    rank_pool: Any, kind: Any
+) -> None:
+    rank_pool(2).run(after_a_cache_that_cannot_grow, kind)
 
 
 @pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModel])
