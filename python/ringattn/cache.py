@@ -291,14 +291,17 @@ class ShardedKVCache:
                 "cache must have its keys in the order of the sequence, and rows of one length, to "
                 f"be cropped, got {what}"
             )
+        if self._begun is not None and num_tokens <= sum(self._begun[0]) < self.seq_len:
+            # The newest step is dropped as by undo(), which other ranks may have called.
+            lengths, _, self.history = self._begun
+            if num_tokens < sum(lengths):
+                self.history = chained(self.history, num_tokens)
+        else:
+            self.history = chained(self.history, num_tokens)
         self.lengths = self.positions.crop(num_tokens)
         self.prompt_len = min(self.prompt_len, num_tokens)
         self._count = 0
         self._begins.clear()
-        if self._begun is not None and num_tokens == sum(self._begun[0]):  # as undo() does
-            self.history = self._begun[2]
-        else:
-            self.history = chained(self.history, num_tokens)
         self._begun = None
 
     def rebalance(self, group: Group = None) -> None:
