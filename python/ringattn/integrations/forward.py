@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ringattn._distributed.errors import report_to_peers
-from ringattn.integrations.shared import by_name
+from ringattn.integrations.shared import by_name, names_of
 from ringattn.parallel import RingSettings
 
 
@@ -37,7 +37,7 @@ class RingForward:
         self.model = model
         self.settings = settings
         self.before = vars(model).get("forward")  # another package's
-        self.names = list(self.__signature__.parameters)
+        self.names = names_of(self.__signature__)
         self.is_attached = True  # others may keep it after it has been taken off
 
     @property

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +32,25 @@ _KEYWORDS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
+def names_of(signature: inspect.Signature) -> list[str]:
+    """The arguments of a function that have names, in order."""
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [name for name, each in signature.parameters.items() if each.kind not in rest]
+
+
 def by_name(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call as keyword arguments."""
+    """All arguments of a call as keyword arguments; ``names`` as of :func:`names_of`.
+
+    Raises:
+        TypeError: more positional arguments than names, one that is given by name, too.
+    """
+    if len(args) > len(names):
+        raise TypeError(
+            f"call must have {len(names)} positional arguments at most, got {len(args)}"
+        )
+    for name in names[: len(args)]:
+        if name in kwargs:
+            raise TypeError(f"{name} must be given once, got it by position and by name")
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 

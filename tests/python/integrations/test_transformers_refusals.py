@@ -185,13 +185,21 @@ def refused_calls() -> None:
         with pytest.raises(ValueError, match=message):
             model(**{"input_ids": ids, **options})
         assert_near(model(ids).logits, right)
+    for part in (model, model.model):
+        for call in (part, part.forward):
+            with pytest.raises(TypeError, match="input_ids must be given once"):
+                call(ids, input_ids=ids)
+            with pytest.raises(TypeError, match="positional arguments at most, got 31"):
+                call(ids, *[None] * 30)
     if this().rank == 0:  # alone: the others hear of it at their next call
         with pytest.raises(ValueError, match="got a hole in row 1"):
             model(ids, attention_mask=hole)
         with pytest.raises(ValueError, match="scale must be left out"):
             model(ids, scale=0.5)
+        with pytest.raises(TypeError, match="input_ids must be given once"):
+            model(ids, input_ids=ids)
     else:
-        for message in ("got a hole in row 1", "scale must be left out"):
+        for message in ("got a hole in row 1", "scale must be left out", "must be given once"):
             with pytest.raises(ValueError, match=f"rank 0: .*{message}"):
                 model(ids)
     with pytest.raises(ValueError, match="keys lie on the ranks of a ring"):
@@ -252,6 +260,9 @@ def refused_generations() -> None:
         with pytest.raises(ValueError, match=message):
             model.generate(**{"inputs": ids, "max_new_tokens": 3, **options})
         assert torch.equal(model.generate(ids, max_new_tokens=3), right)
+    with pytest.raises((TypeError, ValueError), match="inputs must be given once"):
+        model.generate(ids, max_new_tokens=3, **({"inputs": ids} if this().rank == 1 else {}))
+    assert torch.equal(model.generate(ids, max_new_tokens=3), right)
 
 
 def test_generations_are_refused_on_every_rank(rank_pool: Callable[..., Any]) -> None:

@@ -19,7 +19,7 @@ from ringattn._distributed.collectives import Content, agree
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import GroupInfo
 from ringattn._distributed.one_rank import OnOneRank
-from ringattn.integrations.shared import by_name
+from ringattn.integrations.shared import by_name, names_of
 from ringattn.integrations.transformers.caches import CACHES, ring_layer
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -38,10 +38,11 @@ class Generate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         generate, ring = type(self.model).generate, self.ring()
-        given = by_name(list(inspect.signature(generate).parameters)[1:], args, kwargs)
-        # Note: transformers drops a streamer on its way to a custom function, after the prompt.
-        decode = Decode(ring, given.get("streamer"), given.get("assistant_model"))
+        decode: Decode | None = None
         try:
+            given = by_name(names_of(inspect.signature(generate))[1:], args, kwargs)
+            # Note: transformers drops a streamer on its way to a custom function, after the prompt.
+            decode = Decode(ring, given.get("streamer"), given.get("assistant_model"))
             if given.get("custom_generate") is not None:
                 raise ValueError(
                     "custom_generate must be None for a parallelized model, "
@@ -49,7 +50,7 @@ class Generate:
                 )
             return generate(self.model, **{**given, "custom_generate": decode})
         except Exception as error:  # of any type: the peers wait for this rank
-            if not decode.has_begun:
+            if decode is None or not decode.has_begun:
                 with suppress(ValueError):  # as the peers raise it
                     agree(ring, "generate", str(error) or type(error).__name__, {})
             raise
