@@ -2,8 +2,10 @@
 """What parallelize() changes of a model of transformers, and what it leaves as it was."""
 
 import copy
+import gc
 import itertools
 import pickle
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -50,6 +52,19 @@ def undone() -> None:
 @pytest.mark.nccl
 def test_unparallelize_gives_back_the_model_bit_for_bit(ring: RankPool) -> None:
     ring.run(undone)
+
+
+def test_a_model_that_came_off_is_freed_with_its_last_reference() -> None:
+    model = ringattn.parallelize(model_of(device="cpu"), group="single")
+    model(torch.arange(1, 14)[None])
+    ringattn.unparallelize(model)
+    body = weakref.ref(model.model)
+    gc.disable()
+    try:
+        del model
+        assert body() is None
+    finally:
+        gc.enable()
 
 
 def copied() -> None:

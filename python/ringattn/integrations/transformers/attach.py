@@ -72,7 +72,9 @@ def attach(model: Any, settings: RingSettings) -> None:
             attached.configs.append((module, config))
     for module, config in attached.configs:
         module.config = own if config is not text or text is own else own_text
-    attached.forwards.append(BodyForward(body, settings, attached, has_head=body is not model))
+    attached.forwards.append(
+        BodyForward(body, settings, attached.configs, has_head=body is not model)
+    )
     if body is not model:
         attached.forwards.append(Forward(model, settings))
     for forward in attached.forwards:
@@ -106,17 +108,22 @@ class BodyForward(RingForward):
     with them; then the rows that the caller asked for, of all ranks, and the caller's cache."""
 
     def __init__(
-        self, body: nn.Module, settings: RingSettings, attached: Attached, *, has_head: bool
+        self,
+        body: nn.Module,
+        settings: RingSettings,
+        configs: list[tuple[nn.Module, Any]],
+        *,
+        has_head: bool,
     ) -> None:
         super().__init__(body, settings)
-        self.attached = attached
+        self.configs = configs  # of Attached
         self.has_head = has_head
         self.agreement = Agreement()
         self.cache_name = next(name for name in CACHES if name in self.names)
 
     def _ask(self, given: dict[str, Any]) -> dict[str, Any]:
         self.agreement.check()
-        for module, _ in self.attached.configs:
+        for module, _ in self.configs:
             check_module(module, NAME)
         return _prepared(self, given)
 
