@@ -62,26 +62,23 @@ def test_a_refusal_of_an_operator_itself_is_reported_to_peers(shared_ring):
     check_ring(shared_ring, even(shared_ring.world_size))
 
 
-def refused_where_no_rank_waits() -> None:
-    """The last rank, which owns nothing, refuses a call that the other one knows and completes. The
-    next call, of a new kind, is right on both."""
+def refused_without_tokens() -> None:
+    """The last rank, which owns nothing, refuses a call that the other one knows. The next call, of
+    a new kind, is right on both."""
     partition = Partition.zigzag([6, 0])
     q, k, v = Case(partition).local_inputs()
     ringattn.ring_attention(q, k, v, partition)
-    if this().rank == 0:
-        ringattn.ring_attention(q, k, v, partition)
-    else:
-        with pytest.raises(ValueError, match="depth must be"):
-            ringattn.ring_attention(q, k, v, partition, depth=0)
+    with pytest.raises(ValueError, match="depth must be"):
+        ringattn.ring_attention(q, k, v, partition, depth=None if this().rank == 0 else 0)
     out = ringattn.ring_attention(q, k, v, partition, causal=False)
     expected, _ = ringattn.block_attention(q, k, v)
     torch.testing.assert_close(out, expected, rtol=0, atol=4e-6)
     ringattn.synchronize()
 
 
-def test_a_group_works_on_after_a_refusal_that_no_rank_waited_for() -> None:
+def test_a_group_works_on_after_a_refusal_of_a_rank_without_tokens() -> None:
     with RankPool(2) as ring:
-        ring.run(refused_where_no_rank_waits)
+        ring.run(refused_without_tokens)
 
 
 def refused_while_compiling() -> list[str]:
