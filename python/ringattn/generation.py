@@ -126,15 +126,14 @@ def generate(
     agree(ring, "generate", mistake, facts)
     assert request is not None  # agree() has raised otherwise
     new_ids = []
-    for tokens in _tokens(model, request):
-        new_ids.append(tokens)
-        if on_tokens is None:
-            continue
-        try:
-            on_tokens(tokens)
-        except Exception as error:  # of any type: the peers wait for this rank
-            report_to_peers(ring, error)
-            raise
+    try:
+        for tokens in _tokens(model, request):
+            new_ids.append(tokens)
+            if on_tokens is not None:
+                on_tokens(tokens)
+    except Exception as error:  # of any type, of the model too: the peers wait for this rank
+        report_to_peers(ring, error)
+        raise
     return torch.cat((prompt_ids, torch.stack(new_ids, 1).to(prompt_ids)), 1)
 
 

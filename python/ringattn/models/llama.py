@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import _StopRecomputationError
 
 from ringattn._checks import check_device, check_floating, is_concrete
 from ringattn._distributed.agreement import Agreement
@@ -267,24 +268,36 @@ class LLaMA(nn.Module):
                 tokens on another device than the weights or (on CPU; a GPU would have to be waited
                 for) outside the vocabulary, and what :func:`ringattn.ring_attention` raises.
         """
-        traced = torch.compiler.is_compiling()
-        if not traced:
+        if not torch.compiler.is_compiling():
             self._agreement.check()
         ring = self.ring
         try:
-            partition = self.check(token_ids, partition, sharded=sharded)
-            self._check_ids(token_ids)
-            if cu_seqlens is not None:
-                cu_seqlens = checked_documents(cu_seqlens, partition.seq_len)
-        except ValueError as error:
+            return self._logits(ring, token_ids, partition, sharded=sharded, cu_seqlens=cu_seqlens)
+        except _StopRecomputationError:  # no failure: a checkpoint has all tensors that it needs
+            raise
+        except Exception as error:  # of any type, of a layer too: the peers wait for this rank
             report_to_peers(ring, error)
             raise
+
+    def _logits(
+        self,
+        ring: GroupInfo,
+        token_ids: torch.Tensor,
+        partition: Partition | None,
+        *,
+        sharded: bool,
+        cu_seqlens: CuSeqlens | None,
+    ) -> torch.Tensor:
+        partition = self.check(token_ids, partition, sharded=sharded)
+        self._check_ids(token_ids)
+        if cu_seqlens is not None:
+            cu_seqlens = checked_documents(cu_seqlens, partition.seq_len)
         local_ids = token_ids if sharded else partition.shard(token_ids, ring.rank)
         position_ids = partition.position_ids(
             ring.rank, device=local_ids.device, cu_seqlens=cu_seqlens
         )
         inputs = None
-        if not sharded and not traced:
+        if not sharded and not torch.compiler.is_compiling():
             inputs = Inputs(self._agreement, token_ids, "token_ids")
         call = self.prefill_call(partition, inputs=inputs)
         hidden = self.base_model(local_ids, position_ids, call, cu_seqlens)

@@ -7,7 +7,7 @@ import pytest
 import ringattn
 import torch
 from _agreement import DEVICES, refusal, returns_while_the_gpu_is_busy
-from _distributed import RankPool, this
+from _distributed import AT_ONCE_S, RankPool, this
 from _llama import VOCABULARY, random_ids
 from ringattn._distributed.checksums import bits_checksum, chained, checksum, number_of
 from ringattn._distributed.groups import resolve_group
@@ -79,6 +79,35 @@ def test_what_shows_tokens_may_fail_on_one_rank(rank_pool: Pools) -> None:
     first, second = rank_pool(2).outcomes(shown_on_one_rank)
     assert first.value == "rank 1: 'no terminal'", first.traceback
     assert second.value == "'no terminal'", second.traceback
+
+
+def failed_on_one_rank(generates: bool) -> str:
+    model, partition = tiny(), ringattn.Partition.even(8, 2)
+
+    def call() -> torch.Tensor:
+        if generates:
+            return ringattn.generate(model, ids(), max_new_tokens=2)
+        return model(ids(), partition)
+
+    right = call()
+    feed_forward = model.base_model.layers[0].ff_sub_layer
+    if this().rank == 1:
+        feed_forward.forward = lambda x: x.nothing
+    with pytest.raises((AttributeError, ValueError)) as error:
+        call()
+    vars(feed_forward).pop("forward", None)
+    assert torch.equal(call(), right)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("generates", [False, True], ids=["forward", "generate"])
+def test_a_layer_that_fails_on_one_rank_is_an_error_on_all(
+    rank_pool: Pools, generates: bool
+) -> None:
+    first, second = rank_pool(2).outcomes(failed_on_one_rank, generates)
+    assert second.value == "'Tensor' object has no attribute 'nothing'", second.traceback
+    assert first.value == f"rank 1: {second.value}", first.traceback
+    assert first.seconds < AT_ONCE_S
 
 
 def computed_on_one_rank(callers: bool, culprit: int) -> tuple[str, str]:
