@@ -5,6 +5,7 @@
 #include "attention/cuda/alignment.h"
 #include "attention/cuda/sm90/backward/cluster_choice.h"
 #include "attention/cuda/sm90/backward/launch.h"
+#include "attention/cuda/sm90/backward/tile.cuh"
 #include "attention/cuda/sm90/device_limits.h"
 #include "core/ceil_div.h"
 
@@ -43,9 +44,11 @@ bool supports_backward(const BlockAttentionBackwardParams& p) {
 }
 
 bool gains_by_semaphore(const BlockAttentionBackwardParams& p) {
-  // Measured at D 128 (docs/log/kernel-sm90-backward.md).
-  constexpr int kBlockQ = 64, kBlockK = 128;
-  if (p.head_dim <= 64 || p.head_dim > 128 || !supports_backward(p)) return false;
+  using Tile = BackwardTile128;  // measured (docs/log/kernel-sm90-backward.md)
+  if (p.head_dim <= BackwardTile64::kHeadDim || p.head_dim > Tile::kHeadDim ||
+      !supports_backward(p)) {
+    return false;
+  }
   int device = 0;
   DeviceLimits limits;
   if (cudaGetDevice(&device) != cudaSuccess || device_limits(device, limits) != cudaSuccess) {
@@ -53,9 +56,9 @@ bool gains_by_semaphore(const BlockAttentionBackwardParams& p) {
   }
   const WorkTiles tiles = {QueryBounds::of(p),
                            p.batch * p.num_kv_heads,
-                           static_cast<int>(ceil_div(p.num_keys, kBlockK)),
-                           kBlockQ,
-                           kBlockK,
+                           static_cast<int>(ceil_div(p.num_keys, Tile::kBlockK)),
+                           Tile::kBlockQ,
+                           Tile::kBlockK,
                            p.num_heads / p.num_kv_heads};
   return gains_by_tickets(tiles, limits.multiprocessors);
 }

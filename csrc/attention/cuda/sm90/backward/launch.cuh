@@ -20,11 +20,6 @@
 
 namespace ringattn::cuda::sm90 {
 
-// Registers: of the copying warpgroup, of a consumer, of the one that computes scores alone.
-using BackwardTile64 = BackwardTileShape<64, 128, 24, 240>;
-using BackwardTile128 = BackwardTileShape<128, 64, 24, 240>;
-using BackwardTile256 = BackwardTileShape<256, 64, 24, 192, 104>;
-
 template <typename Tile>
 cudaError_t make_tensor_maps(const BlockAttentionBackwardParams& p, BackwardKernelParams& params) {
   const auto of_queries = [&](const Strided& x, DataType dtype, int box_rows, CUtensorMap& map) {

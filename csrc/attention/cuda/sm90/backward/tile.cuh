@@ -85,6 +85,11 @@ struct BackwardTileShape {
   static_assert(kSharedBytes <= 232448);
 };
 
+// Registers: of the copying warpgroup, of a consumer, of the one that computes scores alone.
+using BackwardTile64 = BackwardTileShape<64, 128, 24, 240>;
+using BackwardTile128 = BackwardTileShape<128, 64, 24, 240>;
+using BackwardTile256 = BackwardTileShape<256, 64, 24, 192, 104>;
+
 /// The same shapes, for tiles of keys of any lengths: a thread block takes the next one when it is
 /// done with one.
 template <typename Shape>
