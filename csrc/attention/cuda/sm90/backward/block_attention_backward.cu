@@ -7,7 +7,6 @@
 #include "attention/cuda/sm90/backward/launch.h"
 #include "attention/cuda/sm90/backward/tile.cuh"
 #include "attention/cuda/sm90/device_limits.h"
-#include "core/ceil_div.h"
 
 namespace ringattn::cuda::sm90 {
 namespace {
@@ -54,13 +53,7 @@ bool gains_by_semaphore(const BlockAttentionBackwardParams& p) {
   if (cudaGetDevice(&device) != cudaSuccess || device_limits(device, limits) != cudaSuccess) {
     return false;
   }
-  const WorkTiles tiles = {QueryBounds::of(p),
-                           p.batch * p.num_kv_heads,
-                           static_cast<int>(ceil_div(p.num_keys, Tile::kBlockK)),
-                           Tile::kBlockQ,
-                           Tile::kBlockK,
-                           p.num_heads / p.num_kv_heads};
-  return gains_by_tickets(tiles, limits.multiprocessors);
+  return gains_by_tickets(work_tiles_of<Tile>(p), limits.multiprocessors);
 }
 
 cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cudaStream_t stream) {

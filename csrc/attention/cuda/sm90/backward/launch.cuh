@@ -14,7 +14,6 @@
 #include "attention/cuda/sm90/device_limits.h"
 #include "attention/cuda/sm90/tensor_map.h"
 #include "attention/cuda/softcap.cuh"
-#include "core/ceil_div.h"
 
 // The host's side of one instantiation: tensor maps, order of tiles, launch.
 
@@ -83,18 +82,6 @@ cudaError_t prepare_grads(int device, Residency& resident) {
   }
   resident = known;
   return cudaSuccess;
-}
-
-/// The work tiles of a call. Those of a table have any lengths, which the host does not know: all
-/// count as whole.
-template <typename Tile>
-WorkTiles work_tiles_of(const BlockAttentionBackwardParams& p) {
-  constexpr int kKeys = Tile::kBlockK * (Tile::kSplit ? 2 : 1);  // of a cluster
-  QueryBounds bounds = QueryBounds::of(p);
-  if (bounds.ranges != nullptr) bounds = {p.num_queries, p.num_keys, p.num_keys, 0, nullptr};
-  const auto num_key_tiles = static_cast<int>(ceil_div(p.num_keys, kKeys));
-  return {bounds, p.batch * p.num_kv_heads,    num_key_tiles, Tile::kBlockQ,
-          kKeys,  p.num_heads / p.num_kv_heads};
 }
 
 template <typename Element, typename Tile, bool kSoftcap>
