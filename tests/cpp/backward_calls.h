@@ -297,6 +297,17 @@ inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) 
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
+/// A problem that has been differentiated gives the same bits again, `runs` times.
+inline void check_repeats(Problem& problem, int runs) {
+  const std::vector<float> dq = problem.dq.values, dk = problem.dk.values, dv = problem.dv.values;
+  for (int run = 0; run < runs; ++run) {
+    differentiate(problem);
+    CHECK(same_bits(problem.dq.values, dq));
+    CHECK(same_bits(problem.dk.values, dk));
+    CHECK(same_bits(problem.dv.values, dv));
+  }
+}
+
 /// Fails with the place of the worst element where an error is past its bound.
 inline void check_within(const char* what, const std::vector<float>& got,
                          const std::vector<double>& want, const std::vector<double>& bound,

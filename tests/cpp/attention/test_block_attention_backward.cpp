@@ -176,14 +176,7 @@ TEST_CASE("deterministic gradients are the same bits each time") {
         INFO(c.text());
         Problem problem(c);
         differentiate(problem);
-        const std::vector<float> dq = problem.dq.values, dk = problem.dk.values,
-                                 dv = problem.dv.values;
-        for (int run = 0; run < 3; ++run) {
-          differentiate(problem);
-          CHECK(same_bits(problem.dq.values, dq));
-          CHECK(same_bits(problem.dk.values, dk));
-          CHECK(same_bits(problem.dv.values, dv));
-        }
+        check_repeats(problem, 3);
       }
     }
   }

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
-#include <vector>
 
 #include "backward_calls.h"
 
@@ -85,14 +84,7 @@ TEMPLATE_TEST_CASE_SIG("deterministic gradients on Hopper are right, and the sam
         Problem problem(c);
         differentiate(problem);
         check(problem);
-        const std::vector<float> dq = problem.dq.values, dk = problem.dk.values,
-                                 dv = problem.dv.values;
-        for (int run = 0; run < 5; ++run) {
-          differentiate(problem);
-          CHECK(same_bits(problem.dq.values, dq));
-          CHECK(same_bits(problem.dk.values, dk));
-          CHECK(same_bits(problem.dv.values, dv));
-        }
+        check_repeats(problem, 5);
       }
     }
   }
