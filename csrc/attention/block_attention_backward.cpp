@@ -49,7 +49,7 @@ at::Tensor attention_delta_cuda(const at::Tensor& grad_out, const at::Tensor& gr
 void block_attention_backward_cuda(const at::Tensor& q, const KeyBlock& block,
                                    const Scoring& scoring, const RowGradients& rows,
                                    const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
-                                   Scheduling scheduling) {
+                                   Scheduling scheduling, bool leaves_room) {
   const at::Tensor queries = as_kernel_input(q), grad_out = as_kernel_input(rows.grad_out),
                    keys = as_kernel_input(block.k), values = as_kernel_input(block.v);
   BlockAttentionBackwardParams params;
@@ -74,6 +74,7 @@ void block_attention_backward_cuda(const at::Tensor& q, const KeyBlock& block,
     params.first_query = static_cast<int32_t>(block.first_query);
   }
   params.softcap = static_cast<float>(scoring.softcap);
+  params.leaves_room = leaves_room;
   params.deterministic = at::globalContext().deterministicAlgorithms();
   at::Tensor semaphores;
   if (params.deterministic || params.query_ranges != nullptr ||
@@ -118,7 +119,8 @@ at::Tensor transposed_ranges(const at::Tensor& key_ranges, int64_t num_keys) {
 
 void block_attention_backward(const at::Tensor& q, const KeyBlock& block, const Scoring& scoring,
                               const RowGradients& rows, const at::Tensor& dq, const at::Tensor& dk,
-                              const at::Tensor& dv, [[maybe_unused]] Scheduling scheduling) {
+                              const at::Tensor& dv, [[maybe_unused]] Scheduling scheduling,
+                              [[maybe_unused]] bool leaves_room) {
   if (dk.numel() == 0 || q.numel() == 0) {
     dk.zero_();
     dv.zero_();
@@ -126,7 +128,8 @@ void block_attention_backward(const at::Tensor& q, const KeyBlock& block, const 
   }
 #ifdef RINGATTN_WITH_CUDA
   if (q.is_cuda()) {
-    return block_attention_backward_cuda(q, block, scoring, rows, dq, dk, dv, scheduling);
+    return block_attention_backward_cuda(q, block, scoring, rows, dq, dk, dv, scheduling,
+                                         leaves_room);
   }
 #endif
   cpu::block_attention_backward(q, block, scoring, rows, dq, dk, dv);

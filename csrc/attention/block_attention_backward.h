@@ -28,11 +28,13 @@ RINGATTN_API at::Tensor transposed_ranges(const at::Tensor& key_ranges, int64_t 
 /// rounded to the block's. Strides are any but a last one of 1. A block with a table has
 /// query_ranges. On CUDA: runs on the current stream. Under
 /// torch.use_deterministic_algorithms(True) the same inputs give the same bits.
-///   scheduling  kDynamic where other kernels may hold multiprocessors meanwhile
+///   scheduling   kDynamic where other kernels may hold multiprocessors meanwhile
+///   leaves_room  one multiprocessor is left to short kernels of other streams
 RINGATTN_API void block_attention_backward(const at::Tensor& q, const KeyBlock& block,
                                            const Scoring& scoring, const RowGradients& rows,
                                            const at::Tensor& dq, const at::Tensor& dk,
                                            const at::Tensor& dv,
-                                           Scheduling scheduling = Scheduling::kStatic);
+                                           Scheduling scheduling = Scheduling::kStatic,
+                                           bool leaves_room = false);
 
 }  // namespace ringattn

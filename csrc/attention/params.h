@@ -160,6 +160,8 @@ struct BlockAttentionBackwardParams : AttentionShape {
   /// and reads and writes no other memory.
   const int32_t* query_ranges = nullptr;
   float softcap = 0.0f;  // as in BlockAttentionParams
+  /// A persistent kernel leaves one multiprocessor to short kernels of other streams.
+  bool leaves_room = false;
   /// The sums into dq are made in a fixed order: the same inputs give the same bits. (Those of dk
   /// and dv always are.)
   bool deterministic = false;

@@ -53,11 +53,11 @@
 //
 // A round of messages is a call in which the streams of all ranks fetch. What a rank sends to each
 // peer has memory of its own, and is written there by its attention kernels. A staging kernel for
-// each peer, in the order of the round, waits for and clears the read[p] of that peer alone, and
-// gives its signals: the value of `staged` is that of all heads at once. The stream waits for the
-// staged_mirror of one peer, reads what that sends, and waits for the next; it clears all of them
-// behind the last. It waits for read_mirror once the last of its own rank's staging kernels has
-// ended, which clear it.
+// each peer, in the order of the round and behind the kernel that writes, waits for and clears the
+// read[p] of that peer alone, and gives its signals: the value of `staged` is that of all heads at
+// once. The stream waits for the staged_mirror of one peer, reads what that sends, and waits for
+// the next; it clears all of them behind the last. It waits for read_mirror once the last of its
+// own rank's staging kernels has ended, which clear it.
 //
 // Write order: `staged` before staged_mirror, read_mirror before `read`. A waiter for the signal
 // that is written second knows that both are set. A kernel that has read everything waits for

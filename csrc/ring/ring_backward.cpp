@@ -40,8 +40,9 @@ class Gradients {
         dq_(at::zeros(q.sizes(), rows.lse.options())) {}
 
   /// Those of a block, of which `k` and `v` are the rows that are seen.
-  void attend(int64_t step, const at::Tensor& k, const at::Tensor& v,
-              const KeyGradients& gradients) const {
+  ///   leaves_room  see block_attention_backward()
+  void attend(int64_t step, const at::Tensor& k, const at::Tensor& v, const KeyGradients& gradients,
+              bool leaves_room) const {
     const Visit& visit = call_.plan.visits[step];
     if (!visit.visible()) {
       for (const at::Tensor& x : gradients) x.zero_();
@@ -57,7 +58,7 @@ class Gradients {
       const at::Tensor q = rows_of(q_, 1, queries), dq = rows_of(dq_, 1, queries);
       repeat_for_slowdown(q, block, rows);
       const auto [dk, dv] = rows_of(gradients, part.keys);
-      block_attention_backward(q, block, call_.scoring, rows, dq, dk, dv, scheduling_);
+      block_attention_backward(q, block, call_.scoring, rows, dq, dk, dv, scheduling_, leaves_room);
     }
   }
 
@@ -168,7 +169,8 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
     if (step == 0) zero_outside(own, seen);
     const KeyGradients of_block = step == 0 ? rows_of(own, seen) : returns->visiting(step);
     timer.begin_attention();
-    gradients.attend(step, blocks[step].k, blocks[step].v, of_block);
+    gradients.attend(step, blocks[step].k, blocks[step].v, of_block,
+                     /*leaves_room=*/turn > 1 && transport->signals_by_kernel());
     timer.end_attention();
     if (turn == num_steps) {
       result.dq = gradients.dq().to(q.scalar_type());  // while messages travel

@@ -41,7 +41,7 @@ struct Case {
   bool empty_rows = false;  // some rows have lse -inf
   bool strided = false;     // rows lie apart
   bool deterministic = false;
-  bool rounds_key_gradients = false;
+  bool rounds_key_gradients = false, leaves_room = false;
   uint32_t seed = 1;
 
   Tensor queries(DataType type) const {
@@ -61,7 +61,7 @@ struct Case {
          << num_queries << ", S_k " << num_keys << ", diagonal " << diagonal << " from "
          << first_query << ", scale " << scale << ", softcap " << softcap << ", empty rows "
          << empty_rows << ", strided " << strided << ", deterministic " << deterministic
-         << ", seed " << seed;
+         << ", leaves room " << leaves_room << ", seed " << seed;
     return text.str();
   }
 };
@@ -283,6 +283,7 @@ inline void differentiate(Problem& problem, int calls = 1) {
   }
   p.softcap = float(c.softcap);
   p.deterministic = c.deterministic;
+  p.leaves_room = c.leaves_room;
   p.rounds_key_gradients = c.rounds_key_gradients;
   for (int call = 0; call < calls; ++call) {
     const DeviceArray<int32_t> semaphores(std::vector<int32_t>(p.num_semaphores()));

@@ -140,8 +140,9 @@ std::vector<at::Tensor> SymmetricTransport::message_buffers(const std::vector<in
   return buffers;
 }
 
-// A staging kernel on the caller's stream for each message, which copies nothing and signals to its
-// destination. The side stream waits for each source by itself.
+// A staging kernel for each message, which copies nothing and signals to its destination, on a
+// stream that waits for what has written the message: the caller's next kernel does not wait for
+// it. The side stream waits for each source by itself.
 class SymmetricRound : public MessageRound {
  public:
   SymmetricRound(SymmetricTransport& transport, std::vector<Message> messages)
@@ -156,6 +157,7 @@ class SymmetricRound : public MessageRound {
   ~SymmetricRound() override {
     if (!begun_) return;
     try {
+      transport_.order(transport_.signal_stream_, stream_);
       transport_.calls_.end_on(stream_);
       for (const Message& message : messages_) {
         if (message.receive.defined()) message.receive.record_stream(transport_.side_stream_);
@@ -220,7 +222,8 @@ class SymmetricRound : public MessageRound {
   void signal_staged(int64_t i) {
     cuda::StageParams params;
     transport_.signal_pad_.add_signals(params, group().calls->call_tag(), peers_of(i));
-    C10_CUDA_CHECK(cuda::signal_staged(params, stream_));
+    transport_.order(getCurrentCUDAStream(), transport_.signal_stream_);
+    C10_CUDA_CHECK(cuda::signal_staged(params, transport_.signal_stream_));
   }
 
   void receive(int64_t i) {
@@ -246,7 +249,7 @@ class SymmetricRound : public MessageRound {
     transport_.signal_pad_.enqueue_signal_read(group().others(), Fetching::kByStreamOnAllRanks,
                                                stream);
     // The last staging kernel has cleared the signals that the stream waits for now.
-    transport_.after(stream_);
+    transport_.after(transport_.signal_stream_);
     transport_.signal_pad_.enqueue_wait_until_read(Fetching::kByStreamOnAllRanks, stream);
   }
 

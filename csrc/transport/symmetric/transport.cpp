@@ -20,9 +20,13 @@ SymmetricTransport::SymmetricTransport(const Rendezvous& rendezvous, c10::Device
       device_(device),
       signal_pad_(rendezvous, device),
       side_stream_(take_stream(device)),
+      signal_stream_(take_stream(device)),
       delays_(device) {}
 
-SymmetricTransport::~SymmetricTransport() { return_stream(side_stream_); }
+SymmetricTransport::~SymmetricTransport() {
+  return_stream(side_stream_);
+  return_stream(signal_stream_);
+}
 
 void SymmetricTransport::synchronize() {
   if (!calls_.any()) return;

@@ -34,6 +34,7 @@ class SymmetricTransport : public MessageTransport {
                                           const at::TensorOptions& options) override;
   std::unique_ptr<MessageRound> open_round(std::vector<Message> messages) override;
 
+  bool signals_by_kernel() const override { return true; }
   bool needs_every_rank() const override { return true; }
   // More memory is a collective exchange that comes before.
   bool compares_tags(int64_t staged, int64_t buffered) const override {
@@ -65,11 +66,13 @@ class SymmetricTransport : public MessageTransport {
   }
   char* staged_by(int64_t rank) const { return static_cast<char*>(staged_->of(rank)); }
 
-  // Later work of the side stream waits for the present work of `stream`.
-  void after(c10::cuda::CUDAStream stream) {
+  // Later work of `later` waits for the present work of `stream`.
+  void order(c10::cuda::CUDAStream stream, c10::cuda::CUDAStream later) {
     fork_.record(stream);
-    fork_.block(side_stream_);
+    fork_.block(later);
   }
+  // As order(), of the side stream.
+  void after(c10::cuda::CUDAStream stream) { order(stream, side_stream_); }
   // Later work of `stream` waits for the present work of the side stream. A capture, too, must end
   // with all streams that it has spread to joined to the first.
   void join(c10::cuda::CUDAStream stream) {
@@ -102,6 +105,7 @@ class SymmetricTransport : public MessageTransport {
   // engine, and alternating streams cost more than they gain (H200: 0.27 against 0.30 ms for a ring
   // of 8192 tokens).
   c10::cuda::CUDAStream side_stream_;
+  c10::cuda::CUDAStream signal_stream_;  // for the signals of a round
   at::cuda::CUDAEvent fork_, join_;
   CallOrder calls_;
   TransferDelays delays_;

@@ -38,6 +38,14 @@ TEST_CASE("as many thread blocks share a group's heads as end soonest", "[sm90]"
   CHECK(choose_ranks(tiles(4096, 4096, true), kHopper, true) == 1);
 }
 
+TEST_CASE("clusters fit into the multiprocessors that are left", "[sm90]") {
+  const Residency left = kHopper.within(131);
+  CHECK(left.of_one == 131);
+  CHECK(left.of_two == 65);
+  CHECK(left.of_four == 32);
+  CHECK(kOddGroups.within(131).of_four == 30);
+}
+
 TEST_CASE("tiles of unequal lengths are given out by ticket where there are many", "[sm90]") {
   CHECK(gains_by_tickets(tiles(16384, 16384, true), 132));
   CHECK_FALSE(gains_by_tickets(tiles(8192, 8192, true), 132));

@@ -18,6 +18,11 @@ struct Residency {
   int of_one = 0, of_two = 0, of_four = 0;
 
   int clusters(int ranks) const { return ranks == 1 ? of_one : ranks == 2 ? of_two : of_four; }
+  /// Of fewer multiprocessors.
+  Residency within(int multiprocessors) const {
+    return {std::min(of_one, multiprocessors), std::min(of_two, multiprocessors / 2),
+            std::min(of_four, multiprocessors / 4)};
+  }
 };
 
 /// The work tiles of a call: for each tile of keys, one of every plane.

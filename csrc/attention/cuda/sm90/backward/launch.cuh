@@ -92,6 +92,7 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   if ((error = prepare_grads<kKernel, Tile>(device, resident)) != cudaSuccess) return error;
+  if (p.leaves_room) resident = resident.within(resident.of_one - 1);
 
   BackwardKernelParams params = {};
   const bool has_table = p.query_ranges != nullptr;
