@@ -299,37 +299,20 @@ class NcclTransport : public CollectiveTransport {
   ~NcclTransport() override { return_stream(side_); }
 
   std::unique_ptr<Transfer> start(const Message& message) override {
-    const auto started = new_event(message.timed), done = new_event(message.timed);
-    at::cuda::CUDAEvent ready;
-    ready.record(c10::cuda::getCurrentCUDAStream());
-    ready.block(side_);
+    return std::move(start_as_one({message}).front());
+  }
 
-    after_last(side_);
-    started->record(side_);
-    communicator_->use([&](ncclComm_t comm) {
-      NcclGroup group;
-      if (message.send.defined()) {
-        RINGATTN_NCCL_CHECK(ncclSend(message.send.const_data_ptr(), message.send.nbytes(),
-                                     ncclUint8, static_cast<int>(message.destination), comm,
-                                     side_.stream()));
-      }
-      if (message.receive.defined()) {
-        RINGATTN_NCCL_CHECK(ncclRecv(message.receive.mutable_data_ptr(), message.receive.nbytes(),
-                                     ncclUint8, static_cast<int>(message.source), comm,
-                                     side_.stream()));
-      }
-      RINGATTN_NCCL_CHECK(group.end());
-    });
-    if (message.send.defined()) message.send.record_stream(side_);
-    if (message.receive.defined()) message.receive.record_stream(side_);
-    done->record(side_);
-    last_ = done;
-
-    std::vector<int64_t> suspects;
-    if (message.receive.defined()) suspects.push_back(message.source);
-    if (message.send.defined()) suspects.push_back(message.destination);
-    watch(started, done, message.call, message.step, std::move(suspects));
-    return std::make_unique<CudaTransfer>(started, done, message.timed);
+  /// A launch for each few of them: so few that NCCL moves all at one time, and no rank has to
+  /// start the same ones together. One for each where they are timed.
+  std::vector<std::unique_ptr<Transfer>> start_all(const std::vector<Message>& messages) override {
+    constexpr ptrdiff_t kAtOneTime = 4;  // in either direction
+    std::vector<std::unique_ptr<Transfer>> transfers;
+    for (auto first = messages.begin(); first != messages.end();) {
+      const auto end = first + (first->timed ? 1 : std::min(kAtOneTime, messages.end() - first));
+      for (auto& transfer : start_as_one({first, end})) transfers.push_back(std::move(transfer));
+      first = end;
+    }
+    return transfers;
   }
 
   /// Events of eager calls order the operations, and the watchdog queries each of these events.
@@ -360,6 +343,46 @@ class NcclTransport : public CollectiveTransport {
   bool idle() override { return last_->query(); }
 
  private:
+  std::vector<std::unique_ptr<Transfer>> start_as_one(const std::vector<Message>& messages) {
+    const bool timed = messages.front().timed;
+    const auto started = new_event(timed), done = new_event(timed);
+    at::cuda::CUDAEvent ready;
+    ready.record(c10::cuda::getCurrentCUDAStream());
+    ready.block(side_);
+
+    after_last(side_);
+    started->record(side_);
+    communicator_->use([&](ncclComm_t comm) {
+      NcclGroup group;
+      for (const Message& message : messages) enqueue(message, comm);
+      RINGATTN_NCCL_CHECK(group.end());
+    });
+    done->record(side_);
+    last_ = done;
+
+    std::vector<int64_t> suspects;
+    std::vector<std::unique_ptr<Transfer>> transfers;
+    for (const Message& message : messages) {
+      if (message.receive.defined()) suspects.push_back(message.source);
+      if (message.send.defined()) suspects.push_back(message.destination);
+      transfers.push_back(std::make_unique<HoldingTransfer>(message, started, done, side_));
+    }
+    watch(started, done, messages.front().call, messages.front().step, std::move(suspects));
+    return transfers;
+  }
+
+  void enqueue(const Message& message, ncclComm_t comm) const {
+    if (message.send.defined()) {
+      RINGATTN_NCCL_CHECK(ncclSend(message.send.const_data_ptr(), message.send.nbytes(), ncclUint8,
+                                   static_cast<int>(message.destination), comm, side_.stream()));
+    }
+    if (message.receive.defined()) {
+      RINGATTN_NCCL_CHECK(ncclRecv(message.receive.mutable_data_ptr(), message.receive.nbytes(),
+                                   ncclUint8, static_cast<int>(message.source), comm,
+                                   side_.stream()));
+    }
+  }
+
   // Note: operations of one communicator must not overlap, and they are enqueued on the side stream
   // as well as on the caller's current stream.
   void after_last(const c10::cuda::CUDAStream& stream) const { last_->block(stream); }

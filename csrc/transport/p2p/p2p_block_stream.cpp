@@ -46,7 +46,7 @@ class MessageStream : public BlockStream {
           at::empty({rows, 2, exchange.k.size(0), exchange.k.size(2), exchange.k.size(3)},
                     exchange.k.options()));
     }
-    for (int64_t step = 1; step <= exchange_.depth; ++step) start(step);
+    start(1, exchange_.depth);
     if (transport_.tags_messages()) exchange_tags();
   }
 
@@ -55,7 +55,10 @@ class MessageStream : public BlockStream {
     return from_wire(buffer_of(step), exchange_.hops[step - 1].received.size());
   }
 
-  void release(int64_t step) override { start(step + exchange_.depth + 1); }
+  void release(int64_t step) override {
+    const int64_t next = step + exchange_.depth + 1;
+    start(next, next);
+  }
 
   void finish(const std::vector<at::Tensor>& results) override {
     for (const auto& transfer : transfers_) {
@@ -74,10 +77,23 @@ class MessageStream : public BlockStream {
  private:
   const at::Tensor& buffer_of(int64_t step) const { return buffers_[(step - 1) % buffers_.size()]; }
 
-  void start(int64_t step) {
-    if (step > static_cast<int64_t>(exchange_.hops.size())) return;
+  // What travels at the steps first .. last.
+  void start(int64_t first, int64_t last) {
+    std::vector<int64_t> steps;
+    std::vector<Message> messages;
+    last = std::min(last, static_cast<int64_t>(exchange_.hops.size()));
+    for (int64_t step = first; step <= last; ++step) {
+      const HopPlan& hop = exchange_.hops[step - 1];
+      if (hop.sent.empty() && hop.received.empty()) continue;
+      steps.push_back(step);
+      messages.push_back(message(step));
+    }
+    auto transfers = transport_.start_all(messages);
+    for (size_t i = 0; i < steps.size(); ++i) transfers_[steps[i] - 1] = std::move(transfers[i]);
+  }
+
+  Message message(int64_t step) const {
     const HopPlan& hop = exchange_.hops[step - 1];
-    if (hop.sent.empty() && hop.received.empty()) return;
     Message message;
     message.call = exchange_.call;
     message.step = step;
@@ -88,7 +104,7 @@ class MessageStream : public BlockStream {
     if (!hop.received.empty()) {
       message.receive = buffer_of(step).narrow(0, 0, hop.received.size());
     }
-    transfers_[step - 1] = transport_.start(message);
+    return message;
   }
 
   // With each rank that neither sends rows to this one nor receives any.

@@ -40,6 +40,13 @@ class TransferRound : public MessageRound {
 
 }  // namespace
 
+std::vector<std::unique_ptr<Transfer>> MessageTransport::start_all(
+    const std::vector<Message>& messages) {
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  for (const Message& message : messages) transfers.push_back(start(message));
+  return transfers;
+}
+
 std::vector<at::Tensor> MessageTransport::message_buffers(const std::vector<int64_t>& numel,
                                                           int64_t largest,
                                                           const at::TensorOptions& options) {

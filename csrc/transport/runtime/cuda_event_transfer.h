@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -36,6 +37,37 @@ class CudaTransfer : public Transfer {
  private:
   std::shared_ptr<at::cuda::CUDAEvent> started_, done_;
   bool timed_;
+};
+
+/// The transfer of a message by work of `side_stream`, started from the current stream. It holds
+/// the message's tensors until that stream waits for its end: then they may be freed there.
+/// Otherwise their allocator is told that the side stream uses them, and then keeps their memory
+/// until the device is done.
+class HoldingTransfer : public CudaTransfer {
+ public:
+  HoldingTransfer(const Message& message, std::shared_ptr<at::cuda::CUDAEvent> started,
+                  std::shared_ptr<at::cuda::CUDAEvent> done, c10::cuda::CUDAStream side_stream)
+      : CudaTransfer(std::move(started), std::move(done), message.timed),
+        held_{message.send, message.receive},
+        stream_(c10::cuda::getCurrentCUDAStream()),
+        side_stream_(side_stream) {}
+
+  ~HoldingTransfer() override {
+    for (const at::Tensor& x : held_) {
+      if (x.defined()) x.record_stream(side_stream_);
+    }
+  }
+  HoldingTransfer(const HoldingTransfer&) = delete;
+  HoldingTransfer& operator=(const HoldingTransfer&) = delete;
+
+  void wait() override {
+    CudaTransfer::wait();
+    if (c10::cuda::getCurrentCUDAStream() == stream_) held_ = {};
+  }
+
+ private:
+  std::array<at::Tensor, 2> held_;
+  c10::cuda::CUDAStream stream_, side_stream_;
 };
 
 /// Fills `results` with NaN if one of the flags `failed`, on their device, is not 0 by the time the

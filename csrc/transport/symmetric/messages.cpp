@@ -5,7 +5,6 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
-#include <array>
 #include <exception>
 #include <memory>
 #include <utility>
@@ -29,36 +28,6 @@ namespace {
 // 119 us). But copy engines need no multiprocessors, and another kernel that runs beside the
 // message may leave one of them to it: a kernel fetches what one alone can in little time.
 constexpr int64_t kMaxFetchedByKernel = int64_t{1} << 20;
-
-// Its tensors are held until the stream that it began on waits for its end. Otherwise their
-// allocator is told that the side stream uses them, and then keeps their memory until the device is
-// done.
-class SymmetricTransfer : public CudaTransfer {
- public:
-  SymmetricTransfer(const Message& message, std::shared_ptr<CUDAEvent> started,
-                    std::shared_ptr<CUDAEvent> done, CUDAStream side_stream)
-      : CudaTransfer(std::move(started), std::move(done), message.timed),
-        held_{message.send, message.receive},
-        stream_(getCurrentCUDAStream()),
-        side_stream_(side_stream) {}
-
-  ~SymmetricTransfer() override {
-    for (const at::Tensor& x : held_) {
-      if (x.defined()) x.record_stream(side_stream_);
-    }
-  }
-  SymmetricTransfer(const SymmetricTransfer&) = delete;
-  SymmetricTransfer& operator=(const SymmetricTransfer&) = delete;
-
-  void wait() override {
-    CudaTransfer::wait();
-    if (getCurrentCUDAStream() == stream_) held_ = {};
-  }
-
- private:
-  std::array<at::Tensor, 2> held_;
-  CUDAStream stream_, side_stream_;
-};
 
 }  // namespace
 
@@ -96,7 +65,7 @@ std::unique_ptr<Transfer> SymmetricTransport::start(const Message& message) {
   }
   done->record(side_stream_);
   calls_.end_on(side_stream_);
-  return std::make_unique<SymmetricTransfer>(message, started, done, side_stream_);
+  return std::make_unique<HoldingTransfer>(message, started, done, side_stream_);
 }
 
 void SymmetricTransport::fetch_by_kernel(const Message& message) {

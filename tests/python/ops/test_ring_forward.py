@@ -128,6 +128,22 @@ def test_every_transport(ring):
             check_ring(ring, Case(partition, torch.float32, transport=name, depth=1))
 
 
+def call_with_own_depth(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    return ring_call(replace(case, depth=1 if this().rank % 2 == 0 else None))
+
+
+def test_ranks_may_be_differently_far_ahead(ring):
+    """One starts its messages one by one, its peers all at one time."""
+    (names, *_) = ring.run(names_of_transports)
+    for name in names:
+        case = Case(partitions(ring, "zigzag")[1], torch.float32, transport=name)
+        expected = whole(case, ring.run(ring_call, case))
+        for _ in range(3):
+            out = whole(case, ring.run(call_with_own_depth, case))
+            for x, y in zip(out, expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
 def test_the_rms_error_does_not_grow_with_the_number_of_ranks(ring):
     lengths = [400 // ring.world_size] * ring.world_size
     for dtype in (torch.bfloat16, torch.float16):
