@@ -70,6 +70,7 @@ struct RowGradients {
   at::Tensor grad_out;  // [B, S_q, H, D], q's dtype
   at::Tensor lse;       // [B, H, S_q], state dtype, contiguous: over all keys that the rows see
   at::Tensor delta;     // [B, H, S_q], state dtype, contiguous: rowsum(grad_out * out) - grad_lse
+  at::Tensor dq;        // [B, S_q, H, D], state dtype: what the rows' gradients are added to
 };
 
 }  // namespace ringattn

@@ -22,10 +22,8 @@ namespace ringattn {
 #ifdef RINGATTN_WITH_CUDA
 namespace {
 
-at::Tensor attention_delta_cuda(const at::Tensor& grad_out, const at::Tensor& grad_lse,
-                                const at::Tensor& out) {
-  const at::Tensor delta =
-      at::empty({out.size(0), out.size(2), out.size(1)}, out.options().dtype(at::kFloat));
+void find_delta_and_clear_dq(const at::Tensor& grad_out, const at::Tensor& grad_lse,
+                             const at::Tensor& out, const at::Tensor& delta, const at::Tensor& dq) {
   const at::Tensor rows = unit_last_stride(grad_out), results = unit_last_stride(out);
   AttentionDeltaParams params;
   params.grad_out = strided(rows);
@@ -42,13 +40,13 @@ at::Tensor attention_delta_cuda(const at::Tensor& grad_out, const at::Tensor& gr
   params.head_dim = static_cast<int32_t>(out.size(3));
   params.dtype = data_type(out.scalar_type());
   params.delta = delta.mutable_data_ptr<float>();
+  params.dq = dq.mutable_data_ptr<float>();
   check_launch(cuda::attention_delta(params, current_stream(out)), "attention_delta");
-  return delta;
 }
 
 void block_attention_backward_cuda(const at::Tensor& q, const KeyBlock& block,
                                    const Scoring& scoring, const RowGradients& rows,
-                                   const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
+                                   const at::Tensor& dk, const at::Tensor& dv,
                                    Scheduling scheduling, bool leaves_room) {
   const at::Tensor queries = as_kernel_input(q), grad_out = as_kernel_input(rows.grad_out),
                    keys = as_kernel_input(block.k), values = as_kernel_input(block.v);
@@ -62,7 +60,7 @@ void block_attention_backward_cuda(const at::Tensor& q, const KeyBlock& block,
   params.delta = rows.delta.const_data_ptr<float>();
   params.lse_batch_stride = rows.lse.stride(0);
   params.lse_head_stride = rows.lse.stride(1);
-  params.dq = strided(dq);
+  params.dq = strided(rows.dq);
   params.dk = strided(dk);
   params.dv = strided(dv);
   params.rounds_key_gradients = dk.scalar_type() != at::kFloat;
@@ -90,14 +88,22 @@ void block_attention_backward_cuda(const at::Tensor& q, const KeyBlock& block,
 }  // namespace
 #endif
 
-at::Tensor attention_delta(const at::Tensor& grad_out, const at::Tensor& grad_lse,
-                           const at::Tensor& out) {
-#ifdef RINGATTN_WITH_CUDA
-  if (out.is_cuda()) return attention_delta_cuda(grad_out, grad_lse, out);
-#endif
+RowGradients row_gradients(const at::Tensor& grad_out, const at::Tensor& grad_lse,
+                           const at::Tensor& out, const at::Tensor& lse) {
   const auto type = state_dtype(out.scalar_type());
-  const at::Tensor delta = grad_out.to(type).mul(out.to(type)).sum(-1).transpose(1, 2).contiguous();
-  return grad_lse.defined() ? delta.sub(grad_lse) : delta;
+  RowGradients rows = {grad_out, lse.contiguous()};
+#ifdef RINGATTN_WITH_CUDA
+  if (out.is_cuda()) {
+    rows.delta = at::empty({out.size(0), out.size(2), out.size(1)}, out.options().dtype(type));
+    rows.dq = at::empty(out.sizes(), rows.delta.options());
+    find_delta_and_clear_dq(grad_out, grad_lse, out, rows.delta, rows.dq);
+    return rows;
+  }
+#endif
+  rows.delta = grad_out.to(type).mul(out.to(type)).sum(-1).transpose(1, 2).contiguous();
+  if (grad_lse.defined()) rows.delta.sub_(grad_lse);
+  rows.dq = at::zeros(out.sizes(), rows.delta.options());
+  return rows;
 }
 
 at::Tensor sink_gradients(const at::Tensor& sinks, const at::Tensor& lse, const at::Tensor& delta) {
@@ -118,8 +124,8 @@ at::Tensor transposed_ranges(const at::Tensor& key_ranges, int64_t num_keys) {
 }
 
 void block_attention_backward(const at::Tensor& q, const KeyBlock& block, const Scoring& scoring,
-                              const RowGradients& rows, const at::Tensor& dq, const at::Tensor& dk,
-                              const at::Tensor& dv, [[maybe_unused]] Scheduling scheduling,
+                              const RowGradients& rows, const at::Tensor& dk, const at::Tensor& dv,
+                              [[maybe_unused]] Scheduling scheduling,
                               [[maybe_unused]] bool leaves_room) {
   if (dk.numel() == 0 || q.numel() == 0) {
     dk.zero_();
@@ -128,11 +134,10 @@ void block_attention_backward(const at::Tensor& q, const KeyBlock& block, const 
   }
 #ifdef RINGATTN_WITH_CUDA
   if (q.is_cuda()) {
-    return block_attention_backward_cuda(q, block, scoring, rows, dq, dk, dv, scheduling,
-                                         leaves_room);
+    return block_attention_backward_cuda(q, block, scoring, rows, dk, dv, scheduling, leaves_room);
   }
 #endif
-  cpu::block_attention_backward(q, block, scoring, rows, dq, dk, dv);
+  cpu::block_attention_backward(q, block, scoring, rows, dk, dv);
 }
 
 }  // namespace ringattn

@@ -11,9 +11,9 @@
 
 namespace ringattn {
 
-/// rowsum(grad_out * out) - grad_lse, [B, H, S_q], state dtype. `grad_lse` may be undefined: 0.
-RINGATTN_API at::Tensor attention_delta(const at::Tensor& grad_out, const at::Tensor& grad_lse,
-                                        const at::Tensor& out);
+/// What a backward needs of these rows, dq being 0. `grad_lse` may be undefined: 0.
+RINGATTN_API RowGradients row_gradients(const at::Tensor& grad_out, const at::Tensor& grad_lse,
+                                        const at::Tensor& out, const at::Tensor& lse);
 
 /// The gradient of sinks [H], in the state's dtype, of these rows alone.
 RINGATTN_API at::Tensor sink_gradients(const at::Tensor& sinks, const at::Tensor& lse,
@@ -23,7 +23,7 @@ RINGATTN_API at::Tensor sink_gradients(const at::Tensor& sinks, const at::Tensor
 /// the rows that see each key. Neither column decreases, before and after.
 RINGATTN_API at::Tensor transposed_ranges(const at::Tensor& key_ranges, int64_t num_keys);
 
-/// Adds the gradient of the rows to dq [B, S_q, H, D], in the state's dtype, and writes those of
+/// Adds the gradient of the rows to rows.dq, and writes those of
 /// the block's keys and values to dk and dv [B, S_k, H_kv, D], both in the state's dtype or both
 /// rounded to the block's. Strides are any but a last one of 1. A block with a table has
 /// query_ranges. On CUDA: runs on the current stream. Under
@@ -32,8 +32,7 @@ RINGATTN_API at::Tensor transposed_ranges(const at::Tensor& key_ranges, int64_t 
 ///   leaves_room  one multiprocessor is left to short kernels of other streams
 RINGATTN_API void block_attention_backward(const at::Tensor& q, const KeyBlock& block,
                                            const Scoring& scoring, const RowGradients& rows,
-                                           const at::Tensor& dq, const at::Tensor& dk,
-                                           const at::Tensor& dv,
+                                           const at::Tensor& dk, const at::Tensor& dv,
                                            Scheduling scheduling = Scheduling::kStatic,
                                            bool leaves_room = false);
 

@@ -177,7 +177,8 @@ struct BlockAttentionBackwardParams : AttentionShape {
   }
 };
 
-/// What a backward needs of the forward's result: delta = rowsum(grad_out * out) - grad_lse.
+/// What comes before a backward, in one pass over the rows: delta = rowsum(grad_out * out) -
+/// grad_lse, and zeros to which dq is added.
 struct AttentionDeltaParams {
   Strided grad_out;                 // [B, S_q, H, D], dtype; null data: absent, which is 0
   Strided out;                      // [B, S_q, H, D], dtype; not read where grad_out is absent
@@ -186,6 +187,7 @@ struct AttentionDeltaParams {
   int64_t grad_lse_head_stride = 0;
   int64_t grad_lse_row_stride = 0;
   float* delta = nullptr;  // [B, H, S_q], contiguous
+  float* dq = nullptr;     // [B, S_q, H, D], contiguous: becomes 0
   int32_t batch = 0;
   int32_t num_queries = 0;
   int32_t num_heads = 0;

@@ -2,7 +2,6 @@
 #include "attention/block_attention.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -76,10 +75,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> block_attention_backw
     block.query_ranges = transposed_ranges(check_key_ranges(*key_ranges, q), k.size(1));
   }
   const RowGradients rows = row_gradients(given);
-  const at::Tensor dq = at::zeros(q.sizes(), rows.lse.options()),
-                   dk = at::empty(k.sizes(), k.options()), dv = at::empty(v.sizes(), v.options());
-  block_attention_backward(q, block, make_scoring(q, scale, softcap, sinks), rows, dq, dk, dv);
-  return {dq.to(q.scalar_type()), dk, dv, gradient_of_sinks(sinks, rows)};
+  const at::Tensor dk = at::empty(k.sizes(), k.options()), dv = at::empty(v.sizes(), v.options());
+  block_attention_backward(q, block, make_scoring(q, scale, softcap, sinks), rows, dk, dv);
+  return {rows.dq.to(q.scalar_type()), dk, dv, gradient_of_sinks(sinks, rows)};
 }
 
 void fold_block_attention_op(at::Tensor& out, at::Tensor& lse, const at::Tensor& q,

@@ -36,8 +36,7 @@ void check_gradients(const GradientArguments& given, const at::Tensor& q) {
 }
 
 RowGradients row_gradients(const GradientArguments& given) {
-  return {given.grad_out, given.lse.contiguous(),
-          attention_delta(given.grad_out, given.grad_lse.value_or(at::Tensor()), given.out)};
+  return row_gradients(given.grad_out, given.grad_lse.value_or(at::Tensor()), given.out, given.lse);
 }
 
 at::Tensor gradient_of_sinks(const std::optional<at::Tensor>& sinks, const RowGradients& rows) {

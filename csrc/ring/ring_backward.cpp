@@ -3,7 +3,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
 
 #include <algorithm>
@@ -36,8 +36,7 @@ class Gradients {
         rows_(rows),
         call_(call),
         scheduling_(scheduling),
-        query_tables_(call.plan.key_tables->transposed_on(q.device())),
-        dq_(at::zeros(q.sizes(), rows.lse.options())) {}
+        query_tables_(call.plan.key_tables->transposed_on(q.device())) {}
 
   /// Those of a block, of which `k` and `v` are the rows that are seen.
   ///   leaves_room  see block_attention_backward()
@@ -54,11 +53,12 @@ class Gradients {
       if (part.diagonal) block.diagonal = *part.diagonal;
       const RowRange& queries = part.queries;
       const RowGradients rows = {rows_of(rows_.grad_out, 1, queries),
-                                 rows_of(rows_.lse, 2, queries), rows_of(rows_.delta, 2, queries)};
-      const at::Tensor q = rows_of(q_, 1, queries), dq = rows_of(dq_, 1, queries);
+                                 rows_of(rows_.lse, 2, queries), rows_of(rows_.delta, 2, queries),
+                                 rows_of(rows_.dq, 1, queries)};
+      const at::Tensor q = rows_of(q_, 1, queries);
       repeat_for_slowdown(q, block, rows);
       const auto [dk, dv] = rows_of(gradients, part.keys);
-      block_attention_backward(q, block, call_.scoring, rows, dq, dk, dv, scheduling_, leaves_room);
+      block_attention_backward(q, block, call_.scoring, rows, dk, dv, scheduling_, leaves_room);
     }
   }
 
@@ -67,8 +67,6 @@ class Gradients {
     const auto pairs = static_cast<double>(call_.plan.visits[step].num_pairs);
     return 10.0 * static_cast<double>(q_.size(0) * q_.size(2) * q_.size(3)) * pairs;
   }
-
-  const at::Tensor& dq() const { return dq_; }
 
  private:
   // ringattn.testing.slowdown: repeats the whole block, and drops the results, as often as the
@@ -83,9 +81,10 @@ class Gradients {
       part.k = block.k.narrow(1, 0, num_keys);
       part.v = block.v.narrow(1, 0, num_keys);
       if (part.query_ranges.defined()) part.query_ranges = part.query_ranges.narrow(0, 0, num_keys);
-      const at::Tensor dq = at::zeros(q.sizes(), dq_.options()),
-                       dk = at::zeros(part.k.sizes(), dq_.options()), dv = at::empty_like(dk);
-      block_attention_backward(q, part, call_.scoring, rows, dq, dk, dv);
+      RowGradients dropped = rows;
+      dropped.dq = at::zeros_like(rows.dq);
+      const at::Tensor dk = at::empty(part.k.sizes(), rows.dq.options()), dv = at::empty_like(dk);
+      block_attention_backward(q, part, call_.scoring, dropped, dk, dv);
     }
   }
 
@@ -94,7 +93,6 @@ class Gradients {
   const RingCall& call_;
   const Scheduling scheduling_;
   const std::vector<at::Tensor> query_tables_;  // [W]
-  const at::Tensor dq_;                         // [B, S_r, H, D], state dtype
 };
 
 RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const RingCall& call,
@@ -173,7 +171,7 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
                      /*leaves_room=*/turn > 1 && transport->signals_by_kernel());
     timer.end_attention();
     if (turn == num_steps) {
-      result.dq = gradients.dq().to(q.scalar_type());  // while messages travel
+      result.dq = rows.dq.to(q.scalar_type());  // while messages travel
       const auto [dk, dv] = returns ? returns->sum(q.scalar_type()) : own;
       result.dk = dk;
       result.dv = dv;

@@ -116,7 +116,7 @@ class Backward {
 }  // namespace
 
 void block_attention_backward(const at::Tensor& q, const KeyBlock& block, const Scoring& scoring,
-                              const RowGradients& rows, const at::Tensor& dq, const at::Tensor& dk,
+                              const RowGradients& rows, const at::Tensor& dk,
                               const at::Tensor& dv) {
   dk.zero_();
   dv.zero_();
@@ -128,7 +128,7 @@ void block_attention_backward(const at::Tensor& q, const KeyBlock& block, const 
   IntervalChunk chunk;
   for (int64_t first = 0; first < intervals.size(); first = chunk.end) {
     chunk = chunk_of(intervals, first, max_keys);
-    if (chunk.hull_begin < chunk.hull_end) backward.add(first, chunk, intervals, dq, dk, dv);
+    if (chunk.hull_begin < chunk.hull_end) backward.add(first, chunk, intervals, rows.dq, dk, dv);
   }
 }
 

@@ -9,7 +9,6 @@ namespace ringattn::cpu {
 
 /// See ringattn::block_attention_backward. Half types are widened first.
 void block_attention_backward(const at::Tensor& q, const KeyBlock& block, const Scoring& scoring,
-                              const RowGradients& rows, const at::Tensor& dq, const at::Tensor& dk,
-                              const at::Tensor& dv);
+                              const RowGradients& rows, const at::Tensor& dk, const at::Tensor& dv);
 
 }  // namespace ringattn::cpu

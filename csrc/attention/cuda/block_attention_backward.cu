@@ -28,7 +28,8 @@ struct alignas(sizeof(Element) * kVector) Elements {
   Element x[kVector];
 };
 
-/// kLanesPerRow threads add up a row of a head; adjacent rows of a warp are adjacent in delta.
+/// kLanesPerRow threads add up a row of a head, and clear its dq; adjacent rows of a warp are
+/// adjacent in delta.
 template <typename Element, int kVector>
 __global__ void __launch_bounds__(kThreads)
     attention_delta_kernel(const __grid_constant__ AttentionDeltaParams p) {
@@ -50,6 +51,14 @@ __global__ void __launch_bounds__(kThreads)
       const Vector b = *reinterpret_cast<const Vector*>(out + column);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum = fmaf(to_float(a.x[i]), to_float(b.x[i]), sum);
+    }
+  }
+  if (index < rows) {
+    constexpr int kFloats = kVector > 1 ? 4 : 1;
+    using Vector = Elements<float, kFloats>;
+    float* const dq = p.dq + ((batch * p.num_queries + row) * p.num_heads + head) * p.head_dim;
+    for (int column = lane * kFloats; column < p.head_dim; column += kLanesPerRow * kFloats) {
+      *reinterpret_cast<Vector*>(dq + column) = {};
     }
   }
 #pragma unroll

@@ -245,6 +245,7 @@ TEST_CASE("delta is the product of a gradient and its result, without the gradie
             const std::vector<float> grad_lse = random_values(rows, 8);  // [S_q, B, H]
             const DeviceArray<float> device_grad_lse(grad_lse);
             const DeviceArray<float> delta(std::vector<float>(rows, kNaN));
+            const DeviceArray<float> dq(std::vector<float>(rows * head_dim, kNaN));
             ringattn::AttentionDeltaParams p;
             p.out = out.copy_to_device();
             if (has_grad_out) p.grad_out = grad_out.copy_to_device();
@@ -255,6 +256,7 @@ TEST_CASE("delta is the product of a gradient and its result, without the gradie
               p.grad_lse_head_stride = 1;
             }
             p.delta = delta.data();
+            p.dq = dq.data();
             p.batch = c.batch;
             p.num_queries = c.num_queries;
             p.num_heads = c.heads;
@@ -274,6 +276,7 @@ TEST_CASE("delta is the product of a gradient and its result, without the gradie
                   worst = std::isfinite(error) ? std::max(worst, std::abs(error)) : 1e9;
                 }
             CHECK(worst < 2e-5);
+            CHECK(dq.values() == std::vector<float>(rows * head_dim, 0.0f));
           }
         }
       }
