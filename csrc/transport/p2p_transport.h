@@ -74,8 +74,8 @@ class RINGATTN_API MessageTransport : public Transport {
                                                   const at::TensorOptions& options);
   /// `messages` must not be empty; each `send` begins where its buffer does.
   virtual std::unique_ptr<MessageRound> open_round(std::vector<Message> messages);
-  /// Whether a round's messages are signalled by kernels of another stream, for which kernels that
-  /// run meanwhile must leave a multiprocessor.
+  /// Whether a round's messages are signalled by kernels of another stream, which come late where
+  /// kernels that run meanwhile leave no multiprocessor.
   virtual bool signals_by_kernel() const { return false; }
   /// Whether a rank without a message to send or receive must start one all the same.
   virtual bool needs_every_rank() const { return false; }

@@ -302,17 +302,24 @@ class NcclTransport : public CollectiveTransport {
     return std::move(start_as_one({message}).front());
   }
 
-  /// A launch for each few of them: so few that NCCL moves all at one time, and no rank has to
-  /// start the same ones together. One for each where they are timed.
+  /// One launch for all of them, where all ranks may: NCCL moves messages between more than eight
+  /// ranks in batches, one after the other, and ranks that start other ones together, for a depth
+  /// of their own or rows that do not travel, would wait for each other. One for each where they
+  /// are timed, or so large that the first one's block would be waited for.
   std::vector<std::unique_ptr<Transfer>> start_all(const std::vector<Message>& messages) override {
-    constexpr ptrdiff_t kAtOneTime = 4;  // in either direction
-    std::vector<std::unique_ptr<Transfer>> transfers;
-    for (auto first = messages.begin(); first != messages.end();) {
-      const auto end = first + (first->timed ? 1 : std::min(kAtOneTime, messages.end() - first));
-      for (auto& transfer : start_as_one({first, end})) transfers.push_back(std::move(transfer));
-      first = end;
+    constexpr int64_t kMaxRanks = 8;
+    constexpr size_t kMaxBytes = size_t{16} << 20;
+    const auto alone = [](const Message& message) {
+      const auto is_large = [](const at::Tensor& x) {
+        return x.defined() && x.nbytes() > kMaxBytes;
+      };
+      return message.timed || is_large(message.send) || is_large(message.receive);
+    };
+    if (messages.size() < 2 || rendezvous_.size > kMaxRanks ||
+        std::any_of(messages.begin(), messages.end(), alone)) {
+      return MessageTransport::start_all(messages);
     }
-    return transfers;
+    return start_as_one(messages);
   }
 
   /// Events of eager calls order the operations, and the watchdog queries each of these events.
