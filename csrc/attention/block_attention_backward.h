@@ -23,11 +23,10 @@ RINGATTN_API at::Tensor sink_gradients(const at::Tensor& sinks, const at::Tensor
 /// the rows that see each key. Neither column decreases, before and after.
 RINGATTN_API at::Tensor transposed_ranges(const at::Tensor& key_ranges, int64_t num_keys);
 
-/// Adds the gradient of the rows to rows.dq, and writes those of
-/// the block's keys and values to dk and dv [B, S_k, H_kv, D], both in the state's dtype or both
-/// rounded to the block's. Strides are any but a last one of 1. A block with a table has
-/// query_ranges. On CUDA: runs on the current stream. Under
-/// torch.use_deterministic_algorithms(True) the same inputs give the same bits.
+/// Adds the gradient of the rows to rows.dq, and writes those of the block's keys and values to dk
+/// and dv [B, S_k, H_kv, D], both in the state's dtype or both rounded to the block's. Strides are
+/// any but a last one of 1. A block with a table has query_ranges. On CUDA: runs on the current
+/// stream. Under torch.use_deterministic_algorithms(True) the same inputs give the same bits.
 ///   scheduling   kDynamic where other kernels may hold multiprocessors meanwhile
 ///   leaves_room  one multiprocessor is left to short kernels of other streams
 RINGATTN_API void block_attention_backward(const at::Tensor& q, const KeyBlock& block,

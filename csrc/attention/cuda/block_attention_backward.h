@@ -8,7 +8,8 @@
 
 namespace ringattn::cuda {
 
-/// delta of BlockAttentionBackwardParams, on the current device, enqueued on `stream`.
+/// delta and the zeros of dq of BlockAttentionBackwardParams, on the current device, enqueued on
+/// `stream`.
 RINGATTN_API cudaError_t attention_delta(const AttentionDeltaParams& p, cudaStream_t stream);
 
 /// Whether p, without a table and not deterministic, is faster with a semaphore than without, where

@@ -39,10 +39,10 @@ class CudaTransfer : public Transfer {
   bool timed_;
 };
 
-/// The transfer of a message by work of `side_stream`, started from the current stream. It holds
-/// the message's tensors until that stream waits for its end: then they may be freed there.
-/// Otherwise their allocator is told that the side stream uses them, and then keeps their memory
-/// until the device is done.
+/// The transfer of a message by work of `side_stream`. It holds the message's tensors until the
+/// stream that it was started from waits for its end: then they may be freed there. Otherwise their
+/// allocator is told that the side stream uses them, and then keeps their memory until the device
+/// is done.
 class HoldingTransfer : public CudaTransfer {
  public:
   HoldingTransfer(const Message& message, std::shared_ptr<at::cuda::CUDAEvent> started,
