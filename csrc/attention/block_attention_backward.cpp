@@ -9,11 +9,13 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "attention/cpu/block_attention_backward.h"
 
 #ifdef RINGATTN_WITH_CUDA
 #include "attention/cuda/block_attention_backward.h"
+#include "attention/sum_rows.h"
 #include "attention/tensor_params.h"
 #endif
 
@@ -42,6 +44,33 @@ void find_delta_and_clear_dq(const at::Tensor& grad_out, const at::Tensor& grad_
   params.delta = delta.mutable_data_ptr<float>();
   params.dq = dq.mutable_data_ptr<float>();
   check_launch(cuda::attention_delta(params, current_stream(out)), "attention_delta");
+}
+
+void launch(const BlockAttentionBackwardParams& params, const at::Tensor& on_device) {
+  check_launch(cuda::block_attention_backward(params, current_stream(on_device)),
+               "block_attention_backward");
+}
+
+/// Each part of a group has dk and dv of its own, whose sums are rounded once.
+void launch_in_parts(BlockAttentionBackwardParams& params, const at::Tensor& dk,
+                     const at::Tensor& dv) {
+  auto sizes = dk.sizes().vec();
+  sizes.insert(sizes.begin(), {params.group_parts, 2});
+  const at::Tensor parts = at::empty(sizes, dk.options().dtype(at::kFloat));
+  const at::Tensor sum = parts.select(0, 0);
+  params.dk = strided(sum.select(0, 0));
+  params.dv = strided(sum.select(0, 1));
+  params.next_part = parts.stride(0);
+  params.rounds_key_gradients = false;
+  launch(params, dk);
+  std::vector<RowsToAdd> others;
+  for (int64_t i = 1; i < params.group_parts; ++i) {
+    others.push_back({parts.select(0, i), {0, dk.size(1)}});
+  }
+  if (dk.is_contiguous() && dv.is_contiguous()) return sum_rows(sum, others, {dk, dv});
+  sum_rows(sum, others, {sum.select(0, 0), sum.select(0, 1)});
+  dk.copy_(sum.select(0, 0));
+  dv.copy_(sum.select(0, 1));
 }
 
 void block_attention_backward_cuda(const at::Tensor& q, const KeyBlock& block,
@@ -81,8 +110,9 @@ void block_attention_backward_cuda(const at::Tensor& q, const KeyBlock& block,
     semaphores = at::zeros({count}, q.options().dtype(at::kInt));
     params.semaphores = semaphores.mutable_data_ptr<int32_t>();
   }
-  check_launch(cuda::block_attention_backward(params, current_stream(q)),
-               "block_attention_backward");
+  params.group_parts = cuda::choose_group_parts(params);
+  if (params.group_parts > 1) return launch_in_parts(params, dk, dv);
+  launch(params, q);
 }
 
 }  // namespace

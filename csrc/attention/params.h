@@ -151,9 +151,13 @@ struct BlockAttentionBackwardParams : AttentionShape {
   Strided dk;  // [B, S_k, H_kv, D]: written, not added to, of keys that no row sees too
   Strided dv;  // [B, S_k, H_kv, D]: likewise
   bool rounds_key_gradients = false;  // dk and dv have dtype, not float32
-  int32_t num_keys = 0;               // S_k
-  int32_t diagonal = 0;               // as in KeySegment
-  int32_t first_query = 0;            // as in KeySegment
+  /// With more than one, each part of the heads of a group has dk and dv of its own, float32,
+  /// `next_part` elements apart: their sums over the parts are the gradients.
+  int32_t group_parts = 1;  // divides H / H_kv
+  int64_t next_part = 0;
+  int32_t num_keys = 0;     // S_k
+  int32_t diagonal = 0;     // as in KeySegment
+  int32_t first_query = 0;  // as in KeySegment
   /// With data, int32 [S_k, 2] in device memory, aligned to 8 bytes: key j is seen by the rows
   /// [begin, end), clamped to [0, S_q], by none where begin >= end. Neither column decreases.
   /// `diagonal` and `first_query` are 0 then. A table that decreases gives an unspecified result

@@ -8,8 +8,10 @@
 #include "attention/cuda/alignment.h"
 #include "attention/cuda/block_attention_backward.h"
 #include "attention/cuda/kernel_choice.h"
+#include "attention/cuda/sm80/group_parts.h"
 #include "attention/cuda/sm80/launch.h"
 #include "attention/cuda/sm90/backward/launch.h"
+#include "attention/cuda/sm90/device_limits.h"
 #include "attention/cuda/sm90/launch.h"
 
 namespace ringattn::cuda {
@@ -115,6 +117,16 @@ cudaError_t attention_delta(const AttentionDeltaParams& p, cudaStream_t stream) 
 
 bool gains_by_semaphore(const BlockAttentionBackwardParams& p) {
   return wants_sm90(/*unless_set=*/true) && sm90::available() && sm90::gains_by_semaphore(p);
+}
+
+int choose_group_parts(const BlockAttentionBackwardParams& p) {
+  if (wants_sm90(/*unless_set=*/true) && sm90::available() && sm90::supports_backward(p)) return 1;
+  int device = 0;
+  sm90::DeviceLimits limits;
+  if (cudaGetDevice(&device) != cudaSuccess || sm90::device_limits(device, limits) != cudaSuccess) {
+    return 1;
+  }
+  return sm80::choose_group_parts(p, limits.multiprocessors);
 }
 
 cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cudaStream_t stream) {

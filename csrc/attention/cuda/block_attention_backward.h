@@ -16,6 +16,10 @@ RINGATTN_API cudaError_t attention_delta(const AttentionDeltaParams& p, cudaStre
 /// nothing else runs on the current device.
 RINGATTN_API bool gains_by_semaphore(const BlockAttentionBackwardParams& p);
 
+/// How many parts of a group (BlockAttentionBackwardParams::group_parts) make p fastest on the
+/// current device. Others than 1 are for the portable kernels alone.
+RINGATTN_API int choose_group_parts(const BlockAttentionBackwardParams& p);
+
 /// The backward of block attention on the current device, enqueued on `stream`. Needs compute
 /// capability 8.0 and aligned rows (alignment.h), those of dq, dk and dv too. Without queries dk
 /// and dv become 0; without keys nothing is launched.

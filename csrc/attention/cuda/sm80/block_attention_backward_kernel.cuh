@@ -9,6 +9,7 @@
 #include "attention/cuda/query_bounds.h"
 #include "attention/cuda/sm80/backward_tile.cuh"
 #include "attention/cuda/sm80/copy.cuh"
+#include "attention/cuda/sm80/group_parts.h"
 #include "attention/cuda/sm80/launch.h"
 #include "attention/cuda/sm80/query_gradients.cuh"
 #include "attention/cuda/sm80/tile_products.cuh"
@@ -17,8 +18,8 @@
 
 // The backward of block attention for compute capability 8.0 and later, after FlashAttention-2
 // (Dao, arXiv:2307.08691): a thread block keeps kBlockK keys of a KV head, and walks over the
-// queries of the group's heads in tiles of kBlockQ. dk and dv stay in registers to the end; each
-// tile's share of dq is added to global memory.
+// queries of the group's heads, or a part of these, in tiles of kBlockQ. dk and dv stay in
+// registers to the end; each tile's share of dq is added to global memory.
 
 namespace ringattn::cuda::sm80 {
 
@@ -62,12 +63,13 @@ struct BackwardSteps {
     if (threadIdx.x == 0) {
       // Key tiles in ascending order: under a diagonal, those with the most rows first. No thread
       // block waits for one of a higher index.
-      const int heads = p.batch * p.num_kv_heads;
-      work.key_tile = blockIdx.x / heads;
-      work.batch = blockIdx.x % heads / p.num_kv_heads;
-      work.kv_head = blockIdx.x % p.num_kv_heads;
-      work.num_heads = p.num_heads / p.num_kv_heads;
-      work.first_head = work.kv_head * work.num_heads;
+      const int parts = p.num_kv_heads * p.group_parts, planes = p.batch * parts;
+      work.key_tile = blockIdx.x / planes;
+      work.batch = blockIdx.x % planes / parts;
+      work.kv_head = blockIdx.x % parts / p.group_parts;
+      work.part = blockIdx.x % p.group_parts;
+      work.num_heads = p.num_heads / parts;
+      work.first_head = blockIdx.x % parts * work.num_heads;
       work.some = {p.num_queries, 0};
       work.all = {0, p.num_queries};
     }
@@ -272,7 +274,8 @@ struct BackwardSteps {
                                                       float scale) const {
     const int first_key = work.key_tile * Tile::kBlockK + Tile::key_row();
     const int first_column = Tile::key_column();
-    const int64_t first = work.batch * x.batch_stride + work.kv_head * x.head_stride + first_column;
+    const int64_t first = work.part * p.next_part + work.batch * x.batch_stride +
+                          work.kv_head * x.head_stride + first_column;
     const auto store = [&](auto* to, const auto& convert) {
       KeyGradients::for_each(sums, [&](int row, int column, auto values) {
         const int key = first_key + row;
@@ -366,9 +369,11 @@ cudaError_t launch_backward_tile(const BlockAttentionBackwardParams& p, const Sh
                                  cudaStream_t stream) {
   using Tile = BackwardTile<Shape>;
   static_assert(sizeof(KeyTileWork) <= kLineBytes);
+  static_assert(Tile::kBlockK * Tile::kBlocksPerSm ==
+                keys_of_multiprocessor(sizeof(typename Tile::Element) == 4, Tile::kHeadDim));
   constexpr auto kKernel = block_attention_backward_kernel<Tile>;
   const int64_t key_tiles = (int64_t{p.num_keys} + Tile::kBlockK - 1) / Tile::kBlockK;
-  const int64_t blocks = key_tiles * p.batch * p.num_kv_heads;
+  const int64_t blocks = key_tiles * p.batch * p.num_kv_heads * p.group_parts;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const int num_stages = memory.fits(Tile::shared_bytes(2), Tile::kBlocksPerSm) ? 2 : 1;
   const int bytes = Tile::shared_bytes(num_stages);

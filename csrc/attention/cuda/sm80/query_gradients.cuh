@@ -45,7 +45,8 @@ __device__ __forceinline__ void add_to_global(float* to, const float4& x, int it
 struct KeyTileWork {
   int batch;
   int kv_head;
-  int first_head, num_heads;  // of the KV head's group
+  int part;                   // of the KV head's group
+  int first_head, num_heads;  // of the part
   int key_tile;
   QueryRange some;  // no row outside it sees one of the keys; 0, 0: none does
   QueryRange all;   // every row of it sees every key

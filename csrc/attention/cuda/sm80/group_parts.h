@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "attention/cuda/query_bounds.h"
+#include "attention/params.h"
+
+// Into how many parts the heads of a group are divided in the backward. Plain C++, which tests run
+// without a device.
+
+namespace ringattn::cuda::sm80 {
+
+/// How many keys the thread blocks of a multiprocessor have at one time, in tiles of every size.
+constexpr int keys_of_multiprocessor(bool is_float32, int head_dim) {
+  if (is_float32) return head_dim <= 64 ? 128 : head_dim <= 128 ? 64 : 32;
+  return head_dim <= 128 ? 128 : 64;
+}
+
+/// A thread block passes all rows that see its keys, for each head of its part. Few tiles of keys,
+/// of which the first are seen by many rows, keep some multiprocessors busy when others are done.
+/// Each part costs another dk and dv: the fewest are chosen with which the longest thread block
+/// takes hardly more than a multiprocessor's share of all rows.
+inline int choose_group_parts(const BlockAttentionBackwardParams& p, int multiprocessors) {
+  QueryBounds bounds = QueryBounds::of(p);
+  // Ranges of a table, which the host does not know, count as whole.
+  if (bounds.ranges != nullptr) bounds = {p.num_queries, p.num_keys, p.num_keys, 0, nullptr};
+  const auto rows_of = [&](int key) { return double(p.num_queries - bounds.range(key).begin); };
+  const double longest = rows_of(0);
+  const double keys = double(p.num_keys) * p.batch * p.num_kv_heads;
+  const double at_once =
+      double(keys_of_multiprocessor(p.dtype == DataType::kFloat32, p.head_dim)) * multiprocessors;
+  const double share = (longest + rows_of(p.num_keys - 1)) / 2 * keys / at_once;
+  const int group = p.num_heads / p.num_kv_heads;
+  int parts = 1;
+  while (parts < group && (group % parts != 0 || longest / parts > 1.1 * share)) ++parts;
+  return parts;
+}
+
+}  // namespace ringattn::cuda::sm80
