@@ -64,9 +64,11 @@ class RINGATTN_API MessageTransport : public Transport {
   /// Starts a message and returns at once. On CUDA it reads `send` and writes `receive` after the
   /// work that the current stream holds now.
   virtual std::unique_ptr<Transfer> start(const Message& message) = 0;
-  /// start() of each, to and from different ranks: perhaps as one, which takes less time for all of
-  /// them, and more for the first.
+  /// start() of each, to and from different ranks.
   virtual std::vector<std::unique_ptr<Transfer>> start_all(const std::vector<Message>& messages);
+  /// Whether start_all() starts these as one, which takes less time for all of them, and more for
+  /// the first: they arrive together.
+  virtual bool starts_as_one(const std::vector<Message>& messages) const { return false; }
   /// Memory for the messages [i] that a round sends, [numel[i]] each, at most `largest` bytes on
   /// any rank. All rounds of a call use it again. By all ranks, before open().
   virtual std::vector<at::Tensor> message_buffers(const std::vector<int64_t>& numel,

@@ -302,11 +302,15 @@ class NcclTransport : public CollectiveTransport {
     return std::move(start_as_one({message}).front());
   }
 
-  /// One launch for all of them, where all ranks may: NCCL moves messages between more than eight
-  /// ranks in batches, one after the other, and ranks that start other ones together, for a depth
-  /// of their own or rows that do not travel, would wait for each other. One for each where they
-  /// are timed, or so large that the first one's block would be waited for.
   std::vector<std::unique_ptr<Transfer>> start_all(const std::vector<Message>& messages) override {
+    return starts_as_one(messages) ? start_as_one(messages) : MessageTransport::start_all(messages);
+  }
+
+  /// By one launch, where all ranks may: NCCL moves messages between more than eight ranks in
+  /// batches, one after the other, and ranks that start other ones together, for a depth of their
+  /// own or rows that do not travel, would wait for each other. By one for each where they are
+  /// timed, or so large that the first one's block would be waited for.
+  bool starts_as_one(const std::vector<Message>& messages) const override {
     constexpr int64_t kMaxRanks = 8;
     constexpr size_t kMaxBytes = size_t{16} << 20;
     const auto alone = [](const Message& message) {
@@ -315,11 +319,8 @@ class NcclTransport : public CollectiveTransport {
       };
       return message.timed || is_large(message.send) || is_large(message.receive);
     };
-    if (messages.size() < 2 || rendezvous_.size > kMaxRanks ||
-        std::any_of(messages.begin(), messages.end(), alone)) {
-      return MessageTransport::start_all(messages);
-    }
-    return start_as_one(messages);
+    return messages.size() >= 2 && rendezvous_.size <= kMaxRanks &&
+           std::none_of(messages.begin(), messages.end(), alone);
   }
 
   /// Events of eager calls order the operations, and the watchdog queries each of these events.

@@ -52,8 +52,10 @@ class MessageStream : public BlockStream {
 
   Block wait(int64_t step) override {
     if (transfers_[step - 1]) transfers_[step - 1]->wait();
-    return from_wire(buffer_of(step), exchange_.hops[step - 1].received.size());
+    return block(step);
   }
+
+  const ResidentBlocks* resident_blocks() const override { return resident_.get(); }
 
   void release(int64_t step) override {
     const int64_t next = step + exchange_.depth + 1;
@@ -68,6 +70,7 @@ class MessageStream : public BlockStream {
     transport_.guard(results);
     own_block_.reset();  // timings outlive the call, its tensors do not
     buffers_.clear();
+    resident_.reset();
   }
 
   double transfer_ms(int64_t step) override {
@@ -75,18 +78,27 @@ class MessageStream : public BlockStream {
   }
 
  private:
+  int64_t num_hops() const { return static_cast<int64_t>(exchange_.hops.size()); }
   const at::Tensor& buffer_of(int64_t step) const { return buffers_[(step - 1) % buffers_.size()]; }
+  Block block(int64_t step) const {
+    return from_wire(buffer_of(step), exchange_.hops[step - 1].received.size());
+  }
 
   // What travels at the steps first .. last.
   void start(int64_t first, int64_t last) {
     std::vector<int64_t> steps;
     std::vector<Message> messages;
-    last = std::min(last, static_cast<int64_t>(exchange_.hops.size()));
+    last = std::min(last, num_hops());
     for (int64_t step = first; step <= last; ++step) {
       const HopPlan& hop = exchange_.hops[step - 1];
       if (hop.sent.empty() && hop.received.empty()) continue;
       steps.push_back(step);
       messages.push_back(message(step));
+    }
+    // Blocks that come together may be attended together.
+    if (first == 1 && last == num_hops() && transport_.starts_as_one(messages)) {
+      resident_ = std::make_unique<ResidentBlocks>();
+      for (int64_t step = 1; step <= last; ++step) resident_->blocks.push_back(block(step));
     }
     auto transfers = transport_.start_all(messages);
     for (size_t i = 0; i < steps.size(); ++i) transfers_[steps[i] - 1] = std::move(transfers[i]);
@@ -138,6 +150,7 @@ class MessageStream : public BlockStream {
   RowRange sent_;                    // of this rank's block, from the first row that peers see
   at::Tensor own_block_;             // [rows, 2, B, H_kv, D], these rows
   std::vector<at::Tensor> buffers_;  // [rows, 2, B, H_kv, D] each, received blocks in rotation
+  std::unique_ptr<ResidentBlocks> resident_;
   std::vector<std::unique_ptr<Transfer>> transfers_;  // [W - 1]; null: nothing travels
   std::vector<std::unique_ptr<Transfer>> tags_;
 };

@@ -40,6 +40,9 @@ class NotingTransport : public MessageTransport {
     noted.back()->message = message;
     return std::make_unique<NotedTransfer>(*noted.back());
   }
+  bool starts_as_one(const std::vector<Message>& messages) const override {
+    return as_one && messages.size() > 1;
+  }
   void guard(const std::vector<at::Tensor>& results) override { guarded = results; }
 
   std::vector<int64_t> steps() const {
@@ -48,6 +51,7 @@ class NotingTransport : public MessageTransport {
     return steps;
   }
 
+  bool as_one = false;
   std::vector<std::unique_ptr<Noted>> noted;
   std::vector<at::Tensor> guarded;
 };
@@ -139,6 +143,27 @@ TEST_CASE("blocks that are in use at one time share no memory, others do") {
     }
     CHECK(static_cast<int64_t>(places.size()) == std::min<int64_t>(4, depth + 1));
   }
+}
+
+TEST_CASE("a stream has all blocks at one time where their messages start as one") {
+  NotingTransport transport;
+  CHECK(transport.open(exchange_of(4))->resident_blocks() == nullptr);
+  transport.as_one = true;
+  // Not all messages start at the beginning.
+  CHECK(transport.open(exchange_of(2))->resident_blocks() == nullptr);
+  const auto stream = transport.open(exchange_of(4));
+  const ResidentBlocks* const resident = stream->resident_blocks();
+  REQUIRE(resident != nullptr);
+  CHECK(resident->sources.empty());  // they are waited for
+  REQUIRE(resident->blocks.size() == 4);
+  for (int64_t step = 1; step <= 4; ++step) {
+    const Block waited = stream->wait(step), &block = resident->blocks[step - 1];
+    CHECK(block.k.sizes() == waited.k.sizes());
+    CHECK(block.k.data_ptr() == waited.k.data_ptr());
+    CHECK(block.v.data_ptr() == waited.v.data_ptr());
+  }
+  stream->finish({});
+  CHECK(stream->resident_blocks() == nullptr);  // no tensors outlive the call
 }
 
 TEST_CASE(
