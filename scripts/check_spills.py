@@ -21,7 +21,6 @@ import sys
 # Kernels that may spill, by a regular expression on their demangled name, and why.
 MAY_SPILL: dict[str, str] = {
     r"block_attention_backward_kernel<.*BackwardTileShape<float, 256>": "8 bytes, read once a tile",
-    r"block_attention_backward_kernel<.*BackwardTileShape<64, 128, .*false>": "20 bytes, a tile's",
 }
 
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")

@@ -18,7 +18,7 @@
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/softcap.cuh"
 
-// A consumer warpgroup: dk and dv of its 64 keys, and dq of every other step.
+// A consumer warpgroup: dk and dv of its 64 keys, and dq of every other step, a step later.
 
 namespace ringattn::cuda::sm90 {
 
@@ -99,32 +99,21 @@ struct ColumnStats {
   }
 };
 
-/// The statistics of a query tile, as stat_position lays them out. Every lane needs a quarter of
-/// them. Each loads one of 32, before products are waited for, and gets the others from lanes:
-/// products of operands in shared memory leave little time for loads.
-template <int kRows>
+/// The statistics of a query tile, as stat_position lays them out.
 struct StatsReader {
-  static_assert(kRows == 64 || kRows == 128);
-  static constexpr int kOwn = kRows / 32, kParts = 4 / kOwn;  // of a lane's four columns
-  float own[kOwn];
+  uint32_t at;  // of the lane's first four columns
 
-  __device__ __forceinline__ explicit StatsReader(uint32_t stats) {
-    const uint32_t lane = volatile_thread() % 32;
-    const uint32_t at =
-        stats + lane / (4 * kParts) * 64 + lane % 4 * 16 + lane / 4 % kParts * kOwn * 4;
-#pragma unroll
-    for (int i = 0; i < kOwn; i += 2) {
-      const float2 pair = load_shared_pair(at + 4 * i);
-      own[i] = pair.x, own[i + 1] = pair.y;
-    }
-  }
-  /// Of the lane's columns of sixteen.
+  __device__ __forceinline__ explicit StatsReader(uint32_t stats)
+      : at(stats + volatile_thread() % 4 * 16) {}
+
+  /// Of the lane's columns of sixteen. Note: volatile, so loads stay where they are needed.
   __device__ __forceinline__ ColumnStats operator[](int i) const {
-    const int lane = i * 4 * kParts + static_cast<int>(volatile_thread() % 4);
-    const auto of = [&](int j) {
-      return __shfl_sync(0xffffffff, own[j % kOwn], lane + j / kOwn * 4);
-    };
-    return {make_float4(of(0), of(1), of(2), of(3))};
+    ColumnStats four;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(four.x.x), "=f"(four.x.y), "=f"(four.x.z), "=f"(four.x.w)
+                 : "r"(at + 64 * i)
+                 : "memory");
+    return four;
   }
 };
 
@@ -137,7 +126,7 @@ __device__ __forceinline__ float exponent(const BackwardKernelParams& p, float s
 /// p = exp(score - lse), in place of the scores.
 template <int kSize>
 __device__ __forceinline__ void exponentiate(const BackwardKernelParams& p, float (&s)[kSize],
-                                             StatsReader<2 * kSize> minus_lse) {
+                                             const StatsReader& minus_lse) {
 #pragma unroll
   for (int i = 0; i < kSize / 8; ++i) {
     const ColumnStats lse = minus_lse[i];
@@ -150,9 +139,8 @@ __device__ __forceinline__ void exponentiate(const BackwardKernelParams& p, floa
 ///   s  p; under a softcap the tanh of the scores, from which p comes once more
 template <bool kSoftcap, int kSize>
 __device__ __forceinline__ void differentiate(const BackwardKernelParams& p, float (&dp)[kSize],
-                                              const float (&s)[kSize],
-                                              StatsReader<2 * kSize> minus_lse,
-                                              StatsReader<2 * kSize> deltas) {
+                                              const float (&s)[kSize], const StatsReader& minus_lse,
+                                              const StatsReader& deltas) {
 #pragma unroll
   for (int i = 0; i < kSize / 8; ++i) {
     const ColumnStats delta = deltas[i];
@@ -245,6 +233,32 @@ __device__ __forceinline__ void hand_over_query_grads(const float (&dq)[kSize], 
   named_barrier_arrive(kDqFullBarrier + kPart, kDqThreads);
 }
 
+/// dq of a step. Its parts leave under the products that are issued behind it.
+///   score_grads  those of both consumers
+///   issue_next   issues kNext groups of products
+template <typename Element, typename Tile, int kNext = 0, typename IssueNext>
+__device__ __forceinline__ void compute_query_grads(const BackwardShared<Tile>& shared,
+                                                    uint32_t score_grads, float scale,
+                                                    const IssueNext& issue_next) {
+  const uint32_t keys = shared.stationary(kScoreOperand);
+  float first[Tile::kHeadDim / 2];
+  issue_query_grads<Element, Tile>(first, score_grads, keys);
+  if constexpr (Tile::kBlockQ == kGradRows) {
+    issue_next();
+    wait_for_products<kNext>();
+    hand_over_query_grads<Tile, 0, 0>(first, scale, shared);
+    hand_over_query_grads<Tile, 1, 1>(first, scale, shared);
+  } else {
+    float second[Tile::kHeadDim / 2];
+    issue_query_grads<Element, Tile>(second, score_grads + kGradRows * kGradPitch, keys);
+    issue_next();
+    wait_for_products<kNext + 1>();
+    hand_over_query_grads<Tile, 0, 0>(first, scale, shared);
+    wait_for_products<kNext>();
+    hand_over_query_grads<Tile, 1, 0>(second, scale, shared);
+  }
+}
+
 __device__ __forceinline__ void store_pair(float* to, float x, float y) {
   *reinterpret_cast<float2*>(to) = make_float2(x, y);
 }
@@ -283,7 +297,6 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
   constexpr bool kRoundsEarly = Tile::kBlockQ <= 64 && !kSoftcap;
   // Whether steps without a mask have code of their own: no branch parts their instructions.
   constexpr bool kTwoBodies = Tile::kBlockQ <= 64;
-  using Stats = StatsReader<Tile::kBlockQ>;
   constexpr int kAllConsumers = kGradConsumers * kGradWarpgroup;
   const bool is_first_lane = threadIdx.x % 32 == 0;
   const uint32_t keys = shared.stationary(kScoreOperand) + consumer * kGradRows * kGradPitch;
@@ -293,8 +306,21 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
   const OwnedQuarters owned(p);
   StagePosition<Tile::kQueryStages> queries_at;
   StagePosition<Tile::kGradOutStages> grad_out_at;
-  // As grad_out's. One variable for both makes code that is 1 % slower.
-  uint32_t score_grads_stage = 0;
+  uint32_t score_grads = shared.score_grads(0);
+  const auto score_grads_before = [&] {
+    return score_grads == shared.score_grads(0) ? shared.score_grads(Tile::kScoreGradStages - 1)
+                                                : score_grads - Tile::kScoreGradBytes;
+  };
+  // In each step one consumer, first one and then the other, computes dq of the step before. Then
+  // it lets the other go on, for which it has stored its score gradients. Note: so no consumer
+  // overwrites a stage that is still read, and dq leaves in the order of steps.
+  uint32_t dq_by = 0;  // the consumer, plus 2 where the work tile has a step before
+  const auto let_other_go_on = [&] {
+    named_barrier_arrive(kStepBarrier + consumer, kAllConsumers);
+  };
+  const auto wait_for_other = [&] {
+    named_barrier_wait(kStepBarrier + 1 - consumer, kAllConsumers);
+  };
   uint32_t tile_parity = 0;
   // The first of a thread's two keys; the other is 8 behind it.
   const auto first_key_of_thread = [&](const KeyTile& tile) {
@@ -316,18 +342,17 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
       const auto take_step = [&](auto masked) {
         const uint32_t queries = shared.moving(kScoreOperand, queries_at.stage);
         const uint32_t grad_out = shared.moving(kProbabilityOperand, grad_out_at.stage);
-        const uint32_t score_grads = shared.score_grads(score_grads_stage);
 
         ScoreTile<Tile> s, dp;
         QueryRange entries[2];
         VisiblePairs<Tile::kBlockQ / 2> pairs;
         if (masked) load_entries(p.bounds, first_key_of_thread(tile), entries);
         wait(shared.full(kScoreOperand, queries_at.stage), queries_at.parity);
-        const Stats minus_lse(shared.stats(kScoreOperand, queries_at.stage));
+        const StatsReader minus_lse(shared.stats(kScoreOperand, queries_at.stage));
         issue_transposed_scores<Element, Tile>(s, keys, queries);
         wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
         issue_transposed_scores<Element, Tile>(dp, values, grad_out);
-        const Stats deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
+        const StatsReader deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
         uint32_t probabilities[Tile::kBlockQ / 4], ds[Tile::kBlockQ / 4];
         if (masked) {
           const int first_row = step.query_tile * Tile::kBlockQ + volatile_thread() % 4 * 2;
@@ -348,52 +373,40 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         if constexpr (kSoftcap) exponentiate(p, s, minus_lse);
         if constexpr (!kRoundsEarly) round_pairs<Element>(s, probabilities);
         round_pairs<Element>(dp, ds);
+        constexpr bool kUnderDk = Tile::kBlockQ == kGradRows;
+        // With two stages, dq of the one that is stored into next may still be computed.
+        constexpr bool kStoresBehind = Tile::kScoreGradStages == 2;
+        const bool computes_dq = dq_by == static_cast<uint32_t>(consumer) + 2;
+        if (kStoresBehind && computes_dq) wait_for_other();
         store_transposed_score_grads<Tile>(ds, score_grads, consumer);
         issue_key_grads<Element, Tile>(dv, probabilities, grad_out);
         fence_async_shared();
-        const auto compute_dk = [&] {
-          issue_key_grads<Element, Tile>(dk, ds, queries);
+        const auto issue_dk = [&] { issue_key_grads<Element, Tile>(dk, ds, queries); };
+        if (kUnderDk && computes_dq) {
+          if (!kStoresBehind) wait_for_other();
+          wait_for_products<0>();
+          free_stage(kProbabilityOperand, grad_out_at.stage);
+          compute_query_grads<Element, Tile, 1>(shared, score_grads_before(), p.scale, issue_dk);
+          let_other_go_on();
+        } else {
+          if (dq_by == static_cast<uint32_t>(consumer)) let_other_go_on();  // the first step
+          issue_dk();
           wait_for_products<1>();
           free_stage(kProbabilityOperand, grad_out_at.stage);
-          wait_for_products<0>();
-          free_stage(kScoreOperand, queries_at.stage);
-        };
-        // dq needs the score gradients of both consumers, which compute it in turn: in each step
-        // one waits for the other's. Note: so no consumer overwrites a stage that is still read.
-        // Before it stores into this stage again, it has waited, in the step between, for the
-        // consumer that reads this stage now.
-        const int barrier = kScoreGradsBarrier + static_cast<int>(score_grads_stage);
-        if (score_grads_stage != static_cast<uint32_t>(consumer)) {
-          named_barrier_arrive(barrier, kAllConsumers);
-          compute_dk();
-        } else if constexpr (Tile::kBlockQ == kGradRows) {
-          named_barrier_wait(barrier, kAllConsumers);
-          wait_for_products<0>();
-          free_stage(kProbabilityOperand, grad_out_at.stage);
-          float dq[Tile::kHeadDim / 2];
-          issue_query_grads<Element, Tile>(dq, score_grads, shared.stationary(kScoreOperand));
-          issue_key_grads<Element, Tile>(dk, ds, queries);
-          wait_for_products<1>();  // dq leaves under dk
-          hand_over_query_grads<Tile, 0, 0>(dq, p.scale, shared);
-          hand_over_query_grads<Tile, 1, 1>(dq, p.scale, shared);
-          wait_for_products<0>();
-          free_stage(kScoreOperand, queries_at.stage);
-        } else {
-          compute_dk();
-          named_barrier_wait(barrier, kAllConsumers);
-          float first[Tile::kHeadDim / 2], second[Tile::kHeadDim / 2];
-          issue_query_grads<Element, Tile>(first, score_grads, shared.stationary(kScoreOperand));
-          issue_query_grads<Element, Tile>(second, score_grads + kGradRows * kGradPitch,
-                                           shared.stationary(kScoreOperand));
-          wait_for_products<1>();  // a half leaves under the other
-          hand_over_query_grads<Tile, 0, 0>(first, p.scale, shared);
-          wait_for_products<0>();
-          hand_over_query_grads<Tile, 1, 0>(second, p.scale, shared);
+        }
+        wait_for_products<0>();
+        free_stage(kScoreOperand, queries_at.stage);
+        if (!kUnderDk && computes_dq) {
+          compute_query_grads<Element, Tile>(shared, score_grads_before(), p.scale, [] {});
+          let_other_go_on();
         }
 
         queries_at.advance();
         grad_out_at.advance();
-        score_grads_stage ^= 1;
+        dq_by = 3 - dq_by % 2;
+        score_grads = score_grads == shared.score_grads(Tile::kScoreGradStages - 1)
+                          ? shared.score_grads(0)
+                          : score_grads + Tile::kScoreGradBytes;
         step.template advance<Tile>(tile, p.heads_per_rank);
       };
 #pragma unroll 1
@@ -406,6 +419,11 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         } else {
           take_step(std::false_type{});
         }
+      }
+      dq_by %= 2;
+      if (dq_by == static_cast<uint32_t>(consumer)) {
+        wait_for_other();
+        compute_query_grads<Element, Tile>(shared, score_grads_before(), p.scale, [] {});
       }
       if (p.ranks > 1) {
         sum_over_cluster(shared, owned, p.ranks, tile_parity ^ 1, dk, dv);

@@ -132,8 +132,8 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
       wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
       issue_transposed_scores<Element, Tile>(dp, values, grad_out);
 
-      const StatsReader<Tile::kBlockQ> minus_lse(shared.stats(kScoreOperand, queries_at.stage));
-      const StatsReader<Tile::kBlockQ> deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
+      const StatsReader minus_lse(shared.stats(kScoreOperand, queries_at.stage));
+      const StatsReader deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
       uint32_t rounded[Tile::kBlockQ / 4];
       if (masked) {
         pairs.set(p.bounds, entries, step.query_tile * Tile::kBlockQ + volatile_thread() % 4 * 2);

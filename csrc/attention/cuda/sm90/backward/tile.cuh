@@ -19,9 +19,10 @@ constexpr int kGradPitch = 128;        // bytes from row to row of a block of co
 constexpr int kGradFloatColumns = 32;  // the same in float32
 constexpr int kTurnBytes = 32;         // of a warp that adds (turns.cuh)
 
-// Named barriers: one for each stage of score gradients, and two for each part of dq.
-constexpr int kScoreGradsBarrier = 1;  // both consumers have stored theirs
-constexpr int kDqFullBarrier = kScoreGradsBarrier + 2;
+// Named barriers: one of each consumer, and two of each part of dq.
+constexpr int kStepBarrier = 1;  // its score gradients are stored, and what it had of dq has left
+constexpr int kScoreGradsBarrier = kStepBarrier;  // of split roles: score gradients are stored
+constexpr int kDqFullBarrier = kStepBarrier + kGradConsumers;
 constexpr int kDqFreeBarrier = kDqFullBarrier + kGradConsumers;
 constexpr int kDqThreads = kGradWarpgroup + 32;  // a consumer, and the warp that adds the part
 
@@ -41,7 +42,7 @@ struct BackwardTileShape {
   static constexpr bool kByTicket = false;
   static constexpr int kQueryStages = kSplit ? 2 : 3;
   static constexpr int kGradOutStages = kSplit ? 1 : 2;
-  static constexpr int kScoreGradStages = kSplit ? 1 : 2;
+  static constexpr int kScoreGradStages = kSplit ? 1 : kHeadDim <= 64 ? 2 : 3;  // what fits
   static constexpr int kProbabilityStages = kSplit ? 2 : 0;
   static constexpr int kScoreRegisters = kScoreRegisters_;
   static constexpr int kCopyRegisters = kCopyRegisters_;
