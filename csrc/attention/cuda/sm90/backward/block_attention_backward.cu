@@ -35,8 +35,7 @@ bool all_rows_are_aligned(const BlockAttentionBackwardParams& p) {
 
 bool supports_backward(const BlockAttentionBackwardParams& p) {
   const bool has_kernel = p.dtype != DataType::kFloat32 && p.head_dim > 0 &&
-                          p.head_dim <= (p.deterministic ? 128 : 256) &&
-                          (p.softcap == 0.0f || p.head_dim > 64) && p.group_parts == 1;
+                          p.head_dim <= (p.deterministic ? 128 : 256) && p.group_parts == 1;
   const bool has_work =
       p.batch > 0 && p.num_heads > 0 && p.num_queries > 0 && p.num_kv_heads > 0 && p.num_keys > 0;
   return has_kernel && has_work && all_rows_are_aligned(p);

@@ -167,10 +167,8 @@ cudaError_t launch_block_attention_backward(const BlockAttentionBackwardParams& 
   using Tile =
       std::conditional_t<kHeadDim <= 64, BackwardTile64,
                          std::conditional_t<kHeadDim <= 128, BackwardTile128, BackwardTile256>>;
-  if (p.softcap == 0.0f) return launch_grads<Element, Tile, false>(p, stream);
-  // Its tiles of D 64 do not leave the registers for it.
-  if constexpr (kHeadDim > 64) return launch_grads<Element, Tile, true>(p, stream);
-  return cudaErrorNotSupported;
+  return p.softcap == 0.0f ? launch_grads<Element, Tile, false>(p, stream)
+                           : launch_grads<Element, Tile, true>(p, stream);
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -11,8 +11,8 @@
 namespace ringattn::cuda::sm90 {
 
 /// Whether this family has a kernel for it: 16-bit types, D up to 256 (128 in deterministic calls),
-/// a softcap above D 64 alone, groups of heads undivided, rows that the copy engine can move; and
-/// there is something to compute.
+/// groups of heads undivided, rows that the copy engine can move; and there is something to
+/// compute.
 bool supports_backward(const BlockAttentionBackwardParams& p);
 
 /// Whether p, without semaphores, is faster with one, where nothing else runs on the device.
