@@ -72,8 +72,8 @@ class RINGATTN_API BlockStream {
   /// The block of `step`, which work on the current stream (CUDA) or of this thread (CPU) may read
   /// from now on. Throws where the source has failed or is late.
   virtual Block wait(int64_t step) = 0;
-  /// All blocks, where each has memory of its own; null otherwise. Blocks with sources need no
-  /// wait().
+  /// All blocks, each in memory of its own, where they had better be attended together; null
+  /// otherwise. Blocks with sources need no wait(). Valid until finish().
   virtual const ResidentBlocks* resident_blocks() const { return nullptr; }
   /// The work that reads the block of `step` has been launched: its memory may be reused after that
   /// work. Step 0 is this rank's own block.

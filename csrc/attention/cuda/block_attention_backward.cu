@@ -120,7 +120,8 @@ bool gains_by_semaphore(const BlockAttentionBackwardParams& p) {
 }
 
 int choose_group_parts(const BlockAttentionBackwardParams& p) {
-  if (wants_sm90(/*unless_set=*/true) && sm90::available() && sm90::supports_backward(p)) return 1;
+  const bool may_run = sm90::available() || wants_sm90(/*unless_set=*/false);
+  if (may_run && wants_sm90(/*unless_set=*/true) && sm90::supports_backward(p)) return 1;
   int device = 0;
   sm90::DeviceLimits limits;
   if (cudaGetDevice(&device) != cudaSuccess || sm90::device_limits(device, limits) != cudaSuccess) {
@@ -132,6 +133,10 @@ int choose_group_parts(const BlockAttentionBackwardParams& p) {
 cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.num_keys == 0 || p.num_kv_heads == 0) return cudaSuccess;
   if (p.deterministic && p.semaphores == nullptr && p.num_queries > 0) return cudaErrorInvalidValue;
+  if (p.group_parts > 1 &&
+      (p.rounds_key_gradients || p.num_heads % (p.num_kv_heads * p.group_parts) != 0)) {
+    return cudaErrorInvalidValue;
+  }
   if (sm90::supports_backward(p) && wants_sm90(/*unless_set=*/true)) {
     const cudaError_t error =
         sm90::available() ? sm90::block_attention_backward(p, stream) : cudaErrorNotSupported;

@@ -306,10 +306,10 @@ class NcclTransport : public CollectiveTransport {
     return starts_as_one(messages) ? start_as_one(messages) : MessageTransport::start_all(messages);
   }
 
-  /// By one launch, where all ranks may: NCCL moves messages between more than eight ranks in
-  /// batches, one after the other, and ranks that start other ones together, for a depth of their
-  /// own or rows that do not travel, would wait for each other. By one for each where they are
-  /// timed, or so large that the first one's block would be waited for.
+  /// Where all ranks may start them by one launch: NCCL moves messages between more than eight
+  /// ranks in batches, one after the other, and ranks that start other ones together, for a depth
+  /// of their own or rows that do not travel, would wait for each other. Not where they are timed,
+  /// or so large that the first one's block would be waited for.
   bool starts_as_one(const std::vector<Message>& messages) const override {
     constexpr int64_t kMaxRanks = 8;
     constexpr size_t kMaxBytes = size_t{16} << 20;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "attention/cuda/query_bounds.h"
@@ -20,20 +21,28 @@ constexpr int keys_of_multiprocessor(bool is_float32, int head_dim) {
 /// A thread block passes all rows that see its keys, for each head of its part. Few tiles of keys,
 /// of which the first are seen by many rows, keep some multiprocessors busy when others are done.
 /// Each part costs another dk and dv: the fewest are chosen with which the longest thread block
-/// takes hardly more than a multiprocessor's share of all rows.
+/// takes hardly more than a multiprocessor's share of all rows, and never twice as many as that
+/// needs, as where a group has a prime number of heads.
 inline int choose_group_parts(const BlockAttentionBackwardParams& p, int multiprocessors) {
+  if (p.num_keys == 0 || p.num_kv_heads == 0) return 1;
   QueryBounds bounds = QueryBounds::of(p);
   // Ranges of a table, which the host does not know, count as whole.
   if (bounds.ranges != nullptr) bounds = {p.num_queries, p.num_keys, p.num_keys, 0, nullptr};
   const auto rows_of = [&](int key) { return double(p.num_queries - bounds.range(key).begin); };
-  const double longest = rows_of(0);
-  const double keys = double(p.num_keys) * p.batch * p.num_kv_heads;
+  const double longest = rows_of(0), shortest = rows_of(p.num_keys - 1);
+  // The first keys are seen by as many rows; then each by one less.
+  const double flat =
+      std::clamp(double(bounds.diagonal) + bounds.first_query, 0.0, double(p.num_keys));
+  const double rows = flat * longest + (p.num_keys - flat) * (longest + shortest) / 2;
   const double at_once =
       double(keys_of_multiprocessor(p.dtype == DataType::kFloat32, p.head_dim)) * multiprocessors;
-  const double share = (longest + rows_of(p.num_keys - 1)) / 2 * keys / at_once;
+  const double share = rows * p.batch * p.num_kv_heads / at_once;
+  const double wanted = longest / (1.1 * share);
   const int group = p.num_heads / p.num_kv_heads;
   int parts = 1;
-  while (parts < group && (group % parts != 0 || longest / parts > 1.1 * share)) ++parts;
+  for (int next = 2; next <= group && parts < wanted; ++next) {
+    if (group % next == 0 && next < 2 * wanted) parts = next;
+  }
   return parts;
 }
 

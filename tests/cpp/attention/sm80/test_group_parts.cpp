@@ -45,6 +45,15 @@ TEST_CASE("parts of a group are of one size") {
   }
 }
 
+TEST_CASE("no group is divided into many more parts than are needed") {
+  CHECK(causal_parts(28, 4, 4096) == 1);  // two would do, of seven
+  CHECK(causal_parts(28, 4, 512) == 7);
+  // All keys but the last are seen by all rows.
+  CHECK(choose_group_parts(call(32, 8, 1024, 8192, 7168), 132) == 1);
+  CHECK(choose_group_parts(call(32, 8, 1024, 0, 0), 132) == 1);
+  CHECK(choose_group_parts(call(0, 0, 1024, 1024, 0), 132) == 1);
+}
+
 TEST_CASE("ranges of a table count as whole") {
   BlockAttentionBackwardParams p = call(32, 8, 2048, 2048, 0);
   const int32_t unread = 0;

@@ -11,7 +11,8 @@
 // The sum of dk and dv over the thread blocks of a cluster, which have the same keys and a part of
 // the query heads each. A thread's accumulators are four quarters: the columns of dk below and from
 // kHeadDim / 2 on, then those of dv. Each rank receives the others' for the quarters that it owns
-// into the memory of its query tiles, and writes them: in a fixed order, without memory beside.
+// into the memory of its query tiles and score gradients, and writes them: in a fixed order,
+// without memory beside.
 
 namespace ringattn::cuda::sm90 {
 

@@ -31,7 +31,7 @@ __device__ __forceinline__ void clear_unseen_keys(const QueryBounds& bounds, uin
   const QueryRange seen = bounds.range(first_key + row);
   if (!seen.empty()) return;
   clear_row(keys, Tile::kColumnBlocks, Tile::kKeyBlockBytes, row);
-  fence_async_shared();  // before the barrier of score gradients
+  fence_async_shared();  // before the barrier of a step
 }
 
 /// The thread's accumulators of scores: rows are keys 16 * warp + g and 8 below it, columns are
@@ -311,9 +311,10 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
     return score_grads == shared.score_grads(0) ? shared.score_grads(Tile::kScoreGradStages - 1)
                                                 : score_grads - Tile::kScoreGradBytes;
   };
-  // In each step one consumer, first one and then the other, computes dq of the step before. Then
-  // it lets the other go on, for which it has stored its score gradients. Note: so no consumer
-  // overwrites a stage that is still read, and dq leaves in the order of steps.
+  // In each step one consumer, first one and then the other, computes dq of the step before. When
+  // that has left, and its own score gradients of this step are stored, it arrives at its barrier,
+  // on which the other waits. Note: so no consumer overwrites a stage that is still read, and dq
+  // leaves in the order of steps.
   uint32_t dq_by = 0;  // the consumer, plus 2 where the work tile has a step before
   const auto let_other_go_on = [&] {
     named_barrier_arrive(kStepBarrier + consumer, kAllConsumers);
@@ -374,8 +375,9 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         if constexpr (!kRoundsEarly) round_pairs<Element>(s, probabilities);
         round_pairs<Element>(dp, ds);
         constexpr bool kUnderDk = Tile::kBlockQ == kGradRows;
-        // With two stages, dq of the one that is stored into next may still be computed.
+        // With two stages, the other may still read the one that is stored into next.
         constexpr bool kStoresBehind = Tile::kScoreGradStages == 2;
+        static_assert(kUnderDk || kStoresBehind);  // else nothing waits for the other
         const bool computes_dq = dq_by == static_cast<uint32_t>(consumer) + 2;
         if (kStoresBehind && computes_dq) wait_for_other();
         store_transposed_score_grads<Tile>(ds, score_grads, consumer);
@@ -420,6 +422,7 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
           take_step(std::false_type{});
         }
       }
+      // dq of the last step: before the sum over the cluster, which may overwrite a stage of ds.
       dq_by %= 2;
       if (dq_by == static_cast<uint32_t>(consumer)) {
         wait_for_other();

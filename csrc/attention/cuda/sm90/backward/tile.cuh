@@ -219,7 +219,8 @@ struct BackwardShared {
     return base + Tile::kLoaded + (operand == kScoreOperand ? 0 : 24) + 8 * stage;
   }
 
-  /// What other ranks of the cluster send (cluster_sum.cuh): over the stages that move.
+  /// What other ranks of the cluster send (cluster_sum.cuh): over the stages that move, and one of
+  /// ds.
   __device__ __forceinline__ uint32_t exchange() const { return base + Tile::kQueries; }
   __device__ __forceinline__ uint32_t exchange_free() const { return base + Tile::kBarriers + 112; }
   __device__ __forceinline__ uint32_t exchange_full() const { return base + Tile::kBarriers + 120; }
