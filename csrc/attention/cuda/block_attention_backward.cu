@@ -100,6 +100,12 @@ cudaError_t dispatch_head_dim(const BlockAttentionBackwardParams& p, cudaStream_
   return cudaErrorInvalidValue;
 }
 
+/// Whether p goes to the Hopper family first; where that is asked for, also if it cannot run.
+bool prefers_sm90(const BlockAttentionBackwardParams& p) {
+  return wants_sm90(/*unless_set=*/true) && sm90::supports_backward(p) &&
+         (sm90::available() || wants_sm90(/*unless_set=*/false));
+}
+
 }  // namespace
 
 cudaError_t attention_delta(const AttentionDeltaParams& p, cudaStream_t stream) {
@@ -120,8 +126,7 @@ bool gains_by_semaphore(const BlockAttentionBackwardParams& p) {
 }
 
 int choose_group_parts(const BlockAttentionBackwardParams& p) {
-  const bool may_run = sm90::available() || wants_sm90(/*unless_set=*/false);
-  if (may_run && wants_sm90(/*unless_set=*/true) && sm90::supports_backward(p)) return 1;
+  if (prefers_sm90(p)) return 1;
   int device = 0;
   sm90::DeviceLimits limits;
   if (cudaGetDevice(&device) != cudaSuccess || sm90::device_limits(device, limits) != cudaSuccess) {
@@ -137,7 +142,7 @@ cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cuda
       (p.rounds_key_gradients || p.num_heads % (p.num_kv_heads * p.group_parts) != 0)) {
     return cudaErrorInvalidValue;
   }
-  if (sm90::supports_backward(p) && wants_sm90(/*unless_set=*/true)) {
+  if (prefers_sm90(p)) {
     const cudaError_t error =
         sm90::available() ? sm90::block_attention_backward(p, stream) : cudaErrorNotSupported;
     if (error != cudaErrorNotSupported || wants_sm90(/*unless_set=*/false)) return error;

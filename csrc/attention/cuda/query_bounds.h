@@ -32,6 +32,12 @@ struct QueryBounds {
             static_cast<const QueryRange*>(static_cast<const void*>(p.query_ranges))};
   }
 
+  /// What the host knows of them: ranges of a table, which it does not, count as whole.
+  static constexpr QueryBounds on_host(const BlockAttentionBackwardParams& p) {
+    if (p.query_ranges != nullptr) return {p.num_queries, p.num_keys, p.num_keys, 0, nullptr};
+    return of(p);
+  }
+
   /// Of any key from 0 on; keys past the last one are seen by no row.
   constexpr QueryRange range(int key) const { return clamped(entry(key)); }
 

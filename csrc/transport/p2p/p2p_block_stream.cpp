@@ -52,7 +52,7 @@ class MessageStream : public BlockStream {
 
   Block wait(int64_t step) override {
     if (transfers_[step - 1]) transfers_[step - 1]->wait();
-    return block(step);
+    return resident_ ? resident_->blocks[step - 1] : block(step);
   }
 
   const ResidentBlocks* resident_blocks() const override { return resident_.get(); }
@@ -95,13 +95,13 @@ class MessageStream : public BlockStream {
       steps.push_back(step);
       messages.push_back(message(step));
     }
+    auto transfers = transport_.start_all(messages);
+    for (size_t i = 0; i < steps.size(); ++i) transfers_[steps[i] - 1] = std::move(transfers[i]);
     // Blocks that come together may be attended together.
     if (first == 1 && last == num_hops() && transport_.starts_as_one(messages)) {
       resident_ = std::make_unique<ResidentBlocks>();
       for (int64_t step = 1; step <= last; ++step) resident_->blocks.push_back(block(step));
     }
-    auto transfers = transport_.start_all(messages);
-    for (size_t i = 0; i < steps.size(); ++i) transfers_[steps[i] - 1] = std::move(transfers[i]);
   }
 
   Message message(int64_t step) const {

@@ -25,9 +25,7 @@ constexpr int keys_of_multiprocessor(bool is_float32, int head_dim) {
 /// needs, as where a group has a prime number of heads.
 inline int choose_group_parts(const BlockAttentionBackwardParams& p, int multiprocessors) {
   if (p.num_keys == 0 || p.num_kv_heads == 0) return 1;
-  QueryBounds bounds = QueryBounds::of(p);
-  // Ranges of a table, which the host does not know, count as whole.
-  if (bounds.ranges != nullptr) bounds = {p.num_queries, p.num_keys, p.num_keys, 0, nullptr};
+  const QueryBounds bounds = QueryBounds::on_host(p);
   const auto rows_of = [&](int key) { return double(p.num_queries - bounds.range(key).begin); };
   const double longest = rows_of(0), shortest = rows_of(p.num_keys - 1);
   // The first keys are seen by as many rows; then each by one less.

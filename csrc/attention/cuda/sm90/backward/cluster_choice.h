@@ -55,11 +55,10 @@ struct WorkTiles {
 template <typename Tile>
 WorkTiles work_tiles_of(const BlockAttentionBackwardParams& p) {
   constexpr int kKeys = Tile::kBlockK * (Tile::kSplit ? 2 : 1);  // of a cluster
-  QueryBounds bounds = QueryBounds::of(p);
-  if (bounds.ranges != nullptr) bounds = {p.num_queries, p.num_keys, p.num_keys, 0, nullptr};
   const auto num_key_tiles = static_cast<int>(ceil_div(p.num_keys, kKeys));
-  return {bounds, p.batch * p.num_kv_heads,    num_key_tiles, Tile::kBlockQ,
-          kKeys,  p.num_heads / p.num_kv_heads};
+  return {
+      QueryBounds::on_host(p),     p.batch * p.num_kv_heads, num_key_tiles, Tile::kBlockQ, kKeys,
+      p.num_heads / p.num_kv_heads};
 }
 
 /// Whether thread blocks had better take tiles of these lengths when they are done with one, where
