@@ -133,16 +133,15 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
 #pragma unroll 1
     for (; segments != 0; segments &= segments - 1) {
       const int segment = __ffs(segments) - 1;
-      ConsumerKeys keys_seen;
+      ConsumerTiles visible;
       if (segments == shared.segments(consumer, queries_parity)) {
-        keys_seen = shared.first_seen(consumer, queries_parity);
+        visible = shared.first_tiles(consumer, queries_parity);
       } else {
         const QueryTile at = shared.tile(consumer, queries_parity);
-        const int first_row = at.first_row + consumer * kConsumerRows;
-        keys_seen = {visible_keys(p.keys[segment], at).some,
-                     ConsumerKeys::own_of(p.keys[segment], at, first_row)};
+        const KeyBounds& keys = p.keys[segment];
+        visible =
+            consumer_tiles<Tile>(visible_keys(keys, at).some, consumer_keys(keys, at, consumer));
       }
-      const ConsumerTiles visible = consumer_tiles<Tile>(keys_seen);
 
       // A tile of keys behind skipped ones: there is nothing to overlap it with.
       const auto attend_first = [&](int key_tile) {
@@ -250,11 +249,14 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
       };
 
       between += visible.above;
+      const KeyTiles& own = visible.own;
+      int key_tile = own.end - 1;
 #pragma unroll 1
-      for (int key_tile = visible.own.end - 1; key_tile >= visible.own.begin; --key_tile) {
+      while (key_tile >= own.begin) {
         const bool near = key_tile >= visible.near_begin && key_tile < visible.near_end;
         if (!near && is_unseen(key_tile)) {
           ++between;
+          --key_tile;
         } else if (!near || between > 0 || !values_pending) {
           if (values_pending) {
             wait(shared.full(kValues, values_at.stage), values_at.parity);
@@ -268,20 +270,29 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
           attend_first(key_tile);
           values_pending = near;
           if (!near) add_apart(key_tile);
-        } else if (key_tile >= visible.own.unmasked_end || key_tile < visible.own.unmasked_begin) {
-          attend(key_tile, std::true_type{});
+          --key_tile;
         } else {
-          attend(key_tile, std::false_type{});
+          if (key_tile >= own.unmasked_end || key_tile < own.unmasked_begin) {
+            attend(key_tile, std::true_type{});
+          } else {
+#pragma unroll 1
+            do {
+              attend(key_tile, std::false_type{});
+              --key_tile;
+            } while (key_tile >= own.unmasked_begin);
+            continue;
+          }
+          --key_tile;
         }
       }
       between += visible.below;
     }
 
     if (values_pending) {
-      tile = shared.tile(consumer, queries_parity);
-      free_queries();
       wait(shared.full(kValues, values_at.stage), values_at.parity);
       issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
+      tile = shared.tile(consumer, queries_parity);
+      free_queries();
       finish_rows();  // while the products run
       wait_for_products<0>();
       free_values();

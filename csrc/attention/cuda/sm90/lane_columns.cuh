@@ -13,8 +13,12 @@ namespace ringattn::cuda::sm90 {
 template <int kCount>
 __device__ __forceinline__ uint32_t columns_before(int column) {
   static_assert(kCount <= 32);
-  const int count = max(min(column / 8 * 2 + min(column % 8, 2), kCount), 0);
-  return count < 32 ? (1u << count) - 1 : 0xffffffff;
+  // Also of a negative column: shifts round down.
+  const int count = max(min((column >> 3) * 2 + min(column & 7, 2), kCount), 0);
+  if constexpr (kCount == 32) {
+    if (count == 32) return 0xffffffff;
+  }
+  return (1u << count) - 1;
 }
 
 /// Those in [begin, end).

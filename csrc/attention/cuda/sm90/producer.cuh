@@ -81,7 +81,7 @@ __device__ __forceinline__ void prefetch_state(const KernelParams& p, const Quer
 
 /// In general variants the next work tile is requested when this many key tiles, or fewer, are left
 /// to load.
-constexpr int kRequestAhead = 2;
+constexpr int kRequestAhead = 4;
 
 /// Loads keys or values of one tile after the other. One thread block of a cluster loads them for
 /// all; the others signal to it when their buffers are free.
@@ -172,6 +172,29 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kV
   }
 }
 
+/// Of general variants: the segments with keys that the tile may see, a bit for each. Leaves the
+/// tiles of the first of them in the consumers' slots of `parity`.
+template <typename Tile, int kSegments, Variant kVariant>
+__device__ __forceinline__ uint32_t announce_keys(const SegmentedParams<kSegments, kVariant>& p,
+                                                  const SharedMemory<Tile>& shared,
+                                                  const QueryTile& tile, uint32_t parity) {
+  const uint32_t segments = p.num_segments == 1 ? 1 : visible_segments(p, tile);
+  if (segments == 0) return 0;
+  const KeyBounds& keys = p.keys[__ffs(segments) - 1];
+  const KeyRange some = visible_keys(keys, tile).some;
+  // Unrolled, so that the table is read for all consumers at one time.
+  VisibleKeys visible[Tile::kConsumers];
+#pragma unroll
+  for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
+    visible[consumer] = consumer_keys(keys, tile, consumer);
+  }
+#pragma unroll
+  for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
+    shared.set_first_tiles(consumer, parity, consumer_tiles<Tile>(some, visible[consumer]));
+  }
+  return some.begin < some.end ? segments : 0;
+}
+
 /// Loads queries of one tile after the other, and the state that their results are folded into.
 template <typename Tile, int kSegments, Variant kVariant>
 __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments, kVariant>& p,
@@ -183,31 +206,23 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments, kV
 
   /// Each consumer's queries as soon as it has freed the previous ones; none where no keys are
   /// visible.
-  ///   segment  the first one with keys; of general variants visible_segments
+  ///   segment  the first one with keys; of general variants announce_keys()
   const auto announce = [&](const QueryTile& tile, int segment) {
     const bool sees_keys = p.kGeneral ? segment != 0 : segment < p.num_segments;
     // Slots of this parity were last read for the tile before the previous one: its queries are
     // free.
     if constexpr (p.kGeneral) {
-      KeyRange some = {};
-      if (sees_keys) {
-        const KeyBounds& keys = p.keys[__ffs(segment) - 1];
-#pragma unroll 1
-        for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
-          const int first_row = tile.first_row + consumer * kConsumerRows;
-          shared.set_own_keys(consumer, parity, ConsumerKeys::own_of(keys, tile, first_row));
-        }
-        some = visible_keys(keys, tile).some;
-      }
       const bool has_sink = tile.exists() && p.sinks != nullptr;
       const float sink = has_sink ? __ldcg(p.sinks + tile.head) : 0.0f;
 #pragma unroll 1
       for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
-        shared.set_general_tile(consumer, parity, tile, states % 2, segment, some, sink);
+        shared.set_general_tile(consumer, parity, tile, states % 2, segment, sink);
       }
     }
 #pragma unroll 1
-    for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
+    for (int i = 0; i < Tile::kConsumers; ++i) {
+      // Where rows see ranges, the last ones see the highest keys, which come first, and end first.
+      const int consumer = p.kGeneral ? Tile::kConsumers - 1 - i : i;
       const int first_row = tile.first_row + consumer * kConsumerRows;
       const uint32_t full = shared.queries_full(consumer);
       if constexpr (!p.kGeneral) {
@@ -234,7 +249,7 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments, kV
     const QueryTile tile = query_tile<Tile>(p, work_tile);
     int segment;
     if constexpr (p.kGeneral) {
-      segment = visible_segments(p, tile);
+      segment = announce_keys(p, shared, tile, parity);
     } else {
       segment = visible_segment<Tile>(p, tile, 0);
     }

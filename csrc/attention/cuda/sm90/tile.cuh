@@ -93,9 +93,9 @@ struct TileShape {
       std::min(kMaxFetchBufferBytes, (kMaxSharedBytes - kOwnBytes) / kFetchBuffers / 128 * 128);
   static constexpr int kSharedBytes = kOwnBytes + kFetchBuffers * kFetchBufferBytes;
   static_assert(kFetchBufferBytes >= 512);
-  /// Behind all else, of general variants alone: what two tiles of each consumer see.
-  static constexpr int kSeenBytes = 16;
-  static constexpr int kGeneralSharedBytes = kSharedBytes + 2 * kConsumers * kSeenBytes;
+  /// Behind all else, of general variants alone: the ConsumerTiles of two tiles of each consumer.
+  static constexpr int kConsumerTilesBytes = 32;
+  static constexpr int kGeneralSharedBytes = kSharedBytes + 2 * kConsumers * kConsumerTilesBytes;
   static constexpr int kResultBlockBytes =
       kConsumerRows * kColumnBlockPitch;  // of one consumer's rows
   static constexpr int kOutBlockBytes = kSeparateOut ? kResultBlockBytes : kQueryBlockBytes;
@@ -114,10 +114,12 @@ using SmallTile128 = TileShape<128, 2, 128, 3, 2, false, true, 4096, 40, 232>;
 using SmallTile128FetchBound = TileShape<128, 2, 128, 2, 2, false, true, 4096, 40, 232>;
 using SmallTile128WithState = TileShape<128, 2, 128, 2, 2, true, true, 4096, 40, 232>;
 using Tile256 = TileShape<256, 2, 80, 2, 2, true, true, 4096, 40, 232>;
-// Of the general variants, one for each head dimension.
+// Of the general variants, whose fetch buffers leave room for ConsumerTiles. At D 128 a softcap needs
+// more registers than three consumers have.
 using GeneralTile64 = TileShape<64, 3, 80, 3, 3, true, false, 4096, 40, 152>;
-using GeneralTile128 = SmallTile128WithState;
-using GeneralTile256 = Tile256;
+using GeneralTile128 = TileShape<128, 3, 80, 2, 2, true, false, 1024, 40, 152>;
+using GeneralSoftcapTile128 = TileShape<128, 2, 128, 2, 2, true, true, 1152, 40, 232>;
+using GeneralTile256 = TileShape<256, 2, 80, 2, 2, true, true, 1152, 40, 232>;
 // clang-format on
 static_assert(Tile128::kBlockQ == kLargeTile.rows && Tile128::kBlockK == kLargeTile.keys);
 static_assert(SmallTile128::kBlockQ == kSmallTile.rows && SmallTile128::kBlockK == kSmallTile.keys);
@@ -231,31 +233,31 @@ struct SharedMemory {
     return {x.y, x.z, x.w};
   }
 
-  /// Of general variants: visible_segments, what the rows see of the first of them, and the sink.
-  /// Written and read as above; so consumers do not wait for memory when a tile begins or ends.
+  /// Of general variants: visible_segments, the tiles of the first of them, and the sink. Written
+  /// and read as above; so consumers do not wait for memory when a tile begins or ends.
   __device__ __forceinline__ void set_general_tile(int consumer, uint32_t parity,
                                                    const QueryTile& tile, uint32_t state_parity,
-                                                   int segments, const KeyRange& some,
-                                                   float sink) const {
+                                                   int segments, float sink) const {
     set_rows(consumer, parity, tile, state_parity);
-    store_words(keys_slot(consumer, parity),
-                {segments, some.begin, some.end, __float_as_int(sink)});
+    store_words(keys_slot(consumer, parity), {segments, __float_as_int(sink), 0, 0});
   }
-  __device__ __forceinline__ void set_own_keys(int consumer, uint32_t parity,
-                                               const VisibleKeys& own) const {
-    store_words(seen_slot(consumer, parity),
-                {own.some.begin, own.some.end, own.all.begin, own.all.end});
+  __device__ __forceinline__ void set_first_tiles(int consumer, uint32_t parity,
+                                                  const ConsumerTiles& tiles) const {
+    const uint32_t to = consumer_tiles_slot(consumer, parity);
+    const KeyTiles& own = tiles.own;
+    store_words(to, {own.begin, own.end, own.unmasked_begin, own.unmasked_end});
+    store_words(to + 16, {tiles.above, tiles.below, tiles.near_begin, tiles.near_end});
   }
   __device__ __forceinline__ uint32_t segments(int consumer, uint32_t parity) const {
     return load_words(keys_slot(consumer, parity)).x;
   }
   __device__ __forceinline__ float sink(int consumer, uint32_t parity) const {
-    return __int_as_float(load_words(keys_slot(consumer, parity)).w);
+    return __int_as_float(load_words(keys_slot(consumer, parity)).y);
   }
-  __device__ __forceinline__ ConsumerKeys first_seen(int consumer, uint32_t parity) const {
-    const int4 some = load_words(keys_slot(consumer, parity));
-    const int4 own = load_words(seen_slot(consumer, parity));
-    return {{some.y, some.z}, {{own.x, own.y}, {own.z, own.w}}};
+  __device__ __forceinline__ ConsumerTiles first_tiles(int consumer, uint32_t parity) const {
+    const uint32_t from = consumer_tiles_slot(consumer, parity);
+    const int4 own = load_words(from), rest = load_words(from + 16);
+    return {rest.x, {own.x, own.y, own.z, own.w}, rest.y, rest.z, rest.w};
   }
 
   /// Written before work_tile_full, read after it.
@@ -310,8 +312,8 @@ struct SharedMemory {
     store_words(tile_slot(consumer, parity), {tile.first_row, tile.work_tile_end, tile.batch,
                                               static_cast<int>(2 * tile.head + state_parity)});
   }
-  __device__ __forceinline__ uint32_t seen_slot(int consumer, uint32_t parity) const {
-    return base + Tile::kSharedBytes + (2 * consumer + parity) * Tile::kSeenBytes;
+  __device__ __forceinline__ uint32_t consumer_tiles_slot(int consumer, uint32_t parity) const {
+    return base + Tile::kSharedBytes + (2 * consumer + parity) * Tile::kConsumerTilesBytes;
   }
   __device__ __forceinline__ uint32_t barrier(uint32_t i) const {
     return slots() + Tile::kSlotBytes + 8 * i;

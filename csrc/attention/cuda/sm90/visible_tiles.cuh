@@ -101,23 +101,20 @@ struct ConsumerTiles {
 constexpr int kNearKeys = 512;
 static_assert(kNearKeys <= kRowsAtGaps);
 
-/// The keys of a segment that rows see.
-struct ConsumerKeys {
-  KeyRange some;    // outside, no row of the work tile sees a key
-  VisibleKeys own;  // of the consumer's rows; none where none of them exists
+/// The keys of a segment that a consumer's rows see; none where none of the rows exists.
+__device__ __forceinline__ VisibleKeys consumer_keys(const KeyBounds& keys, const QueryTile& tile,
+                                                     int consumer) {
+  const int first_row = tile.first_row + consumer * kConsumerRows;
+  if (first_row >= tile.rows_end) return {};
+  return keys.visible(first_row, min(first_row + kConsumerRows, tile.rows_end));
+}
 
-  ///   first_row  of the consumer's
-  static __device__ __forceinline__ VisibleKeys own_of(const KeyBounds& keys, const QueryTile& tile,
-                                                       int first_row) {
-    if (first_row >= tile.rows_end) return {};
-    return keys.visible(first_row, min(first_row + kConsumerRows, tile.rows_end));
-  }
-};
-
+///   some     outside, no row of the work tile sees a key
+///   visible  of the consumer's rows
 template <typename Tile>
-__device__ __forceinline__ ConsumerTiles consumer_tiles(const ConsumerKeys& seen) {
-  const KeyTiles all = KeyTiles::of({seen.some, {}}, Tile::kBlockK);
-  const VisibleKeys& visible = seen.own;
+__device__ __forceinline__ ConsumerTiles consumer_tiles(const KeyRange& some,
+                                                        const VisibleKeys& visible) {
+  const KeyTiles all = KeyTiles::of({some, {}}, Tile::kBlockK);
   ConsumerTiles tiles = {all.size(), {}, 0, 0, 0};
   KeyTiles own = KeyTiles::of(visible, Tile::kBlockK, /*keys_above=*/1);
   // Of a table that decreases they may not be among the work tile's.
