@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 // Masks of accumulators (ptx/wgmma.cuh) in bits: one instruction turns seven of them into
 // predicates.
@@ -15,10 +16,10 @@ __device__ __forceinline__ uint32_t columns_before(int column) {
   static_assert(kCount <= 32);
   // Also of a negative column: shifts round down.
   const int count = max(min((column >> 3) * 2 + min(column & 7, 2), kCount), 0);
-  if constexpr (kCount == 32) {
-    if (count == 32) return 0xffffffff;
-  }
-  return (1u << count) - 1;
+  // 32 need a wider type. ptxas 13.0 would take a test for them from its clamping instruction,
+  // wrongly.
+  using Bits = std::conditional_t<kCount == 32, uint64_t, uint32_t>;
+  return static_cast<uint32_t>((Bits{1} << count) - 1);
 }
 
 /// Those in [begin, end).
