@@ -56,7 +56,7 @@ class Gradients {
                                  rows_of(rows_.lse, 2, queries), rows_of(rows_.delta, 2, queries),
                                  rows_of(rows_.dq, 1, queries)};
       const at::Tensor q = rows_of(q_, 1, queries);
-      repeat_for_slowdown(q, block, rows);
+      repeat_for_slowdown(q, block, rows, leaves_room);
       const auto [dk, dv] = rows_of(gradients, part.keys);
       block_attention_backward(q, block, call_.scoring, rows, dk, dv, scheduling_, leaves_room);
     }
@@ -71,8 +71,8 @@ class Gradients {
  private:
   // ringattn.testing.slowdown: repeats the whole block, and drops the results, as often as the
   // factor has room for. The rest is a share of the keys.
-  void repeat_for_slowdown(const at::Tensor& q, const KeyBlock& block,
-                           const RowGradients& rows) const {
+  void repeat_for_slowdown(const at::Tensor& q, const KeyBlock& block, const RowGradients& rows,
+                           bool leaves_room) const {
     for (double extra = slowdown() - 1.0; extra > 0.0; extra -= 1.0) {
       const auto num_keys = static_cast<int64_t>(
           std::lround(std::min(extra, 1.0) * static_cast<double>(block.k.size(1))));
@@ -84,7 +84,7 @@ class Gradients {
       RowGradients dropped = rows;
       dropped.dq = at::zeros_like(rows.dq);
       const at::Tensor dk = at::empty(part.k.sizes(), rows.dq.options()), dv = at::empty_like(dk);
-      block_attention_backward(q, part, call_.scoring, dropped, dk, dv);
+      block_attention_backward(q, part, call_.scoring, dropped, dk, dv, scheduling_, leaves_room);
     }
   }
 
@@ -138,7 +138,7 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
     const at::Tensor sum = at::empty(sizes, k.options().dtype(state_dtype(k.scalar_type())));
     own = {sum.select(0, 0), sum.select(0, 1)};
     returns.emplace(transport, call, sum);
-    stream = transport->open(exchange_plan(k, v, call, timer.on()));
+    stream = transport->open(exchange_plan(k, v, call, timer.by_block()));
   }
   // The first block travels meanwhile.
   const RowGradients rows = make_rows();
@@ -183,7 +183,7 @@ RingGradients ring_backward(const at::Tensor& given_q, const at::Tensor& given_k
       timing.backward = true;
       timing.flops = gradients.flops(step);
       std::function<double()> transfer_ms;
-      if (step > 0) transfer_ms = [=] { return stream->transfer_ms(step); };
+      if (timer.by_block() && step > 0) transfer_ms = [=] { return stream->transfer_ms(step); };
       timer.end_launch(timing, std::move(transfer_ms));
     }
   }

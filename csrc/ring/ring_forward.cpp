@@ -216,7 +216,7 @@ RingExchangePlan exchange_plan(const at::Tensor& k, const at::Tensor& v, const R
   exchange.depth = std::min<int64_t>(call.depth, exchange.hops.size());
   if (!per_block && environment().kernels_may_wait) exchange.fetching = Fetching::kByKernel;
   exchange.parts = call.plan.key_tables->parts();
-  exchange.timed = timed && per_block;
+  exchange.timed = timed;
   return exchange;
 }
 
@@ -233,7 +233,8 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const 
   Executor executor(q, call, per_block);
   const int64_t num_steps = call.plan.visits.size();
   std::shared_ptr<BlockStream> stream;
-  if (num_steps > 1) stream = transport->open(exchange_plan(k, v, call, per_block, timer.on()));
+  if (num_steps > 1)
+    stream = transport->open(exchange_plan(k, v, call, per_block, timer.by_block()));
   const ResidentBlocks* resident = stream && !per_block ? stream->resident_blocks() : nullptr;
   const LaunchPlan plan = launch_plan(resident);
   const ResidentBlocks* remote = plan == LaunchPlan::kSingle ? resident : nullptr;
@@ -256,7 +257,7 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const 
       timing.own = first == 0;
       timing.flops = executor.flops(first, last);
       std::function<double()> transfer_ms;
-      if (per_block && first > 0) transfer_ms = [=] { return stream->transfer_ms(first); };
+      if (timer.by_block() && first > 0) transfer_ms = [=] { return stream->transfer_ms(first); };
       timer.end_launch(timing, std::move(transfer_ms));
     }
     for (int64_t step = first; stream && step < last; ++step) stream->release(step);

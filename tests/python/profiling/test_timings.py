@@ -37,10 +37,10 @@ def test_one_step_for_every_visiting_block(ring):
                 assert step.transfer_ms == 0 and step.wait_ms == 0
 
 
-def record_training(case: Case, seconds: float) -> Timings:
+def record_training(case: Case, seconds: float, by_block: bool = True) -> Timings:
     """Both passes, of a ring whose first rank enters the second one late."""
     inputs = [x.requires_grad_() for x in case.local_inputs()]
-    with ringattn.record_timings() as timings:
+    with ringattn.record_timings(by_block=by_block) as timings:
         out = ringattn.ring_attention(*inputs, case.partition, causal=case.causal)
         if this().rank == 0:
             time.sleep(seconds)
@@ -71,6 +71,15 @@ def test_a_backward_attends_to_the_own_block_last_where_it_sees_no_other_too(rin
         assert sorted(step.source for step in backward) == list(range(size))
         seen = [step.flops > 0 for step in backward]
         assert seen == [step <= rank for step in range(1, size)] + [True]
+
+
+@pytest.mark.parametrize("by_block", [True, False])
+def test_transfers_are_timed_where_each_block_is(rank_pool, by_block):
+    # Timed by itself, a block shares no message with others.
+    case = Case(Partition.even(64, 2))
+    for timings in rank_pool(2).run(record_training, case, 0.0, by_block):
+        for steps in timings.calls:
+            assert [step.transfer_ms > 0 for step in steps if step.kind == "remote"] == [by_block]
 
 
 def test_waits_for_blocks_are_no_attention_of_a_backward(rank_pool):
