@@ -108,12 +108,13 @@ struct BackwardSteps {
 
   __device__ __forceinline__ void load_queries(int stage, int step) const {
     const QueryRange rows = work.some;
-    const int first_row = rows.begin / Tile::kBlockQ * Tile::kBlockQ;
-    KeyTileWork::Step at = {work.first_head, first_row};
+    // Downwards: under a diagonal all thread blocks begin at the same rows, which stay in L2.
+    const int last_tile = (rows.end - 1) / Tile::kBlockQ * Tile::kBlockQ;
+    KeyTileWork::Step at = {work.first_head, last_tile};
     if (step > 0) {
       at = work.steps[(step - 1) % 2];
-      at.first_row += Tile::kBlockQ;
-      if (at.first_row >= rows.end) at = {at.head + 1, first_row};
+      at = at.first_row > rows.begin ? KeyTileWork::Step{at.head, at.first_row - Tile::kBlockQ}
+                                     : KeyTileWork::Step{at.head + 1, last_tile};
     }
     const int thread = thread_index_again();
     if (thread == 0) work.steps[step % 2] = at;

@@ -90,10 +90,12 @@ __device__ inline void find_turn(KeyTileWork& work, const QueryBounds& bounds, i
   work.gave_up = false;
 }
 
-/// Before the rows of the tile from first_row on are added to.
+/// Before the rows of the tile from first_row on, `block_q` of them, are added to. Tiles come last
+/// first.
 __device__ __forceinline__ void wait_for_turn(KeyTileWork& work, const int32_t* semaphores,
-                                              int first_row) {
-  const bool first = first_row % kTurnRows == 0 || first_row <= work.some.begin;
+                                              int first_row, int block_q) {
+  const int end = first_row + block_q;
+  const bool first = end % kTurnRows == 0 || end >= work.some.end;
   if (!first || first_row / kTurnRows * kTurnRows >= work.awaited_end) return;
   if (threadIdx.x == 0 && !work.gave_up) {
     // Note: bounded. A table that decreases, whose result is unspecified, may give no turn.
@@ -121,8 +123,7 @@ __device__ __forceinline__ void end_turn(const BlockAttentionBackwardParams& p,
                                          const KeyTileWork& work, int step) {
   if (threadIdx.x != 0) return;
   const auto [head, first_row] = work.steps[step % 2];
-  const int end = first_row + Tile::kBlockQ;
-  if (end % kTurnRows != 0 && end < work.some.end) return;
+  if (first_row % kTurnRows != 0 && first_row > work.some.begin) return;
   int32_t* const semaphore = semaphores_of(p, work.batch, head) + first_row / kTurnRows;
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(semaphore), "r"(work.key_tile + 1)
                : "memory");
@@ -138,7 +139,8 @@ __device__ __forceinline__ void add_query_gradients(const BlockAttentionBackward
   const auto [head, first_row] = work.steps[step % 2];
   typename Product::Sums dq = {};
   Product::add(dq, score_gradients, warp_row, k, warp_column);
-  if (p.deterministic) wait_for_turn(work, semaphores_of(p, work.batch, head), first_row);
+  if (p.deterministic)
+    wait_for_turn(work, semaphores_of(p, work.batch, head), first_row, Tile::kBlockQ);
   float* const to = static_cast<float*>(p.dq.data) + work.batch * p.dq.batch_stride +
                     head * p.dq.head_stride + warp_column;
   Product::for_each_four(dq, [&](int row, int column, const float4& values) {
