@@ -271,18 +271,13 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
           values_pending = near;
           if (!near) add_apart(key_tile);
           --key_tile;
-        } else {
-          if (key_tile >= own.unmasked_end || key_tile < own.unmasked_begin) {
-            attend(key_tile, std::true_type{});
-          } else {
-#pragma unroll 1
-            do {
-              attend(key_tile, std::false_type{});
-              --key_tile;
-            } while (key_tile >= own.unmasked_begin);
-            continue;
-          }
+        } else if (key_tile >= own.unmasked_end || key_tile < own.unmasked_begin) {
+          attend(key_tile, std::true_type{});
           --key_tile;
+        } else {
+          // Without the tests above: unmasked tiles are near, and no others lie between them.
+#pragma unroll 1
+          for (; key_tile >= own.unmasked_begin; --key_tile) attend(key_tile, std::false_type{});
         }
       }
       between += visible.below;
