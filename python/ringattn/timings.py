@@ -20,7 +20,7 @@ class StepTiming:
     source: int  #: the rank that owns the block
     kind: str  #: "own" or "remote"
     attention_ms: float  #: computing; 0 where nothing is visible
-    transfer_ms: float  #: of the transfer of the block, with ``by_block``; 0 for the own one
+    transfer_ms: float  #: of the block's transfer; 0 for the own one, and without ``by_block``
     #: attention stood still because the block was not here yet; in a backward also until the
     #: gradients that return beside it are here and added
     wait_ms: float

@@ -99,8 +99,8 @@ class Run:
                 auto.learn(timings)
         if partition is None:
             partition = Partition.even(len(prompt_ids), model.ring.world_size)
-        if model.device.type == "cuda" and model.ring.world_size > 1:
-            # One launch took all blocks; without the clock, what each of them takes by itself.
+        if model.ring.world_size > 1:
+            # Launches took several blocks; without the clock, what each of them takes by itself.
             with Progress("timing every block", quiet=quiet):
                 for _ in range(min(options.warmup, 1) + 1):
                     with record_timings() as timings:

@@ -75,7 +75,7 @@ def test_a_backward_attends_to_the_own_block_last_where_it_sees_no_other_too(rin
 
 @pytest.mark.parametrize("by_block", [True, False])
 def test_transfers_are_timed_where_each_block_is(rank_pool, by_block):
-    # Timed by itself, a block shares no message with others.
+    # Messages that are timed are sent one by one: calls as they are must not ask for that.
     case = Case(Partition.even(64, 2))
     for timings in rank_pool(2).run(record_training, case, 0.0, by_block):
         for steps in timings.calls:

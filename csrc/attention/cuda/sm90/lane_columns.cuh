@@ -16,8 +16,8 @@ __device__ __forceinline__ uint32_t columns_before(int column) {
   static_assert(kCount <= 32);
   // Also of a negative column: shifts round down.
   const int count = max(min((column >> 3) * 2 + min(column & 7, 2), kCount), 0);
-  // 32 need a wider type. ptxas 13.0 would take a test for them from its clamping instruction,
-  // wrongly.
+  // A shift by 32 needs a wider type. Where a count of 32 is tested for instead, ptxas 13.0 reuses
+  // a predicate of the clamp, which is another one.
   using Bits = std::conditional_t<kCount == 32, uint64_t, uint32_t>;
   return static_cast<uint32_t>((Bits{1} << count) - 1);
 }

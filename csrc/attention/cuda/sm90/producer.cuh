@@ -173,7 +173,8 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kV
 }
 
 /// Of general variants: the segments with keys that the tile may see, a bit for each. Leaves the
-/// tiles of the first of them in the consumers' slots of `parity`.
+/// tiles of the first of them in the consumers' slots of `parity`. These were last read for the
+/// tile before the previous one, whose queries are free.
 template <typename Tile, int kSegments, Variant kVariant>
 __device__ __forceinline__ uint32_t announce_keys(const SegmentedParams<kSegments, kVariant>& p,
                                                   const SharedMemory<Tile>& shared,
@@ -205,12 +206,11 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments, kV
   prefetch_map(p.q);
 
   /// Each consumer's queries as soon as it has freed the previous ones; none where no keys are
-  /// visible.
+  /// visible. Slots of this parity were last read for the tile before the previous one: its queries
+  /// are free.
   ///   segment  the first one with keys; of general variants announce_keys()
   const auto announce = [&](const QueryTile& tile, int segment) {
     const bool sees_keys = p.kGeneral ? segment != 0 : segment < p.num_segments;
-    // Slots of this parity were last read for the tile before the previous one: its queries are
-    // free.
     if constexpr (p.kGeneral) {
       const bool has_sink = tile.exists() && p.sinks != nullptr;
       const float sink = has_sink ? __ldcg(p.sinks + tile.head) : 0.0f;
@@ -221,7 +221,7 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments, kV
     }
 #pragma unroll 1
     for (int i = 0; i < Tile::kConsumers; ++i) {
-      // Where rows see ranges, the last ones see the highest keys, which come first, and end first.
+      // Where rows see ranges, the last ones see the highest keys, which come first.
       const int consumer = p.kGeneral ? Tile::kConsumers - 1 - i : i;
       const int first_row = tile.first_row + consumer * kConsumerRows;
       const uint32_t full = shared.queries_full(consumer);

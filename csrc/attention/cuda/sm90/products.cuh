@@ -70,7 +70,7 @@ __device__ __forceinline__ void add_values_to_rows(float (&out)[kAccumulators],
                                                    const uint32_t (&p)[kOperands], uint32_t values,
                                                    uint32_t value_block_bytes, const Rows& rows) {
   constexpr int kHeadDim = 2 * kAccumulators;
-  // Registers do not hold all columns twice.
+  // Above D 64, registers do not hold all columns twice.
   constexpr int kColumns = kColumnBlock, kSums = kColumns / 2;
   using Product = ProductOfRegisters<Element, kColumns>;
 #pragma unroll

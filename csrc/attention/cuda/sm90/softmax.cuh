@@ -44,9 +44,10 @@ __device__ __forceinline__ void mask_scores(float (&s)[kScores], const KeyBounds
   const int first_column = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const KeyRange& seen = entries[half];
-    const uint32_t visible = columns_within<kScores / 2>(
-        seen.begin - first_column, min(seen.end, keys.num_keys) - first_column);
+    // Clamped as far as these bits need it.
+    const int begin = max(entries[half].begin, 0);
+    const int end = max(min(entries[half].end, keys.num_keys), 0);
+    const uint32_t visible = columns_within<kScores / 2>(begin - first_column, end - first_column);
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) {
       if ((visible >> i & 1) == 0) s[i / 2 * 4 + 2 * half + i % 2] = -INFINITY;

@@ -114,10 +114,10 @@ using SmallTile128 = TileShape<128, 2, 128, 3, 2, false, true, 4096, 40, 232>;
 using SmallTile128FetchBound = TileShape<128, 2, 128, 2, 2, false, true, 4096, 40, 232>;
 using SmallTile128WithState = TileShape<128, 2, 128, 2, 2, true, true, 4096, 40, 232>;
 using Tile256 = TileShape<256, 2, 80, 2, 2, true, true, 4096, 40, 232>;
-// Of the general variants, whose fetch buffers leave room for ConsumerTiles. At D 128 a softcap needs
-// more registers than three consumers have.
+// Of the general variants, whose fetch buffers leave room for ConsumerTiles. At D 128 a softcap
+// needs more registers than three consumers have.
 using GeneralTile64 = TileShape<64, 3, 80, 3, 3, true, false, 4096, 40, 152>;
-using GeneralTile128 = TileShape<128, 3, 80, 2, 2, true, false, 1024, 40, 152>;
+using GeneralTile128 = TileShape<128, 3, 80, 2, 2, true, false, 1152, 40, 152>;
 using GeneralSoftcapTile128 = TileShape<128, 2, 128, 2, 2, true, true, 1152, 40, 232>;
 using GeneralTile256 = TileShape<256, 2, 80, 2, 2, true, true, 1152, 40, 232>;
 // clang-format on
@@ -233,8 +233,9 @@ struct SharedMemory {
     return {x.y, x.z, x.w};
   }
 
-  /// Of general variants: visible_segments, the tiles of the first of them, and the sink. Written
-  /// and read as above; so consumers do not wait for memory when a tile begins or ends.
+  /// Of general variants: the segments that are seen, and the sink; in first_tiles what the rows
+  /// see of the first of them. Written and read as above; so consumers do not wait for memory when
+  /// a tile begins or ends.
   __device__ __forceinline__ void set_general_tile(int consumer, uint32_t parity,
                                                    const QueryTile& tile, uint32_t state_parity,
                                                    int segments, float sink) const {
@@ -303,7 +304,7 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t tile_slot(int consumer, uint32_t parity) const {
     return slots() + (2 * consumer + parity) * Tile::kTileBytes;
   }
-  /// Its other half says what the rows see.
+  /// Its other half says which keys the rows see; of general variants which segments, and the sink.
   __device__ __forceinline__ uint32_t keys_slot(int consumer, uint32_t parity) const {
     return tile_slot(consumer, parity) + 16;
   }

@@ -59,7 +59,10 @@ struct Problem {
     return std::max_element(scores[row].begin(), scores[row].end()) - scores[row].begin();
   }
   int seen(int row) const { return std::clamp(row + diagonal + 1, 0, num_keys()); }
-  KeyRange range(int row) const { return ranges.empty() ? KeyRange{0, seen(row)} : ranges[row]; }
+  KeyRange range(int row) const {
+    if (ranges.empty()) return {0, seen(row)};
+    return KeyBounds{num_keys(), 0, 0, nullptr}.clamped(ranges[row]);
+  }
   /// Tiles that the warp walks, and those without a mask.
   KeyTiles tiles() const {
     if (ranges.empty()) return {0, (num_keys() + kTile - 1) / kTile, 0, seen(0) / kTile};
@@ -328,10 +331,16 @@ TEST_CASE("sm90: rows see ranges of keys that begin and end in any tile") {
     for (int row = 0; row < kRows; ++row) {
       problem.ranges.push_back({std::min(begins[row], 700), std::min(ends[row], 700)});
     }
+    constexpr int kLeast = std::numeric_limits<int>::min(), kMost = std::numeric_limits<int>::max();
+    if (trial % 5 == 4) {
+      for (int row = 0; row < 6; ++row) problem.ranges[row].begin = begins[row] = kLeast;
+      for (int row = 0; row < 2; ++row) problem.ranges[row].end = ends[row] = kLeast;
+      for (int row = 10; row < kRows; ++row) problem.ranges[row].end = ends[row] = kMost;
+    }
     if (trial % 2 == 1) problem.softcap = trial % 4 == 1 ? 2.0f : 30.0f;
     // What no row sees may be anything.
     for (auto& scores : problem.scores) {
-      std::fill(scores.begin(), scores.begin() + std::min(begins[0], 700), kNaN);
+      std::fill(scores.begin(), scores.begin() + std::clamp(begins[0], 0, 700), kNaN);
       std::fill(scores.begin() + std::min(ends[kRows - 1], 700), scores.end(), kNaN);
     }
     const Results results = attend(problem);
