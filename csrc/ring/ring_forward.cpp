@@ -233,8 +233,9 @@ std::pair<at::Tensor, at::Tensor> ring_forward(const at::Tensor& given_q, const 
   Executor executor(q, call, per_block);
   const int64_t num_steps = call.plan.visits.size();
   std::shared_ptr<BlockStream> stream;
-  if (num_steps > 1)
+  if (num_steps > 1) {
     stream = transport->open(exchange_plan(k, v, call, per_block, timer.by_block()));
+  }
   const ResidentBlocks* resident = stream && !per_block ? stream->resident_blocks() : nullptr;
   const LaunchPlan plan = launch_plan(resident);
   const ResidentBlocks* remote = plan == LaunchPlan::kSingle ? resident : nullptr;

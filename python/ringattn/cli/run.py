@@ -100,7 +100,8 @@ class Run:
         if partition is None:
             partition = Partition.even(len(prompt_ids), model.ring.world_size)
         if model.ring.world_size > 1:
-            # Launches took several blocks; without the clock, what each of them takes by itself.
+            # As calls go, blocks may share a launch, and no transfer is timed. Without the clock,
+            # what each block takes by itself.
             with Progress("timing every block", quiet=quiet):
                 for _ in range(min(options.warmup, 1) + 1):
                     with record_timings() as timings:

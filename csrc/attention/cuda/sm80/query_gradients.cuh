@@ -90,11 +90,11 @@ __device__ inline void find_turn(KeyTileWork& work, const QueryBounds& bounds, i
   work.gave_up = false;
 }
 
-/// Before the rows of the tile from first_row on, `block_q` of them, are added to. Tiles come last
-/// first.
+/// Before the rows of the tile from first_row on are added to. Tiles come last first.
+template <typename Tile>
 __device__ __forceinline__ void wait_for_turn(KeyTileWork& work, const int32_t* semaphores,
-                                              int first_row, int block_q) {
-  const int end = first_row + block_q;
+                                              int first_row) {
+  const int end = first_row + Tile::kBlockQ;
   const bool first = end % kTurnRows == 0 || end >= work.some.end;
   if (!first || first_row / kTurnRows * kTurnRows >= work.awaited_end) return;
   if (threadIdx.x == 0 && !work.gave_up) {
@@ -139,8 +139,7 @@ __device__ __forceinline__ void add_query_gradients(const BlockAttentionBackward
   const auto [head, first_row] = work.steps[step % 2];
   typename Product::Sums dq = {};
   Product::add(dq, score_gradients, warp_row, k, warp_column);
-  if (p.deterministic)
-    wait_for_turn(work, semaphores_of(p, work.batch, head), first_row, Tile::kBlockQ);
+  if (p.deterministic) wait_for_turn<Tile>(work, semaphores_of(p, work.batch, head), first_row);
   float* const to = static_cast<float*>(p.dq.data) + work.batch * p.dq.batch_stride +
                     head * p.dq.head_stride + warp_column;
   Product::for_each_four(dq, [&](int row, int column, const float4& values) {

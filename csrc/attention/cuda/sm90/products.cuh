@@ -69,14 +69,13 @@ template <typename Element, int kAccumulators, int kOperands, typename Rows>
 __device__ __forceinline__ void add_values_to_rows(float (&out)[kAccumulators],
                                                    const uint32_t (&p)[kOperands], uint32_t values,
                                                    uint32_t value_block_bytes, const Rows& rows) {
-  constexpr int kHeadDim = 2 * kAccumulators;
-  // Above D 64, registers do not hold all columns twice.
-  constexpr int kColumns = kColumnBlock, kSums = kColumns / 2;
-  using Product = ProductOfRegisters<Element, kColumns>;
+  // A block of columns at a time: above D 64, registers do not hold all of them twice.
+  constexpr int kSums = kColumnBlock / 2;
+  using Product = ProductOfRegisters<Element, kColumnBlock>;
 #pragma unroll
-  for (int part = 0; part < kHeadDim / kColumns; ++part) {
-    const auto v = OperandDescriptor::n_major(
-        values + part * (kColumns / kColumnBlock) * value_block_bytes, value_block_bytes);
+  for (int block = 0; block < kAccumulators / kSums; ++block) {
+    const auto v =
+        OperandDescriptor::n_major(values + block * value_block_bytes, value_block_bytes);
     float sums[kSums];
     begin_products();
     Product::template issue<false>(sums, p[0], p[1], p[2], p[3], v.at(0));
@@ -90,7 +89,7 @@ __device__ __forceinline__ void add_values_to_rows(float (&out)[kAccumulators],
     wait_for_products<0>();
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      if (added[i / 2 % 2]) out[part * kSums + i] += sums[i];
+      if (added[i / 2 % 2]) out[block * kSums + i] += sums[i];
     }
   }
 }
