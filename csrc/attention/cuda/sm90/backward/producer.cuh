@@ -57,8 +57,6 @@ template <GradOperand kOperand, typename Tile>
 __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
                                                   const BackwardShared<Tile>& shared) {
   constexpr bool kScores = kOperand == kScoreOperand;
-  // Tiles by ticket are at more rows at one time than L2 holds: dq stays there first.
-  constexpr L2Policy kPolicy = Tile::kByTicket ? L2Policy::kEvictFirst : L2Policy::kNormal;
   const CUtensorMap& stationary = kScores ? p.k : p.v;
   const CUtensorMap& moving = kScores ? p.q : p.grad_out;
   const bool is_first_lane = threadIdx.x % 32 == 0;
@@ -123,7 +121,7 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
             if constexpr (Tile::kSplit) {
               load_box_in_ranks(to, moving, from, full, /*ranks=*/3, L2Policy::kEvictFirst);
             } else {
-              load_box(to, moving, from, full, kPolicy);
+              load_box(to, moving, from, full, L2Policy::kNormal);
             }
           }
         }
