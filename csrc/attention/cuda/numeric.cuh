@@ -28,6 +28,11 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
   return bits;
 }
 
+/// The nearest number of bfloat16.
+__device__ __forceinline__ float to_bfloat16(float x) {
+  return __bfloat162float(__float2bfloat16(x));
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -15,6 +15,7 @@ VALUE_WIDTHS = (64, 128, 256)  # kHeadDim of the tiles
 QUERY_GRADIENT_WIDTHS = (64,)  # columns of dq that a warpgroup of the backward computes
 # Columns of dq, and of dk and dv where their weights are in shared memory.
 ROW_GRADIENT_WIDTHS = (64, 128)
+TERM_WIDTHS = (64, 128)  # kBlockQ of the backward's tiles
 
 HEADER = """\
 // SPDX-License-Identifier: Apache-2.0
@@ -48,6 +49,9 @@ template <typename Element, int kN> struct ProductOfTransposed;
 
 /// d [64, kN] (+)= a [64, 16] @ b [16, kN], both in shared memory: a K-major, b N-major.
 template <typename Element, int kN> struct ProductOfRows;
+
+/// d [64, kN] += a [64, 16] @ b [kN, 16].T in bfloat16, a in registers, b in shared memory, K-major.
+template <int kN> struct ProductOfTerms;
 """
 
 
@@ -84,17 +88,17 @@ template <> struct {struct}<{element}, {n}> {{
 """
 
 
-def of_registers(element: str, name: str, n: int) -> str:
+def of_registers(struct: str, major: int, name: str, n: int) -> str:
     k = n // 2
     return f"""
-template <> struct ProductOfRegisters<{element}, {n}> {{
+template <> struct {struct} {{
   template <bool kAccumulate = true>
   static __device__ __forceinline__ void issue(float (&d)[{k}], uint32_t a0, uint32_t a1,
                                                uint32_t a2, uint32_t a3, uint64_t b) {{
     asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{k + 5}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} {{"
 {asm_operands(k)}
-        "}}, {{%{k}, %{k + 1}, %{k + 2}, %{k + 3}}}, %{k + 4}, p, 1, 1, 1; }}"
+        "}}, {{%{k}, %{k + 1}, %{k + 2}, %{k + 3}}}, %{k + 4}, p, 1, 1, {major}; }}"
         :
 {outputs(k)}
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(int(kAccumulate)));
@@ -107,12 +111,15 @@ def main() -> None:
     parts = [HEADER]
     for element, name in ELEMENTS.items():
         parts += [of_shared("ProductOfShared", "0, 0", element, name, n) for n in SCORE_WIDTHS]
-        parts += [of_registers(element, name, n) for n in VALUE_WIDTHS]
+        parts += [
+            of_registers(f"ProductOfRegisters<{element}, {n}>", 1, name, n) for n in VALUE_WIDTHS
+        ]
         parts += [
             of_shared("ProductOfTransposed", "1, 1", element, name, n)
             for n in QUERY_GRADIENT_WIDTHS
         ]
         parts += [of_shared("ProductOfRows", "0, 1", element, name, n) for n in ROW_GRADIENT_WIDTHS]
+    parts += [of_registers(f"ProductOfTerms<{n}>", 0, "bf16", n) for n in TERM_WIDTHS]
     parts.append("\n}  // namespace ringattn::cuda::sm90")
     print("".join(parts))
 

@@ -11,8 +11,10 @@ namespace ringattn::cuda::sm90 {
 
 /// Issues a group of products: s = a @ b.T, of 64 rows of a with 2 * kSize rows of b.
 ///   kBytesA, kBytesB  from 64 columns of a tile to the next 64
-template <typename Element, int kHeadDim, int kBytesA, int kBytesB, int kSize>
-__device__ __forceinline__ void issue_score_product(float (&s)[kSize], uint32_t a, uint32_t b) {
+///   add_more          issues products that add to s
+template <typename Element, int kHeadDim, int kBytesA, int kBytesB, int kSize, typename AddMore>
+__device__ __forceinline__ void issue_score_product(float (&s)[kSize], uint32_t a, uint32_t b,
+                                                    const AddMore& add_more) {
   using Product = ProductOfShared<Element, 2 * kSize>;
   const auto of_a = OperandDescriptor::k_major(a), of_b = OperandDescriptor::k_major(b);
   begin_products();
@@ -23,7 +25,13 @@ __device__ __forceinline__ void issue_score_product(float (&s)[kSize], uint32_t 
     Product::template issue<true>(s, of_a.at(block * kBytesA + offset),
                                   of_b.at(block * kBytesB + offset));
   }
+  add_more();
   commit_products();
+}
+
+template <typename Element, int kHeadDim, int kBytesA, int kBytesB, int kSize>
+__device__ __forceinline__ void issue_score_product(float (&s)[kSize], uint32_t a, uint32_t b) {
+  issue_score_product<Element, kHeadDim, kBytesA, kBytesB>(s, a, b, [] {});
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -2,6 +2,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cmath>
+
 #include "attention/cuda/alignment.h"
 #include "attention/cuda/sm90/backward/cluster_choice.h"
 #include "attention/cuda/sm90/backward/launch.h"
@@ -36,9 +38,12 @@ bool all_rows_are_aligned(const BlockAttentionBackwardParams& p) {
 bool supports_backward(const BlockAttentionBackwardParams& p) {
   const bool has_kernel = p.dtype != DataType::kFloat32 && p.head_dim > 0 &&
                           p.head_dim <= (p.deterministic ? 128 : 256) && p.group_parts == 1;
+  const float scale = std::fabs(p.scale);
+  const bool divides = p.softcap != 0.0f || scale == 0.0f ||
+                       (scale >= kSmallestScale && scale <= 1 / kSmallestScale);
   const bool has_work =
       p.batch > 0 && p.num_heads > 0 && p.num_queries > 0 && p.num_kv_heads > 0 && p.num_keys > 0;
-  return has_kernel && has_work && all_rows_are_aligned(p);
+  return has_kernel && divides && has_work && all_rows_are_aligned(p);
 }
 
 bool gains_by_semaphore(const BlockAttentionBackwardParams& p) {

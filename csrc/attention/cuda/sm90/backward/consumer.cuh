@@ -89,8 +89,8 @@ __device__ __forceinline__ void cap_scores(float (&s)[kSize], float inner) {
   for (int i = 0; i < kSize; ++i) s[i] = tanh_by_exp2(inner * s[i]);
 }
 
-/// A statistic of a lane's four columns of sixteen.
-struct ColumnStats {
+/// Of a lane's four columns of sixteen, minus lse in powers of two.
+struct ColumnLse {
   float4 x;
 
   /// Of accumulator j of a group of eight: 4 * n + 2 * half + c.
@@ -99,16 +99,16 @@ struct ColumnStats {
   }
 };
 
-/// The statistics of a query tile, as stat_position lays them out.
-struct StatsReader {
+/// minus_lse() of a query tile, as lse_position lays it out.
+struct LseReader {
   uint32_t at;  // of the lane's first four columns
 
-  __device__ __forceinline__ explicit StatsReader(uint32_t stats)
-      : at(stats + volatile_thread() % 4 * 16) {}
+  __device__ __forceinline__ explicit LseReader(uint32_t minus_lse)
+      : at(minus_lse + volatile_thread() % 4 * 16) {}
 
   /// Of the lane's columns of sixteen. Note: volatile, so loads stay where they are needed.
-  __device__ __forceinline__ ColumnStats operator[](int i) const {
-    ColumnStats four;
+  __device__ __forceinline__ ColumnLse operator[](int i) const {
+    ColumnLse four;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(four.x.x), "=f"(four.x.y), "=f"(four.x.z), "=f"(four.x.w)
                  : "r"(at + 64 * i)
@@ -117,42 +117,52 @@ struct StatsReader {
   }
 };
 
-/// What exp2 is taken of: the score in powers of two, less the row's lse.
-///   s  a raw score; under a softcap its tanh
-__device__ __forceinline__ float exponent(const BackwardKernelParams& p, float s, float minus_lse) {
-  return fmaf(s, p.score_log2, minus_lse);
+/// p = exp(score - lse), in place of raw scores to which the rows' terms have been added.
+template <int kSize>
+__device__ __forceinline__ void exponentiate(const BackwardKernelParams& p, float (&s)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) s[i] = exp2_approx(s[i] * p.score_log2);
 }
 
-/// p = exp(score - lse), in place of the scores.
+/// p under a softcap.
+///   s  the tanh of a score
+__device__ __forceinline__ float capped_probability(const BackwardKernelParams& p, float s,
+                                                    float minus_lse) {
+  return exp2_approx(fmaf(s, p.score_log2, minus_lse));
+}
+
+/// The same of all, in place of s.
 template <int kSize>
-__device__ __forceinline__ void exponentiate(const BackwardKernelParams& p, float (&s)[kSize],
-                                             const StatsReader& minus_lse) {
+__device__ __forceinline__ void exponentiate_capped(const BackwardKernelParams& p,
+                                                    float (&s)[kSize], const LseReader& minus_lse) {
 #pragma unroll
   for (int i = 0; i < kSize / 8; ++i) {
-    const ColumnStats lse = minus_lse[i];
+    const ColumnLse lse = minus_lse[i];
 #pragma unroll
-    for (int j = 8 * i; j < 8 * i + 8; ++j) s[j] = exp2_approx(exponent(p, s[j], lse.of(j)));
+    for (int j = 8 * i; j < 8 * i + 8; ++j) s[j] = capped_probability(p, s[j], lse.of(j));
   }
 }
 
-/// ds = p * (dp - delta), in place of dp. Under a softcap times the derivative of tanh.
-///   s  p; under a softcap the tanh of the scores, from which p comes once more
-template <bool kSoftcap, int kSize>
-__device__ __forceinline__ void differentiate(const BackwardKernelParams& p, float (&dp)[kSize],
-                                              const float (&s)[kSize], const StatsReader& minus_lse,
-                                              const StatsReader& deltas) {
+/// ds = p * (dp - delta), in place of dp - delta.
+template <int kSize>
+__device__ __forceinline__ void differentiate(float (&dp)[kSize],
+                                              const float (&probabilities)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) dp[i] *= probabilities[i];
+}
+
+/// The same under a softcap, times the derivative of tanh.
+///   s  the tanh of the scores, from which p comes once more
+template <int kSize>
+__device__ __forceinline__ void differentiate_capped(const BackwardKernelParams& p,
+                                                     float (&dp)[kSize], const float (&s)[kSize],
+                                                     const LseReader& minus_lse) {
 #pragma unroll
   for (int i = 0; i < kSize / 8; ++i) {
-    const ColumnStats delta = deltas[i];
-    [[maybe_unused]] ColumnStats lse;
-    if constexpr (kSoftcap) lse = minus_lse[i];
+    const ColumnLse lse = minus_lse[i];
 #pragma unroll
     for (int j = 8 * i; j < 8 * i + 8; ++j) {
-      float weight = s[j];
-      if constexpr (kSoftcap) {
-        weight = exp2_approx(exponent(p, s[j], lse.of(j))) * fmaf(-s[j], s[j], 1.0f);
-      }
-      dp[j] = weight * (dp[j] - delta.of(j));
+      dp[j] *= capped_probability(p, s[j], lse.of(j)) * fmaf(-s[j], s[j], 1.0f);
     }
   }
 }
@@ -295,8 +305,6 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
                                               const BackwardShared<Tile>& shared, int consumer) {
   // Whether p is rounded under dp: there it needs registers in both types.
   constexpr bool kRoundsEarly = Tile::kBlockQ <= 64 && !kSoftcap;
-  // Whether steps without a mask have code of their own: no branch parts their instructions.
-  constexpr bool kTwoBodies = Tile::kBlockQ <= 64;
   constexpr int kAllConsumers = kGradConsumers * kGradWarpgroup;
   const bool is_first_lane = threadIdx.x % 32 == 0;
   const uint32_t keys = shared.stationary(kScoreOperand) + consumer * kGradRows * kGradPitch;
@@ -349,11 +357,16 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         VisiblePairs<Tile::kBlockQ / 2> pairs;
         if (masked) load_entries(p.bounds, first_key_of_thread(tile), entries);
         wait(shared.full(kScoreOperand, queries_at.stage), queries_at.parity);
-        const StatsReader minus_lse(shared.stats(kScoreOperand, queries_at.stage));
-        issue_transposed_scores<Element, Tile>(s, keys, queries);
+        const LseReader minus_lse(shared.minus_lse(queries_at.stage));
+        const auto deltas = shared.template terms<kDeltaTerm>(queries_at.stage);
+        if constexpr (kSoftcap) {
+          issue_transposed_scores<Element, Tile>(s, keys, queries, NoRowTerms{});
+        } else {
+          issue_transposed_scores<Element, Tile>(s, keys, queries,
+                                                 shared.template terms<kLseTerm>(queries_at.stage));
+        }
         wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
-        issue_transposed_scores<Element, Tile>(dp, values, grad_out);
-        const StatsReader deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
+        issue_transposed_scores<Element, Tile>(dp, values, grad_out, deltas);
         uint32_t probabilities[Tile::kBlockQ / 4], ds[Tile::kBlockQ / 4];
         if (masked) {
           const int first_row = step.query_tile * Tile::kBlockQ + volatile_thread() % 4 * 2;
@@ -364,14 +377,18 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         wait_for_products<1>();
         if constexpr (kSoftcap) cap_scores(s, p.softcap_inner);
         if (masked) pairs.mask(s, p.masked_score);
-        if constexpr (!kSoftcap) exponentiate(p, s, minus_lse);
+        if constexpr (!kSoftcap) exponentiate(p, s);
         if constexpr (kRoundsEarly) round_pairs<Element>(s, probabilities);
 
         // ds = p * (dp - delta)
         wait_for_products<0>();
-        differentiate<kSoftcap>(p, dp, s, minus_lse, deltas);
+        if constexpr (kSoftcap) {
+          differentiate_capped(p, dp, s, minus_lse);
+        } else {
+          differentiate(dp, s);
+        }
         if (masked) pairs.mask(dp, 0.0f);
-        if constexpr (kSoftcap) exponentiate(p, s, minus_lse);
+        if constexpr (kSoftcap) exponentiate_capped(p, s, minus_lse);
         if constexpr (!kRoundsEarly) round_pairs<Element>(s, probabilities);
         round_pairs<Element>(dp, ds);
         constexpr bool kUnderDk = Tile::kBlockQ == kGradRows;
@@ -414,9 +431,8 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
 #pragma unroll 1
       for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
         const bool masked = tile.is_masked(step.query_tile);
-        if constexpr (!kTwoBodies) {
-          take_step(masked);
-        } else if (masked) {
+        // Steps without a mask have code of their own: no branch parts their instructions.
+        if (masked) {
           take_step(std::true_type{});
         } else {
           take_step(std::false_type{});

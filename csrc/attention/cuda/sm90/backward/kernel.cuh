@@ -20,6 +20,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kGradWarpgroup, 0);
 
   if (threadIdx.x == 0) shared.init_barriers(p.ranks);
+  if (Tile::kOnesInShared && threadIdx.x < 32) {
+    store_ones(shared.ones());
+    fence_async_shared();
+  }
   if (p.ranks > 1) {
     cluster_barrier();
   } else {
@@ -28,7 +32,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
   if (warpgroup == 0) {
     release_registers<Tile::kCopyRegisters>();
-    copy_grads<Tile>(p, shared);
+    copy_grads<Tile, kSoftcap>(p, shared);
   } else if constexpr (Tile::kSplit) {
     split_consumers<Element, Tile, kSoftcap>(p, shared, warpgroup - 1);
   } else {

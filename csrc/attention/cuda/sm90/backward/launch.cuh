@@ -134,8 +134,9 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   params.num_kv_heads = p.num_kv_heads;
   params.head_dim = p.head_dim;
   params.scale = p.scale;
-  // Not 0: the score of a masked pair is infinite.
-  params.score_log2 = p.scale == 0.0f ? FLT_MIN : p.scale * kLog2E;
+  // Not 0: the score of a masked pair is infinite, and lse is divided by it.
+  params.score_log2 = p.scale == 0.0f ? kSmallestScale : p.scale * kLog2E;
+  params.lse_to_term = -kLog2E / params.score_log2;
   if constexpr (kSoftcap) {
     const float softcap = std::clamp(p.softcap, Softcap::kSmallest, Softcap::kLargest);
     params.softcap_inner = std::clamp(p.scale / softcap, -FLT_MAX, FLT_MAX);
@@ -164,11 +165,11 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention_backward(const BlockAttentionBackwardParams& p,
                                             cudaStream_t stream) {
-  using Tile =
-      std::conditional_t<kHeadDim <= 64, BackwardTile64,
-                         std::conditional_t<kHeadDim <= 128, BackwardTile128, BackwardTile256>>;
+  using LargeTile = std::conditional_t<kHeadDim <= 128, BackwardTile128, BackwardTile256>;
+  using Tile = std::conditional_t<kHeadDim <= 64, BackwardTile64, LargeTile>;
+  using SoftcapTile = std::conditional_t<kHeadDim <= 64, BackwardSoftcapTile64, LargeTile>;
   return p.softcap == 0.0f ? launch_grads<Element, Tile, false>(p, stream)
-                           : launch_grads<Element, Tile, true>(p, stream);
+                           : launch_grads<Element, SoftcapTile, true>(p, stream);
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -10,9 +10,13 @@
 
 namespace ringattn::cuda::sm90 {
 
+/// Scales are 0, or this large at least, and its reciprocal at most: lse is divided by them, in
+/// float32.
+constexpr float kSmallestScale = 0x1p-100f;
+
 /// Whether this family has a kernel for it: 16-bit types, D up to 256 (128 in deterministic calls),
-/// groups of heads undivided, rows that the copy engine can move; and there is something to
-/// compute.
+/// a scale in range, groups of heads undivided, rows that the copy engine can move; and there is
+/// something to compute.
 bool supports_backward(const BlockAttentionBackwardParams& p);
 
 /// Whether p, without semaphores, is faster with one, where nothing else runs on the device.

@@ -31,29 +31,40 @@ __device__ __forceinline__ float lse_of_row(const BackwardKernelParams& p, const
   return visible ? p.lse[head_offset + row] : -INFINITY;
 }
 
-/// Of query rows first_row + lane, + 32 ...: -lse * log2(e), or delta. Returns whether one of the
-/// lane's is dead.
-template <GradOperand kOperand, typename Tile>
-__device__ __forceinline__ bool load_stats(const BackwardKernelParams& p, const KeyTile& tile,
-                                           int64_t head_offset, int first_row,
-                                           float (&stats)[Tile::kRowsOfLane]) {
-  bool any_dead = false;
+/// The statistics of 64 query rows, two of each lane. Not of more: registers are few.
+struct RowStats {
+  static constexpr int kRows = 64;
+  float lse[2];
+  float delta[2];
+
+  __device__ __forceinline__ void load(const BackwardKernelParams& p, const KeyTile& tile,
+                                       int64_t head_offset, int first_row) {
 #pragma unroll
-  for (int i = 0; i < Tile::kRowsOfLane; ++i) {
-    const int row = first_row + threadIdx.x % 32 + 32 * i;
-    const float lse = lse_of_row(p, tile, head_offset, row);
-    const bool dead = lse == -INFINITY;
-    any_dead |= dead && row < p.bounds.num_queries;  // others are zeros
-    if constexpr (kOperand == kScoreOperand) {
-      stats[i] = dead ? -INFINITY : -kLog2E * lse;
-    } else {
-      stats[i] = dead ? 0.0f : p.delta[head_offset + row];
+    for (int i = 0; i < 2; ++i) {
+      const int row = first_row + threadIdx.x % 32 + 32 * i;
+      lse[i] = lse_of_row(p, tile, head_offset, row);
+      delta[i] = lse[i] == -INFINITY ? 0.0f : p.delta[head_offset + row];
     }
   }
-  return any_dead;
-}
+  __device__ __forceinline__ void store_terms(const BackwardKernelParams& p, uint32_t to) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = threadIdx.x % 32 + 32 * i;
+      store_row_terms(to + row * kRowTermBytes, score_term(p.lse_to_term, lse[i]),
+                      finite_term(-delta[i]));
+    }
+  }
+  __device__ __forceinline__ void store_minus_lse(uint32_t to) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = threadIdx.x % 32 + 32 * i;
+      const float x = lse[i] == -INFINITY ? -INFINITY : -kLog2E * lse[i];
+      store_shared(to + 4 * lse_position(row), __float_as_uint(x));
+    }
+  }
+};
 
-template <GradOperand kOperand, typename Tile>
+template <GradOperand kOperand, typename Tile, bool kSoftcap>
 __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
                                                   const BackwardShared<Tile>& shared) {
   constexpr bool kScores = kOperand == kScoreOperand;
@@ -96,17 +107,29 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
     for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
       const int head = tile.kv_head * p.heads_per_kv_head + first_head + step.head;
       const int first_row = step.query_tile * Tile::kBlockQ;
-      float stats[Tile::kRowsOfLane];
       const int64_t head_offset = tile.batch * p.lse_batch_stride + head * p.lse_head_stride;
       // 0 * NaN is NaN in the sums of dk and dv: this warp makes dead rows 0 before others read.
-      const bool has_dead_rows = __any_sync(
-          0xffffffff, load_stats<kOperand, Tile>(p, tile, head_offset, first_row, stats));
-      wait(shared.free(kOperand, at.stage), at.parity ^ 1);
+      bool has_dead_rows = false;
 #pragma unroll
-      for (int i = 0; i < Tile::kRowsOfLane; ++i) {
-        store_shared(
-            shared.stats(kOperand, at.stage) + 4 * stat_position(threadIdx.x % 32 + 32 * i),
-            __float_as_uint(stats[i]));
+      for (int i = 0; i < Tile::kBlockQ; i += 32) {
+        const int row = first_row + threadIdx.x % 32 + i;
+        has_dead_rows |= lse_of_row(p, tile, head_offset, row) == -INFINITY &&
+                         row < p.bounds.num_queries;  // others are zeros
+      }
+      has_dead_rows = __any_sync(0xffffffff, has_dead_rows);
+      RowStats stats;
+      // Before the wait, which hides their latency, where registers suffice.
+      constexpr bool kAtOnce = Tile::kBlockQ == RowStats::kRows;
+      if (kScores && kAtOnce) stats.load(p, tile, head_offset, first_row);
+      wait(shared.free(kOperand, at.stage), at.parity ^ 1);
+      if (kScores) {
+#pragma unroll 1
+        for (int i = 0; i < Tile::kBlockQ; i += RowStats::kRows) {
+          if (!kAtOnce) stats.load(p, tile, head_offset, first_row + i);
+          stats.store_terms(p, shared.row_terms(at.stage) + i * kRowTermBytes);
+          if (kSoftcap) stats.store_minus_lse(shared.minus_lse(at.stage) + 4 * i);
+        }
+        fence_async_shared();
       }
       __syncwarp();
       if (is_first_lane) {
@@ -189,14 +212,14 @@ __device__ __forceinline__ void add_query_grads(const BackwardKernelParams& p,
   if (is_first_lane) wait_for_stores<0>();
 }
 
-template <typename Tile>
+template <typename Tile, bool kSoftcap>
 __device__ __forceinline__ void copy_grads(const BackwardKernelParams& p,
                                            const BackwardShared<Tile>& shared) {
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   if (warp == 0) {
-    load_grad_operand<kScoreOperand, Tile>(p, shared);
+    load_grad_operand<kScoreOperand, Tile, kSoftcap>(p, shared);
   } else if (warp == 1) {
-    load_grad_operand<kProbabilityOperand, Tile>(p, shared);
+    load_grad_operand<kProbabilityOperand, Tile, kSoftcap>(p, shared);
   } else {
     add_query_grads<Tile>(p, shared, warp - 2);
   }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "attention/cuda/sm90/backward/row_terms.cuh"
 #include "attention/cuda/sm90/backward/tile.cuh"
 #include "attention/cuda/sm90/ptx/wgmma.cuh"
 #include "attention/cuda/sm90/score_product.cuh"
@@ -11,14 +12,15 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// s.T = k @ q.T, or dp.T = v @ grad_out.T.
+/// s.T = k @ q.T, or dp.T = v @ grad_out.T, plus a term of each query row.
 ///   stationary  the consumer's 64 rows of a tile of keys or of values
 ///   moving      a tile of queries or of gradients of out
-template <typename Element, typename Tile>
+template <typename Element, typename Tile, typename Term>
 __device__ __forceinline__ void issue_transposed_scores(float (&s)[Tile::kBlockQ / 2],
-                                                        uint32_t stationary, uint32_t moving) {
+                                                        uint32_t stationary, uint32_t moving,
+                                                        const Term& term) {
   issue_score_product<Element, Tile::kHeadDim, Tile::kKeyBlockBytes, Tile::kQueryBlockBytes>(
-      s, stationary, moving);
+      s, stationary, moving, [&] { term.add_to(s); });
 }
 
 /// dv += p.T @ grad_out, or dk += ds.T @ q.

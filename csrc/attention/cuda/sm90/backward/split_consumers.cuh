@@ -128,12 +128,17 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
         load_entries(p.bounds, tile.first_key + key_of_thread(volatile_thread()), entries);
       }
       wait(shared.full(kScoreOperand, queries_at.stage), queries_at.parity);
-      issue_transposed_scores<Element, Tile>(s, keys, queries);
+      const LseReader minus_lse(shared.minus_lse(queries_at.stage));
+      const auto deltas = shared.template terms<kDeltaTerm>(queries_at.stage);
+      if constexpr (kSoftcap) {
+        issue_transposed_scores<Element, Tile>(s, keys, queries, NoRowTerms{});
+      } else {
+        issue_transposed_scores<Element, Tile>(s, keys, queries,
+                                               shared.template terms<kLseTerm>(queries_at.stage));
+      }
       wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
-      issue_transposed_scores<Element, Tile>(dp, values, grad_out);
+      issue_transposed_scores<Element, Tile>(dp, values, grad_out, deltas);
 
-      const StatsReader minus_lse(shared.stats(kScoreOperand, queries_at.stage));
-      const StatsReader deltas(shared.stats(kProbabilityOperand, grad_out_at.stage));
       uint32_t rounded[Tile::kBlockQ / 4];
       if (masked) {
         pairs.set(p.bounds, entries, step.query_tile * Tile::kBlockQ + volatile_thread() % 4 * 2);
@@ -144,17 +149,21 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
       if constexpr (kSoftcap) cap_scores(s, p.softcap_inner);
       if (masked) pairs.mask(s, p.masked_score);
       if constexpr (!kSoftcap) {
-        exponentiate(p, s, minus_lse);
+        exponentiate(p, s);
         round_pairs<Element>(s, rounded);
         publish(kProbabilities, rounded);
       }
 
       // ds = p * (dp - delta)
       wait_for_products<0>();
-      differentiate<kSoftcap>(p, dp, s, minus_lse, deltas);
+      if constexpr (kSoftcap) {
+        differentiate_capped(p, dp, s, minus_lse);
+      } else {
+        differentiate(dp, s);
+      }
       if (masked) pairs.mask(dp, 0.0f);
       if constexpr (kSoftcap) {
-        exponentiate(p, s, minus_lse);
+        exponentiate_capped(p, s, minus_lse);
         round_pairs<Element>(s, rounded);
         publish(kProbabilities, rounded);
       }

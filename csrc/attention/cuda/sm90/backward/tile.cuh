@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/cuda/sm90/backward/kernel_params.h"
+#include "attention/cuda/sm90/backward/row_terms.cuh"
 #include "attention/cuda/sm90/backward/visible_queries.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 
@@ -40,9 +41,9 @@ struct BackwardTileShape {
   static constexpr bool kSplit = kScoreRegisters_ > 0;
   static constexpr int kBlockK = kGradRows * (kSplit ? 1 : kGradConsumers);
   static constexpr bool kByTicket = false;
-  static constexpr int kQueryStages = kSplit ? 2 : 3;
+  static constexpr int kQueryStages = kHeadDim <= 64 ? 3 : 2;  // what fits
   static constexpr int kGradOutStages = kSplit ? 1 : 2;
-  static constexpr int kScoreGradStages = kSplit ? 1 : kHeadDim <= 64 ? 2 : 3;  // what fits
+  static constexpr int kScoreGradStages = kSplit ? 1 : kHeadDim <= 64 ? 2 : 3;
   static constexpr int kProbabilityStages = kSplit ? 2 : 0;
   static constexpr int kScoreRegisters = kScoreRegisters_;
   static constexpr int kCopyRegisters = kCopyRegisters_;
@@ -64,8 +65,8 @@ struct BackwardTileShape {
   static constexpr int kDqBlockBytes = kGradRows * kGradPitch;  // [64][32], float32
   static constexpr int kDqBlocks = kSplit ? 1 : 2;              // that leave at one time
   static constexpr int kDqBytes = kDqBlocks * kDqBlockBytes;    // of a part
-  static constexpr int kRowsOfLane = kBlockQ / 32;              // of a query tile
-  static constexpr int kStatBytes = kBlockQ * 4;                // of a stage
+  static constexpr int kTermBytes = kBlockQ * kRowTermBytes;    // of a stage
+  static constexpr int kLseBytes = kBlockQ * 4;                 // of a stage
 
   static constexpr int kKeys = 0;
   static constexpr int kValues = kKeys + kKeyBytes;
@@ -76,18 +77,22 @@ struct BackwardTileShape {
   static constexpr int kOtherScoreGrads = kScoreGrads + kScoreGradStages * kScoreGradBytes;
   static constexpr int kProbabilities = kOtherScoreGrads + (kSplit ? kScoreGradBytes : 0);
   static constexpr int kDq = kProbabilities + kProbabilityStages * kScoreGradBytes;
-  static constexpr int kLse = kDq + kGradConsumers * kDqBytes;
-  static constexpr int kDelta = kLse + kQueryStages * kStatBytes;
-  static constexpr int kBarriers = kDelta + kGradOutStages * kStatBytes;
+  static constexpr int kTerms = kDq + kGradConsumers * kDqBytes;
+  static constexpr int kLse = kTerms + kQueryStages * kTermBytes;
+  static constexpr int kBarriers = kLse + kQueryStages * kLseBytes;
   static constexpr int kLoaded = kBarriers + (kSplit ? 192 : 128);
   static constexpr int kTickets = kLoaded + 48;
   static constexpr int kTurns = kTickets + 48;
-  static constexpr int kSharedBytes = kTurns + kGradConsumers * kTurnBytes;
+  static constexpr int kOnes = kTurns + kGradConsumers * kTurnBytes;
+  /// Of the row terms' left operands. At D 64 registers are faster; above D 128 nothing else fits.
+  static constexpr bool kOnesInShared = kHeadDim > 64 && !kSplit;
+  static constexpr int kSharedBytes = kOnes + (kOnesInShared ? kOnesBytes : 0);
   static_assert(kSharedBytes <= 232448);
 };
 
 // Registers: of the copying warpgroup, of a consumer, of the one that computes scores alone.
 using BackwardTile64 = BackwardTileShape<64, 128, 24, 240>;
+using BackwardSoftcapTile64 = BackwardTileShape<64, 128, 40, 232>;
 using BackwardTile128 = BackwardTileShape<128, 64, 24, 240>;
 using BackwardTile256 = BackwardTileShape<256, 64, 24, 192, 104>;
 
@@ -99,8 +104,8 @@ struct ByTicket : Shape {
   static constexpr bool kByTicket = true;
 };
 
-/// What the two loading warps load: keys and, for each step, queries with their lse; or values and
-/// gradients of out with their delta.
+/// What the two loading warps load: keys and, for each step, queries with their statistics; or
+/// values and gradients of out.
 enum GradOperand { kScoreOperand, kProbabilityOperand };
 
 __device__ __forceinline__ void store_shared(uint32_t to, uint32_t x) {
@@ -131,9 +136,9 @@ __device__ __forceinline__ void clear_row(uint32_t tile, int blocks, uint32_t bl
   }
 }
 
-/// Where the statistic of a query row lies: columns 8n + 2t and the next one of an even n, then
+/// Where lse of a query row lies: columns 8n + 2t and the next one of an even n, then
 /// those of n + 1, for a lane to read all four at once.
-__device__ __forceinline__ int stat_position(int row) {
+__device__ __forceinline__ int lse_position(int row) {
   return row / 16 * 16 + row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
 }
 
@@ -175,9 +180,20 @@ struct BackwardShared {
     return base + (operand == kScoreOperand ? Tile::kQueries : Tile::kGradOut) +
            stage * Tile::kQueryBytes;
   }
-  /// Of each query row -lse * log2(e), or delta.
-  __device__ __forceinline__ uint32_t stats(GradOperand operand, uint32_t stage) const {
-    return base + (operand == kScoreOperand ? Tile::kLse : Tile::kDelta) + stage * Tile::kStatBytes;
+  /// Of a stage of queries: what each row adds to s and dp (row_terms.cuh).
+  __device__ __forceinline__ uint32_t row_terms(uint32_t stage) const {
+    return base + Tile::kTerms + stage * Tile::kTermBytes;
+  }
+  __device__ __forceinline__ uint32_t ones() const { return base + Tile::kOnes; }
+  /// The terms of a kind, for a consumer.
+  template <RowTermKind kKind>
+  __device__ __forceinline__ auto terms(uint32_t stage) const {
+    return RowTerms<kKind, Tile::kOnesInShared>(row_terms(stage),
+                                                Tile::kOnesInShared ? ones() : volatile_thread());
+  }
+  /// Of a stage of queries: -lse * log2(e) of each row, which a softcap needs.
+  __device__ __forceinline__ uint32_t minus_lse(uint32_t stage) const {
+    return base + Tile::kLse + stage * Tile::kLseBytes;
   }
   __device__ __forceinline__ uint32_t score_grads(uint32_t stage) const {
     return base + Tile::kScoreGrads + stage * Tile::kScoreGradBytes;

@@ -63,4 +63,18 @@ struct OperandDescriptor {
   }
 };
 
+/// The descriptor of rows of eight 16-bit columns, one row behind the other without a swizzle. Rows
+/// are the product's M or N.
+///   half_bytes   from one half of the product's K to the other; 0: both are the same columns
+///   group_bytes  from 8 rows to the next 8; 0: all are the same
+__device__ __forceinline__ uint64_t describe_plain_rows(uint32_t address, uint32_t half_bytes,
+                                                        uint32_t group_bytes) {
+  const uint32_t low = (address & 0x3FFFF) >> 4 | half_bytes >> 4 << 16;
+  uint64_t bits;
+  asm("mov.b64 %0, {%1, %2};"
+      : "=l"(bits)
+      : "r"(__shfl_sync(0xffffffff, low, 0)), "r"(group_bytes >> 4));
+  return bits;
+}
+
 }  // namespace ringattn::cuda::sm90
