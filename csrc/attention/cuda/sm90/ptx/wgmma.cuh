@@ -30,7 +30,7 @@ template <typename Element, int kN> struct ProductOfTransposed;
 /// d [64, kN] (+)= a [64, 16] @ b [16, kN], both in shared memory: a K-major, b N-major.
 template <typename Element, int kN> struct ProductOfRows;
 
-/// d [64, kN] += a [64, 16] @ b [kN, 16].T in bfloat16, a in registers, b in shared memory, K-major.
+/// d [64, kN] += a [64, 16] @ b [kN, 16].T; bfloat16, a in registers, b in shared memory, K-major.
 template <int kN> struct ProductOfTerms;
 
 template <> struct ProductOfShared<__nv_bfloat16, 64> {
