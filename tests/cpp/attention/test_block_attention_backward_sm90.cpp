@@ -75,7 +75,7 @@ TEMPLATE_TEST_CASE_SIG("deterministic gradients on Hopper are right, and the sam
         c.batch = batch;
         c.kv_heads = 8;
         c.heads = 8 * group;
-        c.num_queries = batch == 1 ? 150 : 70;
+        c.num_queries = batch == 1 ? 150 : kHeadDim <= 64 ? 140 : 70;  // two or more query tiles
         c.num_keys = 900;
         c.diagonal = 850 - c.num_queries;
         c.empty_rows = true;

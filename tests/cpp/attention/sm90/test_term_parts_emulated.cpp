@@ -12,6 +12,7 @@ namespace {
 
 using ringattn::cuda::kLog2E;
 using ringattn::cuda::to_bfloat16;
+using ringattn::cuda::sm90::delta_term;
 using ringattn::cuda::sm90::finite_term;
 using ringattn::cuda::sm90::score_term;
 using ringattn::cuda::sm90::ThreeParts;
@@ -49,9 +50,13 @@ TEST_CASE("terms are finite in bfloat16, but a NaN stays one") {
   }
   CHECK(std::isnan(finite_term(std::nanf(""))));
   CHECK(finite_term(-1.5f) == -1.5f);
+  // Of delta an infinity, too: gradients must not be finite.
+  for (const float x : {kInfinity, -kInfinity, std::nanf("")}) CHECK(std::isnan(delta_term(x)));
+  CHECK(delta_term(1.5f) == -1.5f);
+  CHECK(std::isfinite(delta_term(3.3e38f)));
 }
 
-TEST_CASE("a row's term makes probabilities of its scores, at every scale") {
+TEST_CASE("a row's term is its lse in units of scores, and hides a dead row, at every scale") {
   for (const float scale : {0x1p-100f, 1e-6f, 0.0884f, -0.0884f, 1.0f, -30.0f, 0x1p100f}) {
     const float score_log2 = scale * kLog2E, lse_to_term = -kLog2E / score_log2;
     for (const float lse : {-80.0f, -0.25f, 0.0f, 3.0f, 700.0f, 65504.0f}) {

@@ -438,7 +438,7 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
           take_step(std::false_type{});
         }
       }
-      // dq of the last step: before the sum over the cluster, which may overwrite a stage of ds.
+      // dq of the last step: before the sum over the cluster, which may overwrite stages of ds.
       dq_by %= 2;
       if (dq_by == static_cast<uint32_t>(consumer)) {
         wait_for_other();

@@ -20,6 +20,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kGradWarpgroup, 0);
 
   if (threadIdx.x == 0) shared.init_barriers(p.ranks);
+  // By the warp that loads queries: in a cluster, whose barrier does not order memory, consumers
+  // see the ones because they wait for queries.
   if (Tile::kOnesInShared && threadIdx.x < 32) {
     store_ones(shared.ones());
     fence_async_shared();

@@ -134,13 +134,14 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   params.num_kv_heads = p.num_kv_heads;
   params.head_dim = p.head_dim;
   params.scale = p.scale;
-  // Not 0: the score of a masked pair is infinite, and lse is divided by it.
-  params.score_log2 = p.scale == 0.0f ? kSmallestScale : p.scale * kLog2E;
-  params.lse_to_term = -kLog2E / params.score_log2;
   if constexpr (kSoftcap) {
     const float softcap = std::clamp(p.softcap, Softcap::kSmallest, Softcap::kLargest);
     params.softcap_inner = std::clamp(p.scale / softcap, -FLT_MAX, FLT_MAX);
     params.score_log2 = softcap * kLog2E;
+  } else {
+    // Not 0: the score of a masked pair is infinite, and lse is divided by it.
+    params.score_log2 = p.scale == 0.0f ? kSmallestScale : p.scale * kLog2E;
+    params.lse_to_term = -kLog2E / params.score_log2;
   }
   params.masked_score = params.score_log2 > 0.0f ? -INFINITY : INFINITY;
 

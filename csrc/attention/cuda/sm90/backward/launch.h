@@ -10,8 +10,8 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// Scales are 0, or this large at least, and its reciprocal at most: lse is divided by them, in
-/// float32.
+/// Without a softcap scales are 0, or this large at least, and its reciprocal at most: lse is
+/// divided by them, in float32.
 constexpr float kSmallestScale = 0x1p-100f;
 
 /// Whether this family has a kernel for it: 16-bit types, D up to 256 (128 in deterministic calls),

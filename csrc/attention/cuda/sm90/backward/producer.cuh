@@ -46,12 +46,13 @@ struct RowStats {
       delta[i] = lse[i] == -INFINITY ? 0.0f : p.delta[head_offset + row];
     }
   }
+  template <bool kSoftcap>
   __device__ __forceinline__ void store_terms(const BackwardKernelParams& p, uint32_t to) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = threadIdx.x % 32 + 32 * i;
-      store_row_terms(to + row * kRowTermBytes, score_term(p.lse_to_term, lse[i]),
-                      finite_term(-delta[i]));
+      const float of_score = kSoftcap ? 0.0f : score_term(p.lse_to_term, lse[i]);
+      store_row_terms(to + row * kRowTermBytes, of_score, delta_term(delta[i]));
     }
   }
   __device__ __forceinline__ void store_minus_lse(uint32_t to) const {
@@ -126,7 +127,7 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
 #pragma unroll 1
         for (int i = 0; i < Tile::kBlockQ; i += RowStats::kRows) {
           if (!kAtOnce) stats.load(p, tile, head_offset, first_row + i);
-          stats.store_terms(p, shared.row_terms(at.stage) + i * kRowTermBytes);
+          stats.store_terms<kSoftcap>(p, shared.row_terms(at.stage) + i * kRowTermBytes);
           if (kSoftcap) stats.store_minus_lse(shared.minus_lse(at.stage) + 4 * i);
         }
         fence_async_shared();

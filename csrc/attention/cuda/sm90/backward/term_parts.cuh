@@ -21,7 +21,7 @@ struct ThreeParts {
   }
 };
 
-/// The nearest number with finite parts: 0 * inf is NaN. A NaN stays one.
+/// Clamped to what has finite parts: 0 * inf is NaN. A NaN stays one.
 __device__ __forceinline__ float finite_term(float x) {
   constexpr float kLargest = 3e38f;
   return x > kLargest ? kLargest : x < -kLargest ? -kLargest : x;
@@ -32,6 +32,11 @@ __device__ __forceinline__ float finite_term(float x) {
 ///   lse          -inf of a row whose probabilities are 0
 __device__ __forceinline__ float score_term(float lse_to_term, float lse) {
   return finite_term(lse == -INFINITY ? copysignf(INFINITY, lse_to_term) : lse_to_term * lse);
+}
+
+/// What is added to dp of a row. Note: an infinite delta is NaN, not a large number.
+__device__ __forceinline__ float delta_term(float delta) {
+  return finite_term(std::fabs(delta) == INFINITY ? NAN : -delta);
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -235,8 +235,7 @@ struct BackwardShared {
     return base + Tile::kLoaded + (operand == kScoreOperand ? 0 : 24) + 8 * stage;
   }
 
-  /// What other ranks of the cluster send (cluster_sum.cuh): over the stages that move, and one of
-  /// ds.
+  /// What other ranks of the cluster send (cluster_sum.cuh): over the stages that move, and of ds.
   __device__ __forceinline__ uint32_t exchange() const { return base + Tile::kQueries; }
   __device__ __forceinline__ uint32_t exchange_free() const { return base + Tile::kBarriers + 112; }
   __device__ __forceinline__ uint32_t exchange_full() const { return base + Tile::kBarriers + 120; }
@@ -280,7 +279,7 @@ struct BackwardShared {
       for (int stage = 0; stage < stages(operand); ++stage) {
         init_barrier(full(operand, stage), 1);
         init_barrier(loaded(operand, stage), 1);
-        // Each warp has read the statistics by itself. Of split roles two read an operand, too, and
+        // Each warp waits for its own products. Of split roles two read an operand, too, and
         // its loading rank waits for those of both thread blocks.
         const bool of_both = Tile::kSplit && rank_in_pair() == operand;
         init_barrier(free(operand, stage), of_both ? 2 * kConsumerWarps : kConsumerWarps);

@@ -8,7 +8,7 @@
 //
 // Shared-memory operands are tiles as the copy engine writes them with the 128-byte swizzle: for
 // each 64 columns a block of [rows][64] elements of 16 bits, 128 bytes a row, that begins at a
-// multiple of 1024.
+// multiple of 1024. Only plain rows have none.
 
 namespace ringattn::cuda::sm90 {
 
