@@ -349,23 +349,16 @@ cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t s
 
 template <typename Element, int kHeadDim>
 cudaError_t launch_general_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
+  using Tile =
+      std::conditional_t<kHeadDim <= 64, GeneralTile64,
+                         std::conditional_t<kHeadDim <= 128, GeneralTile128, GeneralTile256>>;
+  using SoftcapTile = std::conditional_t<kHeadDim == 128, GeneralSoftcapTile128, Tile>;
   const bool fetch_bound = is_fetch_bound(p);
-  const auto launch = [&](auto tile, auto softcap_tile) {
-    using Tile = decltype(tile);
-    using SoftcapTile = decltype(softcap_tile);
-    return p.softcap == 0.0f
-               ? launch_segmented<Element, Tile, kMaxSegments, Variant::kIntervals>(p, fetch_bound,
-                                                                                    stream)
-               : launch_segmented<Element, SoftcapTile, kMaxSegments, Variant::kIntervalsSoftcap>(
-                     p, fetch_bound, stream);
-  };
-  if constexpr (kHeadDim <= 64) {
-    return launch(GeneralTile64{}, GeneralTile64{});
-  } else if constexpr (kHeadDim <= 128) {
-    return launch(GeneralTile128{}, GeneralSoftcapTile128{});
-  } else {
-    return launch(GeneralTile256{}, GeneralTile256{});
-  }
+  return p.softcap == 0.0f
+             ? launch_segmented<Element, Tile, kMaxSegments, Variant::kIntervals>(p, fetch_bound,
+                                                                                  stream)
+             : launch_segmented<Element, SoftcapTile, kMaxSegments, Variant::kIntervalsSoftcap>(
+                   p, fetch_bound, stream);
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -103,8 +103,7 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kV
     if constexpr (p.kFetches) arrived.go_to(kv_head / p.fetch_order.heads_per_arrival);
     [[maybe_unused]] bool has_requested = false;  // the next tile
     uint32_t segments = 0;
-    // A single segment is not asked: its tiles, read next, are none where nothing is visible.
-    if constexpr (p.kGeneral) segments = p.num_segments == 1 ? 1 : visible_segments(p, tile);
+    if constexpr (p.kGeneral) segments = visible_segments(p, tile);
 #pragma unroll 1
     for (int segment = 0; segment < p.num_segments; ++segment) {
       int first_tile = 0, key_tiles;
@@ -179,7 +178,7 @@ template <typename Tile, int kSegments, Variant kVariant>
 __device__ __forceinline__ uint32_t announce_keys(const SegmentedParams<kSegments, kVariant>& p,
                                                   const SharedMemory<Tile>& shared,
                                                   const QueryTile& tile, uint32_t parity) {
-  const uint32_t segments = p.num_segments == 1 ? 1 : visible_segments(p, tile);
+  const uint32_t segments = visible_segments(p, tile);
   if (segments == 0) return 0;
   const KeyBounds& keys = p.keys[__ffs(segments) - 1];
   const KeyRange some = visible_keys(keys, tile).some;

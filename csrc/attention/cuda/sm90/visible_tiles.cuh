@@ -68,11 +68,13 @@ __device__ __forceinline__ VisibleKeys visible_keys(const KeyBounds& keys, const
   return keys.visible(tile.first_row, tile.work_tile_end);
 }
 
-/// The segments with keys that the work tile may see, a bit for each.
+/// The segments with keys that the work tile may see, a bit for each. A single one is not asked:
+/// its tiles, which are read next, are none where nothing is visible.
 template <int kSegments, Variant kVariant>
 __device__ __forceinline__ uint32_t visible_segments(const SegmentedParams<kSegments, kVariant>& p,
                                                      const QueryTile& tile) {
   static_assert(kSegments <= 32);
+  if (p.num_segments == 1) return 1;
   uint32_t segments = 0;
 #pragma unroll 4
   for (int segment = 0; segment < p.num_segments; ++segment) {

@@ -143,26 +143,22 @@ __device__ __forceinline__ void exponentiate_capped(const BackwardKernelParams& 
   }
 }
 
-/// ds = p * (dp - delta), in place of dp - delta.
-template <int kSize>
-__device__ __forceinline__ void differentiate(float (&dp)[kSize],
-                                              const float (&probabilities)[kSize]) {
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) dp[i] *= probabilities[i];
-}
-
-/// The same under a softcap, times the derivative of tanh.
-///   s  the tanh of the scores, from which p comes once more
-template <int kSize>
-__device__ __forceinline__ void differentiate_capped(const BackwardKernelParams& p,
-                                                     float (&dp)[kSize], const float (&s)[kSize],
-                                                     const LseReader& minus_lse) {
+/// ds = p * (dp - delta), in place of dp - delta. Under a softcap times the derivative of tanh.
+///   s  p; under a softcap the tanh of the scores, from which p comes once more
+template <bool kSoftcap, int kSize>
+__device__ __forceinline__ void differentiate(const BackwardKernelParams& p, float (&dp)[kSize],
+                                              const float (&s)[kSize], const LseReader& minus_lse) {
 #pragma unroll
   for (int i = 0; i < kSize / 8; ++i) {
-    const ColumnLse lse = minus_lse[i];
+    [[maybe_unused]] ColumnLse lse;
+    if constexpr (kSoftcap) lse = minus_lse[i];
 #pragma unroll
     for (int j = 8 * i; j < 8 * i + 8; ++j) {
-      dp[j] *= capped_probability(p, s[j], lse.of(j)) * fmaf(-s[j], s[j], 1.0f);
+      float weight = s[j];
+      if constexpr (kSoftcap) {
+        weight = capped_probability(p, s[j], lse.of(j)) * fmaf(-s[j], s[j], 1.0f);
+      }
+      dp[j] *= weight;
     }
   }
 }
@@ -356,17 +352,9 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         QueryRange entries[2];
         VisiblePairs<Tile::kBlockQ / 2> pairs;
         if (masked) load_entries(p.bounds, first_key_of_thread(tile), entries);
-        wait(shared.full(kScoreOperand, queries_at.stage), queries_at.parity);
-        const LseReader minus_lse(shared.minus_lse(queries_at.stage));
-        const auto deltas = shared.template terms<kDeltaTerm>(queries_at.stage);
-        if constexpr (kSoftcap) {
-          issue_transposed_scores<Element, Tile>(s, keys, queries, NoRowTerms{});
-        } else {
-          issue_transposed_scores<Element, Tile>(s, keys, queries,
-                                                 shared.template terms<kLseTerm>(queries_at.stage));
-        }
-        wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
-        issue_transposed_scores<Element, Tile>(dp, values, grad_out, deltas);
+        issue_transposed_scores<Element, Tile, kSoftcap>(shared, queries_at, grad_out_at, keys,
+                                                         values, s, dp);
+        const LseReader minus_lse(shared.minus_lse(queries_at.stage));  // of a softcap
         uint32_t probabilities[Tile::kBlockQ / 4], ds[Tile::kBlockQ / 4];
         if (masked) {
           const int first_row = step.query_tile * Tile::kBlockQ + volatile_thread() % 4 * 2;
@@ -382,11 +370,7 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
 
         // ds = p * (dp - delta)
         wait_for_products<0>();
-        if constexpr (kSoftcap) {
-          differentiate_capped(p, dp, s, minus_lse);
-        } else {
-          differentiate(dp, s);
-        }
+        differentiate<kSoftcap>(p, dp, s, minus_lse);
         if (masked) pairs.mask(dp, 0.0f);
         if constexpr (kSoftcap) exponentiate_capped(p, s, minus_lse);
         if constexpr (!kRoundsEarly) round_pairs<Element>(s, probabilities);

@@ -39,8 +39,8 @@ struct BackwardKernelParams {
   // With x the raw score: exp2(x * score_log2 - lse * log2(e)), and with a softcap
   // exp2(tanh(x * softcap_inner) * score_log2 - lse * log2(e)).
   float score_log2;
-  float
-      lse_to_term;  // -log2(e) / score_log2: exp2((x + lse * lse_to_term) * score_log2); no softcap
+  // Without a softcap -log2(e) / score_log2: exp2((x + lse * lse_to_term) * score_log2).
+  float lse_to_term;
   float softcap_inner;
   float masked_score;  // of which exp2 is 0
 

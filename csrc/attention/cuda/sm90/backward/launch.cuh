@@ -166,9 +166,10 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
 template <typename Element, int kHeadDim>
 cudaError_t launch_block_attention_backward(const BlockAttentionBackwardParams& p,
                                             cudaStream_t stream) {
-  using LargeTile = std::conditional_t<kHeadDim <= 128, BackwardTile128, BackwardTile256>;
-  using Tile = std::conditional_t<kHeadDim <= 64, BackwardTile64, LargeTile>;
-  using SoftcapTile = std::conditional_t<kHeadDim <= 64, BackwardSoftcapTile64, LargeTile>;
+  using Tile =
+      std::conditional_t<kHeadDim <= 64, BackwardTile64,
+                         std::conditional_t<kHeadDim <= 128, BackwardTile128, BackwardTile256>>;
+  using SoftcapTile = std::conditional_t<kHeadDim == 64, BackwardSoftcapTile64, Tile>;
   return p.softcap == 0.0f ? launch_grads<Element, Tile, false>(p, stream)
                            : launch_grads<Element, SoftcapTile, true>(p, stream);
 }

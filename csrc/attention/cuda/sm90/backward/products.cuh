@@ -12,15 +12,31 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// s.T = k @ q.T, or dp.T = v @ grad_out.T, plus a term of each query row.
-///   stationary  the consumer's 64 rows of a tile of keys or of values
-///   moving      a tile of queries or of gradients of out
-template <typename Element, typename Tile, typename Term>
-__device__ __forceinline__ void issue_transposed_scores(float (&s)[Tile::kBlockQ / 2],
-                                                        uint32_t stationary, uint32_t moving,
-                                                        const Term& term) {
-  issue_score_product<Element, Tile::kHeadDim, Tile::kKeyBlockBytes, Tile::kQueryBlockBytes>(
-      s, stationary, moving, [&] { term.add_to(s); });
+/// s.T = k @ q.T and dp.T = v @ grad_out.T, each as its tile of a step is there, plus the terms of
+/// query rows. Under a softcap lse has no term.
+///   keys, values  the consumer's 64 rows of a tile
+template <typename Element, typename Tile, bool kSoftcap>
+__device__ __forceinline__ void issue_transposed_scores(
+    const BackwardShared<Tile>& shared, const StagePosition<Tile::kQueryStages>& queries_at,
+    const StagePosition<Tile::kGradOutStages>& grad_out_at, uint32_t keys, uint32_t values,
+    float (&s)[Tile::kBlockQ / 2], float (&dp)[Tile::kBlockQ / 2]) {
+  const auto issue = [](float(&x)[Tile::kBlockQ / 2], uint32_t stationary, uint32_t moving,
+                        const auto& add_term) {
+    issue_score_product<Element, Tile::kHeadDim, Tile::kKeyBlockBytes, Tile::kQueryBlockBytes>(
+        x, stationary, moving, add_term);
+  };
+  wait(shared.full(kScoreOperand, queries_at.stage), queries_at.parity);
+  const auto delta = shared.template terms<kDeltaTerm>(queries_at.stage);
+  const uint32_t queries = shared.moving(kScoreOperand, queries_at.stage);
+  if constexpr (kSoftcap) {
+    issue(s, keys, queries, [] {});
+  } else {
+    const auto lse = shared.template terms<kLseTerm>(queries_at.stage);
+    issue(s, keys, queries, [&] { lse.add_to(s); });
+  }
+  wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
+  issue(dp, values, shared.moving(kProbabilityOperand, grad_out_at.stage),
+        [&] { delta.add_to(dp); });
 }
 
 /// dv += p.T @ grad_out, or dk += ds.T @ q.

@@ -109,8 +109,6 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
       const bool masked = tile.is_masked(step.query_tile);
       const auto queries_at = StagePosition<Tile::kQueryStages>::of(steps);
       const auto grad_out_at = StagePosition<Tile::kGradOutStages>::of(steps);
-      const uint32_t queries = shared.moving(kScoreOperand, queries_at.stage);
-      const uint32_t grad_out = shared.moving(kProbabilityOperand, grad_out_at.stage);
       const auto publish = [&](auto operand, const uint32_t(&rounded)[Tile::kBlockQ / 4]) {
         const auto at = WeightsPosition<Tile, operand>::of(steps);
         wait(shared.weights_free(operand, at.stage), at.parity ^ 1);
@@ -127,17 +125,9 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
       if (masked) {
         load_entries(p.bounds, tile.first_key + key_of_thread(volatile_thread()), entries);
       }
-      wait(shared.full(kScoreOperand, queries_at.stage), queries_at.parity);
-      const LseReader minus_lse(shared.minus_lse(queries_at.stage));
-      const auto deltas = shared.template terms<kDeltaTerm>(queries_at.stage);
-      if constexpr (kSoftcap) {
-        issue_transposed_scores<Element, Tile>(s, keys, queries, NoRowTerms{});
-      } else {
-        issue_transposed_scores<Element, Tile>(s, keys, queries,
-                                               shared.template terms<kLseTerm>(queries_at.stage));
-      }
-      wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
-      issue_transposed_scores<Element, Tile>(dp, values, grad_out, deltas);
+      issue_transposed_scores<Element, Tile, kSoftcap>(shared, queries_at, grad_out_at, keys,
+                                                       values, s, dp);
+      const LseReader minus_lse(shared.minus_lse(queries_at.stage));  // of a softcap
 
       uint32_t rounded[Tile::kBlockQ / 4];
       if (masked) {
@@ -156,11 +146,7 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
 
       // ds = p * (dp - delta)
       wait_for_products<0>();
-      if constexpr (kSoftcap) {
-        differentiate_capped(p, dp, s, minus_lse);
-      } else {
-        differentiate(dp, s);
-      }
+      differentiate<kSoftcap>(p, dp, s, minus_lse);
       if (masked) pairs.mask(dp, 0.0f);
       if constexpr (kSoftcap) {
         exponentiate_capped(p, s, minus_lse);
