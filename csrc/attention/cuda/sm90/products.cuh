@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/cuda/sm90/ptx/named_barrier.cuh"
+#include "attention/cuda/sm90/ptx/shared_words.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/sm90/ptx/wgmma.cuh"
 #include "attention/cuda/sm90/score_product.cuh"
@@ -25,13 +26,9 @@ __device__ __forceinline__ void negate_queries(uint32_t queries, int barrier) {
   for (int i = threadIdx.x % kWarpgroupSize; i < Tile::kColumnBlocks * kVectors;
        i += kWarpgroupSize) {
     const uint32_t at = queries + i / kVectors * Tile::kQueryBlockBytes + i % kVectors * 16;
-    uint32_t x[4];
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(at));
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0] ^ 0x80008000),
-                 "r"(x[1] ^ 0x80008000), "r"(x[2] ^ 0x80008000), "r"(x[3] ^ 0x80008000)
-                 : "memory");
+    constexpr int kSigns = static_cast<int>(0x80008000);
+    const int4 x = load_words(at);
+    store_words(at, {x.x ^ kSigns, x.y ^ kSigns, x.z ^ kSigns, x.w ^ kSigns});
   }
   fence_async_shared();
   named_barrier_wait(barrier, kWarpgroupSize);

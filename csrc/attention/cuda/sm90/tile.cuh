@@ -7,6 +7,7 @@
 #include "attention/cuda/sm90/kernel_params.h"
 #include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
+#include "attention/cuda/sm90/ptx/shared_words.cuh"
 #include "attention/cuda/sm90/scheduler/tile_cost.h"
 #include "attention/cuda/sm90/scheduler/tile_selection.h"
 #include "attention/cuda/sm90/visible_tiles.cuh"
@@ -128,21 +129,6 @@ static_assert(Tile256::kBlockQ == kTile256.rows && Tile256::kBlockK == kTile256.
 
 /// What is loaded in tiles of kBlockK rows.
 enum Operand { kKeys, kValues };
-
-/// 16 bytes of shared memory.
-__device__ __forceinline__ void store_words(uint32_t to, int4 x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z),
-               "r"(x.w)
-               : "memory");
-}
-__device__ __forceinline__ int4 load_words(uint32_t from) {
-  int4 x;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(from)
-               : "memory");
-  return x;
-}
 
 /// Addresses in shared memory.
 template <typename Tile>

@@ -7,6 +7,7 @@
 
 #include "attention/cuda/numeric.cuh"
 #include "attention/cuda/sm90/backward/term_parts.cuh"
+#include "attention/cuda/sm90/ptx/shared_words.cuh"
 #include "attention/cuda/sm90/ptx/wgmma.cuh"
 
 // What each query row adds to its scores, and to its dp. Accumulators have query rows as columns,
@@ -24,7 +25,7 @@ enum RowTermKind { kLseTerm, kDeltaTerm };
 constexpr int kRowTermBytes = 16;
 
 // Two columns of the left operand.
-constexpr uint32_t kTwoOnes = 0x3F803F80, kOneAndZero = 0x00003F80;
+constexpr int kTwoOnes = 0x3F803F80, kOneAndZero = 0x00003F80;
 
 /// Left operands in shared memory: for each kind eight rows of eight columns with ones, which stand
 /// for all rows, and as many zeros for the other half of a product's K.
@@ -34,25 +35,20 @@ constexpr int kOnesBytes = 2 * 2 * 8 * kRowTermBytes;
 __device__ __forceinline__ void store_ones(uint32_t to) {
   for (uint32_t i = threadIdx.x % 32; i < kOnesBytes / kRowTermBytes; i += 32) {
     const bool of_score = i < 8, of_dp = i >= 16 && i < 24;
-    const uint32_t first = of_score ? kTwoOnes : 0, second = of_score ? kOneAndZero : 0;
-    const uint32_t third = of_dp ? kTwoOnes : 0, fourth = of_dp ? kOneAndZero : 0;
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + i * kRowTermBytes),
-                 "r"(first), "r"(second), "r"(third), "r"(fourth)
-                 : "memory");
+    store_words(to + i * kRowTermBytes, {of_score ? kTwoOnes : 0, of_score ? kOneAndZero : 0,
+                                         of_dp ? kTwoOnes : 0, of_dp ? kOneAndZero : 0});
   }
 }
 
 /// Note: made visible to the tensor cores by the caller (fence_async_shared).
 ///   to  16 bytes in shared memory
 __device__ __forceinline__ void store_row_terms(uint32_t to, float of_score, float of_dp) {
-  const auto packed = [](const ThreeParts& x) -> uint2 {
-    using Element = __nv_bfloat16;
-    return {pack<Element>(x.first, x.second), pack<Element>(x.third, 0.0f)};
+  const auto packed = [](float first, float second) {
+    return static_cast<int>(pack<__nv_bfloat16>(first, second));
   };
-  const uint2 first = packed(ThreeParts(of_score)), second = packed(ThreeParts(of_dp));
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(first.x), "r"(first.y),
-               "r"(second.x), "r"(second.y)
-               : "memory");
+  const ThreeParts x(of_score), y(of_dp);
+  store_words(to, {packed(x.first, x.second), packed(x.third, 0.0f), packed(y.first, y.second),
+                   packed(y.third, 0.0f)});
 }
 
 /// The terms of a tile's rows, as a consumer adds them. The left operand has three ones in each
@@ -98,12 +94,6 @@ struct RowTerms<kKind, true> {
   __device__ __forceinline__ void add_to(float (&x)[kSize]) const {
     ProductOfShared<__nv_bfloat16, 2 * kSize>::template issue<true>(x, ones, terms);
   }
-};
-
-/// Adds nothing.
-struct NoRowTerms {
-  template <int kSize>
-  __device__ __forceinline__ void add_to(float (&)[kSize]) const {}
 };
 
 }  // namespace ringattn::cuda::sm90

@@ -7,6 +7,7 @@
 #include "attention/cuda/sm90/backward/row_terms.cuh"
 #include "attention/cuda/sm90/backward/visible_queries.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
+#include "attention/cuda/sm90/ptx/shared_words.cuh"
 
 // The shapes of tiles, the map of shared memory, and the work tiles that a thread block takes.
 
@@ -129,10 +130,7 @@ __device__ __forceinline__ void clear_row(uint32_t tile, int blocks, uint32_t bl
                                           int row) {
 #pragma unroll 1
   for (int i = 0; i < blocks * 8; ++i) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(tile + i / 8 * block_bytes +
-                                                                  row * kGradPitch + i % 8 * 16),
-                 "r"(0)
-                 : "memory");
+    store_words(tile + i / 8 * block_bytes + row * kGradPitch + i % 8 * 16, {});
   }
 }
 
