@@ -130,3 +130,57 @@ TEST_CASE("gradients on Hopper of D 256 where a half of a tile of keys is empty 
     }
   }
 }
+
+TEST_CASE("gradients on Hopper of scales at and beyond what a row's term of lse can hold") {
+  if (!has_hopper()) return;
+  for (const DataType dtype : kTypes) {
+    for (const int head_dim : {8, 64, 128, 256}) {
+      for (const double scale : {0x1p-100, 0x1p-101, -0x1p-100, 1e-39, 4.0, -4.0}) {
+        for (const double softcap : {0.0, 15.0}) {
+          Case c;
+          c.dtype = dtype;
+          c.head_dim = head_dim;
+          c.scale = scale;
+          c.softcap = softcap;
+          c.empty_rows = true;
+          check(c);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("on Hopper an infinite delta is not a finite gradient, and stays in its row") {
+  if (!has_hopper()) return;
+  for (const DataType dtype : kTypes) {
+    for (const int head_dim : {64, 128, 256}) {
+      for (const float delta : {kInfinity, -kInfinity}) {
+        Case c;
+        c.dtype = dtype;
+        c.head_dim = head_dim;
+        c.keys = Keys::kAll;
+        INFO(c.text());
+        Problem problem(c);
+        const int row = 70, head = 1;
+        problem.delta[problem.row_index(0, head, row)] = delta;
+        differentiate(problem);
+
+        const size_t begin = (size_t(row) * c.heads + head) * head_dim;
+        for (size_t i = begin; i < begin + head_dim; ++i) {
+          REQUIRE(!std::isfinite(problem.dq.values[i]));
+          problem.dq.values[i] = float(problem.want_dq[i]);
+        }
+        // All keys of the first batch and head: the row sees them.
+        const int key_row = c.kv_heads * head_dim;
+        for (int key = 0; key < c.num_keys; ++key) {
+          for (int d = 0; d < head_dim; ++d) {
+            const size_t i = size_t(key) * key_row + d;
+            REQUIRE(!std::isfinite(problem.dk.values[i]));
+            problem.dk.values[i] = float(problem.want_dk[i]);
+          }
+        }
+        check(problem);
+      }
+    }
+  }
+}
