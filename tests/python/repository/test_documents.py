@@ -57,7 +57,7 @@ def test_the_readme_is_read_in_minutes() -> None:
 
 
 def test_the_times_of_the_readme_are_those_of_the_results() -> None:
-    tables = [RESULTS / "ring_4xh100_202611.csv"]
+    tables = [RESULTS / "ring_4xh200_202611.csv"]
     shown = {
         "one GPU, ringattn": "one GPU, ringattn",
         "zigzag ring on FlashAttention-2": "zigzag on FlashAttention-2",
@@ -75,7 +75,7 @@ def test_the_times_of_the_readme_are_those_of_the_results() -> None:
 
 
 def test_the_ratios_of_the_readme_are_those_of_its_tables() -> None:
-    tables = [RESULTS / "ring_4xh100_202611.csv"]
+    tables = [RESULTS / "ring_4xh200_202611.csv"]
     ours = plot_ring.fastest(tables, plot_ring.LINES[3][3])
     claim = " ".join(text_of("README.md").split())
     for names in (plot_ring.LINES[2][3], plot_ring.LINES[1][3]):
@@ -105,7 +105,7 @@ def test_the_ratios_of_the_readme_are_those_of_its_tables() -> None:
 
 
 def test_the_plot_of_the_readme_can_be_drawn_again(tmp_path: Path) -> None:
-    tables = [RESULTS / "ring_4xh100_202611.csv"]
+    tables = [RESULTS / "ring_4xh200_202611.csv"]
     plot_ring.draw(tables, "times", tmp_path / "times.svg")
     drawn = (tmp_path / "times.svg").read_text()
     assert all(label in drawn for _, _, label, _ in plot_ring.LINES)
