@@ -18,7 +18,8 @@
 #include "attention/cuda/sm90/ptx/tma.cuh"
 #include "attention/cuda/softcap.cuh"
 
-// A consumer warpgroup: dk and dv of its 64 keys, and dq of every other step, a step later.
+// A consumer warpgroup: dk and dv of its 64 keys, and dq of every other step, a step later. Where a
+// mask lets no row of a step see these keys, its score gradients are 0, and it computes dq alone.
 
 namespace ringattn::cuda::sm90 {
 
@@ -310,11 +311,7 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
   const OwnedQuarters owned(p);
   StagePosition<Tile::kQueryStages> queries_at;
   StagePosition<Tile::kGradOutStages> grad_out_at;
-  uint32_t score_grads = shared.score_grads(0);
-  const auto score_grads_before = [&] {
-    return score_grads == shared.score_grads(0) ? shared.score_grads(Tile::kScoreGradStages - 1)
-                                                : score_grads - Tile::kScoreGradBytes;
-  };
+  uint32_t score_grads = shared.score_grads(0), score_grads_before = score_grads;
   // In each step one consumer, first one and then the other, computes dq of the step before. When
   // that has left, and its own score gradients of this step are stored, it arrives at its barrier,
   // on which the other waits. Note: so no consumer overwrites a stage that is still read, and dq
@@ -343,7 +340,21 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
       wait(shared.stationary_full(kProbabilityOperand), tile_parity);
       tile_parity ^= 1;
       clear_unseen_keys<Tile>(p.bounds, keys, tile.first_key + consumer * kGradRows);
+      const VisibleTiles visible =
+          visible_tiles<Tile::kBlockQ, kGradRows>(p.bounds, tile.first_key + consumer * kGradRows);
       Step step(tile);
+      const auto end_step = [&] {
+        queries_at.advance();
+        grad_out_at.advance();
+        dq_by = 3 - dq_by % 2;
+        score_grads_before = score_grads;
+        score_grads = score_grads == shared.score_grads(Tile::kScoreGradStages - 1)
+                          ? shared.score_grads(0)
+                          : score_grads + Tile::kScoreGradBytes;
+        step.template advance<Tile>(tile, p.heads_per_rank);
+      };
+      const auto computes_dq_before = [&] { return dq_by == static_cast<uint32_t>(consumer) + 2; };
+      const auto computes_first_dq = [&] { return dq_by == static_cast<uint32_t>(consumer); };
       const auto take_step = [&](auto masked) {
         const uint32_t queries = shared.moving(kScoreOperand, queries_at.stage);
         const uint32_t grad_out = shared.moving(kProbabilityOperand, grad_out_at.stage);
@@ -379,7 +390,7 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         // With two stages, the other may still read the one that is stored into next.
         constexpr bool kStoresBehind = Tile::kScoreGradStages == 2;
         static_assert(kUnderDk || kStoresBehind);  // else nothing waits for the other
-        const bool computes_dq = dq_by == static_cast<uint32_t>(consumer) + 2;
+        const bool computes_dq = computes_dq_before();
         if (kStoresBehind && computes_dq) wait_for_other();
         store_transposed_score_grads<Tile>(ds, score_grads, consumer);
         issue_key_grads<Element, Tile>(dv, probabilities, grad_out);
@@ -389,10 +400,10 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
           if (!kStoresBehind) wait_for_other();
           wait_for_products<0>();
           free_stage(kProbabilityOperand, grad_out_at.stage);
-          compute_query_grads<Element, Tile, 1>(shared, score_grads_before(), p.scale, issue_dk);
+          compute_query_grads<Element, Tile, 1>(shared, score_grads_before, p.scale, issue_dk);
           let_other_go_on();
         } else {
-          if (dq_by == static_cast<uint32_t>(consumer)) let_other_go_on();  // the first step
+          if (computes_first_dq()) let_other_go_on();
           issue_dk();
           wait_for_products<1>();
           free_stage(kProbabilityOperand, grad_out_at.stage);
@@ -400,23 +411,36 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         wait_for_products<0>();
         free_stage(kScoreOperand, queries_at.stage);
         if (!kUnderDk && computes_dq) {
-          compute_query_grads<Element, Tile>(shared, score_grads_before(), p.scale, [] {});
+          compute_query_grads<Element, Tile>(shared, score_grads_before, p.scale, [] {});
           let_other_go_on();
         }
-
-        queries_at.advance();
-        grad_out_at.advance();
-        dq_by = 3 - dq_by % 2;
-        score_grads = score_grads == shared.score_grads(Tile::kScoreGradStages - 1)
-                          ? shared.score_grads(0)
-                          : score_grads + Tile::kScoreGradBytes;
-        step.template advance<Tile>(tile, p.heads_per_rank);
+        end_step();
+      };
+      // A step whose rows see none of the consumer's keys. Note: no waits for products, of which
+      // there are none: ptxas would part the products of other steps (C7512).
+      const auto skip_step = [&] {
+        wait(shared.full(kScoreOperand, queries_at.stage), queries_at.parity);
+        wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
+        free_stage(kScoreOperand, queries_at.stage);
+        free_stage(kProbabilityOperand, grad_out_at.stage);
+        store_transposed_score_grads<Tile>({}, score_grads, consumer);
+        fence_async_shared();
+        if (computes_dq_before()) {
+          wait_for_other();
+          compute_query_grads<Element, Tile>(shared, score_grads_before, p.scale, [] {});
+          let_other_go_on();
+        } else if (computes_first_dq()) {
+          let_other_go_on();
+        }
+        end_step();
       };
 #pragma unroll 1
       for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
-        const bool masked = tile.is_masked(step.query_tile);
+        const bool masked = visible.all.lack(step.query_tile);
         // Steps without a mask have code of their own: no branch parts their instructions.
-        if (masked) {
+        if (Tile::kSkipsSteps && masked && visible.some.lack(step.query_tile)) {
+          skip_step();
+        } else if (masked) {
           take_step(std::true_type{});
         } else {
           take_step(std::false_type{});
@@ -424,9 +448,9 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
       }
       // dq of the last step: before the sum over the cluster, which may overwrite stages of ds.
       dq_by %= 2;
-      if (dq_by == static_cast<uint32_t>(consumer)) {
+      if (computes_first_dq()) {
         wait_for_other();
-        compute_query_grads<Element, Tile>(shared, score_grads_before(), p.scale, [] {});
+        compute_query_grads<Element, Tile>(shared, score_grads_before, p.scale, [] {});
       }
       if (p.ranks > 1) {
         sum_over_cluster(shared, owned, p.ranks, tile_parity ^ 1, dk, dv);

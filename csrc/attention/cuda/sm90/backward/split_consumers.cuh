@@ -103,10 +103,12 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
     wait(shared.stationary_full(kProbabilityOperand), tile_parity);
     tile_parity ^= 1;
     clear_unseen_keys_of_pair<Tile>(p.bounds, shared, tile.first_key);
+    const QueryTiles unmasked = tiles_within<Tile::kBlockQ>(
+        visible_by_all<Tile::kBlockK>(p.bounds, tile.first_key), p.bounds.num_queries);
     Step step(tile);
 #pragma unroll 1
     for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
-      const bool masked = tile.is_masked(step.query_tile);
+      const bool masked = unmasked.lack(step.query_tile);
       const auto queries_at = StagePosition<Tile::kQueryStages>::of(steps);
       const auto grad_out_at = StagePosition<Tile::kGradOutStages>::of(steps);
       const auto publish = [&](auto operand, const uint32_t(&rounded)[Tile::kBlockQ / 4]) {

@@ -46,6 +46,9 @@ struct BackwardTileShape {
   static constexpr int kGradOutStages = kSplit ? 1 : 2;
   static constexpr int kScoreGradStages = kSplit ? 1 : kHeadDim <= 64 ? 2 : 3;
   static constexpr int kProbabilityStages = kSplit ? 2 : 0;
+  /// Whether a consumer passes steps whose rows see none of its keys: a tile of more rows than it
+  /// has keys, and as many as both have, always has one that sees some.
+  static constexpr bool kSkipsSteps = kBlockQ == kGradRows && !kSplit;
   static constexpr int kScoreRegisters = kScoreRegisters_;
   static constexpr int kCopyRegisters = kCopyRegisters_;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
@@ -310,18 +313,14 @@ struct KeyTile {
   int first_key;
   int kv_head;
   int batch;
-  QueryRange rows;                   // that may see keys
-  int begin, end;                    // their query tiles
-  int unmasked_begin, unmasked_end;  // those whose rows see all of the keys
-  bool descending;                   // the later query tiles first
-  int first;                         // where steps begin; by ticket they go on at the other end
+  QueryRange rows;  // that may see keys
+  int begin, end;   // their query tiles
+  bool descending;  // the later query tiles first
+  int first;        // where steps begin; by ticket they go on at the other end
 
   __device__ __forceinline__ bool empty() const { return begin >= end; }
   __device__ __forceinline__ int steps(int heads) const {
     return empty() ? 0 : heads * (end - begin);
-  }
-  __device__ __forceinline__ bool is_masked(int query_tile) const {
-    return query_tile < unmasked_begin || query_tile >= unmasked_end;
   }
 };
 
@@ -352,8 +351,7 @@ __device__ __forceinline__ KeyTile key_tile(const BackwardKernelParams& p, int i
   if constexpr (Tile::kSplit) {
     // Each rank has a half of the keys, and passes the rows that see a key of either.
     tile.first_key = (2 * index + rank_in_pair()) * Tile::kBlockK;
-    rows.some = visible_queries<2 * Tile::kBlockK>(p.bounds, 2 * index * Tile::kBlockK).some;
-    rows.all = visible_by_all<Tile::kBlockK>(p.bounds, tile.first_key);
+    rows = visible_queries<2 * Tile::kBlockK>(p.bounds, 2 * index * Tile::kBlockK);
   } else {
     tile.first_key = index * Tile::kBlockK;
     rows = visible_queries<Tile::kBlockK>(p.bounds, tile.first_key);
@@ -362,13 +360,8 @@ __device__ __forceinline__ KeyTile key_tile(const BackwardKernelParams& p, int i
   tile.kv_head = plane - tile.batch * p.num_kv_heads;
   tile.descending = descending;
   tile.rows = rows.some;
-  const auto above = [](int row) { return (row + Tile::kBlockQ - 1) / Tile::kBlockQ; };
-  tile.begin = rows.some.begin / Tile::kBlockQ;
-  tile.end = rows.some.empty() ? tile.begin : above(rows.some.end);
-  tile.unmasked_begin = above(rows.all.begin);
-  // Rows behind the last one have probability 0.
-  tile.unmasked_end =
-      rows.all.end == p.bounds.num_queries ? above(rows.all.end) : rows.all.end / Tile::kBlockQ;
+  const QueryTiles tiles = tiles_with<Tile::kBlockQ>(rows.some);
+  tile.begin = tiles.begin, tile.end = tiles.end;
   tile.first = tile.descending ? tile.end - 1 : tile.begin;
   if constexpr (Tile::kByTicket) {
     // Where not all keys are seen by the last row: under a window (and in tiles of two documents,

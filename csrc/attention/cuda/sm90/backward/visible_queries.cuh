@@ -22,7 +22,7 @@ __device__ __forceinline__ QueryRange visible_by_all(const QueryBounds& bounds, 
   return {bounds.range(first_key + kCount - 1).begin, bounds.range(first_key).end};
 }
 
-/// Of keys [first_key, first_key + kCount), the first of which exists. By all lanes of a warp.
+/// Of keys [first_key, first_key + kCount). By all lanes of a warp.
 template <int kCount>
 __device__ __forceinline__ VisibleQueries visible_queries(const QueryBounds& bounds,
                                                           int first_key) {
@@ -43,6 +43,40 @@ __device__ __forceinline__ VisibleQueries visible_queries(const QueryBounds& bou
   if (first > last) return {{0, 0}, {0, 0}};
   return {{bounds.range(first).begin, bounds.range(last).end},
           visible_by_all<kCount>(bounds, first_key)};
+}
+
+/// Tiles of adjacent query rows.
+struct QueryTiles {
+  int begin, end;
+
+  __device__ __forceinline__ bool lack(int tile) const { return tile < begin || tile >= end; }
+};
+
+/// Those that have one of these rows.
+template <int kBlockQ>
+__device__ __forceinline__ QueryTiles tiles_with(const QueryRange& rows) {
+  const int begin = rows.begin / kBlockQ;
+  return {begin, rows.empty() ? begin : (rows.end + kBlockQ - 1) / kBlockQ};
+}
+
+/// Those that have these rows alone. Rows behind the last one have probability 0, and do not count.
+template <int kBlockQ>
+__device__ __forceinline__ QueryTiles tiles_within(const QueryRange& rows, int num_queries) {
+  const auto above = [](int row) { return (row + kBlockQ - 1) / kBlockQ; };
+  return {above(rows.begin), rows.end == num_queries ? above(rows.end) : rows.end / kBlockQ};
+}
+
+/// The query tiles that attend to some keys. A tile in neither has nothing to do with them.
+struct VisibleTiles {
+  QueryTiles some;  // a row of the tile may see one of the keys
+  QueryTiles all;   // all rows see all of the keys
+};
+
+/// Of keys [first_key, first_key + kCount). By all lanes of a warp.
+template <int kBlockQ, int kCount>
+__device__ __forceinline__ VisibleTiles visible_tiles(const QueryBounds& bounds, int first_key) {
+  const VisibleQueries rows = visible_queries<kCount>(bounds, first_key);
+  return {tiles_with<kBlockQ>(rows.some), tiles_within<kBlockQ>(rows.all, bounds.num_queries)};
 }
 
 }  // namespace ringattn::cuda::sm90
