@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
 
+#include "attention/cuda/sm90/backward/cluster_choice.h"
 #include "backward_calls.h"
 
 // What the kernels for Hopper do differently from call to call: clusters that share the heads of a
-// group, several work tiles for a thread block, in rounds or by ticket, registers that depend on D
-// and the softcap. The calls of test_block_attention_backward.cpp run there, too.
+// group, pairs of thread blocks that share keys, several work tiles for a thread block, in rounds
+// or by ticket, registers that depend on D and the softcap. The calls of
+// test_block_attention_backward.cpp run there, too.
 
 namespace {
 
@@ -13,6 +15,18 @@ using namespace ringattn::testing::backward_calls;
 using ringattn::DataType;
 
 constexpr DataType kTypes[] = {DataType::kFloat16, DataType::kBFloat16};
+
+/// Whether pairs of thread blocks compute it where 132 run at one time.
+bool is_for_pairs(const Case& c) {
+  using namespace ringattn::cuda::sm90;
+  const ringattn::cuda::QueryBounds bounds = {c.num_queries, c.num_keys, c.diagonal, c.first_query,
+                                              nullptr};
+  const auto tiles_of = [&](int keys) {
+    const auto num_key_tiles = static_cast<int>(ringattn::ceil_div(c.num_keys, keys));
+    return WorkTiles{bounds, c.batch * c.kv_heads, num_key_tiles, 64, keys, c.heads / c.kv_heads};
+  };
+  return gains_by_pairs(tiles_of(128), tiles_of(256), c.leaves_room ? 131 : 132);
+}
 
 }  // namespace
 
@@ -131,6 +145,37 @@ TEST_CASE("gradients on Hopper of D 256 where a half of a tile of keys is empty 
   }
 }
 
+TEST_CASE("gradients on Hopper of pairs of thread blocks") {
+  if (!has_hopper()) return;
+  uint32_t seed = 0;
+  for (const DataType dtype : kTypes) {
+    for (const int head_dim : {72, 128}) {
+      // The last pair has both halves; a part of the second; none of it; one key.
+      for (const int num_keys : {512, 391, 300, 257}) {
+        for (const int diagonal : {512, 129, -40}) {
+          Case c;
+          c.dtype = dtype;
+          c.head_dim = head_dim;
+          c.seed = 2 * ++seed + 1;  // odd: without a semaphore, as pairs are
+          c.kv_heads = 33;          // of two pairs each: one round
+          c.batch = num_keys > 384 ? 1 + seed % 2 : 1;
+          c.heads = seed % 5 == 0 ? 66 : 33;
+          c.num_queries = seed % 3 != 0 ? 130 : num_keys > 384 ? 60 : 100;
+          c.num_keys = num_keys;
+          c.diagonal = diagonal;
+          c.first_query = seed % 4 != 0 ? 0 : c.num_queries > 70 ? 70 : 20;
+          c.scale = (seed % 7 == 0 ? -1 : 1) / std::sqrt(double(head_dim));
+          c.empty_rows = seed % 2 == 0;
+          c.strided = seed % 3 == 1;
+          INFO(c.text());
+          REQUIRE(is_for_pairs(c));
+          check(c);
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("gradients on Hopper of scales at and beyond what a row's term of lse can hold") {
   if (!has_hopper()) return;
   for (const DataType dtype : kTypes) {
@@ -150,7 +195,7 @@ TEST_CASE("gradients on Hopper of scales at and beyond what a row's term of lse 
   }
 }
 
-TEST_CASE("on Hopper an infinite delta is not a finite gradient, and stays in its row") {
+TEST_CASE("on Hopper an infinite delta is not a finite gradient of its row, head and keys") {
   if (!has_hopper()) return;
   for (const DataType dtype : kTypes) {
     for (const int head_dim : {64, 128, 256}) {
@@ -170,13 +215,14 @@ TEST_CASE("on Hopper an infinite delta is not a finite gradient, and stays in it
           REQUIRE(!std::isfinite(problem.dq.values[i]));
           problem.dq.values[i] = float(problem.want_dq[i]);
         }
-        // All keys of the first batch and head: the row sees them.
+        // All keys of the first batch and head: the row sees them. Its probabilities are NaN, too.
         const int key_row = c.kv_heads * head_dim;
         for (int key = 0; key < c.num_keys; ++key) {
           for (int d = 0; d < head_dim; ++d) {
             const size_t i = size_t(key) * key_row + d;
             REQUIRE(!std::isfinite(problem.dk.values[i]));
             problem.dk.values[i] = float(problem.want_dk[i]);
+            problem.dv.values[i] = float(problem.want_dv[i]);
           }
         }
         check(problem);

@@ -83,6 +83,19 @@ def test_error_of_gradients_is_that_of_pytorch_for_any_number_of_ranks(
         check([cases[i] for i in several], results, device)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_error_of_gradients_of_a_long_block_is_that_of_pytorch(
+    dtype: torch.dtype, causal: bool
+) -> None:
+    """So many tiles that pairs of thread blocks take them, where there are 132 multiprocessors."""
+    seq_len, heads = (8192, 8) if causal else (2048, 32)
+    partition = Partition.zigzag([seq_len])
+    cases = [Case(partition, dtype, causal, 1, heads, 8, 128, seed=10 * i) for i in range(SEEDS)]
+    check(cases, [gradients_alone(case, "cuda") for case in cases], "cuda")
+
+
 def check(cases: list[Case], results: list[list[torch.Tensor]], device: str) -> None:
     """Cases that differ in their seeds: the rms error holds for each, the largest for all."""
     largest = {name: [0.0, 0.0, 0.0] for name in NAMES[:3]}  # ours, PyTorch's, of rounding

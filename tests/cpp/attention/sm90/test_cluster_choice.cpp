@@ -52,6 +52,24 @@ TEST_CASE("tiles of unequal lengths are given out by ticket where there are many
   CHECK_FALSE(gains_by_tickets(tiles(16384, 16384, false), 132));
 }
 
+TEST_CASE("pairs of thread blocks take tiles of keys where they end sooner", "[sm90]") {
+  const auto gains = [](int num_queries, int num_keys, bool causal, int thread_blocks) {
+    const WorkTiles single = tiles(num_queries, num_keys, causal);
+    WorkTiles pairs = single;
+    pairs.block_k = 256;
+    pairs.num_key_tiles = (num_keys + 255) / 256;
+    return gains_by_pairs(single, pairs, thread_blocks);
+  };
+  for (const bool causal : {false, true}) {
+    for (const int rows : {8192, 16384, 32768}) CHECK(gains(rows, rows, causal, 132));
+    CHECK(gains(16384, 16384, causal, 131));
+    for (const int rows : {64, 512, 1024, 3072}) CHECK_FALSE(gains(rows, rows, causal, 132));
+  }
+  // As many rounds of pairs as of thread blocks; one more.
+  CHECK(gains(2048, 2048, false, 132));
+  CHECK_FALSE(gains(2048, 2048 + 128, false, 132));
+}
+
 TEST_CASE("a group of heads is shared where it can be", "[sm90]") {
   WorkTiles few = tiles(2048, 256, false);
   CHECK(choose_ranks(few, kHopper, false) == 4);

@@ -57,7 +57,9 @@ bool gains_by_semaphore(const BlockAttentionBackwardParams& p) {
   if (cudaGetDevice(&device) != cudaSuccess || device_limits(device, limits) != cudaSuccess) {
     return false;
   }
-  return gains_by_tickets(work_tiles_of<Tile>(p), limits.multiprocessors);
+  const int thread_blocks = limits.multiprocessors - p.leaves_room;
+  return gains_by_tickets(work_tiles_of<Tile>(p), thread_blocks) &&
+         !wants_pairs<BackwardTile128, BackwardPair128>(p, thread_blocks);
 }
 
 cudaError_t block_attention_backward(const BlockAttentionBackwardParams& p, cudaStream_t stream) {

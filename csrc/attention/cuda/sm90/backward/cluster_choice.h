@@ -54,7 +54,7 @@ struct WorkTiles {
 /// count as whole.
 template <typename Tile>
 WorkTiles work_tiles_of(const BlockAttentionBackwardParams& p) {
-  constexpr int kKeys = Tile::kBlockK * (Tile::kSplit ? 2 : 1);  // of a cluster
+  constexpr int kKeys = Tile::kBlockK * (Tile::kPair ? 2 : 1);  // of a cluster
   const auto num_key_tiles = static_cast<int>(ceil_div(p.num_keys, kKeys));
   return {
       QueryBounds::on_host(p),     p.batch * p.num_kv_heads, num_key_tiles, Tile::kBlockQ, kKeys,
@@ -93,25 +93,52 @@ inline int64_t busiest_steps(const WorkTiles& tiles, int ranks, int clusters) {
   return most;
 }
 
+/// The most steps of thread blocks, or clusters of some that share the heads of a group.
+///   by_ticket  whether single thread blocks take tiles when they are done with one
+inline int64_t most_steps(const WorkTiles& tiles, int ranks, const Residency& resident,
+                          bool by_ticket) {
+  const bool evens_out = by_ticket && ranks == 1 && tiles.count() > resident.of_one;
+  return evens_out ? tiles.mean_steps(1, resident.of_one)
+                   : busiest_steps(tiles, ranks, resident.clusters(ranks));
+}
+
 /// Where there are few tiles of keys, the thread blocks of a cluster share the heads of a group:
 /// 1, 2 or 4, with which the busiest one makes the fewest steps. Many tiles are left as they are.
-///   by_ticket  whether single thread blocks take tiles when they are done with one
 inline int choose_ranks(const WorkTiles& tiles, const Residency& resident, bool by_ticket) {
   constexpr int kMany = 4;  // for each thread block
   if (tiles.count() >= int64_t{kMany} * resident.of_one) return 1;
   int best = 1;
-  int64_t fewest = by_ticket && tiles.count() > resident.of_one
-                       ? tiles.mean_steps(1, resident.of_one)
-                       : busiest_steps(tiles, 1, resident.of_one);
+  int64_t fewest = most_steps(tiles, 1, resident, by_ticket);
   for (int ranks = 2; ranks <= 4 && tiles.heads % ranks == 0; ranks *= 2) {
     if (resident.clusters(ranks) == 0) break;
-    const int64_t steps = busiest_steps(tiles, ranks, resident.clusters(ranks));
+    const int64_t steps = most_steps(tiles, ranks, resident, by_ticket);
     if (steps < fewest) {
       fewest = steps;
       best = ranks;
     }
   }
   return best;
+}
+
+/// Whether pairs of thread blocks end before single ones, or clusters that share heads, on a device
+/// that all can fill. Their tiles of keys are longer, but each step adds half as much into dq.
+///   tiles  of a thread block
+///   pairs  of a pair
+inline bool gains_by_pairs(const WorkTiles& tiles, const WorkTiles& pairs, int thread_blocks) {
+  constexpr int kPercent = 96;  // of the time of a step of one thread block, measured
+  if (thread_blocks < 2) return false;
+  const Residency all = {thread_blocks, thread_blocks / 2, thread_blocks / 4};
+  const bool by_ticket = gains_by_tickets(tiles, thread_blocks);
+  const int64_t alone = most_steps(tiles, choose_ranks(tiles, all, by_ticket), all, by_ticket);
+  return kPercent * busiest_steps(pairs, 1, all.of_two) < 100 * alone;
+}
+
+/// Whether pairs compute it, where no tickets are asked for: these have neither tables nor a
+/// softcap.
+template <typename Tile, typename Pair>
+bool wants_pairs(const BlockAttentionBackwardParams& p, int thread_blocks) {
+  return p.query_ranges == nullptr && p.softcap == 0.0f && !p.deterministic &&
+         gains_by_pairs(work_tiles_of<Tile>(p), work_tiles_of<Pair>(p), thread_blocks);
 }
 
 /// The planes of a slice, whose work tiles are processed before those of the next one. With few,

@@ -11,6 +11,7 @@
 #include "attention/cuda/sm90/backward/products.cuh"
 #include "attention/cuda/sm90/backward/tile.cuh"
 #include "attention/cuda/sm90/lane_columns.cuh"
+#include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/instruction_order.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/named_barrier.cuh"
@@ -23,16 +24,34 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// Makes keys 0 that no row sees: dq is a sum over all keys of the tile, and 0 * NaN is NaN.
+__device__ __forceinline__ void arrive_for_warp(uint32_t barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(barrier);
+}
+
+/// In both thread blocks of the pair.
+__device__ __forceinline__ void arrive_in_pair(uint32_t barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    arrive(barrier);
+    arrive_in_cluster(address_in_rank(barrier, rank_in_pair() ^ 1));
+  }
+}
+
+/// Makes keys 0 that no row sees: dq is a sum over all keys of the tile, and 0 * NaN is NaN. Of a
+/// pair also those of the other half.
+///   first_key  of the thread block's half
 template <typename Tile>
-__device__ __forceinline__ void clear_unseen_keys(const QueryBounds& bounds, uint32_t keys,
-                                                  int first_key) {
-  const int row = threadIdx.x % kGradWarpgroup;
-  if (row >= kGradRows) return;
-  const QueryRange seen = bounds.range(first_key + row);
-  if (!seen.empty()) return;
-  clear_row(keys, Tile::kColumnBlocks, Tile::kKeyBlockBytes, row);
-  fence_async_shared();  // before the barrier of a step
+__device__ __forceinline__ void clear_unseen_keys(const QueryBounds& bounds,
+                                                  const BackwardShared<Tile>& shared, int first_key,
+                                                  int consumer) {
+  const int row = consumer * kGradRows + threadIdx.x % kGradRows;
+  const bool of_other = threadIdx.x % kGradWarpgroup >= kGradRows;
+  if (of_other && !Tile::kPair) return;
+  if (!bounds.range((of_other ? first_key ^ Tile::kBlockK : first_key) + row).empty()) return;
+  clear_row(of_other ? shared.other_keys() : shared.stationary(kScoreOperand),
+            of_other ? Tile::kOtherKeyBlocks : Tile::kColumnBlocks, Tile::kKeyBlockBytes, row);
+  fence_async_shared();  // before score gradients are published
 }
 
 /// The thread's accumulators of scores: rows are keys 16 * warp + g and 8 below it, columns are
@@ -203,9 +222,9 @@ __device__ __forceinline__ void store_transposed_score_grads(
   }
 }
 
-/// scale * groups [kBegin, kEnd) of eight columns of dq into [2][64][32], float32, swizzled. Lanes
-/// with an odd g store what others store two groups later or earlier: so the lanes of a half warp
-/// do not meet in a bank.
+/// scale * groups [kBegin, kEnd) of eight columns of dq into blocks of [64][32], float32, swizzled.
+/// Lanes with an odd g store what others store two groups later or earlier: so the lanes of a half
+/// warp do not meet in a bank.
 template <int kBegin, int kEnd, int kSize>
 __device__ __forceinline__ void store_query_grads(const float (&dq)[kSize], float scale,
                                                   uint32_t to, uint32_t thread) {
@@ -228,33 +247,47 @@ __device__ __forceinline__ void store_query_grads(const float (&dq)[kSize], floa
   }
 }
 
-/// Hands part kPart of scale * dq to the warp that adds it: column block kBlock of `dq`.
-template <typename Tile, int kPart, int kBlock, int kSize>
+/// Hands part kPart of scale * dq to the warp that adds it: columns of `dq`.
+template <typename Tile, int kPart, int kFirstColumn, int kSize>
 __device__ __forceinline__ void hand_over_query_grads(const float (&dq)[kSize], float scale,
                                                       const BackwardShared<Tile>& shared) {
-  constexpr int kGroups = kGradColumnBlock / 8;
+  constexpr int kBegin = kFirstColumn / 8, kEnd = kBegin + Tile::kPartColumns / 8;
   named_barrier_wait(kDqFreeBarrier + kPart, kDqThreads);
-  store_query_grads<kBlock * kGroups, (kBlock + 1) * kGroups>(dq, scale, shared.dq(kPart),
-                                                              volatile_thread());
+  store_query_grads<kBegin, kEnd>(dq, scale, shared.dq(kPart), volatile_thread());
   fence_async_shared();
   named_barrier_arrive(kDqFullBarrier + kPart, kDqThreads);
 }
 
-/// dq of a step. Its parts leave under the products that are issued behind it.
-///   score_grads  those of both consumers
-///   issue_next   issues kNext groups of products
+/// dq of a step: in a pair half of its columns. Its parts leave under the products that are issued
+/// behind it.
+///   at          the stage of score gradients
+///   issue_next  issues kNext groups of products
 template <typename Element, typename Tile, int kNext = 0, typename IssueNext>
 __device__ __forceinline__ void compute_query_grads(const BackwardShared<Tile>& shared,
-                                                    uint32_t score_grads, float scale,
-                                                    const IssueNext& issue_next) {
+                                                    const StagePosition<Tile::kScoreGradStages>& at,
+                                                    float scale, const IssueNext& issue_next) {
+  const uint32_t score_grads = shared.score_grads(at.stage);
   const uint32_t keys = shared.stationary(kScoreOperand);
+  if constexpr (Tile::kPair) {
+    float dq[Tile::kHeadDim / 4];
+    wait(shared.other_score_grads_full(at.stage), at.parity);
+    issue_query_grads_of_pair<Element, Tile>(
+        dq, score_grads, keys + rank_in_pair() * Tile::kOtherKeyBytes,
+        shared.other_score_grads(at.stage), shared.other_keys());
+    issue_next();
+    wait_for_products<kNext>();
+    arrive_in_pair(shared.score_grads_free(at.stage));
+    hand_over_query_grads<Tile, 0, 0>(dq, scale, shared);
+    hand_over_query_grads<Tile, 1, Tile::kPartColumns>(dq, scale, shared);
+    return;
+  }
   float first[Tile::kHeadDim / 2];
   issue_query_grads<Element, Tile>(first, score_grads, keys);
   if constexpr (Tile::kBlockQ == kGradRows) {
     issue_next();
     wait_for_products<kNext>();
     hand_over_query_grads<Tile, 0, 0>(first, scale, shared);
-    hand_over_query_grads<Tile, 1, 1>(first, scale, shared);
+    hand_over_query_grads<Tile, 1, Tile::kPartColumns>(first, scale, shared);
   } else {
     float second[Tile::kHeadDim / 2];
     issue_query_grads<Element, Tile>(second, score_grads + kGradRows * kGradPitch, keys);
@@ -264,6 +297,21 @@ __device__ __forceinline__ void compute_query_grads(const BackwardShared<Tile>& 
     wait_for_products<kNext>();
     hand_over_query_grads<Tile, 1, 0>(second, scale, shared);
   }
+}
+
+/// Sends a consumer's part of a stage of score gradients to the other thread block of the pair. By
+/// all threads of the consumer, which have stored it and fenced.
+template <typename Tile>
+__device__ __forceinline__ void send_score_grads(const BackwardShared<Tile>& shared, uint32_t stage,
+                                                 int consumer) {
+  named_barrier_wait(kSendBarrier + consumer, kGradWarpgroup);
+  if (threadIdx.x % kGradWarpgroup != 0) return;
+  const uint32_t other = rank_in_pair() ^ 1, part = consumer * Tile::kQueryBlockBytes;
+  const uint32_t full = shared.other_score_grads_full(stage);
+  arrive_expecting(full, Tile::kQueryBlockBytes);  // as much comes here
+  send_bytes(address_in_rank(shared.other_score_grads(stage) + part, other),
+             shared.score_grads(stage) + part, Tile::kQueryBlockBytes,
+             address_in_rank(full, other));
 }
 
 __device__ __forceinline__ void store_pair(float* to, float x, float y) {
@@ -311,11 +359,11 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
   const OwnedQuarters owned(p);
   StagePosition<Tile::kQueryStages> queries_at;
   StagePosition<Tile::kGradOutStages> grad_out_at;
-  uint32_t score_grads = shared.score_grads(0), score_grads_before = score_grads;
+  StagePosition<Tile::kScoreGradStages> score_grads_at, score_grads_before;
   // In each step one consumer, first one and then the other, computes dq of the step before. When
   // that has left, and its own score gradients of this step are stored, it arrives at its barrier,
-  // on which the other waits. Note: so no consumer overwrites a stage that is still read, and dq
-  // leaves in the order of steps.
+  // on which the other waits. Note: so no consumer overwrites a stage that is still read (in a pair
+  // score_grads_free says so), and dq leaves in the order of steps.
   uint32_t dq_by = 0;  // the consumer, plus 2 where the work tile has a step before
   const auto let_other_go_on = [&] {
     named_barrier_arrive(kStepBarrier + consumer, kAllConsumers);
@@ -339,7 +387,7 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
       wait(shared.stationary_full(kScoreOperand), tile_parity);
       wait(shared.stationary_full(kProbabilityOperand), tile_parity);
       tile_parity ^= 1;
-      clear_unseen_keys<Tile>(p.bounds, keys, tile.first_key + consumer * kGradRows);
+      clear_unseen_keys<Tile>(p.bounds, shared, tile.first_key, consumer);
       const VisibleTiles visible =
           visible_tiles<Tile::kBlockQ, kGradRows>(p.bounds, tile.first_key + consumer * kGradRows);
       Step step(tile);
@@ -347,11 +395,19 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         queries_at.advance();
         grad_out_at.advance();
         dq_by = 3 - dq_by % 2;
-        score_grads_before = score_grads;
-        score_grads = score_grads == shared.score_grads(Tile::kScoreGradStages - 1)
-                          ? shared.score_grads(0)
-                          : score_grads + Tile::kScoreGradBytes;
+        score_grads_before = score_grads_at;
+        score_grads_at.advance();
         step.template advance<Tile>(tile, p.heads_per_rank);
+      };
+      // A pair's stages may still be read in both thread blocks.
+      const auto publish_score_grads = [&](const uint32_t(&ds)[Tile::kBlockQ / 4],
+                                           const auto& issue_next) {
+        const uint32_t stage = score_grads_at.stage;
+        if constexpr (Tile::kPair) wait(shared.score_grads_free(stage), score_grads_at.parity ^ 1);
+        store_transposed_score_grads<Tile>(ds, shared.score_grads(stage), consumer);
+        issue_next();
+        fence_async_shared();
+        if constexpr (Tile::kPair) send_score_grads<Tile>(shared, stage, consumer);
       };
       const auto computes_dq_before = [&] { return dq_by == static_cast<uint32_t>(consumer) + 2; };
       const auto computes_first_dq = [&] { return dq_by == static_cast<uint32_t>(consumer); };
@@ -388,13 +444,12 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         round_pairs<Element>(dp, ds);
         constexpr bool kUnderDk = Tile::kBlockQ == kGradRows;
         // With two stages, the other may still read the one that is stored into next.
-        constexpr bool kStoresBehind = Tile::kScoreGradStages == 2;
+        constexpr bool kStoresBehind = Tile::kScoreGradStages == 2 && !Tile::kPair;
         static_assert(kUnderDk || kStoresBehind);  // else nothing waits for the other
         const bool computes_dq = computes_dq_before();
         if (kStoresBehind && computes_dq) wait_for_other();
-        store_transposed_score_grads<Tile>(ds, score_grads, consumer);
-        issue_key_grads<Element, Tile>(dv, probabilities, grad_out);
-        fence_async_shared();
+        publish_score_grads(ds,
+                            [&] { issue_key_grads<Element, Tile>(dv, probabilities, grad_out); });
         const auto issue_dk = [&] { issue_key_grads<Element, Tile>(dk, ds, queries); };
         if (kUnderDk && computes_dq) {
           if (!kStoresBehind) wait_for_other();
@@ -423,8 +478,7 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
         wait(shared.full(kProbabilityOperand, grad_out_at.stage), grad_out_at.parity);
         free_stage(kScoreOperand, queries_at.stage);
         free_stage(kProbabilityOperand, grad_out_at.stage);
-        store_transposed_score_grads<Tile>({}, score_grads, consumer);
-        fence_async_shared();
+        publish_score_grads({}, [] {});
         if (computes_dq_before()) {
           wait_for_other();
           compute_query_grads<Element, Tile>(shared, score_grads_before, p.scale, [] {});

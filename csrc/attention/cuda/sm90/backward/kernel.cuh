@@ -26,7 +26,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     store_ones(shared.ones());
     fence_async_shared();
   }
-  if (p.ranks > 1) {
+  static_assert(!kSoftcap || Tile::kHasLse);
+  const bool in_cluster = Tile::kPair || p.ranks > 1;
+  if (in_cluster) {
     cluster_barrier();
   } else {
     __syncthreads();
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
   // Shared memory is freed with the thread block, and the others may still arrive there. The fence
   // orders this thread's arrivals before the barrier, which is relaxed.
-  if (p.ranks > 1) {
+  if (in_cluster) {
     fence_cluster();
     cluster_barrier();
   }

@@ -32,7 +32,7 @@ struct BackwardKernelParams {
   int batch;
   int num_kv_heads;
   int heads_per_kv_head;
-  int ranks;           // thread blocks of a cluster, which share the heads of a group: 1, 2 or 4
+  int ranks;           // thread blocks that share the heads of a group: 1, 2 or 4; of pairs 1
   int heads_per_rank;  // heads_per_kv_head / ranks
   int head_dim;
   float scale;

@@ -98,22 +98,30 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   const bool has_table = p.query_ranges != nullptr;
   const WorkTiles tiles = work_tiles_of<Tile>(p);
   int sharing = 1;  // thread blocks that share the heads of a group
-  if constexpr (!Tile::kByTicket && !Tile::kSplit) {
+  if constexpr (!Tile::kByTicket && !Tile::kPair) {
     // The order of a table's tiles in deterministic calls is that of tickets, of others that of
     // rounds.
     const bool by_ticket = p.semaphores != nullptr && (has_table || !p.deterministic);
+    if constexpr (std::is_same_v<Tile, BackwardTile128> && !kSoftcap) {
+      if (p.semaphores == nullptr && resident.of_two == resident.of_one / 2 &&
+          wants_pairs<BackwardTile128, BackwardPair128>(p, resident.of_one)) {
+        error = launch_grads<Element, BackwardPair128, kSoftcap>(p, stream);
+        if (error != cudaErrorNotSupported) return error;
+      }
+    }
     if (!has_table || !p.deterministic) sharing = choose_ranks(tiles, resident, by_ticket);
     if (by_ticket && sharing == 1)
       return launch_grads<Element, ByTicket<Tile>, kSoftcap>(p, stream);
   }
-  params.ranks = Tile::kSplit ? 2 : sharing;  // 2: a pair
-  const int clusters = resident.clusters(params.ranks);
+  params.ranks = sharing;
+  const int blocks = Tile::kPair ? 2 : sharing;  // of a cluster
+  const int clusters = resident.clusters(blocks);
   if (clusters == 0) return cudaErrorNotSupported;
   params.num_key_tiles = tiles.num_key_tiles;
   params.heads_per_kv_head = tiles.heads;
   params.heads_per_rank = tiles.heads / sharing;
-  // Each slice begins with waits for turns. A table's tiles even out over several rounds; of pairs,
-  // whose rows are read half as often, slices of few gain nothing.
+  // Each slice begins with waits for turns. A table's tiles even out over several rounds; of split
+  // roles, whose rows are read half as often, slices of few gain nothing.
   const int least_rounds = p.deterministic || has_table || Tile::kSplit ? 4 : 1;
   params.planes_per_slice = Tile::kByTicket
                                 ? planes_per_slice_by_ticket(tiles, clusters)
@@ -147,9 +155,8 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
 
   const int64_t work_tiles = int64_t{params.planes_per_slice} * params.num_key_tiles;
   cudaLaunchAttribute attributes[2] = {};
-  cudaLaunchConfig_t config =
-      grads_config<Tile>(params.ranks * static_cast<int>(std::min<int64_t>(clusters, work_tiles)),
-                         params.ranks, attributes);
+  cudaLaunchConfig_t config = grads_config<Tile>(
+      blocks * static_cast<int>(std::min<int64_t>(clusters, work_tiles)), blocks, attributes);
   if (p.deterministic && !Tile::kByTicket) {
     // Thread blocks wait for each other: an error where they do not run at one time.
     cudaLaunchAttribute& cooperative = attributes[config.numAttrs++];

@@ -18,9 +18,8 @@
 namespace ringattn::cuda::sm90 {
 
 /// Within the group of a KV head.
-template <typename Tile>
 __device__ __forceinline__ int first_head_of_rank(const BackwardKernelParams& p) {
-  return !Tile::kSplit && p.ranks > 1 ? cluster_rank() * p.heads_per_rank : 0;
+  return p.ranks > 1 ? cluster_rank() * p.heads_per_rank : 0;
 }
 
 /// lse of a query row; -inf if it sees none of the keys. Where it is -inf the row is dead: its
@@ -78,14 +77,14 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
   }
   StagePosition<BackwardShared<Tile>::stages(kOperand)> at;
   uint32_t loaded_parities = 0;  // a bit for each stage
-  const int first_head = first_head_of_rank<Tile>(p);
+  const int first_head = first_head_of_rank(p);
   uint32_t tile_parity = 1;
   for_each_key_tile<Tile, kScores>(p, shared, [&](const KeyTile& tile) {
     if (tile.empty()) return;
     wait(shared.stationary_free(), tile_parity);
     tile_parity ^= 1;
     if (is_first_lane) {
-      constexpr bool kLoadsOtherKeys = kScores && Tile::kSplit;
+      constexpr bool kLoadsOtherKeys = kScores && Tile::kPair;
       arrive_expecting(shared.stationary_full(kOperand),
                        Tile::kKeyBytes + (kLoadsOtherKeys ? Tile::kOtherKeyBytes : 0));
       for (int block = 0; block < Tile::kColumnBlocks; ++block) {
@@ -95,11 +94,10 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
       }
       if constexpr (kLoadsOtherKeys) {
         // The columns of dq that this rank computes.
-        const int rank = rank_in_pair();
-        for (int block = 0; block < 2; ++block) {
+        for (int block = 0; block < Tile::kOtherKeyBlocks; ++block) {
+          const int column = (rank_in_pair() * Tile::kOtherKeyBlocks + block) * kGradColumnBlock;
           load_box(shared.other_keys() + block * Tile::kKeyBlockBytes, stationary,
-                   {(2 * rank + block) * kGradColumnBlock, tile.first_key ^ Tile::kBlockK,
-                    tile.kv_head, tile.batch},
+                   {column, tile.first_key ^ Tile::kBlockK, tile.kv_head, tile.batch},
                    shared.stationary_full(kOperand), L2Policy::kEvictFirst);
         }
       }
@@ -137,7 +135,7 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
         const uint32_t full =
             has_dead_rows ? shared.loaded(kOperand, at.stage) : shared.full(kOperand, at.stage);
         arrive_expecting(full, Tile::kQueryBytes);
-        // One rank of a pair loads queries, the other gradients of out, both for both.
+        // Of split roles one rank loads queries, the other gradients of out, both for both.
         if (!Tile::kSplit || rank_in_pair() == kOperand) {
           for (int block = 0; block < Tile::kColumnBlocks; ++block) {
             const uint32_t to = shared.moving(kOperand, at.stage) + block * Tile::kQueryBlockBytes;
@@ -176,24 +174,25 @@ template <typename Tile>
 __device__ __forceinline__ void add_query_grads(const BackwardKernelParams& p,
                                                 const BackwardShared<Tile>& shared, int part) {
   const bool is_first_lane = threadIdx.x % 32 == 0;
-  const int first_head = first_head_of_rank<Tile>(p);
-  // Blocks of columns, then rows, of the query tile.
-  const int block = part + (Tile::kSplit ? kGradConsumers * rank_in_pair() : 0);
+  const int first_head = first_head_of_rank(p);
+  // Parts of the query tile: of its columns, then of its rows.
+  constexpr int kParts = Tile::kHeadDim / Tile::kPartColumns;
+  const int of_tile = part + (Tile::kPair ? kGradConsumers * rank_in_pair() : 0);
   Turns& turns = *reinterpret_cast<Turns*>(__cvta_shared_to_generic(shared.turns(part)));
   named_barrier_arrive(kDqFreeBarrier + part, kDqThreads);
   for_each_key_tile<Tile, false>(p, shared, [&](const KeyTile& tile) {
     if (tile.empty()) return;
-    // Of split roles no call is deterministic (supports_backward).
-    const bool in_turn = !Tile::kSplit && p.progress != nullptr;
+    const bool in_turn = Tile::kHasTurns && p.progress != nullptr;
     if (in_turn) begin_turns<Tile>(p, tile, first_head / p.heads_per_rank, part, turns);
     Step step(tile);
     for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
       const int head = tile.kv_head * p.heads_per_kv_head + first_head + step.head;
-      const int row = step.query_tile * Tile::kBlockQ + block / Tile::kColumnBlocks * kGradRows;
-      const int column = block % Tile::kColumnBlocks * kGradColumnBlock;
+      const int row = step.query_tile * Tile::kBlockQ + of_tile / kParts * kGradRows;
+      const int column = of_tile % kParts * Tile::kPartColumns;
       if (in_turn && is_first_lane) wait_for_turn<Tile>(p, step, turns);
       __syncwarp();  // before a barrier of whole warps
-      for (int first = 0; first < 2; first += Tile::kDqBlocks) {
+      constexpr int kBlocks = Tile::kPartColumns / kGradFloatColumns;
+      for (int first = 0; first < kBlocks; first += Tile::kDqBlocks) {
         named_barrier_wait(kDqFullBarrier + part, kDqThreads);
         if (is_first_lane) {
           for (int i = 0; i < Tile::kDqBlocks; ++i) {

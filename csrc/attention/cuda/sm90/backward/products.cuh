@@ -97,6 +97,34 @@ __device__ __forceinline__ void issue_query_grads(float (&dq)[Tile::kHeadDim / 2
   commit_products();
 }
 
+/// dq = ds @ k over the keys of both thread blocks of a pair, of 64 rows and 64 columns.
+///   score_grads, other_score_grads  as above
+///   keys, other_keys                the columns, of each half of the keys: [kBlockK, 64]
+template <typename Element, typename Tile>
+__device__ __forceinline__ void issue_query_grads_of_pair(float (&dq)[kGradColumnBlock / 2],
+                                                          uint32_t score_grads, uint32_t keys,
+                                                          uint32_t other_score_grads,
+                                                          uint32_t other_keys) {
+  using Product = ProductOfRows<Element, kGradColumnBlock>;
+  begin_products();
+#pragma unroll
+  for (const bool other : {false, true}) {
+    const auto a = OperandDescriptor::k_major(other ? other_score_grads : score_grads),
+               b = OperandDescriptor::n_major(other ? other_keys : keys, Tile::kKeyBlockBytes);
+#pragma unroll
+    for (int step = 0; step < Tile::kBlockK / 16; ++step) {
+      const uint64_t of_a = a.at(step / 4 * Tile::kQueryBlockBytes + step % 4 * 32),
+                     of_b = b.at(step * 16 * kGradPitch);
+      if (!other && step == 0) {
+        Product::template issue<false>(dq, of_a, of_b);
+      } else {
+        Product::template issue<true>(dq, of_a, of_b);
+      }
+    }
+  }
+  commit_products();
+}
+
 /// dq (+)= ds @ k, of 64 rows and 64 columns, with the weights there as ds.T.
 ///   score_grads  ds.T of their 64 rows, [kBlockK, 64]
 ///   keys         their 64 columns: [kBlockK, 64]

@@ -17,24 +17,9 @@
 // Split roles, of D 256: dk and dv of 64 keys fill the registers of a warpgroup each. One warpgroup
 // computes p and ds and runs ahead; one consumer has dv, the other dk, and each 64 columns of dq.
 //
-// Adds into dq are what bounds a kernel of 64 keys. So two thread blocks, a pair, have 128 keys:
-// they send each other their ds, and each computes half of the columns of dq over all 128.
+// Adds into dq are what bounds a kernel of 64 keys: two thread blocks, a pair, have 128.
 
 namespace ringattn::cuda::sm90 {
-
-__device__ __forceinline__ void arrive_for_warp(uint32_t barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) arrive(barrier);
-}
-
-/// In both thread blocks of the pair.
-__device__ __forceinline__ void arrive_in_pair(uint32_t barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-    arrive(barrier);
-    arrive_in_cluster(address_in_rank(barrier, rank_in_pair() ^ 1));
-  }
-}
 
 /// A stage of queries or of gradients of out: to the rank that loads them, and to this one.
 template <typename Tile>
@@ -45,20 +30,6 @@ __device__ __forceinline__ void free_moving(const BackwardShared<Tile>& shared, 
   } else {
     arrive_in_pair(shared.free(operand, stage));
   }
-}
-
-/// clear_unseen_keys, of the other half of the pair's keys too.
-template <typename Tile>
-__device__ __forceinline__ void clear_unseen_keys_of_pair(const QueryBounds& bounds,
-                                                          const BackwardShared<Tile>& shared,
-                                                          int first_key) {
-  const int row = threadIdx.x % kGradRows;
-  const bool is_other = threadIdx.x % kGradWarpgroup >= kGradRows;
-  const QueryRange seen = bounds.range((is_other ? first_key ^ kGradRows : first_key) + row);
-  if (!seen.empty()) return;
-  clear_row(is_other ? shared.other_keys() : shared.stationary(kScoreOperand),
-            is_other ? 2 : Tile::kColumnBlocks, Tile::kKeyBlockBytes, row);
-  fence_async_shared();  // before ds is published
 }
 
 /// scale * grads of the thread's keys into x [B, S_k, H_kv, D].
@@ -102,7 +73,7 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
     wait(shared.stationary_full(kScoreOperand), tile_parity);
     wait(shared.stationary_full(kProbabilityOperand), tile_parity);
     tile_parity ^= 1;
-    clear_unseen_keys_of_pair<Tile>(p.bounds, shared, tile.first_key);
+    clear_unseen_keys<Tile>(p.bounds, shared, tile.first_key, 0);
     const QueryTiles unmasked = tiles_within<Tile::kBlockQ>(
         visible_by_all<Tile::kBlockK>(p.bounds, tile.first_key), p.bounds.num_queries);
     Step step(tile);
@@ -162,11 +133,11 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
       // The other rank's buffer is free when this one's is.
       named_barrier_wait(kScoreGradsBarrier, kGradWarpgroup);
       if (threadIdx.x % kGradWarpgroup == 0) {
-        arrive_expecting(shared.other_score_grads_full(), Tile::kScoreGradBytes);
+        arrive_expecting(shared.other_score_grads_full(0), Tile::kScoreGradBytes);
         const uint32_t other = rank_in_pair() ^ 1;
-        send_bytes(address_in_rank(shared.other_score_grads(), other),
+        send_bytes(address_in_rank(shared.other_score_grads(0), other),
                    shared.weights(kScoreOperand, 0), Tile::kScoreGradBytes,
-                   address_in_rank(shared.other_score_grads_full(), other));
+                   address_in_rank(shared.other_score_grads_full(0), other));
       }
 
       ++steps;
@@ -211,10 +182,10 @@ __device__ __forceinline__ void sum_key_grads(const BackwardKernelParams& p,
           arrive_for_warp(shared.weights_free(kOperand, weights_at.stage));
           wait(shared.weights_full(kScoreOperand, 0), steps % 2);
         }
-        wait(shared.other_score_grads_full(), steps % 2);
+        wait(shared.other_score_grads_full(0), steps % 2);
         issue_query_grads_of_transposed<Element, Tile, false>(dq, shared.weights(kScoreOperand, 0),
                                                               keys);
-        issue_query_grads_of_transposed<Element, Tile, true>(dq, shared.other_score_grads(),
+        issue_query_grads_of_transposed<Element, Tile, true>(dq, shared.other_score_grads(0),
                                                              other_keys);
         if constexpr (kIsDk) {
           issue_key_grads<Element, Tile>(grads, weights, moving);

@@ -26,28 +26,35 @@ constexpr int kStepBarrier = 1;  // its score gradients are stored, and what it 
 constexpr int kScoreGradsBarrier = kStepBarrier;  // of split roles: score gradients are stored
 constexpr int kDqFullBarrier = kStepBarrier + kGradConsumers;
 constexpr int kDqFreeBarrier = kDqFullBarrier + kGradConsumers;
+// Of pairs: a consumer's score gradients are stored.
+constexpr int kSendBarrier = kDqFreeBarrier + kGradConsumers;
 constexpr int kDqThreads = kGradWarpgroup + 32;  // a consumer, and the warp that adds the part
 
 /// One warpgroup copies; two consumers keep 64 keys each and process the query rows that see them
 /// in tiles of kBlockQ. setmaxnreg moves registers from the copying warpgroup to the consumers.
 ///
-/// With kScoreRegisters the roles are split (split_consumers.cuh): a third computing warpgroup has
-/// the scores of 64 keys, one consumer their dv and the other their dk. Two thread blocks, a pair,
-/// have the halves of a tile of 128 keys.
+/// With kPair two thread blocks, a pair, have the halves of a tile of keys. They send each other
+/// their score gradients, and each computes half of the columns of dq over all keys: adds into dq,
+/// which take L2 most of its time, are half as many.
+///
+/// With kScoreRegisters the roles are split, too (split_consumers.cuh): a third computing warpgroup
+/// has the scores of 64 keys, one consumer their dv and the other their dk.
 template <int kHeadDim_, int kBlockQ_, int kCopyRegisters_, int kConsumerRegisters_,
-          int kScoreRegisters_ = 0>
+          bool kPair_ = false, int kScoreRegisters_ = 0>
 struct BackwardTileShape {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockQ = kBlockQ_;
+  static constexpr bool kPair = kPair_;
   static constexpr bool kSplit = kScoreRegisters_ > 0;
+  static_assert(kPair || !kSplit);
   static constexpr int kBlockK = kGradRows * (kSplit ? 1 : kGradConsumers);
   static constexpr bool kByTicket = false;
   static constexpr int kQueryStages = kHeadDim <= 64 ? 3 : 2;  // what fits
   static constexpr int kGradOutStages = kSplit ? 1 : 2;
-  static constexpr int kScoreGradStages = kSplit ? 1 : kHeadDim <= 64 ? 2 : 3;
+  static constexpr int kScoreGradStages = kSplit ? 1 : kPair || kHeadDim <= 64 ? 2 : 3;
   static constexpr int kProbabilityStages = kSplit ? 2 : 0;
-  /// Whether a consumer passes steps whose rows see none of its keys: a tile of more rows than it
-  /// has keys, and as many as both have, always has one that sees some.
+  /// Whether a consumer passes steps whose rows see none of its keys: tiles of more rows than it
+  /// has keys hardly make such steps.
   static constexpr bool kSkipsSteps = kBlockQ == kGradRows && !kSplit;
   static constexpr int kScoreRegisters = kScoreRegisters_;
   static constexpr int kCopyRegisters = kCopyRegisters_;
@@ -55,8 +62,9 @@ struct BackwardTileShape {
   static constexpr int kThreads = (1 + kGradConsumers + kSplit) * kGradWarpgroup;
 
   static constexpr int kColumnBlocks = kHeadDim / kGradColumnBlock;
-  // A part of dq, which one warp adds, has 64 rows and 64 columns.
-  static_assert(kBlockQ / kGradRows * kColumnBlocks == kGradConsumers * (kSplit ? 2 : 1));
+  // A part of dq, which one warp adds, has 64 rows.
+  static constexpr int kPartColumns = kPair && !kSplit ? kGradFloatColumns : kGradColumnBlock;
+  static_assert(kBlockQ / kGradRows * kHeadDim == kGradConsumers * (1 + kPair) * kPartColumns);
 
   static constexpr int kKeyBlockBytes = kBlockK * kGradPitch;
   static constexpr int kQueryBlockBytes = kBlockQ * kGradPitch;
@@ -64,13 +72,17 @@ struct BackwardTileShape {
   static constexpr int kQueryBytes = kColumnBlocks * kQueryBlockBytes;
   // [kBlockK / 64][kBlockQ][64]; of split roles transposed, [kBlockK][64].
   static constexpr int kScoreGradBytes = kBlockQ / kGradColumnBlock * kBlockK * kGradPitch;
-  // What dq needs of the pair's other half: two blocks of columns of its keys.
-  static constexpr int kOtherKeyBytes = kSplit ? 2 * kKeyBlockBytes : 0;
+  // What dq needs of the pair's other half: the columns of its keys that this one computes.
+  static constexpr int kOtherKeyBlocks = kPair ? kColumnBlocks / 2 : 0;
+  static constexpr int kOtherKeyBytes = kOtherKeyBlocks * kKeyBlockBytes;
+  static constexpr int kOtherScoreGradBytes = kPair ? kScoreGradStages * kScoreGradBytes : 0;
   static constexpr int kDqBlockBytes = kGradRows * kGradPitch;  // [64][32], float32
-  static constexpr int kDqBlocks = kSplit ? 1 : 2;              // that leave at one time
+  static constexpr int kDqBlocks = kPair ? 1 : 2;               // that leave at one time
   static constexpr int kDqBytes = kDqBlocks * kDqBlockBytes;    // of a part
   static constexpr int kTermBytes = kBlockQ * kRowTermBytes;    // of a stage
-  static constexpr int kLseBytes = kBlockQ * 4;                 // of a stage
+  // Of a stage. No pair has turns, and only one of split roles has room for a softcap.
+  static constexpr bool kHasLse = kSplit || !kPair, kHasTurns = !kPair;
+  static constexpr int kLseBytes = kHasLse ? kBlockQ * 4 : 0;
 
   static constexpr int kKeys = 0;
   static constexpr int kValues = kKeys + kKeyBytes;
@@ -79,15 +91,15 @@ struct BackwardTileShape {
   static constexpr int kGradOut = kQueries + kQueryStages * kQueryBytes;
   static constexpr int kScoreGrads = kGradOut + kGradOutStages * kQueryBytes;
   static constexpr int kOtherScoreGrads = kScoreGrads + kScoreGradStages * kScoreGradBytes;
-  static constexpr int kProbabilities = kOtherScoreGrads + (kSplit ? kScoreGradBytes : 0);
+  static constexpr int kProbabilities = kOtherScoreGrads + kOtherScoreGradBytes;
   static constexpr int kDq = kProbabilities + kProbabilityStages * kScoreGradBytes;
   static constexpr int kTerms = kDq + kGradConsumers * kDqBytes;
   static constexpr int kLse = kTerms + kQueryStages * kTermBytes;
   static constexpr int kBarriers = kLse + kQueryStages * kLseBytes;
-  static constexpr int kLoaded = kBarriers + (kSplit ? 192 : 128);
+  static constexpr int kLoaded = kBarriers + (kPair ? 192 : 128);
   static constexpr int kTickets = kLoaded + 48;
   static constexpr int kTurns = kTickets + 48;
-  static constexpr int kOnes = kTurns + kGradConsumers * kTurnBytes;
+  static constexpr int kOnes = kTurns + kHasTurns * kGradConsumers * kTurnBytes;
   /// Of the row terms' left operands. At D 64 registers are faster; above D 128 nothing else fits.
   static constexpr bool kOnesInShared = kHeadDim > 64 && !kSplit;
   static constexpr int kSharedBytes = kOnes + (kOnesInShared ? kOnesBytes : 0);
@@ -98,13 +110,14 @@ struct BackwardTileShape {
 using BackwardTile64 = BackwardTileShape<64, 128, 24, 240>;
 using BackwardSoftcapTile64 = BackwardTileShape<64, 128, 40, 232>;
 using BackwardTile128 = BackwardTileShape<128, 64, 24, 240>;
-using BackwardTile256 = BackwardTileShape<256, 64, 24, 192, 104>;
+using BackwardPair128 = BackwardTileShape<128, 64, 24, 240, true>;
+using BackwardTile256 = BackwardTileShape<256, 64, 24, 192, true, 104>;
 
 /// The same shapes, for tiles of keys of any lengths: a thread block takes the next one when it is
 /// done with one.
 template <typename Shape>
 struct ByTicket : Shape {
-  static_assert(!Shape::kSplit);  // thread blocks of a pair must take the same steps
+  static_assert(!Shape::kPair);  // whose thread blocks must take the same steps
   static constexpr bool kByTicket = true;
 };
 
@@ -200,6 +213,12 @@ struct BackwardShared {
     return base + Tile::kScoreGrads + stage * Tile::kScoreGradBytes;
   }
 
+  // Of a pair, what the other thread block has: the keys, and their score gradients.
+  __device__ __forceinline__ uint32_t other_keys() const { return base + Tile::kOtherKeys; }
+  __device__ __forceinline__ uint32_t other_score_grads(uint32_t stage) const {
+    return base + Tile::kOtherScoreGrads + stage * Tile::kScoreGradBytes;
+  }
+
   // Of split roles:
 
   /// What the products with an operand that moves are weighted by: score gradients, or
@@ -207,10 +226,6 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t weights(GradOperand operand, uint32_t stage) const {
     return base + (operand == kScoreOperand ? Tile::kScoreGrads : Tile::kProbabilities) +
            stage * Tile::kScoreGradBytes;
-  }
-  __device__ __forceinline__ uint32_t other_keys() const { return base + Tile::kOtherKeys; }
-  __device__ __forceinline__ uint32_t other_score_grads() const {
-    return base + Tile::kOtherScoreGrads;
   }
 
   __device__ __forceinline__ uint32_t dq(int part) const {
@@ -241,16 +256,23 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t exchange_free() const { return base + Tile::kBarriers + 112; }
   __device__ __forceinline__ uint32_t exchange_full() const { return base + Tile::kBarriers + 120; }
 
+  // Of a pair: both thread blocks have read a stage of score gradients, here and there; those of
+  // the other thread block are there.
+  __device__ __forceinline__ uint32_t score_grads_free(uint32_t stage) const {
+    return base + Tile::kBarriers + 152 + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t other_score_grads_full(uint32_t stage) const {
+    return base + Tile::kBarriers + 176 + 8 * stage;
+  }
+
   // Of split roles:
 
   __device__ __forceinline__ uint32_t weights_full(GradOperand operand, uint32_t stage) const {
     return base + Tile::kBarriers + (operand == kScoreOperand ? 128 : 136) + 8 * stage;
   }
   __device__ __forceinline__ uint32_t weights_free(GradOperand operand, uint32_t stage) const {
-    return base + Tile::kBarriers + (operand == kScoreOperand ? 152 : 160) + 8 * stage;
-  }
-  __device__ __forceinline__ uint32_t other_score_grads_full() const {
-    return base + Tile::kBarriers + 176;
+    return operand == kScoreOperand ? score_grads_free(stage)
+                                    : base + Tile::kBarriers + 160 + 8 * stage;
   }
 
   __device__ __forceinline__ uint32_t turns(int consumer) const {
@@ -290,6 +312,13 @@ struct BackwardShared {
       init_barrier(ticket_full(slot), 1);
       init_barrier(ticket_free(slot), Tile::kThreads / 32 - 1);  // all but the one that takes it
     }
+    if constexpr (Tile::kPair) {
+      for (int stage = 0; stage < Tile::kScoreGradStages; ++stage) {
+        // By those who compute dq: of split roles both consumers, else one of them.
+        init_barrier(score_grads_free(stage), 2 * (Tile::kSplit ? kConsumerWarps : kWarps));
+        init_barrier(other_score_grads_full(stage), Tile::kSplit ? 1 : kGradConsumers);
+      }
+    }
     if constexpr (Tile::kSplit) init_split_barriers();
     publish_barriers();
   }
@@ -302,9 +331,6 @@ struct BackwardShared {
       init_barrier(weights_free(kProbabilityOperand, stage), kWarps);
     }
     init_barrier(weights_full(kScoreOperand, 0), kWarps);
-    // Both consumers of both thread blocks need score gradients.
-    init_barrier(weights_free(kScoreOperand, 0), 2 * kGradConsumers * kWarps);
-    init_barrier(other_score_grads_full(), 1);
   }
 };
 
@@ -348,7 +374,7 @@ __device__ __forceinline__ KeyTile key_tile(const BackwardKernelParams& p, int i
                                             bool descending) {
   KeyTile tile;
   VisibleQueries rows;
-  if constexpr (Tile::kSplit) {
+  if constexpr (Tile::kPair) {
     // Each rank has a half of the keys, and passes the rows that see a key of either.
     tile.first_key = (2 * index + rank_in_pair()) * Tile::kBlockK;
     rows = visible_queries<2 * Tile::kBlockK>(p.bounds, 2 * index * Tile::kBlockK);
@@ -427,7 +453,7 @@ __device__ __forceinline__ void for_each_key_tile(const BackwardKernelParams& p,
                            p.progress != nullptr || ticket / gridDim.x % 2 == 0));
     }
   } else {
-    const int ranks = Tile::kSplit ? 2 : p.ranks;
+    const int ranks = Tile::kPair ? 2 : p.ranks;
     const int clusters = gridDim.x / ranks, cluster = blockIdx.x / ranks;
 #pragma unroll 1
     for (int first_plane = 0; first_plane < planes; first_plane += p.planes_per_slice) {
