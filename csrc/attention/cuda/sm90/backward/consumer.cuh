@@ -268,28 +268,24 @@ __device__ __forceinline__ void compute_query_grads(const BackwardShared<Tile>& 
                                                     float scale, const IssueNext& issue_next) {
   const uint32_t score_grads = shared.score_grads(at.stage);
   const uint32_t keys = shared.stationary(kScoreOperand);
-  if constexpr (Tile::kPair) {
-    float dq[Tile::kHeadDim / 4];
-    wait(shared.other_score_grads_full(at.stage), at.parity);
-    issue_query_grads_of_pair<Element, Tile>(
-        dq, score_grads, keys + rank_in_pair() * Tile::kOtherKeyBytes,
-        shared.other_score_grads(at.stage), shared.other_keys());
+  if constexpr (Tile::kBlockQ == kGradRows) {
+    float dq[Tile::kPartColumns];  // of two parts
+    if constexpr (Tile::kPair) {
+      wait(shared.other_score_grads_full(at.stage), at.parity);
+      issue_query_grads_of_pair<Element, Tile>(
+          dq, score_grads, keys + rank_in_pair() * Tile::kOtherKeyBytes,
+          shared.other_score_grads(at.stage), shared.other_keys());
+    } else {
+      issue_query_grads<Element, Tile>(dq, score_grads, keys);
+    }
     issue_next();
     wait_for_products<kNext>();
-    arrive_in_pair(shared.score_grads_free(at.stage));
+    if constexpr (Tile::kPair) arrive_in_pair(shared.score_grads_free(at.stage));
     hand_over_query_grads<Tile, 0, 0>(dq, scale, shared);
     hand_over_query_grads<Tile, 1, Tile::kPartColumns>(dq, scale, shared);
-    return;
-  }
-  float first[Tile::kHeadDim / 2];
-  issue_query_grads<Element, Tile>(first, score_grads, keys);
-  if constexpr (Tile::kBlockQ == kGradRows) {
-    issue_next();
-    wait_for_products<kNext>();
-    hand_over_query_grads<Tile, 0, 0>(first, scale, shared);
-    hand_over_query_grads<Tile, 1, Tile::kPartColumns>(first, scale, shared);
   } else {
-    float second[Tile::kHeadDim / 2];
+    float first[Tile::kHeadDim / 2], second[Tile::kHeadDim / 2];
+    issue_query_grads<Element, Tile>(first, score_grads, keys);
     issue_query_grads<Element, Tile>(second, score_grads + kGradRows * kGradPitch, keys);
     issue_next();
     wait_for_products<kNext + 1>();
@@ -299,19 +295,20 @@ __device__ __forceinline__ void compute_query_grads(const BackwardShared<Tile>& 
   }
 }
 
-/// Sends a consumer's part of a stage of score gradients to the other thread block of the pair. By
-/// all threads of the consumer, which have stored it and fenced.
+/// Sends the score gradients of 64 keys to the other thread block of the pair, whose stage is free
+/// when this one's is. By all threads of a warpgroup, which have stored them and fenced.
+///   consumer  whose keys they are; of split roles 0
 template <typename Tile>
 __device__ __forceinline__ void send_score_grads(const BackwardShared<Tile>& shared, uint32_t stage,
                                                  int consumer) {
+  constexpr int kBytes = Tile::kQueryBlockBytes;
   named_barrier_wait(kSendBarrier + consumer, kGradWarpgroup);
   if (threadIdx.x % kGradWarpgroup != 0) return;
-  const uint32_t other = rank_in_pair() ^ 1, part = consumer * Tile::kQueryBlockBytes;
+  const uint32_t other = rank_in_pair() ^ 1, part = consumer * kBytes;
   const uint32_t full = shared.other_score_grads_full(stage);
-  arrive_expecting(full, Tile::kQueryBlockBytes);  // as much comes here
+  arrive_expecting(full, kBytes);  // as much comes here
   send_bytes(address_in_rank(shared.other_score_grads(stage) + part, other),
-             shared.score_grads(stage) + part, Tile::kQueryBlockBytes,
-             address_in_rank(full, other));
+             shared.score_grads(stage) + part, kBytes, address_in_rank(full, other));
 }
 
 __device__ __forceinline__ void store_pair(float* to, float x, float y) {
@@ -351,7 +348,6 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
   // Whether p is rounded under dp: there it needs registers in both types.
   constexpr bool kRoundsEarly = Tile::kBlockQ <= 64 && !kSoftcap;
   constexpr int kAllConsumers = kGradConsumers * kGradWarpgroup;
-  const bool is_first_lane = threadIdx.x % 32 == 0;
   const uint32_t keys = shared.stationary(kScoreOperand) + consumer * kGradRows * kGradPitch;
   const uint32_t values =
       shared.stationary(kProbabilityOperand) + consumer * kGradRows * kGradPitch;
@@ -377,8 +373,7 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
     return tile.first_key + consumer * kGradRows + key_of_thread(volatile_thread());
   };
   const auto free_stage = [&](GradOperand operand, uint32_t stage) {
-    __syncwarp();
-    if (is_first_lane) arrive(shared.free(operand, stage));
+    arrive_for_warp(shared.free(operand, stage));
   };
 
   for_each_key_tile<Tile, false>(p, shared, [&](const KeyTile& tile) {
@@ -509,8 +504,7 @@ __device__ __forceinline__ void consume_grads(const BackwardKernelParams& p,
       if (p.ranks > 1) {
         sum_over_cluster(shared, owned, p.ranks, tile_parity ^ 1, dk, dv);
       }
-      __syncwarp();
-      if (is_first_lane) arrive(shared.stationary_free());
+      arrive_for_warp(shared.stationary_free());
     }
     const int first_key = first_key_of_thread(tile);
     const auto write = [&](auto* type) {

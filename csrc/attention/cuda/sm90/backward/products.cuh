@@ -79,49 +79,42 @@ __device__ __forceinline__ void issue_key_grads(float (&grads)[Tile::kHeadDim / 
   commit_products();
 }
 
-/// dq = ds @ k, of 64 rows and all columns, over all keys of the tile.
+/// dq (+)= ds @ k, of 64 rows and 2 * kSize columns, over the keys of a thread block: products of a
+/// group that the caller begins and commits.
 ///   score_grads  the first of their 64 rows: ds, [kBlockK / 64][kBlockQ][64]
-template <typename Element, typename Tile>
-__device__ __forceinline__ void issue_query_grads(float (&dq)[Tile::kHeadDim / 2],
-                                                  uint32_t score_grads, uint32_t keys) {
-  using Product = ProductOfRows<Element, Tile::kHeadDim>;
+///   keys         the columns: [kSize / 32][kBlockK][64]
+template <typename Element, typename Tile, bool kAccumulate, int kSize>
+__device__ __forceinline__ void multiply_score_grads(float (&dq)[kSize], uint32_t score_grads,
+                                                     uint32_t keys) {
+  using Product = ProductOfRows<Element, 2 * kSize>;
   const auto a = OperandDescriptor::k_major(score_grads),
              b = OperandDescriptor::n_major(keys, Tile::kKeyBlockBytes);
-  begin_products();
-  Product::template issue<false>(dq, a.at(0), b.at(0));
+  Product::template issue<kAccumulate>(dq, a.at(0), b.at(0));
 #pragma unroll
   for (int step = 1; step < Tile::kBlockK / 16; ++step) {
     Product::template issue<true>(dq, a.at(step / 4 * Tile::kQueryBlockBytes + step % 4 * 32),
                                   b.at(step * 16 * kGradPitch));
   }
+}
+
+/// dq = ds @ k, of 64 rows and all columns.
+template <typename Element, typename Tile>
+__device__ __forceinline__ void issue_query_grads(float (&dq)[Tile::kHeadDim / 2],
+                                                  uint32_t score_grads, uint32_t keys) {
+  begin_products();
+  multiply_score_grads<Element, Tile, false>(dq, score_grads, keys);
   commit_products();
 }
 
-/// dq = ds @ k over the keys of both thread blocks of a pair, of 64 rows and 64 columns.
-///   score_grads, other_score_grads  as above
-///   keys, other_keys                the columns, of each half of the keys: [kBlockK, 64]
+/// The same of 64 columns, over the keys of both thread blocks of a pair.
 template <typename Element, typename Tile>
 __device__ __forceinline__ void issue_query_grads_of_pair(float (&dq)[kGradColumnBlock / 2],
                                                           uint32_t score_grads, uint32_t keys,
                                                           uint32_t other_score_grads,
                                                           uint32_t other_keys) {
-  using Product = ProductOfRows<Element, kGradColumnBlock>;
   begin_products();
-#pragma unroll
-  for (const bool other : {false, true}) {
-    const auto a = OperandDescriptor::k_major(other ? other_score_grads : score_grads),
-               b = OperandDescriptor::n_major(other ? other_keys : keys, Tile::kKeyBlockBytes);
-#pragma unroll
-    for (int step = 0; step < Tile::kBlockK / 16; ++step) {
-      const uint64_t of_a = a.at(step / 4 * Tile::kQueryBlockBytes + step % 4 * 32),
-                     of_b = b.at(step * 16 * kGradPitch);
-      if (!other && step == 0) {
-        Product::template issue<false>(dq, of_a, of_b);
-      } else {
-        Product::template issue<true>(dq, of_a, of_b);
-      }
-    }
-  }
+  multiply_score_grads<Element, Tile, false>(dq, score_grads, keys);
+  multiply_score_grads<Element, Tile, true>(dq, other_score_grads, other_keys);
   commit_products();
 }
 

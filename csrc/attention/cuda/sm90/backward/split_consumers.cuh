@@ -130,15 +130,7 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
       free_moving(shared, kProbabilityOperand, grad_out_at.stage);
       round_pairs<Element>(dp, rounded);
       publish(kScoreGrads, rounded);
-      // The other rank's buffer is free when this one's is.
-      named_barrier_wait(kScoreGradsBarrier, kGradWarpgroup);
-      if (threadIdx.x % kGradWarpgroup == 0) {
-        arrive_expecting(shared.other_score_grads_full(0), Tile::kScoreGradBytes);
-        const uint32_t other = rank_in_pair() ^ 1;
-        send_bytes(address_in_rank(shared.other_score_grads(0), other),
-                   shared.weights(kScoreOperand, 0), Tile::kScoreGradBytes,
-                   address_in_rank(shared.other_score_grads_full(0), other));
-      }
+      send_score_grads<Tile>(shared, /*stage=*/0, /*consumer=*/0);
 
       ++steps;
       step.template advance<Tile>(tile, p.heads_per_rank);

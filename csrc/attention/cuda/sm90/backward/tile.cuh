@@ -23,10 +23,9 @@ constexpr int kTurnBytes = 32;         // of a warp that adds (turns.cuh)
 
 // Named barriers: one of each consumer, and two of each part of dq.
 constexpr int kStepBarrier = 1;  // its score gradients are stored, and what it had of dq has left
-constexpr int kScoreGradsBarrier = kStepBarrier;  // of split roles: score gradients are stored
 constexpr int kDqFullBarrier = kStepBarrier + kGradConsumers;
 constexpr int kDqFreeBarrier = kDqFullBarrier + kGradConsumers;
-// Of pairs: a consumer's score gradients are stored.
+// Of pairs: the score gradients of 64 keys are stored.
 constexpr int kSendBarrier = kDqFreeBarrier + kGradConsumers;
 constexpr int kDqThreads = kGradWarpgroup + 32;  // a consumer, and the warp that adds the part
 
