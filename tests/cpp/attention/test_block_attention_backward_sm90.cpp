@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
+#include <initializer_list>
 
 #include "attention/cuda/sm90/backward/cluster_choice.h"
 #include "backward_calls.h"
@@ -26,6 +27,25 @@ bool is_for_pairs(const Case& c) {
     return WorkTiles{bounds, c.batch * c.kv_heads, num_key_tiles, 64, keys, c.heads / c.kv_heads};
   };
   return gains_by_pairs(tiles_of(128), tiles_of(256), c.leaves_room ? 131 : 132);
+}
+
+void check_scales(std::initializer_list<int> head_dims, std::initializer_list<double> softcaps,
+                  std::initializer_list<double> scales) {
+  for (const DataType dtype : kTypes) {
+    for (const int head_dim : head_dims) {
+      for (const double softcap : softcaps) {
+        for (const double scale : scales) {
+          Case c;
+          c.dtype = dtype;
+          c.head_dim = head_dim;
+          c.softcap = softcap;
+          c.scale = scale;
+          c.empty_rows = true;
+          check(c);
+        }
+      }
+    }
+  }
 }
 
 }  // namespace
@@ -108,21 +128,7 @@ TEMPLATE_TEST_CASE_SIG("deterministic gradients on Hopper are right, and the sam
 
 TEST_CASE("gradients on Hopper with a softcap, of any scale") {
   if (!has_hopper()) return;
-  for (const DataType dtype : kTypes) {
-    for (const int head_dim : {64, 72, 128, 192, 256}) {
-      for (const double softcap : {0.0, 0.5, 15.0}) {
-        for (const double scale : {0.0, 0.125, -0.125}) {
-          Case c;
-          c.dtype = dtype;
-          c.head_dim = head_dim;
-          c.softcap = softcap;
-          c.scale = scale;
-          c.empty_rows = true;
-          check(c);
-        }
-      }
-    }
-  }
+  check_scales({64, 72, 128, 192, 256}, {0.0, 0.5, 15.0}, {0.0, 0.125, -0.125});
 }
 
 TEST_CASE("gradients on Hopper of D 256 where a half of a tile of keys is empty or unseen") {
@@ -178,21 +184,7 @@ TEST_CASE("gradients on Hopper of pairs of thread blocks") {
 
 TEST_CASE("gradients on Hopper of scales at and beyond what a row's term of lse can hold") {
   if (!has_hopper()) return;
-  for (const DataType dtype : kTypes) {
-    for (const int head_dim : {8, 64, 128, 256}) {
-      for (const double scale : {0x1p-100, 0x1p-101, -0x1p-100, 1e-39, 4.0, -4.0}) {
-        for (const double softcap : {0.0, 15.0}) {
-          Case c;
-          c.dtype = dtype;
-          c.head_dim = head_dim;
-          c.scale = scale;
-          c.softcap = softcap;
-          c.empty_rows = true;
-          check(c);
-        }
-      }
-    }
-  }
+  check_scales({8, 64, 128, 256}, {0.0, 15.0}, {0x1p-100, 0x1p-101, -0x1p-100, 1e-39, 4.0, -4.0});
 }
 
 TEST_CASE("on Hopper an infinite delta is not a finite gradient of its row, head and keys") {

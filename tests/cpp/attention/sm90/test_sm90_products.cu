@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "accumulators.cuh"
 #include "attention/cuda/sm90/products.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
@@ -43,28 +44,6 @@ __device__ void copy_to_shared(uint32_t to, const uint4* image, int bytes) {
 
 __device__ uint32_t aligned(const void* dynamic, int offset) {
   return (shared_address(dynamic) + offset + kAlignment - 1) / kAlignment * kAlignment;
-}
-
-/// Row and column of accumulator i.
-__device__ int accumulator_row(int i) {
-  return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
-}
-__device__ int accumulator_column(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
-
-template <int kN>
-__device__ void read_accumulators(float (&accumulators)[kN / 2], const float* d) {
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) {
-    accumulators[i] = d[accumulator_row(i) * kN + accumulator_column(i)];
-  }
-}
-
-template <int kN>
-__device__ void write_accumulators(const float (&accumulators)[kN / 2], float* d) {
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) {
-    d[accumulator_row(i) * kN + accumulator_column(i)] = accumulators[i];
-  }
 }
 
 /// A group: accumulators (+)= a @ b.T for this warpgroup's rows of a [kRows, kDepth], b [kN,

@@ -5,6 +5,7 @@
 #include <random>
 #include <vector>
 
+#include "accumulators.cuh"
 #include "attention/cuda/sm90/backward/row_terms.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/tma.cuh"
@@ -36,20 +37,14 @@ __global__ void __launch_bounds__(kThreads, 1) add_terms(float* x, const float* 
   fence_async_shared();
   __syncthreads();
 
-  const auto at = [](int i) {
-    const int key = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
-    return key * kN + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-  };
   float sums[kN / 2];
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) sums[i] = x[at(i)];
+  read_accumulators<kN>(sums, x);
   const RowTerms<kKind, kOnesInShared> row_terms(rows, kOnesInShared ? ones : threadIdx.x);
   begin_products();
   row_terms.add_to(sums);
   commit_products();
   wait_for_products<0>();
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) x[at(i)] = sums[i];
+  write_accumulators<kN>(sums, x);
 }
 
 template <int kN, bool kOnesInShared, RowTermKind kKind>
