@@ -76,7 +76,7 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
     prefetch_map(moving);
   }
   StagePosition<BackwardShared<Tile>::stages(kOperand)> at;
-  uint32_t loaded_parities = 0;  // a bit for each stage
+  uint32_t loaded_parity = 0;
   const int first_head = first_head_of_rank(p);
   uint32_t tile_parity = 1;
   for_each_key_tile<Tile, kScores>(p, shared, [&](const KeyTile& tile) {
@@ -133,24 +133,17 @@ __device__ __forceinline__ void load_grad_operand(const BackwardKernelParams& p,
       __syncwarp();
       if (is_first_lane) {
         const uint32_t full =
-            has_dead_rows ? shared.loaded(kOperand, at.stage) : shared.full(kOperand, at.stage);
+            has_dead_rows ? shared.loaded(kOperand) : shared.full(kOperand, at.stage);
         arrive_expecting(full, Tile::kQueryBytes);
-        // Of split roles one rank loads queries, the other gradients of out, both for both.
-        if (!Tile::kSplit || rank_in_pair() == kOperand) {
-          for (int block = 0; block < Tile::kColumnBlocks; ++block) {
-            const uint32_t to = shared.moving(kOperand, at.stage) + block * Tile::kQueryBlockBytes;
-            const BoxOrigin from = {block * kGradColumnBlock, first_row, head, tile.batch};
-            if constexpr (Tile::kSplit) {
-              load_box_in_ranks(to, moving, from, full, /*ranks=*/3, L2Policy::kEvictFirst);
-            } else {
-              load_box(to, moving, from, full, L2Policy::kNormal);
-            }
-          }
+        for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+          load_box(shared.moving(kOperand, at.stage) + block * Tile::kQueryBlockBytes, moving,
+                   {block * kGradColumnBlock, first_row, head, tile.batch}, full,
+                   L2Policy::kNormal);
         }
       }
       if (has_dead_rows) {
-        wait(shared.loaded(kOperand, at.stage), loaded_parities >> at.stage & 1);
-        loaded_parities ^= 1u << at.stage;
+        wait(shared.loaded(kOperand), loaded_parity);
+        loaded_parity ^= 1;
 #pragma unroll 1
         for (int row = threadIdx.x % 32; row < Tile::kBlockQ; row += 32) {
           if (lse_of_row(p, tile, head_offset, first_row + row) == -INFINITY) {

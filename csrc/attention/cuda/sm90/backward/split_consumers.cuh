@@ -21,17 +21,6 @@
 
 namespace ringattn::cuda::sm90 {
 
-/// A stage of queries or of gradients of out: to the rank that loads them, and to this one.
-template <typename Tile>
-__device__ __forceinline__ void free_moving(const BackwardShared<Tile>& shared, GradOperand operand,
-                                            uint32_t stage) {
-  if (rank_in_pair() == operand) {
-    arrive_for_warp(shared.free(operand, stage));
-  } else {
-    arrive_in_pair(shared.free(operand, stage));
-  }
-}
-
 /// scale * grads of the thread's keys into x [B, S_k, H_kv, D].
 template <typename To, int kParts>
 __device__ __forceinline__ void write_key_grads(const BackwardKernelParams& p, const KeyTile& tile,
@@ -126,8 +115,8 @@ __device__ __forceinline__ void compute_weights(const BackwardKernelParams& p,
         round_pairs<Element>(s, rounded);
         publish(kProbabilities, rounded);
       }
-      free_moving(shared, kScoreOperand, queries_at.stage);
-      free_moving(shared, kProbabilityOperand, grad_out_at.stage);
+      arrive_for_warp(shared.free(kScoreOperand, queries_at.stage));
+      arrive_for_warp(shared.free(kProbabilityOperand, grad_out_at.stage));
       round_pairs<Element>(dp, rounded);
       publish(kScoreGrads, rounded);
       send_score_grads<Tile>(shared, /*stage=*/0, /*consumer=*/0);
@@ -170,7 +159,7 @@ __device__ __forceinline__ void sum_key_grads(const BackwardKernelParams& p,
         if constexpr (!kIsDk) {
           issue_key_grads<Element, Tile>(grads, weights, moving);
           wait_for_products<0>();
-          free_moving(shared, kOperand, moving_at.stage);
+          arrive_for_warp(shared.free(kOperand, moving_at.stage));
           arrive_for_warp(shared.weights_free(kOperand, weights_at.stage));
           wait(shared.weights_full(kScoreOperand, 0), steps % 2);
         }
@@ -195,7 +184,7 @@ __device__ __forceinline__ void sum_key_grads(const BackwardKernelParams& p,
         named_barrier_arrive(kDqFullBarrier + kConsumer, kDqThreads);
         if constexpr (kIsDk) {
           wait_for_products<0>();
-          free_moving(shared, kOperand, moving_at.stage);
+          arrive_for_warp(shared.free(kOperand, moving_at.stage));
           arrive_in_pair(shared.weights_free(kScoreOperand, 0));
         }
         named_barrier_wait(kDqFreeBarrier + kConsumer, kDqThreads);

@@ -96,7 +96,7 @@ struct BackwardTileShape {
   static constexpr int kLse = kTerms + kQueryStages * kTermBytes;
   static constexpr int kBarriers = kLse + kQueryStages * kLseBytes;
   static constexpr int kLoaded = kBarriers + (kPair ? 192 : 128);
-  static constexpr int kTickets = kLoaded + 48;
+  static constexpr int kTickets = kLoaded + 16;
   static constexpr int kTurns = kTickets + 48;
   static constexpr int kOnes = kTurns + kHasTurns * kGradConsumers * kTurnBytes;
   /// Of the row terms' left operands. At D 64 registers are faster; above D 128 nothing else fits.
@@ -244,10 +244,9 @@ struct BackwardShared {
     return base + Tile::kBarriers + (operand == kScoreOperand ? 72 : 96) + 8 * stage;
   }
 
-  /// A tile with rows to be made 0 is there (load_grad_operand). One for each stage, as of `full`:
-  /// the rank that loads for a pair may be a stage ahead of the other one.
-  __device__ __forceinline__ uint32_t loaded(GradOperand operand, uint32_t stage) const {
-    return base + Tile::kLoaded + (operand == kScoreOperand ? 0 : 24) + 8 * stage;
+  /// A tile with rows to be made 0 is there (load_grad_operand).
+  __device__ __forceinline__ uint32_t loaded(GradOperand operand) const {
+    return base + Tile::kLoaded + 8 * operand;
   }
 
   /// What other ranks of the cluster send (cluster_sum.cuh): over the stages that move, and of ds.
@@ -298,13 +297,11 @@ struct BackwardShared {
     }
     for (const GradOperand operand : {kScoreOperand, kProbabilityOperand}) {
       init_barrier(stationary_full(operand), 1);
+      init_barrier(loaded(operand), 1);
       for (int stage = 0; stage < stages(operand); ++stage) {
         init_barrier(full(operand, stage), 1);
-        init_barrier(loaded(operand, stage), 1);
-        // Each warp waits for its own products. Of split roles two read an operand, too, and
-        // its loading rank waits for those of both thread blocks.
-        const bool of_both = Tile::kSplit && rank_in_pair() == operand;
-        init_barrier(free(operand, stage), of_both ? 2 * kConsumerWarps : kConsumerWarps);
+        // Each warp waits for its own products. Of split roles two read an operand, too.
+        init_barrier(free(operand, stage), kConsumerWarps);
       }
     }
     for (const int slot : {0, 1}) {
