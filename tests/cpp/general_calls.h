@@ -39,6 +39,7 @@ enum class Rows {
   kNone,
   kRandom,     // random bounds, some of them outside the keys, some of rows that see nothing
   kWindow,     // about 100 keys, and every row later than the one before
+  kSliding,    // row i sees keys [first_key + i, first_key + i + length)
   kDocuments,  // jumps of both bounds together
   kGap,        // the first rows see the first keys, the others the last ones
   kPrefix,     // causal, but for the first keys
@@ -59,7 +60,8 @@ struct Case {
   bool sinks = false;
   bool fold = false;
   int64_t final_begin = 0, final_end = 0;
-  int64_t diagonal = 40;  // of Rows::kDiagonal
+  int64_t diagonal = 40;                // of Rows::kDiagonal
+  int64_t first_key = 0, length = 300;  // of Rows::kSliding
   uint32_t seed = 1;
 
   std::string text() const {
@@ -104,6 +106,9 @@ inline Tensor table(const Case& c) {
         break;
       case Rows::kWindow:
         set(row, key - 60, key + 41);
+        break;
+      case Rows::kSliding:
+        set(row, c.first_key + row, c.first_key + row + c.length);
         break;
       case Rows::kDocuments: {
         const auto next = std::upper_bound(documents.begin(), documents.end(), key);
@@ -289,8 +294,8 @@ inline void check_within(const char* what, const Tensor& got, const Tensor& want
   CHECK(worst <= 1.0);
 }
 
-inline void check(const Case& c) {
-  Problem problem(c);
+inline void check(Problem problem) {
+  const Case& c = problem.c;
   problem.poison();
   const Results results = attend(problem);
   INFO(c.text());
@@ -311,5 +316,6 @@ inline void check(const Case& c) {
   CHECK((c.fold ? untouched.equal(rows(problem.state, begin, end))
                 : untouched.isnan().all().item<bool>()));
 }
+inline void check(const Case& c) { check(Problem(c)); }
 
 }  // namespace ringattn::testing::general_calls

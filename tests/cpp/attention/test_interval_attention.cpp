@@ -93,6 +93,41 @@ TEST_CASE("odd numbers of rows, keys and heads") {
   }
 }
 
+TEST_CASE("rows see keys from and up to any place in a tile") {
+  if (!can_run()) return;
+  for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
+    for (int64_t shift = 0; shift < 80; shift += 4) {
+      Case c;
+      c.rows = Rows::kSliding;
+      c.dtype = dtype;
+      c.head_dim = 128;
+      c.num_queries = c.final_end = 200;
+      c.num_keys = 700;
+      c.first_key = shift;
+      c.length = shift % 3 == 0 ? 300 : 321;
+      check(c);
+    }
+  }
+}
+
+TEST_CASE("scores that overflow under a mask's lower end are those of visible keys") {
+  if (!can_run()) return;
+  for (const int64_t head_dim : {64, 128, 256}) {
+    Case c;
+    c.rows = Rows::kSliding;
+    c.dtype = at::kBFloat16;
+    c.head_dim = head_dim;
+    c.num_queries = c.final_end = 200;
+    c.num_keys = 700;
+    // Each row's first key has nearly all its weight, and keys before that one would have more.
+    Problem problem(c);
+    problem.q.abs_();
+    const Tensor key = at::arange(c.num_keys, problem.k.options().dtype(at::kFloat));
+    problem.k.narrow(1, 0, c.num_keys).copy_((key * -0.1 + 70).view({1, -1, 1, 1}));
+    check(problem);
+  }
+}
+
 TEST_CASE("many random tables") {
   if (!can_run()) return;
   for (uint32_t seed = 1; seed <= 40; ++seed) {

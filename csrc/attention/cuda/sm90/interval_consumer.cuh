@@ -30,6 +30,10 @@
 // nothing is next, so they are multiplied alone. So are those of tiles far from the keys of some
 // rows (two documents, rows of two pieces of a sequence): the product of a probability 0 and a NaN
 // must not reach these rows. Tiles that no row sees lie between them, and are skipped.
+//
+// With a single segment, values of the highest and of the lowest tile are multiplied in part, where
+// that is all that rows see, and maxima are looked for above unmasked tiles alone. With several,
+// either costs more than it saves.
 
 namespace ringattn::cuda::sm90 {
 
@@ -81,6 +85,8 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
       free_values();
     }
   };
+  constexpr bool kLooksAtEnds = kSegments == 1;
+  constexpr int kPartSteps = kPartKeys<Tile> / 16, kSteps = Tile::kBlockK / 16;
   const auto cap = [&](float(&scores)[Tile::kBlockK / 2]) {
     if constexpr (p.kSoftcap) {
 #pragma unroll
@@ -131,10 +137,10 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
     int between = 0;              // tiles to skip, of which these rows see nothing
     if (sees_keys && p.negative_scale) negate_queries<Tile>(queries, own_barrier);
 #pragma unroll 1
-    for (; segments != 0; segments &= segments - 1) {
-      const int segment = __ffs(segments) - 1;
+    for (; segments != 0; segments = kSegments == 1 ? 0 : segments & (segments - 1)) {
+      const int segment = first_segment<kSegments>(segments);
       ConsumerTiles visible;
-      if (segments == shared.segments(consumer, queries_parity)) {
+      if (kSegments == 1 || segments == shared.segments(consumer, queries_parity)) {
         visible = shared.first_tiles(consumer, queries_parity);
       } else {
         const QueryTile at = shared.tile(consumer, queries_parity);
@@ -142,6 +148,8 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
         visible =
             consumer_tiles<Tile>(visible_keys(keys, at).some, consumer_keys(keys, at, consumer));
       }
+
+      const KeyTiles& own = visible.own;
 
       // A tile of keys behind skipped ones: there is nothing to overlap it with.
       const auto attend_first = [&](int key_tile) {
@@ -162,7 +170,10 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
       };
 
       // Scores of this tile of keys, and values of the previous one.
-      const auto attend = [&](int key_tile, auto masked) {
+      //   masked        whether some row does not see it wholly
+      //   finds_maxima  whether the largest scores are looked for
+      const auto attend = [&](int key_tile, auto masked, auto finds_maxima) {
+        constexpr bool kFindsMaxima = decltype(finds_maxima)::value;
         KeyRange seen[2];
         if constexpr (decltype(masked)::value) {
           rows_see(segment, seen);
@@ -173,13 +184,21 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
         named_barrier_wait(own_ping_pong, kPingPongThreads);
         issue_scores<Element, Tile>(scores, queries, keys);
         wait(shared.full(kValues, values_at.stage), values_at.parity);
-        issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
+        const uint32_t values = shared.buffer(kValues, values_at.stage);
+        if (kLooksAtEnds && kFindsMaxima && key_tile == own.end - 2 &&
+            shared.first_tiles(consumer, queries_parity).ends_early) {
+          issue_values<Element, Tile, 0, kPartSteps>(out, probabilities, values);
+        } else {
+          issue_values<Element, Tile>(out, probabilities, values);
+        }
         named_barrier_arrive(next_ping_pong, kPingPongThreads);
         wait_for_products<1>();
 
         cap(scores);
         if constexpr (decltype(masked)::value) {
           mask_scores(scores, p.keys[segment], seen, key_tile * Tile::kBlockK);
+        }
+        if constexpr (kFindsMaxima) {
           softmax.exponentiate(scores, p.softmax_scale());
           wait_for_products<0>();
           free_values();
@@ -199,6 +218,10 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
                 for (int i = 0; i < Tile::kBlockK / 2; ++i) {
                   if (overflowed[i / 2 % 2]) scores[i] = tanh_by_exp2(p.softcap_inner * scores[i]);
                 }
+              }
+              if constexpr (decltype(masked)::value) {
+                rows_see(segment, seen);
+                mask_scores(scores, p.keys[segment], seen, key_tile * Tile::kBlockK, overflowed);
               }
               softmax.restart(scores, sums, overflowed, p.softmax_scale());
               scale_accumulators(out, softmax.decay);
@@ -249,7 +272,6 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
       };
 
       between += visible.above;
-      const KeyTiles& own = visible.own;
       int key_tile = own.end - 1;
 #pragma unroll 1
       while (key_tile >= own.begin) {
@@ -271,13 +293,19 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
           values_pending = near;
           if (!near) add_apart(key_tile);
           --key_tile;
-        } else if (key_tile >= own.unmasked_end || key_tile < own.unmasked_begin) {
-          attend(key_tile, std::true_type{});
+        } else if (key_tile >= own.unmasked_end ||
+                   (!kLooksAtEnds && key_tile < own.unmasked_begin)) {
+          attend(key_tile, std::true_type{}, std::true_type{});
+          --key_tile;
+        } else if (kLooksAtEnds && key_tile < own.unmasked_begin) {
+          attend(key_tile, std::true_type{}, std::false_type{});
           --key_tile;
         } else {
           // Without the tests above: unmasked tiles are near, and no others lie between them.
 #pragma unroll 1
-          for (; key_tile >= own.unmasked_begin; --key_tile) attend(key_tile, std::false_type{});
+          for (; key_tile >= own.unmasked_begin; --key_tile) {
+            attend(key_tile, std::false_type{}, std::false_type{});
+          }
         }
       }
       between += visible.below;
@@ -285,7 +313,13 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
 
     if (values_pending) {
       wait(shared.full(kValues, values_at.stage), values_at.parity);
-      issue_values<Element, Tile>(out, probabilities, shared.buffer(kValues, values_at.stage));
+      const uint32_t values = shared.buffer(kValues, values_at.stage);
+      // These are of the lowest tile: the first row sees it, where any values are pending.
+      if (kLooksAtEnds && shared.first_tiles(consumer, queries_parity).begins_late) {
+        issue_values<Element, Tile, kSteps - kPartSteps>(out, probabilities, values);
+      } else {
+        issue_values<Element, Tile>(out, probabilities, values);
+      }
       tile = shared.tile(consumer, queries_parity);
       free_queries();
       finish_rows();  // while the products run

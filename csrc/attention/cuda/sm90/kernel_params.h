@@ -103,13 +103,14 @@ struct GeneralParams {
 struct NoParams {};
 
 /// Parameters of a kernel for up to kSegments segments. A single segment is local; of several, some
-/// may be fetched.
+/// may be fetched. Its general variant looks closer at the ends of what rows see.
 template <int kSegments, Variant kVariant>
 struct SegmentedParams
     : KernelParams,
       std::conditional_t<kVariant == Variant::kDiagonal, NoParams, GeneralParams> {
   static constexpr bool kFetches = kSegments > 1;
   static constexpr bool kGeneral = kVariant != Variant::kDiagonal;
+  static constexpr bool kReorders = kFetches || kGeneral;
   static constexpr bool kSoftcap = kVariant == Variant::kIntervalsSoftcap;
 
   struct Maps {
@@ -133,7 +134,7 @@ struct SegmentedParams
 
   /// Where work tiles are dispatched dynamically, those from first_tail_tile on are taken in this
   /// order (rebalance_tail).
-  static constexpr int kTailCapacity = kFetches ? kMaxTailTiles : 1;
+  static constexpr int kTailCapacity = kReorders ? kMaxTailTiles : 1;
   int first_tail_tile;
   uint16_t tail_order[kTailCapacity];
 

@@ -290,7 +290,7 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool fetch_bound, cu
       std::min<int64_t>(max_blocks, ceil_div(params.fetch_order.chunks, cluster) * cluster));
   const int blocks =
       std::max(std::min(max_blocks, params.scheduler.num_tiles * cluster), fetching_blocks);
-  if constexpr (params.kFetches) order_tail<Tile>(p, fetch_bound, blocks, params);
+  if constexpr (params.kReorders) order_tail<Tile>(p, fetch_bound, blocks, params);
   std::array<cudaLaunchAttribute, 2> attributes;
   const bool dependent = params.kFetches && p.remote_fetch.follows_staging;
   cudaLaunchConfig_t config = launch_config<Tile, kVariant>(blocks, cluster, dependent, attributes);
@@ -354,11 +354,16 @@ cudaError_t launch_general_block_attention(const BlockAttentionParams& p, cudaSt
                          std::conditional_t<kHeadDim <= 128, GeneralTile128, GeneralTile256>>;
   using SoftcapTile = std::conditional_t<kHeadDim == 128, GeneralSoftcapTile128, Tile>;
   const bool fetch_bound = is_fetch_bound(p);
-  return p.softcap == 0.0f
-             ? launch_segmented<Element, Tile, kMaxSegments, Variant::kIntervals>(p, fetch_bound,
-                                                                                  stream)
-             : launch_segmented<Element, SoftcapTile, kMaxSegments, Variant::kIntervalsSoftcap>(
-                   p, fetch_bound, stream);
+  if (p.softcap != 0.0f) {
+    return launch_segmented<Element, SoftcapTile, kMaxSegments, Variant::kIntervalsSoftcap>(
+        p, fetch_bound, stream);
+  }
+  if constexpr (kHeadDim == 128) {
+    if (p.num_segments == 1 && p.fetch == Fetch::kNone) {
+      return launch_segmented<Element, Tile, 1, Variant::kIntervals>(p, fetch_bound, stream);
+    }
+  }
+  return launch_segmented<Element, Tile, kMaxSegments, Variant::kIntervals>(p, fetch_bound, stream);
 }
 
 }  // namespace ringattn::cuda::sm90

@@ -180,7 +180,7 @@ __device__ __forceinline__ uint32_t announce_keys(const SegmentedParams<kSegment
                                                   const QueryTile& tile, uint32_t parity) {
   const uint32_t segments = visible_segments(p, tile);
   if (segments == 0) return 0;
-  const KeyBounds& keys = p.keys[__ffs(segments) - 1];
+  const KeyBounds& keys = p.keys[first_segment<kSegments>(segments)];
   const KeyRange some = visible_keys(keys, tile).some;
   // Unrolled, so that the table is read for all consumers at one time.
   VisibleKeys visible[Tile::kConsumers];

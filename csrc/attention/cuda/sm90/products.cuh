@@ -42,15 +42,15 @@ __device__ __forceinline__ void issue_scores(float (&s)[Tile::kBlockK / 2], uint
       s, queries, keys);
 }
 
-/// Issues a group of products: out += p @ v.
-template <typename Element, typename Tile>
+/// Issues a group of products: out += p @ v, of keys [16 * kBegin, 16 * kEnd) of the tile.
+template <typename Element, typename Tile, int kBegin = 0, int kEnd = Tile::kBlockK / 16>
 __device__ __forceinline__ void issue_values(float (&out)[Tile::kHeadDim / 2],
                                              const uint32_t (&p)[Tile::kBlockK / 4],
                                              uint32_t values) {
   const auto v = OperandDescriptor::n_major(values, Tile::kKeyBlockBytes);
   begin_products();
 #pragma unroll
-  for (int step = 0; step < Tile::kBlockK / 16; ++step) {
+  for (int step = kBegin; step < kEnd; ++step) {
     ProductOfRegisters<Element, Tile::kHeadDim>::issue(out, p[4 * step], p[4 * step + 1],
                                                        p[4 * step + 2], p[4 * step + 3],
                                                        v.at(step * 16 * kColumnBlockPitch));

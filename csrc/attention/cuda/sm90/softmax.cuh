@@ -14,6 +14,18 @@
 
 namespace ringattn::cuda::sm90 {
 
+/// A number for each of a lane's two rows.
+struct RowPair {
+  float of[2];
+
+  __device__ __forceinline__ float operator[](int half) const { return of[half]; }
+};
+struct RowFlags {
+  bool of[2];
+
+  __device__ __forceinline__ bool operator[](int half) const { return of[half]; }
+};
+
 /// s[i, j] = -inf where key j is past the last one row i sees. Scores are replaced, not added to: a
 /// NaN behind the mask stays there.
 ///   last_key: of this lane's first row, relative to the tile's first key
@@ -36,9 +48,11 @@ __device__ __forceinline__ void mask_scores(float (&s)[kScores], int last_key, i
 /// s[i, j] = -inf where key j is not one of those that row i sees.
 ///   entries    of this lane's rows
 ///   first_key  of the tile
+///   rows       which of the two
 template <int kScores>
 __device__ __forceinline__ void mask_scores(float (&s)[kScores], const KeyBounds& keys,
-                                            const KeyRange (&entries)[2], int first_key) {
+                                            const KeyRange (&entries)[2], int first_key,
+                                            const RowFlags& rows = {{true, true}}) {
   // Otherwise ptxas clamps the entries in front of the products, which then wait for their loads.
   keep_instructions_in_order();
   const int first_column = first_key + threadIdx.x % 4 * 2;
@@ -50,22 +64,10 @@ __device__ __forceinline__ void mask_scores(float (&s)[kScores], const KeyBounds
     const uint32_t visible = columns_within<kScores / 2>(begin - first_column, end - first_column);
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) {
-      if ((visible >> i & 1) == 0) s[i / 2 * 4 + 2 * half + i % 2] = -INFINITY;
+      if (rows[half] && (visible >> i & 1) == 0) s[i / 2 * 4 + 2 * half + i % 2] = -INFINITY;
     }
   }
 }
-
-/// A number for each of a lane's two rows.
-struct RowPair {
-  float of[2];
-
-  __device__ __forceinline__ float operator[](int half) const { return of[half]; }
-};
-struct RowFlags {
-  bool of[2];
-
-  __device__ __forceinline__ bool operator[](int half) const { return of[half]; }
-};
 
 /// Whether `mine` is true in any lane of the quad.
 __device__ __forceinline__ bool any_in_quad(bool mine) {

@@ -233,7 +233,8 @@ struct SharedMemory {
     const uint32_t to = consumer_tiles_slot(consumer, parity);
     const KeyTiles& own = tiles.own;
     store_words(to, {own.begin, own.end, own.unmasked_begin, own.unmasked_end});
-    store_words(to + 16, {tiles.above, tiles.below, tiles.near_begin, tiles.near_end});
+    store_words(to + 16, {2 * tiles.above + tiles.ends_early, 2 * tiles.below + tiles.begins_late,
+                          tiles.near_begin, tiles.near_end});
   }
   __device__ __forceinline__ uint32_t segments(int consumer, uint32_t parity) const {
     return load_words(keys_slot(consumer, parity)).x;
@@ -244,7 +245,9 @@ struct SharedMemory {
   __device__ __forceinline__ ConsumerTiles first_tiles(int consumer, uint32_t parity) const {
     const uint32_t from = consumer_tiles_slot(consumer, parity);
     const int4 own = load_words(from), rest = load_words(from + 16);
-    return {rest.x, {own.x, own.y, own.z, own.w}, rest.y, rest.z, rest.w};
+    return {
+        rest.x / 2,     {own.x, own.y, own.z, own.w}, rest.y / 2, rest.z, rest.w, rest.x % 2 != 0,
+        rest.y % 2 != 0};
   }
 
   /// Written before work_tile_full, read after it.
@@ -332,7 +335,7 @@ template <typename Tile, int kSegments, Variant kVariant>
 __device__ __forceinline__ QueryTile query_tile(const SegmentedParams<kSegments, kVariant>& p,
                                                 int work_tile) {
   const TileScheduler& scheduler = p.scheduler;
-  if constexpr (p.kFetches) work_tile = p.reordered(work_tile);
+  if constexpr (p.kReorders) work_tile = p.reordered(work_tile);
   const int rank = Tile::kInPairs ? cluster_rank() : 0;
   const TileScheduler::Assignment assigned =
       scheduler.assignment(work_tile, rank, Tile::kBlockQ, p.num_queries);

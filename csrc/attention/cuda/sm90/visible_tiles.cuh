@@ -74,7 +74,7 @@ template <int kSegments, Variant kVariant>
 __device__ __forceinline__ uint32_t visible_segments(const SegmentedParams<kSegments, kVariant>& p,
                                                      const QueryTile& tile) {
   static_assert(kSegments <= 32);
-  if (p.num_segments == 1) return 1;
+  if (kSegments == 1 || p.num_segments == 1) return p.num_segments;
   uint32_t segments = 0;
 #pragma unroll 4
   for (int segment = 0; segment < p.num_segments; ++segment) {
@@ -90,6 +90,12 @@ __device__ __forceinline__ KeyTiles visible_tiles(const KeyBounds& keys, const Q
   return KeyTiles::of(visible_keys(keys, tile), Tile::kBlockK);
 }
 
+/// The first of these, at least one.
+template <int kSegments>
+__device__ __forceinline__ int first_segment(uint32_t segments) {
+  return kSegments == 1 ? 0 : __ffs(segments) - 1;
+}
+
 /// A segment's tiles of keys that the work tile sees, as one consumer comes to them: the last
 /// first.
 struct ConsumerTiles {
@@ -97,7 +103,13 @@ struct ConsumerTiles {
   KeyTiles own;  // of every row of an unmasked tile, a higher tile has a key that it sees, too
   int below;     // tiles after them
   int near_begin, near_end;  // tiles whose keys are at most kNearKeys from keys that each row sees
+  // All that rows see of the highest tile are its first kPartKeys; of the lowest one its last.
+  bool ends_early, begins_late;
 };
+
+/// The keys of a product of a part of a tile: about half of them, a multiple of 16.
+template <typename Tile>
+constexpr int kPartKeys = (Tile::kBlockK + 31) / 32 * 16;
 
 /// A value that is not finite may reach rows that see a key so near. Beyond, it may not.
 constexpr int kNearKeys = 512;
@@ -117,7 +129,7 @@ template <typename Tile>
 __device__ __forceinline__ ConsumerTiles consumer_tiles(const KeyRange& some,
                                                         const VisibleKeys& visible) {
   const KeyTiles all = KeyTiles::of({some, {}}, Tile::kBlockK);
-  ConsumerTiles tiles = {all.size(), {}, 0, 0, 0};
+  ConsumerTiles tiles = {all.size(), {}, 0, 0, 0, false, false};
   KeyTiles own = KeyTiles::of(visible, Tile::kBlockK, /*keys_above=*/1);
   // Of a table that decreases they may not be among the work tile's.
   own.begin = max(own.begin, all.begin);
@@ -129,7 +141,14 @@ __device__ __forceinline__ ConsumerTiles consumer_tiles(const KeyRange& some,
       visible.some.begin < visible.all.end && visible.all.begin < visible.some.end;
   const int near_begin = max(visible.all.begin - kNearKeys + Tile::kBlockK - 1, 0) / Tile::kBlockK;
   const int near_end = both_see ? (visible.all.end + kNearKeys) / Tile::kBlockK : 0;
-  return {all.end - own.end, own, own.begin - all.begin, near_begin, near_end};
+  const KeyRange& keys = visible.some;
+  return {all.end - own.end,
+          own,
+          own.begin - all.begin,
+          near_begin,
+          near_end,
+          keys.end <= (own.end - 1) * Tile::kBlockK + kPartKeys<Tile>,
+          keys.begin >= (own.begin + 1) * Tile::kBlockK - kPartKeys<Tile>};
 }
 
 /// The keys of a segment that each of a lane's two rows sees, to be clamped. Rows that do not exist
