@@ -46,7 +46,8 @@ enum class Fetch : int8_t {
             // and RemoteFetch::failed
 };
 
-/// How a launch computes it: no result depends on them.
+/// How a launch computes it: no result depends on them, but for the rounding of general calls of
+/// one segment, which may have a kernel of their own where nothing is fetched.
 struct LaunchOptions {
   /// Persistent kernels have one thread block on each multiprocessor: at most so many.
   int32_t max_blocks = INT32_MAX;

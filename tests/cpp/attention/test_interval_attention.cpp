@@ -119,7 +119,7 @@ TEST_CASE("scores that overflow under a mask's lower end are those of visible ke
     c.head_dim = head_dim;
     c.num_queries = c.final_end = 200;
     c.num_keys = 700;
-    // Each row's first key has nearly all its weight, and keys before that one would have more.
+    // Each row's first keys have nearly all its weight, and keys before these would have more.
     Problem problem(c);
     problem.q.abs_();
     const Tensor key = at::arange(c.num_keys, problem.k.options().dtype(at::kFloat));

@@ -31,9 +31,9 @@
 // rows (two documents, rows of two pieces of a sequence): the product of a probability 0 and a NaN
 // must not reach these rows. Tiles that no row sees lie between them, and are skipped.
 //
-// With a single segment, values of the highest and of the lowest tile are multiplied in part, where
-// that is all that rows see, and maxima are looked for above unmasked tiles alone. With several,
-// either costs more than it saves.
+// With a single segment, maxima are looked for above unmasked tiles alone, and values of the lowest
+// tile, and of the highest where the tile below is masked, are multiplied in part if rows see no
+// more. With several, that costs more than it saves.
 
 namespace ringattn::cuda::sm90 {
 
@@ -148,7 +148,6 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
         visible =
             consumer_tiles<Tile>(visible_keys(keys, at).some, consumer_keys(keys, at, consumer));
       }
-
       const KeyTiles& own = visible.own;
 
       // A tile of keys behind skipped ones: there is nothing to overlap it with.
@@ -170,7 +169,7 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
       };
 
       // Scores of this tile of keys, and values of the previous one.
-      //   masked        whether some row does not see it wholly
+      //   masked        whether some row may not see it wholly
       //   finds_maxima  whether the largest scores are looked for
       const auto attend = [&](int key_tile, auto masked, auto finds_maxima) {
         constexpr bool kFindsMaxima = decltype(finds_maxima)::value;

@@ -103,7 +103,7 @@ struct GeneralParams {
 struct NoParams {};
 
 /// Parameters of a kernel for up to kSegments segments. A single segment is local; of several, some
-/// may be fetched. Its general variant looks closer at the ends of what rows see.
+/// may be fetched.
 template <int kSegments, Variant kVariant>
 struct SegmentedParams
     : KernelParams,

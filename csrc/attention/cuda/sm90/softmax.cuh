@@ -102,11 +102,12 @@ __device__ __forceinline__ void scale_accumulators(float (&out)[kAccumulators],
   for (int i = 0; i < kAccumulators; ++i) out[i] *= decay[i / 2 % 2];
 }
 
-/// Accumulators and sums are relative to `max`. Under the mask and in the first tile it is the
-/// largest score so far. In the other tiles it is not looked for, which saves a sixth of all
-/// instructions: probabilities are computed relative to the maximum so far, and their sums tell
-/// whether a row's scores have risen above it (after FlashAttention-4, which looks for the maximum,
-/// but rarely moves it). Such a row is re-centred on its largest probability.
+/// Accumulators and sums are relative to `max`. In the first tile, and under the mask where rows
+/// may see their first keys, it is the largest score so far. In the other tiles it is not looked
+/// for, which saves a sixth of all instructions: probabilities are computed relative to the maximum
+/// so far, and their sums tell whether a row's scores have risen above it (after FlashAttention-4,
+/// which looks for the maximum, but rarely moves it). Such a row is re-centred on its largest
+/// probability.
 ///
 /// Note: that is a matter of accuracy first. In a row where one key has most of the weight, the
 /// result's error is the rounding error of that key's probability: none where it is 1, up to half a

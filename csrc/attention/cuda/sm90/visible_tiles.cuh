@@ -84,16 +84,16 @@ __device__ __forceinline__ uint32_t visible_segments(const SegmentedParams<kSegm
   return segments;
 }
 
+/// The first of these; there is one.
+template <int kSegments>
+__device__ __forceinline__ int first_segment(uint32_t segments) {
+  return kSegments == 1 ? 0 : __ffs(segments) - 1;
+}
+
 /// A segment's tiles of keys that the work tile sees.
 template <typename Tile>
 __device__ __forceinline__ KeyTiles visible_tiles(const KeyBounds& keys, const QueryTile& tile) {
   return KeyTiles::of(visible_keys(keys, tile), Tile::kBlockK);
-}
-
-/// The first of these, at least one.
-template <int kSegments>
-__device__ __forceinline__ int first_segment(uint32_t segments) {
-  return kSegments == 1 ? 0 : __ffs(segments) - 1;
 }
 
 /// A segment's tiles of keys that the work tile sees, as one consumer comes to them: the last

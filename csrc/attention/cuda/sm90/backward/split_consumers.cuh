@@ -8,7 +8,6 @@
 #include "attention/cuda/sm90/backward/kernel_params.h"
 #include "attention/cuda/sm90/backward/products.cuh"
 #include "attention/cuda/sm90/backward/tile.cuh"
-#include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/named_barrier.cuh"
 #include "attention/cuda/sm90/ptx/registers.cuh"
