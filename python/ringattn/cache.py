@@ -341,9 +341,15 @@ class ShardedKVCache:
             self.lengths[destination] += tokens
 
     def _allocate(self, layer: int, k: torch.Tensor) -> None:
-        if layer not in self._layers:
-            batch, _, num_kv_heads, head_dim = k.shape
+        batch, _, num_kv_heads, head_dim = k.shape
+        held = self._layers.get(layer)
+        if held is None:
             self._layers[layer] = _empty_like(k, 2, batch, self.capacity, num_kv_heads, head_dim)
+        elif held.shape[3:] != k.shape[2:]:  # a single head would be broadcast
+            raise ValueError(
+                f"cache must hold keys of the model's {num_kv_heads} heads of {head_dim}, "
+                f"got {held.size(3)} of {held.size(4)}: another model filled it"
+            )
 
     def _grow(self, capacity: int) -> None:
         self.storage_version += 1

@@ -44,7 +44,10 @@ def calls_agree(family: str) -> None:
                 {"use_cache": False},
                 {"logits_to_keep": 1},
                 {"logits_to_keep": 2, "use_cache": False},
-                {"logits_to_keep": torch.tensor([1, 0], device=ids.device)},
+                {"logits_to_keep": torch.tensor([1, -2], device=ids.device)},
+                {"logits_to_keep": torch.arange(num_tokens, device=ids.device) % 2 == 1},
+                {"logits_to_keep": slice(1, 9)},
+                {"logits_to_keep": [0, 1]},
             ):
                 assert_near(model(ids, **options).logits, plain(ids, **options).logits)
         ids, positions = token_ids(9), torch.arange(5, 14, device=this().device)[None]
@@ -54,6 +57,9 @@ def calls_agree(family: str) -> None:
         assert len(given.hidden_states) == len(expected.hidden_states) == 3
         for actual, right in zip(given.hidden_states, expected.hidden_states, strict=True):
             assert_near(actual, right)
+        for one in (plain, model), (plain.base_model, model.base_model):
+            keys = [list(x(ids, use_cache=True, output_hidden_states=True)) for x in one]
+            assert keys[0] == keys[1]
         in_a_tuple = model(ids, use_cache=False, return_dict=False)
         assert isinstance(in_a_tuple, tuple) and len(in_a_tuple) == 1
         assert_near(in_a_tuple[0], plain(ids, use_cache=False, return_dict=False)[0])

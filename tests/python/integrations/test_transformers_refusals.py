@@ -145,6 +145,12 @@ def of_another_depth() -> DynamicCache:
     return cache
 
 
+def of_other_heads() -> DynamicCache:
+    cache = DynamicCache()
+    ringattn.parallelize(model_of(num_key_value_heads=1))(token_ids(6), **{CACHE: cache})
+    return cache
+
+
 def refused_calls() -> None:
     plain = model_of("mistral", sliding_window=256)
     model, ids = ringattn.parallelize(copy.deepcopy(plain)), token_ids(6)
@@ -170,6 +176,11 @@ def refused_calls() -> None:
         ({CACHE: of_another_model()}, "got one of 5 tokens that another model filled"),
         ({CACHE: of_one_rank()}, f"must be that of rank {this().rank} of 2, got rank 0 of 1"),
         ({CACHE: of_another_depth()}, "must have 2 layers, got 1"),
+        ({CACHE: of_other_heads()}, "must hold keys of the model's 2 heads of 16, got 1 of 16"),
+        ({"logits_to_keep": torch.tensor([0, 6], device=device)}, "indices of the 6 tokens, got"),
+        ({"logits_to_keep": torch.ones(6, device=device)}, r"got torch.float32 \[6\]"),
+        ({"logits_to_keep": torch.tensor(3, device=device)}, r"got torch.int64 \[\]"),
+        ({"logits_to_keep": "last"}, "a bool mask of the 6 tokens, got last"),
         ({CACHE: cache, "input_ids": ids[:1]}, "must have the 2 rows of the cache, got 1"),
         ({CACHE: cache, "input_ids": ids.repeat(2, 1)}, "must have the 2 rows of the cache, got 4"),
         ({CACHE: cache, "attention_mask": torch.cat((hole, ones), 1)}, "must be the prompt's mask"),

@@ -144,7 +144,8 @@ class BodyForward(RingForward):
             if call.is_prefill:
                 assert call.cache is not None
                 fill(context.cache, call.cache, context.num_layers, call.padding)
-            output[context.cache_name] = context.cache
+            # Made anew: a field that is set later comes last.
+            output = type(output)(**{**output, context.cache_name: context.cache})
         return output if context.return_dict else output.to_tuple()
 
     def _undo(self, asked: dict[str, Any]) -> None:
@@ -242,7 +243,13 @@ def _prepared(forward: BodyForward, kwargs: dict[str, Any]) -> dict[str, Any]:
         compared |= asked.targets.compared
     elif isinstance(asked.labels, torch.Tensor):
         compared["labels"] = asked.labels
-    more = Given(facts, compared)
+    flaws = {}
+    if columns is not None and not isinstance(asked.kept, int):
+        length = tokens.size(1)
+        beyond = ((columns < -length) | (columns >= length)).any()
+        flaws = {f"logits_to_keep must be indices of the {length} tokens, got one beyond": beyond}
+        asked.columns = columns.clamp(-length, length - 1)  # no index may end the process
+    more = Given(facts, compared, flaws)
     inputs = Inputs(
         forward.agreement, tokens, "input_ids" if embeds is None else "inputs_embeds", more=more
     )
@@ -337,7 +344,7 @@ def _call(
         )
     else:
         wrong = _check_step(layer.padding, mask, past, num_tokens)
-        inputs.more.flaws = {_OTHER_MASK: wrong}
+        inputs.more.flaws = {**inputs.more.flaws, _OTHER_MASK: wrong}
         call = ModelCall.after(
             *(ring, layer.store, num_tokens, settings.split.partition),
             device=tokens.device,

@@ -80,7 +80,7 @@ class Asked:
 
     Args:
         columns: those that the head runs on, int64 ``[n]``; None: all.
-        kept: ``logits_to_keep``, for comparisons.
+        kept: ``logits_to_keep``, or the shape of its columns, for comparisons.
         labels: of another loss, for comparisons.
         targets: of a loss that is computed from this rank's rows.
         gradients: whether the call records gradients.
@@ -131,8 +131,10 @@ class Forward(RingForward):
         call, targets = wanted.call, wanted.targets
         assert call is not None
         if targets is not None:
-            output.logits = call.own(output.logits)
-            output.loss = _loss(call, output.logits, targets)
+            logits = call.own(output.logits)
+            loss = _loss(call, logits, targets)
+            # Made anew: a field that is set later comes last, and the loss is the first.
+            output = type(output)(**{**output, "loss": loss, "logits": logits})
         elif wanted.columns is None:
             output.logits = call.whole(output.logits)
         else:
@@ -148,19 +150,16 @@ class Forward(RingForward):
         kept = given.get("logits_to_keep")
         if kept is None:
             return
-        if not isinstance(kept, int):
-            asked.columns, asked.kept = kept, list(kept.shape)
-        elif kept == 0:
-            asked.kept = kept
-        else:
+        asked.kept = kept
+        if not isinstance(kept, int) or kept != 0:
             tokens = given.get("input_ids")
             tokens = given.get("inputs_embeds") if tokens is None else tokens
             length, device = 0, None
             if isinstance(tokens, torch.Tensor):
                 length, device = tokens.size(1), tokens.device  # a copy to it would wait for it
-            # As slice(-n, None) does; for a negative n, too.
-            columns = torch.arange(length, device=device)[slice(-kept, None)]
-            asked.columns, asked.kept = columns, kept
+            asked.columns = _columns(kept, length, device)
+            if not isinstance(kept, int):
+                asked.kept = list(asked.columns.shape)
         given["logits_to_keep"] = 0  # the rows that come back are those that were asked for
 
     def _targets(self, asked: Asked, given: dict[str, Any]) -> Targets:
@@ -177,6 +176,27 @@ class Forward(RingForward):
                 "that of all tokens"
             )
         return Targets.of(given)
+
+
+def _columns(kept: Any, length: int, device: torch.device | None) -> torch.Tensor:
+    """The tokens that ``logits_to_keep`` asks for, as indexing understands it, int64 ``[n]``."""
+    every = torch.arange(length, device=device)
+    if isinstance(kept, int):
+        return every[slice(-kept, None)]  # for a negative number, too
+    if isinstance(kept, slice):
+        return every[kept]
+    columns = torch.as_tensor(kept) if isinstance(kept, (list, tuple)) else kept
+    is_one = isinstance(columns, torch.Tensor) and columns.dim() == 1
+    if is_one and columns.dtype == torch.bool and len(columns) == length:
+        return every[columns.to(every.device)]
+    if not is_one or columns.dtype.is_floating_point or columns.dtype in (torch.bool, torch.uint8):
+        is_tensor = isinstance(columns, torch.Tensor)
+        got = f"{columns.dtype} {list(columns.shape)}" if is_tensor else kept
+        raise ValueError(
+            "logits_to_keep must be a number of tokens, a slice, indices [n] or a bool mask of the "
+            f"{length} tokens, got {got}"
+        )
+    return columns.long()
 
 
 def _loss(call: ModelCall, logits: torch.Tensor, targets: Targets) -> torch.Tensor:
