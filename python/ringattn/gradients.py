@@ -15,7 +15,7 @@ from ringattn._distributed.collectives import Content, agree, complete
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
 from ringattn.models.llama import LLaMA
 from ringattn.modules import RingAttention
-from ringattn.parallel import settings_of
+from ringattn.parallel import has_no_head, settings_of
 
 _OPERATION = "all_reduce_gradients"
 
@@ -47,7 +47,8 @@ def all_reduce_gradients(model: nn.Module, group: Group = None) -> None:
     Raises:
         ValueError: on every rank: parameters that require grad and differ between ranks in number,
             shape or dtype; sparse gradients; DTensors, which FSDP2 sums itself over a mesh that
-            contains the ring; layers on several rings without ``group``.
+            contains the ring; layers on several rings without ``group``; gradients of modules
+            beside a part that was parallelized without its head, without ``group``.
         torch.distributed.DistBackendError: a peer died or never arrived.
     """
     is_module = isinstance(model, nn.Module)
@@ -56,6 +57,8 @@ def all_reduce_gradients(model: nn.Module, group: Group = None) -> None:
         [(name, x) for name, x in model.named_parameters() if x.requires_grad] if is_module else []
     )
     mistake = None if is_module else f"model must be a module, got {type(model).__name__}"
+    if is_module and group is None:
+        mistake = _whole_gradients(model)
     kinds = "\n".join(f"{list(x.shape)} {x.dtype}" for _, x in named)
     facts = {
         "the number of parameters that require grad": len(named),
@@ -100,6 +103,25 @@ def _ring_of(model: nn.Module) -> GroupInfo:
             f"{len(rings)}"
         )
     return next(iter(rings.values())) if rings else resolve_group(None)
+
+
+def _whole_gradients(model: nn.Module) -> str | None:
+    """Why a model's gradients are not parts, where modules may lie behind one that returns the rows
+    of all tokens."""
+    for part_name, part in model.named_modules():
+        if part is model or not has_no_head(part):
+            continue
+        inside = set(part.modules())
+        for name, module in model.named_modules():
+            for own_name, x in module.named_parameters(recurse=False):
+                if module not in inside and x.requires_grad and x.grad is not None:
+                    return (
+                        f"model must be its parallelized part {part_name!r}, got one with a "
+                        f"gradient of {name + '.' if name else ''}{own_name} beside it: modules "
+                        "behind that part have whole gradients on every rank; for modules before "
+                        "it, give group="
+                    )
+    return None
 
 
 def _mistake(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:

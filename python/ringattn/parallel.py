@@ -159,6 +159,13 @@ def settings_of(module: nn.Module) -> RingSettings | None:
     return None if attached is None else attached.settings
 
 
+def has_no_head(module: nn.Module) -> bool:
+    """Whether an adapter holds on to a module as a model without a head: on every rank its calls
+    return the rows of all tokens."""
+    attached = vars(module).get(ATTACHED)
+    return attached is not None and all(x.model is module for x in attached.forwards)
+
+
 def parallelize(
     model: _Model,
     *,

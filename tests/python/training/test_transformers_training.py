@@ -94,6 +94,7 @@ def losses_agree(name: str, kinds: tuple[str, ...], dtype: torch.dtype = torch.f
             options = options_of[kind]
             expected, output = plain(ids, **options).loss, model(ids, **options)
             assert_near(output.loss, expected, tolerance)
+            assert output[0] is output.loss
             right = gradients_of(plain, expected)
             output.loss.backward()
             assert_same_gradients(summed_gradients(model), right, tolerance)
@@ -428,6 +429,25 @@ def refused_calls() -> None:
 
 def test_what_has_no_right_gradient_is_refused_by_name(rank_pool: Any) -> None:
     rank_pool(2).run(refused_calls)
+
+
+def sum_beside_a_part() -> None:
+    plain, model = both()
+    ids = token_ids(SIZE)
+    ringattn.unparallelize(model)
+    ringattn.parallelize(model.model)
+    expected, loss = plain(ids, labels=ids).loss, model(ids, labels=ids).loss
+    assert_near(loss, expected, 3e-5)
+    loss.backward()
+    with pytest.raises(ValueError, match="parallelized part 'model', got one with a grad"):
+        ringattn.all_reduce_gradients(model)
+    ringattn.all_reduce_gradients(model.model)
+    right = gradients_of(plain, expected)
+    assert_same_gradients({name: x.grad for name, x in model.named_parameters()}, right, 3e-5)
+
+
+def test_gradients_of_a_head_behind_a_part_are_whole_on_every_rank(rank_pool: Any) -> None:
+    rank_pool(2).run(sum_beside_a_part)
 
 
 def one_rank_skips_its_backward() -> str:
