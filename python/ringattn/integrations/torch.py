@@ -61,9 +61,11 @@ def context_parallel(
     ring = resolve_group(mesh)
     try:
         if F.scaled_dot_product_attention is not _torch_attention:
+            there = getattr(F.scaled_dot_product_attention, "func", F.scaled_dot_product_attention)
+            name = f"{there.__module__}.{getattr(there, '__qualname__', type(there).__name__)}"
             raise ValueError(
                 "context_parallel must not be within another one, got "
-                f"F.scaled_dot_product_attention replaced by {F.scaled_dot_product_attention!r:.80}"
+                f"F.scaled_dot_product_attention replaced by {name}"
             )
         given, dims, kept = _check_buffers(buffers, buffer_seq_dims, no_restore_buffers)
     except Exception as error:
@@ -90,6 +92,9 @@ def context_parallel(
 
 
 _torch_attention = torch._C._nn.scaled_dot_product_attention
+# The same as an operator, of exported graphs for instance.
+_operator = torch.ops.aten.scaled_dot_product_attention
+_ATTENTION = (_torch_attention, _operator, _operator.default)
 
 
 @torch.no_grad()
@@ -165,7 +170,7 @@ class _RingAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _torch_attention:
+        if func in _ATTENTION:
             return self.attention(*args, **kwargs)
         if func in _REFUSED:
             error = ValueError(

@@ -1,35 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a tiny LLaMA with the Trainer of transformers, and prints the losses as JSON.
 
-Under torchrun the sequence is spread over all ranks: by accelerate's context parallelism, whose
-context is replaced by that of ringattn.
+Under torchrun the sequence is spread over all ranks: by accelerate's context parallelism, which
+finds ringattn's context in the place of torch's, or by ringattn.parallelize, with packed documents.
 """
 
 import json
 import os
 import sys
-from functools import partial
 from typing import Any
 
+import ringattn
 import torch
+import torch.distributed as dist
+import torch.distributed.tensor.experimental
 from accelerate.utils import ParallelismConfig
 from ringattn.integrations.torch import context_parallel
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import (
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 SEQ_LEN = 22  # not a multiple of 4, of which torch's own rows would be
 STEPS = 6
 called = 0
-
-
-class OnTheRing(TrainerCallback):
-    """Sets the context once accelerate has prepared the model."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.accelerator = trainer.accelerator
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        mesh = self.accelerator.torch_device_mesh["cp"]
-        self.accelerator._cp_context = partial(counted, mesh)
 
 
 def counted(mesh: Any, **given: Any) -> Any:
@@ -38,7 +37,33 @@ def counted(mesh: Any, **given: Any) -> Any:
     return context_parallel(mesh, **given)
 
 
-def main(folder: str) -> None:
+class OverTheRing(Trainer):
+    """The same batches on every rank."""
+
+    def get_train_dataloader(self) -> Any:
+        size = self.args.per_device_train_batch_size
+        return DataLoader(self.train_dataset, batch_size=size, collate_fn=self.data_collator)
+
+
+def sum_over_the_ring(num_replicas: Any, bucket: Any) -> Any:
+    work = dist.all_reduce(bucket.buffer().div_(num_replicas), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+sum_over_the_ring.__annotations__.clear()  # DDP compares them
+
+
+class SumOverTheRing(TrainerCallback):
+    """Tells DDP to sum gradients over the ring."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.model_wrapped.register_comm_hook(1, sum_over_the_ring)
+
+
+def main(folder: str, way: str) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -56,15 +81,23 @@ def main(folder: str) -> None:
     ids[:, 1::2] = ids[:, ::2]  # something to learn
     rows = [{"input_ids": row, "labels": row.clone()} for row in ids]
     options: dict[str, Any] = {}
-    if world_size > 1:
+    kinds: dict[str, Any] = {}
+    if way == "parallelize":
+        rows = [{"input_ids": row[: 3 + 5 * i % 19].tolist()} for i, row in enumerate(ids)]
+        kinds["data_collator"] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    elif world_size > 1:
         # accelerate has context parallelism on GPUs alone, because torch's own has.
         ParallelismConfig._validate_accelerator = lambda self, accelerator: None
         options["parallelism_config"] = ParallelismConfig(cp_size=world_size)
+        torch.distributed.tensor.experimental.context_parallel = counted
     arguments = TrainingArguments(
         folder,
         use_cpu=True,
         max_steps=STEPS,
+        eval_strategy="steps" if way == "context" else "no",
+        eval_steps=STEPS // 2,
         per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
         learning_rate=1e-3,
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -73,15 +106,23 @@ def main(folder: str) -> None:
         disable_tqdm=True,
         **options,
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
-    if world_size > 1:
-        trainer.add_callback(OnTheRing(trainer))
+    if way == "parallelize" and world_size > 1:
+        ringattn.parallelize(model)
+    trainer_type = OverTheRing if way == "parallelize" else Trainer
+    trainer = trainer_type(
+        model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:4], **kinds
+    )
+    if way == "parallelize" and world_size > 1:
+        trainer.add_callback(SumOverTheRing(trainer))
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    history = trainer.state.log_history
+    shown = {
+        name: [entry[key] for entry in history if key in entry]
+        for name, key in (("losses", "loss"), ("norms", "grad_norm"), ("evaluated", "eval_loss"))
+    }
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps({"losses": losses, "norms": norms, "called": called}))
+        print(json.dumps({**shown, "called": called}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
