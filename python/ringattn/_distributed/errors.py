@@ -63,7 +63,7 @@ def report_to_peers(ring: GroupInfo, error: Exception) -> None:
 
 
 def check_real(operation: str) -> None:
-    """ValueError under FakeTensorMode, where other ranks send nothing. Call it before ranks
-    exchange anything."""
-    if detect_fake_mode() is not None:
+    """ValueError under FakeTensorMode, where other ranks send nothing, but not while compiling.
+    Call it before ranks exchange anything."""
+    if not torch.compiler.is_compiling() and detect_fake_mode() is not None:
         raise ValueError(f"{operation} must have real tensors, got a call under FakeTensorMode")

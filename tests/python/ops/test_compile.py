@@ -89,6 +89,18 @@ def test_groups_and_meshes_are_traced(ring):
     ring.run(compiled_on_a_mesh)
 
 
+def compiled_gather(partition: Partition) -> None:
+    torch._dynamo.reset()
+    x = partition.shard(torch.randn(1, partition.seq_len, 3), this().rank).to(this().device)
+    compiled = torch.compile(partition.gather, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), partition.gather(x))
+
+
+def test_a_gather_is_compiled(ring):
+    for lengths, order in SPLITS[ring.world_size]:
+        ring.run(compiled_gather, Partition.zigzag(lengths, order))
+
+
 def compiled_hop(partition: Partition) -> None:
     torch._dynamo.reset()
 
