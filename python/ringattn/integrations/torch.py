@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -56,7 +57,8 @@ def context_parallel(
             ``attn_mask`` and ``dropout_p``, attention by another function
             (``nn.MultiheadAttention``; ``flex_attention`` is an error of the compiler's).
 
-    An exception from inside comes out unchanged; the buffers are restored before.
+    An exception from inside comes out unchanged; the buffers are restored before. A context that
+    ends without a call of attention warns, unless an earlier one has seen some.
     """
     ring = resolve_group(mesh)
     try:
@@ -86,6 +88,7 @@ def context_parallel(
         del shards
         with mode:
             yield
+        mode.warn_if_unused()
     finally:
         F.scaled_dot_product_attention = _torch_attention
         _replace(given, whole)
@@ -95,6 +98,8 @@ _torch_attention = torch._C._nn.scaled_dot_product_attention
 # The same as an operator, of exported graphs for instance.
 _operator = torch.ops.aten.scaled_dot_product_attention
 _ATTENTION = (_torch_attention, _operator, _operator.default)
+# By a context of this process.
+_attention_seen = False
 
 
 @torch.no_grad()
@@ -166,6 +171,16 @@ class _RingAttention(TorchFunctionMode):
         self.ring = ring
         self.attention = partial(_attention, ring, partition)
 
+    def warn_if_unused(self) -> None:
+        """Attention that this mode cannot see would attend to this rank's rows alone."""
+        if self.ring.world_size > 1 and not _attention_seen:
+            warnings.warn(
+                "context_parallel must see F.scaled_dot_product_attention, got no call of it: "
+                "other attention, such as that of attn_implementation='eager', sees this rank's "
+                "rows alone",
+                stacklevel=4,
+            )
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -195,6 +210,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """With the signature of ``F.scaled_dot_product_attention``."""
+    global _attention_seen
+    _attention_seen = True
     try:
         refused = {"attn_mask": attn_mask, "dropout_p": dropout_p}
         check_keywords("scaled_dot_product_attention", refused)

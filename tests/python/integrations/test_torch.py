@@ -2,6 +2,7 @@
 """context_parallel under torch's signature: rows, rerouted attention, restored buffers."""
 
 import re
+import warnings
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import ringattn
 import torch
 import torch.nn.functional as F
 from _distributed import this
+from ringattn.integrations import torch as adapter
 from ringattn.integrations.torch import context_parallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -193,6 +195,28 @@ def attend_compiled() -> None:
 
 def test_compiled_code_is_rerouted_inside_alone(rank_pool):
     rank_pool(2).run(attend_compiled)
+
+
+def contexts_without_attention() -> None:
+    adapter._attention_seen = False
+    mesh, x = mesh_of_all(), torch.zeros(2, 8)
+    with (
+        pytest.warns(UserWarning, match=r"got no call of it: other attention, .* rows alone"),
+        context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
+    ):
+        x.softmax(1)
+    q, k, v = heads_first(8, num_kv_heads=4)
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+            compiled(q, k, v)
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            x.softmax(1)
+
+
+def test_a_context_that_has_seen_no_attention_warns(rank_pool):
+    rank_pool(2).run(contexts_without_attention)
 
 
 def refuse(what: str) -> str:

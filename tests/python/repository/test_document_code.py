@@ -301,8 +301,9 @@ def test_every_block_is_run_or_says_why_not() -> None:
     reasons = [block.not_run for block in code if block.not_run is not None]
     others = [
         "needs GPUs",
-        "test_trainer.py trains with such a callback",
+        "test_trainer.py trains and evaluates so",
         "needs GPUs and the package ring_flash_attn",
+        "test_trainer.py trains so",
     ]
     assert reasons == others + 3 * ["needs four ranks"]
 
