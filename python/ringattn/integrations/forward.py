@@ -5,16 +5,23 @@ library."""
 from __future__ import annotations
 
 import inspect
+import warnings
+import weakref
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ringattn._distributed.errors import report_to_peers
 from ringattn.integrations.shared import by_name, names_of
 from ringattn.parallel import RingSettings
+
+#: Wrappers that average where they must sum.
+_WARNED: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def records_gradients(module: nn.Module, *tensors: Any) -> bool:
@@ -49,6 +56,8 @@ class RingForward:
             return self._own()(*args, **kwargs)
         asked = None
         try:
+            if not torch.compiler.is_compiling():
+                self._warn_of_averages()
             asked = self._ask(by_name(self.names, args, kwargs))
             return self._run(asked)
         except _StopRecomputationError:  # no failure: a checkpoint has all tensors that it needs
@@ -70,6 +79,25 @@ class RingForward:
             del vars(self.model)["forward"]
             if self.before is not None:
                 vars(self.model)["forward"] = self.before
+
+    def _warn_of_averages(self) -> None:
+        """Warns, once, where DDP around the model averages over ranks of the ring, whose gradients
+        are parts of a sum."""
+        wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if wrapper is None or wrapper in _WARNED or getattr(wrapper, "_comm_hooks", True):
+            return
+        ring = self.settings.ring().process_group
+        if ring is None or not records_gradients(self.model):
+            return
+        averaged, summed = map(dist.get_process_group_ranks, (wrapper.process_group, ring))
+        if len(set(averaged) & set(summed)) > 1:
+            _WARNED.add(wrapper)
+            warnings.warn(
+                "DistributedDataParallel must sum gradients over the ring of a parallelized model, "
+                "got one that averages them: give it a hook by register_comm_hook, as "
+                "docs/training.md shows",
+                stacklevel=2,
+            )
 
     def _ask(self, given: dict[str, Any]) -> Any:
         """What the call is to do, from all its arguments by name, before ranks exchange anything.

@@ -5,6 +5,7 @@ one process."""
 import copy
 import functools
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ def ddp_agrees() -> None:
     trained = DistributedDataParallel(model)
     trained.register_comm_hook(2, sum_over_the_ring)
     for _ in range(2):
-        trained(ids, labels=ids).loss.backward()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*must sum gradients over the ring")
+            trained(ids, labels=ids).loss.backward()
         given = {name: x.grad.clone() for name, x in model.named_parameters()}
         assert_same_gradients(given, right, 3e-5)
         model.zero_grad()
@@ -81,6 +84,27 @@ def test_gradients_are_the_mean_of_replicas_and_the_sum_over_their_rings(
     rank_pool: Any, kind: Any
 ) -> None:
     rank_pool(4).run(kind)
+
+
+def ddp_averages() -> None:
+    alone = [dist.new_group([rank]) for rank in range(this().world_size)][this().rank]
+    ids = token_ids(SIZE)
+    for group in (None, alone):  # over the ring; beside it
+        model = ringattn.parallelize(model_of().requires_grad_(True))
+        trained = DistributedDataParallel(model, process_group=group)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                trained(ids, labels=ids).loss.backward()
+        said = [
+            str(x.message) for x in caught if "must sum gradients over the ring" in str(x.message)
+        ]
+        assert len(said) == (group is None)
+    dist.destroy_process_group(alone)
+
+
+def test_ddp_that_averages_over_a_ring_is_warned_of(rank_pool: Any) -> None:
+    rank_pool(2).run(ddp_averages)
 
 
 # ---- adapters -----------------------------------------------------------------------------------
