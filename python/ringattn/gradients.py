@@ -112,14 +112,14 @@ def _whole_gradients(model: nn.Module) -> str | None:
         if part is model or not has_no_head(part):
             continue
         inside = set(part.modules())
-        for name, module in model.named_modules():
-            for own_name, x in module.named_parameters(recurse=False):
-                if module not in inside and x.requires_grad and x.grad is not None:
+        for at, module in model.named_modules():
+            beside = () if module in inside else module.named_parameters(at, recurse=False)
+            for name, x in beside:
+                if x.requires_grad and x.grad is not None:
                     return (
                         f"model must be its parallelized part {part_name!r}, got one with a "
-                        f"gradient of {name + '.' if name else ''}{own_name} beside it: modules "
-                        "behind that part have whole gradients on every rank; for modules before "
-                        "it, give group="
+                        f"gradient of {name} beside it: modules behind that part have whole "
+                        "gradients on every rank; for modules before it, give group="
                     )
     return None
 

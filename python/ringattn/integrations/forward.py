@@ -20,8 +20,8 @@ from ringattn._distributed.errors import report_to_peers
 from ringattn.integrations.shared import by_name, names_of
 from ringattn.parallel import RingSettings
 
-#: Wrappers that average where they must sum.
-_WARNED: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+#: Wrappers that have been looked at.
+_LOOKED_AT: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def records_gradients(module: nn.Module, *tensors: Any) -> bool:
@@ -84,14 +84,14 @@ class RingForward:
         """Warns, once, where DDP around the model averages over ranks of the ring, whose gradients
         are parts of a sum."""
         wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
-        if wrapper is None or wrapper in _WARNED or getattr(wrapper, "_comm_hooks", True):
+        if wrapper is None or wrapper in _LOOKED_AT or getattr(wrapper, "_comm_hooks", True):
             return
         ring = self.settings.ring().process_group
         if ring is None or not records_gradients(self.model):
             return
+        _LOOKED_AT.add(wrapper)
         averaged, summed = map(dist.get_process_group_ranks, (wrapper.process_group, ring))
         if len(set(averaged) & set(summed)) > 1:
-            _WARNED.add(wrapper)
             warnings.warn(
                 "DistributedDataParallel must sum gradients over the ring of a parallelized model, "
                 "got one that averages them: give it a hook by register_comm_hook, as "

@@ -8,11 +8,11 @@ finds ringattn's context in the place of torch's, or by ringattn.parallelize, wi
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import ringattn
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor.experimental
 from accelerate.utils import ParallelismConfig
 from ringattn.integrations.torch import context_parallel
@@ -25,6 +25,9 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+
+sys.path.append(str(Path(__file__).parents[1] / "training"))
+from _training import sum_over_the_ring
 
 SEQ_LEN = 22  # not a multiple of 4, of which torch's own rows would be
 STEPS = 6
@@ -43,14 +46,6 @@ class OverTheRing(Trainer):
     def get_train_dataloader(self) -> Any:
         size = self.args.per_device_train_batch_size
         return DataLoader(self.train_dataset, batch_size=size, collate_fn=self.data_collator)
-
-
-def sum_over_the_ring(num_replicas: Any, bucket: Any) -> Any:
-    work = dist.all_reduce(bucket.buffer().div_(num_replicas), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
-
-
-sum_over_the_ring.__annotations__.clear()  # DDP compares them
 
 
 class SumOverTheRing(TrainerCallback):

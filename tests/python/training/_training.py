@@ -8,6 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 
+def sum_over_the_ring(num_replicas, bucket):  # DDP refuses annotations that are strings
+    """DDP's hook: the mean of replicas, the sum over the ranks of a ring."""
+    work = dist.all_reduce(bucket.buffer().div_(num_replicas), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
 def summed_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Of each parameter that has one on some rank, the sum over all ranks; the model loses them."""
     gradients = {}

@@ -16,7 +16,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _distributed import RankPool, this
 from _rings import SPLITS
-from _training import assert_near, assert_same_gradients, gradients_of, summed_gradients
+from _training import (
+    assert_near,
+    assert_same_gradients,
+    gradients_of,
+    sum_over_the_ring,
+    summed_gradients,
+)
 from ringattn import Partition
 from ringattn.models import LLaMA, LLaMAConfig
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,12 +48,6 @@ def replicas() -> tuple[Any, Any, torch.Tensor, dict[str, torch.Tensor]]:
     batches = [token_ids(SIZE, seed=seed) for seed in (1, 2)]
     loss = torch.stack([plain(ids, labels=ids).loss for ids in batches]).mean()
     return mesh, model, batches[mesh["data"].get_local_rank()], gradients_of(plain, loss)
-
-
-def sum_over_the_ring(num_replicas, bucket):  # DDP refuses annotations that are strings
-    """DDP's hook: the mean of replicas, the sum over the ranks of a ring."""
-    work = dist.all_reduce(bucket.buffer().div_(num_replicas), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
 
 
 def ddp_agrees() -> None:

@@ -244,7 +244,7 @@ def _prepared(forward: BodyForward, kwargs: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(asked.labels, torch.Tensor):
         compared["labels"] = asked.labels
     flaws = {}
-    if columns is not None and not isinstance(asked.kept, int):
+    if columns is not None:
         length = tokens.size(1)
         beyond = ((columns < -length) | (columns >= length)).any()
         flaws = {f"logits_to_keep must be indices of the {length} tokens, got one beyond": beyond}
