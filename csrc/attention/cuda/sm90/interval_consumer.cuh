@@ -184,6 +184,7 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
         issue_scores<Element, Tile>(scores, queries, keys);
         wait(shared.full(kValues, values_at.stage), values_at.parity);
         const uint32_t values = shared.buffer(kValues, values_at.stage);
+        // Read again, as the tile is: no register holds the flag meanwhile.
         if (kLooksAtEnds && kFindsMaxima && key_tile == own.end - 2 &&
             shared.first_tiles(consumer, queries_parity).ends_early) {
           issue_values<Element, Tile, 0, kPartSteps>(out, probabilities, values);

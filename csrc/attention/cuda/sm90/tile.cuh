@@ -233,6 +233,7 @@ struct SharedMemory {
     const uint32_t to = consumer_tiles_slot(consumer, parity);
     const KeyTiles& own = tiles.own;
     store_words(to, {own.begin, own.end, own.unmasked_begin, own.unmasked_end});
+    // Flags are the lowest bits of numbers that are not negative.
     store_words(to + 16, {2 * tiles.above + tiles.ends_early, 2 * tiles.below + tiles.begins_late,
                           tiles.near_begin, tiles.near_end});
   }
