@@ -98,7 +98,7 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   const bool has_table = p.query_ranges != nullptr;
   const WorkTiles tiles = work_tiles_of<Tile>(p);
   int sharing = 1;  // thread blocks that share the heads of a group
-  if constexpr (!Tile::kByTicket && !Tile::kPair) {
+  if constexpr (!Tile::kByTicket && (!Tile::kPair || Tile::kSplit)) {
     // The order of a table's tiles in deterministic calls is that of tickets, of others that of
     // rounds.
     const bool by_ticket = p.semaphores != nullptr && (has_table || !p.deterministic);
@@ -109,7 +109,8 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
         if (error != cudaErrorNotSupported) return error;
       }
     }
-    if (!has_table || !p.deterministic) sharing = choose_ranks(tiles, resident, by_ticket);
+    if (!Tile::kPair && (!has_table || !p.deterministic))
+      sharing = choose_ranks(tiles, resident, by_ticket);
     if (by_ticket && sharing == 1)
       return launch_grads<Element, ByTicket<Tile>, kSoftcap>(p, stream);
   }
@@ -124,7 +125,7 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   // roles, whose rows are read half as often, slices of few gain nothing.
   const int least_rounds = p.deterministic || has_table || Tile::kSplit ? 4 : 1;
   params.planes_per_slice = Tile::kByTicket
-                                ? planes_per_slice_by_ticket(tiles, clusters)
+                                ? planes_per_slice_by_ticket(tiles, resident.of_one)
                                 : choose_planes_per_slice(tiles, sharing, clusters, least_rounds);
   if (Tile::kByTicket) params.next_ticket = p.semaphores;
   if (p.deterministic) params.progress = p.semaphores + 1;

@@ -6,6 +6,7 @@
 #include "attention/cuda/sm90/backward/kernel_params.h"
 #include "attention/cuda/sm90/backward/row_terms.cuh"
 #include "attention/cuda/sm90/backward/visible_queries.cuh"
+#include "attention/cuda/sm90/ptx/cluster.cuh"
 #include "attention/cuda/sm90/ptx/mbarrier.cuh"
 #include "attention/cuda/sm90/ptx/shared_words.cuh"
 
@@ -112,11 +113,10 @@ using BackwardTile128 = BackwardTileShape<128, 64, 24, 240>;
 using BackwardPair128 = BackwardTileShape<128, 64, 24, 240, true>;
 using BackwardTile256 = BackwardTileShape<256, 64, 24, 192, true, 104>;
 
-/// The same shapes, for tiles of keys of any lengths: a thread block takes the next one when it is
-/// done with one.
+/// The same shapes, for tiles of keys of any lengths: a thread block, or a pair, takes the next one
+/// when it is done with one.
 template <typename Shape>
 struct ByTicket : Shape {
-  static_assert(!Shape::kPair);  // whose thread blocks must take the same steps
   static constexpr bool kByTicket = true;
 };
 
@@ -304,9 +304,12 @@ struct BackwardShared {
         init_barrier(free(operand, stage), kConsumerWarps);
       }
     }
+    // All warps but the one that takes a ticket free it. Where it is drawn for a pair, so does that
+    // one of the other thread block, in the name of all there.
+    const bool draws_for_pair = Tile::kByTicket && Tile::kPair && rank_in_pair() == 0;
     for (const int slot : {0, 1}) {
       init_barrier(ticket_full(slot), 1);
-      init_barrier(ticket_free(slot), Tile::kThreads / 32 - 1);  // all but the one that takes it
+      init_barrier(ticket_free(slot), Tile::kThreads / 32 - 1 + draws_for_pair);
     }
     if constexpr (Tile::kPair) {
       for (int stage = 0; stage < Tile::kScoreGradStages; ++stage) {
@@ -399,7 +402,8 @@ __device__ __forceinline__ KeyTile key_tile(const BackwardKernelParams& p, int i
   return tile;
 }
 
-/// The next ticket of a thread block: one warp takes it, and hands it to all others.
+/// The next ticket of a thread block, or of a pair: one warp takes it, and hands it to all others.
+/// Of a pair the first thread block draws it, and sends it to the second.
 ///   count  of tickets before
 template <typename Tile, bool kTakes>
 __device__ __forceinline__ int next_ticket(const BackwardKernelParams& p,
@@ -407,35 +411,44 @@ __device__ __forceinline__ int next_ticket(const BackwardKernelParams& p,
   const int slot = count % 2, parity = count / 2 % 2;
   const bool is_first_lane = threadIdx.x % 32 == 0;
   int ticket = 0;
-  if constexpr (kTakes) {
-    wait(shared.ticket_free(slot), parity ^ 1);
+  if constexpr (kTakes) wait(shared.ticket_free(slot), parity ^ 1);
+  if (kTakes && (!Tile::kPair || rank_in_pair() == 0)) {
     if (is_first_lane) ticket = atomicAdd(p.next_ticket, 1);
     ticket = __shfl_sync(0xffffffff, ticket, 0);
     if (is_first_lane) {
       store_shared(shared.ticket(slot), ticket);
       arrive(shared.ticket_full(slot));
+      if constexpr (Tile::kPair) {
+        send_value(address_in_rank(shared.ticket(slot), 1), ticket,
+                   address_in_rank(shared.ticket_full(slot), 1));
+      }
     }
-  } else {
-    wait(shared.ticket_full(slot), parity);
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(ticket) : "r"(shared.ticket(slot)) : "memory");
-    __syncwarp();
-    if (is_first_lane) arrive(shared.ticket_free(slot));
-    ticket = __shfl_sync(0xffffffff, ticket, 0);
+    return ticket;
   }
-  return ticket;
+  if (kTakes && is_first_lane) {
+    arrive_expecting(shared.ticket_full(slot), sizeof(ticket));
+    // The first tickets find both slots free without a word.
+    if (count >= 2) arrive_in_cluster(address_in_rank(shared.ticket_free(slot), 0));
+  }
+  wait(shared.ticket_full(slot), parity);
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(ticket) : "r"(shared.ticket(slot)) : "memory");
+  __syncwarp();
+  if (!kTakes && is_first_lane) arrive(shared.ticket_free(slot));
+  return __shfl_sync(0xffffffff, ticket, 0);
 }
 
 /// The work tiles of a cluster: calls visit(KeyTile).
 ///
-/// In rounds, each cluster has one in each, in alternating direction. By ticket, a thread block
-/// takes the next one when it is done with one; when its adds into dq are in turn (turns.cuh), all
-/// go down from the last rows.
+/// In rounds, each cluster has one in each, in alternating direction. By ticket, a thread block or
+/// a pair takes the next one when it is done with one; when its adds into dq are in turn
+/// (turns.cuh), all go down from the last rows.
 template <typename Tile, bool kTakes, typename Visit>
 __device__ __forceinline__ void for_each_key_tile(const BackwardKernelParams& p,
                                                   const BackwardShared<Tile>& shared,
                                                   const Visit& visit) {
   const int planes = p.batch * p.num_kv_heads;
   if constexpr (Tile::kByTicket) {
+    const uint32_t clusters = gridDim.x / (Tile::kPair ? 2 : 1);
 #pragma unroll 1
     for (int count = 0;; ++count) {
       const int ticket = next_ticket<Tile, kTakes>(p, shared, count);
@@ -446,7 +459,7 @@ __device__ __forceinline__ void for_each_key_tile(const BackwardKernelParams& p,
       const int work_tile = ticket - first_plane * p.num_key_tiles;
       const int index = work_tile / slice_planes;
       visit(key_tile<Tile>(p, index, first_plane + work_tile - index * slice_planes,
-                           p.progress != nullptr || ticket / gridDim.x % 2 == 0));
+                           p.progress != nullptr || ticket / clusters % 2 == 0));
     }
   } else {
     const int ranks = Tile::kPair ? 2 : p.ranks;
