@@ -192,11 +192,13 @@ TEST_CASE("softcap saturates for scores that overflow, and keeps a NaN") {
 
 TEST_CASE("a NaN reaches the rows that see it, and for values their neighbours at most") {
   if (!can_run()) return;
+  const auto head_dim = GENERATE(int64_t{64}, int64_t{128});
   for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
     for (const Rows rows : {Rows::kDocuments, Rows::kGap, Rows::kWindow, Rows::kRandom}) {
       Case c;
       c.rows = rows;
       c.dtype = dtype;
+      c.head_dim = head_dim;
       c.num_queries = c.final_end = 150;
       c.num_keys = 4000;
       INFO(c.text());
@@ -234,9 +236,11 @@ TEST_CASE("a NaN reaches the rows that see it, and for values their neighbours a
 
 TEST_CASE("the same general call gives the same bits, and a table that decreases ends") {
   if (!can_run()) return;
+  const auto head_dim = GENERATE(int64_t{64}, int64_t{128});
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     Case c;
     c.dtype = dtype;
+    c.head_dim = head_dim;
     c.final_end = c.num_queries;
     c.sinks = true;
     const Problem problem(c);

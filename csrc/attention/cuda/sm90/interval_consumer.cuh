@@ -31,11 +31,18 @@
 // rows (two documents, rows of two pieces of a sequence): the product of a probability 0 and a NaN
 // must not reach these rows. Tiles that no row sees lie between them, and are skipped.
 //
-// With a single segment, maxima are looked for above unmasked tiles alone, and values of the lowest
-// tile, and of the highest where the tile below is masked, are multiplied in part if rows see no
-// more. With several, that costs more than it saves.
+// With a single segment, maxima are looked for above unmasked tiles alone, and the lowest and the
+// highest tile are computed in part if rows see no more; values of the highest where the tile below
+// is masked, too. With several, that costs more than it saves.
 
 namespace ringattn::cuda::sm90 {
+
+/// Keys [kBegin, kEnd) of a tile, of which scores are computed. The probabilities of others are 0.
+template <int kBegin_, int kEnd>
+struct PartOfTile {
+  static constexpr int kBegin = kBegin_, kKeys = kEnd - kBegin;
+  static constexpr int kOffset = kBegin * kColumnBlockPitch;  // bytes
+};
 
 /// A consumer warpgroup of a general variant: `consume` (block_attention_kernel.cuh), with tiles
 /// that are skipped and masked at both ends.
@@ -86,11 +93,15 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
     }
   };
   constexpr bool kLooksAtEnds = kSegments == 1;
-  constexpr int kPartSteps = kPartKeys<Tile> / 16, kSteps = Tile::kBlockK / 16;
-  const auto cap = [&](float(&scores)[Tile::kBlockK / 2]) {
+  constexpr int kPart = kLooksAtEnds ? kPartKeys<Tile> : Tile::kBlockK;
+  constexpr int kPartSteps = kPart / 16, kSteps = Tile::kBlockK / 16;
+  constexpr PartOfTile<0, Tile::kBlockK> kAllKeys;
+  constexpr PartOfTile<0, kPart> kFirstKeys;
+  constexpr PartOfTile<Tile::kBlockK - kPart, Tile::kBlockK> kLastKeys;
+  const auto cap = [&]<int kScores>(float(&scores)[kScores]) {
     if constexpr (p.kSoftcap) {
 #pragma unroll
-      for (int i = 0; i < Tile::kBlockK / 2; ++i) {
+      for (int i = 0; i < kScores; ++i) {
         scores[i] = tanh_by_exp2(p.softcap_inner * scores[i]);
       }
     }
@@ -151,34 +162,35 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
       const KeyTiles& own = visible.own;
 
       // A tile of keys behind skipped ones: there is nothing to overlap it with.
-      const auto attend_first = [&](int key_tile) {
+      const auto attend_first = [&](int key_tile, auto part) {
         KeyRange seen[2];
         rows_see(segment, seen);
-        float scores[Tile::kBlockK / 2];
+        float scores[part.kKeys / 2];
         wait(shared.full(kKeys, keys_at.stage), keys_at.parity);
         named_barrier_wait(own_ping_pong, kPingPongThreads);
-        issue_scores<Element, Tile>(scores, queries, shared.buffer(kKeys, keys_at.stage));
+        issue_scores<Element, Tile>(scores, queries,
+                                    shared.buffer(kKeys, keys_at.stage) + part.kOffset);
         wait_for_products<0>();
         named_barrier_arrive(next_ping_pong, kPingPongThreads);
         free_keys();
         cap(scores);
-        mask_scores(scores, p.keys[segment], seen, key_tile * Tile::kBlockK);
+        mask_scores(scores, p.keys[segment], seen, key_tile * Tile::kBlockK + part.kBegin);
         softmax.exponentiate(scores, p.softmax_scale());
-        round_probabilities<Element>(scores, probabilities);
+        round_probabilities<Element, part.kBegin / 4>(scores, probabilities);
         scale_accumulators(out, softmax.decay);
       };
 
       // Scores of this tile of keys, and values of the previous one.
       //   masked        whether some row may not see it wholly
       //   finds_maxima  whether the largest scores are looked for
-      const auto attend = [&](int key_tile, auto masked, auto finds_maxima) {
+      const auto attend = [&](int key_tile, auto masked, auto finds_maxima, auto part) {
         constexpr bool kFindsMaxima = decltype(finds_maxima)::value;
         KeyRange seen[2];
         if constexpr (decltype(masked)::value) {
           rows_see(segment, seen);
         }
-        float scores[Tile::kBlockK / 2];
-        const uint32_t keys = shared.buffer(kKeys, keys_at.stage);
+        float scores[part.kKeys / 2];
+        const uint32_t keys = shared.buffer(kKeys, keys_at.stage) + part.kOffset;
         wait(shared.full(kKeys, keys_at.stage), keys_at.parity);
         named_barrier_wait(own_ping_pong, kPingPongThreads);
         issue_scores<Element, Tile>(scores, queries, keys);
@@ -196,13 +208,13 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
 
         cap(scores);
         if constexpr (decltype(masked)::value) {
-          mask_scores(scores, p.keys[segment], seen, key_tile * Tile::kBlockK);
+          mask_scores(scores, p.keys[segment], seen, key_tile * Tile::kBlockK + part.kBegin);
         }
         if constexpr (kFindsMaxima) {
           softmax.exponentiate(scores, p.softmax_scale());
           wait_for_products<0>();
           free_values();
-          round_probabilities<Element>(scores, probabilities);
+          round_probabilities<Element, part.kBegin / 4>(scores, probabilities);
           scale_accumulators(out, softmax.decay);
         } else {
           RowPair sums = softmax.exponentiate_untested(scores, p.softmax_scale());
@@ -215,13 +227,14 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
                   scores, overflowed, queries, Tile::kQueryBlockBytes, keys, Tile::kKeyBlockBytes);
               if constexpr (p.kSoftcap) {
 #pragma unroll
-                for (int i = 0; i < Tile::kBlockK / 2; ++i) {
+                for (int i = 0; i < part.kKeys / 2; ++i) {
                   if (overflowed[i / 2 % 2]) scores[i] = tanh_by_exp2(p.softcap_inner * scores[i]);
                 }
               }
               if constexpr (decltype(masked)::value) {
                 rows_see(segment, seen);
-                mask_scores(scores, p.keys[segment], seen, key_tile * Tile::kBlockK, overflowed);
+                mask_scores(scores, p.keys[segment], seen, key_tile * Tile::kBlockK + part.kBegin,
+                            overflowed);
               }
               softmax.restart(scores, sums, overflowed, p.softmax_scale());
               scale_accumulators(out, softmax.decay);
@@ -229,7 +242,7 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
             softmax.recentre(scores, sums, out, p.softmax_scale());
           }
           softmax.add(sums);
-          round_probabilities<Element>(scores, probabilities);
+          round_probabilities<Element, part.kBegin / 4>(scores, probabilities);
         }
         free_keys();
       };
@@ -289,22 +302,31 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
           }
           skip(between);
           between = 0;
-          attend_first(key_tile);
+          if (kLooksAtEnds && key_tile == own.end - 1 &&
+              shared.first_tiles(consumer, queries_parity).ends_early) {
+            attend_first(key_tile, kFirstKeys);
+          } else {
+            attend_first(key_tile, kAllKeys);
+          }
           values_pending = near;
           if (!near) add_apart(key_tile);
           --key_tile;
         } else if (key_tile >= own.unmasked_end ||
                    (!kLooksAtEnds && key_tile < own.unmasked_begin)) {
-          attend(key_tile, std::true_type{}, std::true_type{});
+          attend(key_tile, std::true_type{}, std::true_type{}, kAllKeys);
           --key_tile;
         } else if (kLooksAtEnds && key_tile < own.unmasked_begin) {
-          attend(key_tile, std::true_type{}, std::false_type{});
+          if (key_tile == own.begin && shared.first_tiles(consumer, queries_parity).begins_late) {
+            attend(key_tile, std::true_type{}, std::false_type{}, kLastKeys);
+          } else {
+            attend(key_tile, std::true_type{}, std::false_type{}, kAllKeys);
+          }
           --key_tile;
         } else {
           // Without the tests above: unmasked tiles are near, and no others lie between them.
 #pragma unroll 1
           for (; key_tile >= own.unmasked_begin; --key_tile) {
-            attend(key_tile, std::false_type{}, std::false_type{});
+            attend(key_tile, std::false_type{}, std::false_type{}, kAllKeys);
           }
         }
       }

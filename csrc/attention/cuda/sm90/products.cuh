@@ -35,9 +35,8 @@ __device__ __forceinline__ void negate_queries(uint32_t queries, int barrier) {
 }
 
 /// Issues a group of products: s = q @ k.T, of 64 query rows with a tile of keys.
-template <typename Element, typename Tile>
-__device__ __forceinline__ void issue_scores(float (&s)[Tile::kBlockK / 2], uint32_t queries,
-                                             uint32_t keys) {
+template <typename Element, typename Tile, int kScores>
+__device__ __forceinline__ void issue_scores(float (&s)[kScores], uint32_t queries, uint32_t keys) {
   issue_score_product<Element, Tile::kHeadDim, Tile::kQueryBlockBytes, Tile::kKeyBlockBytes>(
       s, queries, keys);
 }

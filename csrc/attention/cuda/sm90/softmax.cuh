@@ -278,11 +278,14 @@ struct OnlineSoftmax {
 };
 
 /// Probabilities rounded, as the left operand of p @ v: the layout of scores is that of operands.
-template <typename Element, int kScores>
+template <typename Element, int kFirst = 0, int kScores, int kSize>
 __device__ __forceinline__ void round_probabilities(const float (&s)[kScores],
-                                                    uint32_t (&p)[kScores / 2]) {
+                                                    uint32_t (&p)[kSize]) {
 #pragma unroll
-  for (int i = 0; i < kScores / 2; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+  for (int i = 0; i < kSize; ++i) {
+    const int from = i - kFirst;
+    p[i] = from >= 0 && from < kScores / 2 ? pack<Element>(s[2 * from], s[2 * from + 1]) : 0;
+  }
 }
 
 }  // namespace ringattn::cuda::sm90

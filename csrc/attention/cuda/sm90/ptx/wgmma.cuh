@@ -33,6 +33,23 @@ template <typename Element, int kN> struct ProductOfRows;
 /// d [64, kN] += a [64, 16] @ b [kN, 16].T; bfloat16, a in registers, b in shared memory, K-major.
 template <int kN> struct ProductOfTerms;
 
+template <> struct ProductOfShared<__nv_bfloat16, 48> {
+  template <bool kAccumulate>
+  static __device__ __forceinline__ void issue(float (&d)[24], uint64_t a, uint64_t b) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %26, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+        "%18, %19, %20, %21, %22, %23 "
+        "}, %24, %25, p, 1, 1, 0, 0; }"
+        :
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+        : "l"(a), "l"(b), "n"(int(kAccumulate)));
+  }
+};
+
 template <> struct ProductOfShared<__nv_bfloat16, 64> {
   template <bool kAccumulate>
   static __device__ __forceinline__ void issue(float (&d)[32], uint64_t a, uint64_t b) {
@@ -238,6 +255,23 @@ template <> struct ProductOfRows<__nv_bfloat16, 128> {
         "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
         "+f"(d[63])
+        : "l"(a), "l"(b), "n"(int(kAccumulate)));
+  }
+};
+
+template <> struct ProductOfShared<__half, 48> {
+  template <bool kAccumulate>
+  static __device__ __forceinline__ void issue(float (&d)[24], uint64_t a, uint64_t b) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %26, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+        "%18, %19, %20, %21, %22, %23 "
+        "}, %24, %25, p, 1, 1, 0, 0; }"
+        :
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
         : "l"(a), "l"(b), "n"(int(kAccumulate)));
   }
 };
