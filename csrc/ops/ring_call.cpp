@@ -7,6 +7,7 @@
 #include <c10/util/bit_cast.h>
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
@@ -106,6 +107,21 @@ struct PreparedCall {
 struct PreparedCalls : LruCache<CallKey, std::shared_ptr<PreparedCall>> {
   // A CUDA graph reads the tables of the call that it holds for as long as it lives.
   std::vector<std::shared_ptr<const PreparedCall>> captured;
+};
+
+std::atomic<bool> process_ends = false;
+struct MarkEnd {
+  ~MarkEnd() { process_ends = true; }
+} mark_end;
+
+// Calls of single ranks in one thread. Threads of torch's autograd end when its static objects are
+// destroyed, later than this library's: the CUDA driver is gone then, and frees no table.
+struct SingleCalls {
+  std::unique_ptr<PreparedCalls> calls = std::make_unique<PreparedCalls>();
+
+  ~SingleCalls() {
+    if (process_ends) static_cast<void>(calls.release());
+  }
 };
 
 // A table is made outside of graphs, and those that a graph reads are kept.
@@ -216,8 +232,8 @@ void ring_call(const RingArguments& args, RingPass pass, c10::function_ref<void(
       args.group_name.empty() ? nullptr : GroupContext::resolve(std::string(args.group_name));
   const CallEntry entry(group.get(), pass == RingPass::kForward ? "ring_forward" : "ring_backward");
   const bool alone = !group || group->size() == 1;
-  static thread_local PreparedCalls single_calls;
-  PreparedCalls& calls = alone ? single_calls : group->state<PreparedCalls>();
+  static thread_local const SingleCalls single_calls;
+  PreparedCalls& calls = alone ? *single_calls.calls : group->state<PreparedCalls>();
   CallKey key = call_key(args);
   const std::shared_ptr<PreparedCall>* known = calls.find(key);
   const bool repeated = known != nullptr;

@@ -3,12 +3,14 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ringattn
 import torch
 import torch.distributed as dist
+from _commands import run_command
 from _distributed import RankPool, this
 from _gradients import Rule, check_ring_gradients, compare, ring_gradients
 from _rings import HALVES, SPLITS, Case, apart_case, random_case
@@ -145,6 +147,25 @@ def test_a_backward_runs_once(device: str) -> None:
     out.sum().backward()
     with pytest.raises(RuntimeError, match="a second time"):
         out.sum().backward()
+
+
+def left_out_backward() -> str:
+    """The first rank makes a backward, the other one the next forward; then both make both."""
+    partition = Partition.even(6, 2)
+    q, k, v = (torch.ones(1, 3, 2, 8).requires_grad_() for _ in range(3))
+    out = ringattn.ring_attention(q, k, v, partition)
+    with pytest.raises(ValueError) as error:
+        if this().rank == 0:
+            out.sum().backward(retain_graph=True)
+        else:
+            ringattn.ring_attention(q, k, v, partition)
+    ringattn.ring_attention(q, k, v, partition).sum().backward()
+    return str(error.value)
+
+
+def test_a_backward_that_a_rank_leaves_out_is_a_value_error(rank_pool: Any) -> None:
+    for sentence in rank_pool(2).run(left_out_backward):
+        assert sentence.startswith("ranks must agree on operator, got ring_backward on rank 0")
 
 
 def test_what_is_not_asked_for_is_not_returned(device: str) -> None:
@@ -326,6 +347,19 @@ def replayed_gradients(case: Case) -> list[list[torch.Tensor]]:
     graph.replay()
     ringattn.synchronize()
     return [[x.cpu() for x in captured], [x.cpu() for x in step()]]
+
+
+@pytest.mark.cuda
+def test_a_process_ends_well_after_a_backward_with_tables(tmp_path: Path) -> None:
+    """The thread of autograd that keeps the tables ends behind the CUDA driver."""
+    script = tmp_path / "backward.py"
+    script.write_text(
+        "import ringattn, torch\n"
+        "x = torch.randn(1, 64, 4, 64, device='cuda', dtype=torch.bfloat16, requires_grad=True)\n"
+        "ringattn.ring_attention(x, x, x, window_size=(7, 0)).sum().backward()\n"
+    )
+    result = run_command([script])
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_cuda_graph_holds_both_passes(ring: RankPool) -> None:
