@@ -5,6 +5,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
+#include <string>
+#include <string_view>
 #include <utility>
 
 namespace ringattn {
@@ -29,6 +31,22 @@ struct FirstDerivative : torch::autograd::Function<FirstDerivative> {
                 "is no double backward, got a second derivative");
   }
 };
+
+/// Calls the operator. A refusal is a ValueError: no Python lies between it and the caller, who
+/// would be told that it is one (_distributed/errors.py).
+void call_backward(const std::string& name, torch::jit::Stack& stack) {
+  constexpr std::string_view kPrefix = "ringattn: ";
+  try {
+    c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").callBoxed(&stack);
+  } catch (const c10::DistBackendError&) {
+    throw;
+  } catch (const c10::Error& error) {
+    const std::string_view sentence = error.what_without_backtrace();
+    if (sentence.substr(0, kPrefix.size()) != kPrefix) throw;
+    throw c10::ValueError({__func__, __FILE__, __LINE__},
+                          std::string(sentence.substr(kPrefix.size())));
+  }
+}
 
 struct OperatorGradient : torch::autograd::Function<OperatorGradient> {
   static variable_list forward(AutogradContext* ctx, const DifferentiableCall& call,
@@ -72,8 +90,7 @@ struct OperatorGradient : torch::autograd::Function<OperatorGradient> {
     const bool again = c10::GradMode::is_enabled();
     {
       const at::AutoGradMode no_grad(false);
-      const auto& name = ctx->saved_data["name"].toStringRef();
-      c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").callBoxed(&stack);
+      call_backward(ctx->saved_data["name"].toStringRef(), stack);
     }
     variable_list computed;
     for (const c10::IValue& gradient : stack) computed.push_back(gradient.toTensor());
