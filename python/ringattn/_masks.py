@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,14 @@ def check_window(window_size: Any) -> tuple[int, int]:
 _LONGEST = 2**63 - 1  # operators take 64 bits, and no sequence has as many tokens
 
 
+def for_later() -> AbstractContextManager[object]:
+    """Where a tensor is made that outlives the call: one of inference mode could not be saved for
+    the backward of a later call."""
+    if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+        return torch.inference_mode(False)
+    return nullcontext()
+
+
 def documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:
     """int64 on the CPU, one dimension. A CUDA tensor is read once for each of its versions. One of
     the CPU is copied in every call: NumPy or another process may write to its memory, also between
@@ -87,7 +96,8 @@ def documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:
         ends = check_integers("cu_seqlens", cu_seqlens, least=0)
         if ends and not torch.compiler.is_compiling():
             check_int64("cu_seqlens", max(ends))
-        return torch.tensor(ends, dtype=torch.int64, device="cpu")
+        with for_later():
+            return torch.tensor(ends, dtype=torch.int64, device="cpu")
     check_tensors(cu_seqlens=cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
         raise ValueError(
@@ -96,9 +106,10 @@ def documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:
         )
     if torch.compiler.is_compiling():
         return cu_seqlens.to("cpu", torch.int64).contiguous()
-    if cu_seqlens.is_cpu:
-        return cu_seqlens.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
-    return _read_once(cu_seqlens)
+    with for_later():
+        if cu_seqlens.is_cpu:
+            return cu_seqlens.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+        return _read_once(cu_seqlens)
 
 
 _read: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}

@@ -59,7 +59,7 @@ def ring_options(
     nothing else but the values of cu_seqlens, which the operator checks. The operator finds the
     group of the name, and looks at the tensors.
     """
-    if torch.compiler.is_compiling() or not are_plain(q, k, v):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not are_plain(q, k, v):
         check_tensors(q=q, k=k, v=v)
         # The operator refuses plain tensors for the same reasons, and reports that to the peers.
         check_collective(q=q, k=k, v=v)
@@ -89,7 +89,9 @@ def ring_options(
                 call, scores, (_, pieces), of_keys = options
                 return call, scores, (documents(boundaries), pieces), of_keys
     options = _check(ring, q, partition, mask, scale, transport, depth, key_partition)
-    if keeps:
+    # Nor are tuples that hold such objects.
+    held = () if in_tensor else (*(mask.window_size or ()), *(boundaries or ()))
+    if keeps and all(type(x) in (int, type(None)) for x in held):
         _latest.insert(0, (values, objects, options))
         del _latest[_MAX_LATEST:]
     return options
@@ -108,7 +110,9 @@ def _check(
     check_dims("q", q, "[B, S_r, H, D]")
     pieces = None
     if partition is None and ring.world_size == 1:
-        lengths, order, layout = [q.size(1)], [0], "zigzag"
+        # While torch.jit traces, a size is a tensor.
+        rows = int(q.size(1)) if torch.jit.is_tracing() else q.size(1)
+        lengths, order, layout = [rows], [0], "zigzag"
     else:
         lengths, order, layout, pieces = partition_arguments(check_partition(partition, ring))
     of_keys: PartitionArguments | tuple[None, None, None, None] = (None, None, None, None)

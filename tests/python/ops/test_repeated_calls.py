@@ -72,6 +72,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"depth": 0}, "depth must be positive"),
     ({"depth": True}, "depth must be an integer"),
     ({"transport": "pigeon"}, "transport must be"),
+    ({"return_lse": "no"}, "return_lse must be True or False, got 'no'"),
+    ({"scale": 1e39}, r"scale must fit into float32, got 1e\+39"),
+    ({"softcap": 1e39}, r"softcap must fit into float32, got 1e\+39"),
 ]
 
 
@@ -93,6 +96,40 @@ def test_a_mutable_scale_is_read_in_each_call() -> None:
         out = ringattn.ring_attention(*tensors, scale=scale)  # type: ignore[arg-type]
         expected, _ = ringattn.block_attention(*tensors, scale=value, diagonal=0)
         torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "window_size"])
+def test_tensors_in_a_tuple_are_read_in_each_call(name: str) -> None:
+    tensors, number = operands(), torch.tensor(0)
+    given = (0, number, 8) if name == "cu_seqlens" else (number, 0)
+    for value in (3, 3, 6):
+        number.fill_(value)
+        out = ringattn.ring_attention(*tensors, **{name: given})  # type: ignore[arg-type]
+        plain = tuple(map(int, given))
+        expected = ringattn.ring_attention(*tensors, **{name: plain})  # type: ignore[arg-type]
+        assert torch.equal(out, expected)
+
+
+def test_calls_in_inference_mode_leave_later_ones_a_backward() -> None:
+    boundaries = (0, 5, 8)
+    with torch.inference_mode():
+        q, k, v = operands()
+        partition = Partition.pieces([[(0, 8)]])
+        ringattn.ring_attention(q, k, v, partition, cu_seqlens=boundaries)
+        device_boundaries = torch.tensor(boundaries)
+        ringattn.ring_attention(q, k, v, partition, cu_seqlens=device_boundaries)
+    q, k, v = (x.requires_grad_() for x in operands())
+    for given in (boundaries, device_boundaries):
+        ringattn.ring_attention(q, k, v, partition, cu_seqlens=given).sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_traced_call_and_one_after_it() -> None:
+    tensors = operands(11)
+    traced = torch.jit.trace(lambda q, k, v: ringattn.ring_attention(q, k, v), tensors)
+    assert torch.equal(traced(*tensors), ringattn.ring_attention(*tensors))
 
 
 def test_more_kinds_of_calls_than_are_remembered() -> None:
