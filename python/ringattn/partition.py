@@ -28,7 +28,7 @@ from ringattn._checks import (
 )
 from ringattn._distributed.errors import call, check_real, report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
-from ringattn._masks import CuSeqlens, check_window, checked_documents, documents
+from ringattn._masks import CuSeqlens, check_window, checked_documents, documents, for_later
 from ringattn._pieces import flat_pieces, normal_pieces, num_tokens
 
 LAYOUTS = ("zigzag", "contiguous")  # of lengths; "pieces" is of Partition.pieces alone
@@ -85,10 +85,19 @@ class Partition:
         if self.layout == "pieces":
             assigned = normal_pieces(self.assigned)
             object.__setattr__(self, "assigned", assigned)
-            object.__setattr__(self, "lengths", tuple(map(num_tokens, assigned)))
-            object.__setattr__(self, "order", tuple(range(len(assigned))))
-            flat = torch.tensor(flat_pieces(assigned), dtype=torch.int64, device="cpu")
-            object.__setattr__(self, "_flat", flat.reshape(-1, 3))
+            for name, own in (
+                ("lengths", tuple(map(num_tokens, assigned))),
+                ("order", tuple(range(len(assigned)))),
+            ):
+                given = getattr(self, name)
+                if given and check_integers(name, given) != own:
+                    raise ValueError(
+                        f"{name} must be left out with pieces, which say it, got {given}"
+                    )
+                object.__setattr__(self, name, own)
+            with for_later():
+                flat = torch.tensor(flat_pieces(assigned), dtype=torch.int64, device="cpu")
+                object.__setattr__(self, "_flat", flat.reshape(-1, 3))
             return
         check_layout(self.layout)
         if self.assigned:

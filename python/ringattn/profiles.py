@@ -15,9 +15,11 @@ from ringattn._checks import (
     check_not_negative,
     check_positive,
     read_json,
+    shown,
 )
 
 MAX_TILE = 2**16  # tokens, far beyond any kernel's
+_SLOWEST = 1e-30  # of speeds and bandwidths: times of any sequence are finite numbers
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ class RankProfile:
             whole ones of the first kind, the fastest. Empty: it computes what is there.
 
     Raises:
-        ValueError: speeds and bandwidths that are not finite and positive, ``max_tokens`` that are
-            negative or do not fit into 64 bits, a negative or infinite overhead or latency,
+        ValueError: speeds and bandwidths that are not finite or below 1e-30, ``max_tokens`` that
+            are negative or do not fit into 64 bits, a negative or infinite overhead or latency,
             ``tiles`` that are none, or of which the first kind is not the fastest.
     """
 
@@ -100,7 +102,10 @@ class RankProfile:
             value = getattr(self, name)
             if value is None and name.endswith("_gbps"):
                 continue
-            object.__setattr__(self, name, check_positive(name, value))
+            value = check_positive(name, value)
+            if value < _SLOWEST:
+                raise ValueError(f"{name} must be {_SLOWEST} at least, got {value}")
+            object.__setattr__(self, name, value)
         for name in ("overhead_ms", "link_latency_us"):
             value = getattr(self, name)
             if value is None and name == "link_latency_us":
@@ -132,7 +137,11 @@ def save_profiles(path: str | Path, profiles: Sequence[RankProfile]) -> None:
 
     Raises:
         OSError: the file cannot be written.
+        ValueError: no profiles, or others than :class:`RankProfile`.
     """
+    profiles = list(profiles)
+    if not profiles or not all(isinstance(profile, RankProfile) for profile in profiles):
+        raise ValueError(f"profiles must be RankProfile, one per rank, got {shown(profiles)}")
     content = {"profiles": [asdict(profile) for profile in profiles]}
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -233,7 +233,10 @@ class Rebalancer:
                 "alone: record loss.backward() too"
             )
         else:
-            own = self._observation(timings, ring.rank)
+            try:
+                own = self._observation(timings, ring.rank)
+            except Exception as error:  # of steps that nothing recorded: peers must hear of it
+                mistake = f"timings must be of ring calls, got some of which none can be: {error}"
         documents = None if self._latest is None else self._latest[0].cu_seqlens
         # Everything that plans depend on.
         facts = {

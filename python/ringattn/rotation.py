@@ -51,7 +51,8 @@ def rotate_kv(
         transport: as in :func:`ring_attention`.
 
     Returns:
-        A :class:`RotatedKV`; its ``wait()`` returns the previous rank's block.
+        A :class:`RotatedKV`; its ``wait()`` returns the previous rank's block. Under autocast that
+        is of autocast's dtype, as the operands of attention are.
 
     Raises:
         ValueError, torch.distributed.DistBackendError: as in :func:`ring_attention`; ``kv`` that

@@ -3,6 +3,7 @@
 
 import pickle
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,15 @@ def test_pieces_that_are_no_assignment_are_refused(pieces, sentence):
     with pytest.raises(ValueError) as error:
         Partition.pieces(pieces)
     assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("other", [{"lengths": (10, 20)}, {"order": (1, 0)}], ids=str)
+def test_what_pieces_say_by_themselves_is_not_given_otherwise(other):
+    p = Partition.pieces([[(0, 3)], [(3, 5)]])
+    assert replace(p) == p
+    name = next(iter(other))
+    with pytest.raises(ValueError, match=f"{name} must be left out with pieces"):
+        replace(p, **other)
 
 
 def test_pairs_are_counted_as_a_query_sees_keys():

@@ -66,6 +66,8 @@ def test_files_that_are_no_profiles_are_refused(tmp_path, text, message):
     ("make", "message"),
     [
         (lambda: RankProfile(0, 1), "attention_tflops must be finite and positive, got 0"),
+        (lambda: RankProfile(1e-310, 1), "attention_tflops must be 1e-30 at least, got 1e-310"),
+        (lambda: RankProfile(1, 1, link_gbps=5e-324), "link_gbps must be 1e-30 at least, got 5e-"),
         (lambda: RankProfile(1, -2), "linear_tflops must be finite and positive, got -2"),
         (lambda: RankProfile(math.nan, 1), "attention_tflops must be .* got nan"),
         (lambda: RankProfile(1, math.inf), "linear_tflops must be finite and positive, got inf"),
