@@ -40,7 +40,8 @@ def context_parallel(
 
     ``F.scaled_dot_product_attention`` takes ``[B, H, S_r, D]`` here, with ``is_causal``, ``scale``
     and ``enable_gqa``. Calls are found wherever they are made from, in compiled code, too. A
-    backward may run after the context, unless it recomputes activations.
+    backward may run after the context, unless it recomputes activations or needs a buffer that the
+    context restores: an embedding's token ids belong in ``no_restore_buffers`` then.
 
     Args:
         mesh: one-dimensional, of the ranks that share a sequence, as in
@@ -82,6 +83,8 @@ def context_parallel(
     # The same memory; that of buffers which are not restored is let go of.
     whole = [None if keeps else x.detach() for x, keeps in zip(given, kept, strict=True)]
     mode = _RingAttention(ring, partition)
+    # The first compilation asks once for all functions of torch, which must be torch's own by then.
+    torch.overrides.get_testing_overrides()
     try:
         F.scaled_dot_product_attention = mode.attention
         _replace(given, shards)

@@ -197,6 +197,21 @@ def test_compiled_code_is_rerouted_inside_alone(rank_pool):
     rank_pool(2).run(attend_compiled)
 
 
+def first_compilation_inside() -> None:
+    """What it asks for, which torch.compile asks for once in a process."""
+    torch.overrides.get_testing_overrides.cache_clear()
+    x = torch.zeros(2, 8)
+    with context_parallel(mesh_of_all(), buffers=[x], buffer_seq_dims=[1]):
+        functions = torch.overrides.get_testing_overrides()
+        assert F.scaled_dot_product_attention not in functions
+    assert F.scaled_dot_product_attention in functions
+
+
+@pytest.mark.filterwarnings("ignore:context_parallel must")
+def test_the_first_compilation_of_a_process_may_lie_inside(rank_pool):
+    rank_pool(1).run(first_compilation_inside)
+
+
 def contexts_without_attention() -> None:
     adapter._attention_seen = False
     mesh, x = mesh_of_all(), torch.zeros(2, 8)
