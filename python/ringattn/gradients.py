@@ -15,7 +15,7 @@ from ringattn._distributed.collectives import Content, agree, complete
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
 from ringattn.models.llama import LLaMA
 from ringattn.modules import RingAttention
-from ringattn.parallel import has_no_head, settings_of
+from ringattn.parallel import models_of, settings_of
 
 _OPERATION = "all_reduce_gradients"
 
@@ -48,7 +48,7 @@ def all_reduce_gradients(model: nn.Module, group: Group = None) -> None:
         ValueError: on every rank: parameters that require grad and differ between ranks in number,
             shape or dtype; sparse gradients; DTensors, which FSDP2 sums itself over a mesh that
             contains the ring; layers on several rings without ``group``; gradients of modules
-            beside a part that was parallelized without its head, without ``group``.
+            beside a parallelized part, without ``group``.
         torch.distributed.DistBackendError: a peer died or never arrived.
     """
     is_module = isinstance(model, nn.Module)
@@ -106,12 +106,13 @@ def _ring_of(model: nn.Module) -> GroupInfo:
 
 
 def _whole_gradients(model: nn.Module) -> str | None:
-    """Why a model's gradients are not parts, where modules may lie behind one that returns the rows
-    of all tokens."""
-    for part_name, part in model.named_modules():
-        if part is model or not has_no_head(part):
+    """Why a model's gradients are not parts, where modules may lie behind a part that returns the
+    rows of all tokens."""
+    for body in model.modules():
+        inside = {module for part in models_of(body) for module in part.modules()}
+        if not inside or model in inside:
             continue
-        inside = set(part.modules())
+        part_name = next(name for name, module in model.named_modules() if module in inside)
         for at, module in model.named_modules():
             beside = () if module in inside else module.named_parameters(at, recurse=False)
             for name, x in beside:

@@ -159,11 +159,11 @@ def settings_of(module: nn.Module) -> RingSettings | None:
     return None if attached is None else attached.settings
 
 
-def has_no_head(module: nn.Module) -> bool:
-    """Whether an adapter holds on to a module as a model without a head: on every rank its calls
-    return the rows of all tokens."""
+def models_of(module: nn.Module) -> list[nn.Module]:
+    """The models whose calls go through the ring because an adapter holds on to a module: it, and
+    the one whose body it is."""
     attached = vars(module).get(ATTACHED)
-    return attached is not None and all(x.model is module for x in attached.forwards)
+    return [] if attached is None else [x.model for x in attached.forwards]
 
 
 def parallelize(

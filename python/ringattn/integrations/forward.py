@@ -52,6 +52,8 @@ class RingForward:
         return inspect.signature(self._own())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.model:  # accelerate binds it as if it were a function
+            args = args[1:]
         if not self.is_attached:
             return self._own()(*args, **kwargs)
         asked = None
@@ -75,7 +77,8 @@ class RingForward:
     def take_off(self) -> None:
         """Undoes :meth:`put_on`. A package that has wrapped it since keeps its wrapper."""
         self.is_attached = False
-        if vars(self.model).get("forward") is self:
+        there = vars(self.model).get("forward")
+        if getattr(there, "__func__", there) is self:
             del vars(self.model)["forward"]
             if self.before is not None:
                 vars(self.model)["forward"] = self.before

@@ -5,6 +5,7 @@ import copy
 import functools
 import itertools
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import ringattn
 import torch
 from _distributed import RankPool, this
 from _training import assert_near, assert_same_gradients, gradients_of, summed_gradients
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForTokenClassification, DynamicCache
 
@@ -446,8 +448,52 @@ def sum_beside_a_part() -> None:
     assert_same_gradients({name: x.grad for name, x in model.named_parameters()}, right, 3e-5)
 
 
-def test_gradients_of_a_head_behind_a_part_are_whole_on_every_rank(rank_pool: Any) -> None:
-    rank_pool(2).run(sum_beside_a_part)
+class WithValues(nn.Module):
+    """A value of each token, as wrappers for reinforcement learning have it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.pretrained_model = model
+        torch.manual_seed(3)
+        self.value = nn.Linear(model.config.hidden_size, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        output = self.pretrained_model(ids, output_hidden_states=True)
+        return self.value(output.hidden_states[-1]).square().mean() + output.logits.square().mean()
+
+
+def sum_beside_a_model() -> None:
+    plain, model = map(WithValues, both())
+    ids = token_ids(SIZE)
+    expected = plain(ids)
+    model(ids).backward()
+    with pytest.raises(ValueError, match="parallelized part 'pretrained_model', got one with a g"):
+        ringattn.all_reduce_gradients(model)
+    ringattn.all_reduce_gradients(model.pretrained_model)
+    right = gradients_of(plain, expected)
+    assert_same_gradients({name: x.grad for name, x in model.named_parameters()}, right, 3e-5)
+
+
+@pytest.mark.parametrize("kind", [sum_beside_a_part, sum_beside_a_model])
+def test_gradients_of_a_head_behind_a_part_are_whole_on_every_rank(
+    rank_pool: Any, kind: Any
+) -> None:
+    rank_pool(2).run(kind)
+
+
+def bound_forward() -> None:
+    """As accelerate's unwrap_model(keep_fp32_wrapper=False) leaves it."""
+    plain, model = both()
+    ids = token_ids(SIZE)
+    model.forward = types.MethodType(model.forward, model)
+    assert_near(model(ids, labels=ids).loss, plain(ids, labels=ids).loss, 3e-5)
+    ringattn.unparallelize(model)
+    assert "forward" not in vars(model)
+    assert_near(model(ids, labels=ids).loss, plain(ids, labels=ids).loss, 3e-5)
+
+
+def test_a_forward_that_was_bound_to_its_model_is_the_same(rank_pool: Any) -> None:
+    rank_pool(1).run(bound_forward)
 
 
 def one_rank_skips_its_backward() -> str:
