@@ -416,6 +416,9 @@ def parse() -> argparse.Namespace:
     add("--rope-base", type=float, default=5e5, help="of its positions (default: 500000)")
     add("--tie-heads", action="store_true", help="its head has the embedding's weights")
     options = parser.parse_args()
+    for name in ("tokens", "accumulate", "steps"):
+        if (number := getattr(options, name)) < 1:
+            parser.error(f"--{name} must be at least 1, got {number}")
     if options.weights is not None and options.partition == "auto":
         parser.error("--weights must be left out with --partition auto, which measures them")
     return options

@@ -91,6 +91,9 @@ def test_ranks_that_are_measured_have_the_same_losses(
     )
     assert refused.returncode != 0
     assert "--weights must be left out with --partition auto" in refused.stderr
+    refused = run_command([SCRIPT, "--data", data, "--out", tmp_path, "--accumulate", 0])
+    assert refused.returncode != 0
+    assert "--accumulate must be at least 1, got 0" in refused.stderr
 
 
 def test_a_run_that_was_killed_goes_on_with_the_same_losses(
