@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ringattn._checks import is_dtensor
 from ringattn._distributed.checksums import bits_checksum
 from ringattn._distributed.collectives import gather_objects
 from ringattn._distributed.groups import GroupInfo
@@ -19,20 +22,25 @@ class Summary(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-    checksum: int | None  # of its bits; None where it has none: on the meta device, sparse, ...
+    checksum: int | None  # of its bits; None where it has none: sparse, a part of a DTensor, ...
+    flaw: str | None  # the rule that it breaks
 
 
 def check_same_weights(ring: GroupInfo, model: nn.Module) -> None:
     """Compares all parameters and buffers, bit by bit. Collective; reads the weights once.
 
     Raises:
-        ValueError: on every rank, with the first one that differs, and where.
+        ValueError: on every rank, with the first one that differs, and where; with one that cannot
+            be compared: offloaded, or split over ranks of the ring by tensor parallelism.
     """
     if ring.world_size == 1:
         return
-    gathered = gather_objects(ring, "parallelize", _summaries(model))
+    gathered = gather_objects(ring, "parallelize", _summaries(ring, model))
     first = gathered[0]
     for rank, theirs in enumerate(gathered):
+        for name, each in theirs.items():
+            if each.flaw is not None:
+                raise ValueError(f"{name} must be {each.flaw} (on rank {rank})")
         if only := [*(first.keys() - theirs.keys()), *(theirs.keys() - first.keys())]:
             one, other = (0, rank) if only[0] in first else (rank, 0)
             raise ValueError(
@@ -59,15 +67,36 @@ def _kind(summary: Summary) -> str:
     return f"{summary.dtype} {list(summary.shape)}"
 
 
-def _summaries(model: nn.Module) -> dict[str, Summary]:
+def _summaries(ring: GroupInfo, model: nn.Module) -> dict[str, Summary]:
     tensors = dict(chain(model.named_parameters(), model.named_buffers()))
     sums = {name: bits_checksum(x) for name, x in tensors.items() if _has_bits(x)}
     # All are queued before the first is waited for.
     numbers = {name: int(total) for name, total in sums.items()}
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a model that it has wrapped has imported it
+    is_fsdp = fsdp is not None and any(isinstance(x, fsdp.FSDPModule) for x in model.modules())
     return {
-        name: Summary(tuple(x.shape), str(x.dtype), numbers.get(name))
+        name: Summary(
+            *(tuple(x.shape), str(x.dtype), numbers.get(name)),
+            None if is_fsdp else _flaw(ring, x),
+        )
         for name, x in tensors.items()
     }
+
+
+def _flaw(ring: GroupInfo, x: Any) -> str | None:
+    """Of a tensor of a model without FSDP, which makes parameters whole in each call."""
+    if x.is_meta:
+        return "on a device to be compared between ranks, got one on meta, as offloaded weights are"
+    if is_dtensor(x):
+        own = set(dist.get_process_group_ranks(ring.process_group))
+        for axis, placement in enumerate(x.placements):
+            ranks = dist.get_process_group_ranks(x.device_mesh.get_group(axis))
+            if not placement.is_replicate() and len(own.intersection(ranks)) > 1:
+                return (
+                    "whole on each rank of the ring, got one that tensor parallelism splits over "
+                    "them: load the model without tp_plan"
+                )
+    return None
 
 
 def _has_bits(x: torch.Tensor) -> bool:

@@ -13,6 +13,9 @@ from _distributed import RankPool, this
 from _transformers import CACHE, assert_near, model_of, token_ids
 from ringattn.parallel import unparallelize
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
 Pools = Callable[..., RankPool]
@@ -361,6 +364,43 @@ def other_weights(name: str) -> str:
 def test_weights_that_differ_are_named_on_every_rank(rank_pool: Pools, name: str) -> None:
     first, second = rank_pool(2).run(other_weights, name)
     assert first == second and WEIGHTS[name][1] in first
+
+
+def offloaded() -> tuple[nn.Module, str]:
+    model = model_of()
+    message = "embed_tokens.weight must be on a device to be compared between ranks, got one on met"
+    return model if this().rank == 0 else model.to("meta"), message
+
+
+def split() -> tuple[nn.Module, str]:
+    model, mesh = model_of(), init_device_mesh(this().device.type, (2,))
+    part = model.lm_head.weight.chunk(2)[this().rank]
+    weight = DTensor.from_local(part, mesh, [Shard(0)])
+    model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+    return model, "lm_head.weight must be whole on each rank of the ring, got one that tensor paral"
+
+
+def not_compared(kind: Callable[[], tuple[nn.Module, str]]) -> None:
+    model, message = kind()
+    with pytest.raises(ValueError, match=message):
+        ringattn.parallelize(model)
+
+
+@pytest.mark.parametrize("kind", [offloaded, split])
+def test_weights_that_cannot_be_compared_are_refused_on_every_rank(
+    rank_pool: Pools, kind: Any
+) -> None:
+    rank_pool(2).run(not_compared, kind)
+
+
+def sharded_by_fsdp() -> None:
+    plain, model = model_of(), model_of()
+    fully_shard(model, mesh=init_device_mesh(this().device.type, (2,)))
+    assert_near(ringattn.parallelize(model)(token_ids(8)).logits, plain(token_ids(8)).logits)
+
+
+def test_weights_that_fsdp_shards_over_the_ring_are_accepted(rank_pool: Pools) -> None:
+    rank_pool(2).run(sharded_by_fsdp)
 
 
 def equal_nans() -> None:
