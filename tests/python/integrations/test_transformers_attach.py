@@ -14,11 +14,13 @@ from unittest import mock
 import pytest
 import ringattn
 import torch
+import torch.nn.functional as F
 from _distributed import RankPool, this
 from _transformers import CACHE, MASKS, WEIGHTS, assert_near, config_of, model_of, token_ids
 from ringattn.cache import ShardedKVCache
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 
 def bits(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -99,6 +101,95 @@ def with_one_config() -> None:
 
 def test_a_model_with_the_same_config_stays_as_it_is(rank_pool: Any) -> None:
     rank_pool(2).run(with_one_config)
+
+
+def copied_layer(model: Any) -> None:
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+
+
+def copied_body(model: Any) -> None:
+    model.model = copy.deepcopy(model.model)
+
+
+def another_config(model: Any) -> None:
+    model.config = copy.deepcopy(model.config)
+
+
+def configs_of_their_own(change: Any) -> None:
+    plain, ids = model_of(), token_ids(13)
+    change(plain)
+    configs = [id(getattr(module, "config", None)) for module in plain.modules()]
+    model = copy.deepcopy(plain)
+    change(model)
+    assert_near(ringattn.parallelize(model)(ids).logits, plain(ids).logits)
+    ringattn.parallelize(plain)
+    own = {id(module.config) for module in plain.modules() if hasattr(module, "config")}
+    assert len(own) == len({*configs} - {id(None)}) and not own & {*configs}
+    ringattn.unparallelize(plain)
+    assert [id(getattr(module, "config", None)) for module in plain.modules()] == configs
+
+
+@pytest.mark.parametrize("change", [copied_layer, copied_body, another_config])
+def test_parts_with_configs_of_their_own_attend_through_the_ring(
+    rank_pool: Any, change: Any
+) -> None:
+    rank_pool(2).run(configs_of_their_own, change)
+
+
+class Alone(LlamaAttention):
+    """Attention that calls torch's function, as layers that others have patched do."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        q, k, v = (
+            part(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+def layers_alone() -> None:
+    plain, ids = model_of(num_hidden_layers=3), token_ids(13)
+    right = plain(ids).logits
+    for is_first in (True, False):
+        model = copy.deepcopy(plain)
+        layers = model.model.layers
+        if is_first:
+            layers[1].self_attn.__class__ = Alone
+            assert_near(model(ids, use_cache=False).logits, right)
+            ringattn.parallelize(model)
+        else:
+            assert_near(ringattn.parallelize(model)(ids).logits, right)
+            layers[1].self_attn.__class__ = Alone
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"^layers.1.self_attn must attend through the r"):
+                model(ids)
+        layers[1] = copy.deepcopy(plain.model.layers[1])
+        with pytest.raises(ValueError, match=r"^layers.1.self_attn must attend through the r"):
+            model(ids)
+        assert_near(ringattn.parallelize(model)(ids).logits, right)
+    # Fewer layers: those that are left.
+    plain.model.layers = plain.model.layers[:2]
+    model.model.layers = model.model.layers[:2]
+    assert_near(model(ids).logits, plain(ids).logits)
+    model.config.num_hidden_layers = model.model.config.num_hidden_layers = 1
+    plain.config.num_hidden_layers = 1
+    assert_near(model(ids).logits, plain(ids).logits)
+    for layer in model.model.layers:
+        del layer.self_attn.is_causal
+        layer.self_attn.__class__ = Alone
+    with pytest.raises(ValueError, match=r"^every layer must attend through the ring"):
+        model(ids)
+
+
+def test_a_layer_that_attends_by_itself_fails_every_rank(rank_pool: Any) -> None:
+    rank_pool(2).run(layers_alone)
 
 
 class Failing(nn.Module):

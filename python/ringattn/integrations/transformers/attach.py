@@ -5,7 +5,7 @@ generate."""
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from ringattn.integrations.transformers.forward import ASKED, Asked, Forward
 from ringattn.integrations.transformers.generate import Generate
 from ringattn.integrations.transformers.packed import DOCUMENTS, packed_documents
 from ringattn.integrations.transformers.support import (
+    body_of,
+    check_adapters,
     check_attention_keywords,
     check_module,
 )
@@ -60,23 +62,18 @@ def cost(model: PreTrainedModel) -> ModelCost:
 
 def attach(model: Any, settings: RingSettings) -> None:
     """See :func:`ringattn.parallelize`; ``model`` has been checked."""
-    body = _body_of(model)
-    attached = Attached(settings, [], [])
-    # transformers shares one config among the models that were made from it.
-    own = copy.deepcopy(model.config)
-    own._attn_implementation = NAME
-    text, own_text = model.config.get_text_config(), own.get_text_config()
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and (config is model.config or config is text):
-            attached.configs.append((module, config))
-    for module, config in attached.configs:
-        module.config = own if config is not text or text is own else own_text
+    body = body_of(model)
+    attached = Attached(settings, _configs(model, body), [])
     attached.forwards.append(
         BodyForward(body, settings, attached.configs, has_head=body is not model)
     )
     if body is not model:
         attached.forwards.append(Forward(model, settings))
+    copies: dict[int, Any] = {}  # modules that share a config share its copy
+    for module, config in attached.configs:
+        own = copy.deepcopy(config, copies)
+        own._attn_implementation = NAME
+        module.config = own
     for forward in attached.forwards:
         forward.put_on()
     if hasattr(model, "generate"):
@@ -86,7 +83,7 @@ def attach(model: Any, settings: RingSettings) -> None:
 
 def detach(model: Any) -> None:
     """Undoes :func:`attach` of this model, of its body or of the model whose body it is."""
-    attached = vars(_body_of(model)).pop(ATTACHED, None)
+    attached = vars(body_of(model)).pop(ATTACHED, None)
     if attached is None:
         return
     for forward in attached.forwards:
@@ -96,11 +93,17 @@ def detach(model: Any) -> None:
         module.config = config
 
 
-def _body_of(model: Any) -> Any:
-    body = model.base_model
-    if body is model and hasattr(model, "lm_head"):  # Gemma 3 of transformers 4 names another
-        body = model.model
-    return body
+def _configs(model: nn.Module, body: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """The modules whose config chooses their attention, and that config. Those of the body may each
+    have one of their own: layers that were copied, a body that was loaded by itself. Another model
+    beside the body stays as it is."""
+    inside = set(body.modules())
+    found = ((module, vars(module).get("config")) for module in model.modules())
+    return [
+        (module, config)
+        for module, config in found
+        if hasattr(config, "_attn_implementation") and (module in inside or config is model.config)
+    ]
 
 
 class BodyForward(RingForward):
@@ -120,9 +123,12 @@ class BodyForward(RingForward):
         self.has_head = has_head
         self.agreement = Agreement()
         self.cache_name = next(name for name in CACHES if name in self.names)
+        # The number of layers, and their modules that attended, of the call checked last.
+        self.attended: tuple[int, set[nn.Module]] | None = None
 
     def _ask(self, given: dict[str, Any]) -> dict[str, Any]:
         self.agreement.check()
+        check_adapters(self.model)
         for module, _ in self.configs:
             check_module(module, NAME)
         return _prepared(self, given)
@@ -130,6 +136,7 @@ class BodyForward(RingForward):
     def _run(self, asked: dict[str, Any]) -> Any:
         output = self._own()(**asked)
         context: Context = asked[_CALL]
+        self._check_attended(context)
         call, wanted = context.call, asked.get(ASKED) or Asked()
         hidden = output.last_hidden_state
         if not wanted.local:
@@ -151,11 +158,34 @@ class BodyForward(RingForward):
     def _undo(self, asked: dict[str, Any]) -> None:
         asked[_CALL].undo()
 
+    def _check_attended(self, context: Context) -> None:
+        """ValueError where a layer computed its attention by itself, of this rank's rows alone."""
+        found = (context.num_layers, context.attended)
+        if found == self.attended:  # a walk through all modules is too slow for each decoded token
+            return
+        for name, module in self.model.named_modules():
+            # vars(): wrappers, such as torch.compile's, show attributes of what they wrap.
+            layer = vars(module).get("layer_idx")
+            is_attention = layer is not None and hasattr(module, "is_causal")
+            # A config with fewer layers than there are runs the first ones.
+            if is_attention and layer < context.num_layers and module not in context.attended:
+                raise ValueError(_ALONE.format(name))
+        if not context.attended:
+            raise ValueError(_ALONE.format("every layer"))
+        self.attended = found
+
+
+_ALONE = (
+    "{} must attend through the ring, got a call in which it did not: its forward must call the "
+    "attention function that transformers chooses; where a layer was replaced, call "
+    "ringattn.parallelize(model) again; take out layers that calls skip"
+)
+
 
 @dataclass
 class Context:
     """Keyword argument that travels through the layers. The attention function reads ``call`` and
-    ``documents``; :class:`BodyForward` reads the rest."""
+    ``documents`` and adds to ``attended``; :class:`BodyForward` reads the rest."""
 
     call: ModelCall
     cache: Any  # the caller's, or a new one for the caller
@@ -163,6 +193,7 @@ class Context:
     num_layers: int
     return_dict: bool
     documents: torch.Tensor | None = None  # boundaries of packed documents, of a prompt
+    attended: set[nn.Module] = field(default_factory=set)  # modules that called it
 
     def __post_init__(self) -> None:
         self._layers_before = None if self.cache is None else self.cache.layers
@@ -210,8 +241,14 @@ def _prepared(forward: BodyForward, kwargs: dict[str, Any]) -> dict[str, Any]:
         )
     given = next((kwargs.pop(name) for name in CACHES if kwargs.get(name) is not None), None)
     use_cache = bool(_option(config, kwargs, "use_cache")) and not _computes_again(body)
-    # No gradient flows through a cache: a call that records them keeps none unless it is told to.
-    keeps_cache = use_cache and not (asked.gradients and kwargs.get("use_cache") is None)
+    # No gradient flows through a cache, so that training keeps none unless it is told to. In eval
+    # mode a loop may hand it to its next call, which is refused below: with None it would begin a
+    # new sequence. Calls for a loss are no such loop, and documents have no cache.
+    for_a_loss = body.training or asked.targets is not None
+    needs_none = for_a_loss or kwargs.get("cu_seq_lens_q") is not None
+    keeps_cache = use_cache and not (
+        asked.gradients and needs_none and kwargs.get("use_cache") is None
+    )
     layer = None
     if given is not None:
         if asked.gradients and _computes_again(body):

@@ -46,7 +46,8 @@ def attention(
         scaling: of the scores.
         dropout: must be 0.
         ringattn_call: of a parallelized model, whose body puts it among the keyword arguments; its
-            ``call`` is a :class:`ringattn.model_call.ModelCall`.
+            ``call`` is a :class:`ringattn.model_call.ModelCall`, and its ``attended`` gets
+            ``module``.
         kwargs: the layer's own, ``sliding_window``, ``softcap`` and ``s_aux`` (sinks), and what the
             caller gave to the model.
 
@@ -56,6 +57,7 @@ def attention(
     check_dropout(dropout, "attention_dropout")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if ringattn_call is not None:
+        ringattn_call.attended.add(module)
         layer: Any = module.layer_idx
         seen = layer_mask(kwargs, ringattn_call.documents)
         sinks = kwargs.get("s_aux")

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from ringattn.integrations import shared
+from ringattn.integrations.transformers.caches import CACHES
 
 #: Families whose layers were read: they pass keyword arguments down to the attention function, and
 #: nothing but attention looks at other tokens. What a layer passes (window, softcap, sinks) is what
@@ -29,43 +33,95 @@ _OTHER_KEYWORDS = {
 }
 
 
+def body_of(model: Any) -> Any:
+    """The part of a model before its head: the layers, and what is around them."""
+    body = model.base_model
+    if body is model and hasattr(model, "lm_head"):  # Gemma 3 of transformers 4 names another
+        body = getattr(model, "model", model)
+    return body
+
+
 def refusal(model: Any) -> str | None:
     """Why the ring cannot run this PreTrainedModel, with every reason; None where it can."""
-    config = model.config.get_text_config()
-    return shared.refusal(config.model_type, _reasons(model, config))
+    try:
+        config = model.config.get_text_config()
+    except ValueError:  # it has two of them
+        config = model.config
+    return shared.refusal(model.config.model_type, _reasons(model, config))
 
 
 def _reasons(model: Any, config: Any) -> Iterator[str]:
-    if config.model_type not in SUPPORTED_FAMILIES:
+    is_supported = config.model_type in SUPPORTED_FAMILIES
+    if not is_supported:
         yield f"the family must be one of {', '.join(SUPPORTED_FAMILIES)}"
-    if config.model_type == "gemma3_text" and hasattr(model.config, "vision_config"):
-        yield "tokens of its images see each other: take its language model alone"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    kinds |= set(getattr(config, "layers_block_type", None) or ())
-    if "chunked_attention" in kinds or getattr(config, "attention_chunk_size", None):
+    elif config is not model.config:
+        yield _text_model_reason(model, config)
+    elif not set(CACHES) & set(inspect.signature(body_of(model).forward).parameters):
+        yield (
+            "its base_model_prefix must name its body, whose forward takes a cache, "
+            f"got {model.base_model_prefix!r}"
+        )
+    kinds = set(_field(config, "layer_types") or ())
+    kinds |= set(_field(config, "layers_block_type") or ())
+    if "chunked_attention" in kinds or _field(config, "attention_chunk_size"):
         yield "it has chunked attention"
     if any("mamba" in kind for kind in kinds) or _has_state_space(config):
         yield "it has state-space (SSM) layers"
     elif any("linear" in kind for kind in kinds) or hasattr(config, "linear_num_value_heads"):
         yield "it has linear attention"
-    if getattr(config, "kv_lora_rank", None):
+    if _field(config, "kv_lora_rank"):
         yield "it has latent attention (MLA)"
     if (
         config.is_encoder_decoder
-        or getattr(config, "cross_attention_layers", None)
-        or getattr(config, "add_cross_attention", False)
+        or _field(config, "cross_attention_layers")
+        or _field(config, "add_cross_attention")
     ):
         yield "it has cross attention"
-    if not getattr(config, "is_causal", True) or not all(_causal(model)):
+    if not _field(config, "is_causal", True) or not all(_causal(model)):
         yield "its attention is not causal (is_causal=False)"
     for kind in sorted(_rope_types(config) - set(_ROPE_TYPES)):
         yield shared.rotary_reason(kind)
-    head_dim = getattr(config, "head_dim", None)
-    if head_dim is None and getattr(config, "num_attention_heads", None):
-        head_dim = config.hidden_size // config.num_attention_heads
-    if isinstance(head_dim, int):
-        yield from shared.head_dim_reasons([head_dim])
+    if is_supported:  # other families mean other things by these fields
+        head_dim = _field(config, "head_dim")
+        if head_dim is None and config.num_attention_heads:
+            head_dim = config.hidden_size // config.num_attention_heads
+        if isinstance(head_dim, int):
+            yield from shared.head_dim_reasons([head_dim])
+    yield from _adapter_reasons(model)
     yield from shared.device_reasons(model)
+
+
+def _text_model_reason(model: Any, config: Any) -> str:
+    """What to take of a model of several modalities; ``config`` of its text model."""
+    if config.model_type == "gemma3_text":
+        # Note: from_pretrained() of transformers 5 would load none of these weights.
+        return (
+            "tokens of its images see each other: make Gemma3ForCausalLM(model.config.text_config) "
+            "and set its .model to model.model.language_model and its .lm_head to model.lm_head"
+        )
+    names = (
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and module.config.model_type == config.model_type
+    )
+    return f"its text model alone can be on a ring: pass model.{next(names, 'language_model')}"
+
+
+def _adapter_reasons(model: Any) -> Iterator[str]:
+    """For adapters that PEFT has put into a model."""
+    for name, adapter in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(adapter, "alora_invocation_tokens", None):
+            yield (
+                f"its adapter {name!r} is an aLoRA, which looks for its invocation among all tokens"
+            )
+
+
+def _field(config: Any, name: str, default: Any = None) -> Any:
+    """A field of a config; the default where it has none, or one for each layer."""
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError of transformers 5
+        return default
 
 
 def _has_state_space(config: Any) -> bool:
@@ -83,7 +139,7 @@ def _rope_types(config: Any) -> set[str]:
     for each kind of layer."""
     found: set[str] = set()
     for name in ("rope_scaling", "rope_parameters"):
-        given = getattr(config, name, None)
+        given = _field(config, name)
         if not isinstance(given, Mapping):
             continue
         nested = [value for value in given.values() if isinstance(value, Mapping)]
@@ -92,6 +148,13 @@ def _rope_types(config: Any) -> set[str]:
             if kind is not None:
                 found.add(kind)
     return found
+
+
+def check_adapters(model: Any) -> None:
+    """ValueError where a parallelized model has got an adapter that is refused."""
+    message = shared.refusal(model.config.model_type, _adapter_reasons(model))
+    if message is not None:
+        raise ValueError(message)
 
 
 def check_module(module: Any, implementation: str) -> None:
