@@ -272,6 +272,8 @@ def _adapter(model: object) -> Adapter:
     hint = ""
     if hasattr(model, "get_base_model"):  # of PEFT
         hint = ": pass model.get_base_model()"
+    elif hasattr(model, "_orig_mod"):  # of torch.compile
+        hint = ": pass model._orig_mod"
     raise ValueError(
         "model must be a model of Hugging Face transformers or of FMS, got "
         f"{type(model).__name__}{hint}"

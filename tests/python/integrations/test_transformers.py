@@ -2,6 +2,7 @@
 """A parallelized model of transformers gives what the unmodified one gives on one process."""
 
 import copy
+import string
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from _transformers import (
     CACHE,
     FAMILIES,
     MASKS,
+    VOCAB,
     WEIGHTS,
     assert_near,
     model_of,
@@ -19,11 +21,19 @@ from _transformers import (
 )
 from ringattn import Partition
 from ringattn.parallel import Split
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     DynamicCache,
+    GenerationConfig,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -195,6 +205,32 @@ def generations() -> list[torch.Tensor]:
     return sampled
 
 
+def generations_up_to_strings() -> None:
+    plain, model = both(WEIGHTS[this().world_size])
+    letters = dict(zip(string.printable[:VOCAB], range(VOCAB), strict=True))
+    backend = Tokenizer(BPE(letters, []))
+    backend.decoder = Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    ids = token_ids(13, batch=1)
+    whole = plain.generate(ids, max_new_tokens=8)
+    stop = tokenizer.convert_ids_to_tokens(whole[0].tolist())[-2]
+    options: dict[str, Any] = {"stop_strings": [stop], "max_new_tokens": 8}
+    expected = plain.generate(ids, tokenizer=tokenizer, **options)
+    assert expected.size(1) < whole.size(1)
+    of_config = {"generation_config": GenerationConfig(**options)}
+    for given in (options, of_config):
+        assert torch.equal(model.generate(ids, tokenizer=tokenizer, **given), expected)
+    model.generation_config.stop_strings = stop
+    assert torch.equal(model.generate(ids, tokenizer=tokenizer, max_new_tokens=8), expected)
+    with pytest.raises(ValueError, match="you must pass the model's tokenizer"):
+        model.generate(ids, max_new_tokens=8)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, stop_strings=None), whole)
+
+
+def test_generate_stops_at_the_strings_of_the_call_and_of_configs(rank_pool: Any) -> None:
+    rank_pool(2).run(generations_up_to_strings)
+
+
 def chunked_prompts() -> None:
     plain, model = both(WEIGHTS[this().world_size])
     ids, options = token_ids(45), {"max_new_tokens": 5}
@@ -234,6 +270,37 @@ def test_embeddings_losses_and_other_heads_are_those_of_the_unmodified_model(
     ring: RankPool,
 ) -> None:
     ring.run(other_models_agree)
+
+
+class Reward(LlamaPreTrainedModel):
+    """A head of one's own, whose ``forward`` takes what it needs and no more."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.head = nn.Linear(config.hidden_size, 1)
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: Any = None, logits_to_keep: int = 1
+    ) -> torch.Tensor:
+        hidden = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        return self.head(hidden[:, -logits_to_keep:])
+
+
+def own_heads_agree() -> None:
+    ids, device = token_ids(13), this().device
+    torch.manual_seed(0)
+    plain = Reward(model_of().config).eval().to(device)
+    model = ringattn.parallelize(copy.deepcopy(plain), partition=WEIGHTS[this().world_size])
+    with torch.no_grad():
+        for options in ({}, {"attention_mask": torch.ones_like(ids), "logits_to_keep": 3}):
+            assert_near(model(ids, **options), plain(ids, **options))
+    with pytest.raises(ValueError, match=r"must take \*\*kwargs .* got Reward without"):
+        model(ids)
+
+
+def test_a_head_without_keyword_arguments_gets_the_rows_of_all_tokens(rank_pool: Any) -> None:
+    rank_pool(2).run(own_heads_agree)
 
 
 def shares(model: Any, num_tokens: int) -> list[int]:

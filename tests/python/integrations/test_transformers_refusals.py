@@ -3,7 +3,9 @@
 
 import copy
 import inspect
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,18 @@ import torch
 from _distributed import this
 from _transformers import CACHE, assert_near, model_of, token_ids
 from ringattn.integrations.transformers.support import check_attention_keywords
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTextToWaveform,
+    DynamicCache,
+    Gemma3ForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+)
 from transformers.cache_utils import StaticCache
 
 TINY = {
@@ -78,6 +91,124 @@ def test_models_are_refused_with_every_reason(
     assert model.config is config and "generate" not in vars(model)
 
 
+TEXT = {**TINY, "head_dim": 16}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+#: Configs of models that are no text model, and a part of the reason.
+OTHER_MODALITIES = {
+    "llava": (
+        {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": VISION},
+        "its text model alone can be on a ring: pass model.model.language_model",
+    ),
+    "gemma3": (
+        {"text_config": TEXT, "vision_config": VISION, "mm_tokens_per_image": 4},
+        "tokens of its images see each other: make Gemma3ForCausalLM(model.config.text_config)",
+    ),
+    # What they have by the name of a field of a text model's config is something else.
+    "swin": ({"image_size": 32, "depths": [1], "num_heads": [2], "embed_dim": 16}, "family must"),
+    "segformer": ({}, "family must be one of"),
+    "dots3_note_text": ({}, "family must be one of"),
+    "musicgen": (
+        {
+            "text_encoder": {"model_type": "t5", "d_model": 16, "d_ff": 16, "num_layers": 1},
+            "audio_encoder": {"model_type": "encodec"},
+            "decoder": {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1},
+        },
+        "family must be one of",
+    ),
+    "gemma4_text": (
+        {
+            **{**TEXT, "global_head_dim": 32, "hidden_size_per_layer_input": 8},
+            **{"vocab_size_per_layer_input": 61, "layer_types": ["sliding_attention"] * 2},
+        },
+        "family must be one of",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OTHER_MODALITIES)
+@pytest.mark.filterwarnings("ignore")
+def test_models_of_other_modalities_are_refused_with_what_to_take(family: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip("not in this version of transformers")
+    changes, reason = OTHER_MODALITIES[family]
+    with torch.device("meta"):
+        config = AutoConfig.for_model(family, **changes)
+        kind = AutoModelForImageTextToText if "vision_config" in changes else AutoModel
+        model = (AutoModelForTextToWaveform if family == "musicgen" else kind).from_config(config)
+    message = f"must be one that the ring computes, got {family}: .*{re.escape(reason)}"
+    with pytest.raises(ValueError, match=message):
+        ringattn.parallelize(model, group="single")
+    if family == "llava":  # what the reason says to pass
+        ringattn.parallelize(model.model.language_model, group="single")
+    elif family == "gemma3":
+        text = Gemma3ForCausalLM(model.config.text_config)
+        text.model, text.lm_head = model.model.language_model, model.lm_head
+        ringattn.parallelize(text, group="single")
+
+
+class Scores(LlamaPreTrainedModel):
+    """A model whose body has another name than ``base_model_prefix`` says."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.backbone = LlamaModel(config)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.backbone(input_ids).last_hidden_state.sum(-1)
+
+
+def test_a_model_whose_body_is_not_named_is_refused_and_left_as_it_is() -> None:
+    config, ids = model_of(device="cpu").config, torch.arange(1, 14)[None]
+    model = Scores(config)
+    right = model(ids)
+    with pytest.raises(ValueError, match=r"base_model_prefix must name its body, .* got 'model'"):
+        ringattn.parallelize(model, group="single")
+    assert model.config is config and torch.equal(model(ids), right)
+
+
+def adapters_by_invocation() -> None:
+    model, ids = model_of(), token_ids(6)
+    model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=None)}
+    right = ringattn.parallelize(model)(ids).logits
+    for part in (model, model.model):  # with a head, and without one
+        part.peft_config = {"other": SimpleNamespace(alora_invocation_tokens=[5, 6])}
+        for call in (part, ringattn.parallelize):
+            with pytest.raises(ValueError, match="its adapter 'other' is an aLoRA"):
+                call(*((ids,) if call is part else (part,)))
+        del part.peft_config
+        assert_near(model(ids).logits, right)
+
+
+def test_adapters_that_look_for_their_invocation_are_refused(rank_pool: Any) -> None:
+    rank_pool(2).run(adapters_by_invocation)
+
+
+def loops_that_record_gradients() -> None:
+    model, ids = ringattn.parallelize(model_of().requires_grad_(True)), token_ids(6)
+    assert model.train()(ids).get(CACHE) is None
+    assert model.eval()(ids, labels=ids).get(CACHE) is None
+    cache = model(ids).get(CACHE)
+    with pytest.raises(ValueError, match=r"go on after a cache under torch.no_grad\(\)"):
+        model(ids[:, :1], **{CACHE: cache})
+    with torch.no_grad():
+        step = model(ids[:, :1], **{CACHE: cache}).logits
+        assert_near(step, model(torch.cat((ids, ids[:, :1]), 1)).logits[:, -1:])
+    # Packed documents, which have no cache, as in training mode.
+    ends = torch.tensor([0, 4, 6])
+    assert model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends).get(CACHE) is None
+
+
+def test_a_loop_that_records_gradients_is_told_to_go_on_without(rank_pool: Any) -> None:
+    rank_pool(2).run(loops_that_record_gradients)
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -101,6 +232,7 @@ def arguments() -> None:
     pieces = ringattn.Partition.packed([0, 2, 5], 2)
     for given, message in (
         ({"model": other}, "must be a model of Hugging Face transformers or of FMS, got Linear"),
+        ({"model": torch.compile(model)}, "got OptimizedModule: pass model._orig_mod"),
         ({"partition": [1, 2, 3]}, "must have the 2 ranks of the group, got 3"),
         ({"partition": [0, 0]}, "must have a token"),
         ({"partition": "fair"}, 'must be a Partition, a list of lengths, "even" or "auto"'),
@@ -262,6 +394,7 @@ def refused_generations() -> None:
         ({"penalty_alpha": 0.6, "top_k": 4}, "got contrastive search"),
         ({"custom_generate": lambda *a, **k: None}, "custom_generate must be None"),
         ({"attention_mask": padded}, 'tokenize with padding_side="left"'),
+        ({"token_healing": True}, r"False .*: give it the ids that model.heal_tokens\("),
         ({"cache_implementation": "static"}, "got StaticCache: a ring keeps its own"),
         ({"max_new_tokens": 3 + this().rank}, "max_length must be the same on all ranks"),
         ({"inputs": ids + this().rank}, "input_ids.* must be the same on all ranks"),

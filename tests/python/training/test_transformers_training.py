@@ -18,7 +18,7 @@ from _distributed import RankPool, this
 from _training import assert_near, assert_same_gradients, gradients_of, summed_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForTokenClassification, DynamicCache
+from transformers import AutoModelForTokenClassification, DynamicCache, LlamaForCausalLM
 
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))
 from _transformers import CACHE, MASKED, MASKS, WEIGHTS, model_of, token_ids
@@ -398,6 +398,14 @@ def test_what_fails_in_the_model_of_one_rank_is_an_error_on_all(rank_pool: Any) 
     assert messages[0] == f"rank 1: {messages[1]}"
 
 
+def forward_with_a_loss_of_its_own(
+    self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any
+) -> Any:
+    output = LlamaForCausalLM.forward(self, input_ids, labels=labels, **kwargs)
+    output.loss = output.loss + output.logits.logsumexp(-1).square().mean()
+    return output
+
+
 def refused_calls() -> None:
     ids = token_ids(SIZE)
     plain, model = both()
@@ -416,6 +424,11 @@ def refused_calls() -> None:
         step = plain(new[:, :1], **{CACHE: theirs}).logits
         assert torch.allclose(model(new[:, :1], **{CACHE: given[CACHE]}).logits, step, atol=1e-4)
     assert model(ids).get(CACHE) is None  # the config's use_cache: nothing is kept in training
+    own = model_of().requires_grad_(True)
+    own.__class__ = type("Own", (type(own),), {"forward": forward_with_a_loss_of_its_own})
+    ringattn.parallelize(own)
+    with pytest.raises(ValueError, match="got forward_with_a_loss_of_its_own, whose loss may be"):
+        own(ids, labels=ids)
     model.loss_function = lambda **kwargs: None
     with pytest.raises(ValueError, match="loss_function must be ForCausalLMLoss of transformers"):
         model(ids, labels=ids)

@@ -8,16 +8,20 @@ runs on the rows that the caller asked for, on every rank.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringattn.integrations.forward import RingForward, records_gradients
+from ringattn.integrations.transformers.support import check_adapters
 from ringattn.model_call import ModelCall
+from ringattn.parallel import RingSettings
 
 ASKED = "ringattn_asked"  # keyword argument of this package, on its way through a model
 _IGNORED = -100
@@ -100,12 +104,30 @@ class Asked:
 
 
 class Forward(RingForward):
-    """``forward`` of a model with a head."""
+    """``forward`` of a model with a head.
+
+    One without ``**kwargs`` cannot tell its body what was asked for: the body returns the rows of
+    all tokens then, and the head computes from them what it always does.
+    """
+
+    def __init__(self, model: nn.Module, settings: RingSettings) -> None:
+        super().__init__(model, settings)
+        kinds = [each.kind for each in self.__signature__.parameters.values()]
+        self.passes_on = inspect.Parameter.VAR_KEYWORD in kinds
 
     def _ask(self, given: dict[str, Any]) -> tuple[Asked, dict[str, Any]]:
         model: Any = self.model
+        check_adapters(model)
         labels = given.get("labels")
         asked = Asked(labels=labels, gradients=records_gradients(model, given.get("inputs_embeds")))
+        if not self.passes_on:
+            if asked.gradients:
+                raise ValueError(
+                    "forward of a parallelized model must take **kwargs and pass them to its body "
+                    f"where gradients are recorded, got {type(model).__name__} without: call it "
+                    "under torch.no_grad()"
+                )
+            return asked, given
         if "logits_to_keep" in self.names:
             self._ask_for_columns(asked, given)
         if "labels" not in self.names or model.loss_type != "ForCausalLM":
@@ -169,6 +191,14 @@ class Forward(RingForward):
             raise ValueError(
                 "loss_function must be ForCausalLMLoss of transformers where a parallelized model "
                 f"gets labels, got {name}: leave labels out and compute the loss from its logits"
+            )
+        forward = self.before or type(self.model).forward
+        # Liger's computes the same loss.
+        if getattr(forward, "__module__", "").split(".")[0] not in ("transformers", "liger_kernel"):
+            raise ValueError(
+                "forward must be that of transformers where a parallelized model gets labels, got "
+                f"{getattr(forward, '__qualname__', type(forward).__name__)}, whose loss may be "
+                "another: leave labels out and compute the loss from its logits"
             )
         if asked.columns is not None:
             raise ValueError(

@@ -11,7 +11,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
 
 from ringattn._distributed.checksums import checksum
@@ -41,6 +46,12 @@ class Generate:
         decode: Decode | None = None
         try:
             given = by_name(names_of(inspect.signature(generate))[1:], args, kwargs)
+            self._stop_at_strings(given)
+            if self._setting(given, "token_healing"):
+                raise ValueError(
+                    "token_healing must be False for a parallelized model, got True: give it the "
+                    "ids that model.heal_tokens(ids, tokenizer) returns"
+                )
             # Note: transformers drops a streamer on its way to a custom function, after the prompt.
             decode = Decode(ring, given.get("streamer"), given.get("assistant_model"))
             if given.get("custom_generate") is not None:
@@ -54,6 +65,24 @@ class Generate:
                 with suppress(ValueError):  # as the peers raise it
                     agree(ring, "generate", str(error) or type(error).__name__, {})
             raise
+
+    def _stop_at_strings(self, given: dict[str, Any]) -> None:
+        """Makes ``stop_strings`` a stopping criterion: on its way to a custom function transformers
+        drops the tokenizer before it makes that criterion."""
+        strings, tokenizer = self._setting(given, "stop_strings"), given.pop("tokenizer", None)
+        if strings is None or tokenizer is None:  # transformers says what is missing
+            return
+        given["stop_strings"] = None
+        given["stopping_criteria"] = StoppingCriteriaList(
+            [*(given.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
+        )
+
+    def _setting(self, given: dict[str, Any], name: str) -> Any:
+        """What the arguments say, or else their generation config, or else the model's."""
+        if name in given:
+            return given[name]
+        configs = (given.get("generation_config"), self.model.generation_config)
+        return next((value for each in configs if (value := getattr(each, name, None))), None)
 
 
 class Decode:
