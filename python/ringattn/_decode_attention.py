@@ -99,7 +99,7 @@ def decode_attention(
             them, 0 included. All are visible to all queries of their batch row.
         v_shard: this rank's cached values, like ``k_shard``.
         group: as in :func:`ring_attention`.
-        scale: of the scores, any finite number that float32 holds; None means ``1 / sqrt(D)``.
+        scale: of the scores, any finite number; None means ``1 / sqrt(D)``.
         key_lengths: int32 or int64 ``[B]`` on the device of ``q``: batch row b sees the first
             ``key_lengths[b]`` keys of this rank. Values are clamped to ``[0, N_r]`` and never read
             by the host on CUDA; keys and values past them may be uninitialised. None: all keys.

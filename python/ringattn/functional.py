@@ -151,7 +151,7 @@ def ring_attention(
         key_partition: which rank owns which of S_k keys, where there are more keys than queries: a
             cache, and what follows it. The queries are the last ``partition.seq_len`` of the S_k
             positions. None: keys lie as queries do.
-        scale: of the scores, any finite number that float32 holds; None means ``1 / sqrt(D)``.
+        scale: of the scores, any finite number; None means ``1 / sqrt(D)``.
         transport: how blocks travel. "symmetric": through memory that all ranks of one host share,
             fetched by the kernel that attends to them. "nccl": over a communicator of ringattn's
             own. "process_group": over the group's own backend, CPUs too. "auto": the first of these
@@ -249,7 +249,7 @@ def block_attention(
             where S_q is a multiple of S_k, nothing can tell that it is missing.
         k: ``[B, S_k, H_kv, D]``, ``H % H_kv == 0``, dtype and device of ``q``.
         v: like ``k``.
-        scale: of the scores, any finite number that float32 holds; None means ``1 / sqrt(D)``.
+        scale: of the scores, any finite number; None means ``1 / sqrt(D)``.
         diagonal: as in ``torch.tril``: query row i sees key column j when ``j - i <= diagonal``; 0
             is causal. None masks nothing.
         key_ranges: int32 ``[S_q, 2]`` on the device of ``q``, instead of a diagonal: query row i

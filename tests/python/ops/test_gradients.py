@@ -141,6 +141,16 @@ def test_a_second_derivative_is_refused_where_it_is_asked_for(device: str) -> No
         dq.sum().backward()
 
 
+def test_a_softcap_beyond_float32_changes_no_gradient(device: str) -> None:
+    q, k, v = (torch.randn(1, 5, 2, 8, device=device).requires_grad_() for _ in range(3))
+    plain, capped = (
+        torch.autograd.grad(ringattn.block_attention(q, k, v, softcap=cap)[0].sum(), (q, k, v))
+        for cap in (0.0, 1e300)
+    )
+    for a, b in zip(plain, capped, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_a_backward_runs_once(device: str) -> None:
     q, k, v = (torch.randn(1, 4, 2, 8, device=device).requires_grad_() for _ in range(3))
     out, _ = ringattn.block_attention(q, k, v)
