@@ -4,7 +4,6 @@
 #include <ATen/MemoryOverlap.h>
 #include <c10/core/ScalarType.h>
 
-#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 
@@ -206,9 +205,7 @@ void check_scoring(const at::Tensor& q, double softcap, const std::optional<at::
 Scoring make_scoring(const at::Tensor& q, double scale, double softcap,
                      const std::optional<at::Tensor>& sinks) {
   Scoring scoring(scale);
-  // Scores of float32 are far below this cap, which stands for those that float32 does not hold.
-  constexpr double kLargestCap = 1e30;
-  scoring.softcap = q.scalar_type() == at::kDouble ? softcap : std::min(softcap, kLargestCap);
+  scoring.softcap = softcap;
   if (sinks) scoring.sinks = sinks->to(state_dtype(q.scalar_type())).contiguous();
   return scoring;
 }

@@ -32,8 +32,8 @@ struct FirstDerivative : torch::autograd::Function<FirstDerivative> {
   }
 };
 
-/// Calls the operator. A refusal is a ValueError: no Python lies between it and the caller, who
-/// would be told that it is one (_distributed/errors.py).
+/// Calls the operator. Its refusal becomes a ValueError without the prefix here, as
+/// _distributed/errors.py makes of it for calls from Python: autograd calls this directly.
 void call_backward(const std::string& name, torch::jit::Stack& stack) {
   constexpr std::string_view kPrefix = "ringattn: ";
   try {

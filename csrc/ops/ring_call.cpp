@@ -232,7 +232,7 @@ void ring_call(const RingArguments& args, RingPass pass, c10::function_ref<void(
       args.group_name.empty() ? nullptr : GroupContext::resolve(std::string(args.group_name));
   const CallEntry entry(group.get(), pass == RingPass::kForward ? "ring_forward" : "ring_backward");
   const bool alone = !group || group->size() == 1;
-  static thread_local const SingleCalls single_calls;
+  static thread_local SingleCalls single_calls;
   PreparedCalls& calls = alone ? *single_calls.calls : group->state<PreparedCalls>();
   CallKey key = call_key(args);
   const std::shared_ptr<PreparedCall>* known = calls.find(key);

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +22,9 @@ from ringattn._checks import (
 
 # Boundaries of packed documents in the whole sequence: [0, ..., S].
 CuSeqlens = Sequence[int] | torch.Tensor
+
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
 
 
 class Mask(NamedTuple):
@@ -73,18 +75,23 @@ def check_window(window_size: Any) -> tuple[int, int]:
 _LONGEST = 2**63 - 1  # operators take 64 bits, and no sequence has as many tokens
 
 
-def for_later() -> AbstractContextManager[object]:
-    """Where a tensor is made that outlives the call: one of inference mode could not be saved for
-    the backward of a later call."""
-    if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
-        return torch.inference_mode(False)
-    return nullcontext()
+def made_to_last(make: Callable[[_Given], _Made], given: _Given) -> _Made:
+    """``make(given)``, of tensors that outlive the call: those of inference mode could not be saved
+    for the backward of a later call."""
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return make(given)
+    return make(given)
 
 
 def documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:
     """int64 on the CPU, one dimension. A CUDA tensor is read once for each of its versions. One of
     the CPU is copied in every call: NumPy or another process may write to its memory, also between
     a forward and its backward."""
+    return made_to_last(_documents, cu_seqlens)
+
+
+def _documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:
     if cu_seqlens is None:
         return None
     if not isinstance(cu_seqlens, torch.Tensor):
@@ -96,8 +103,7 @@ def documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:
         ends = check_integers("cu_seqlens", cu_seqlens, least=0)
         if ends and not torch.compiler.is_compiling():
             check_int64("cu_seqlens", max(ends))
-        with for_later():
-            return torch.tensor(ends, dtype=torch.int64, device="cpu")
+        return torch.tensor(ends, dtype=torch.int64, device="cpu")
     check_tensors(cu_seqlens=cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
         raise ValueError(
@@ -106,10 +112,9 @@ def documents(cu_seqlens: CuSeqlens | None) -> torch.Tensor | None:
         )
     if torch.compiler.is_compiling():
         return cu_seqlens.to("cpu", torch.int64).contiguous()
-    with for_later():
-        if cu_seqlens.is_cpu:
-            return cu_seqlens.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
-        return _read_once(cu_seqlens)
+    if cu_seqlens.is_cpu:
+        return cu_seqlens.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+    return _read_once(cu_seqlens)
 
 
 _read: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}

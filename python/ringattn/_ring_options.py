@@ -89,7 +89,7 @@ def ring_options(
                 call, scores, (_, pieces), of_keys = options
                 return call, scores, (documents(boundaries), pieces), of_keys
     options = _check(ring, q, partition, mask, scale, transport, depth, key_partition)
-    # Nor are tuples that hold such objects.
+    # Tuples that hold objects that may change are not kept either.
     held = () if in_tensor else (*(mask.window_size or ()), *(boundaries or ()))
     if keeps and all(type(x) in (int, type(None)) for x in held):
         _latest.insert(0, (values, objects, options))

@@ -28,10 +28,15 @@ from ringattn._checks import (
 )
 from ringattn._distributed.errors import call, check_real, report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
-from ringattn._masks import CuSeqlens, check_window, checked_documents, documents, for_later
-from ringattn._pieces import flat_pieces, normal_pieces, num_tokens
+from ringattn._masks import CuSeqlens, check_window, checked_documents, documents, made_to_last
+from ringattn._pieces import Pieces, flat_pieces, normal_pieces, num_tokens
 
 LAYOUTS = ("zigzag", "contiguous")  # of lengths; "pieces" is of Partition.pieces alone
+
+
+def _flat_tensor(assigned: Pieces) -> torch.Tensor:
+    """Rank, start and stop of each piece, ``[n, 3]``."""
+    return torch.tensor(flat_pieces(assigned), dtype=torch.int64, device="cpu").reshape(-1, 3)
 
 
 def check_layout(layout: object) -> None:
@@ -95,9 +100,7 @@ class Partition:
                         f"{name} must be left out with pieces, which say it, got {given}"
                     )
                 object.__setattr__(self, name, own)
-            with for_later():
-                flat = torch.tensor(flat_pieces(assigned), dtype=torch.int64, device="cpu")
-                object.__setattr__(self, "_flat", flat.reshape(-1, 3))
+            object.__setattr__(self, "_flat", made_to_last(_flat_tensor, assigned))
             return
         check_layout(self.layout)
         if self.assigned:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
 from typing import cast
@@ -139,7 +139,7 @@ def save_profiles(path: str | Path, profiles: Sequence[RankProfile]) -> None:
         OSError: the file cannot be written.
         ValueError: no profiles, or others than :class:`RankProfile`.
     """
-    profiles = list(profiles)
+    profiles = list(profiles) if isinstance(profiles, Iterable) else []
     if not profiles or not all(isinstance(profile, RankProfile) for profile in profiles):
         raise ValueError(f"profiles must be RankProfile, one per rank, got {shown(profiles)}")
     content = {"profiles": [asdict(profile) for profile in profiles]}

@@ -216,7 +216,8 @@ class Rebalancer:
         Raises:
             ValueError: a group of another size than there are profiles, ranks that have planned for
                 different lengths or from different profiles, on all of them; ``timings`` that are
-                no :class:`ringattn.Timings`, or with ``training`` have forward calls alone.
+                no :class:`ringattn.Timings`, hold what nothing can have recorded, or with
+                ``training`` have forward calls alone.
         """
         ring = resolve_group(group)
         mistake, own = None, _Observation(None)
@@ -235,8 +236,11 @@ class Rebalancer:
         else:
             try:
                 own = self._observation(timings, ring.rank)
-            except Exception as error:  # of steps that nothing recorded: peers must hear of it
-                mistake = f"timings must be of ring calls, got some of which none can be: {error}"
+            except (ValueError, ArithmeticError) as error:  # peers must hear of it
+                mistake = (
+                    "timings must be those of record_timings(), got steps that nothing recorded: "
+                    f"{error}"
+                )
         documents = None if self._latest is None else self._latest[0].cu_seqlens
         # Everything that plans depend on.
         facts = {

@@ -79,9 +79,13 @@ class Backward {
 
     at::Tensor scores = products(q, k).mul_(scoring_.scale), slope;
     if (scoring_.softcap != 0.0) {
-      const at::Tensor capped = scores.div_(scoring_.softcap).tanh_();
+      // What float32 holds, as on CUDA: it may be 0 or infinite there.
+      const double softcap = scores.scalar_type() == at::kDouble
+                                 ? scoring_.softcap
+                                 : std::clamp(scoring_.softcap, 1e-30, 1e30);
+      const at::Tensor capped = scores.div_(softcap).tanh_();
       slope = capped.square().neg_().add_(1.0);
-      scores = capped.mul(scoring_.softcap);
+      scores = capped.mul(softcap);
     }
     // Hidden pairs are selected, not multiplied: what they hold may be NaN.
     const at::Tensor weights = scores.sub_(rows_of(lse_)).exp_().masked_fill_(hidden, 0.0);

@@ -72,20 +72,21 @@ def _summaries(ring: GroupInfo, model: nn.Module) -> dict[str, Summary]:
     sums = {name: bits_checksum(x) for name, x in tensors.items() if _has_bits(x)}
     # All are queued before the first is waited for.
     numbers = {name: int(total) for name, total in sums.items()}
+    is_offloaded = any(hasattr(x, "_hf_hook") for x in model.modules())  # or not made yet
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a model that it has wrapped has imported it
     is_fsdp = fsdp is not None and any(isinstance(x, fsdp.FSDPModule) for x in model.modules())
     return {
         name: Summary(
             *(tuple(x.shape), str(x.dtype), numbers.get(name)),
-            None if is_fsdp else _flaw(ring, x),
+            None if is_fsdp else _flaw(ring, x, is_offloaded),
         )
         for name, x in tensors.items()
     }
 
 
-def _flaw(ring: GroupInfo, x: Any) -> str | None:
+def _flaw(ring: GroupInfo, x: Any, is_offloaded: bool) -> str | None:
     """Of a tensor of a model without FSDP, which makes parameters whole in each call."""
-    if x.is_meta:
+    if x.is_meta and is_offloaded:
         return "on a device to be compared between ranks, got one on meta, as offloaded weights are"
     if is_dtensor(x):
         own = set(dist.get_process_group_ranks(ring.process_group))
@@ -94,7 +95,7 @@ def _flaw(ring: GroupInfo, x: Any) -> str | None:
             if not placement.is_replicate() and len(own.intersection(ranks)) > 1:
                 return (
                     "whole on each rank of the ring, got one that tensor parallelism splits over "
-                    "them: load the model without tp_plan"
+                    "them: load the model without tp_plan, or give its layers to fully_shard"
                 )
     return None
 

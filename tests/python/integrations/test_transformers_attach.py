@@ -173,6 +173,8 @@ def layers_alone() -> None:
         layers[1] = copy.deepcopy(plain.model.layers[1])
         with pytest.raises(ValueError, match=r"^layers.1.self_attn must attend through the r"):
             model(ids)
+        # As PEFT keeps the module that it trains a copy of.
+        layers[1].original = copy.deepcopy(plain.model.layers[1].self_attn)
         assert_near(ringattn.parallelize(model)(ids).logits, right)
     # Fewer layers: those that are left.
     plain.model.layers = plain.model.layers[:2]

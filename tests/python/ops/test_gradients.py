@@ -149,6 +149,10 @@ def test_a_softcap_beyond_float32_changes_no_gradient(device: str) -> None:
     )
     for a, b in zip(plain, capped, strict=True):
         torch.testing.assert_close(a, b)
+    zeros = torch.zeros_like(q)
+    out, _ = ringattn.block_attention(zeros, k, v, softcap=1e-300)
+    for gradient in torch.autograd.grad(out.sum(), (k, v)):
+        assert gradient.isfinite().all()
 
 
 def test_a_backward_runs_once(device: str) -> None:

@@ -424,11 +424,18 @@ def refused_calls() -> None:
         step = plain(new[:, :1], **{CACHE: theirs}).logits
         assert torch.allclose(model(new[:, :1], **{CACHE: given[CACHE]}).logits, step, atol=1e-4)
     assert model(ids).get(CACHE) is None  # the config's use_cache: nothing is kept in training
-    own = model_of().requires_grad_(True)
+    harmless = model_of().requires_grad_(True)
+    harmless.forward = functools.partial(type(harmless).forward, harmless)
+    ringattn.parallelize(harmless)(ids, labels=ids)
+    own, patched = (model_of().requires_grad_(True) for _ in range(2))
     own.__class__ = type("Own", (type(own),), {"forward": forward_with_a_loss_of_its_own})
-    ringattn.parallelize(own)
-    with pytest.raises(ValueError, match="got forward_with_a_loss_of_its_own, whose loss may be"):
-        own(ids, labels=ids)
+    patched.forward = functools.wraps(patched.forward)(
+        functools.partial(forward_with_a_loss_of_its_own, patched)
+    )
+    for refused in (own, patched):
+        ringattn.parallelize(refused)
+        with pytest.raises(ValueError, match="got forward_with_a_loss_of_its_own, whose loss may"):
+            refused(ids, labels=ids)
     model.loss_function = lambda **kwargs: None
     with pytest.raises(ValueError, match="loss_function must be ForCausalLMLoss of transformers"):
         model(ids, labels=ids)

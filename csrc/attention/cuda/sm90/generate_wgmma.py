@@ -10,7 +10,7 @@ from __future__ import annotations
 from textwrap import fill
 
 ELEMENTS = {"__nv_bfloat16": "bf16", "__half": "f16"}
-SCORE_WIDTHS = (48, 64, 80, 128)  # kBlockK of the tiles, a part of it, kBlockQ of the backward's
+SCORE_WIDTHS = (48, 64, 80, 128)  # kBlockK of the tiles, kPartKeys of one, kBlockQ of the backward
 VALUE_WIDTHS = (64, 128, 256)  # kHeadDim of the tiles
 QUERY_GRADIENT_WIDTHS = (64,)  # columns of dq that a warpgroup of the backward computes
 # Columns of dq, and of dk and dv where their weights are in shared memory.

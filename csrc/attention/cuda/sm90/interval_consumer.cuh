@@ -32,8 +32,8 @@
 // must not reach these rows. Tiles that no row sees lie between them, and are skipped.
 //
 // With a single segment, maxima are looked for above unmasked tiles alone, and the lowest and the
-// highest tile are computed in part if rows see no more; values of the highest where the tile below
-// is masked, too. With several, that costs more than it saves.
+// highest tile are computed in part if rows see no more. Values of the highest are multiplied in
+// part only where the tile below is masked. With several, that costs more than it saves.
 
 namespace ringattn::cuda::sm90 {
 
@@ -42,6 +42,7 @@ template <int kBegin_, int kEnd>
 struct PartOfTile {
   static constexpr int kBegin = kBegin_, kKeys = kEnd - kBegin;
   static constexpr int kOffset = kBegin * kColumnBlockPitch;  // bytes
+  static_assert(kBegin % 8 == 0);                             // a row of the swizzle
 };
 
 /// A consumer warpgroup of a general variant: `consume` (block_attention_kernel.cuh), with tiles

@@ -281,6 +281,7 @@ struct OnlineSoftmax {
 template <typename Element, int kFirst = 0, int kScores, int kSize>
 __device__ __forceinline__ void round_probabilities(const float (&s)[kScores],
                                                     uint32_t (&p)[kSize]) {
+  static_assert(kFirst + kScores / 2 <= kSize);
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
     const int from = i - kFirst;

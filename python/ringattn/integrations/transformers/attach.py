@@ -106,6 +106,13 @@ def _configs(model: nn.Module, body: nn.Module) -> list[tuple[nn.Module, Any]]:
     ]
 
 
+_ALONE = (
+    "{} must attend through the ring, got a call in which it did not: its forward must call the "
+    "attention function that transformers chooses; where a layer was replaced, call "
+    "ringattn.parallelize(model) again; take out layers that calls skip"
+)
+
+
 class BodyForward(RingForward):
     """``forward`` of the layers: on this rank's rows, with their positions and the call that goes
     with them; then the rows that the caller asked for, of all ranks, and the caller's cache."""
@@ -161,25 +168,20 @@ class BodyForward(RingForward):
     def _check_attended(self, context: Context) -> None:
         """ValueError where a layer computed its attention by itself, of this rank's rows alone."""
         found = (context.num_layers, context.attended)
-        if found == self.attended:  # a walk through all modules is too slow for each decoded token
+        # A walk through all modules is too slow for each decoded token. One rank has all rows.
+        if found == self.attended or self.settings.ring().world_size == 1:
             return
+        attended = {module.layer_idx for module in context.attended}
         for name, module in self.model.named_modules():
             # vars(): wrappers, such as torch.compile's, show attributes of what they wrap.
             layer = vars(module).get("layer_idx")
             is_attention = layer is not None and hasattr(module, "is_causal")
             # A config with fewer layers than there are runs the first ones.
-            if is_attention and layer < context.num_layers and module not in context.attended:
+            if is_attention and layer < context.num_layers and layer not in attended:
                 raise ValueError(_ALONE.format(name))
         if not context.attended:
             raise ValueError(_ALONE.format("every layer"))
         self.attended = found
-
-
-_ALONE = (
-    "{} must attend through the ring, got a call in which it did not: its forward must call the "
-    "attention function that transformers chooses; where a layer was replaced, call "
-    "ringattn.parallelize(model) again; take out layers that calls skip"
-)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -192,12 +193,11 @@ class Forward(RingForward):
                 "loss_function must be ForCausalLMLoss of transformers where a parallelized model "
                 f"gets labels, got {name}: leave labels out and compute the loss from its logits"
             )
-        forward = self.before or type(self.model).forward
-        # Liger's computes the same loss.
-        if getattr(forward, "__module__", "").split(".")[0] not in ("transformers", "liger_kernel"):
+        foreign = _foreign_part(self.before or type(self.model).forward)
+        if foreign is not None:
             raise ValueError(
                 "forward must be that of transformers where a parallelized model gets labels, got "
-                f"{getattr(forward, '__qualname__', type(forward).__name__)}, whose loss may be "
+                f"{getattr(foreign, '__qualname__', type(foreign).__name__)}, whose loss may be "
                 "another: leave labels out and compute the loss from its logits"
             )
         if asked.columns is not None:
@@ -206,6 +206,25 @@ class Forward(RingForward):
                 "that of all tokens"
             )
         return Targets.of(given)
+
+
+#: Packages whose forwards, and wrappers of forwards, leave the loss as it is.
+_SAME_LOSS = ("transformers", "liger_kernel", "accelerate", "torch", "contextlib")
+
+
+def _foreign_part(forward: Any) -> Any:
+    """What of a forward, and of the functions that it wraps, may change the loss; None: nothing."""
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
+        if isinstance(function, partial):
+            forward = function.func
+            continue
+        # Not __module__, which functools.wraps copies.
+        home = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+        if home.split(".")[0] not in _SAME_LOSS:
+            return function
+        forward = getattr(function, "__wrapped__", None)
+    return None
 
 
 def _columns(kept: Any, length: int, device: torch.device | None) -> torch.Tensor:

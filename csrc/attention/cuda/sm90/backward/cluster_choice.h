@@ -171,7 +171,7 @@ inline int choose_planes_per_slice(const WorkTiles& tiles, int ranks, int cluste
 
 /// The same for tiles of any lengths, by ticket: they even out over more of them.
 inline int planes_per_slice_by_ticket(const WorkTiles& tiles, int multiprocessors) {
-  constexpr int kTiles = 7;  // for each, at least
+  constexpr int kTiles = 7;  // of each multiprocessor, at least
   return static_cast<int>(std::min<int64_t>(
       tiles.planes, ceil_div(int64_t{kTiles} * multiprocessors, tiles.num_key_tiles)));
 }

@@ -304,8 +304,9 @@ struct BackwardShared {
         init_barrier(free(operand, stage), kConsumerWarps);
       }
     }
-    // All warps but the one that takes a ticket free it. Where it is drawn for a pair, so does that
-    // one of the other thread block, in the name of all there.
+    // All warps but the one that takes a ticket free it. Where it is drawn for a pair, the warp
+    // that takes it in the other thread block arrives as well, when all warps there have freed the
+    // slot.
     const bool draws_for_pair = Tile::kByTicket && Tile::kPair && rank_in_pair() == 0;
     for (const int slot : {0, 1}) {
       init_barrier(ticket_full(slot), 1);
@@ -427,7 +428,7 @@ __device__ __forceinline__ int next_ticket(const BackwardKernelParams& p,
   }
   if (kTakes && is_first_lane) {
     arrive_expecting(shared.ticket_full(slot), sizeof(ticket));
-    // The first tickets find both slots free without a word.
+    // Both slots are free before the first two tickets.
     if (count >= 2) arrive_in_cluster(address_in_rank(shared.ticket_free(slot), 0));
   }
   wait(shared.ticket_full(slot), parity);
