@@ -6,8 +6,9 @@
 
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
+
+#include "core/refusal.h"
 
 namespace ringattn {
 namespace {
@@ -35,16 +36,14 @@ struct FirstDerivative : torch::autograd::Function<FirstDerivative> {
 /// Calls the operator. Its refusal becomes a ValueError without the prefix here, as
 /// _distributed/errors.py makes of it for calls from Python: autograd calls this directly.
 void call_backward(const std::string& name, torch::jit::Stack& stack) {
-  constexpr std::string_view kPrefix = "ringattn: ";
   try {
     c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").callBoxed(&stack);
   } catch (const c10::DistBackendError&) {
     throw;
   } catch (const c10::Error& error) {
-    const std::string_view sentence = error.what_without_backtrace();
-    if (sentence.substr(0, kPrefix.size()) != kPrefix) throw;
-    throw c10::ValueError({__func__, __FILE__, __LINE__},
-                          std::string(sentence.substr(kPrefix.size())));
+    const char* const message = error.what_without_backtrace();
+    if (!is_refusal(message)) throw;
+    throw c10::ValueError({__func__, __FILE__, __LINE__}, sentence_of(message));
   }
 }
 

@@ -10,14 +10,13 @@
 
 #include "core/log.h"
 #include "core/process_singleton.h"
+#include "core/refusal.h"
 #include "transport/group/peer_wait.h"
 #include "transport/registry.h"
 #include "transport/runtime/watchdog.h"
 
 namespace ringattn {
 namespace {
-
-constexpr const char* kPrefix = "ringattn: ";
 
 struct Groups {
   std::mutex making;  // held while one is made
@@ -112,8 +111,7 @@ int64_t GroupContext::begin_call(std::shared_ptr<const Signature> signature, boo
 
 void GroupContext::refuse_call(const std::string& message) {
   const int64_t call = agreement_->number_call();
-  const size_t prefix = message.rfind(kPrefix, 0) == 0 ? std::string(kPrefix).size() : 0;
-  if (backend_->store_is_alive()) agreement_->refuse(call, message.substr(prefix));
+  if (backend_->store_is_alive()) agreement_->refuse(call, sentence_of(message));
 }
 
 void GroupContext::check_device(c10::Device device, const std::string& transport) const {
@@ -181,7 +179,7 @@ MessageTransport& GroupContext::transport(const std::string& name, c10::Device d
           make != nullptr ? make(rendezvous_, device) : backend_->transport(rendezvous_, device);
     } catch (const std::exception& error) {
       // A refusal is thrown on all ranks. A failure of this rank alone leaves the others waiting.
-      if (reason_of(error).rfind(kPrefix, 0) != 0) failures_->fail_call(latest_call(), error);
+      if (!is_refusal(reason_of(error))) failures_->fail_call(latest_call(), error);
       throw;
     }
     devices_.emplace(device.type(), device);
