@@ -13,6 +13,9 @@ namespace ringattn {
 
 enum class DataType : int8_t { kFloat16, kBFloat16, kFloat32 };
 
+/// A larger softcap leaves scores of float32 as they are, a smaller one makes all of them 0.
+constexpr float kLargestSoftcap = 1e30f, kSmallestSoftcap = 1e-30f;
+
 /// Strided memory of shape [B, S, H, D]; strides in elements, the stride of D is 1.
 struct Strided {
   void* data = nullptr;

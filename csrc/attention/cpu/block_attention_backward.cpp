@@ -79,10 +79,10 @@ class Backward {
 
     at::Tensor scores = products(q, k).mul_(scoring_.scale), slope;
     if (scoring_.softcap != 0.0) {
-      // What float32 holds, as on CUDA: it may be 0 or infinite there.
-      const double softcap = scores.scalar_type() == at::kDouble
-                                 ? scoring_.softcap
-                                 : std::clamp(scoring_.softcap, 1e-30, 1e30);
+      const double softcap =
+          scores.scalar_type() == at::kDouble
+              ? scoring_.softcap
+              : std::clamp<double>(scoring_.softcap, kSmallestSoftcap, kLargestSoftcap);
       const at::Tensor capped = scores.div_(softcap).tanh_();
       slope = capped.square().neg_().add_(1.0);
       scores = capped.mul(softcap);

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "attention/cuda/numeric.cuh"
+#include "attention/params.h"
 
 // Softcap, for every kernel family.
 
@@ -35,11 +36,8 @@ struct Softcap {
   float inner;
   float outer_log2;
 
-  /// A larger softcap leaves scores as they are, a smaller one makes all of them 0.
-  static constexpr float kLargest = 1e30f, kSmallest = 1e-30f;
-
   __device__ __forceinline__ Softcap(float scale, float softcap) {
-    const float outer = fminf(fmaxf(softcap, kSmallest), kLargest);
+    const float outer = fminf(fmaxf(softcap, kSmallestSoftcap), kLargestSoftcap);
     inner = fminf(scale * reciprocal(outer), FLT_MAX);
     outer_log2 = outer * kLog2E;
   }

@@ -280,7 +280,7 @@ cudaError_t launch_segmented(const BlockAttentionParams& p, bool fetch_bound, cu
   params.fold = p.fold;
   if constexpr (params.kGeneral) {
     params.sinks = p.sinks;
-    const float softcap = std::clamp(p.softcap, Softcap::kSmallest, Softcap::kLargest);
+    const float softcap = std::clamp(p.softcap, kSmallestSoftcap, kLargestSoftcap);
     params.softcap_inner = std::min(std::fabs(p.scale) / softcap, FLT_MAX);
     params.softcap_log2 = softcap * kLog2E;
   }

@@ -144,7 +144,7 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
   params.head_dim = p.head_dim;
   params.scale = p.scale;
   if constexpr (kSoftcap) {
-    const float softcap = std::clamp(p.softcap, Softcap::kSmallest, Softcap::kLargest);
+    const float softcap = std::clamp(p.softcap, kSmallestSoftcap, kLargestSoftcap);
     params.softcap_inner = std::clamp(p.scale / softcap, -FLT_MAX, FLT_MAX);
     params.score_log2 = softcap * kLog2E;
   } else {
