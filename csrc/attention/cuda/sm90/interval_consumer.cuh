@@ -95,7 +95,6 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
   };
   constexpr bool kLooksAtEnds = kSegments == 1;
   constexpr int kPart = kLooksAtEnds ? kPartKeys<Tile> : Tile::kBlockK;
-  constexpr int kPartSteps = kPart / 16, kSteps = Tile::kBlockK / 16;
   constexpr PartOfTile<0, Tile::kBlockK> kAllKeys;
   constexpr PartOfTile<0, kPart> kFirstKeys;
   constexpr PartOfTile<Tile::kBlockK - kPart, Tile::kBlockK> kLastKeys;
@@ -200,7 +199,7 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
         // Read again, as the tile is: no register holds the flag meanwhile.
         if (kLooksAtEnds && kFindsMaxima && key_tile == own.end - 2 &&
             shared.first_tiles(consumer, queries_parity).ends_early) {
-          issue_values<Element, Tile, 0, kPartSteps>(out, probabilities, values);
+          issue_values<Element, Tile, 0, kPart / 16>(out, probabilities, values);
         } else {
           issue_values<Element, Tile>(out, probabilities, values);
         }
@@ -339,7 +338,7 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
       const uint32_t values = shared.buffer(kValues, values_at.stage);
       // These are of the lowest tile: the first row sees it, where any values are pending.
       if (kLooksAtEnds && shared.first_tiles(consumer, queries_parity).begins_late) {
-        issue_values<Element, Tile, kSteps - kPartSteps>(out, probabilities, values);
+        issue_values<Element, Tile, kLastKeys.kBegin / 16>(out, probabilities, values);
       } else {
         issue_values<Element, Tile>(out, probabilities, values);
       }
