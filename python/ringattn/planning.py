@@ -25,7 +25,7 @@ from ringattn._checks import (
 )
 from ringattn._masks import CuSeqlens, check_window, documents
 from ringattn.partition import Partition, check_layout, check_partition_type, partition_arguments
-from ringattn.profiles import AttentionTile, RankProfile
+from ringattn.profiles import AttentionTile, RankProfile, check_profiles
 
 _CONFIG_FIELDS = (  # our names and those of Hugging Face
     ("emb_dim", "hidden_size"),
@@ -360,13 +360,7 @@ def _num_tokens(name: str, value: Any) -> int:
 
 
 def _compiled_profiles(profiles: Sequence[RankProfile]) -> list[_C.RankProfile]:
-    if not isinstance(profiles, Sequence):
-        raise ValueError(f"profiles must be a list of RankProfiles, got {type(profiles).__name__}")
-    for rank, profile in enumerate(profiles):
-        if not isinstance(profile, RankProfile):
-            raise ValueError(
-                f"profiles must be RankProfiles, got {type(profile).__name__} for rank {rank}"
-            )
+    check_profiles(profiles)
     return [
         _C.RankProfile(
             **asdict(profile) | {"tiles": [_C.AttentionTile(**asdict(t)) for t in profile.tiles]}

@@ -15,7 +15,6 @@ from ringattn._checks import (
     check_not_negative,
     check_positive,
     read_json,
-    shown,
 )
 
 MAX_TILE = 2**16  # tokens, far beyond any kernel's
@@ -124,6 +123,16 @@ class RankProfile:
             raise ValueError(f"tiles must have the fastest kind first, got {self.tiles!r}")
 
 
+def check_profiles(profiles: Sequence[RankProfile]) -> None:
+    if not isinstance(profiles, Sequence):
+        raise ValueError(f"profiles must be a list of RankProfiles, got {type(profiles).__name__}")
+    for rank, profile in enumerate(profiles):
+        if not isinstance(profile, RankProfile):
+            raise ValueError(
+                f"profiles must be RankProfiles, got {type(profile).__name__} for rank {rank}"
+            )
+
+
 def save_profiles(path: str | Path, profiles: Sequence[RankProfile]) -> None:
     """Writes profiles as JSON: an object whose ``profiles`` are one object per rank, in rank order,
     with the fields of :class:`RankProfile`.
@@ -139,9 +148,10 @@ def save_profiles(path: str | Path, profiles: Sequence[RankProfile]) -> None:
         OSError: the file cannot be written.
         ValueError: no profiles, or others than :class:`RankProfile`.
     """
-    profiles = list(profiles) if isinstance(profiles, Iterable) else []
-    if not profiles or not all(isinstance(profile, RankProfile) for profile in profiles):
-        raise ValueError(f"profiles must be RankProfile, one per rank, got {shown(profiles)}")
+    profiles = list(profiles) if isinstance(profiles, Iterable) else profiles
+    check_profiles(profiles)
+    if not profiles:
+        raise ValueError("profiles must be one per rank, got none")
     content = {"profiles": [asdict(profile) for profile in profiles]}
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
