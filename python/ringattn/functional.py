@@ -16,7 +16,6 @@ from ringattn._checks import (
     check_tensors,
     finite_scale,
     finite_softcap,
-    refuse_keywords,
 )
 from ringattn._distributed.errors import call, report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
@@ -187,11 +186,10 @@ def ring_attention(
     log-sum-exp: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
     """
     ring = resolve_group(group)
-    if refused:
-        refuse_keywords("ring_attention", ring, refused)
     try:
+        check_keywords("ring_attention", refused)
         return_lse = check_flag("return_lse", return_lse)
-    except ValueError as error:
+    except Exception as error:
         report_to_peers(ring, error)
         raise
     mask = Mask(causal, window_size, softcap, cu_seqlens)
