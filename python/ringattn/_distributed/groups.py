@@ -118,6 +118,11 @@ def _check_never_distributed() -> None:
         )
 
 
+def share_ranks(one: dist.ProcessGroup, other: dist.ProcessGroup | None) -> bool:
+    """Whether what one group sums or splits concerns several ranks of the other."""
+    return len({*dist.get_process_group_ranks(one)} & {*dist.get_process_group_ranks(other)}) > 1
+
+
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of a mesh, which keeps it by its name."""
     if torch.compiler.is_compiling():

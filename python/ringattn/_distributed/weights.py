@@ -8,13 +8,12 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ringattn._checks import is_dtensor
 from ringattn._distributed.checksums import bits_checksum
 from ringattn._distributed.collectives import gather_objects
-from ringattn._distributed.groups import GroupInfo
+from ringattn._distributed.groups import GroupInfo, share_ranks
 
 
 class Summary(NamedTuple):
@@ -72,7 +71,7 @@ def _summaries(ring: GroupInfo, model: nn.Module) -> dict[str, Summary]:
     sums = {name: bits_checksum(x) for name, x in tensors.items() if _has_bits(x)}
     # All are queued before the first is waited for.
     numbers = {name: int(total) for name, total in sums.items()}
-    is_offloaded = any(hasattr(x, "_hf_hook") for x in model.modules())  # or not made yet
+    is_offloaded = any(hasattr(x, "_hf_hook") for x in model.modules())
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a model that it has wrapped has imported it
     is_fsdp = fsdp is not None and any(isinstance(x, fsdp.FSDPModule) for x in model.modules())
     return {
@@ -89,10 +88,9 @@ def _flaw(ring: GroupInfo, x: Any, is_offloaded: bool) -> str | None:
     if x.is_meta and is_offloaded:
         return "on a device to be compared between ranks, got one on meta, as offloaded weights are"
     if is_dtensor(x):
-        own = set(dist.get_process_group_ranks(ring.process_group))
         for axis, placement in enumerate(x.placements):
-            ranks = dist.get_process_group_ranks(x.device_mesh.get_group(axis))
-            if not placement.is_replicate() and len(own.intersection(ranks)) > 1:
+            group = x.device_mesh.get_group(axis)
+            if not placement.is_replicate() and share_ranks(group, ring.process_group):
                 return (
                     "whole on each rank of the ring, got one that tensor parallelism splits over "
                     "them: load the model without tp_plan, or give its layers to fully_shard"

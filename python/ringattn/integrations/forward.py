@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ringattn._distributed.errors import report_to_peers
+from ringattn._distributed.groups import share_ranks
 from ringattn.integrations.shared import by_name, names_of
 from ringattn.parallel import RingSettings
 
@@ -93,8 +93,7 @@ class RingForward:
         if ring is None or not records_gradients(self.model):
             return
         _LOOKED_AT.add(wrapper)
-        averaged, summed = map(dist.get_process_group_ranks, (wrapper.process_group, ring))
-        if len(set(averaged) & set(summed)) > 1:
+        if share_ranks(wrapper.process_group, ring):
             warnings.warn(
                 "DistributedDataParallel must sum gradients over the ring of a parallelized model, "
                 "got one that averages them: give it a hook by register_comm_hook, as "
