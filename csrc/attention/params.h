@@ -180,8 +180,9 @@ struct BlockAttentionBackwardParams : AttentionShape {
   int32_t* semaphores = nullptr;
 
   int64_t num_semaphores() const {
+    constexpr int64_t kTiles = 4, kTileRows = kTiles * kTurnRows;  // the longest tile of keys
     const int64_t rows = num_queries > num_keys ? num_queries : num_keys;
-    return 1 + int64_t{batch} * num_heads * ((rows + kTurnRows - 1) / kTurnRows * 2);
+    return 1 + int64_t{batch} * num_heads * kTiles * ((rows + kTileRows - 1) / kTileRows);
   }
 };
 

@@ -53,12 +53,13 @@ TEST_CASE("tiles of unequal lengths are given out by ticket where there are many
 }
 
 TEST_CASE("pairs of thread blocks take tiles of keys where they end sooner", "[sm90]") {
-  const auto gains = [](int num_queries, int num_keys, bool causal, int thread_blocks) {
+  const auto gains = [](int num_queries, int num_keys, bool causal, int thread_blocks,
+                        bool in_turn = false) {
     const WorkTiles single = tiles(num_queries, num_keys, causal);
     WorkTiles pairs = single;
     pairs.block_k = 256;
     pairs.num_key_tiles = (num_keys + 255) / 256;
-    return gains_by_pairs(single, pairs, thread_blocks);
+    return gains_by_pairs(single, pairs, thread_blocks, in_turn);
   };
   for (const bool causal : {false, true}) {
     for (const int rows : {8192, 16384, 32768}) CHECK(gains(rows, rows, causal, 132));
@@ -68,6 +69,25 @@ TEST_CASE("pairs of thread blocks take tiles of keys where they end sooner", "[s
   // As many rounds of pairs as of thread blocks; one more.
   CHECK(gains(2048, 2048, false, 132));
   CHECK_FALSE(gains(2048, 2048 + 128, false, 132));
+  // Pairs make 280 steps, thread blocks 264, and wait in turn for twice as many.
+  CHECK_FALSE(gains(4096, 4096, true, 132));
+  CHECK(gains(4096, 4096, true, 132, true));
+  CHECK_FALSE(gains(3072, 3072, true, 132, true));
+}
+
+TEST_CASE("every thread block and part of dq of a tile of keys has a semaphore", "[sm90]") {
+  for (const int num_keys : {1, 64, 65, 128, 129, 256, 257, 900}) {
+    for (const int group : {1, 2, 4}) {
+      ringattn::BlockAttentionBackwardParams p;
+      p.batch = 3, p.num_queries = 1, p.num_keys = num_keys;
+      p.num_kv_heads = 5, p.num_heads = 5 * group;
+      const auto needs = [&](int keys, int thread_blocks) {
+        return 1 + 3 * 5 * ringattn::ceil_div(int64_t{num_keys}, int64_t{keys}) * thread_blocks * 2;
+      };
+      CHECK(p.num_semaphores() >= needs(128, group));
+      CHECK(p.num_semaphores() >= needs(256, 2));
+    }
+  }
 }
 
 TEST_CASE("a group of heads is shared where it can be", "[sm90]") {

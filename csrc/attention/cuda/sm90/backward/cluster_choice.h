@@ -54,11 +54,9 @@ struct WorkTiles {
 /// count as whole.
 template <typename Tile>
 WorkTiles work_tiles_of(const BlockAttentionBackwardParams& p) {
-  constexpr int kKeys = Tile::kBlockK * (Tile::kPair ? 2 : 1);  // of a cluster
-  const auto num_key_tiles = static_cast<int>(ceil_div(p.num_keys, kKeys));
-  return {
-      QueryBounds::on_host(p),     p.batch * p.num_kv_heads, num_key_tiles, Tile::kBlockQ, kKeys,
-      p.num_heads / p.num_kv_heads};
+  const auto num_key_tiles = static_cast<int>(ceil_div(p.num_keys, Tile::kClusterKeys));
+  return {QueryBounds::on_host(p), p.batch * p.num_kv_heads, num_key_tiles,
+          Tile::kBlockQ,           Tile::kClusterKeys,       p.num_heads / p.num_kv_heads};
 }
 
 /// Whether thread blocks had better take tiles of these lengths when they are done with one, where
@@ -122,23 +120,26 @@ inline int choose_ranks(const WorkTiles& tiles, const Residency& resident, bool 
 
 /// Whether pairs of thread blocks end before single ones, or clusters that share heads, on a device
 /// that all can fill. Their tiles of keys are longer, but each step adds half as much into dq.
-///   tiles  of a thread block
-///   pairs  of a pair
-inline bool gains_by_pairs(const WorkTiles& tiles, const WorkTiles& pairs, int thread_blocks) {
-  constexpr int kPercent = 96;  // of the time of a step of one thread block, measured
+///   tiles    of a thread block
+///   pairs    of a pair
+///   in_turn  whether tiles add to dq one after the other (turns.cuh): pairs make half the waits
+inline bool gains_by_pairs(const WorkTiles& tiles, const WorkTiles& pairs, int thread_blocks,
+                           bool in_turn) {
+  const int percent = in_turn ? 90 : 96;  // of the time of a step of one thread block, measured
   if (thread_blocks < 2) return false;
   const Residency all = {thread_blocks, thread_blocks / 2, thread_blocks / 4};
-  const bool by_ticket = gains_by_tickets(tiles, thread_blocks);
+  const bool by_ticket = !in_turn && gains_by_tickets(tiles, thread_blocks);
   const int64_t alone = most_steps(tiles, choose_ranks(tiles, all, by_ticket), all, by_ticket);
-  return kPercent * busiest_steps(pairs, 1, all.of_two) < 100 * alone;
+  return percent * busiest_steps(pairs, 1, all.of_two) < 100 * alone;
 }
 
-/// Whether pairs compute it, where no tickets are asked for: these have neither tables nor a
+/// Whether pairs compute it, where no tickets are asked for: pairs have neither tables nor a
 /// softcap.
 template <typename Tile, typename Pair>
 bool wants_pairs(const BlockAttentionBackwardParams& p, int thread_blocks) {
-  return p.query_ranges == nullptr && p.softcap == 0.0f && !p.deterministic &&
-         gains_by_pairs(work_tiles_of<Tile>(p), work_tiles_of<Pair>(p), thread_blocks);
+  return p.query_ranges == nullptr && p.softcap == 0.0f &&
+         gains_by_pairs(work_tiles_of<Tile>(p), work_tiles_of<Pair>(p), thread_blocks,
+                        p.deterministic);
 }
 
 /// The planes of a slice, whose work tiles are processed before those of the next one. With few,

@@ -49,7 +49,8 @@ struct BackwardKernelParams {
   int num_key_tiles;     // of a plane
   int planes_per_slice;  // of a full slice
   int* next_ticket;      // of kernels by ticket. In device memory, 0 before the launch
-  // Likewise, [planes][num_key_tiles][ranks][consumers] (turns.cuh). null: dq in any order.
+  // Likewise, [planes][num_key_tiles][thread blocks of a cluster][parts of dq] (turns.cuh). null:
+  // dq in any order.
   int* progress;
 };
 

@@ -103,7 +103,7 @@ cudaError_t launch_grads(const BlockAttentionBackwardParams& p, cudaStream_t str
     // rounds.
     const bool by_ticket = p.semaphores != nullptr && (has_table || !p.deterministic);
     if constexpr (std::is_same_v<Tile, BackwardTile128> && !kSoftcap) {
-      if (p.semaphores == nullptr && resident.of_two == resident.of_one / 2 &&
+      if (!by_ticket && resident.of_two == resident.of_one / 2 &&
           wants_pairs<BackwardTile128, BackwardPair128>(p, resident.of_one)) {
         error = launch_grads<Element, BackwardPair128, kSoftcap>(p, stream);
         if (error != cudaErrorNotSupported) return error;

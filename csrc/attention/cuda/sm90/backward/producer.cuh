@@ -176,7 +176,7 @@ __device__ __forceinline__ void add_query_grads(const BackwardKernelParams& p,
   for_each_key_tile<Tile, false>(p, shared, [&](const KeyTile& tile) {
     if (tile.empty()) return;
     const bool in_turn = Tile::kHasTurns && p.progress != nullptr;
-    if (in_turn) begin_turns<Tile>(p, tile, first_head / p.heads_per_rank, part, turns);
+    if (in_turn) begin_turns<Tile>(p, tile, part, turns);
     Step step(tile);
     for (int left = tile.steps(p.heads_per_rank); left > 0; --left) {
       const int head = tile.kv_head * p.heads_per_kv_head + first_head + step.head;

@@ -48,6 +48,7 @@ struct BackwardTileShape {
   static constexpr bool kSplit = kScoreRegisters_ > 0;
   static_assert(kPair || !kSplit);
   static constexpr int kBlockK = kGradRows * (kSplit ? 1 : kGradConsumers);
+  static constexpr int kClusterKeys = kBlockK * (kPair ? 2 : 1);  // of a thread block, or a pair
   static constexpr bool kByTicket = false;
   static constexpr int kQueryStages = kHeadDim <= 64 ? 3 : 2;  // what fits
   static constexpr int kGradOutStages = kSplit ? 1 : 2;
@@ -80,8 +81,8 @@ struct BackwardTileShape {
   static constexpr int kDqBlocks = kPair ? 1 : 2;               // that leave at one time
   static constexpr int kDqBytes = kDqBlocks * kDqBlockBytes;    // of a part
   static constexpr int kTermBytes = kBlockQ * kRowTermBytes;    // of a stage
-  // Of a stage. No pair has turns, and only one of split roles has room for a softcap.
-  static constexpr bool kHasLse = kSplit || !kPair, kHasTurns = !kPair;
+  // Of a stage. Split roles have no turns, and other pairs no room for a softcap.
+  static constexpr bool kHasLse = kSplit || !kPair, kHasTurns = !kSplit;
   static constexpr int kLseBytes = kHasLse ? kBlockQ * 4 : 0;
 
   static constexpr int kKeys = 0;
@@ -376,8 +377,8 @@ __device__ __forceinline__ KeyTile key_tile(const BackwardKernelParams& p, int i
   VisibleQueries rows;
   if constexpr (Tile::kPair) {
     // Each rank has a half of the keys, and passes the rows that see a key of either.
-    tile.first_key = (2 * index + rank_in_pair()) * Tile::kBlockK;
-    rows = visible_queries<2 * Tile::kBlockK>(p.bounds, 2 * index * Tile::kBlockK);
+    tile.first_key = index * Tile::kClusterKeys + rank_in_pair() * Tile::kBlockK;
+    rows = visible_queries<Tile::kClusterKeys>(p.bounds, index * Tile::kClusterKeys);
   } else {
     tile.first_key = index * Tile::kBlockK;
     rows = visible_queries<Tile::kBlockK>(p.bounds, tile.first_key);

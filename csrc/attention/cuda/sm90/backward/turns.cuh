@@ -26,9 +26,11 @@ static_assert(sizeof(Turns) == kTurnBytes);
 /// By all lanes of a warp, which has no turns under way.
 template <typename Tile>
 __device__ __forceinline__ void begin_turns(const BackwardKernelParams& p, const KeyTile& tile,
-                                            int rank, int consumer, Turns& shared_turns) {
+                                            int part, Turns& shared_turns) {
+  const int ranks = Tile::kPair ? 2 : p.ranks;
+  const int rank = Tile::kPair ? rank_in_pair() : p.ranks > 1 ? cluster_rank() : 0;
   const int plane = tile.batch * p.num_kv_heads + tile.kv_head;
-  const int index = tile.first_key / Tile::kBlockK;
+  const int index = tile.first_key / Tile::kClusterKeys;
   AwaitedTiles awaited;
   if constexpr (Tile::kByTicket) {
     awaited = awaited_by_ticket(index, Tile::kBlockQ, [&](int other) {
@@ -37,13 +39,13 @@ __device__ __forceinline__ void begin_turns(const BackwardKernelParams& p, const
   } else {
     const int in_slice = plane % p.planes_per_slice;
     const int planes = p.batch * p.num_kv_heads - (plane - in_slice);
-    const PlaneRounds rounds = {static_cast<int>(gridDim.x) / p.ranks,
+    const PlaneRounds rounds = {static_cast<int>(gridDim.x) / ranks,
                                 min(planes, p.planes_per_slice), in_slice};
-    awaited =
-        awaited_in_rounds(rounds, p.bounds, index, p.num_key_tiles, Tile::kBlockQ, Tile::kBlockK);
+    awaited = awaited_in_rounds(rounds, p.bounds, index, p.num_key_tiles, Tile::kBlockQ,
+                                Tile::kClusterKeys);
   }
-  const int pitch = p.ranks * kGradConsumers;  // from tile to tile
-  const int first = plane * p.num_key_tiles * pitch + rank * kGradConsumers + consumer;
+  const int pitch = ranks * kGradConsumers;  // from tile to tile
+  const int first = plane * p.num_key_tiles * pitch + rank * kGradConsumers + part;
   for (AwaitedTile* x : {&awaited.from_limit, &awaited.below_limit}) {
     if (*x != kNoTile) *x = 2 * (first + *x / 2 * pitch) + *x % 2;
   }
