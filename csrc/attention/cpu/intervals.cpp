@@ -20,12 +20,14 @@ IntervalChunk chunk_of(const Intervals& intervals, int64_t first, int64_t max_si
   // a key so close.
   constexpr int64_t kSpread = 256;
   IntervalChunk chunk = {first, 0, 0};
+  int64_t first_end = 0;  // of those that are not empty
   for (; chunk.end < std::min(first + max_size, intervals.size()); ++chunk.end) {
     if (intervals.empty(chunk.end)) continue;
     const int64_t begin = intervals.begin[chunk.end], end = intervals.end[chunk.end];
     if (chunk.hull_begin >= chunk.hull_end) {
       chunk.hull_begin = begin;
-    } else if (begin > chunk.hull_begin + kSpread || end > chunk.hull_end + kSpread) {
+      first_end = end;
+    } else if (begin > chunk.hull_begin + kSpread || end > first_end + kSpread) {
       break;
     }
     chunk.hull_end = end;

@@ -195,6 +195,20 @@ def test_nan_in_a_key_reaches_the_rows_that_see_it(device, dtype, row):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("step", [7, 200])
+def test_nan_in_a_value_reaches_no_row_that_sees_keys_far_from_it_alone(device, dtype, step):
+    q, k, v = inputs(device, dtype, num_queries=64, num_keys=64 * step)
+    at = 60 * step
+    v[:, at] = math.nan
+    ends = step * torch.arange(1, 65, dtype=torch.int32, device=device)
+    ranges = torch.stack([torch.zeros_like(ends), ends], 1)
+    out, _ = ringattn.block_attention(q, k, v, key_ranges=ranges)
+    nan = out.isnan().flatten(2).any(2)
+    assert nan[:, ends > at].all()
+    assert not nan[:, ends <= at - 512].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_keys", [1, 2, 7, 17])
 @pytest.mark.parametrize("diagonal", [None, 0])
 def test_nan_is_not_lost_among_few_keys(device, dtype, num_keys, diagonal):
