@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "partition/mask.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -42,7 +43,11 @@ Mask make_mask(bool causal, int64_t window_left, int64_t window_right,
   if (!causal) mask.window_right = limited(window_right);
   if (!cu_seqlens) return mask;
   check_documents(*cu_seqlens, seq_len);
-  if (cu_seqlens->size() > 2) mask.cu_seqlens = *cu_seqlens;
+  // Without the empty ones: what pads boundaries to one length hides nothing.
+  mask.cu_seqlens = *cu_seqlens;
+  const auto end = std::unique(mask.cu_seqlens.begin(), mask.cu_seqlens.end());
+  mask.cu_seqlens.erase(end, mask.cu_seqlens.end());
+  if (mask.cu_seqlens.size() <= 2) mask.cu_seqlens.clear();
   return mask;
 }
 

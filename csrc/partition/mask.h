@@ -32,8 +32,8 @@ struct Mask {
   // none after it.
   int64_t window_left = kUnlimited;
   int64_t window_right = kUnlimited;
-  // Boundaries of packed documents, [0, ..., S], never decreasing: a query sees keys of its own
-  // document. Empty: the sequence is one document.
+  // Boundaries of packed documents, [0, ..., S], rising: a query sees keys of its own document.
+  // Empty: the sequence is one document.
   std::vector<int64_t> cu_seqlens = {};
 
   /// Whether `causal` says all.
@@ -62,8 +62,8 @@ struct Mask {
 RINGATTN_API void check_documents(const std::vector<int64_t>& cu_seqlens, int64_t seq_len);
 
 /// The mask of these arguments over a sequence of `seq_len` tokens. A side of a window that reaches
-/// all keys is unlimited, however long it is: no sum with a position overflows, and a mask that
-/// hides nothing more than a plain one is plain. Throws std::invalid_argument for sides below -1
+/// all keys is unlimited, however long it is: no sum with a position overflows. Empty documents are
+/// left out, and so is a single one. So a mask that hides nothing more than a plain one is plain. Throws std::invalid_argument for sides below -1
 /// and as check_documents().
 RINGATTN_API Mask make_mask(bool causal, int64_t window_left, int64_t window_right,
                             const std::optional<std::vector<int64_t>>& cu_seqlens, int64_t seq_len);

@@ -55,6 +55,10 @@ TEST_CASE("a causal mask sees no key after the query, whatever the window says")
 TEST_CASE("one document is no mask") {
   CHECK(make_mask(true, -1, -1, Documents{0, kSeqLen}, kSeqLen).cu_seqlens.empty());
   CHECK(make_mask(true, -1, -1, Documents{0, 0}, 0).cu_seqlens.empty());
+  CHECK(make_mask(true, -1, -1, Documents{0, 0, kSeqLen, kSeqLen}, kSeqLen).is_plain());
+  CHECK(make_mask(true, -1, -1, Documents{0, 0, 0}, 0).is_plain());
+  CHECK(make_mask(true, -1, -1, Documents{0, 0, 3, 3, kSeqLen, kSeqLen}, kSeqLen).cu_seqlens ==
+        Documents{0, 3, kSeqLen});
 }
 
 TEST_CASE("windows and boundaries that break a rule are refused") {
