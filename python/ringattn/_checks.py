@@ -33,6 +33,10 @@ _PACKED = (
     "the boundaries of packed documents are cu_seqlens= (ring_attention), of queries and keys alike"
 )
 _PAGED = "a cache is given as tensors of its filled rows, k_shard[:, :n]"
+_ROTARY = "queries and keys are rotated before the call"
+_PADDED = "padding before the keys is key_begins= (decode_attention)"
+_SCALED = "inputs are float16, bfloat16, float32 or float64, without scales of their own"
+_HINT = "how work is divided is chosen by the kernels"
 _LSE = "the log-sum-exp comes with return_lse=True (ring_attention), and always (block_attention)"
 _SINKS = "a logit per head in the denominator is sinks="
 _SOFTCAP = "the cap of the scores is softcap= (the functions), the layer's own in RingAttention"
@@ -73,9 +77,27 @@ _REFUSED_KEYWORDS: _Rules = {
     "max_seqlen_k": (_PACKED, (None,)),
     "seqused_q": (_PACKED, (None,)),
     "seqused_k": (_PACKED, (None,)),
+    "attention_chunk": ("chunks are documents, whose boundaries are cu_seqlens=", (None, 0)),
+    "k_cache": (_PAGED, (None,)),
+    "v_cache": (_PAGED, (None,)),
     "cache_seqlens": (_PAGED, (None,)),
+    "cache_batch_idx": (_PAGED, (None,)),
     "block_table": (_PAGED, (None,)),
     "page_table": (_PAGED, (None,)),
+    "cache_leftpad": (_PADDED, (None,)),
+    "leftpad_k": (_PADDED, (None,)),
+    "rotary_cos": (_ROTARY, (None,)),
+    "rotary_sin": (_ROTARY, (None,)),
+    "rotary_seqlens": (_ROTARY, (None,)),
+    "rotary_interleaved": (_ROTARY, (None, False, True)),
+    "qv": ("q and k alone make the scores", (None,)),
+    "q_descale": (_SCALED, (None,)),
+    "k_descale": (_SCALED, (None,)),
+    "v_descale": (_SCALED, (None,)),
+    "num_splits": (_HINT, (None, 0, 1)),
+    "pack_gqa": (_HINT, (None, False, True)),
+    "sm_margin": (_HINT, (None, 0)),
+    "scheduler_metadata": (_HINT, (None,)),
     "deterministic": (
         "a forward always gives the same bits, a backward does under "
         "torch.use_deterministic_algorithms(True)",
