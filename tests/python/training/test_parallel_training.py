@@ -26,7 +26,7 @@ from _training import (
 from ringattn import Partition
 from ringattn.models import LLaMA, LLaMAConfig
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))
@@ -63,11 +63,13 @@ def ddp_agrees() -> None:
         model.zero_grad()
 
 
-def fsdp_agrees() -> None:
+def fsdp_agrees(dtype: torch.dtype | None = None) -> None:
+    """``dtype``: that the inputs of each part are cast to, for which FSDP2 copies containers."""
     _, model, ids, right = replicas()
     everyone = init_device_mesh(this().device.type, (4,))
-    for part in (*model.model.layers, model):
-        fully_shard(part, mesh=everyone)
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    for part in (*model.model.layers, model.model, model):
+        fully_shard(part, mesh=everyone, mp_policy=policy)
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(2.0)  # the replicas alone
@@ -79,11 +81,15 @@ def fsdp_agrees() -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("kind", [ddp_agrees, fsdp_agrees], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "kind",
+    [(ddp_agrees,), (fsdp_agrees,), (fsdp_agrees, torch.float32)],
+    ids=["ddp", "fsdp", "fsdp that casts"],
+)
 def test_gradients_are_the_mean_of_replicas_and_the_sum_over_their_rings(
     rank_pool: Any, kind: Any
 ) -> None:
-    rank_pool(4).run(kind)
+    rank_pool(4).run(*kind)
 
 
 def ddp_averages() -> None:

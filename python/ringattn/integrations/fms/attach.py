@@ -97,11 +97,11 @@ def settings_of(model: object) -> RingSettings | None:
     return None if attached is None else attached.settings
 
 
-@dataclass
 class Asked:
-    """What the caller of a model with a head asks for.
+    """What the caller of a model with a head asks for. No dataclass: FSDP2 copies those among
+    keyword arguments.
 
-    Args:
+    Attributes:
         last: how many last tokens the head runs on; 0: all.
         generates: whether the call is one of ``generate``, which leaves grad mode on.
         gradients: whether the call records gradients. The head then runs on this rank's rows alone,
@@ -109,10 +109,12 @@ class Asked:
         call: the model call, once the layers have been prepared.
     """
 
-    last: int = 0
-    generates: bool = False
     gradients: bool = False
     call: ModelCall | None = None
+
+    def __init__(self, last: int = 0, *, generates: bool = False) -> None:
+        self.last = last
+        self.generates = generates
 
 
 class Forward(RingForward):
@@ -123,7 +125,7 @@ class Forward(RingForward):
         if "last_n_tokens" in self.names:  # others ignore it
             last = given.get("last_n_tokens") or last
         # ``generate`` of FMS names its cache in each call.
-        asked = Asked(max(0, last), "past_key_value_states" in given)
+        asked = Asked(max(0, last), generates="past_key_value_states" in given)
         asked.gradients = _records_gradients(self.model, given.get(self.names[0]), given, asked)
         return asked, {**given, _ASKED: asked}
 

@@ -4,7 +4,6 @@ their output for the caller."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -114,21 +113,34 @@ class BodyForward(RingForward):
         self.attended = found
 
 
-@dataclass
 class Context:
     """Keyword argument that travels through the layers. The attention function reads ``call`` and
-    ``documents`` and adds to ``attended``; :class:`BodyForward` reads the rest."""
+    ``documents`` and adds to ``attended``; :class:`BodyForward` reads the rest. No dataclass: FSDP2
+    copies those among keyword arguments.
 
-    call: ModelCall
-    cache: Any  # the caller's, or a new one for the caller
-    cache_name: str
-    num_layers: int
-    return_dict: bool
-    documents: torch.Tensor | None = None  # boundaries of packed documents, of a prompt
-    attended: set[nn.Module] = field(default_factory=set)  # modules that called it
+    Args:
+        cache: the caller's, or a new one for the caller.
+        documents: boundaries of packed documents, of a prompt.
+    """
 
-    def __post_init__(self) -> None:
-        self._layers_before = None if self.cache is None else self.cache.layers
+    def __init__(
+        self,
+        call: ModelCall,
+        cache: Any,
+        cache_name: str,
+        num_layers: int,
+        *,
+        return_dict: bool,
+        documents: torch.Tensor | None,
+    ) -> None:
+        self.call = call
+        self.cache = cache
+        self.cache_name = cache_name
+        self.num_layers = num_layers
+        self.return_dict = return_dict
+        self.documents = documents
+        self.attended: set[nn.Module] = set()  # modules that called the attention function
+        self._layers_before = None if cache is None else cache.layers
 
     def undo(self) -> None:
         """Leaves the caller's cache as it was before the call."""
@@ -235,8 +247,8 @@ def _prepared(forward: BodyForward, kwargs: dict[str, Any]) -> dict[str, Any]:
         given,
         cache_name,
         config.num_hidden_layers,
-        bool(_option(config, kwargs, "return_dict", default=True)),
-        documents,
+        return_dict=bool(_option(config, kwargs, "return_dict", default=True)),
+        documents=documents,
     )
     asked.undo = context.undo
     prepared = {

@@ -79,11 +79,11 @@ class Targets:
         return (self.tokens != self.ignored).sum()
 
 
-@dataclass
 class Asked:
-    """What the caller of a model with a head asks for.
+    """What the caller of a model with a head asks for. No dataclass: FSDP2 copies those among
+    keyword arguments.
 
-    Args:
+    Attributes:
         columns: those that the head runs on, int64 ``[n]``; None: all.
         kept: ``logits_to_keep``, or the shape of its columns, for comparisons.
         labels: of another loss, for comparisons.
@@ -96,12 +96,14 @@ class Asked:
 
     columns: torch.Tensor | None = None
     kept: int | list[int] | None = None
-    labels: Any = None
     targets: Targets | None = None
-    gradients: bool = False
     local: bool = False
     call: ModelCall | None = None
     undo: Callable[[], None] | None = None
+
+    def __init__(self, *, labels: Any = None, gradients: bool = False) -> None:
+        self.labels = labels
+        self.gradients = gradients
 
 
 class Forward(RingForward):
