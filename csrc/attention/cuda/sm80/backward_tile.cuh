@@ -97,7 +97,7 @@ struct LargeBackwardTileShape<Element_, 128> {
   static constexpr int kBlockQ = 64, kBlockK = 128, kWarps = 8, kBlocksPerSm = 1;
   static constexpr int kScoreWarpsQ = 2, kScoreWarpsK = 4;
   static constexpr int kKeyWarpsK = 4, kKeyWarpsD = 2;
-  static constexpr int kQueryWarpsQ = 4, kQueryWarpsD = 2;
+  static constexpr int kQueryWarpsQ = 2, kQueryWarpsD = 4;
   static constexpr bool kSharesScores = false;
 };
 
