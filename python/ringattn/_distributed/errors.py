@@ -4,7 +4,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,10 @@ def call(operator: Callable[..., Any], *args: Any, names: Mapping[str, str] | No
             sentence = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), sentence)
         refusal = ValueError(sentence)
         vars(refusal)[_KNOWN] = True
-        raise refusal from None
+        try:
+            raise refusal from None
+        finally:
+            del refusal  # else it keeps this frame, and the caller's tensors and group, alive
 
 
 @contextmanager
@@ -60,6 +63,15 @@ def report_to_peers(ring: GroupInfo, error: Exception) -> None:
         vars(error)[_KNOWN] = True
         with suppress(RuntimeError):  # the store is gone: this rank still raises its own error
             _C.refuse_call(ring.name, str(error))
+
+
+def refuse(ring: GroupInfo, sentence: str) -> NoReturn:
+    """ValueError on all ranks: this one refuses its call."""
+    try:
+        raise ValueError(sentence)
+    except ValueError as error:
+        report_to_peers(ring, error)
+        raise
 
 
 def check_real(operation: str) -> None:

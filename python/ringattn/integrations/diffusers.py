@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ringattn._distributed.errors import report_to_peers
+from ringattn._distributed.errors import refuse
 from ringattn._distributed.groups import GroupInfo, resolve_group
 from ringattn._masks import Mask
 from ringattn.functional import attend, block_attention
@@ -269,9 +269,7 @@ def _attention(
             )
         ring = resolve_group(context._ring_mesh.get_group())
         if reasons:
-            error = ValueError(_refusal(reasons))
-            report_to_peers(ring, error)
-            raise error
+            refuse(ring, _refusal(reasons))
         if context.ring_anything:
             partition = _parallel_config._ringattn.partition(ring, query)
         else:  # diffusers splits evenly

@@ -2,6 +2,7 @@
 """One block of attention on one device: any shape, dtype, diagonal and memory layout."""
 
 import math
+import weakref
 
 import pytest
 import ringattn
@@ -168,6 +169,19 @@ def test_the_same_inputs_give_the_same_bits(device, dtype):
     second = ringattn.block_attention(q.clone(), k.clone(), v.clone(), diagonal=50)
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
+
+
+def test_an_error_keeps_no_tensor_alive(device):
+    q, k, v = inputs(device, torch.float32)
+    memory = weakref.ref(q)
+    try:
+        ringattn.block_attention(q, k, v[:, 1:])
+    except ValueError:
+        pass
+    else:
+        pytest.fail("was not refused")
+    del q
+    assert memory() is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

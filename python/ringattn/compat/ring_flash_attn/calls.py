@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringattn._checks import check_flag, check_keywords, check_tensors
-from ringattn._distributed.errors import report_to_peers
+from ringattn._distributed.errors import refuse, report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
 from ringattn._masks import CuSeqlens, Mask
 from ringattn.functional import attend
@@ -93,12 +93,11 @@ def packed_forms(function: Function) -> tuple[Function, Function]:
             return packed.unbind(-3)
         group = args[-1] if len(args) == len(options) else named.get("group")
         got = getattr(packed, "shape", type(packed).__name__)
-        error = ValueError(
+        refuse(
+            resolve_group(group),
             f"{name} must be [..., {count}, H, D], "
-            f"got {f'shape {list(got)}' if isinstance(got, torch.Size) else got}"
+            f"got {f'shape {list(got)}' if isinstance(got, torch.Size) else got}",
         )
-        report_to_peers(resolve_group(group), error)
-        raise error
 
     def kvpacked(q: torch.Tensor, kv: torch.Tensor, *args: Any, **named: Any) -> Any:
         return function(q, *parts("kv", kv, 2, args, named), *args, **named)
