@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from ringattn._checks import check_flag, check_integer, check_is_tensor, check_keywords, is_dtensor
-from ringattn._distributed.errors import report_to_peers
+from ringattn._distributed.errors import refuse, report_to_peers
 from ringattn._distributed.groups import GroupInfo, resolve_group
 from ringattn._masks import Mask
 from ringattn.functional import attend
@@ -39,7 +39,7 @@ def context_parallel(
     differ by one token.
 
     ``F.scaled_dot_product_attention`` takes ``[B, H, S_r, D]`` here, with ``is_causal``, ``scale``
-    and ``enable_gqa``. Calls are found wherever they are made from, in compiled code, too. A
+    and ``enable_gqa``; of queries, keys and values of the buffers' sequence. Calls are found wherever they are made from, in compiled code, too. A
     backward may run after the context, unless it recomputes activations or needs a buffer that the
     context restores: an embedding's token ids belong in ``no_restore_buffers`` then.
 
@@ -55,7 +55,9 @@ def context_parallel(
 
     Raises:
         ValueError: on all ranks: buffers that break a rule above, a context within another one,
-            ``attn_mask`` and ``dropout_p``, attention by another function
+            ``attn_mask`` and ``dropout_p``, attention to another sequence, attention that is not
+            causal of fewer than ``2 * W`` rows (models give ``is_causal=False`` for a rank's single
+            row), attention by another function
             (``nn.MultiheadAttention``; ``flex_attention`` is an error of the compiler's).
 
     An exception from inside comes out unchanged; the buffers are restored before. A context that
@@ -98,6 +100,14 @@ def context_parallel(
 
 
 _torch_attention = torch._C._nn.scaled_dot_product_attention
+_KEYWORDS = {
+    "attn_mask": (
+        "is_causal is the mask within context_parallel; models make others of attention_mask and "
+        "of position ids, which accelerate passes by",
+        (None,),
+    ),
+    "dropout_p": ("attention has no dropout here", (None, 0)),
+}
 # The same as an operator, of exported graphs for instance.
 _operator = torch.ops.aten.scaled_dot_product_attention
 _ATTENTION = (_torch_attention, _operator, _operator.default)
@@ -191,12 +201,11 @@ class _RingAttention(TorchFunctionMode):
         if func in _ATTENTION:
             return self.attention(*args, **kwargs)
         if func in _REFUSED:
-            error = ValueError(
+            refuse(
+                self.ring,
                 "attention must be F.scaled_dot_product_attention within context_parallel, "
-                f"got {_REFUSED[func]}"
+                f"got {_REFUSED[func]}",
             )
-            report_to_peers(self.ring, error)
-            raise error
         return func(*args, **kwargs)
 
 
@@ -217,12 +226,26 @@ def _attention(
     _attention_seen = True
     try:
         refused = {"attn_mask": attn_mask, "dropout_p": dropout_p}
-        check_keywords("scaled_dot_product_attention", refused)
+        check_keywords("scaled_dot_product_attention", refused, _KEYWORDS)
+        rows = partition.lengths[ring.rank]
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_is_tensor(name, x)
             if x.dim() != 4:
                 raise ValueError(f"{name} must be [B, H, S, D], got shape {list(x.shape)}")
+            if x.size(2) != rows:
+                raise ValueError(
+                    f"{name} must be [B, H, {rows}, D], this rank's rows of the sequence, within "
+                    f"context_parallel, got shape {list(x.shape)}: attention to another sequence "
+                    "belongs outside"
+                )
         is_causal = check_flag("is_causal", is_causal)
+        least = 2 * ring.world_size
+        if not is_causal and ring.world_size > 1 and partition.seq_len < least:
+            raise ValueError(
+                f"buffers must have at least {least} rows, two a rank, for attention that is not "
+                "causal: models give is_causal=False for a single row, "
+                f"got {partition.seq_len}"
+            )
         if not enable_gqa and query.size(1) != key.size(1):
             raise ValueError(
                 f"key must have the {query.size(1)} heads of query unless enable_gqa=True, "

@@ -238,8 +238,9 @@ def refuse(what: str) -> str:
     """The last rank gives what is refused; all get an error, and the group works on."""
     rank, size = this().rank, this().world_size
     culprit, mesh = rank == size - 1, mesh_of_all()
-    q, k, v = heads_first(4 * size, num_kv_heads=4)
+    q, k, v = heads_first(size if what == "short" else 4 * size, num_kv_heads=4)
     buffers: list[Any] = [q, k, v]
+    num_rows = q.size(2)
     dims: list[Any] = [2, 2, 2]
     options: dict[str, Any] = {}
     attention: Any = F.scaled_dot_product_attention
@@ -251,6 +252,8 @@ def refuse(what: str) -> str:
         elif what == "grouped":
             k, v = (x[:, :2] for x in (k, v))
             buffers = [q, k, v]
+        elif what == "cross":
+            attention = lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :, 1:], v)  # noqa: E731
         elif what == "three":
             attention = lambda q, k, v: F.scaled_dot_product_attention(q[0], k[0], v[0])  # noqa: E731
         elif what == "dims":
@@ -271,7 +274,7 @@ def refuse(what: str) -> str:
             mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=keeps
         ):
             attention(q, k, v, **options)
-    assert q.size(2) == 4 * size
+    assert q.size(2) == num_rows
     with torch.no_grad():
         attend_on_torchs_rows()
     return str(error.value)
@@ -289,7 +292,9 @@ def multihead(q: torch.Tensor, *_: torch.Tensor) -> None:
 
 
 REFUSED = {
-    "attn_mask": r"attn_mask must be left out \(the masks are .*\), got Tensor",
+    "attn_mask": r"attn_mask must be left out \(is_causal is the mask .*\), got Tensor",
+    "cross": r"key must be \[B, H, 4, D\], this rank's rows of the sequence, .*got shape \[2, 4, 3,",
+    "short": "buffers must have at least 4 rows, two a rank, for attention that is not causal: .*got 2",
     "dropout_p": r"dropout_p must be left out \(attention has no dropout here\), got 0.1",
     "grouped": "key must have the 4 heads of query unless enable_gqa=True, got 2",
     "three": r"query must be \[B, H, S, D\], got shape \[4, 4, 16\]",
