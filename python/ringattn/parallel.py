@@ -248,7 +248,8 @@ def put_on_ring(
 
 def unparallelize(model: _Model) -> _Model:
     """Undoes :func:`parallelize`: the model computes on this process alone again, with the config,
-    the methods and the bits that it had before. Not collective.
+    the methods and the bits that it had before. What has been set in its config since stays. Not
+    collective.
 
     Args:
         model: a model that :func:`parallelize` takes; one that is on no ring stays as it is.

@@ -56,6 +56,23 @@ def test_unparallelize_gives_back_the_model_bit_for_bit(ring: RankPool) -> None:
     ring.run(undone)
 
 
+def test_what_is_set_in_a_config_stays_on_another_ring_and_on_none() -> None:
+    model = model_of(device="cpu")
+    given, implementation = model.config, model.config._attn_implementation
+    for value in (False, True, False):
+        ringattn.parallelize(model, group="single")
+        assert model.config.use_cache is not value
+        model.config.use_cache = value
+        model.config.a_field_of_mine = [value]
+    ringattn.parallelize(model, group="single")
+    assert model.config.use_cache is False
+    given.bos_token_id = 5  # by who shares it
+    ringattn.unparallelize(model)
+    assert model.config is given
+    assert (given.use_cache, given.a_field_of_mine, given.bos_token_id) == (False, [False], 5)
+    assert given._attn_implementation == implementation
+
+
 def test_a_model_that_came_off_is_freed_with_its_last_reference() -> None:
     model = ringattn.parallelize(model_of(device="cpu"), group="single")
     model(torch.arange(1, 14)[None])

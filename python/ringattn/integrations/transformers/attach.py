@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ringattn.integrations.forward import RingForward
 from ringattn.integrations.transformers.attention import NAME
@@ -27,6 +27,7 @@ class Attached:
 
     settings: RingSettings
     configs: list[tuple[nn.Module, Any]]  # modules, and the config that each had
+    copies: list[tuple[Any, Any, Any]]  # such a config, its copy, and what the copy was at first
     forwards: list[RingForward]  # of the body, and of a model with a head
 
 
@@ -43,7 +44,7 @@ def cost(model: PreTrainedModel) -> ModelCost:
 def attach(model: Any, settings: RingSettings) -> None:
     """See :func:`ringattn.parallelize`; ``model`` has been checked."""
     body = body_of(model)
-    attached = Attached(settings, _configs(model, body), [])
+    attached = Attached(settings, _configs(model, body), [], [])
     attached.forwards.append(
         BodyForward(body, settings, attached.configs, has_head=body is not model)
     )
@@ -54,6 +55,9 @@ def attach(model: Any, settings: RingSettings) -> None:
         own = copy.deepcopy(config, copies)
         own._attn_implementation = NAME
         module.config = own
+    for config in {id(config): config for _, config in attached.configs}.values():
+        own = copies[id(config)]
+        attached.copies.append((config, own, copy.deepcopy(own)))
     for forward in attached.forwards:
         forward.put_on()
     if hasattr(model, "generate"):
@@ -71,6 +75,18 @@ def detach(model: Any) -> None:
         vars(forward.model).pop("generate", None)
     for module, config in attached.configs:
         module.config = config
+    for config, own, before in attached.copies:
+        _carry_over(own, before, config)
+
+
+def _carry_over(config: Any, before: Any, to: Any) -> None:
+    """Sets in one config what has been set in its copy since."""
+    for name, value in vars(config).items():
+        old, there = vars(before).get(name), vars(to).get(name)
+        if all(isinstance(each, PretrainedConfig) for each in (value, old, there)):
+            _carry_over(value, old, there)
+        elif name not in vars(before) or value != old:
+            setattr(to, name, value)
 
 
 def _configs(model: nn.Module, body: nn.Module) -> list[tuple[nn.Module, Any]]:
