@@ -238,6 +238,14 @@ def chunked_prompts() -> None:
     for size in (1, 7, 16, 44, 45, 100):
         given = model.generate(ids, prefill_chunk_size=size, **{CACHE: DynamicCache()}, **options)
         assert torch.equal(given, expected), size
+    ids, mask = ids.expand(2, -1), torch.ones(2, 45, dtype=torch.int64, device=ids.device)
+    mask[1, :8] = 0
+    options |= {"attention_mask": mask, "prefill_chunk_size": 9}
+    given = model.generate(ids, **{CACHE: DynamicCache()}, **options)
+    assert torch.equal(given, plain.generate(ids, **options))
+    options["prefill_chunk_size"] = 8
+    with pytest.raises(ValueError, match="prefill_chunk_size must be more than the 8 tokens of pad"):
+        model.generate(ids, **options)
 
 
 @pytest.mark.nccl

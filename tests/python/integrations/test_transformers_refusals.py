@@ -190,6 +190,22 @@ def test_adapters_that_look_for_their_invocation_are_refused(rank_pool: Any) -> 
     rank_pool(2).run(adapters_by_invocation)
 
 
+def adapters_with_a_loss() -> None:
+    model, ids = model_of().requires_grad_(True), token_ids(6)
+    ringattn.parallelize(model)
+    right = model(ids, labels=ids).loss
+    model.peft_config = {"mine": SimpleNamespace(orth_reg_weight=0.5)}
+    with pytest.raises(ValueError, match="labels must be left out where an adapter is an AdaLoRA,.*"):
+        model(ids, labels=ids)
+    assert model(ids).logits.requires_grad
+    with torch.no_grad():
+        assert_near(model(ids, labels=ids).loss, right)
+
+
+def test_adapters_that_add_to_the_loss_are_refused(rank_pool: Any) -> None:
+    rank_pool(2).run(adapters_with_a_loss)
+
+
 def loops_that_record_gradients() -> None:
     model, ids = ringattn.parallelize(model_of().requires_grad_(True)), token_ids(6)
     assert model.train()(ids).get(CACHE) is None

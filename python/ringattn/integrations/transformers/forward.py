@@ -20,7 +20,7 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringattn.integrations.forward import RingForward, records_gradients
-from ringattn.integrations.transformers.support import check_adapters
+from ringattn.integrations.transformers.support import check_adapters, check_loss_of_adapters
 from ringattn.model_call import ModelCall
 from ringattn.parallel import RingSettings
 
@@ -188,6 +188,8 @@ class Forward(RingForward):
         given["logits_to_keep"] = 0  # the rows that come back are those that were asked for
 
     def _targets(self, asked: Asked, given: dict[str, Any]) -> Targets:
+        if asked.gradients and self.settings.ring().world_size > 1:
+            check_loss_of_adapters(self.model)
         loss: Any = self.model.loss_function
         if loss is not ForCausalLMLoss:
             name = getattr(loss, "__name__", type(loss).__name__)

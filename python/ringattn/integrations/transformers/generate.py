@@ -153,6 +153,14 @@ class Decode:
                 "attention_mask must have its padding before the prompts to generate, got padding "
                 'after one: tokenize with padding_side="left"'
             )
+        chunk = getattr(config, "prefill_chunk_size", None)
+        if chunk is not None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            padding = int((mask != 0).int().argmax(1).max())
+            if padding >= chunk:
+                raise ValueError(
+                    f"prefill_chunk_size must be more than the {padding} tokens of padding before "
+                    f"a prompt, got {chunk}"
+                )
 
 
 class FirstRankDraws(LogitsProcessor):

@@ -157,6 +157,18 @@ def check_adapters(model: Any) -> None:
         raise ValueError(message)
 
 
+def check_loss_of_adapters(model: Any) -> None:
+    """ValueError where PEFT adds a term of an adapter's weights to the loss. Every rank has it whole,
+    and gradients are summed over the ranks."""
+    for name, adapter in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(adapter, "orth_reg_weight", 0):
+            raise ValueError(
+                "labels must be left out where an adapter is an AdaLoRA, which adds a term of its "
+                f"weights to the loss on every rank, got the adapter {name!r}: compute the loss "
+                "from the logits, with that term divided by the number of ranks"
+            )
+
+
 def check_module(module: Any, implementation: str) -> None:
     """ValueError where the attention of a module of a parallelized model has been changed since."""
     found = module.config._attn_implementation
