@@ -44,8 +44,14 @@ class OverTheRing(Trainer):
     """The same batches on every rank."""
 
     def get_train_dataloader(self) -> Any:
-        size = self.args.per_device_train_batch_size
-        return DataLoader(self.train_dataset, batch_size=size, collate_fn=self.data_collator)
+        return self.batches(self.train_dataset, self.args.per_device_train_batch_size)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self.batches(rows, self.args.per_device_eval_batch_size)
+
+    def batches(self, rows: Any, size: int) -> Any:
+        return DataLoader(rows, batch_size=size, collate_fn=self.data_collator)
 
 
 class SumOverTheRing(TrainerCallback):
@@ -89,7 +95,7 @@ def main(folder: str, way: str) -> None:
         folder,
         use_cpu=True,
         max_steps=STEPS,
-        eval_strategy="steps" if way == "context" else "no",
+        eval_strategy="steps",
         eval_steps=STEPS // 2,
         per_device_train_batch_size=2,
         per_device_eval_batch_size=2,

@@ -30,6 +30,7 @@ def test_losses_over_context_parallel_are_those_of_one_process(tmp_path):
 
 def test_losses_of_packed_documents_are_those_of_one_process(tmp_path):
     alone, over_the_ring = (train(ranks, tmp_path / str(ranks), "parallelize") for ranks in (1, 2))
-    assert len(alone["losses"]) == 6
+    assert len(alone["losses"]) == 6 and len(alone["evaluated"]) == 2
     assert over_the_ring["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    assert over_the_ring["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-4)
     assert over_the_ring["norms"] == pytest.approx(alone["norms"], rel=1e-3)
