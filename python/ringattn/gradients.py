@@ -62,7 +62,7 @@ def all_reduce_gradients(model: nn.Module, group: Group = None) -> None:
     kinds = "\n".join(f"{list(x.shape)} {x.dtype}" for _, x in named)
     facts = {
         "the number of parameters that require grad": len(named),
-        "the shapes of parameters": Content(zlib.crc32(kinds.encode())),
+        "the shapes and dtypes of parameters": Content(zlib.crc32(kinds.encode())),
     }
     own = [None if x.grad is None else x.grad.dtype for _, x in named]
     of_ranks = agree(ring, _OPERATION, mistake or _mistake(named), facts, own)

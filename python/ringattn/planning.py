@@ -193,10 +193,10 @@ def plan(
 
     The time of a rank is its overhead; for each token the matrix products, and attention to half
     the sequence (zigzag, causal), to the tokens before it (contiguous, causal) or to all tokens;
-    and its waits for blocks that computation does not hide. Where no rank waits, no partition into
-    whole tokens is more than 0.5 % faster than the planned one, and none is faster at all for
-    sequences below 4096 tokens a rank; longer ones are split in units of 16, 64 or 256 tokens,
-    which costs no more. Where kernels compute whole tiles (``RankProfile.tiles``), the time
+    and its waits for blocks that computation does not hide. Where no rank waits, and no documents
+    are spread zigzag, no partition into whole tokens is more than 0.5 % faster than the planned
+    one, and none is faster at all for sequences below 4096 tokens a rank; longer ones are split in
+    units of 16, 64 or 256 tokens, which costs no more. Where kernels compute whole tiles (``RankProfile.tiles``), the time
     includes the padding; lengths that fill tiles are searched for, and taken where they are
     predicted to gain 1 % over even ones. Where the bandwidth of links or a small ``depth`` makes
     ranks wait, plans without the k ranks with the slowest links and without the k slowest ranks are

@@ -372,6 +372,7 @@ class LLaMA(nn.Module):
         *,
         sharded: bool = False,
         new_tokens: int = 0,
+        name: str = "token_ids",
     ) -> Partition:
         """The partition of a call, if its arguments hold; nothing is sent.
 
@@ -380,6 +381,7 @@ class LLaMA(nn.Module):
             partition: as in :meth:`forward`.
             sharded: as in :meth:`forward`.
             new_tokens: how many tokens are to follow, for the length the model was trained for.
+            name: what errors call ``token_ids``.
 
         Raises:
             ValueError: as in :meth:`forward`.
@@ -388,9 +390,9 @@ class LLaMA(nn.Module):
         rank, world_size = ring.rank, ring.world_size
         if not isinstance(token_ids, torch.Tensor) or token_ids.dim() != 2:
             got = getattr(token_ids, "shape", type(token_ids).__name__)
-            raise ValueError(f"token_ids must be a tensor [B, S], got {got}")
+            raise ValueError(f"{name} must be a tensor [B, S], got {got}")
         if token_ids.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"token_ids must be int64 or int32, got {token_ids.dtype}")
+            raise ValueError(f"{name} must be int64 or int32, got {token_ids.dtype}")
         given = token_ids.size(1)
         if partition is None and world_size == 1:
             partition = Partition.even(given, 1)
@@ -399,7 +401,7 @@ class LLaMA(nn.Module):
         expected = partition.lengths[rank] if sharded else partition.seq_len
         if given != expected:
             raise ValueError(
-                f"token_ids must have the {expected} tokens of "
+                f"{name} must have the {expected} tokens of "
                 f"{f'rank {rank}' if sharded else 'the partition'}, got {given}"
             )
         self.config.check_seq_len(partition.seq_len + new_tokens)

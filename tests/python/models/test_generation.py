@@ -326,7 +326,7 @@ def test_tokens_are_handed_out_as_they_come(model: LLaMA) -> None:
         ({"top_p": 1.5}, r"top_p must lie in \(0, 1\], got 1.5"),
         ({"seed": "x"}, "seed must be an integer or None, got 'x'"),
         ({"eos_token_id": "last"}, "eos_token_id must be integers"),
-        ({"prompt_ids": random_ids(5)}, r"token_ids must be a tensor \[B, S\]"),
+        ({"prompt_ids": random_ids(5)}, r"prompt_ids must be a tensor \[B, S\]"),
         ({"prompt_ids": random_ids(1, 0)}, r"prompt_ids must hold tokens, got shape \[1, 0\]"),
         ({"prompt_ids": torch.tensor([[1, 99]])}, r"prompt_ids must lie in \[0, 99\), got 99"),
         ({"prompt_ids": torch.tensor([[1, -2]])}, r"prompt_ids must lie in \[0, 99\), got -2"),
@@ -417,7 +417,7 @@ def generate_differently(folder: Path, options: dict[str, Any]) -> str:
         ({"top_p": 2.0}, "top_p must lie in (0, 1], got 2.0"),
         ({"temperature": 1e-39}, "temperature must be 0 or 1.18e-38 or more, got 1e-39"),
         ({"prompt_ids": random_ids(1, 9).to("meta")}, "arguments must be such that generation can"),
-        ({"prompt_ids": [1, 2, 3]}, "token_ids must be a tensor"),
+        ({"prompt_ids": [1, 2, 3]}, "prompt_ids must be a tensor"),
     ],
 )
 def test_ranks_that_disagree_all_fail(
