@@ -63,8 +63,8 @@ RINGATTN_API void check_documents(const std::vector<int64_t>& cu_seqlens, int64_
 
 /// The mask of these arguments over a sequence of `seq_len` tokens. A side of a window that reaches
 /// all keys is unlimited, however long it is: no sum with a position overflows. Empty documents are
-/// left out, and so is a single one. So a mask that hides nothing more than a plain one is plain. Throws std::invalid_argument for sides below -1
-/// and as check_documents().
+/// left out, and so is a single one. So a mask that hides nothing more than a plain one is plain.
+/// Throws std::invalid_argument for sides below -1 and as check_documents().
 RINGATTN_API Mask make_mask(bool causal, int64_t window_left, int64_t window_right,
                             const std::optional<std::vector<int64_t>>& cu_seqlens, int64_t seq_len);
 

@@ -185,9 +185,7 @@ class _Request:
             raise ValueError(f"cuda_graphs must have a model that can be recorded, got {part}")
         if partition is None and isinstance(prompt_ids, torch.Tensor) and prompt_ids.dim() == 2:
             partition = Partition.even(prompt_ids.size(1), model.ring.world_size)
-        partition = model.check(
-            prompt_ids, partition, new_tokens=max_new_tokens, name="prompt_ids"
-        )
+        partition = model.check(prompt_ids, partition, new_tokens=max_new_tokens, name="prompt_ids")
         if prompt_ids.numel() == 0:
             raise ValueError(f"prompt_ids must hold tokens, got shape {list(prompt_ids.shape)}")
         model.check_in_vocabulary("prompt_ids", prompt_ids)

@@ -196,15 +196,16 @@ def plan(
     and its waits for blocks that computation does not hide. Where no rank waits, and no documents
     are spread zigzag, no partition into whole tokens is more than 0.5 % faster than the planned
     one, and none is faster at all for sequences below 4096 tokens a rank; longer ones are split in
-    units of 16, 64 or 256 tokens, which costs no more. Where kernels compute whole tiles (``RankProfile.tiles``), the time
-    includes the padding; lengths that fill tiles are searched for, and taken where they are
-    predicted to gain 1 % over even ones. Where the bandwidth of links or a small ``depth`` makes
-    ranks wait, plans without the k ranks with the slowest links and without the k slowest ranks are
-    tried, and tokens move between ranks while that helps; for two or three ranks the result is
-    within 1 % of the best in most cases, for more ranks there is no bound. The latency of links is
-    predicted, but moves no tokens. The even partition is taken wherever it is as fast, and kept for
-    equal ranks that wait, or whose tiles it does not fill, unless another is 10 % faster. A rank
-    whose overhead or link costs more than it contributes gets no tokens.
+    units of 16, 64 or 256 tokens, which costs no more. Where kernels compute whole tiles
+    (``RankProfile.tiles``), the time includes the padding; lengths that fill tiles are searched
+    for, and taken where they are predicted to gain 1 % over even ones. Where the bandwidth of links
+    or a small ``depth`` makes ranks wait, plans without the k ranks with the slowest links and
+    without the k slowest ranks are tried, and tokens move between ranks while that helps; for two
+    or three ranks the result is within 1 % of the best in most cases, for more ranks there is no
+    bound. The latency of links is predicted, but moves no tokens. The even partition is taken
+    wherever it is as fast, and kept for equal ranks that wait, or whose tiles it does not fill,
+    unless another is 10 % faster. A rank whose overhead or link costs more than it contributes gets
+    no tokens.
 
     Contiguous and causal, the order of the ranks is chosen too: among all orders up to 8 ranks,
     above that from fast to slow. Under zigzag the order does not change times without waits, and

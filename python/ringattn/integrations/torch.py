@@ -39,9 +39,10 @@ def context_parallel(
     differ by one token.
 
     ``F.scaled_dot_product_attention`` takes ``[B, H, S_r, D]`` here, with ``is_causal``, ``scale``
-    and ``enable_gqa``; of queries, keys and values of the buffers' sequence. Calls are found wherever they are made from, in compiled code, too. A
-    backward may run after the context, unless it recomputes activations or needs a buffer that the
-    context restores: an embedding's token ids belong in ``no_restore_buffers`` then.
+    and ``enable_gqa``; of queries, keys and values of the buffers' sequence. Calls are found
+    wherever they are made from, in compiled code, too. A backward may run after the context, unless
+    it recomputes activations or needs a buffer that the context restores: an embedding's token ids
+    belong in ``no_restore_buffers`` then.
 
     Args:
         mesh: one-dimensional, of the ranks that share a sequence, as in

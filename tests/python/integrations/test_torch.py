@@ -293,8 +293,8 @@ def multihead(q: torch.Tensor, *_: torch.Tensor) -> None:
 
 REFUSED = {
     "attn_mask": r"attn_mask must be left out \(is_causal is the mask .*\), got Tensor",
-    "cross": r"key must be \[B, H, 4, D\], this rank's rows of the sequence, .*got shape \[2, 4, 3,",
-    "short": "buffers must have at least 4 rows, two a rank, for attention that is not causal: .*got 2",
+    "cross": r"key must be \[B, H, 4, D\], this rank's rows of the sequence, .*got shape \[2, 4, 3",
+    "short": "buffers must have at least 4 rows, two a rank, for attention that is not .*got 2",
     "dropout_p": r"dropout_p must be left out \(attention has no dropout here\), got 0.1",
     "grouped": "key must have the 4 heads of query unless enable_gqa=True, got 2",
     "three": r"query must be \[B, H, S, D\], got shape \[4, 4, 16\]",

@@ -244,7 +244,7 @@ def chunked_prompts() -> None:
     given = model.generate(ids, **{CACHE: DynamicCache()}, **options)
     assert torch.equal(given, plain.generate(ids, **options))
     options["prefill_chunk_size"] = 8
-    with pytest.raises(ValueError, match="prefill_chunk_size must be more than the 8 tokens of pad"):
+    with pytest.raises(ValueError, match="prefill_chunk_size must be more than the 8 tokens"):
         model.generate(ids, **options)
 
 

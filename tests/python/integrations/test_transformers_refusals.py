@@ -195,7 +195,7 @@ def adapters_with_a_loss() -> None:
     ringattn.parallelize(model)
     right = model(ids, labels=ids).loss
     model.peft_config = {"mine": SimpleNamespace(orth_reg_weight=0.5)}
-    with pytest.raises(ValueError, match="labels must be left out where an adapter is an AdaLoRA,.*"):
+    with pytest.raises(ValueError, match="labels must be left out where an adapter is an AdaLoRA"):
         model(ids, labels=ids)
     assert model(ids).logits.requires_grad
     with torch.no_grad():

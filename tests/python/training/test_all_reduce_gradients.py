@@ -154,7 +154,8 @@ REFUSED = {
     "DTensor": r"the gradient of 1.weight must be a plain tensor, got a DTensor: FSDP2",
     "number": r"the number of parameters that require grad must be the same on all ranks, "
     r"got 3 on rank 0 and 2 on rank 1",
-    "shape": r"the shapes and dtypes of parameters must be the same on all ranks, got different ones",
+    "shape": r"the shapes and dtypes of parameters must be the same on all ranks, "
+    r"got different ones",
     "module": r"model must be a module, got list",
 }
 

@@ -158,8 +158,8 @@ def check_adapters(model: Any) -> None:
 
 
 def check_loss_of_adapters(model: Any) -> None:
-    """ValueError where PEFT adds a term of an adapter's weights to the loss. Every rank has it whole,
-    and gradients are summed over the ranks."""
+    """ValueError where PEFT adds a term of an adapter's weights to the loss: every rank has it
+    whole, and gradients are summed over the ranks."""
     for name, adapter in (getattr(model, "peft_config", None) or {}).items():
         if getattr(adapter, "orth_reg_weight", 0):
             raise ValueError(
