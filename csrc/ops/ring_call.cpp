@@ -220,9 +220,9 @@ std::optional<PartitionArguments> key_partition(at::OptionalIntArrayRef lengths,
                                                 at::OptionalIntArrayRef order,
                                                 std::optional<std::string_view> layout,
                                                 const std::optional<at::Tensor>& pieces) {
-  if (!lengths) return std::nullopt;
-  return PartitionArguments{*lengths, order.value_or(at::IntArrayRef()), layout.value_or(""),
-                            pieces};
+  if (!lengths && !order && !layout && !pieces) return std::nullopt;
+  return PartitionArguments{lengths.value_or(at::IntArrayRef()), order.value_or(at::IntArrayRef()),
+                            layout.value_or(""), pieces};
 }
 
 void ring_call(const RingArguments& args, RingPass pass, c10::function_ref<void()> check_more,

@@ -2,6 +2,8 @@
 """What operators refuse by themselves, called without the functions around them, on one rank, and
 what is refused while a call is compiled."""
 
+from typing import Any
+
 import pytest
 import ringattn
 import torch
@@ -131,6 +133,21 @@ def test_partitions_are_refused_in_the_same_sentence_by_python_and_cpp(
     with pytest.raises(ValueError) as cpp:
         ringattn._C.segments(layout, lengths, order, rank)
     assert str(cpp.value) == str(python.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"key_pieces": torch.tensor([[0, 0, 2]])},
+        {"key_layout": "contiguous"},
+        {"key_order": [0]},
+    ],
+)
+def test_a_part_of_a_key_partition_is_refused(given: dict[str, Any]) -> None:
+    q = torch.zeros(1, 2, 2, 8)
+    arguments = ([2], [0], "zigzag", True, 1.0, "", "auto", None)
+    with pytest.raises(RuntimeError, match="key_partition must have the 1 ranks of the group, got"):
+        torch.ops.ringattn.ring_forward(q, q, q, *arguments, **given)
 
 
 def test_states_of_another_dtype_are_refused_in_torchs_names() -> None:
