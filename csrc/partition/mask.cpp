@@ -43,7 +43,7 @@ Mask make_mask(bool causal, int64_t window_left, int64_t window_right,
   if (!causal) mask.window_right = limited(window_right);
   if (!cu_seqlens) return mask;
   check_documents(*cu_seqlens, seq_len);
-  // Without the empty ones: what pads boundaries to one length hides nothing.
+  // Empty documents hide nothing. Padding of boundaries to one length makes them.
   mask.cu_seqlens = *cu_seqlens;
   const auto end = std::unique(mask.cu_seqlens.begin(), mask.cu_seqlens.end());
   mask.cu_seqlens.erase(end, mask.cu_seqlens.end());

@@ -72,6 +72,7 @@ _REFUSED_KEYWORDS: _Rules = {
     "cu_seq_lens_q": (_PACKED, (None,)),
     "cu_seqlens_q": (_PACKED, (None,)),
     "cu_seqlens_k": (_PACKED, (None,)),
+    "cu_seqlens_k_new": (_PACKED, (None,)),
     "max_seqlen": (_PACKED, (None,)),
     "max_seqlen_q": (_PACKED, (None,)),
     "max_seqlen_k": (_PACKED, (None,)),

@@ -57,8 +57,8 @@ def context_parallel(
     Raises:
         ValueError: on all ranks: buffers that break a rule above, a context within another one,
             ``attn_mask`` and ``dropout_p``, attention to another sequence, attention that is not
-            causal of fewer than ``2 * W`` rows (models give ``is_causal=False`` for a rank's single
-            row), attention by another function
+            causal, over several ranks, of fewer than ``2 * W`` rows (models give
+            ``is_causal=False`` for a rank's single row), attention by another function
             (``nn.MultiheadAttention``; ``flex_attention`` is an error of the compiler's).
 
     An exception from inside comes out unchanged; the buffers are restored before. A context that
@@ -103,8 +103,8 @@ def context_parallel(
 _torch_attention = torch._C._nn.scaled_dot_product_attention
 _KEYWORDS = {
     "attn_mask": (
-        "is_causal is the mask within context_parallel; models make others of attention_mask and "
-        "of position ids, which accelerate passes by",
+        "is_causal is the mask within context_parallel; a model makes another from attention_mask "
+        "and from position ids that restart: give it neither",
         (None,),
     ),
     "dropout_p": ("attention has no dropout here", (None, 0)),

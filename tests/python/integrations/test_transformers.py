@@ -244,8 +244,20 @@ def chunked_prompts() -> None:
     given = model.generate(ids, **{CACHE: DynamicCache()}, **options)
     assert torch.equal(given, plain.generate(ids, **options))
     options["prefill_chunk_size"] = 8
-    with pytest.raises(ValueError, match="prefill_chunk_size must be more than the 8 tokens"):
+    with pytest.raises(ValueError, match="must give the first chunk a token of each row, got 8"):
         model.generate(ids, **options)
+    # The next turn of a chat: the padding lies in the cache.
+    options |= {"attention_mask": mask[:, :30], "prefill_chunk_size": None}
+    caches = []
+    for one in (plain, model):
+        caches.append(DynamicCache())
+        one(ids[:, :30], attention_mask=mask[:, :30], **{CACHE: caches[-1]})
+    options |= {"attention_mask": mask, "prefill_chunk_size": 4}
+    tokens = [
+        one.generate(ids, **{CACHE: cache}, **options)
+        for one, cache in zip((plain, model), caches, strict=True)
+    ]
+    assert torch.equal(*tokens)
 
 
 @pytest.mark.nccl

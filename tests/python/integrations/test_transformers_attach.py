@@ -59,17 +59,21 @@ def test_unparallelize_gives_back_the_model_bit_for_bit(ring: RankPool) -> None:
 def test_what_is_set_in_a_config_stays_on_another_ring_and_on_none() -> None:
     model = model_of(device="cpu")
     given, implementation = model.config, model.config._attn_implementation
+    given.untouched, given.grows = torch.ones(2), [1]
+    untouched = given.untouched
     for value in (False, True, False):
         ringattn.parallelize(model, group="single")
         assert model.config.use_cache is not value
         model.config.use_cache = value
         model.config.a_field_of_mine = [value]
+        model.config.grows.append(2)
     ringattn.parallelize(model, group="single")
     assert model.config.use_cache is False
-    given.bos_token_id = 5  # by who shares it
+    given.bos_token_id = 5  # through another reference
     ringattn.unparallelize(model)
     assert model.config is given
     assert (given.use_cache, given.a_field_of_mine, given.bos_token_id) == (False, [False], 5)
+    assert given.untouched is untouched and given.grows == [1, 2, 2, 2]
     assert given._attn_implementation == implementation
 
 

@@ -209,7 +209,7 @@ def test_nan_in_a_key_reaches_the_rows_that_see_it(device, dtype, row):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("step", [7, 200])
+@pytest.mark.parametrize("step", [40, 200])
 def test_nan_in_a_value_reaches_no_row_that_sees_keys_far_from_it_alone(device, dtype, step):
     q, k, v = inputs(device, dtype, num_queries=64, num_keys=64 * step)
     at = 60 * step

@@ -116,7 +116,7 @@ struct TileProduct {
                                      : A::address(a, first_row + lane % 16, sixteen);
     uint32_t b_lane = B::kTransposed ? B::address(b, lane % 16, first_column / 8 + sixteen)
                                      : B::address(b, first_column + sixteen * 8 + lane % 8, eight);
-    // Note: no further, so that the compiler mixes no more products of a tile: that takes more
+    // Note: unrolled by two. By more, the compiler mixes the products of a tile, which takes more
     // registers than there are.
 #pragma unroll 2
     for (int begin = 0; begin < kDepth / 16; begin += kSteps) {

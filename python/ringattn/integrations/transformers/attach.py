@@ -27,7 +27,7 @@ class Attached:
 
     settings: RingSettings
     configs: list[tuple[nn.Module, Any]]  # modules, and the config that each had
-    copies: list[tuple[Any, Any, Any]]  # such a config, its copy, and what the copy was at first
+    copies: list[tuple[Any, Any, _Fields]]  # such a config, its copy, and what that had at first
     forwards: list[RingForward]  # of the body, and of a model with a head
 
 
@@ -57,7 +57,7 @@ def attach(model: Any, settings: RingSettings) -> None:
         module.config = own
     for config in {id(config): config for _, config in attached.configs}.values():
         own = copies[id(config)]
-        attached.copies.append((config, own, copy.deepcopy(own)))
+        attached.copies.append((config, own, _fields(own)))
     for forward in attached.forwards:
         forward.put_on()
     if hasattr(model, "generate"):
@@ -79,14 +79,37 @@ def detach(model: Any) -> None:
         _carry_over(own, before, config)
 
 
-def _carry_over(config: Any, before: Any, to: Any) -> None:
+# Fields of a config: of another config in it its fields, of all else the value and, of what can
+# change in place, a copy.
+_Fields = dict[str, Any]
+
+
+def _fields(config: Any) -> _Fields:
+    return {
+        name: _fields(value)
+        if isinstance(value, PretrainedConfig)
+        else (value, copy.deepcopy(value) if isinstance(value, (dict, list, set)) else value)
+        for name, value in vars(config).items()
+    }
+
+
+def _carry_over(config: Any, before: _Fields, to: Any) -> None:
     """Sets in one config what has been set in its copy since."""
     for name, value in vars(config).items():
-        old, there = vars(before).get(name), vars(to).get(name)
-        if all(isinstance(each, PretrainedConfig) for each in (value, old, there)):
-            _carry_over(value, old, there)
-        elif name not in vars(before) or value != old:
+        kept, there = before.get(name), vars(to).get(name)
+        if isinstance(kept, dict) and isinstance(value, PretrainedConfig) and there is not None:
+            _carry_over(value, kept, there)
+        elif not isinstance(kept, tuple) or value is not kept[0] or _differ(value, kept[1]):
             setattr(to, name, value)
+
+
+def _differ(value: Any, before: Any) -> bool:
+    if value is before:
+        return False
+    try:
+        return bool(value != before)
+    except Exception:  # of what it holds: arrays, for instance
+        return True
 
 
 def _configs(model: nn.Module, body: nn.Module) -> list[tuple[nn.Module, Any]]:

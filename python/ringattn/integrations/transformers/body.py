@@ -118,9 +118,10 @@ class Context:
     ``documents`` and adds to ``attended``; :class:`BodyForward` reads the rest. No dataclass: FSDP2
     copies those among keyword arguments.
 
-    Args:
+    Attributes:
         cache: the caller's, or a new one for the caller.
         documents: boundaries of packed documents, of a prompt.
+        attended: modules that called the attention function.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Context:
         self.num_layers = num_layers
         self.return_dict = return_dict
         self.documents = documents
-        self.attended: set[nn.Module] = set()  # modules that called the attention function
+        self.attended: set[nn.Module] = set()
         self._layers_before = None if cache is None else cache.layers
 
     def undo(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteriaList,
@@ -28,6 +29,8 @@ from ringattn.integrations.shared import by_name, names_of
 from ringattn.integrations.transformers.caches import CACHES, ring_layer
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+# Tokens of a prompt that are in no chunk: the last one in transformers 4.57.
+_BEHIND_CHUNKS = 1 if hasattr(GenerationMixin, "_prefill_chunking") else 0
 
 
 class Generate:
@@ -154,12 +157,13 @@ class Decode:
                 'after one: tokenize with padding_side="left"'
             )
         chunk = getattr(config, "prefill_chunk_size", None)
-        if chunk is not None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        begins = cache is None or cache.get_seq_length() == 0
+        if chunk is not None and begins and isinstance(mask, torch.Tensor) and mask.dim() == 2:
             padding = int((mask != 0).int().argmax(1).max())
-            if padding >= chunk:
+            if padding >= min(chunk, mask.size(1) - _BEHIND_CHUNKS):
                 raise ValueError(
-                    f"prefill_chunk_size must be more than the {padding} tokens of padding before "
-                    f"a prompt, got {chunk}"
+                    "prefill_chunk_size must give the first chunk a token of each row, got "
+                    f"{chunk} where a row begins with {padding} tokens of padding"
                 )
 
 

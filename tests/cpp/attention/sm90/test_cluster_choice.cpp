@@ -86,6 +86,10 @@ TEST_CASE("every thread block and part of dq of a tile of keys has a semaphore",
       };
       CHECK(p.num_semaphores() >= needs(128, group));
       CHECK(p.num_semaphores() >= needs(256, 2));
+      // The portable kernels: one for the rows of dq that take turns together.
+      p.num_queries = 2 * num_keys;
+      const int64_t turns = ringattn::ceil_div(int64_t{p.num_queries}, int64_t{p.kTurnRows});
+      CHECK(p.num_semaphores() >= 3 * p.num_heads * turns);
     }
   }
 }
