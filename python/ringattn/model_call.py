@@ -218,6 +218,7 @@ class ModelCall:
             },
             more.flaws,
             more.hints,
+            more.trained,
         )
         inputs.agreement.compare(self.ring, "forward", tokens.device, given)
         if cache is not None:

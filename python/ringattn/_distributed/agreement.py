@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch._guards import detect_fake_mode
 
-from ringattn._distributed.checksums import checksum, number_of
+from ringattn._distributed.checksums import bits_checksum, checksum, number_of
 from ringattn._distributed.collectives import all_gather
 from ringattn._distributed.errors import known_to_all
 from ringattn._distributed.groups import GroupInfo
@@ -28,12 +30,15 @@ class Given:
         flaws: a sentence, and whether it holds: a bool tensor without a dimension, None for no. On
             any rank, it is the error of all.
         hints: what to do about a value that differs, by its name.
+        trained: some weights that the call records gradients of; None: none that can be compared.
+            Ranks warn where their bits differ.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, torch.Tensor | int | None] = field(default_factory=dict)
     flaws: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
+    trained: torch.Tensor | None = None
 
     @property
     def may_be_flawed(self) -> bool:
@@ -55,9 +60,10 @@ class Agreement:
 
     def __init__(self) -> None:
         self._pending: tuple[Given, HostCopy] | None = None
+        self._has_warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_pending": None}  # of a copy, which has made no call
+        return {"_pending": None, "_has_warned": False}  # of a copy, which has made no call
 
     def check(self) -> None:
         """ValueError, on every rank, where the call before had values that differ or a flaw."""
@@ -65,7 +71,7 @@ class Agreement:
         if pending is not None:
             given, numbers = pending
             with known_to_all():
-                _check(given, numbers.wait().tolist())
+                self._check(given, numbers.wait().tolist())
 
     def compare(self, ring: GroupInfo, operation: str, device: torch.device, given: Given) -> None:
         """Collective. ``device``: of the call's tensors.
@@ -83,9 +89,38 @@ class Agreement:
         with torch.no_grad(), known_to_all():
             numbers = all_gather(ring, operation, _numbers(device, given), _lines(given.facts))
             if device.type == "cpu":
-                _check(given, numbers.tolist())
+                self._check(given, numbers.tolist())
                 return
-        self._pending = (given, HostCopy(numbers))
+        self._pending = (replace(given, trained=None), HostCopy(numbers))
+
+    def _check(self, given: Given, numbers: Sequence[Sequence[int]]) -> None:
+        _check(given, numbers)
+        weights = {of_rank[-1] for of_rank in numbers}
+        if len(weights) > 1 and _NOT_TRAINED not in weights and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_DRIFT, stacklevel=3)
+
+
+_NOT_TRAINED = 0
+_DRIFT = (
+    "weights must be the same on all ranks, got different ones where gradients are recorded: sum "
+    "gradients over the ring before each step (ringattn.all_reduce_gradients), and set the same "
+    "seed before weights are made"
+)
+
+
+def trained_weights(module: nn.Module) -> torch.Tensor | None:
+    """What :class:`Given` takes as ``trained``: the first numbers of the module's last parameter
+    that requires grad, a view."""
+    last: torch.Tensor | None = None
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            last = parameter
+    # Of FSDP2 and of quantized models a rank has another part, or no bits.
+    plain = last is not None and type(last) in (nn.Parameter, torch.Tensor) and not last.is_meta
+    if last is None or not plain or not last.is_contiguous():
+        return None
+    return last.detach().view(-1)[:4096]
 
 
 def _lines(facts: Mapping[str, Any]) -> str:
@@ -94,7 +129,7 @@ def _lines(facts: Mapping[str, Any]) -> str:
 
 
 def _numbers(device: torch.device, given: Given) -> torch.Tensor:
-    """Facts, values, flaws: int64 ``[N]`` on ``device``."""
+    """Facts, values, flaws, weights: int64 ``[N]`` on ``device``."""
     numbers: list[torch.Tensor | int] = [number_of(fact) for fact in given.facts.values()]
     for value in given.values.values():
         if not isinstance(value, torch.Tensor):
@@ -104,6 +139,11 @@ def _numbers(device: torch.device, given: Given) -> torch.Tensor:
         numbers.append(total if total.device == device else int(total))
     for flaw in given.flaws.values():
         numbers.append(0 if flaw is None else flaw.to(device, torch.int64))
+    trained = given.trained
+    if trained is None or trained.device != device:
+        numbers.append(_NOT_TRAINED)
+    else:
+        numbers.append(bits_checksum(trained))
     if device.type == "cpu":
         return torch.tensor([int(number) for number in numbers], device=device)
     known = torch.tensor(

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ringattn._checks import check_device, check_floating, is_concrete
-from ringattn._distributed.agreement import Agreement
+from ringattn._distributed.agreement import Agreement, Given, trained_weights
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, keep, kept, resolve_group
 from ringattn._masks import CuSeqlens, checked_documents, sliding
@@ -298,7 +298,8 @@ class LLaMA(nn.Module):
         )
         inputs = None
         if not sharded and not torch.compiler.is_compiling():
-            inputs = Inputs(self._agreement, token_ids, "token_ids")
+            trained = trained_weights(self) if torch.is_grad_enabled() else None
+            inputs = Inputs(self._agreement, token_ids, "token_ids", more=Given(trained=trained))
         call = self.prefill_call(partition, inputs=inputs)
         hidden = self.base_model(local_ids, position_ids, call, cu_seqlens)
         call.compare()

@@ -25,6 +25,7 @@ from _training import (
 )
 from ringattn import Partition
 from ringattn.models import LLaMA, LLaMAConfig
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -144,6 +145,53 @@ def adapters_agree() -> None:
 def test_adapters_of_peft_train_on_the_head_too(rank_pool: Any) -> None:
     pytest.importorskip("peft")
     rank_pool(2).run(adapters_agree)
+
+
+# ---- weights that drift apart -------------------------------------------------------------------
+
+
+def trainable(family: str) -> tuple[nn.Module, Any]:
+    """A model on the ring, and how a step's loss comes from it."""
+    ids, device = torch.arange(SIZE)[None], this().device
+    if family == "transformers":
+        model: nn.Module = ringattn.parallelize(model_of().requires_grad_(True))
+        ids = ids.to(device)
+        return model, lambda: model(ids, labels=ids).loss
+    if family == "fms":
+        from _fms import MODELS, initialized
+
+        model = initialized(MODELS["llama3"]()).requires_grad_(True).train()
+        ringattn.parallelize(model)
+        return model, lambda: model(ids).square().mean()
+    torch.manual_seed(0)
+    model = LLaMA(CONFIG, device=device)
+    ids, p = ids.to(device), Partition.even(SIZE, this().world_size)
+    return model, lambda: model(ids, p).float().square().mean()
+
+
+def steps(family: str, sums: bool) -> list[str]:
+    """The warnings of some steps of a training."""
+    model, loss_of = trainable(family)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            loss_of().backward()
+            if sums:
+                ringattn.all_reduce_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(x.message) for x in caught if "weights must be the same" in str(x.message)]
+
+
+@pytest.mark.parametrize("family", ["own", "transformers", "fms"])
+def test_ranks_warn_of_weights_that_drift_apart(rank_pool: Any, family: str) -> None:
+    if family == "fms":
+        pytest.importorskip("fms")
+    pool = rank_pool(2)
+    assert pool.run(steps, family, True) == [[], []]
+    for said in pool.run(steps, family, False):
+        assert len(said) == 1 and "ringattn.all_reduce_gradients" in said[0]
 
 
 # ---- own LLaMA ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from fms.modules.attention import MultiHeadAttention
 from fms.modules.feedforward import ConditionalFeedForward as Experts
 from torch import nn
 
-from ringattn._distributed.agreement import Agreement, Given
+from ringattn._distributed.agreement import Agreement, Given, trained_weights
 from ringattn._distributed.groups import GroupInfo
 from ringattn.cache import ShardedKVCache
 from ringattn.integrations.fms.attention import NAME, LayerCall
@@ -272,7 +272,8 @@ def _prepared(
         "a cache": past is not None,
         "gradients": asked.gradients,
     }
-    more = Given(facts, hints={"x": _OTHER_TOKENS})
+    trained = trained_weights(body) if asked.gradients else None
+    more = Given(facts, hints={"x": _OTHER_TOKENS}, trained=trained)
     inputs = Inputs(forward.agreement, tokens, "x", "mask", position_ids, more)
     if past is None:
         call, past = _prompt(body, ring, settings, inputs, mask, use_cache, last)

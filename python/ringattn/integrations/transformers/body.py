@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ringattn._distributed.agreement import Agreement, Given
+from ringattn._distributed.agreement import Agreement, Given, trained_weights
 from ringattn._distributed.checksums import number_of
 from ringattn._distributed.groups import GroupInfo
 from ringattn.integrations.forward import RingForward, records_gradients
@@ -231,7 +231,8 @@ def _prepared(forward: BodyForward, kwargs: dict[str, Any]) -> dict[str, Any]:
         beyond = ((columns < -length) | (columns >= length)).any()
         flaws = {f"logits_to_keep must be indices of the {length} tokens, got one beyond": beyond}
         asked.columns = columns.clamp(-length, length - 1)  # no index may end the process
-    more = Given(facts, compared, flaws)
+    trained = trained_weights(body) if asked.gradients else None
+    more = Given(facts, compared, flaws, trained=trained)
     inputs = Inputs(
         forward.agreement, tokens, "input_ids" if embeds is None else "inputs_embeds", more=more
     )
