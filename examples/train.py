@@ -320,14 +320,14 @@ class Run:
             )
             trainer.step = state["step"]
         if self.ranks.rank == 0 and self.losses.exists():  # rows of steps that are done again
-            header, *rows = self.losses.read_text().splitlines(keepends=True)
-            kept = [row for row in rows if int(row.split(",")[0]) <= trainer.step]
-            self.losses.write_text("".join((header, *kept)))
+            lines = self.losses.read_text().splitlines(keepends=True)
+            kept = [row for row in lines[1:] if int(row.split(",")[0]) <= trainer.step]
+            self.losses.write_text("".join((*lines[:1], *kept)))
 
     def rows(self) -> Iterator[Any]:
         """A writer of losses.csv, whose rows are in the file at once."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        begins = not self.losses.exists()
+        begins = not self.losses.exists() or self.losses.stat().st_size == 0
         with self.losses.open("a", newline="", buffering=1) as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             if begins:
@@ -416,11 +416,18 @@ def parse() -> argparse.Namespace:
     add("--rope-base", type=float, default=5e5, help="of its positions (default: 500000)")
     add("--tie-heads", action="store_true", help="its head has the embedding's weights")
     options = parser.parse_args()
-    for name in ("tokens", "accumulate", "steps"):
-        if (number := getattr(options, name)) < 1:
+    for name in ("tokens", "accumulate", "steps", "checkpoint-every"):
+        if (number := getattr(options, name.replace("-", "_"))) < 1:
             parser.error(f"--{name} must be at least 1, got {number}")
+    if not (options.data / "meta.json").is_file():
+        parser.error(f"--data must be a folder of scripts/prepare_data.py, got {options.data}")
+    if options.kv_heads < 1 or options.heads % options.kv_heads != 0:
+        parser.error(f"--kv-heads must divide --heads {options.heads}, got {options.kv_heads}")
     if options.weights is not None and options.partition == "auto":
         parser.error("--weights must be left out with --partition auto, which measures them")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if options.weights is not None and len(options.weights) != world_size:
+        parser.error(f"--weights must be {world_size} numbers, got {len(options.weights)}")
     return options
 
 

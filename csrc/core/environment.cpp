@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/environment.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -41,7 +42,9 @@ Environment read() {
   char* end = nullptr;
   const double seconds = std::strtod(text.c_str(), &end);
   if (*end == 0 && std::isfinite(seconds) && seconds > 0.0) {
-    read.wait_report = std::chrono::milliseconds(static_cast<int64_t>(1e3 * seconds));
+    // Of any time, one that a clock can count to.
+    const double ms = std::clamp(1e3 * seconds, 1.0, 1e12);
+    read.wait_report = std::chrono::milliseconds(static_cast<int64_t>(ms));
   } else if (!text.empty()) {
     refuse(kWaitReport, "a positive number of seconds", text);
   }

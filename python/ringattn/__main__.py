@@ -3,8 +3,11 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
+
+import torch.distributed as dist
 
 from ringattn import __version__
 from ringattn.cli import generate, info, profile
@@ -26,15 +29,20 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit code: 0, 1 for a comparison that failed, 2 for wrong
-    usage, said in one sentence on stderr."""
+    usage and 3 for a lost peer, said in one sentence on stderr, and that of SIGPIPE where nobody
+    reads any more what is printed."""
     options = parser().parse_args(arguments)
     try:
         command = {"generate": generate, "profile": profile, "info": info}[options.command]
         return command.run(options)
-    except (ValueError, OSError) as error:
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        return 128 + signal.SIGPIPE
+    except (ValueError, OSError, dist.DistError) as error:
         rank = os.environ.get("RANK", "0")
-        print(f"ringattn: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr)
-        return 2
+        sentence = str(error).partition("\n")[0]
+        print(f"ringattn: {'' if rank == '0' else f'rank {rank}: '}{sentence}", file=sys.stderr)
+        return 3 if isinstance(error, dist.DistError) else 2
 
 
 if __name__ == "__main__":

@@ -349,6 +349,11 @@ class Rebalancer:
     def _observation(self, timings: Timings, rank: int) -> _Observation:
         """This rank's part of a request: medians over the ring calls, of each pass."""
         calls = timings.calls
+        for step in timings.steps:
+            for name in ("attention_ms", "wait_ms", "flops"):
+                value = getattr(step, name)
+                if not (math.isfinite(value) and value >= 0):
+                    raise ValueError(f"{name} of a step must be finite and at least 0, got {value}")
         profile = self._measured[rank]
         in_tiles, planned = 1.0, 0.0
         if self._latest is not None:

@@ -139,6 +139,8 @@ def _run(
     # Loading may take minutes: what can be refused without the weights is refused before.
     if options.profiles is not None and options.partition != "auto":
         raise ValueError(f"--profiles must go with --partition auto, got {options.partition}")
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     num_tokens, config = len(prompt_ids), read_config(folder)
     Sampling(options.temperature, options.top_k, options.top_p)
     config.check_seq_len(num_tokens + options.max_new_tokens)

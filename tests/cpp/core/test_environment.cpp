@@ -56,6 +56,8 @@ TEST_CASE("each variable sets its own value") {
   CHECK_FALSE(with({{"RINGATTN_LOG", "warning"}}).logs_info);
   const Environment read = with({{"RINGATTN_WAIT_REPORT_S", "0.25"}});
   CHECK(read.wait_report == milliseconds(250));
+  CHECK(with({{"RINGATTN_WAIT_REPORT_S", "1e-9"}}).wait_report == milliseconds(1));
+  CHECK(with({{"RINGATTN_WAIT_REPORT_S", "1e300"}}).wait_report > std::chrono::hours(24 * 365));
   CHECK(read.error.empty());
 }
 

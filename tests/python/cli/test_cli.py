@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from _commands import command_line
 from _llama import random_ids, save, tiny_llama
 from ringattn import RankProfile, _build_info, _library, save_profiles
@@ -264,6 +265,7 @@ def test_a_prompt_file_of_any_bytes_is_read_as_it_is(tmp_path: Path) -> None:
         (["--partition", "20,20"], "--partition must have 1 lengths, got 2"),
         (["--partition", "41"], "--partition must add up to the prompt's 40 tokens, got 41"),
         (["--max-new-tokens", "89"], "at most the 128 tokens the model was trained for, got 129"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["--top-p", "3"], "top_p must lie in (0, 1], got 3.0"),
         (["--dtype", "float16", "--seed", "-1", "--temperature", "-1"], "temperature must be 0"),
         (["--warmup", "-1"], "--warmup must not be negative, got -1"),
@@ -338,6 +340,18 @@ def test_a_comparison_that_fails_is_exit_code_1(
     usual = ["generate", "--model", str(folder), "--prompt-file", str(folder / "prompt.txt")]
     assert main([*usual, "--max-new-tokens", "9", "--compare"]) == 1
     assert "one rank alone: other tokens, from token " in capsys.readouterr().out
+
+
+def test_a_lost_peer_is_one_sentence_and_exit_code_3(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: Any, **__: Any) -> None:
+        raise dist.DistBackendError("rank 1 closed its connection\nand a stack")
+
+    monkeypatch.setattr("ringattn.cli.generate.load_model", lose)
+    usual = ["generate", "--model", str(folder), "--prompt-file", str(folder / "prompt.txt")]
+    assert main(usual) == 3
+    assert capsys.readouterr().err.splitlines()[-1] == "ringattn: rank 1 closed its connection"
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:

@@ -176,19 +176,20 @@ def test_a_rank_without_tokens_keeps_its_speed(rank_pool):
         assert lengths[0] >= 255
 
 
-def steps_that_nothing_recorded() -> str:
+def steps_that_nothing_recorded(attention_ms: float) -> str:
     """One rank's steps are refused on all ranks, and the next ones are taken."""
     rebalancer = Rebalancer([RankProfile(500, 500)] * 2, COST)
     rebalancer.plan(256)
-    endless = StepTiming(0, 0, "own", float("inf"), 0.0, 0.0, 1e9)
+    wrong = StepTiming(0, 0, "own", attention_ms, 0.0, 0.0, 1e9)
     with pytest.raises(ValueError) as error:
-        rebalancer.observe(Timings([endless] if this().rank == 1 else []))
+        rebalancer.observe(Timings([wrong] if this().rank == 1 else []))
     rebalancer.observe(Timings([StepTiming(0, 0, "own", 0.004, 0.0, 0.0, 1e9)]))
     return str(error.value)
 
 
-def test_steps_that_nothing_recorded_are_refused_on_all_ranks(rank_pool):
-    for sentence in rank_pool(2).run(steps_that_nothing_recorded):
+@pytest.mark.parametrize("attention_ms", [float("inf"), float("nan"), -1.0])
+def test_steps_that_nothing_recorded_are_refused_on_all_ranks(rank_pool, attention_ms):
+    for sentence in rank_pool(2).run(steps_that_nothing_recorded, attention_ms):
         assert "got steps that nothing recorded" in sentence
 
 
