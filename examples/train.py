@@ -321,7 +321,7 @@ class Run:
             trainer.step = state["step"]
         if self.ranks.rank == 0 and self.losses.exists():  # rows of steps that are done again
             lines = self.losses.read_text().splitlines(keepends=True)
-            kept = [row for row in lines[1:] if int(row.split(",")[0]) <= trainer.step]
+            kept = [row for row in lines[1:] if int(row.split(",")[0] or 0) <= trainer.step]
             self.losses.write_text("".join((*lines[:1], *kept)))
 
     def rows(self) -> Iterator[Any]:
@@ -416,7 +416,7 @@ def parse() -> argparse.Namespace:
     add("--rope-base", type=float, default=5e5, help="of its positions (default: 500000)")
     add("--tie-heads", action="store_true", help="its head has the embedding's weights")
     options = parser.parse_args()
-    for name in ("tokens", "accumulate", "steps", "checkpoint-every"):
+    for name in ("tokens", "accumulate", "steps", "checkpoint-every", "layers", "heads"):
         if (number := getattr(options, name.replace("-", "_"))) < 1:
             parser.error(f"--{name} must be at least 1, got {number}")
     if not (options.data / "meta.json").is_file():

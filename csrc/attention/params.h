@@ -180,8 +180,8 @@ struct BlockAttentionBackwardParams : AttentionShape {
   int32_t* semaphores = nullptr;
 
   int64_t num_semaphores() const {
-    // Of a tile of 256 keys two thread blocks with two parts of dq, of one of 128 keys two parts
-    // for each thread block, of which there are at most as many as heads in a group.
+    // A tile of 256 keys has two thread blocks, one of 128 keys at most as many as a group has
+    // heads. Each adds two parts of dq.
     constexpr int64_t kTiles = 4, kTileRows = kTiles * kTurnRows;
     const int64_t rows = num_queries > num_keys ? num_queries : num_keys;
     return 1 + int64_t{batch} * num_heads * kTiles * ((rows + kTileRows - 1) / kTileRows);

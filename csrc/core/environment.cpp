@@ -42,7 +42,7 @@ Environment read() {
   char* end = nullptr;
   const double seconds = std::strtod(text.c_str(), &end);
   if (*end == 0 && std::isfinite(seconds) && seconds > 0.0) {
-    // Of any time, one that a clock can count to.
+    // Clamped: a clock counts no further than to some 1e13 ms, and six times it is added.
     const double ms = std::clamp(1e3 * seconds, 1.0, 1e12);
     read.wait_report = std::chrono::milliseconds(static_cast<int64_t>(ms));
   } else if (!text.empty()) {

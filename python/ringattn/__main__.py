@@ -29,20 +29,23 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit code: 0, 1 for a comparison that failed, 2 for wrong
-    usage and 3 for a lost peer, said in one sentence on stderr, and that of SIGPIPE where nobody
-    reads any more what is printed."""
+    usage and 3 for a group that failed, said in one sentence on stderr, and that of SIGPIPE where
+    stdout is a closed pipe."""
     options = parser().parse_args(arguments)
     try:
         command = {"generate": generate, "profile": profile, "info": info}[options.command]
-        return command.run(options)
+        code = command.run(options)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the last flush
         return 128 + signal.SIGPIPE
     except (ValueError, OSError, dist.DistError) as error:
         rank = os.environ.get("RANK", "0")
-        sentence = str(error).partition("\n")[0]
+        failed = isinstance(error, dist.DistError)
+        sentence = str(error).partition("\n")[0] if failed else error  # a stack follows
         print(f"ringattn: {'' if rank == '0' else f'rank {rank}: '}{sentence}", file=sys.stderr)
-        return 3 if isinstance(error, dist.DistError) else 2
+        return 3 if failed else 2
 
 
 if __name__ == "__main__":

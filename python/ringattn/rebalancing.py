@@ -236,7 +236,7 @@ class Rebalancer:
         else:
             try:
                 own = self._observation(timings, ring.rank)
-            except (ValueError, ArithmeticError) as error:  # peers must hear of it
+            except (ValueError, ArithmeticError, TypeError) as error:  # peers must hear of it
                 mistake = (
                     "timings must be those of record_timings(), got steps that nothing recorded: "
                     f"{error}"
@@ -352,7 +352,8 @@ class Rebalancer:
         for step in timings.steps:
             for name in ("attention_ms", "wait_ms", "flops"):
                 value = getattr(step, name)
-                if not (math.isfinite(value) and value >= 0):
+                # A wait is a difference of times, which may round to less than 0.
+                if not math.isfinite(value) or (name != "wait_ms" and value < 0):
                     raise ValueError(f"{name} of a step must be finite and at least 0, got {value}")
         profile = self._measured[rank]
         in_tiles, planned = 1.0, 0.0

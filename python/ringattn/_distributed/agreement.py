@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,8 +30,7 @@ class Given:
         flaws: a sentence, and whether it holds: a bool tensor without a dimension, None for no. On
             any rank, it is the error of all.
         hints: what to do about a value that differs, by its name.
-        trained: some weights that the call records gradients of; None: none that can be compared.
-            Ranks warn where their bits differ.
+        trained: what :func:`trained_weights` returns. Ranks warn where it differs.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -91,7 +90,7 @@ class Agreement:
             if device.type == "cpu":
                 self._check(given, numbers.tolist())
                 return
-        self._pending = (replace(given, trained=None), HostCopy(numbers))
+        self._pending = (given, HostCopy(numbers))
 
     def _check(self, given: Given, numbers: Sequence[Sequence[int]]) -> None:
         _check(given, numbers)
@@ -109,18 +108,31 @@ _DRIFT = (
 )
 
 
-def trained_weights(module: nn.Module) -> torch.Tensor | None:
-    """What :class:`Given` takes as ``trained``: the first numbers of the module's last parameter
-    that requires grad, a view."""
-    last: torch.Tensor | None = None
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            last = parameter
-    # Of FSDP2 and of quantized models a rank has another part, or no bits.
-    plain = last is not None and type(last) in (nn.Parameter, torch.Tensor) and not last.is_meta
-    if last is None or not plain or not last.is_contiguous():
+_COMPARED = 4096  # numbers of a parameter
+
+
+@torch.no_grad()
+def trained_weights(ring: GroupInfo, module: nn.Module) -> torch.Tensor | None:
+    """A number for some weights that a call records gradients of: the first numbers of the last
+    vector and of the last two matrices that require grad (two, because an adapter's second one
+    begins with zeros); None where none can be compared. Computed at once: FSDP2 frees the weights
+    of a part when its forward ends.
+    """
+    if ring.world_size == 1 or torch.compiler.is_compiling() or detect_fake_mode() is not None:
         return None
-    return last.detach().view(-1)[:4096]
+    vectors: list[torch.Tensor] = []
+    matrices: list[torch.Tensor] = []
+    for x in module.parameters():
+        # FSDP2 gives each rank another part, and quantized weights have no numbers to compare.
+        if x.requires_grad and type(x) in (nn.Parameter, torch.Tensor) and _has_numbers(x):
+            (matrices if x.dim() > 1 else vectors).append(x)
+    chosen = [x for x in (*vectors[-1:], *matrices[-2:])]
+    parts = [x.view(-1)[:_COMPARED].float() for x in chosen if x.device == chosen[0].device]
+    return bits_checksum(torch.cat(parts)) if parts else None
+
+
+def _has_numbers(x: torch.Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_meta and x.is_contiguous()
 
 
 def _lines(facts: Mapping[str, Any]) -> str:
@@ -140,10 +152,7 @@ def _numbers(device: torch.device, given: Given) -> torch.Tensor:
     for flaw in given.flaws.values():
         numbers.append(0 if flaw is None else flaw.to(device, torch.int64))
     trained = given.trained
-    if trained is None or trained.device != device:
-        numbers.append(_NOT_TRAINED)
-    else:
-        numbers.append(bits_checksum(trained))
+    numbers.append(_NOT_TRAINED if trained is None or trained.device != device else trained)
     if device.type == "cpu":
         return torch.tensor([int(number) for number in numbers], device=device)
     known = torch.tensor(

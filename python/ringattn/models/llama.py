@@ -298,7 +298,7 @@ class LLaMA(nn.Module):
         )
         inputs = None
         if not sharded and not torch.compiler.is_compiling():
-            trained = trained_weights(self) if torch.is_grad_enabled() else None
+            trained = trained_weights(ring, self) if torch.is_grad_enabled() else None
             inputs = Inputs(self._agreement, token_ids, "token_ids", more=Given(trained=trained))
         call = self.prefill_call(partition, inputs=inputs)
         hidden = self.base_model(local_ids, position_ids, call, cu_seqlens)

@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -352,6 +353,20 @@ def test_a_lost_peer_is_one_sentence_and_exit_code_3(
     usual = ["generate", "--model", str(folder), "--prompt-file", str(folder / "prompt.txt")]
     assert main(usual) == 3
     assert capsys.readouterr().err.splitlines()[-1] == "ringattn: rank 1 closed its connection"
+
+
+def test_a_closed_pipe_ends_a_command_without_a_traceback() -> None:
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "ringattn", "info"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:

@@ -194,6 +194,20 @@ def test_ranks_warn_of_weights_that_drift_apart(rank_pool: Any, family: str) -> 
         assert len(said) == 1 and "ringattn.all_reduce_gradients" in said[0]
 
 
+def other_seeds() -> list[str]:
+    torch.manual_seed(this().rank)
+    model = LLaMA(CONFIG)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.arange(SIZE)[None], Partition.even(SIZE, this().world_size))
+    return [str(x.message) for x in caught]
+
+
+def test_ranks_warn_of_weights_from_other_seeds(rank_pool: Any) -> None:
+    for said in rank_pool(2).run(other_seeds):
+        assert len(said) == 1 and "set the same seed before weights are made" in said[0]
+
+
 # ---- own LLaMA ----------------------------------------------------------------------------------
 
 

@@ -272,7 +272,7 @@ def _prepared(
         "a cache": past is not None,
         "gradients": asked.gradients,
     }
-    trained = trained_weights(body) if asked.gradients else None
+    trained = trained_weights(ring, body) if asked.gradients else None
     more = Given(facts, hints={"x": _OTHER_TOKENS}, trained=trained)
     inputs = Inputs(forward.agreement, tokens, "x", "mask", position_ids, more)
     if past is None:

@@ -97,18 +97,18 @@ def _carry_over(config: Any, before: _Fields, to: Any) -> None:
     """Sets in one config what has been set in its copy since."""
     for name, value in vars(config).items():
         kept, there = before.get(name), vars(to).get(name)
-        if isinstance(kept, dict) and isinstance(value, PretrainedConfig) and there is not None:
+        if isinstance(kept, dict) and all(isinstance(x, PretrainedConfig) for x in (value, there)):
             _carry_over(value, kept, there)
-        elif not isinstance(kept, tuple) or value is not kept[0] or _differ(value, kept[1]):
+        elif not isinstance(kept, tuple) or _differ(value, *kept):
             setattr(to, name, value)
 
 
-def _differ(value: Any, before: Any) -> bool:
-    if value is before:
-        return False
+def _differ(value: Any, before: Any, as_it_was: Any) -> bool:
+    if not isinstance(value, (dict, list, set, tuple, str, int, float)):
+        return value is not before  # arrays, for instance, are not compared
     try:
-        return bool(value != before)
-    except Exception:  # of what it holds: arrays, for instance
+        return bool(value != as_it_was)
+    except Exception:  # of what it holds
         return True
 
 

@@ -231,7 +231,7 @@ def _prepared(forward: BodyForward, kwargs: dict[str, Any]) -> dict[str, Any]:
         beyond = ((columns < -length) | (columns >= length)).any()
         flaws = {f"logits_to_keep must be indices of the {length} tokens, got one beyond": beyond}
         asked.columns = columns.clamp(-length, length - 1)  # no index may end the process
-    trained = trained_weights(body) if asked.gradients else None
+    trained = trained_weights(ring, body) if asked.gradients else None
     more = Given(facts, compared, flaws, trained=trained)
     inputs = Inputs(
         forward.agreement, tokens, "input_ids" if embeds is None else "inputs_embeds", more=more

@@ -160,7 +160,7 @@ class Decode:
         begins = cache is None or cache.get_seq_length() == 0
         if chunk is not None and begins and isinstance(mask, torch.Tensor) and mask.dim() == 2:
             padding = int((mask != 0).int().argmax(1).max())
-            if padding >= min(chunk, mask.size(1) - _BEHIND_CHUNKS):
+            if padding > 0 and padding >= min(chunk, mask.size(1) - _BEHIND_CHUNKS):
                 raise ValueError(
                     "prefill_chunk_size must give the first chunk a token of each row, got "
                     f"{chunk} where a row begins with {padding} tokens of padding"
