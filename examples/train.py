@@ -321,7 +321,7 @@ class Run:
             trainer.step = state["step"]
         if self.ranks.rank == 0 and self.losses.exists():  # rows of steps that are done again
             lines = self.losses.read_text().splitlines(keepends=True)
-            kept = [row for row in lines[1:] if int(row.split(",")[0] or 0) <= trainer.step]
+            kept = [row for row in lines[1:] if int(row.split(",")[0]) <= trainer.step]
             self.losses.write_text("".join((*lines[:1], *kept)))
 
     def rows(self) -> Iterator[Any]:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch._guards import detect_fake_mode
 
-from ringattn._distributed.checksums import bits_checksum, checksum, number_of
+from ringattn._distributed.checksums import checksum, number_of
 from ringattn._distributed.collectives import all_gather
 from ringattn._distributed.errors import known_to_all
 from ringattn._distributed.groups import GroupInfo
@@ -30,7 +29,7 @@ class Given:
         flaws: a sentence, and whether it holds: a bool tensor without a dimension, None for no. On
             any rank, it is the error of all.
         hints: what to do about a value that differs, by its name.
-        trained: what :func:`trained_weights` returns. Ranks warn where it differs.
+        trained: what ``trained_weights`` of ``weights.py`` returns. Ranks warn where it differs.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +92,19 @@ class Agreement:
         self._pending = (given, HostCopy(numbers))
 
     def _check(self, given: Given, numbers: Sequence[Sequence[int]]) -> None:
-        _check(given, numbers)
+        """ValueError for the first flaw or difference in ``numbers``, ``[W, N]``."""
+        compared = (*given.facts, *given.values)
+        for i, sentence in enumerate(given.flaws, start=len(compared)):
+            if any(of_rank[i] for of_rank in numbers):
+                raise ValueError(sentence)
+        for i, name in enumerate(compared):
+            for rank, of_rank in enumerate(numbers):
+                if of_rank[i] != numbers[0][i]:
+                    hint = f": {given.hints[name]}" if name in given.hints else ""
+                    raise ValueError(
+                        f"{name} must be the same on all ranks, got different ones on ranks 0 and "
+                        f"{rank}{hint}"
+                    )
         weights = {of_rank[-1] for of_rank in numbers}
         if len(weights) > 1 and _NOT_TRAINED not in weights and not self._has_warned:
             self._has_warned = True
@@ -106,33 +117,6 @@ _DRIFT = (
     "gradients over the ring before each step (ringattn.all_reduce_gradients), and set the same "
     "seed before weights are made"
 )
-
-
-_COMPARED = 4096  # numbers of a parameter
-
-
-@torch.no_grad()
-def trained_weights(ring: GroupInfo, module: nn.Module) -> torch.Tensor | None:
-    """A number for some weights that a call records gradients of: the first numbers of the last
-    vector and of the last two matrices that require grad (two, because an adapter's second one
-    begins with zeros); None where none can be compared. Computed at once: FSDP2 frees the weights
-    of a part when its forward ends.
-    """
-    if ring.world_size == 1 or torch.compiler.is_compiling() or detect_fake_mode() is not None:
-        return None
-    vectors: list[torch.Tensor] = []
-    matrices: list[torch.Tensor] = []
-    for x in module.parameters():
-        # FSDP2 gives each rank another part, and quantized weights have no numbers to compare.
-        if x.requires_grad and type(x) in (nn.Parameter, torch.Tensor) and _has_numbers(x):
-            (matrices if x.dim() > 1 else vectors).append(x)
-    chosen = [x for x in (*vectors[-1:], *matrices[-2:])]
-    parts = [x.view(-1)[:_COMPARED].float() for x in chosen if x.device == chosen[0].device]
-    return bits_checksum(torch.cat(parts)) if parts else None
-
-
-def _has_numbers(x: torch.Tensor) -> bool:
-    return x.layout is torch.strided and not x.is_meta and x.is_contiguous()
 
 
 def _lines(facts: Mapping[str, Any]) -> str:
@@ -163,19 +147,3 @@ def _numbers(device: torch.device, given: Given) -> torch.Tensor:
     return torch.stack(
         [known[i] if isinstance(number, int) else number for i, number in enumerate(numbers)]
     )
-
-
-def _check(given: Given, numbers: Sequence[Sequence[int]]) -> None:
-    """ValueError for the first difference in ``numbers``, ``[W, N]``."""
-    compared = (*given.facts, *given.values)
-    for i, sentence in enumerate(given.flaws, start=len(compared)):
-        if any(of_rank[i] for of_rank in numbers):
-            raise ValueError(sentence)
-    for i, name in enumerate(compared):
-        for rank, of_rank in enumerate(numbers):
-            if of_rank[i] != numbers[0][i]:
-                hint = f": {given.hints[name]}" if name in given.hints else ""
-                raise ValueError(
-                    f"{name} must be the same on all ranks, got different ones on ranks 0 and "
-                    f"{rank}{hint}"
-                )

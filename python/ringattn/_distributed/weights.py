@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 
 from ringattn._checks import is_dtensor
 from ringattn._distributed.checksums import bits_checksum
@@ -60,6 +61,28 @@ def check_same_weights(ring: GroupInfo, model: nn.Module) -> None:
                 f"{rank} than on rank 0: load the same weights on every rank, or call "
                 "torch.manual_seed() with one seed before the model is made"
             )
+
+
+_COMPARED = 4096  # numbers of a parameter
+
+
+@torch.no_grad()
+def trained_weights(ring: GroupInfo, module: nn.Module) -> torch.Tensor | None:
+    """A number for some weights that a call records gradients of: the first numbers of the last
+    vector and of the last two matrices that require grad (two, because an adapter's second one
+    begins with zeros); None where none can be compared. Computed at once: FSDP2 frees the weights
+    of a part when its forward ends.
+    """
+    if ring.world_size == 1 or torch.compiler.is_compiling() or detect_fake_mode() is not None:
+        return None
+    vectors: list[torch.Tensor] = []
+    matrices: list[torch.Tensor] = []
+    for x in module.parameters():
+        if x.requires_grad and _has_bits(x) and x.is_contiguous():
+            (matrices if x.dim() > 1 else vectors).append(x)
+    chosen = [*vectors[-1:], *matrices[-2:]]
+    parts = [x.view(-1)[:_COMPARED].float() for x in chosen if x.device == chosen[0].device]
+    return bits_checksum(torch.cat(parts)) if parts else None
 
 
 def _kind(summary: Summary) -> str:

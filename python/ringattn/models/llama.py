@@ -20,9 +20,10 @@ from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ringattn._checks import check_device, check_floating, is_concrete
-from ringattn._distributed.agreement import Agreement, Given, trained_weights
+from ringattn._distributed.agreement import Agreement, Given
 from ringattn._distributed.errors import report_to_peers
 from ringattn._distributed.groups import Group, GroupInfo, keep, kept, resolve_group
+from ringattn._distributed.weights import trained_weights
 from ringattn._masks import CuSeqlens, checked_documents, sliding
 from ringattn.cache import ShardedKVCache
 from ringattn.model_call import ModelCall

@@ -11,8 +11,9 @@ from fms.modules.attention import MultiHeadAttention
 from fms.modules.feedforward import ConditionalFeedForward as Experts
 from torch import nn
 
-from ringattn._distributed.agreement import Agreement, Given, trained_weights
+from ringattn._distributed.agreement import Agreement, Given
 from ringattn._distributed.groups import GroupInfo
+from ringattn._distributed.weights import trained_weights
 from ringattn.cache import ShardedKVCache
 from ringattn.integrations.fms.attention import NAME, LayerCall
 from ringattn.integrations.fms.caches import Sequences, handles_of, sequences_of

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ringattn._distributed.agreement import Agreement, Given, trained_weights
+from ringattn._distributed.agreement import Agreement, Given
 from ringattn._distributed.checksums import number_of
 from ringattn._distributed.groups import GroupInfo
+from ringattn._distributed.weights import trained_weights
 from ringattn.integrations.forward import RingForward, records_gradients
 from ringattn.integrations.transformers.attention import NAME
 from ringattn.integrations.transformers.caches import (

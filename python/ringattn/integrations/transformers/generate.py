@@ -151,14 +151,16 @@ class Decode:
         if cache is not None:
             ring_layer(cache)
         mask = model_kwargs.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask[:, -1].all()):
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return
+        if not bool(mask[:, -1].all()):
             raise ValueError(
                 "attention_mask must have its padding before the prompts to generate, got padding "
                 'after one: tokenize with padding_side="left"'
             )
         chunk = getattr(config, "prefill_chunk_size", None)
         begins = cache is None or cache.get_seq_length() == 0
-        if chunk is not None and begins and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        if chunk is not None and begins:
             padding = int((mask != 0).int().argmax(1).max())
             if padding > 0 and padding >= min(chunk, mask.size(1) - _BEHIND_CHUNKS):
                 raise ValueError(
