@@ -19,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ringattn import _C, _library
-from ringattn._distributed.errors import report_to_peers
+from ringattn._distributed.errors import ErrorsToPeers
 from ringattn._distributed.groups import GroupInfo
 
 # Keywords of torch's scaled_dot_product_attention, of flash-attention and of packages built on
@@ -128,11 +128,8 @@ def check_keywords(
 
 def refuse_keywords(function: str, ring: GroupInfo, refused: dict[str, Any]) -> None:
     """:func:`check_keywords`, with a refusal reported to the peers."""
-    try:
+    with ErrorsToPeers(ring):
         check_keywords(function, refused)
-    except Exception as error:
-        report_to_peers(ring, error)
-        raise
 
 
 def are_plain(*tensors: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from ringattn._checks import (
     finite_scale,
     finite_softcap,
 )
-from ringattn._distributed.errors import call, report_to_peers
+from ringattn._distributed.errors import ErrorsToPeers, call
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
 
 _ops = torch.ops.ringattn
@@ -124,7 +124,7 @@ def decode_attention(
     here over ranks.
     """
     ring = resolve_group(group)
-    try:
+    with ErrorsToPeers(ring):
         check_keywords("decode_attention", refused)
         check_tensors(q=q, k_shard=k_shard, v_shard=v_shard)
         check_dims("q", q, "[B, T, H, D]")
@@ -140,9 +140,6 @@ def decode_attention(
             check_tensors(sinks=sinks)
             check_collective(sinks=sinks)
             check_no_grad("decode_attention", sinks=sinks)
-    except Exception as error:
-        report_to_peers(ring, error)
-        raise
     mask = (key_lengths, key_begins, softcap, sinks)
     out, lse = attend_cached(ring, q, k_shard, v_shard, scale, *mask)
     return (out, lse) if return_lse else out

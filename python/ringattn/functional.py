@@ -17,7 +17,7 @@ from ringattn._checks import (
     finite_scale,
     finite_softcap,
 )
-from ringattn._distributed.errors import call, report_to_peers
+from ringattn._distributed.errors import ErrorsToPeers, call
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
 from ringattn._masks import CAUSAL, CuSeqlens, Mask
 from ringattn._ring_options import ring_options
@@ -186,12 +186,9 @@ def ring_attention(
     log-sum-exp: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
     """
     ring = resolve_group(group)
-    try:
+    with ErrorsToPeers(ring):
         check_keywords("ring_attention", refused)
         return_lse = check_flag("return_lse", return_lse)
-    except Exception as error:
-        report_to_peers(ring, error)
-        raise
     mask = Mask(causal, window_size, softcap, cu_seqlens)
     options = (mask, scale, transport, depth, sinks, key_partition)
     out, lse = attend(ring, q, k, v, partition, *options)
@@ -212,16 +209,13 @@ def attend(
     key_partition: Partition | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`ring_attention` over a ring that is known: out and lse."""
-    try:
+    with ErrorsToPeers(ring):
         options, scores, tables, of_keys = ring_options(
             ring, q, k, v, partition, mask, scale, transport, depth, key_partition
         )
         if sinks is not None:
             check_tensors(sinks=sinks)
             check_collective(sinks=sinks)
-    except Exception as error:
-        report_to_peers(ring, error)
-        raise
     out, lse = call(_ops.ring_forward.default, q, k, v, *options, *scores, sinks, *tables, *of_keys)
     return out, lse
 

@@ -24,7 +24,7 @@ from ringattn._checks import (
 )
 from ringattn._distributed.checksums import checksum
 from ringattn._distributed.collectives import Content, agree, gather_objects
-from ringattn._distributed.errors import report_to_peers
+from ringattn._distributed.errors import ErrorsToPeers
 from ringattn._distributed.groups import GroupInfo
 from ringattn._distributed.one_rank import OnOneRank
 from ringattn.cache import ShardedKVCache
@@ -126,14 +126,11 @@ def generate(
     agree(ring, "generate", mistake, facts)
     assert request is not None  # agree() has raised otherwise
     new_ids = []
-    try:
+    with ErrorsToPeers(ring):  # of any type, of the model too: the peers wait for this rank
         for tokens in _tokens(model, request):
             new_ids.append(tokens)
             if on_tokens is not None:
                 on_tokens(tokens)
-    except Exception as error:  # of any type, of the model too: the peers wait for this rank
-        report_to_peers(ring, error)
-        raise
     return torch.cat((prompt_ids, torch.stack(new_ids, 1).to(prompt_ids)), 1)
 
 

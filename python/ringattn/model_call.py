@@ -17,7 +17,7 @@ from ringattn._cached_attention import LayerInputs, attend_newest, attend_next
 from ringattn._checks import check_collective
 from ringattn._distributed.agreement import Given
 from ringattn._distributed.checksums import chained, checksum, number_of
-from ringattn._distributed.errors import report_to_peers
+from ringattn._distributed.errors import ErrorsToPeers
 from ringattn._distributed.groups import GroupInfo
 from ringattn._distributed.sums import sum_over_ranks
 from ringattn._key_positions import KeyPositions
@@ -192,11 +192,8 @@ class ModelCall:
         inputs, self._inputs = self._inputs, None
         if inputs is None or (self.ring.world_size == 1 and not inputs.more.may_be_flawed):
             return
-        try:
+        with ErrorsToPeers(self.ring):  # they wait for this rank's part
             self._compare(inputs)
-        except Exception as error:
-            report_to_peers(self.ring, error)  # they wait for this rank's part
-            raise
 
     def _compare(self, inputs: Inputs) -> None:
         tokens, more = inputs.tokens, inputs.more

@@ -26,7 +26,7 @@ from ringattn._checks import (
     is_finite,
     shown,
 )
-from ringattn._distributed.errors import call, check_real, report_to_peers
+from ringattn._distributed.errors import ErrorsToPeers, call, check_real
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
 from ringattn._masks import CuSeqlens, check_window, checked_documents, documents, made_to_last
 from ringattn._pieces import Pieces, flat_pieces, normal_pieces, num_tokens
@@ -432,11 +432,8 @@ class Partition:
             torch.distributed.DistBackendError: a peer died or never arrived.
         """
         ring = resolve_group(group)
-        try:
+        with ErrorsToPeers(ring):
             dim = self._check_gather(x, ring, dim)
-        except Exception as error:
-            report_to_peers(ring, error)
-            raise
         if ring.world_size == 1:
             return self.unshard([x], dim)
         check_real("gather")

@@ -10,7 +10,7 @@ from ringattn._checks import (
     check_tensors,
     check_transport,
 )
-from ringattn._distributed.errors import call, report_to_peers
+from ringattn._distributed.errors import ErrorsToPeers, call
 from ringattn._distributed.groups import Group, resolve_group
 from ringattn.partition import Partition, check_partition, partition_arguments
 
@@ -59,15 +59,12 @@ def rotate_kv(
             requires grad under grad mode.
     """
     ring = resolve_group(group)
-    try:
+    with ErrorsToPeers(ring):
         check_tensors(kv=kv)
         check_dims("kv", kv, "[2, B, S_r, H_kv, D]")
         check_collective(kv=kv)
         check_no_grad("rotate_kv", kv=kv)
         lengths, order, _, _ = partition_arguments(check_partition(partition, ring))
         check_transport(transport)
-    except Exception as error:
-        report_to_peers(ring, error)
-        raise
     received = call(_ops.rotate_kv, kv, lengths, order, ring.name, transport)
     return RotatedKV(received, kv)

@@ -65,13 +65,26 @@ def report_to_peers(ring: GroupInfo, error: Exception) -> None:
             _C.refuse_call(ring.name, str(error))
 
 
+class ErrorsToPeers:
+    """Around what a rank does alone while its peers wait for it: any error is reported to them."""
+
+    __slots__ = ("_ring",)
+
+    def __init__(self, ring: GroupInfo) -> None:
+        self._ring = ring
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if isinstance(error, Exception):
+            report_to_peers(self._ring, error)
+
+
 def refuse(ring: GroupInfo, sentence: str) -> NoReturn:
     """ValueError on all ranks: this one refuses its call."""
-    try:
+    with ErrorsToPeers(ring):
         raise ValueError(sentence)
-    except ValueError as error:
-        report_to_peers(ring, error)
-        raise
 
 
 def check_real(operation: str) -> None:

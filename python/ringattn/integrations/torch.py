@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from ringattn._checks import check_flag, check_integer, check_is_tensor, check_keywords, is_dtensor
-from ringattn._distributed.errors import refuse, report_to_peers
+from ringattn._distributed.errors import ErrorsToPeers, refuse
 from ringattn._distributed.groups import GroupInfo, resolve_group
 from ringattn._masks import Mask
 from ringattn.functional import attend
@@ -65,7 +65,7 @@ def context_parallel(
     ends without a call of attention warns, unless an earlier one has seen some.
     """
     ring = resolve_group(mesh)
-    try:
+    with ErrorsToPeers(ring):
         if F.scaled_dot_product_attention is not _torch_attention:
             there = getattr(F.scaled_dot_product_attention, "func", F.scaled_dot_product_attention)
             name = f"{there.__module__}.{getattr(there, '__qualname__', type(there).__name__)}"
@@ -74,9 +74,6 @@ def context_parallel(
                 f"F.scaled_dot_product_attention replaced by {name}"
             )
         given, dims, kept = _check_buffers(buffers, buffer_seq_dims, no_restore_buffers)
-    except Exception as error:
-        report_to_peers(ring, error)
-        raise
     partition = Partition.even(given[0].size(dims[0]), ring.world_size)
     with torch.no_grad():
         shards = [
@@ -225,7 +222,7 @@ def _attention(
     """With the signature of ``F.scaled_dot_product_attention``."""
     global _attention_seen
     _attention_seen = True
-    try:
+    with ErrorsToPeers(ring):
         refused = {"attn_mask": attn_mask, "dropout_p": dropout_p}
         check_keywords("scaled_dot_product_attention", refused, _KEYWORDS)
         rows = partition.lengths[ring.rank]
@@ -252,9 +249,6 @@ def _attention(
                 f"key must have the {query.size(1)} heads of query unless enable_gqa=True, "
                 f"got {key.size(1)}"
             )
-    except Exception as error:
-        report_to_peers(ring, error)
-        raise
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, _ = attend(ring, q, k, v, partition, Mask(is_causal), scale)
     return out.transpose(1, 2)

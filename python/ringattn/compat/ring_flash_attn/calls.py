@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringattn._checks import check_flag, check_keywords, check_tensors
-from ringattn._distributed.errors import refuse, report_to_peers
+from ringattn._distributed.errors import ErrorsToPeers, refuse
 from ringattn._distributed.groups import Group, GroupInfo, resolve_group
 from ringattn._masks import CuSeqlens, Mask
 from ringattn.functional import attend
@@ -48,7 +48,7 @@ def attention(
     """out, or (out, lse, None). ``layout`` is called after the other checks; its errors, too, reach
     all ranks."""
     ring = resolve_group(options.group)
-    try:
+    with ErrorsToPeers(ring):
         refused = {"dropout_p": options.dropout_p, "alibi_slopes": options.alibi_slopes}
         check_keywords(function, refused)
         with_lse = check_flag("return_attn_probs", options.return_attn_probs)
@@ -59,9 +59,6 @@ def attention(
             if x.dim() != (3 if varlen else 4):
                 raise ValueError(f"{name} must be {dims}, got shape {list(x.shape)}")
         partition, documents = layout(ring)
-    except Exception as error:
-        report_to_peers(ring, error)
-        raise
     mask = Mask(options.causal, options.window_size, 0.0, documents)
     if varlen:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))

@@ -22,7 +22,7 @@ from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthC
 
 from ringattn._distributed.checksums import checksum
 from ringattn._distributed.collectives import Content, agree
-from ringattn._distributed.errors import report_to_peers
+from ringattn._distributed.errors import ErrorsToPeers
 from ringattn._distributed.groups import GroupInfo
 from ringattn._distributed.one_rank import OnOneRank
 from ringattn.integrations.shared import by_name, names_of
@@ -243,11 +243,8 @@ class Streamer:
         self._pass_on(self.streamer.end)
 
     def _pass_on(self, send: Callable[[], None]) -> None:
-        try:
+        with ErrorsToPeers(self.ring):  # of any type: the peers wait for this rank
             send()
-        except Exception as error:  # of any type: the peers wait for this rank
-            report_to_peers(self.ring, error)
-            raise
 
 
 def _kinds(parts: Iterable[Any]) -> list[str]:

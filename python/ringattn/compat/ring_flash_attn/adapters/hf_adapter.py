@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn._checks import check_integer
-from ringattn._distributed.errors import report_to_peers
+from ringattn._distributed.errors import ErrorsToPeers
 from ringattn._distributed.groups import GroupInfo, keep, kept, resolve_group
 from ringattn._masks import Mask
 from ringattn.compat.ring_flash_attn.dense import chunks
@@ -115,7 +115,7 @@ def _attend(
     scale: float | None,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    try:
+    with ErrorsToPeers(ring):
         check_dropout(dropout, "attention_dropout")
         if attention_mask is not None:
             raise ValueError(
@@ -132,9 +132,6 @@ def _attend(
                 "q and k must be the same rows of one batch row, got "
                 f"{list(q.shape[:2])} and {list(k.shape[:2])}"
             )
-    except Exception as error:
-        report_to_peers(ring, error)
-        raise
     partition = chunks(q.size(1), ring.world_size)
     out, _ = attend(ring, q, k, v, partition, mask, scale, sinks=kwargs.get("s_aux"))
     return out
