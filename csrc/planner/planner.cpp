@@ -2,6 +2,7 @@
 #include "planner/planner.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -83,14 +84,17 @@ double min_gain_over_even(const TimeModel& model, const Partition& filled) {
   return model.has_tiles() ? kMinGainInTiles : 0.0;
 }
 
-// `best`, or even lengths in its order where `best` takes more than 1 - `min_gain` of their time.
+// `best`, or even lengths, in its order or the default one, where `best` takes more than
+// 1 - `min_gain` of their time.
 template <typename Ms>
 Partition prefer_even(const Partition& best, const std::vector<RankTime>& times, double min_gain,
                       const Ms& slowest_ms) {
   const Lengths even = even_lengths(best.seq_len(), best.world_size());
   if (!has_room(times, even)) return best;
-  const Partition preferred(best.layout(), even, best.order());
-  return slowest_ms(preferred) * (1 - min_gain) <= slowest_ms(best) ? preferred : best;
+  const Partition in_order(best.layout(), even, best.order()), by_rank(best.layout(), even);
+  const double in_order_ms = slowest_ms(in_order), by_rank_ms = slowest_ms(by_rank);
+  const bool keeps = std::min(in_order_ms, by_rank_ms) * (1 - min_gain) > slowest_ms(best);
+  return keeps ? best : by_rank_ms < in_order_ms ? by_rank : in_order;
 }
 
 // How many blocks are in flight, of the `depth` that may be.
@@ -105,8 +109,8 @@ const Partition& fastest(const std::vector<Partition>& partitions, const TimeMod
   const Partition* best = nullptr;
   double best_ms = std::numeric_limits<double>::infinity();
   for (const Partition& partition : partitions) {
-    const double ms = slowest(model.step_ms(partition, depth));
-    if (ms * (1 + kWaitTolerance) >= best_ms) continue;
+    const double ms = slowest(model.step_ms(partition, depth, best_ms));
+    if (best != nullptr && ms * (1 + kWaitTolerance) >= best_ms) continue;
     best = &partition;
     best_ms = ms;
   }
@@ -116,11 +120,13 @@ const Partition& fastest(const std::vector<Partition>& partitions, const TimeMod
 // The least depth at which a partition is as fast as with all blocks in flight.
 int64_t find_min_depth(const Partition& partition, const TimeModel& model) {
   const auto ms = [&](int64_t depth) { return slowest(model.step_ms(partition, depth)); };
-  const int64_t deepest = depth_used({}, model.world_size());
-  const double enough_ms = ms(deepest) * (1 + kWaitTolerance);
-  int64_t depth = 1;
-  while (depth < deepest && ms(depth) > enough_ms) ++depth;
-  return depth;
+  int64_t low = 1, high = depth_used({}, model.world_size());  // more blocks take no longer
+  const double enough_ms = ms(high) * (1 + kWaitTolerance);
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    ms(middle) > enough_ms ? low = middle + 1 : high = middle;
+  }
+  return low;
 }
 
 // Lengths that end together without waits and padding; under zigzag, where the order costs nothing
@@ -195,6 +201,10 @@ Plan describe(const Partition& partition, const TimeModel& model, int64_t depth,
   // With short segments, tiles of another kind than the first can have less masked work than the
   // model assumes.
   const double ideal = std::min(ideal_ms(model), slowest(rank_ms));
+  if (!std::isfinite(slowest(rank_ms))) {
+    throw std::invalid_argument("profiles and cost must give finite times, got " +
+                                std::to_string(slowest(rank_ms)) + " ms");
+  }
   Plan plan{partition, depth, find_min_depth(partition, model), rank_ms, ideal, {}};
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
     plan.memory_bytes.push_back(kv_bytes * held_tokens(partition, rank, model, depth));
@@ -203,14 +213,17 @@ Plan describe(const Partition& partition, const TimeModel& model, int64_t depth,
 }
 
 Plan plan_in(const TimeModel& whole, std::optional<int64_t> depth, int64_t kv_bytes) {
-  const TimeModel model = whole.for_lengths();
+  const TimeModel prompt = whole.without_latency(), model = prompt.for_lengths();
   const int64_t used = depth_used(depth, model.world_size());
   const std::vector<Partition> filled = balanced(model);
   const Partition improved = reduce_waits_and_padding(filled, model, used);
-  const Partition chosen =
-      prefer_even(improved, model.ranks(), min_gain_over_even(model, filled[0]),
-                  [&](const Partition& some) { return slowest(model.step_ms(some, used)); });
-  return describe(chosen, whole, used, kv_bytes);
+  const auto ms_in = [used](const TimeModel& in) {
+    return [used, &in](const Partition& some) { return slowest(in.step_ms(some, used)); };
+  };
+  const double min_gain = min_gain_over_even(model, filled[0]);
+  const Partition chosen = prefer_even(improved, model.ranks(), min_gain, ms_in(model));
+  const Partition kept = prefer_even(chosen, model.ranks(), 0.0, ms_in(prompt));
+  return describe(kept, whole, used, kv_bytes);
 }
 
 }  // namespace

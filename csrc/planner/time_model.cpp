@@ -194,10 +194,15 @@ TimeModel::TimeModel(int64_t seq_len, Layout layout, std::vector<RankProfile> pr
   }
 }
 
+TimeModel TimeModel::without_latency() const {
+  TimeModel model = *this;
+  for (RankProfile& profile : model.profiles_) profile.link_latency_us = {};
+  return model;
+}
+
 TimeModel TimeModel::for_lengths() const {
   TimeModel model = *this;
   model.waits_for_gradients_ = false;
-  for (RankProfile& profile : model.profiles_) profile.link_latency_us = {};
   return model;
 }
 

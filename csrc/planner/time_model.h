@@ -56,10 +56,11 @@ class TimeModel {
   TimeModel(int64_t seq_len, Layout layout, std::vector<RankProfile> profiles,
             const ModelCost& cost, const Workload& workload);
 
-  /// The model by which lengths are chosen. No rank waits for one that computes gradients: they
-  /// travel with the blocks. Links have no latency: a single hop, which is what is measured, has
-  /// more of it than a block that follows others, and by it no plan may be slower than the even
-  /// one.
+  /// The model by which partitions are compared. A single hop, which is what is measured, has more
+  /// latency than a block that follows others.
+  TimeModel without_latency() const;
+  /// The model by which lengths are chosen: no rank waits for one that computes gradients, which
+  /// travel with the blocks.
   TimeModel for_lengths() const;
   /// The model in which `rank` owns only those tokens for which the others have no room.
   TimeModel without_rank(int64_t rank) const;

@@ -219,7 +219,8 @@ class Partition:
         ends = [] if boundaries is None else boundaries.tolist()
         world_size = check_integer("world_size", world_size, least=1)
         listed = isinstance(weights, Iterable) and not isinstance(weights, (Mapping, Set))
-        shares = list(weights) if listed else []  # type: ignore[arg-type]
+        given = weights.tolist() if isinstance(weights, torch.Tensor) else weights
+        shares = list(given) if listed else []  # type: ignore[arg-type]
         if weights is not None and not (
             len(shares) == world_size
             and all(is_finite(share) and share >= 0 for share in shares)
@@ -227,7 +228,7 @@ class Partition:
         ):
             raise ValueError(
                 f"weights must be {world_size} finite numbers, not negative and not all 0, "
-                f"got {weights}"
+                f"got {shown(weights)}"
             )
         mask = (check_flag("causal", causal), check_window(window_size))
         shares = [float(share) for share in shares]

@@ -194,7 +194,7 @@ def plan(
     The time of a rank is its overhead; for each token the matrix products, and attention to half
     the sequence (zigzag, causal), to the tokens before it (contiguous, causal) or to all tokens;
     and its waits for blocks that computation does not hide. Where no rank waits, and no documents
-    are spread zigzag, no partition into whole tokens is more than 0.5 % faster than the planned
+    or windows are zigzag, no partition into whole tokens is more than 0.5 % faster than the planned
     one, and none is faster at all for sequences below 4096 tokens a rank; longer ones are split in
     units of 16, 64 or 256 tokens, which costs no more. Where kernels compute whole tiles
     (``RankProfile.tiles``), the time includes the padding; lengths that fill tiles are searched
@@ -203,9 +203,9 @@ def plan(
     without the k slowest ranks are tried, and tokens move between ranks while that helps; for two
     or three ranks the result is within 1 % of the best in most cases, for more ranks there is no
     bound. The latency of links is predicted, but moves no tokens. The even partition is taken
-    wherever it is as fast, and kept for equal ranks that wait, or whose tiles it does not fill,
-    unless another is 10 % faster. A rank whose overhead or link costs more than it contributes gets
-    no tokens.
+    wherever it is as fast without latency, and kept for equal ranks that wait, or whose tiles it
+    does not fill, unless another is 10 % faster. A rank whose overhead or link costs more than it
+    contributes gets no tokens.
 
     Contiguous and causal, the order of the ranks is chosen too: among all orders up to 8 ranks,
     above that from fast to slow. Under zigzag the order does not change times without waits, and
@@ -243,8 +243,9 @@ def plan(
         The plan; it prints as a table.
 
     Raises:
-        ValueError: no profiles, a negative ``seq_len``, ``max_tokens`` that do not hold the
-            sequence, an unknown layout, a depth below 1, a mask that breaks a rule.
+        ValueError: no profiles, a ``seq_len`` that is negative or 2**32 or more (2**31 under a
+            window or with documents), ``max_tokens`` that do not hold the sequence, an unknown
+            layout, a depth below 1, a mask that breaks a rule, times that are not finite.
     """
     if layout is not None:
         check_layout(layout)
@@ -342,14 +343,18 @@ def plan_cache(num_tokens: int, profiles: Sequence[RankProfile], cost: ModelCost
         Tokens of each rank, ``[W]``; the sum is ``num_tokens``.
 
     Raises:
-        ValueError: no profiles, a negative ``num_tokens``, ``max_tokens`` that do not hold them,
-            ``memory_gbps`` of some ranks only.
+        ValueError: no profiles, ``num_tokens`` that are negative or 2**32 or more, ``max_tokens``
+            that do not hold them, ``memory_gbps`` of some ranks only or for a ``cost`` without
+            ``kv_bytes``.
     """
-    return _C.plan_cache(
+    compiled = (
         _num_tokens("num_tokens", num_tokens),
         _compiled_profiles(profiles),
         _compiled_cost(cost),
     )
+    if cost.kv_bytes == 0 and any(profile.memory_gbps for profile in profiles):
+        raise ValueError(f"cost must have kv_bytes where profiles have memory_gbps, got {cost}")
+    return _C.plan_cache(*compiled)
 
 
 def _num_tokens(name: str, value: Any) -> int:
@@ -357,7 +362,9 @@ def _num_tokens(name: str, value: Any) -> int:
         raise ValueError(
             f"{name} must be an integer, got {shown(value)}: the order is {name}, profiles, cost"
         )
-    return check_int64(name, value, least=0)
+    if (num_tokens := check_int64(name, value, least=0)) >= 2**32:  # its pairs fit 64 bits
+        raise ValueError(f"{name} must be less than 2**32, got {num_tokens}")
+    return num_tokens
 
 
 def _compiled_profiles(profiles: Sequence[RankProfile]) -> list[_C.RankProfile]:

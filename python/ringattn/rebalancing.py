@@ -228,15 +228,15 @@ class Rebalancer:
             )
         elif not isinstance(timings, Timings):
             mistake = f"timings must be Timings, got {type(timings).__name__}"
-        elif self._training and timings.steps and not any(s.backward for s in timings.steps):
-            mistake = (
-                "timings must be of forward and backward with training=True, got forward calls "
-                "alone: record loss.backward() too"
-            )
         else:
             try:
+                if self._training and timings.steps and not any(s.backward for s in timings.steps):
+                    mistake = (
+                        "timings must be of forward and backward with training=True, got forward "
+                        "calls alone: record loss.backward() too"
+                    )
                 own = self._observation(timings, ring.rank)
-            except (ValueError, ArithmeticError, TypeError) as error:  # peers must hear of it
+            except Exception as error:  # of any type: the peers must hear of it
                 mistake = (
                     "timings must be those of record_timings(), got steps that nothing recorded: "
                     f"{error}"

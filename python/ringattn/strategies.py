@@ -38,7 +38,7 @@ from ringattn._profiling.speed_tables import (
     read_table,
     write_table,
 )
-from ringattn.partition import Partition
+from ringattn.partition import Partition, check_layout
 
 __all__ = [
     "PUBLISHED",
@@ -278,7 +278,9 @@ def _of_ranks(name: str, values: Sequence[float]) -> Sequence[float]:
 
 
 def _check_percentages(percentages: Sequence[float]) -> None:
-    for rank, percentage in enumerate(_of_ranks("percentages", percentages)):
+    if not len(_of_ranks("percentages", percentages)):
+        raise ValueError("percentages must be one for each rank, got none")
+    for rank, percentage in enumerate(percentages):
         check_percentage(f"percentage of rank {rank}", percentage)
 
 
@@ -302,6 +304,7 @@ def _proportional(
 
 
 def _partition(layout: str, lengths: Sequence[int], order: Sequence[int] | None) -> Partition:
+    check_layout(layout)
     return Partition(
         layout, tuple(lengths), check_integers("order", () if order is None else order)
     )

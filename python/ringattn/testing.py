@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ringattn import _C
-from ringattn._checks import check_int64, check_integer, check_percentage, is_finite
+from ringattn._checks import check_int64, check_integer, check_percentage, is_finite, shown
 
 # ---- repeated work -----------------------------------------------------------------------------
 
@@ -75,9 +75,12 @@ def slowdown_schedule(factors: Mapping[int, float]) -> Iterator[Callable[[int], 
         returns it. The end of the context restores what held before.
 
     Raises:
-        ValueError: a factor below 1 or not finite.
+        ValueError: a factor below 1 or not finite, requests that are no integers.
     """
-    for factor in factors.values():
+    if not isinstance(factors, Mapping):
+        raise ValueError(f"factors must be a dict of request: factor, got {shown(factors)}")
+    for request, factor in factors.items():
+        check_integer("request", request)
         _check_factor(factor)
     changes = sorted(factors)
     with _Slowdown() as speed:
@@ -147,7 +150,9 @@ class _Slowdown(TorchFunctionMode):
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        grads, rows = (x.detach().reshape(-1, x.size(-1)) for x in (grad, input))
+        rows = input.detach().reshape(-1, input.size(-1))
+        weight = weight if weight.dim() == 2 else weight.unsqueeze(0)
+        grads = grad.detach().reshape(rows.size(0), weight.size(0))
         for count in self._repeated(rows.size(0)):
             with torch.no_grad():  # under autocast, inputs have another dtype
                 if input.requires_grad:

@@ -386,6 +386,6 @@ def _numbers(name: str, text: str) -> list[float]:
 
 def _sizes(text: str) -> list[int]:
     sizes = _numbers("--sizes", text)
-    if not all(size.is_integer() for size in sizes):
-        raise ValueError(f"--sizes must be whole numbers, got {text!r}")
+    if not all(size.is_integer() and size < 2**20 for size in sizes):  # 2 TB a matrix
+        raise ValueError(f"--sizes must be whole numbers below 2**20, got {text!r}")
     return [int(size) for size in sizes]

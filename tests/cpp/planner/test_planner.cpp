@@ -140,15 +140,21 @@ TEST_CASE("equal ranks get the even split, and no plan is slower than it") {
     const int64_t world_size = 2 + random() % 7;
     std::vector<double> speeds(world_size);
     for (double& speed : speeds) speed = noise(random) * (random() % 4 ? 1.0 : 0.5);
-    const auto profiles = with_speeds(speeds);
+    auto profiles = with_speeds(speeds);
+    const Workload workload = {{true}, trial % 4 > 1};
+    if (trial % 2) {
+      const double gbps = std::vector{3.0, 25.0, 300.0}[random() % 3];
+      for (RankProfile& profile : profiles) profile.link_gbps = gbps;
+    }
     const int64_t seq_len = 1 + random() % 200000;
     const Layout layout = kLayouts[random() % 2];
     Lengths even(world_size);
     for (int64_t rank = 0; rank < world_size; ++rank) {
       even[rank] = seq_len / world_size + (rank < seq_len % world_size);
     }
-    const auto even_ms = predict(Partition(layout, even), profiles, kLayer, {});
-    CHECK(slowest(make_plan(seq_len, profiles, kLayer, layout).rank_ms) <= slowest(even_ms));
+    const auto even_ms = predict(Partition(layout, even), profiles, kLayer, workload);
+    const Plan planned = make_plan(seq_len, profiles, kLayer, layout, workload);
+    CHECK(slowest(planned.rank_ms) <= slowest(even_ms));
   }
 }
 

@@ -430,6 +430,18 @@ def test_no_other_place_of_cached_keys_is_read_faster(num_tokens, caps, gbps):
             "profiles must have memory_gbps for all ranks or none, got rank 1 unlike rank 0",
         ),
         (
+            lambda: ringattn.plan_cache(8, ranks(1, memory_gbps=1), ringattn.ModelCost(1.0)),
+            "cost must have kv_bytes where profiles have memory_gbps, got ModelCost",
+        ),
+        (
+            lambda: ringattn.plan(2**32, ranks(1, 1), LAYER),
+            r"seq_len must be less than 2\*\*32, got 4294967296",
+        ),
+        (
+            lambda: ringattn.plan(2**31, ranks(1, 1), ringattn.ModelCost(1e308)),
+            "profiles and cost must give finite times, got inf ms",
+        ),
+        (
             lambda: ringattn.plan_cache(8, ranks(1, max_tokens=3), LAYER),
             "profiles must have max_tokens for all 8 tokens, got room for 3",
         ),

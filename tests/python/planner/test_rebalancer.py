@@ -9,6 +9,7 @@ test_rebalancer_trials.py.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import ringattn
@@ -176,20 +177,22 @@ def test_a_rank_without_tokens_keeps_its_speed(rank_pool):
         assert lengths[0] >= 255
 
 
-def steps_that_nothing_recorded(attention_ms: float) -> str:
+def steps_that_nothing_recorded(wrong: Any, training: bool) -> str:
     """One rank's steps are refused on all ranks, and the next ones are taken."""
-    rebalancer = Rebalancer([RankProfile(500, 500)] * 2, COST)
+    rebalancer = Rebalancer([RankProfile(500, 500)] * 2, COST, training=training)
     rebalancer.plan(256)
-    wrong = StepTiming(0, 0, "own", attention_ms, 0.0, 0.0, 1e9)
     with pytest.raises(ValueError) as error:
         rebalancer.observe(Timings([wrong] if this().rank == 1 else []))
-    rebalancer.observe(Timings([StepTiming(0, 0, "own", 0.004, 0.0, 0.0, 1e9)]))
+    rebalancer.observe(Timings([StepTiming(0, 0, "own", 0.004, 0.0, 0.0, 1e9, backward=training)]))
     return str(error.value)
 
 
-@pytest.mark.parametrize("attention_ms", [float("inf"), float("nan"), -1.0])
-def test_steps_that_nothing_recorded_are_refused_on_all_ranks(rank_pool, attention_ms):
-    for sentence in rank_pool(2).run(steps_that_nothing_recorded, attention_ms):
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan"), -1.0, "a number", None])
+def test_steps_that_nothing_recorded_are_refused_on_all_ranks(rank_pool, wrong, training):
+    if isinstance(wrong, float):
+        wrong = StepTiming(0, 0, "own", wrong, 0.0, 0.0, 1e9, backward=training)
+    for sentence in rank_pool(2).run(steps_that_nothing_recorded, wrong, training):
         assert "got steps that nothing recorded" in sentence
 
 

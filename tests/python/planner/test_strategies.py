@@ -353,6 +353,10 @@ def test_speeds_may_be_as_large_as_numbers_are() -> None:
         strategies.formula(10, ["a", 1])
     with pytest.raises(ValueError, match=r"seq_len must be an integer, got 10\.5"):
         strategies.uneven(10.5, [1, 1])
+    with pytest.raises(ValueError, match="percentages must be one for each rank, got none"):
+        strategies.formula(10, [])
+    with pytest.raises(ValueError, match='layout must be "zigzag" or "contiguous", got "pieces"'):
+        strategies.uneven(10, [1, 2], layout="pieces")
 
 
 def test_what_cannot_be_fitted_is_refused() -> None:

@@ -196,6 +196,10 @@ def test_the_backward_of_linear_layers_is_repeated_too(factor: float, products: 
     assert all(map(torch.equal, expected, (x.grad, layer.weight.grad)))
     with testing.slowdown(2.0), torch.autocast("cpu", torch.bfloat16):
         layer(x).sum().backward()
+    with testing.slowdown(2.0):  # a vector for a weight
+        torch.nn.functional.linear(x, layer.weight[0]).sum().backward()
+        torch.nn.functional.linear(x[0, 0], layer.weight[0]).backward()
+        layer(x[:0]).sum().backward()
 
 
 def test_repetition_passes_through_torch_compile() -> None:
@@ -213,6 +217,9 @@ def test_repetition_passes_through_torch_compile() -> None:
 def test_a_schedule_changes_the_speed_from_request_to_request() -> None:
     attention_ms()
     alone = attention_ms()
+    for wrong in ([2.0], {"a": 2.0}, {1: 0.5}):
+        with pytest.raises(ValueError, match="must be"), testing.slowdown_schedule(wrong):
+            pass
     with testing.slowdown_schedule({2: 5.0, 4: 2.0}) as at_request:
         assert [at_request(request) for request in range(6)] == [1, 1, 5, 5, 2, 2]
         at_request(0)
