@@ -298,7 +298,7 @@ class ModelCall:
         self.compare()
         if self.partition is None:
             return x
-        x = self.partition.gather(self.own(x), self.ring.group)
+        x = self.partition._gather(self.own(x), self.ring)
         if self.padding is None:
             return x
         columns = torch.arange(self.num_tokens, device=x.device)

@@ -98,7 +98,7 @@ class RingAttention(nn.Module):
     @property
     def ring(self) -> GroupInfo:
         """This process among the ranks of the group, as it is now."""
-        return resolve_group(self.group)
+        return resolve_group(self._group)
 
     def forward(
         self,

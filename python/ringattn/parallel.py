@@ -14,7 +14,7 @@ from torch import nn
 
 from ringattn._checks import check_integers, check_transport
 from ringattn._distributed.collectives import agree
-from ringattn._distributed.groups import Group, GroupByName, GroupInfo, keep, kept, resolve_group
+from ringattn._distributed.groups import Group, GroupByName, GroupInfo, keep, resolve_group
 from ringattn._distributed.weights import check_same_weights
 from ringattn.partition import Partition, check_num_ranks, shown_partition
 from ringattn.planning import ModelCost, plan
@@ -145,7 +145,7 @@ class RingSettings:
 
     def ring(self) -> GroupInfo:
         """This process among the ranks, as it is now."""
-        return resolve_group(kept(self.group))
+        return resolve_group(self.group)
 
 
 #: The attribute of a model, or of its body, that :meth:`Adapter.attach` put on a ring: an object

@@ -432,7 +432,10 @@ class Partition:
             RuntimeError: a gradient that is differentiated again, on more than one rank.
             torch.distributed.DistBackendError: a peer died or never arrived.
         """
-        ring = resolve_group(group)
+        return self._gather(x, resolve_group(group), dim)
+
+    def _gather(self, x: torch.Tensor, ring: GroupInfo, dim: int = 1) -> torch.Tensor:
+        """:meth:`gather` over a ring that is known."""
         with ErrorsToPeers(ring):
             dim = self._check_gather(x, ring, dim)
         if ring.world_size == 1:

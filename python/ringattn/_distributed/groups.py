@@ -18,33 +18,41 @@ Group = dist.ProcessGroup | DeviceMesh | Literal["single"] | None
 
 
 class GroupInfo(NamedTuple):
-    """This process among the ranks of one call."""
+    """This process among the ranks of one call. Plain numbers: a process group that a frame holds
+    cannot outlast a graph break of torch.compile."""
 
-    name: str  # the operators resolve the process group by it; "" is a single rank without one
+    name: str  # the process group is resolved by it; "" is a single rank without one
     rank: int
     world_size: int
-    process_group: dist.ProcessGroup | None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        return _resolve_process_group(GroupName(self.name)) if self.name else None
 
     @property
     def group(self) -> dist.ProcessGroup | Literal["single"]:
         """The ``group=`` that means these ranks, whatever default group there is."""
-        return "single" if self.process_group is None else self.process_group
+        return self.process_group or "single"
 
 
 #: One rank by itself.
-SINGLE = GroupInfo("", 0, 1, None)
+SINGLE = GroupInfo("", 0, 1)
 
 
-def resolve_group(group: Group) -> GroupInfo:
-    """This process among the ranks that ``group`` means: a process group, a one-dimensional
-    DeviceMesh, None for the default group (this process alone where there never was one), or
-    "single".
+def resolve_group(group: "Group | GroupByName") -> GroupInfo:
+    """This process among the ranks that ``group`` means: a process group, as modules keep it too, a
+    one-dimensional DeviceMesh, None for the default group (this process alone where there never was
+    one), or "single".
 
     Raises ValueError for a group this process is not in, for one that has been destroyed, for a
     mesh with more dimensions, and for None where a default group is missing.
     """
     if isinstance(group, str) and group == "single":
         return SINGLE
+    if isinstance(group, GroupByName):
+        if torch.compiler.is_compiling():
+            return group.ring()
+        group = group.resolve()
     if group is None:
         if not dist.is_initialized():
             _check_never_distributed()
@@ -72,7 +80,7 @@ def resolve_group(group: Group) -> GroupInfo:
         )
     if torch.compiler.is_compiling():
         # Compiled code finds the group that has this name then: it cannot be looked up now.
-        return GroupInfo(*_identity(process_group), process_group)
+        return GroupInfo(*_identity(process_group))
     global _latest
     known = _latest  # read once: other threads have other groups
     if known[0]() is not process_group:
@@ -81,7 +89,7 @@ def resolve_group(group: Group) -> GroupInfo:
     # The operators would find the group that has this name now.
     if _registered(name) is not process_group:
         raise ValueError(f"group must not have been destroyed, got {name!r}, which has")
-    return GroupInfo(name, rank, world_size, process_group)
+    return GroupInfo(name, rank, world_size)
 
 
 # The group of the latest call, with its name, rank and size, which it keeps. A weak reference: no
@@ -160,10 +168,14 @@ class GroupByName:
 
     def resolve(self) -> dist.ProcessGroup:
         """Raises ValueError where no group of these ranks has this name (any more)."""
-        if torch.compiler.is_compiling():
-            # Guards what is traced: names begin anew after destroy_process_group().
-            dist.group.WORLD  # noqa: B018
         return _find(self.name, self.ranks)
+
+    def ring(self) -> GroupInfo:
+        """The same while compiling, without the group: after a graph break Dynamo would load the
+        function that found it."""
+        dist.group.WORLD  # noqa: B018 - a guard: names begin anew after destroy_process_group()
+        _find(self.name, self.ranks)
+        return GroupInfo(self.name, self.ranks.index(dist.get_rank()), len(self.ranks))
 
 
 def _registered(name: str) -> dist.ProcessGroup | None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from ringattn._checks import check_device, check_floating, is_concrete
 from ringattn._distributed.agreement import Agreement, Given
 from ringattn._distributed.errors import report_to_peers
-from ringattn._distributed.groups import Group, GroupInfo, keep, kept, resolve_group
+from ringattn._distributed.groups import Group, GroupInfo, keep, resolve_group
 from ringattn._distributed.weights import trained_weights
 from ringattn._masks import CuSeqlens, checked_documents, sliding
 from ringattn.cache import ShardedKVCache
@@ -220,7 +220,7 @@ class LLaMA(nn.Module):
     @property
     def ring(self) -> GroupInfo:
         """This process among the ranks of the group, as it is now."""
-        return resolve_group(kept(self._group))
+        return resolve_group(self._group)
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:

@@ -89,6 +89,27 @@ def test_groups_and_meshes_are_traced(ring):
     ring.run(compiled_on_a_mesh)
 
 
+def compiled_in_two_graphs() -> None:
+    """What a frame knows of a module's group is there after a graph break, too."""
+    torch._dynamo.reset()
+    group = dist.new_group(list(range(this().world_size)))
+    partition = Partition.even(8 * this().world_size, this().world_size)
+    module = ringattn.RingAttention(group, partition=partition)
+    q, k, v = Case(partition).local_inputs()
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        ring = module.ring
+        torch._dynamo.graph_break()
+        return module(q, k, v) + ring.rank + module.ring.world_size
+
+    assert torch.equal(torch.compile(call, backend="eager")(q), call(q))
+    dist.destroy_process_group(group)
+
+
+def test_a_group_that_a_module_keeps_outlasts_a_graph_break(ring):
+    ring.run(compiled_in_two_graphs)
+
+
 def compiled_gather(partition: Partition) -> None:
     torch._dynamo.reset()
     x = partition.shard(torch.randn(1, partition.seq_len, 3), this().rank).to(this().device)

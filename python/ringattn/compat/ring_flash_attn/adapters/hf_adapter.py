@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ringattn._checks import check_integer
 from ringattn._distributed.errors import ErrorsToPeers
-from ringattn._distributed.groups import GroupInfo, keep, kept, resolve_group
+from ringattn._distributed.groups import GroupInfo, keep, resolve_group
 from ringattn._masks import Mask
 from ringattn.compat.ring_flash_attn.dense import chunks
 from ringattn.compat.ring_flash_attn.llama3 import llama3_flash_attn_prepare_cu_seqlens
@@ -91,7 +91,7 @@ def substitute_hf_flash_attn(
                 softcap=softcap,
                 **kwargs,
             )
-        ring = resolve_group(kept(group))
+        ring = resolve_group(group)
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         # ``sliding_window`` counts the query's own key.
