@@ -2,7 +2,6 @@
 #include "planner/planner.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -89,12 +88,11 @@ double min_gain_over_even(const TimeModel& model, const Partition& filled) {
 template <typename Ms>
 Partition prefer_even(const Partition& best, const std::vector<RankTime>& times, double min_gain,
                       const Ms& slowest_ms) {
-  const Lengths even = even_lengths(best.seq_len(), best.world_size());
-  if (!has_room(times, even)) return best;
-  const Partition in_order(best.layout(), even, best.order()), by_rank(best.layout(), even);
-  const double in_order_ms = slowest_ms(in_order), by_rank_ms = slowest_ms(by_rank);
-  const bool keeps = std::min(in_order_ms, by_rank_ms) * (1 - min_gain) > slowest_ms(best);
-  return keeps ? best : by_rank_ms < in_order_ms ? by_rank : in_order;
+  const Lengths lengths = even_lengths(best.seq_len(), best.world_size());
+  if (!has_room(times, lengths)) return best;
+  const Partition in_order(best.layout(), lengths, best.order()), by_rank(best.layout(), lengths);
+  const Partition& even = slowest_ms(by_rank) < slowest_ms(in_order) ? by_rank : in_order;
+  return slowest_ms(even) * (1 - min_gain) > slowest_ms(best) ? best : even;
 }
 
 // How many blocks are in flight, of the `depth` that may be.
@@ -124,7 +122,11 @@ int64_t find_min_depth(const Partition& partition, const TimeModel& model) {
   const double enough_ms = ms(high) * (1 + kWaitTolerance);
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
-    ms(middle) > enough_ms ? low = middle + 1 : high = middle;
+    if (ms(middle) > enough_ms) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
   }
   return low;
 }
@@ -201,10 +203,6 @@ Plan describe(const Partition& partition, const TimeModel& model, int64_t depth,
   // With short segments, tiles of another kind than the first can have less masked work than the
   // model assumes.
   const double ideal = std::min(ideal_ms(model), slowest(rank_ms));
-  if (!std::isfinite(slowest(rank_ms))) {
-    throw std::invalid_argument("profiles and cost must give finite times, got " +
-                                std::to_string(slowest(rank_ms)) + " ms");
-  }
   Plan plan{partition, depth, find_min_depth(partition, model), rank_ms, ideal, {}};
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
     plan.memory_bytes.push_back(kv_bytes * held_tokens(partition, rank, model, depth));
@@ -213,7 +211,7 @@ Plan describe(const Partition& partition, const TimeModel& model, int64_t depth,
 }
 
 Plan plan_in(const TimeModel& whole, std::optional<int64_t> depth, int64_t kv_bytes) {
-  const TimeModel prompt = whole.without_latency(), model = prompt.for_lengths();
+  const TimeModel compared = whole.without_latency(), model = compared.for_lengths();
   const int64_t used = depth_used(depth, model.world_size());
   const std::vector<Partition> filled = balanced(model);
   const Partition improved = reduce_waits_and_padding(filled, model, used);
@@ -221,9 +219,9 @@ Plan plan_in(const TimeModel& whole, std::optional<int64_t> depth, int64_t kv_by
     return [used, &in](const Partition& some) { return slowest(in.step_ms(some, used)); };
   };
   const double min_gain = min_gain_over_even(model, filled[0]);
-  const Partition chosen = prefer_even(improved, model.ranks(), min_gain, ms_in(model));
-  const Partition kept = prefer_even(chosen, model.ranks(), 0.0, ms_in(prompt));
-  return describe(kept, whole, used, kv_bytes);
+  Partition chosen = prefer_even(improved, model.ranks(), min_gain, ms_in(model));
+  if (whole.training()) chosen = prefer_even(chosen, model.ranks(), 0.0, ms_in(compared));
+  return describe(chosen, whole, used, kv_bytes);
 }
 
 }  // namespace

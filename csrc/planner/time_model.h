@@ -56,8 +56,8 @@ class TimeModel {
   TimeModel(int64_t seq_len, Layout layout, std::vector<RankProfile> profiles,
             const ModelCost& cost, const Workload& workload);
 
-  /// The model by which partitions are compared. A single hop, which is what is measured, has more
-  /// latency than a block that follows others.
+  /// The model without the latency of links: a single hop, which is what is measured, has more of
+  /// it than a block that follows others.
   TimeModel without_latency() const;
   /// The model by which lengths are chosen: no rank waits for one that computes gradients, which
   /// travel with the blocks.

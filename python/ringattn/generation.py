@@ -126,7 +126,7 @@ def generate(
     agree(ring, "generate", mistake, facts)
     assert request is not None  # agree() has raised otherwise
     new_ids = []
-    with ErrorsToPeers(ring):  # of any type, of the model too: the peers wait for this rank
+    with ErrorsToPeers(ring):  # errors of the model too
         for tokens in _tokens(model, request):
             new_ids.append(tokens)
             if on_tokens is not None:

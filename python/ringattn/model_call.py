@@ -192,7 +192,7 @@ class ModelCall:
         inputs, self._inputs = self._inputs, None
         if inputs is None or (self.ring.world_size == 1 and not inputs.more.may_be_flawed):
             return
-        with ErrorsToPeers(self.ring):  # they wait for this rank's part
+        with ErrorsToPeers(self.ring):
             self._compare(inputs)
 
     def _compare(self, inputs: Inputs) -> None:

@@ -218,8 +218,8 @@ class Partition:
         boundaries = documents(cu_seqlens)
         ends = [] if boundaries is None else boundaries.tolist()
         world_size = check_integer("world_size", world_size, least=1)
-        listed = isinstance(weights, Iterable) and not isinstance(weights, (Mapping, Set))
         given = weights.tolist() if isinstance(weights, torch.Tensor) else weights
+        listed = isinstance(given, Iterable) and not isinstance(given, (Mapping, Set))
         shares = list(given) if listed else []  # type: ignore[arg-type]
         if weights is not None and not (
             len(shares) == world_size

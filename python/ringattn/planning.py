@@ -19,13 +19,12 @@ from ringattn._checks import (
     check_int64,
     check_int64_or_none,
     check_integer,
-    check_not_negative,
     check_positive,
     shown,
 )
 from ringattn._masks import CuSeqlens, check_window, documents
 from ringattn.partition import Partition, check_layout, check_partition_type, partition_arguments
-from ringattn.profiles import AttentionTile, RankProfile, check_profiles
+from ringattn.profiles import AttentionTile, RankProfile, check_amount, check_profiles
 
 _CONFIG_FIELDS = (  # our names and those of Hugging Face
     ("emb_dim", "hidden_size"),
@@ -46,7 +45,7 @@ class ModelCost:
         kv_bytes: key and value of one token, in bytes.
 
     Raises:
-        ValueError: numbers that are negative or not finite, no attention at all.
+        ValueError: numbers that are negative or above 1e30, no attention at all.
     """
 
     attention_flops: float
@@ -55,7 +54,8 @@ class ModelCost:
 
     def __post_init__(self) -> None:
         check_positive("attention_flops", self.attention_flops)
-        check_not_negative("linear_flops", self.linear_flops)
+        check_amount("attention_flops", self.attention_flops)
+        check_amount("linear_flops", self.linear_flops)
         check_int64("kv_bytes", self.kv_bytes, least=0)
 
     @classmethod
@@ -193,8 +193,8 @@ def plan(
 
     The time of a rank is its overhead; for each token the matrix products, and attention to half
     the sequence (zigzag, causal), to the tokens before it (contiguous, causal) or to all tokens;
-    and its waits for blocks that computation does not hide. Where no rank waits, and no documents
-    or windows are zigzag, no partition into whole tokens is more than 0.5 % faster than the planned
+    and its waits for blocks that computation does not hide. Where no rank waits, and zigzag
+    has neither documents nor a window, no partition into whole tokens is more than 0.5 % faster than the planned
     one, and none is faster at all for sequences below 4096 tokens a rank; longer ones are split in
     units of 16, 64 or 256 tokens, which costs no more. Where kernels compute whole tiles
     (``RankProfile.tiles``), the time includes the padding; lengths that fill tiles are searched
@@ -243,9 +243,8 @@ def plan(
         The plan; it prints as a table.
 
     Raises:
-        ValueError: no profiles, a ``seq_len`` that is negative or 2**32 or more (2**31 under a
-            window or with documents), ``max_tokens`` that do not hold the sequence, an unknown
-            layout, a depth below 1, a mask that breaks a rule, times that are not finite.
+        ValueError: no profiles, a ``seq_len`` that is negative or 2**31 or more, ``max_tokens`` that
+            do not hold the sequence, an unknown layout, a depth below 1, a mask that breaks a rule.
     """
     if layout is not None:
         check_layout(layout)
@@ -343,7 +342,7 @@ def plan_cache(num_tokens: int, profiles: Sequence[RankProfile], cost: ModelCost
         Tokens of each rank, ``[W]``; the sum is ``num_tokens``.
 
     Raises:
-        ValueError: no profiles, ``num_tokens`` that are negative or 2**32 or more, ``max_tokens``
+        ValueError: no profiles, ``num_tokens`` that are negative or 2**31 or more, ``max_tokens``
             that do not hold them, ``memory_gbps`` of some ranks only or for a ``cost`` without
             ``kv_bytes``.
     """
@@ -362,8 +361,8 @@ def _num_tokens(name: str, value: Any) -> int:
         raise ValueError(
             f"{name} must be an integer, got {shown(value)}: the order is {name}, profiles, cost"
         )
-    if (num_tokens := check_int64(name, value, least=0)) >= 2**32:  # its pairs fit 64 bits
-        raise ValueError(f"{name} must be less than 2**32, got {num_tokens}")
+    if (num_tokens := check_int64(name, value, least=0)) >= 2**31:  # its pairs fit 64 bits
+        raise ValueError(f"{name} must be less than 2**31, got {num_tokens}")
     return num_tokens
 
 

@@ -18,7 +18,8 @@ from ringattn._checks import (
 )
 
 MAX_TILE = 2**16  # tokens, far beyond any kernel's
-_SLOWEST = 1e-30  # of speeds and bandwidths: times of any sequence are finite numbers
+# Of speeds and bandwidths, and of operations and times: those of any sequence are finite numbers.
+_SLOWEST, _MOST = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class RankProfile:
 
     Raises:
         ValueError: speeds and bandwidths that are not finite or below 1e-30, ``max_tokens`` that
-            are negative or do not fit into 64 bits, a negative or infinite overhead or latency,
-            ``tiles`` that are none, or of which the first kind is not the fastest.
+            are negative or do not fit into 64 bits, an overhead or a latency that is negative or
+            above 1e30, ``tiles`` that are none, or of which the first kind is not the fastest.
     """
 
     attention_tflops: float
@@ -109,7 +110,7 @@ class RankProfile:
             value = getattr(self, name)
             if value is None and name == "link_latency_us":
                 continue
-            object.__setattr__(self, name, check_not_negative(name, value))
+            object.__setattr__(self, name, check_amount(name, value))
         if self.max_tokens is not None:
             max_tokens = check_int64("max_tokens", self.max_tokens, least=0)
             object.__setattr__(self, "max_tokens", max_tokens)
@@ -121,6 +122,14 @@ class RankProfile:
         times = [tile.relative_cost / (tile.rows * tile.keys) for tile in self.tiles]
         if times and min(times) < times[0]:
             raise ValueError(f"tiles must have the fastest kind first, got {self.tiles!r}")
+
+
+def check_amount(name: str, value: object) -> float:
+    """Of operations or milliseconds."""
+    amount = check_not_negative(name, value)
+    if amount > _MOST:
+        raise ValueError(f"{name} must be {_MOST} at most, got {amount}")
+    return amount
 
 
 def check_profiles(profiles: Sequence[RankProfile]) -> None:

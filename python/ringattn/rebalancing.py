@@ -230,12 +230,12 @@ class Rebalancer:
             mistake = f"timings must be Timings, got {type(timings).__name__}"
         else:
             try:
+                own = self._observation(timings, ring.rank)
                 if self._training and timings.steps and not any(s.backward for s in timings.steps):
                     mistake = (
                         "timings must be of forward and backward with training=True, got forward "
                         "calls alone: record loss.backward() too"
                     )
-                own = self._observation(timings, ring.rank)
             except Exception as error:  # of any type: the peers must hear of it
                 mistake = (
                     "timings must be those of record_timings(), got steps that nothing recorded: "

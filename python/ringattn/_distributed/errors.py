@@ -66,7 +66,7 @@ def report_to_peers(ring: GroupInfo, error: Exception) -> None:
 
 
 class ErrorsToPeers:
-    """Around what a rank does alone while its peers wait for it: any error is reported to them."""
+    """Around what a rank does alone while its peers wait for it: any Exception is reported."""
 
     __slots__ = ("_ring",)
 
@@ -76,7 +76,7 @@ class ErrorsToPeers:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, Exception):
             report_to_peers(self._ring, error)
 

@@ -248,7 +248,7 @@ def chunked_prompts() -> None:
     with pytest.raises(ValueError, match="must give the first chunk a token of each row, got 8"):
         model.generate(ids, **options)
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21):
-        return  # its chunks are those of a new cache
+        return  # chunks there are those of a new cache
     # The next turn of a chat: the padding lies in the cache.
     options |= {"attention_mask": mask[:, :30], "prefill_chunk_size": None}
     caches = []

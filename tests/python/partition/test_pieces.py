@@ -112,6 +112,7 @@ def test_tokens_follow_weights():
     p = Partition.packed([0, 700, 800, 1000], 3, weights=[2, 0, 3])
     assert p.lengths == (400, 0, 600)
     assert p == Partition.packed([0, 700, 800, 1000], 3, weights=torch.tensor([2.0, 0.0, 3.0]))
-    for wrong in ([1, 1], [1, -1, 1], [0, 0, 0], [1, float("nan"), 1], 3, {0: 1, 1: 2, 2: 3}):
+    lists = ([1, 1], [1, -1, 1], [0, 0, 0], [1, float("nan"), 1])
+    for wrong in (*lists, 3, torch.tensor(3.0), {0: 1, 1: 2, 2: 3}):
         with pytest.raises(ValueError, match="weights must be 3 finite numbers"):
             Partition.packed([0, 10], 3, weights=wrong)

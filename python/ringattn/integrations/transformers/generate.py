@@ -243,7 +243,7 @@ class Streamer:
         self._pass_on(self.streamer.end)
 
     def _pass_on(self, send: Callable[[], None]) -> None:
-        with ErrorsToPeers(self.ring):  # of any type: the peers wait for this rank
+        with ErrorsToPeers(self.ring):
             send()
 
 
