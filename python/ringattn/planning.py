@@ -244,7 +244,8 @@ def plan(
 
     Raises:
         ValueError: no profiles, a ``seq_len`` that is negative or 2**31 or more, ``max_tokens`` that
-            do not hold the sequence, an unknown layout, a depth below 1, a mask that breaks a rule.
+            do not hold the sequence, an unknown layout, a depth below 1, a mask that breaks a
+            rule.
     """
     if layout is not None:
         check_layout(layout)

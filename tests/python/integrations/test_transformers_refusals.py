@@ -177,16 +177,22 @@ def adapters_by_invocation() -> None:
     model, ids = model_of(), token_ids(6)
     model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=None)}
     right = ringattn.parallelize(model)(ids).logits
+    adapters = {
+        "an aLoRA": SimpleNamespace(alora_invocation_tokens=[5, 6]),
+        "a Lily": SimpleNamespace(peft_type="LILY"),
+        "an X-LoRA": SimpleNamespace(peft_type="XLORA"),
+    }
     for part in (model, model.model):  # with a head, and without one
-        part.peft_config = {"other": SimpleNamespace(alora_invocation_tokens=[5, 6])}
-        for call in (part, ringattn.parallelize):
-            with pytest.raises(ValueError, match="its adapter 'other' is an aLoRA"):
-                call(*((ids,) if call is part else (part,)))
-        del part.peft_config
+        for what, adapter in adapters.items():
+            part.peft_config = {"other": adapter}
+            for call in (part, ringattn.parallelize):
+                with pytest.raises(ValueError, match=f"its adapter 'other' is {what}"):
+                    call(*((ids,) if call is part else (part,)))
+            del part.peft_config
         assert_near(model(ids).logits, right)
 
 
-def test_adapters_that_look_for_their_invocation_are_refused(rank_pool: Any) -> None:
+def test_adapters_that_need_all_tokens_are_refused(rank_pool: Any) -> None:
     rank_pool(2).run(adapters_by_invocation)
 
 

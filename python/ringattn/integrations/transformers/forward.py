@@ -133,7 +133,7 @@ class Forward(RingForward):
             return asked, given
         if "logits_to_keep" in self.names:
             self._ask_for_columns(asked, given)
-        if "labels" not in self.names or model.loss_type != "ForCausalLM":
+        if not self._is_causal_lm():
             if asked.gradients:
                 raise ValueError(
                     "a parallelized model must be a causal language model, or one without a head, "
@@ -144,6 +144,16 @@ class Forward(RingForward):
             asked.targets = self._targets(asked, given)
         asked.local = asked.targets is not None or asked.gradients
         return asked, {**given, ASKED: asked}
+
+    def _is_causal_lm(self) -> bool:
+        """The type of loss is found by the name of the class: a subclass may have none."""
+        loss_type: Any = self.model.loss_type
+        return "labels" in self.names and (
+            loss_type == "ForCausalLM" or (loss_type is None and self._foreign_part() is None)
+        )
+
+    def _foreign_part(self) -> Any:
+        return _foreign_part(self.before or type(self.model).forward)
 
     def _run(self, asked: tuple[Asked, dict[str, Any]]) -> Any:
         wanted, given = asked
@@ -197,7 +207,7 @@ class Forward(RingForward):
                 "loss_function must be ForCausalLMLoss of transformers where a parallelized model "
                 f"gets labels, got {name}: leave labels out and compute the loss from its logits"
             )
-        foreign = _foreign_part(self.before or type(self.model).forward)
+        foreign = self._foreign_part()
         if foreign is not None:
             raise ValueError(
                 "forward must be that of transformers where a parallelized model gets labels, got "

@@ -107,6 +107,13 @@ def _text_model_reason(model: Any, config: Any) -> str:
     return f"its text model alone can be on a ring: pass model.{next(names, 'language_model')}"
 
 
+#: What adapters of PEFT, by their ``peft_type``, need of all tokens of a call.
+_NEED_ALL_TOKENS = {
+    "LILY": "a Lily, whose router takes the mean over all tokens",
+    "XLORA": "an X-LoRA, whose first pass scales all tokens",
+}
+
+
 def _adapter_reasons(model: Any) -> Iterator[str]:
     """For adapters that PEFT has put into a model."""
     for name, adapter in (getattr(model, "peft_config", None) or {}).items():
@@ -114,6 +121,8 @@ def _adapter_reasons(model: Any) -> Iterator[str]:
             yield (
                 f"its adapter {name!r} is an aLoRA, which looks for its invocation among all tokens"
             )
+        elif (what := _NEED_ALL_TOKENS.get(getattr(adapter, "peft_type", None))) is not None:
+            yield f"its adapter {name!r} is {what}"
 
 
 def _field(config: Any, name: str, default: Any = None) -> Any:
