@@ -131,9 +131,11 @@ void check_tensors(const Call& call, const Check& check) {
     const std::string& group_name = call.argument(*call.arguments.group_name).toStringRef();
     try {
       const auto group = group_name.empty() ? nullptr : GroupContext::resolve(group_name);
+      // Where a thread is in a call, its number is not this one's to refuse.
+      const CallEntry entry(group.get(), "a refused call");
       if (group && group->size() > 1) group->refuse_call(refusal.what_without_backtrace());
     } catch (const std::exception&) {
-      // no such group, or no store any more: this rank's mistake is still its own
+      // no such group, no store any more, or a busy one: this rank's mistake is still its own
     }
     throw;
   }

@@ -9,11 +9,13 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/lru_cache.h"
+#include "core/process_singleton.h"
 #include "ops/checks.h"
 #include "transport/group/group_context.h"
 #include "transport/registry.h"
@@ -103,10 +105,18 @@ struct PreparedCall {
   std::shared_ptr<const Signature> backward;
 };
 
+// A CUDA graph reads the tables of the call that it holds for as long as it lives.
+using CapturedCalls = std::vector<std::shared_ptr<const PreparedCall>>;
+
 // The latest kinds of calls of one group, or of single ranks, so that a repeated call is a look-up.
 struct PreparedCalls : LruCache<CallKey, std::shared_ptr<PreparedCall>> {
-  // A CUDA graph reads the tables of the call that it holds for as long as it lives.
-  std::vector<std::shared_ptr<const PreparedCall>> captured;
+  CapturedCalls captured;  // of a group
+};
+
+// Graphs of single ranks outlive the thread that has captured them.
+struct CapturedAlone {
+  std::mutex mutex;
+  CapturedCalls calls;
 };
 
 std::atomic<bool> process_ends = false;
@@ -124,15 +134,15 @@ struct SingleCalls {
   }
 };
 
-// A table is made outside of graphs, and those that a graph reads are kept.
-void keep_if_captured(const std::shared_ptr<const PreparedCall>& prepared, c10::Device device,
-                      PreparedCalls& calls) {
-  const KeyTables& tables = *prepared->plan.key_tables;
-  if (!tables.any() || !is_captured(device)) return;
+// Whether a graph will read tables of this call, which must be kept. They are made outside of
+// graphs.
+bool tables_are_captured(const PreparedCall& prepared, c10::Device device) {
+  const KeyTables& tables = *prepared.plan.key_tables;
+  if (!tables.any() || !is_captured(device)) return false;
   RINGATTN_CHECK(!tables.must_be_made(device),
                  "a call must have been made once before one of its kind is captured in a CUDA "
                  "graph, got a first one under capture");
-  calls.captured.push_back(prepared);
+  return true;
 }
 
 Partitions check(const RingArguments& args, int64_t rank, int64_t world_size) {
@@ -245,7 +255,11 @@ void ring_call(const RingArguments& args, RingPass pass, c10::function_ref<void(
     if (!repeated) calls.insert(std::move(key), prepared = prepare(args, 0, 1));
     check_more();
     check_environment();
-    keep_if_captured(prepared, args.q.device(), calls);
+    if (tables_are_captured(*prepared, args.q.device())) {
+      auto& captured = process_singleton<CapturedAlone>();
+      const std::lock_guard<std::mutex> lock(captured.mutex);
+      captured.calls.push_back(prepared);
+    }
     return body(make_call(), nullptr);
   }
   check_call(*group, [&] {
@@ -259,7 +273,7 @@ void ring_call(const RingArguments& args, RingPass pass, c10::function_ref<void(
                   [&]() -> const MessageTransport& {
                     return group->transport(prepared->transport, args.q.device());
                   });
-    keep_if_captured(prepared, args.q.device(), calls);
+    if (tables_are_captured(*prepared, args.q.device())) calls.captured.push_back(prepared);
   });
   const std::shared_ptr<const Signature>& signature = signature_of(*prepared, args, pass);
   const int64_t number = group->begin_call(signature, /*tagged=*/args.q.is_cpu(), [&] {

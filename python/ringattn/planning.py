@@ -193,16 +193,16 @@ def plan(
 
     The time of a rank is its overhead; for each token the matrix products, and attention to half
     the sequence (zigzag, causal), to the tokens before it (contiguous, causal) or to all tokens;
-    and its waits for blocks that computation does not hide. Where no rank waits, and zigzag
-    has neither documents nor a window, no partition into whole tokens is more than 0.5 % faster than the planned
-    one, and none is faster at all for sequences below 4096 tokens a rank; longer ones are split in
-    units of 16, 64 or 256 tokens, which costs no more. Where kernels compute whole tiles
-    (``RankProfile.tiles``), the time includes the padding; lengths that fill tiles are searched
-    for, and taken where they are predicted to gain 1 % over even ones. Where the bandwidth of links
-    or a small ``depth`` makes ranks wait, plans without the k ranks with the slowest links and
-    without the k slowest ranks are tried, and tokens move between ranks while that helps; for two
-    or three ranks the result is within 1 % of the best in most cases, for more ranks there is no
-    bound. The latency of links is predicted, but moves no tokens. The even partition is taken
+    and its waits for blocks that computation does not hide. Where no rank waits, and zigzag has
+    neither documents nor a window, no partition into whole tokens is more than 0.5 % faster than
+    the planned one, and none is faster at all for sequences below 4096 tokens a rank; longer ones
+    are split in units of 16, 64 or 256 tokens, which costs no more. Where kernels compute whole
+    tiles (``RankProfile.tiles``), the time includes the padding; lengths that fill tiles are
+    searched for, and taken where they are predicted to gain 1 % over even ones. Where the bandwidth
+    of links or a small ``depth`` makes ranks wait, plans without the k ranks with the slowest links
+    and without the k slowest ranks are tried, and tokens move between ranks while that helps; for
+    two or three ranks the result is within 1 % of the best in most cases, for more ranks there is
+    no bound. The latency of links is predicted, but moves no tokens. The even partition is taken
     wherever it is as fast without latency, and kept for equal ranks that wait, or whose tiles it
     does not fill, unless another is 10 % faster. A rank whose overhead or link costs more than it
     contributes gets no tokens.
@@ -243,8 +243,8 @@ def plan(
         The plan; it prints as a table.
 
     Raises:
-        ValueError: no profiles, a ``seq_len`` that is negative or 2**31 or more, ``max_tokens`` that
-            do not hold the sequence, an unknown layout, a depth below 1, a mask that breaks a
+        ValueError: no profiles, a ``seq_len`` that is negative or 2**31 or more, ``max_tokens``
+            that do not hold the sequence, an unknown layout, a depth below 1, a mask that breaks a
             rule.
     """
     if layout is not None:

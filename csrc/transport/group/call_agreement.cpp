@@ -31,7 +31,9 @@ std::string key(int64_t call, int64_t rank) {
 }
 
 // Which untagged call a rank compares or has compared last.
+// The latest call that a rank has compared or refused, for peers whose hosts are ahead of it.
 std::string compared_key(int64_t rank) { return "compared/" + std::to_string(rank); }
+std::string refused_key(int64_t rank) { return "refused/" + std::to_string(rank); }
 
 struct Difference {
   std::string name, mine, theirs;
@@ -215,6 +217,7 @@ void CallAgreement::read_missing(int64_t call, Statements& statements) {
 void CallAgreement::refuse(int64_t call, const std::string& message) {
   compare_known_ = true;
   publish(call, kRefusal + message);
+  backend_->put(refused_key(backend_->rank()), std::to_string(call));
 }
 
 void CallAgreement::fail(int64_t call, const std::string& reason) {
@@ -293,14 +296,22 @@ std::optional<CallAgreement::Absence> CallAgreement::absence(int64_t call, int64
 std::optional<std::string> CallAgreement::obstacle(int64_t call, int64_t rank) {
   const std::string other = "rank " + std::to_string(rank),
                     end = "; the group cannot be used any more";
-  const auto absent = absence(call, rank);
+  // Calls that this rank has begun since it last compared one; others say nothing to it.
+  const auto begun_call = [&](const std::string& of_rank) -> std::optional<int64_t> {
+    const auto text = backend_->get(of_rank, milliseconds(0));
+    const int64_t number = text ? std::stoll(*text) : -1;
+    return number > last_compared_ && number <= last_known_ ? std::optional(number) : std::nullopt;
+  };
+  auto absent = absence(call, rank);
+  if (!absent) {
+    if (const auto refused = begun_call(refused_key(rank))) absent = absence(*refused, rank);
+  }
   if (absent && absent->refused) {
     return other + " refused a call that other ranks have begun: " + absent->why + end;
   }
-  const auto compared = backend_->get(compared_key(rank), milliseconds(0));
+  const auto compared = begun_call(compared_key(rank));
   if (!compared) return {};
-  const int64_t number = std::stoll(*compared);
-  if (number <= last_compared_ || number > last_known_) return {};
+  const int64_t number = *compared;
   const auto theirs = backend_->get(key(number, rank), milliseconds(0));
   if (!theirs || type_of(*theirs) != kRequest) return {};
   Statements statements(backend_->size());

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
 
 #include <array>
@@ -21,14 +20,6 @@
 #include "transport/group/group_backend.h"
 
 namespace ringattn {
-
-/// Thrown where this rank leaves a call although its own arguments are valid: a peer has refused
-/// the call or is in another one. The peers that wait for this rank read why; the group stays
-/// usable.
-class CallLeft : public c10::Error {
- public:
-  using c10::Error::Error;
-};
 
 /// Ranks compare the signatures of a call through the group's store before they send anything. A
 /// signature that the ranks have agreed on once costs a look-up from then on. Of a call whose tag

@@ -13,11 +13,11 @@ WaitTicker::Registration::Registration(Wakeable& wait)
     : wait_(wait), next_(Clock::now() + kPeriod) {
   WaitTicker& ticker = get();
   const std::lock_guard<std::mutex> lock(ticker.mutex_);
-  place_ = ticker.waits_.insert(ticker.waits_.end(), this);
-  if (!ticker.started_) {
-    ticker.started_ = true;
+  if (!ticker.started_) {  // first: where no thread can be had, nothing is left behind
     std::thread([&ticker] { ticker.run(); }).detach();
+    ticker.started_ = true;
   }
+  place_ = ticker.waits_.insert(ticker.waits_.end(), this);
   if (ticker.parked_) ticker.changed_.notify_one();
 }
 

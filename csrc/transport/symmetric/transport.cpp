@@ -65,10 +65,13 @@ void SymmetricTransport::reserve(std::unique_ptr<PeerDeviceMemory>& memory, int6
                                               /*refusal=*/"");
 }
 
+// Nothing has been launched under capture: the ranks are still in step.
 void SymmetricTransport::check_may_grow() const {
-  TORCH_CHECK(!calls_.capturing(),
-              "ringattn: a call must have been made once before one of its kind is captured in a "
-              "CUDA graph, got one under capture that needs more memory");
+  if (!calls_.capturing()) return;
+  throw CallLeft(
+      "ringattn: a call must have been made once before one of its kind is captured in a CUDA "
+      "graph, got one under capture that needs more memory",
+      /*backtrace=*/nullptr);
 }
 
 void SymmetricTransport::forget_plans() {

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from _distributed import this
 from ringattn import _C, Partition
+from torch.autograd import forward_ad
 
 BUSY = (
     "a group must be in one call at a time, got {} while {} is under way; "
@@ -67,6 +68,8 @@ def a_second_thread_is_refused() -> None:
         # thread's call, must not be told of it.
         with pytest.raises(ValueError, match="causal must be"):
             ringattn.ring_attention(q, k, v, p, group=group, causal="yes")
+        with forward_ad.dual_level(), pytest.raises(ValueError, match="must have no tangent"):
+            ringattn.ring_attention(forward_ad.make_dual(q, q), k, v, p, group=group)
         with pytest.raises(RuntimeError, match="got a refused call while ring_forward"):
             _C.refuse_call(name, "a mistake")
     wait_for_all("refused")

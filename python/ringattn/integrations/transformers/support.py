@@ -108,7 +108,7 @@ def _text_model_reason(model: Any, config: Any) -> str:
 
 
 #: What adapters of PEFT, by their ``peft_type``, need of all tokens of a call.
-_NEED_ALL_TOKENS = {
+_NEED_ALL_TOKENS: dict[Any, str] = {
     "LILY": "a Lily, whose router takes the mean over all tokens",
     "XLORA": "an X-LoRA, whose first pass scales all tokens",
 }

@@ -122,6 +122,33 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("a call that one rank refuses ends the group, however far the others have gone on") {
+  for (const int calls_ahead : {0, 2, 100}) {
+    CAPTURE(calls_ahead);
+    Ranks ranks(3);
+    CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) ==
+          std::vector<std::string>(3));
+    ranks[0].refuse_call("q must be right");
+    for (const int64_t rank : {1, 2}) {
+      int64_t latest = begin(ranks[rank], 4);
+      for (int i = 0; i < calls_ahead; ++i) latest = begin(ranks[rank], 4);
+      const Rendezvous& rendezvous = ranks[rank].rendezvous();
+      CHECK(rendezvous.calls->ended_by(latest, rendezvous.others()) ==
+            "rank 0 refused a call that other ranks have begun: q must be right; the group cannot "
+            "be used any more");
+    }
+  }
+}
+
+TEST_CASE("a call that all ranks have refused ends no later one") {
+  Ranks ranks(2);
+  CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
+  for (const int64_t rank : {0, 1}) ranks[rank].refuse_call("q must be right");
+  CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
+  const int64_t latest = begin(ranks[0], 4);
+  CHECK(!ranks[0].rendezvous().calls->ended_by(latest, ranks[0].rendezvous().others()));
+}
+
 TEST_CASE("a rank that has compared a call is told nothing about it while it waits in the next") {
   Ranks ranks(2);
   for (const int64_t heads : {4, 8, 4}) {
