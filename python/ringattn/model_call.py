@@ -411,8 +411,7 @@ class ModelCall:
         )
         out = out[..., : q.size(-1)].contiguous()
         if self.num_rows == 0:
-            # Not without `out`: this rank has a part in the ring's backward, too.
-            return torch.cat((out, q.new_zeros(q.shape)), 1)
+            return _one_row(out, q)
         if self.padding is not None and self.padding.sees == "text":
             blind, after = self._padding_rows(out.device)
             left, _ = check_window(mask.window_size)
@@ -432,7 +431,7 @@ class ModelCall:
             *(self.ring, own_q, keys, values, self.partition, mask, scale, *travel, sinks),
             key_partition=self._key_partition,
         )
-        return q.new_zeros(q.shape) if self.num_rows == 0 else out
+        return _one_row(out, q) if self.num_rows == 0 else out
 
     def _padding_rows(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of this rank's rows are padding before the tokens, and after them, bool
@@ -453,6 +452,15 @@ class ModelCall:
         if device not in self._columns:
             self._columns[device] = self.partition.position_ids(self.ring.rank, device)
         return self._columns[device]
+
+
+def _one_row(out: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """What layers of a rank without rows get, out of ``out`` without any. Not without ``out``: the
+    rank has a part in the ring's backward, too. Inductor would see that none of its rows reaches a
+    result, and leave out its part in the ring, if that were in the same graph."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()
+    return torch.cat((out, q.new_zeros(q.shape)), 1)
 
 
 def _take(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -327,6 +327,27 @@ def test_a_rank_whose_cache_cannot_grow_keeps_the_cache_of_the_others(
     rank_pool(2).run(after_a_cache_that_cannot_grow, kind)
 
 
+def compiled_without_tokens() -> None:
+    """With inductor, which leaves out what reaches no result."""
+    torch._dynamo.reset()
+    plain, model = model_of(), ringattn.parallelize(model_of(), partition=[0, 1])
+    compiled, ids = torch.compile(model), token_ids(9)
+    assert_near(compiled(ids).logits, plain(ids).logits)
+    for one in (plain, model):
+        one.requires_grad_(True)
+    loss = compiled(ids, labels=ids).loss
+    assert_near(loss, plain(ids, labels=ids).loss)
+    loss.backward()
+    ringattn.all_reduce_gradients(model)
+    plain(ids, labels=ids).loss.backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_a_rank_without_tokens_has_its_part_in_a_compiled_model(rank_pool: Any) -> None:
+    rank_pool(2).run(compiled_without_tokens)
+
+
 @pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModel])
 def test_a_model_on_one_process_is_compiled_as_one_graph(kind: Any) -> None:
     model = ringattn.parallelize(model_of(kind=kind, device="cpu"), group="single")
