@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses and gradients of a parallelized model of transformers are the unmodified model's."""
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -199,6 +200,36 @@ def embeddings_get_gradients() -> None:
 
 def test_embeddings_that_are_given_get_this_ranks_part_of_their_gradient(rank_pool: Any) -> None:
     rank_pool(3).run(embeddings_get_gradients)
+
+
+def memory_agrees() -> None:
+    """The last hidden states of one call come before the tokens of the next one."""
+    ids = token_ids(SIZE)
+    labels = torch.cat((ids.new_full((ids.size(0), 4), -100), ids), 1)
+
+    def summed(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        torch.distributed.all_reduce(grad)
+        return grad
+
+    for partition in partitions():
+        plain, model = both("llama", partition)
+        losses = []
+        for one in (plain, model):
+            memory = one(ids, output_hidden_states=True).hidden_states[-1][:, -4:]
+            if one is model:
+                memory.register_hook(summed)
+            embeds = torch.cat((memory, one.get_input_embeddings()(ids)), 1)
+            warned = pytest.warns(UserWarning, match="inputs_embeds must not depend on results")
+            with warned if one is model else contextlib.nullcontext():
+                losses.append(one(inputs_embeds=embeds, labels=labels).loss)
+        losses[1].backward()
+        expected = gradients_of(plain, losses[0])
+        assert_same_gradients(summed_gradients(model), expected, 3e-5)
+
+
+def test_results_may_go_into_another_call_with_a_sum_over_ranks(rank_pool: Any) -> None:
+    rank_pool(3).run(memory_agrees)
 
 
 def frozen_parts_agree() -> None:
