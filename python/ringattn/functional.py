@@ -324,5 +324,5 @@ def synchronize(group: Group = None) -> None:
         torch.distributed.DistBackendError: a peer died, never arrived, or made another call.
     """
     ring = resolve_group(group)
-    if ring.process_group is not None:  # one rank without a group waits for no peer
+    if ring.name:  # one rank without a group waits for no peer
         call(_C.synchronize, ring.name)

@@ -456,10 +456,10 @@ class ModelCall:
 
 def _one_row(out: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """What layers of a rank without rows get, out of ``out`` without any. Not without ``out``: the
-    rank has a part in the ring's backward, too. Inductor would see that none of its rows reaches a
-    result, and leave out its part in the ring, if that were in the same graph."""
+    rank has a part in the ring's backward, too. In one graph with what follows, inductor would see
+    that no row of ``out`` reaches a result, and drop this rank's part in the ring."""
     if torch.compiler.is_compiling():
-        torch._dynamo.graph_break()
+        torch._dynamo.graph_break(msg="a rank without tokens has several graphs: fullgraph=False")
     return torch.cat((out, q.new_zeros(q.shape)), 1)
 
 

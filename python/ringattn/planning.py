@@ -362,7 +362,7 @@ def _num_tokens(name: str, value: Any) -> int:
         raise ValueError(
             f"{name} must be an integer, got {shown(value)}: the order is {name}, profiles, cost"
         )
-    if (num_tokens := check_int64(name, value, least=0)) >= 2**31:  # its pairs fit 64 bits
+    if (num_tokens := check_int64(name, value, least=0)) >= 2**31:  # pairs are counted in 64 bits
         raise ValueError(f"{name} must be less than 2**31, got {num_tokens}")
     return num_tokens
 

@@ -18,7 +18,8 @@ from ringattn._checks import (
 )
 
 MAX_TILE = 2**16  # tokens, far beyond any kernel's
-# Of speeds and bandwidths, and of operations and times: those of any sequence are finite numbers.
+# Of speeds and bandwidths, and of operations and times: within them, the time of any sequence is a
+# finite number.
 _SLOWEST, _MOST = 1e-30, 1e30
 
 
@@ -125,7 +126,7 @@ class RankProfile:
 
 
 def check_amount(name: str, value: object) -> float:
-    """Of operations or milliseconds."""
+    """Of operations or time."""
     amount = check_not_negative(name, value)
     if amount > _MOST:
         raise ValueError(f"{name} must be {_MOST} at most, got {amount}")

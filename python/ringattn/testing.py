@@ -75,7 +75,7 @@ def slowdown_schedule(factors: Mapping[int, float]) -> Iterator[Callable[[int], 
         returns it. The end of the context restores what held before.
 
     Raises:
-        ValueError: a factor below 1 or not finite, requests that are no integers, no mapping.
+        ValueError: a factor below 1 or not finite, requests that are no integers, or no mapping.
     """
     if not isinstance(factors, Mapping):
         raise ValueError(f"factors must be a dict of request: factor, got {shown(factors)}")

@@ -31,8 +31,9 @@ std::string key(int64_t call, int64_t rank) {
 }
 
 // Which untagged call a rank compares or has compared last.
-// The latest call that a rank has compared or refused, for peers whose hosts are ahead of it.
 std::string compared_key(int64_t rank) { return "compared/" + std::to_string(rank); }
+
+// Which call a rank has refused last.
 std::string refused_key(int64_t rank) { return "refused/" + std::to_string(rank); }
 
 struct Difference {
@@ -293,23 +294,31 @@ std::optional<CallAgreement::Absence> CallAgreement::absence(int64_t call, int64
   return Absence{type_of(*statement) == kRefusal, statement->substr(1)};
 }
 
+std::optional<int64_t> CallAgreement::announced(const std::string& key) {
+  const auto text = backend_->get(key, milliseconds(0));
+  const int64_t number = text ? std::stoll(*text) : -1;
+  return number > last_compared_ && number <= last_known_ ? std::optional(number) : std::nullopt;
+}
+
+bool CallAgreement::began_untagged(int64_t number) {
+  const std::lock_guard<std::mutex> lock(begin_mutex_);
+  const Recent& found = recent_[number % recent_.size()];
+  return found.call > number || (found.call == number && found.calls_before != kTagged);
+}
+
 std::optional<std::string> CallAgreement::obstacle(int64_t call, int64_t rank) {
   const std::string other = "rank " + std::to_string(rank),
                     end = "; the group cannot be used any more";
-  // Calls that this rank has begun since it last compared one; others say nothing to it.
-  const auto begun_call = [&](const std::string& of_rank) -> std::optional<int64_t> {
-    const auto text = backend_->get(of_rank, milliseconds(0));
-    const int64_t number = text ? std::stoll(*text) : -1;
-    return number > last_compared_ && number <= last_known_ ? std::optional(number) : std::nullopt;
-  };
   auto absent = absence(call, rank);
   if (!absent) {
-    if (const auto refused = begun_call(refused_key(rank))) absent = absence(*refused, rank);
+    // Of an earlier call: this rank's host may be ahead.
+    const auto refused = announced(refused_key(rank));
+    if (refused && began_untagged(*refused)) absent = absence(*refused, rank);
   }
   if (absent && absent->refused) {
     return other + " refused a call that other ranks have begun: " + absent->why + end;
   }
-  const auto compared = begun_call(compared_key(rank));
+  const auto compared = announced(compared_key(rank));
   if (!compared) return {};
   const int64_t number = *compared;
   const auto theirs = backend_->get(key(number, rank), milliseconds(0));

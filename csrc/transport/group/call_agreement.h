@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
 
 #include <array>
@@ -20,6 +21,14 @@
 #include "transport/group/group_backend.h"
 
 namespace ringattn {
+
+/// Thrown where this rank leaves a call although its own arguments are valid: a peer has refused
+/// the call or is in another one. The peers that wait for this rank read why; the group stays
+/// usable.
+class CallLeft : public c10::Error {
+ public:
+  using c10::Error::Error;
+};
 
 /// Ranks compare the signatures of a call through the group's store before they send anything. A
 /// signature that the ranks have agreed on once costs a look-up from then on. Of a call whose tag
@@ -97,10 +106,15 @@ class RINGATTN_API CallAgreement {
   /// The refusal or the failure that `rank` has published for `call`.
   std::optional<Absence> absence(int64_t call, int64_t rank);
   /// Why untagged calls up to `call`, which this rank has begun, cannot end: `rank` has refused
-  /// `call`, or compares one that this rank has not compared.
+  /// `call` or another one that this rank has begun, or compares one that this rank has not.
   std::optional<std::string> obstacle(int64_t call, int64_t rank);
 
  private:
+  /// The number under a key of another rank: of a call since this rank last compared one.
+  std::optional<int64_t> announced(const std::string& key);
+  /// Whether this rank is, or was, in untagged call `number`. Of one that is no longer recent, it
+  /// is taken to have been.
+  bool began_untagged(int64_t number);
   // By key of a signature, a hash of its text; by its kind alone, 0.
   using Agreed = std::unordered_map<std::string, uint32_t>;
   using Statements = std::vector<std::optional<std::string>>;  // [W]: what each rank has published

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <c10/util/Exception.h>
-
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -17,14 +15,6 @@
 // What a transport is made from. It depends on nothing else of the group that makes it.
 
 namespace ringattn {
-
-/// Thrown where this rank leaves a call although its own arguments are valid, and stays in step
-/// with its peers: one of them has refused the call or is in another one, which the peers that wait
-/// for this rank read; or nothing has been launched. The group stays usable.
-class CallLeft : public c10::Error {
- public:
-  using c10::Error::Error;
-};
 
 /// The call of a wait outside of the numbered calls.
 constexpr int64_t kOutsideCalls = -1;

@@ -65,13 +65,10 @@ void SymmetricTransport::reserve(std::unique_ptr<PeerDeviceMemory>& memory, int6
                                               /*refusal=*/"");
 }
 
-// Nothing has been launched under capture: the ranks are still in step.
 void SymmetricTransport::check_may_grow() const {
-  if (!calls_.capturing()) return;
-  throw CallLeft(
-      "ringattn: a call must have been made once before one of its kind is captured in a CUDA "
-      "graph, got one under capture that needs more memory",
-      /*backtrace=*/nullptr);
+  TORCH_CHECK(!calls_.capturing(),
+              "ringattn: a call must have been made once before one of its kind is captured in a "
+              "CUDA graph, got one under capture that needs more memory");
 }
 
 void SymmetricTransport::forget_plans() {

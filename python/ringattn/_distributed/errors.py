@@ -66,7 +66,7 @@ def report_to_peers(ring: GroupInfo, error: Exception) -> None:
 
 
 class ErrorsToPeers:
-    """Around what a rank does alone while its peers wait for it: any Exception is reported."""
+    """Around what a rank does alone while its peers wait for it: an Exception is reported."""
 
     __slots__ = ("_ring",)
 

@@ -18,7 +18,7 @@ Group = dist.ProcessGroup | DeviceMesh | Literal["single"] | None
 
 
 class GroupInfo(NamedTuple):
-    """This process among the ranks of one call. Plain numbers: a process group that a frame holds
+    """This process among the ranks of one call. The process group is not in it: what holds one
     cannot outlast a graph break of torch.compile."""
 
     name: str  # the process group is resolved by it; "" is a single rank without one
@@ -168,13 +168,15 @@ class GroupByName:
 
     def resolve(self) -> dist.ProcessGroup:
         """Raises ValueError where no group of these ranks has this name (any more)."""
+        if torch.compiler.is_compiling():
+            # Guards what is traced: names begin anew after destroy_process_group().
+            dist.group.WORLD  # noqa: B018
         return _find(self.name, self.ranks)
 
     def ring(self) -> GroupInfo:
-        """The same while compiling, without the group: after a graph break Dynamo would load the
-        function that found it."""
-        dist.group.WORLD  # noqa: B018 - a guard: names begin anew after destroy_process_group()
-        _find(self.name, self.ranks)
+        """This process among these ranks, while compiling. No group is in it: after a graph break
+        Dynamo would load the function that found it."""
+        self.resolve()
         return GroupInfo(self.name, self.ranks.index(dist.get_rank()), len(self.ranks))
 
 

@@ -5,6 +5,7 @@ library."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 import weakref
 from functools import partial
@@ -58,9 +59,12 @@ class RingForward:
             return self._own()(*args, **kwargs)
         asked = None
         try:
+            given = by_name(self.names, args, kwargs)
             if not torch.compiler.is_compiling():
                 self._warn_of_averages()
-            asked = self._ask(by_name(self.names, args, kwargs))
+                if torch.is_grad_enabled() and self.settings.ring().world_size > 1:
+                    _warn_of_results(given.get("inputs_embeds"))
+            asked = self._ask(given)
             return self._run(asked)
         except _StopRecomputationError:  # no failure: a checkpoint has all tensors that it needs
             raise
@@ -123,3 +127,27 @@ class RingForward:
             return self.before
         # Note: no types.MethodType, which torch.compile does not trace.
         return partial(type(self.model).forward, self.model)
+
+
+#: Nodes of autograd whose gradient must be the same on all ranks.
+_OF_ALL_RANKS = ("_GatheredBackward", "_SumBackward")
+
+
+def _warn_of_results(embeds: Any) -> None:
+    """Warns where embeddings are made of what all ranks have. Looks at the nearest nodes of their
+    graph alone."""
+    node = embeds.grad_fn if isinstance(embeds, torch.Tensor) else None
+    nodes, seen = [] if node is None else [node], {node}
+    for node in itertools.islice(nodes, 256):  # grows on the way
+        if node.name() in _OF_ALL_RANKS:
+            warnings.warn(
+                "inputs_embeds must not depend on what ranks have gathered, such as results of "
+                "another call, got some that do: their gradient on this rank is that of its own "
+                "rows alone. Rule 6 of docs/training.md has a sum over the ranks",
+                stacklevel=2,
+            )
+            return
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in seen:
+                seen.add(next_node)
+                nodes.append(next_node)

@@ -293,28 +293,6 @@ def test_a_new_kind_of_call_under_capture_is_refused(rank_pool):
         assert re.search(r"must have been made once before", message)
 
 
-def captured_longer(case: Case, longer: Case) -> None:
-    """A capture that needs more memory is refused, and the group works on."""
-    expected = ring(case)[0]
-    inputs = longer.local_inputs()
-    torch.cuda.synchronize()
-    refusal = pytest.raises(ValueError, match="got one under capture that needs more memory")
-    with refusal, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        ringattn.ring_attention(*inputs, longer.partition, transport="symmetric")
-    ring(longer)
-    assert torch.equal(ring(case)[0], expected)
-    torch.cuda.synchronize()
-
-
-def test_a_capture_that_needs_more_memory_leaves_the_group_as_it_is() -> None:
-    cases = [
-        Case(Partition.even(seq_len, 2), torch.bfloat16, transport="symmetric")
-        for seq_len in (4096, 2**17)
-    ]
-    with RankPool(2, "cuda") as pool:
-        pool.run(captured_longer, *cases)
-
-
 def captured_over_nccl(case: Case) -> None:
     q, k, v = case.local_inputs()
     calls = (

@@ -9,8 +9,6 @@ runs on the rows that the caller asked for, on every rank.
 from __future__ import annotations
 
 import inspect
-import itertools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -124,8 +122,6 @@ class Forward(RingForward):
         model: Any = self.model
         check_adapters(model)
         labels = given.get("labels")
-        if not torch.compiler.is_compiling() and self.settings.ring().world_size > 1:
-            _warn_of_results(given.get("inputs_embeds"))
         asked = Asked(labels=labels, gradients=records_gradients(model, given.get("inputs_embeds")))
         if not self.passes_on:
             if asked.gradients:
@@ -150,11 +146,13 @@ class Forward(RingForward):
         return asked, {**given, ASKED: asked}
 
     def _is_causal_lm(self) -> bool:
-        """The type of loss is found by the name of the class: a subclass may have none."""
+        """transformers finds the type of loss by the name of the class: it is None for a subclass
+        of another name."""
         loss_type: Any = self.model.loss_type
-        return "labels" in self.names and (
-            loss_type == "ForCausalLM" or (loss_type is None and self._foreign_part() is None)
-        )
+        if loss_type is None and self._foreign_part() is None:
+            names = (each.__name__ for each in type(self.model).__mro__)
+            loss_type = next(("ForCausalLM" for name in names if "ForCausalLM" in name), None)
+        return "labels" in self.names and loss_type == "ForCausalLM"
 
     def _foreign_part(self) -> Any:
         return _foreign_part(self.before or type(self.model).forward)
@@ -243,30 +241,6 @@ def _foreign_part(forward: Any) -> Any:
             return function
         forward = getattr(function, "__wrapped__", None)
     return None
-
-
-#: Nodes of autograd whose gradient must be the same on all ranks.
-_OF_ALL_RANKS = ("_GatheredBackward", "_SumBackward")
-
-
-def _warn_of_results(embeds: Any) -> None:
-    """Warns where embeddings are made of what another call has given all ranks. Looks at the
-    nearest nodes of their graph alone."""
-    node = embeds.grad_fn if isinstance(embeds, torch.Tensor) else None
-    nodes, seen = [] if node is None else [node], {node}
-    for node in itertools.islice(nodes, 256):  # grows on the way
-        if node.name() in _OF_ALL_RANKS:
-            warnings.warn(
-                "inputs_embeds must not depend on results of another call of a parallelized model, "
-                "got some that do: their gradient on this rank is that of its own rows alone. "
-                "Rule 6 of docs/training.md has a sum over the ranks",
-                stacklevel=2,
-            )
-            return
-        for next_node, _ in node.next_functions:
-            if next_node is not None and next_node not in seen:
-                seen.add(next_node)
-                nodes.append(next_node)
 
 
 def _columns(kept: Any, length: int, device: torch.device | None) -> torch.Tensor:

@@ -140,13 +140,31 @@ TEST_CASE("a call that one rank refuses ends the group, however far the others h
   }
 }
 
-TEST_CASE("a call that all ranks have refused ends no later one") {
+TEST_CASE("a refusal ends no calls but those that wait for the rank") {
   Ranks ranks(2);
+  const auto exchange = [](GroupContext& group) {
+    group.begin_call(std::make_shared<const Signature>(Signature("exchange")), /*tagged=*/true);
+  };
+  int64_t waits = 0;  // the number of a call that has been launched
+  const auto launch = [&] {
+    for (const int64_t rank : {0, 1}) waits = begin(ranks[rank], 4);
+  };
+  const auto ended = [&] {
+    const Rendezvous& rendezvous = ranks[1].rendezvous();
+    return rendezvous.calls->ended_by(waits, rendezvous.others());
+  };
   CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
-  for (const int64_t rank : {0, 1}) ranks[rank].refuse_call("q must be right");
-  CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
-  const int64_t latest = begin(ranks[0], 4);
-  CHECK(!ranks[0].rendezvous().calls->ended_by(latest, ranks[0].rendezvous().others()));
+  CHECK(ranks.at_once([&](int64_t rank) { exchange(ranks[rank]); }) == kNothing2);
+  launch();
+  SECTION("one rank has refused a call whose messages carry tags") {
+    ranks[0].refuse_call("q must be right");
+    exchange(ranks[1]);
+  }
+  SECTION("all ranks have refused one") {
+    for (const int64_t rank : {0, 1}) ranks[rank].refuse_call("q must be right");
+    for (const int64_t rank : {0, 1}) exchange(ranks[rank]);
+  }
+  CHECK(!ended());
 }
 
 TEST_CASE("a rank that has compared a call is told nothing about it while it waits in the next") {
