@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <ranges>
 #include <stdexcept>
 #include <string>
 
@@ -108,7 +109,7 @@ const Partition& fastest(const std::vector<Partition>& partitions, const TimeMod
   double best_ms = std::numeric_limits<double>::infinity();
   for (const Partition& partition : partitions) {
     const double ms = slowest(model.step_ms(partition, depth, best_ms));
-    if (best != nullptr && ms * (1 + kWaitTolerance) >= best_ms) continue;
+    if (ms * (1 + kWaitTolerance) >= best_ms) continue;
     best = &partition;
     best_ms = ms;
   }
@@ -118,17 +119,11 @@ const Partition& fastest(const std::vector<Partition>& partitions, const TimeMod
 // The least depth at which a partition is as fast as with all blocks in flight.
 int64_t find_min_depth(const Partition& partition, const TimeModel& model) {
   const auto ms = [&](int64_t depth) { return slowest(model.step_ms(partition, depth)); };
-  int64_t low = 1, high = depth_used({}, model.world_size());  // more blocks take no longer
-  const double enough_ms = ms(high) * (1 + kWaitTolerance);
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    if (ms(middle) > enough_ms) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  const int deepest = static_cast<int>(depth_used({}, model.world_size()));
+  const double enough_ms = ms(deepest) * (1 + kWaitTolerance);
+  const auto shallower = std::views::iota(1, deepest);  // more blocks take no longer
+  const auto waits = [&](int depth) { return ms(depth) > enough_ms; };
+  return 1 + (std::ranges::partition_point(shallower, waits) - shallower.begin());
 }
 
 // Lengths that end together without waits and padding; under zigzag, where the order costs nothing
@@ -215,12 +210,12 @@ Plan plan_in(const TimeModel& whole, std::optional<int64_t> depth, int64_t kv_by
   const int64_t used = depth_used(depth, model.world_size());
   const std::vector<Partition> filled = balanced(model);
   const Partition improved = reduce_waits_and_padding(filled, model, used);
-  const auto ms_in = [used](const TimeModel& in) {
-    return [used, &in](const Partition& some) { return slowest(in.step_ms(some, used)); };
+  const auto prefer_even_in = [used](const TimeModel& in, const Partition& best, double min_gain) {
+    return prefer_even(best, in.ranks(), min_gain,
+                       [&](const Partition& some) { return slowest(in.step_ms(some, used)); });
   };
-  const double min_gain = min_gain_over_even(model, filled[0]);
-  Partition chosen = prefer_even(improved, model.ranks(), min_gain, ms_in(model));
-  if (whole.training()) chosen = prefer_even(chosen, model.ranks(), 0.0, ms_in(compared));
+  Partition chosen = prefer_even_in(model, improved, min_gain_over_even(model, filled[0]));
+  if (whole.training()) chosen = prefer_even_in(compared, chosen, 0.0);
   return describe(chosen, whole, used, kv_bytes);
 }
 
