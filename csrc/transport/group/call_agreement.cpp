@@ -86,8 +86,14 @@ bool CallAgreement::join_known(int64_t call, const std::shared_ptr<const Signatu
 }
 
 CallAgreement::Agreed::iterator CallAgreement::remember(std::string key, uint32_t text_hash) {
-  if (agreed_.size() >= kMaxAgreed) agreed_.clear();
-  return agreed_.emplace(std::move(key), text_hash).first;
+  // On all ranks at the same call: they have made the same ones.
+  if (agreed_.size() >= kMaxAgreed || agreed_bytes_ > kMaxAgreedBytes) {
+    agreed_.clear();
+    agreed_bytes_ = 0;
+  }
+  const auto [place, is_new] = agreed_.emplace(std::move(key), text_hash);
+  if (is_new) agreed_bytes_ += place->first.size();
+  return place;
 }
 
 void CallAgreement::join(int64_t call, std::shared_ptr<const Signature> signature, bool tagged,

@@ -60,6 +60,7 @@ class RINGATTN_API CallAgreement {
   /// Signatures that are remembered. Lengths of shards are part of one, and a server sees ever new
   /// lengths. All ranks forget all signatures at the same call.
   static constexpr size_t kMaxAgreed = 4096;
+  static constexpr size_t kMaxAgreedBytes = size_t{32} << 20;  // documents are part of a key
 
   explicit CallAgreement(std::shared_ptr<GroupBackend> backend) : backend_(std::move(backend)) {}
 
@@ -151,6 +152,7 @@ class RINGATTN_API CallAgreement {
   std::atomic<int64_t> next_call_{0};
   std::atomic<int64_t> last_compared_{-1}, last_known_{-1};  // calls that were, and were not
   Agreed agreed_;
+  size_t agreed_bytes_ = 0;          // of its keys
   bool compare_known_ = false;       // after a refusal, untagged calls compare known ones again
   uint32_t message_hash_ = 0;        // of the latest call's number and text
   uint32_t call_hash_ = 0;           // of its text

@@ -93,6 +93,22 @@ TEST_CASE("a call that the ranks have agreed on needs no word of the others") {
   CHECK(begin(ranks[1], 4) == 1);
 }
 
+TEST_CASE("what ranks have agreed on is forgotten once it takes much memory") {
+  Ranks ranks(2);
+  const auto begin_with = [](GroupContext& group, int64_t documents) {
+    Signature signature = call(8);
+    signature.in_every_call().add("cu_seqlens", std::vector<int64_t>(1 << 17, documents));
+    group.begin_call(std::make_shared<const Signature>(std::move(signature)), /*tagged=*/false,
+                     [] { return true; });
+  };
+  CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
+  for (int64_t documents = 0; documents < 40; ++documents) {  // 1 MB each
+    CHECK(ranks.at_once([&](int64_t rank) { begin_with(ranks[rank], documents); }) == kNothing2);
+    CHECK(ranks[0].agreement().knows(call(4)) == (documents < 32));
+  }
+  CHECK(ranks.at_once([&](int64_t rank) { begin(ranks[rank], 4); }) == kNothing2);
+}
+
 TEST_CASE(
     "a call that is new to one rank alone ends the group, however far the others have gone on") {
   for (const int calls_ahead : {0, 2, 100}) {
