@@ -86,7 +86,6 @@ bool CallAgreement::join_known(int64_t call, const std::shared_ptr<const Signatu
 }
 
 CallAgreement::Agreed::iterator CallAgreement::remember(std::string key, uint32_t text_hash) {
-  // On all ranks at the same call: they have made the same ones.
   if (agreed_.size() >= kMaxAgreed || agreed_bytes_ > kMaxAgreedBytes) {
     agreed_.clear();
     agreed_bytes_ = 0;

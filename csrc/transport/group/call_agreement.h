@@ -111,11 +111,6 @@ class RINGATTN_API CallAgreement {
   std::optional<std::string> obstacle(int64_t call, int64_t rank);
 
  private:
-  /// The number under a key of another rank: of a call since this rank last compared one.
-  std::optional<int64_t> announced(const std::string& key);
-  /// Whether this rank is, or was, in untagged call `number`. Of one that is no longer recent, it
-  /// is taken to have been.
-  bool began_untagged(int64_t number);
   // By key of a signature, a hash of its text; by its kind alone, 0.
   using Agreed = std::unordered_map<std::string, uint32_t>;
   using Statements = std::vector<std::optional<std::string>>;  // [W]: what each rank has published
@@ -136,6 +131,11 @@ class RINGATTN_API CallAgreement {
   bool differs(const Statements& statements, const std::string& mine) const;
   void read_missing(int64_t call, Statements& statements);
   void publish(int64_t call, const std::string& text);
+  // The number under a key of another rank: of a call since this rank last compared one.
+  std::optional<int64_t> announced(const std::string& key);
+  // Whether this rank is, or was, in untagged call `number`. Of one that is no longer recent, it is
+  // taken to have been.
+  bool began_untagged(int64_t number);
   struct Recent {
     int64_t call = -1;
     int64_t calls_before = 0;  // untagged ones that this rank had been in; negative: it is tagged

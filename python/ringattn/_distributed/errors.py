@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch._guards import detect_fake_mode
+from torch.utils.checkpoint import _StopRecomputationError
 
 from ringattn import _C
 from ringattn._distributed.groups import GroupInfo
@@ -66,7 +67,8 @@ def report_to_peers(ring: GroupInfo, error: Exception) -> None:
 
 
 class ErrorsToPeers:
-    """Around what a rank does alone while its peers wait for it: an Exception is reported."""
+    """Around what a rank does alone while its peers wait for it: an Exception is reported, but for
+    that by which a checkpoint ends what it computes again once it has all tensors."""
 
     __slots__ = ("_ring",)
 
@@ -77,7 +79,7 @@ class ErrorsToPeers:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not isinstance(error, _StopRecomputationError):
             report_to_peers(self._ring, error)
 
 

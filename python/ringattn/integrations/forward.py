@@ -62,8 +62,7 @@ class RingForward:
             given = by_name(self.names, args, kwargs)
             if not torch.compiler.is_compiling():
                 self._warn_of_averages()
-                if torch.is_grad_enabled() and self.settings.ring().world_size > 1:
-                    _warn_of_results(given.get("inputs_embeds"))
+                self._warn_of_results(given.get("inputs_embeds"))
             asked = self._ask(given)
             return self._run(asked)
         except _StopRecomputationError:  # no failure: a checkpoint has all tensors that it needs
@@ -105,6 +104,18 @@ class RingForward:
                 stacklevel=2,
             )
 
+    def _warn_of_results(self, embeds: Any) -> None:
+        """Warns where embeddings are made of what all ranks have."""
+        if not torch.is_grad_enabled() or getattr(embeds, "grad_fn", None) is None:
+            return
+        if self.settings.ring().world_size > 1 and _comes_from_all_ranks(embeds):
+            warnings.warn(
+                "inputs_embeds must not depend on what ranks have gathered, such as results of "
+                "another call, got some that do: their gradient on this rank is that of its own "
+                "rows alone. Rule 6 of docs/training.md has a sum over the ranks",
+                stacklevel=2,
+            )
+
     def _ask(self, given: dict[str, Any]) -> Any:
         """What the call is to do, from all its arguments by name, before ranks exchange anything.
 
@@ -133,21 +144,15 @@ class RingForward:
 _OF_ALL_RANKS = ("_GatheredBackward", "_SumBackward")
 
 
-def _warn_of_results(embeds: Any) -> None:
-    """Warns where embeddings are made of what all ranks have. Looks at the nearest nodes of their
-    graph alone."""
-    node = embeds.grad_fn if isinstance(embeds, torch.Tensor) else None
-    nodes, seen = [] if node is None else [node], {node}
+def _comes_from_all_ranks(x: torch.Tensor) -> bool:
+    """Looks at the nearest nodes of its graph alone."""
+    nodes, seen = [x.grad_fn], {x.grad_fn}
     for node in itertools.islice(nodes, 256):  # grows on the way
+        assert node is not None
         if node.name() in _OF_ALL_RANKS:
-            warnings.warn(
-                "inputs_embeds must not depend on what ranks have gathered, such as results of "
-                "another call, got some that do: their gradient on this rank is that of its own "
-                "rows alone. Rule 6 of docs/training.md has a sum over the ranks",
-                stacklevel=2,
-            )
-            return
+            return True
         for next_node, _ in node.next_functions:
             if next_node is not None and next_node not in seen:
                 seen.add(next_node)
                 nodes.append(next_node)
+    return False

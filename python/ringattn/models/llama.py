@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import _StopRecomputationError
 
 from ringattn._checks import check_device, check_floating, is_concrete
 from ringattn._distributed.agreement import Agreement, Given
-from ringattn._distributed.errors import report_to_peers
+from ringattn._distributed.errors import ErrorsToPeers
 from ringattn._distributed.groups import Group, GroupInfo, keep, resolve_group
 from ringattn._distributed.weights import trained_weights
 from ringattn._masks import CuSeqlens, checked_documents, sliding
@@ -272,13 +271,8 @@ class LLaMA(nn.Module):
         if not torch.compiler.is_compiling():
             self._agreement.check()
         ring = self.ring
-        try:
+        with ErrorsToPeers(ring):  # errors of a layer too
             return self._logits(ring, token_ids, partition, sharded=sharded, cu_seqlens=cu_seqlens)
-        except _StopRecomputationError:  # no failure: a checkpoint has all tensors that it needs
-            raise
-        except Exception as error:  # of any type, of a layer too: the peers wait for this rank
-            report_to_peers(ring, error)
-            raise
 
     def _logits(
         self,

@@ -149,10 +149,12 @@ class Forward(RingForward):
         """transformers finds the type of loss by the name of the class: it is None for a subclass
         of another name."""
         loss_type: Any = self.model.loss_type
-        if loss_type is None and self._foreign_part() is None:
-            names = (each.__name__ for each in type(self.model).__mro__)
-            loss_type = next(("ForCausalLM" for name in names if "ForCausalLM" in name), None)
-        return "labels" in self.names and loss_type == "ForCausalLM"
+        if "labels" not in self.names:
+            return False
+        if loss_type is not None:
+            return bool(loss_type == "ForCausalLM")
+        names = (each.__name__ for each in type(self.model).__mro__)
+        return self._foreign_part() is None and any("ForCausalLM" in name for name in names)
 
     def _foreign_part(self) -> Any:
         return _foreign_part(self.before or type(self.model).forward)
