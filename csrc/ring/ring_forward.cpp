@@ -143,9 +143,9 @@ class Executor {
   }
 
   // Transfers may occupy some multiprocessors for a while, and rows of documents see unequal
-  // numbers of keys.
+  // numbers of keys. Those of a window alone see nearly as many each.
   bool needs_dynamic_scheduling() const {
-    const bool may_be_uneven = visits_.size() > 1 || call_.plan.key_tables->any();
+    const bool may_be_uneven = visits_.size() > 1 || call_.plan.key_tables->has_documents();
     return may_be_uneven && q_.is_cuda() && supports_segment_lists(q_);
   }
 
