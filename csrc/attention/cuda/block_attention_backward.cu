@@ -19,6 +19,7 @@ namespace {
 
 constexpr int kLanesPerRow = 8;
 constexpr int kThreads = 256;
+constexpr int kRows = kThreads / kLanesPerRow;
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
@@ -31,17 +32,18 @@ struct alignas(sizeof(Element) * kVector) Elements {
 };
 
 /// kLanesPerRow threads add up a row of a head, and clear its dq; adjacent rows of a warp are
-/// adjacent in delta.
+/// adjacent in delta. A thread block has kRows rows of a head. Its neighbours have the other heads
+/// of these rows, so that what is read and written at one time is adjacent in memory.
 template <typename Element, int kVector>
 __global__ void __launch_bounds__(kThreads)
     attention_delta_kernel(const __grid_constant__ AttentionDeltaParams p) {
-  const int64_t index = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanesPerRow;
+  const int64_t head = blockIdx.x % p.num_heads, tile = blockIdx.x / p.num_heads;
+  const int64_t tiles = (int64_t{p.num_queries} + kRows - 1) / kRows;
+  const int64_t row = tile % tiles * kRows + threadIdx.x / kLanesPerRow, batch = tile / tiles;
   const int lane = threadIdx.x % kLanesPerRow;
-  const int64_t rows = int64_t{p.batch} * p.num_heads * p.num_queries;
-  const int64_t row = index % p.num_queries, head = index / p.num_queries % p.num_heads,
-                batch = index / p.num_queries / p.num_heads;
+  const bool exists = row < p.num_queries;
   float sum = 0.0f;
-  if (index < rows && p.grad_out.data != nullptr) {
+  if (exists && p.grad_out.data != nullptr) {
     const auto at = [&](const Strided& x) {
       return static_cast<const Element*>(x.data) + batch * x.batch_stride + row * x.row_stride +
              head * x.head_stride;
@@ -55,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < kVector; ++i) sum = fmaf(to_float(a.x[i]), to_float(b.x[i]), sum);
     }
   }
-  if (index < rows) {
+  if (exists) {
     constexpr int kFloats = kVector > 1 ? 4 : 1;
     using Vector = Elements<float, kFloats>;
     float* const dq = p.dq + ((batch * p.num_queries + row) * p.num_heads + head) * p.head_dim;
@@ -67,19 +69,18 @@ __global__ void __launch_bounds__(kThreads)
   for (int other = kLanesPerRow / 2; other > 0; other /= 2) {
     sum += __shfl_xor_sync(0xffffffff, sum, other);
   }
-  if (index >= rows || lane != 0) return;
+  if (!exists || lane != 0) return;
   if (p.grad_lse != nullptr) {
     sum -= p.grad_lse[batch * p.grad_lse_batch_stride + head * p.grad_lse_head_stride +
                       row * p.grad_lse_row_stride];
   }
-  p.delta[index] = sum;
+  p.delta[(batch * p.num_heads + head) * p.num_queries + row] = sum;
 }
 
 template <typename Element>
 cudaError_t launch_delta(const AttentionDeltaParams& p, cudaStream_t stream) {
-  constexpr int kRows = kThreads / kLanesPerRow;
-  const int64_t rows = int64_t{p.batch} * p.num_heads * p.num_queries;
-  const int64_t blocks = (rows + kRows - 1) / kRows;
+  const int64_t tiles = (int64_t{p.num_queries} + kRows - 1) / kRows;
+  const int64_t blocks = p.batch * tiles * p.num_heads;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const auto aligned = [&](const Strided& x) {
     return rows_are_aligned(x, sizeof(Element), p.batch, p.num_queries, p.num_heads);
