@@ -25,6 +25,11 @@ struct alignas(8) KeyRange {
 struct VisibleKeys {
   KeyRange some;  // no row sees a key outside it; a key inside may be seen by no row either
   KeyRange all;   // every row sees every key of it
+
+  /// The same, counted from key `origin` instead of 0.
+  constexpr VisibleKeys from(int origin) const {
+    return {{some.begin - origin, some.end - origin}, {all.begin - origin, all.end - origin}};
+  }
 };
 
 /// The keys that each query row sees: KeySegment without the memory of its keys. A table that
@@ -87,7 +92,7 @@ struct DiagonalBounds {
   }
 };
 
-/// Tiles of `block_k` keys, counted from the segment's first key.
+/// Tiles of `block_k` keys, counted from key 0.
 struct KeyTiles {
   int begin, end;                    // with keys that a row may see; begin == end: there are none
   int unmasked_begin, unmasked_end;  // of these, the ones that every row sees wholly

@@ -143,6 +143,10 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
     const auto rows_see = [&](int segment, KeyRange(&seen)[2]) {
       load_ranges(p.keys[segment], shared.tile(consumer, queries_parity), lane_row_of(), seen);
     };
+    const auto first_key = [&](int key_tile) {
+      return (kSegments == 1 ? shared.origin(consumer, queries_parity) : 0) +
+             key_tile * Tile::kBlockK;
+    };
     uint32_t probabilities[Tile::kBlockK / 4];
     bool values_pending = false;  // those of the latest tile have not been multiplied yet
     int between = 0;              // tiles to skip, of which these rows see nothing
@@ -160,7 +164,6 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
             consumer_tiles<Tile>(visible_keys(keys, at).some, consumer_keys(keys, at, consumer));
       }
       const KeyTiles& own = visible.own;
-
       // A tile of keys behind skipped ones: there is nothing to overlap it with.
       const auto attend_first = [&](int key_tile, auto part) {
         KeyRange seen[2];
@@ -174,7 +177,7 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
         named_barrier_arrive(next_ping_pong, kPingPongThreads);
         free_keys();
         cap(scores);
-        mask_scores(scores, p.keys[segment], seen, key_tile * Tile::kBlockK + part.kBegin);
+        mask_scores(scores, p.keys[segment], seen, first_key(key_tile) + part.kBegin);
         softmax.exponentiate(scores, p.softmax_scale());
         round_probabilities<Element, part.kBegin / 4>(scores, probabilities);
         scale_accumulators(out, softmax.decay);
@@ -208,7 +211,7 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
 
         cap(scores);
         if constexpr (decltype(masked)::value) {
-          mask_scores(scores, p.keys[segment], seen, key_tile * Tile::kBlockK + part.kBegin);
+          mask_scores(scores, p.keys[segment], seen, first_key(key_tile) + part.kBegin);
         }
         if constexpr (kFindsMaxima) {
           softmax.exponentiate(scores, p.softmax_scale());
@@ -233,7 +236,7 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
               }
               if constexpr (decltype(masked)::value) {
                 rows_see(segment, seen);
-                mask_scores(scores, p.keys[segment], seen, key_tile * Tile::kBlockK + part.kBegin,
+                mask_scores(scores, p.keys[segment], seen, first_key(key_tile) + part.kBegin,
                             overflowed);
               }
               softmax.restart(scores, sums, overflowed, p.softmax_scale());
@@ -254,33 +257,32 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
         if (key_tile >= seen_from) return false;
         const QueryTile at = shared.tile(consumer, queries_parity);
         const int first_row = at.first_row + consumer * kConsumerRows + threadIdx.x % 32;
-        int first_key = INT_MAX;
+        const int begin = first_key(key_tile);
+        int lowest = INT_MAX;
 #pragma unroll
         for (int i = 0; i < kConsumerRows; i += 32) {
           const KeyRange seen = p.keys[segment].range(min(first_row + i, at.rows_end - 1));
-          if (seen.meets(key_tile * Tile::kBlockK, (key_tile + 1) * Tile::kBlockK)) {
-            first_key = min(first_key, seen.begin);
-          }
+          if (seen.meets(begin, begin + Tile::kBlockK)) lowest = min(lowest, seen.begin);
         }
-        seen_from = __reduce_min_sync(0xffffffff, first_key) / Tile::kBlockK;
+        seen_from = (__reduce_min_sync(0xffffffff, lowest) - first_key(0)) / Tile::kBlockK;
         return key_tile < seen_from;
       };
       /// Values of the latest tile, where some rows see no key near it.
       const auto add_apart = [&](int key_tile) {
         wait(shared.full(kValues, values_at.stage), values_at.parity);
-        add_values_to_rows<Element>(
-            out, probabilities, shared.buffer(kValues, values_at.stage), Tile::kKeyBlockBytes, [&] {
-              KeyRange seen[2];
-              rows_see(segment, seen);
-              RowFlags sees;
+        add_values_to_rows<Element>(out, probabilities, shared.buffer(kValues, values_at.stage),
+                                    Tile::kKeyBlockBytes, [&] {
+                                      KeyRange seen[2];
+                                      rows_see(segment, seen);
+                                      const int begin = first_key(key_tile);
+                                      RowFlags sees;
 #pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                const KeyRange keys = p.keys[segment].clamped(seen[half]);
-                sees.of[half] =
-                    keys.meets(key_tile * Tile::kBlockK, (key_tile + 1) * Tile::kBlockK);
-              }
-              return sees;
-            });
+                                      for (int half = 0; half < 2; ++half) {
+                                        const KeyRange keys = p.keys[segment].clamped(seen[half]);
+                                        sees.of[half] = keys.meets(begin, begin + Tile::kBlockK);
+                                      }
+                                      return sees;
+                                    });
         free_values();
       };
 

@@ -106,10 +106,12 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kV
     if constexpr (p.kGeneral) segments = visible_segments(p, tile);
 #pragma unroll 1
     for (int segment = 0; segment < p.num_segments; ++segment) {
-      int first_tile = 0, key_tiles;
+      int first_tile = 0, key_tiles, origin = 0;
       if constexpr (p.kGeneral) {
         if ((segments >> segment & 1) == 0) continue;
-        const KeyTiles tiles = visible_tiles<Tile>(p.keys[segment], tile);
+        const VisibleKeys visible = visible_keys(p.keys[segment], tile);
+        origin = origin_of_tiles<Tile, kSegments>(visible);
+        const KeyTiles tiles = KeyTiles::of(visible.from(origin), Tile::kBlockK);
         if (tiles.empty()) continue;  // a single segment, which need not have arrived
         first_tile = tiles.begin;
         key_tiles = tiles.end;
@@ -127,7 +129,8 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kV
         const uint32_t full = shared.full(kOperand, ring.stage);
         const uint32_t free_elsewhere = shared.free_elsewhere(kOperand, ring.stage);
         const auto box = [&](int block) {
-          return BoxOrigin{block * kColumnBlock, key_tile * Tile::kBlockK, kv_head, tile.batch};
+          return BoxOrigin{block * kColumnBlock, origin + key_tile * Tile::kBlockK, kv_head,
+                           tile.batch};
         };
         if constexpr (kOperand == kValues && Tile::kStateThroughL2) {
           if (p.kGeneral ? segments >> segment == 1 : segment == p.num_segments - 1) {
@@ -174,14 +177,18 @@ __device__ __forceinline__ void load_operand(const SegmentedParams<kSegments, kV
 /// Of general variants: the segments with keys that the tile may see, a bit for each. Leaves the
 /// tiles of the first of them in the consumers' slots of `parity`. These were last read for the
 /// tile before the previous one, whose queries are free.
+///   origin  of these tiles
 template <typename Tile, int kSegments, Variant kVariant>
 __device__ __forceinline__ uint32_t announce_keys(const SegmentedParams<kSegments, kVariant>& p,
                                                   const SharedMemory<Tile>& shared,
-                                                  const QueryTile& tile, uint32_t parity) {
+                                                  const QueryTile& tile, uint32_t parity,
+                                                  int& origin) {
   const uint32_t segments = visible_segments(p, tile);
   if (segments == 0) return 0;
   const KeyBounds& keys = p.keys[first_segment<kSegments>(segments)];
-  const KeyRange some = visible_keys(keys, tile).some;
+  const VisibleKeys of_tile = visible_keys(keys, tile);
+  origin = origin_of_tiles<Tile, kSegments>(of_tile);
+  const KeyRange some = of_tile.from(origin).some;
   // Unrolled, so that the table is read for all consumers at one time.
   VisibleKeys visible[Tile::kConsumers];
 #pragma unroll
@@ -190,7 +197,8 @@ __device__ __forceinline__ uint32_t announce_keys(const SegmentedParams<kSegment
   }
 #pragma unroll
   for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
-    shared.set_first_tiles(consumer, parity, consumer_tiles<Tile>(some, visible[consumer]));
+    shared.set_first_tiles(consumer, parity,
+                           consumer_tiles<Tile>(some, visible[consumer].from(origin)));
   }
   return some.begin < some.end ? segments : 0;
 }
@@ -207,15 +215,15 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments, kV
   /// Each consumer's queries as soon as it has freed the previous ones; none where no keys are
   /// visible. Slots of this parity were last read for the tile before the previous one: its queries
   /// are free.
-  ///   segment  the first one with keys; of general variants announce_keys()
-  const auto announce = [&](const QueryTile& tile, int segment) {
+  ///   segment, origin  the first one with keys; of general variants those of announce_keys()
+  const auto announce = [&](const QueryTile& tile, int segment, int origin) {
     const bool sees_keys = p.kGeneral ? segment != 0 : segment < p.num_segments;
     if constexpr (p.kGeneral) {
       const bool has_sink = tile.exists() && p.sinks != nullptr;
       const float sink = has_sink ? __ldcg(p.sinks + tile.head) : 0.0f;
 #pragma unroll 1
       for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
-        shared.set_general_tile(consumer, parity, tile, states % 2, segment, sink);
+        shared.set_general_tile(consumer, parity, tile, states % 2, segment, sink, origin);
       }
     }
 #pragma unroll 1
@@ -246,13 +254,13 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments, kV
        work_tile = work_tiles.read(p, shared)) {
     work_tiles.free(p, shared);
     const QueryTile tile = query_tile<Tile>(p, work_tile);
-    int segment;
+    int segment, origin = 0;
     if constexpr (p.kGeneral) {
-      segment = announce_keys(p, shared, tile, parity);
+      segment = announce_keys(p, shared, tile, parity, origin);
     } else {
       segment = visible_segment<Tile>(p, tile, 0);
     }
-    announce(tile, segment);
+    announce(tile, segment, origin);
     if (!Tile::kStateThroughShared || segment == p.none_visible() || !p.fold ||
         !goes_through_shared<Tile>(p, tile)) {
       continue;
@@ -270,7 +278,7 @@ __device__ __forceinline__ void load_queries(const SegmentedParams<kSegments, kV
             shared.state_full(), L2Policy::kEvictFirst);
       }
   }
-  announce({-1, 0, 0, 0, 0, 0}, p.none_visible());
+  announce({-1, 0, 0, 0, 0, 0}, p.none_visible(), 0);
 }
 
 /// The producer warpgroup.

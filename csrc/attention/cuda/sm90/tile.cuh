@@ -219,14 +219,14 @@ struct SharedMemory {
     return {x.y, x.z, x.w};
   }
 
-  /// Of general variants: the segments that are seen, and the sink; in first_tiles what the rows
-  /// see of the first of them. Written and read as above; so consumers do not wait for memory when
-  /// a tile begins or ends.
+  /// Of general variants: the segments that are seen, the sink, and the first one's
+  /// origin_of_tiles(); in first_tiles what the rows see of that. Written and read as above; so
+  /// consumers do not wait for memory when a tile begins or ends.
   __device__ __forceinline__ void set_general_tile(int consumer, uint32_t parity,
                                                    const QueryTile& tile, uint32_t state_parity,
-                                                   int segments, float sink) const {
+                                                   int segments, float sink, int origin) const {
     set_rows(consumer, parity, tile, state_parity);
-    store_words(keys_slot(consumer, parity), {segments, __float_as_int(sink), 0, 0});
+    store_words(keys_slot(consumer, parity), {segments, __float_as_int(sink), origin, 0});
   }
   __device__ __forceinline__ void set_first_tiles(int consumer, uint32_t parity,
                                                   const ConsumerTiles& tiles) const {
@@ -242,6 +242,9 @@ struct SharedMemory {
   }
   __device__ __forceinline__ float sink(int consumer, uint32_t parity) const {
     return __int_as_float(load_words(keys_slot(consumer, parity)).y);
+  }
+  __device__ __forceinline__ int origin(int consumer, uint32_t parity) const {
+    return load_words(keys_slot(consumer, parity)).z;
   }
   __device__ __forceinline__ ConsumerTiles first_tiles(int consumer, uint32_t parity) const {
     const uint32_t from = consumer_tiles_slot(consumer, parity);

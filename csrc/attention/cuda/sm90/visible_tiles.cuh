@@ -90,10 +90,20 @@ __device__ __forceinline__ int first_segment(uint32_t segments) {
   return kSegments == 1 ? 0 : __ffs(segments) - 1;
 }
 
-/// A segment's tiles of keys that the work tile sees.
-template <typename Tile>
-__device__ __forceinline__ KeyTiles visible_tiles(const KeyBounds& keys, const QueryTile& tile) {
-  return KeyTiles::of(visible_keys(keys, tile), Tile::kBlockK);
+/// The key from which a work tile counts its tiles of keys. With a single segment that is the first
+/// one that it sees, so that no lower end of documents needs a mask. Under a window consumers come
+/// to their first keys at distances of kConsumerRows; from kAhead before, all of them do so in the
+/// first rows of a tile. There are no more tiles for that. With several segments it costs more than
+/// it saves.
+template <typename Tile, int kSegments>
+__device__ __forceinline__ int origin_of_tiles(const VisibleKeys& visible) {
+  constexpr int kAhead = (Tile::kConsumers - 1) * (Tile::kBlockK - kConsumerRows);
+  static_assert(kSegments > 1 || (kAhead >= 0 && kAhead < Tile::kBlockK));
+  if (kSegments > 1) return 0;
+  const KeyRange& some = visible.some;
+  if (some.begin >= visible.all.begin) return some.begin;
+  const int left = Tile::kBlockK - 1 - (max(some.end - some.begin, 1) - 1) % Tile::kBlockK;
+  return max(some.begin - min(kAhead, left), 0);
 }
 
 /// A segment's tiles of keys that the work tile sees, as one consumer comes to them: the last
@@ -124,7 +134,7 @@ __device__ __forceinline__ VisibleKeys consumer_keys(const KeyBounds& keys, cons
 }
 
 ///   some     outside, no row of the work tile sees a key
-///   visible  of the consumer's rows
+///   visible  of the consumer's rows; both counted from origin_of_tiles()
 template <typename Tile>
 __device__ __forceinline__ ConsumerTiles consumer_tiles(const KeyRange& some,
                                                         const VisibleKeys& visible) {
