@@ -154,7 +154,7 @@ void close(std::vector<Visit>& visits, const BlockRows& queries, const Partition
     if (is_first && visit.queries.begin > 0) return;
     is_first = false;
     for (const VisitPart& part : visit.parts()) {
-      const int64_t first = part.first_query();
+      const int64_t first = part.queries.begin;
       if (first != 0 && first_query != 0 && first != first_query) return;
       first_query = std::max(first_query, first);
     }

@@ -21,13 +21,11 @@ enum class Visibility : int8_t {
 
 /// Query rows and key rows of a visit that meet under one diagonal or none.
 struct VisitPart {
-  RowRange queries;                 // of the rank's rows; up to the last one
+  // Of the rank's rows, up to the last one. Parts that do not begin with row 0 begin with one row
+  // in all visits of a schedule.
+  RowRange queries;
   RowRange keys;                    // of the keys that are seen, the first of which is row 0
   std::optional<int64_t> diagonal;  // row i of these sees key j of these when j - i <= diagonal
-
-  /// `queries.begin` where the diagonal does not hide these keys from the rows before it: 0, or the
-  /// same in all parts of a schedule in which it is not 0.
-  int64_t first_query() const { return diagonal == 0 ? 0 : queries.begin; }
 };
 
 /// One step of a rank's schedule: which of its rows attend to which rows of a block.

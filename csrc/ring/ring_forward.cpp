@@ -121,10 +121,8 @@ class Executor {
       keys.host_table = call_.plan.key_tables->host_table(seen.step);
       return keys;
     }
-    keys.first_query = std::max<int64_t>(seen.part.first_query() - queries.begin, 0);
-    if (seen.part.diagonal) {
-      keys.diagonal = *seen.part.diagonal - (seen.part.queries.begin - queries.begin);
-    }
+    keys.first_query = seen.part.queries.begin - queries.begin;
+    if (seen.part.diagonal) keys.diagonal = *seen.part.diagonal - keys.first_query;
     return keys;
   }
 

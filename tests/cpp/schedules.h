@@ -72,7 +72,7 @@ inline bool a_segment_sees(const Visit& visit, int64_t i, int64_t j) {
   j -= visit.keys.hull.begin;
   const auto parts = visit.parts();
   return std::any_of(parts.begin(), parts.end(), [&](const VisitPart& part) {
-    return i >= part.first_query() && inside(part.keys, j) &&
+    return i >= part.queries.begin && inside(part.keys, j) &&
            (!part.diagonal ||
             j - part.keys.begin <= i - part.queries.begin + part.diagonal.value());
   });
@@ -130,7 +130,7 @@ inline void check_against_brute_force(const Partition& query_side, const Partiti
       REQUIRE((had_rows || visit.queries.begin == 0));
       had_rows = true;
     }
-    for (const VisitPart& part : visit.parts()) first_queries.insert(part.first_query());
+    for (const VisitPart& part : visit.parts()) first_queries.insert(part.queries.begin);
     if (step == 0) continue;
     // What is received is what is seen, and the owner sends as much at the same step.
     const auto& hop = hops[step - 1];

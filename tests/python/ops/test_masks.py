@@ -3,6 +3,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,6 +106,47 @@ def test_a_nan_reaches_no_row_from_across_what_did_not_travel(ring: RankPool):
     for last, first in ring.run(far_nan_call, apart_case(ring.world_size, dtype, causal=False)):
         assert not last.any()
         assert first.all()
+
+
+def rows_beside(world_size: int) -> list[Case]:
+    """Rows that see no key of another rank, within 64 rows that have some of which others do."""
+    size = 40 * world_size
+    stripes = Partition.pieces(
+        [[(i, i + 1) for i in range(rank, size, world_size)] for rank in range(world_size)]
+    )
+    # A rank has a part of the first document, one of its own and a part of the last.
+    own = [(20 * (world_size + rank), 20 * (world_size + rank + 1)) for rank in range(world_size)]
+    beside = Partition.pieces(
+        [
+            [(20 * rank, 20 * rank + 20), own[rank], (begin, begin + 60)]
+            for rank, begin in enumerate(range(40 * world_size, 100 * world_size, 60))
+        ]
+    )
+    ends = (0, *(begin for begin, _ in own), 40 * world_size, 100 * world_size)
+    documents = Case(beside, cu_seqlens=ends)
+    return [Case(stripes), documents, replace(documents, causal=False)]
+
+
+def nan_of_one_rank_call(case: Case, rank: int) -> torch.Tensor:
+    """Which rows are NaN where all values of a rank are."""
+    q, k, v = case.local_inputs()
+    if this().rank == rank:
+        v = torch.full_like(v, torch.nan)
+    out = ringattn.ring_attention(
+        q, k, v, case.partition, causal=case.causal, cu_seqlens=case.cu_seqlens
+    )
+    return out.isnan().flatten(2).any(2).any(0)
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_a_nan_reaches_no_row_that_sees_nothing_of_its_owner(ring: RankPool, case: int) -> None:
+    dtype = torch.float32 if ring.device_type == "cpu" else torch.bfloat16
+    of_case = replace(rows_beside(ring.world_size)[case], dtype=dtype)
+    partition, visible = of_case.partition, of_case.visible()
+    for rank in range(ring.world_size):
+        sees = visible[:, partition.position_ids(rank)].any(1)
+        for other, nan in enumerate(ring.run(nan_of_one_rank_call, of_case, rank)):
+            assert torch.equal(nan.cpu(), sees[partition.position_ids(other)])
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,19 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
             consumer_tiles<Tile>(visible_keys(keys, at).some, consumer_keys(keys, at, consumer));
       }
       const KeyTiles& own = visible.own;
+      // With a single segment the results of a row that sees nothing are cleared.
+      if (kSegments > 1 && visible.disjoint) {
+        const QueryTile at = shared.tile(consumer, queries_parity);
+        const int first_row = at.first_row + consumer * kConsumerRows + threadIdx.x % 32;
+        bool sees_nothing = false;
+#pragma unroll
+        for (int i = 0; i < kConsumerRows; i += 32) {
+          const KeyRange seen = p.keys[segment].range(min(first_row + i, at.rows_end - 1));
+          sees_nothing |= seen.begin >= seen.end;
+        }
+        if (__any_sync(0xffffffff, sees_nothing)) visible.near_end = 0;
+      }
+
       // A tile of keys behind skipped ones: there is nothing to overlap it with.
       const auto attend_first = [&](int key_tile, auto part) {
         KeyRange seen[2];

@@ -235,7 +235,7 @@ struct SharedMemory {
     store_words(to, {own.begin, own.end, own.unmasked_begin, own.unmasked_end});
     // Flags are the lowest bits of numbers that are not negative.
     store_words(to + 16, {2 * tiles.above + tiles.ends_early, 2 * tiles.below + tiles.begins_late,
-                          tiles.near_begin, tiles.near_end});
+                          2 * tiles.near_begin + tiles.disjoint, tiles.near_end});
   }
   __device__ __forceinline__ uint32_t segments(int consumer, uint32_t parity) const {
     return load_words(keys_slot(consumer, parity)).x;
@@ -249,9 +249,10 @@ struct SharedMemory {
   __device__ __forceinline__ ConsumerTiles first_tiles(int consumer, uint32_t parity) const {
     const uint32_t from = consumer_tiles_slot(consumer, parity);
     const int4 own = load_words(from), rest = load_words(from + 16);
-    return {
-        rest.x / 2,     {own.x, own.y, own.z, own.w}, rest.y / 2, rest.z, rest.w, rest.x % 2 != 0,
-        rest.y % 2 != 0};
+    return {rest.x / 2,      {own.x, own.y, own.z, own.w},
+            rest.y / 2,      rest.z / 2,
+            rest.w,          rest.z % 2 != 0,
+            rest.x % 2 != 0, rest.y % 2 != 0};
   }
 
   /// Written before work_tile_full, read after it.

@@ -112,7 +112,9 @@ struct ConsumerTiles {
   int above;     // tiles before those that the consumer's rows see
   KeyTiles own;  // of every row of an unmasked tile, a higher tile has a key that it sees, too
   int below;     // tiles after them
-  int near_begin, near_end;  // tiles whose keys are at most kNearKeys from keys that each row sees
+  int near_begin, near_end;  // tiles whose keys are at most kNearKeys from keys that each row sees,
+                             // unless a row between the first and the last sees none
+  bool disjoint;             // no key is seen by all rows
   // All that rows see of the highest tile are its first kPartKeys; of the lowest one its last.
   bool ends_early, begins_late;
 };
@@ -139,7 +141,7 @@ template <typename Tile>
 __device__ __forceinline__ ConsumerTiles consumer_tiles(const KeyRange& some,
                                                         const VisibleKeys& visible) {
   const KeyTiles all = KeyTiles::of({some, {}}, Tile::kBlockK);
-  ConsumerTiles tiles = {all.size(), {}, 0, 0, 0, false, false};
+  ConsumerTiles tiles = {all.size(), {}, 0, 0, 0, false, false, false};
   KeyTiles own = KeyTiles::of(visible, Tile::kBlockK, /*keys_above=*/1);
   // Of a table that decreases they may not be among the work tile's.
   own.begin = max(own.begin, all.begin);
@@ -157,6 +159,7 @@ __device__ __forceinline__ ConsumerTiles consumer_tiles(const KeyRange& some,
           own.begin - all.begin,
           near_begin,
           near_end,
+          visible.all.begin >= visible.all.end,
           keys.end <= (own.end - 1) * Tile::kBlockK + kPartKeys<Tile>,
           keys.begin >= (own.begin + 1) * Tile::kBlockK - kPartKeys<Tile>};
 }
