@@ -7,7 +7,7 @@
 #include <c10/util/bit_cast.h>
 
 #include <array>
-#include <atomic>
+#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -119,18 +119,28 @@ struct CapturedAlone {
   CapturedCalls calls;
 };
 
-std::atomic<bool> process_ends = false;
-struct MarkEnd {
-  ~MarkEnd() { process_ends = true; }
-} mark_end;
+std::mutex end_mutex;
+bool process_ends = false;  // under end_mutex
 
-// Calls of single ranks in one thread. Threads of torch's autograd end when its static objects are
-// destroyed, later than this library's: the CUDA driver is gone then, and frees no table.
+// Calls of single ranks in one thread. Threads of torch's autograd end when the engine is
+// destroyed, beside the CUDA driver, which frees no table then. The engine was there before the
+// thread: a handler of the thread's own runs before the engine is destroyed.
 struct SingleCalls {
   std::unique_ptr<PreparedCalls> calls = std::make_unique<PreparedCalls>();
 
+  SingleCalls() {
+    std::atexit([] {
+      const std::lock_guard<std::mutex> lock(end_mutex);
+      process_ends = true;
+    });
+  }
   ~SingleCalls() {
-    if (process_ends) static_cast<void>(calls.release());
+    const std::lock_guard<std::mutex> lock(end_mutex);
+    if (process_ends) {
+      static_cast<void>(calls.release());
+    } else {
+      calls.reset();
+    }
   }
 };
 
