@@ -6,6 +6,8 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <exception>
+
 #include "attention/cuda/alignment.h"
 #include "attention/params.h"
 
@@ -54,7 +56,7 @@ inline at::Tensor unit_last_stride(const at::Tensor& x) {
 }
 
 /// A tensor that a kernel reads and writes: itself, or a copy that is written back at the end of
-/// the scope.
+/// the scope, unless an error ends it.
 class InPlace {
  public:
   explicit InPlace(const at::Tensor& x)
@@ -63,7 +65,9 @@ class InPlace {
                     ? x
                     : x.clone(at::MemoryFormat::Contiguous)) {}
   ~InPlace() noexcept(false) {
-    if (!tensor_.is_same(target_)) target_.copy_(tensor_);
+    if (!tensor_.is_same(target_) && std::uncaught_exceptions() == exceptions_) {
+      target_.copy_(tensor_);
+    }
   }
   InPlace(const InPlace&) = delete;
   InPlace& operator=(const InPlace&) = delete;
@@ -73,6 +77,7 @@ class InPlace {
  private:
   at::Tensor target_;
   at::Tensor tensor_;
+  int exceptions_ = std::uncaught_exceptions();
 };
 
 inline cudaStream_t current_stream(const at::Tensor& x) {

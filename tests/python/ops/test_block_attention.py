@@ -156,10 +156,33 @@ def expanded(x: torch.Tensor) -> torch.Tensor:
     return x[:1].expand(x.shape)
 
 
+def of_one_head(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :, :1].expand(x.shape)
+
+
+LAYOUTS = [packed, heads_first, dim_first, misaligned, expanded, of_one_head]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("arrange", [packed, heads_first, dim_first, misaligned, expanded])
-def test_any_memory_layout(device, dtype, arrange):
-    check(*(arrange(x) for x in inputs(device, dtype)), 0, what=arrange.__name__)
+@pytest.mark.parametrize("arrange", LAYOUTS)
+@pytest.mark.parametrize("num_keys", [47, 512])  # few keys are not for the Hopper kernels
+def test_any_memory_layout(device, dtype, arrange, num_keys):
+    given = inputs(device, dtype, num_keys=num_keys, num_queries=num_keys - 14)
+    check(*(arrange(x) for x in given), 0, what=arrange.__name__)
+
+
+def test_a_table_at_any_address(device):
+    q, k, v = inputs(device, torch.bfloat16)
+    ends = torch.arange(33, dtype=torch.int32, device=device)
+    table = torch.stack([ends // 2, ends + 1], 1)
+    memory = torch.empty(2 * 33 + 1, dtype=torch.int32, device=device)
+    moved = memory[1:].view(33, 2).copy_(table)
+    for one, other in zip(
+        ringattn.block_attention(q, k, v, key_ranges=moved),
+        ringattn.block_attention(q, k, v, key_ranges=table),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
