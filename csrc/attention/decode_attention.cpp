@@ -107,26 +107,27 @@ at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k, const at::Te
 
 std::pair<at::Tensor, at::Tensor> decode_alone(const at::Tensor& q, const at::Tensor& k,
                                                const at::Tensor& v, double scale,
-                                               const DecodeMask& mask) {
+                                               const DecodeMask& mask, at::ScalarType dtype) {
 #ifdef RINGATTN_WITH_CUDA
   if (q.is_cuda() && q.numel() > 0) {
-    at::Tensor out = at::empty(q.sizes(), q.options());
+    at::Tensor out = at::empty(q.sizes(), q.options().dtype(dtype));
     at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)},
                                q.options().dtype(state_dtype(q.scalar_type())));
     decode_cuda(q, k, v, scale, mask, out, lse);
     return {out, lse};
   }
 #endif
-  return merge_partials(decode_partial(q, k, v, scale, mask), q);
+  return merge_partials(decode_partial(q, k, v, scale, mask), q, dtype);
 }
 
-std::pair<at::Tensor, at::Tensor> merge_partials(const at::Tensor& partials, const at::Tensor& q) {
+std::pair<at::Tensor, at::Tensor> merge_partials(const at::Tensor& partials, const at::Tensor& q,
+                                                 at::ScalarType dtype) {
   if (q.numel() == 0) {
-    return {at::empty(q.sizes(), q.options()),
+    return {at::empty(q.sizes(), q.options().dtype(dtype)),
             at::empty({q.size(0), q.size(2), q.size(1)}, partials.options())};
   }
   const auto [outs, lses] = split(partials, q);
-  return merge_all_states(outs, lses, q.scalar_type());
+  return merge_all_states(outs, lses, dtype);
 }
 
 int64_t partial_bytes(const at::Tensor& q) {
@@ -134,9 +135,10 @@ int64_t partial_bytes(const at::Tensor& q) {
 }
 
 std::pair<at::Tensor, at::Tensor> exchange_partials(const at::Tensor& partial, const at::Tensor& q,
+                                                    at::ScalarType dtype,
                                                     const PartialExchange& exchange) {
 #ifdef RINGATTN_WITH_CUDA
-  const at::Tensor out = at::empty(q.sizes(), q.options());
+  const at::Tensor out = at::empty(q.sizes(), q.options().dtype(dtype));
   const at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)}, partial.options());
   cuda::ExchangePartialsParams params;
   params.exchange = exchange;
@@ -147,7 +149,7 @@ std::pair<at::Tensor, at::Tensor> exchange_partials(const at::Tensor& partial, c
   params.num_queries = static_cast<int32_t>(q.size(1));
   params.num_heads = static_cast<int32_t>(q.size(2));
   params.head_dim = static_cast<int32_t>(q.size(3));
-  params.out_dtype = data_type(q.scalar_type());
+  params.out_dtype = data_type(dtype);
   check_launch(cuda::exchange_partials(params, current_stream(q)), "exchange_partials");
   return {out, lse};
 #else

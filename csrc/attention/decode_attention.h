@@ -28,16 +28,19 @@ RINGATTN_API at::Tensor decode_partial(const at::Tensor& q, const at::Tensor& k,
                                        const at::Tensor& v, double scale,
                                        const DecodeMask& mask = {});
 
-/// The same where no other rank has keys: out like q and lse [B, H, T] in state dtype.
+/// The same where no other rank has keys: out [B, T, H, D] in `dtype`, q's or state dtype, and lse
+/// [B, H, T] in state dtype.
 RINGATTN_API std::pair<at::Tensor, at::Tensor> decode_alone(const at::Tensor& q,
                                                             const at::Tensor& k,
                                                             const at::Tensor& v, double scale,
-                                                            const DecodeMask& mask = {});
+                                                            const DecodeMask& mask,
+                                                            at::ScalarType dtype);
 
 /// Merges what decode_partial returned on every rank, partials [W, B * T * H * (D + 1)], in rank
-/// order. Returns out like q and lse [B, H, T] in state dtype.
+/// order. Returns what decode_alone does.
 RINGATTN_API std::pair<at::Tensor, at::Tensor> merge_partials(const at::Tensor& partials,
-                                                              const at::Tensor& q);
+                                                              const at::Tensor& q,
+                                                              at::ScalarType dtype);
 
 /// Bytes of what decode_partial returns for these queries.
 RINGATTN_API int64_t partial_bytes(const at::Tensor& q);
@@ -47,6 +50,7 @@ RINGATTN_API int64_t partial_bytes(const at::Tensor& q);
 /// failure.
 RINGATTN_API std::pair<at::Tensor, at::Tensor> exchange_partials(const at::Tensor& partial,
                                                                  const at::Tensor& q,
+                                                                 at::ScalarType dtype,
                                                                  const PartialExchange& exchange);
 
 }  // namespace ringattn

@@ -86,15 +86,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> block_attention_backw
 
 void fold_block_attention_op(at::Tensor& out, at::Tensor& lse, const at::Tensor& q,
                              const at::Tensor& k, const at::Tensor& v, double scale,
-                             std::optional<int64_t> diagonal) {
+                             std::optional<int64_t> diagonal, double softcap) {
   check_attention(q, k, v, scale);
+  check_scoring(q, softcap, {});
   check_state(out, lse, q);
   const c10::DeviceGuard guard(q.device());
   AttentionResult result;
   result.state = out;
   result.lse = lse;
   result.fold = true;
-  block_attention(q, {key_block(k, v, diagonal)}, scale, result);
+  block_attention(q, {key_block(k, v, diagonal)}, make_scoring(q, scale, softcap, {}), result);
 }
 
 TORCH_LIBRARY_IMPL(ringattn, CPU, m) {

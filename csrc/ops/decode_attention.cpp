@@ -57,14 +57,15 @@ OutAndLse decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at
                               double scale, c10::string_view group_name,
                               const std::optional<at::Tensor>& key_lengths,
                               const std::optional<at::Tensor>& key_begins, double softcap,
-                              const std::optional<at::Tensor>& sinks) {
+                              const std::optional<at::Tensor>& sinks, bool wide) {
+  const at::ScalarType dtype = wide ? state_dtype(q.scalar_type()) : q.scalar_type();
   DecodeMask mask = {key_lengths, key_begins, softcap, sinks};
   const c10::DeviceGuard guard(q.device());
   const auto group = group_name.empty() ? nullptr : GroupContext::resolve(std::string(group_name));
   const CallEntry entry(group.get(), "decode_attention");
   if (!group || group->size() == 1) {
     check_decode(q, k, v, scale, mask);
-    return decode_alone(q, k, v, scale, mask);
+    return decode_alone(q, k, v, scale, mask, dtype);
   }
   Signature asked = check_call(*group, [&] {
     check_decode(q, k, v, scale, mask);
@@ -84,13 +85,13 @@ OutAndLse decode_attention_op(const at::Tensor& q, const at::Tensor& k, const at
       const at::Tensor partial = decode_partial(q, k, v, scale, mask);
       OutAndLse merged;
       exchanging->exchange_partials(call, [&](const PartialExchange& exchange) {
-        merged = exchange_partials(partial, q, exchange);
+        merged = exchange_partials(partial, q, dtype, exchange);
       });
       return merged;
     }
     CollectiveTransport& transport = group->collectives(q.device());
     const at::Tensor partial = decode_partial(q, k, v, scale, mask);
-    auto [out, lse] = merge_partials(transport.all_gather(partial, call), q);
+    auto [out, lse] = merge_partials(transport.all_gather(partial, call), q, dtype);
     transport.guard({out, lse});
     return {out, lse};
   });

@@ -32,7 +32,7 @@ TORCH_LIBRARY(ringattn, m) {
   // Folds into a state: out [B, S_q, H, D] and lse, float32 (float64 for float64 inputs).
   m.def(
       "block_attention_(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, float scale,"
-      " SymInt? diagonal) -> ()");
+      " SymInt? diagonal, float softcap=0.0) -> ()");
   m.def("merge_states_(Tensor(a!) out, Tensor(b!) lse, Tensor other_out, Tensor other_lse) -> ()");
   // q, k, v: this rank's rows, in position order: q of the queries' partition, k and v of the
   // keys'.
@@ -61,10 +61,11 @@ TORCH_LIBRARY(ringattn, m) {
   // q [B, T, H, D], the same on all ranks; k, v: the keys that this rank holds, any number.
   // key_lengths int32 [B]: row b sees this rank's first key_lengths[b] keys; none: all of them.
   // key_begins int32 [B]: but not those before key_begins[b]. sinks [H], of any float type.
+  // wide: out is a state, float32 (float64 for float64 inputs), not of q's dtype.
   m.def(
       "decode_attention(Tensor q, Tensor k, Tensor v, float scale, str group_name,"
-      " Tensor? key_lengths=None, Tensor? key_begins=None, float softcap=0.0, Tensor? sinks=None)"
-      " -> (Tensor out, Tensor lse)");
+      " Tensor? key_lengths=None, Tensor? key_begins=None, float softcap=0.0, Tensor? sinks=None,"
+      " bool wide=False) -> (Tensor out, Tensor lse)");
   // Between the products of one decoded token, on CUDA. x, delta [..., E]; weight [E].
   m.def(
       "add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps)"

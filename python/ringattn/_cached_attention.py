@@ -9,10 +9,13 @@ import torch
 
 from ringattn._decode_attention import attend_cached
 from ringattn._distributed.collectives import all_gather
+from ringattn._distributed.errors import call
 from ringattn._distributed.groups import GroupInfo
 from ringattn._masks import Mask, check_window
 from ringattn.cache import ShardedKVCache
 from ringattn.functional import block_attention, merge_states
+
+_ops = torch.ops.ringattn
 
 _State = tuple[torch.Tensor, torch.Tensor]  # out, lse
 
@@ -47,21 +50,24 @@ def attend_next(ring: GroupInfo, cache: ShardedKVCache, given: LayerInputs) -> t
     """Several tokens, for which the cache has been advanced. Collective."""
     layer, q, k, v, scale, mask, sinks = given
     left, _ = check_window(mask.window_size)
-    num_before = cache.seq_len - q.size(1)
-    # Each row sees itself among the new keys: there the sinks join, once.
+    num_before, cap = cache.seq_len - q.size(1), mask.softcap
+    # Sinks join once. Results are rounded once, at the end.
     if not 0 <= left < cache.seq_len - 1:
-        newer = block_attention(q, k, v, scale=scale, diagonal=0, softcap=mask.softcap, sinks=sinks)
-        states = [newer]
-        if num_before > 0:
+        if num_before == 0:
+            state = block_attention(q, k, v, scale=scale, diagonal=0, softcap=cap, sinks=sinks)
+        else:
             keys, values = cache.view(layer, newest=False)
             lengths = cache.older_key_lengths
-            older = attend_cached(ring, q, keys, values, scale, lengths, softcap=mask.softcap)
-            states = [older, newer]
+            state = attend_cached(
+                *(ring, q, keys, values, scale, lengths, None, cap, sinks), wide=True
+            )
+            call(_ops.block_attention_, *state, q, k, v, scale, 0, cap)
+        states = [state]
     else:
         rows = torch.arange(q.size(1), dtype=torch.int32, device=q.device)
         ranges = torch.stack(((rows - left).clamp_(min=0), rows + 1), 1)
         wide_q, wide_k, wide_v = (_wide(x) for x in (q, k, v))
-        options = {"scale": scale, "softcap": mask.softcap}
+        options = {"scale": scale, "softcap": cap}
         newer = block_attention(wide_q, wide_k, wide_v, key_ranges=ranges, sinks=sinks, **options)
         states = [newer]
         if num_before > 0:

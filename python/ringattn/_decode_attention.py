@@ -169,11 +169,13 @@ def attend_cached(
     key_begins: torch.Tensor | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    *,
+    wide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`decode_attention` over a ring that is known, of tensors that have been checked: out
     and lse. The checks cost as much time as a small kernel, in every layer of every token.
-    ``key_lengths`` and ``key_begins`` are int32."""
+    ``key_lengths`` and ``key_begins`` are int32. ``wide``: out is not rounded, a state."""
     mask = (key_lengths, key_begins, softcap, sinks)
-    arguments = (q, k_shard, v_shard, scale, ring.name, *mask)
+    arguments = (q, k_shard, v_shard, scale, ring.name, *mask, wide)
     out, lse = call(_ops.decode_attention, *arguments, names=_SHARDS)
     return out, lse

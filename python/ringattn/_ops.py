@@ -139,6 +139,7 @@ def _(
     v: torch.Tensor,
     scale: float,
     diagonal: int | None,
+    softcap: float = 0.0,
 ) -> None:
     _check_attention(q, k, v)
 
@@ -279,9 +280,11 @@ def _(
     key_begins: torch.Tensor | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    wide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_attention(q, k, v)
-    return q.new_empty(q.shape), _new_lse(q)
+    lse = _new_lse(q)
+    return q.new_empty(q.shape, dtype=lse.dtype if wide else q.dtype), lse
 
 
 @torch.library.register_fake("ringattn::add_rms_norm")
@@ -381,6 +384,7 @@ def _block_attention_into_state_flops(
     v_shape: Sequence[int],
     scale: float,
     diagonal: int | None,
+    softcap: float = 0.0,
     **kwargs: Any,
 ) -> int:
     return _pair_flops(q_shape) * _num_pairs(q_shape[1], k_shape[1], diagonal)

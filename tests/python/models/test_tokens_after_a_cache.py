@@ -87,6 +87,31 @@ def test_calls_of_any_length_after_a_cache_are_those_of_one_process(ring: RankPo
                     torch.testing.assert_close(out, right, rtol=0, atol=2e-6)
 
 
+def errors_of_few_tokens(dtype: torch.dtype) -> tuple[float, float]:
+    """Of tokens that all ranks attend after a cache, and of results that are rounded once."""
+    ring, device, before = resolve_group(None), this().device, 8
+    parts = zip(*(heads(11, seed) for seed in range(16)), strict=True)
+    q, k, v = (torch.cat(tensors).to(device, dtype) for tensors in parts)
+    partition = Partition.even(before, this().world_size)
+    cache = ModelCall.new_cache(ring, partition, device=device)
+    call = ModelCall.prefill(ring, partition, cache=cache)
+    call.attend(0, *(call.rows(x[:, :before]) for x in (q, k, v)), None)
+    call = ModelCall.after(ring, cache, 3, lambda n: Partition.even(n, 2), device=device)
+    assert call.partition is None
+    out = call.attend(0, *(x[:, before:] for x in (q, k, v)), None)
+    once, _ = block_attention(q[:, before:], k, v, diagonal=before)
+    exact, _ = block_attention(*(x.cpu().double() for x in (q[:, before:], k, v)), diagonal=before)
+    error, of_once = ((x.cpu() - exact).square().mean().sqrt().item() for x in (out, once))
+    return error, of_once
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_few_tokens_after_a_cache_are_rounded_once(ring: RankPool, dtype: torch.dtype) -> None:
+    for error, of_once in ring.run(errors_of_few_tokens, dtype):
+        assert error <= 1.05 * of_once
+
+
 def test_the_faster_way_is_taken_on_either_side() -> None:
     for world_size in (2, 4, 8):
         # 64K cached tokens: weights are read, whatever the rows; then products cost time.
