@@ -222,6 +222,8 @@ void CallAgreement::read_missing(int64_t call, Statements& statements) {
 
 void CallAgreement::refuse(int64_t call, const std::string& message) {
   compare_known_ = true;
+  // A peer may still be in the call before, which this rank publishes in no later one.
+  publish_request(call - 1);
   publish(call, kRefusal + message);
   backend_->put(refused_key(backend_->rank()), std::to_string(call));
 }

@@ -272,16 +272,17 @@ class ProcessGroupTransport : public CollectiveTransport {
   // that refuses one is out of step with the others for good; messages are matched by their tags.
   void gather_messages(const at::Tensor& mine, const at::Tensor& all, int64_t call) {
     all[rendezvous_.rank].copy_(mine.view(-1));
-    if (mine.numel() == 0) return;
+    // Where nothing is to be sent a byte shows that the ranks are in one call.
+    const bool sends_rows = mine.numel() > 0;
     std::vector<std::unique_ptr<Transfer>> transfers;
     for (int64_t step = 1; step < rendezvous_.size; ++step) {
       Message message;
       message.call = call;
       message.step = step;
-      message.send = mine;
       message.destination = (rendezvous_.rank + step) % rendezvous_.size;
       message.source = (rendezvous_.rank - step + rendezvous_.size) % rendezvous_.size;
-      message.receive = all[message.source];
+      message.send = sends_rows ? mine : at::zeros({1}, at::kByte);
+      message.receive = sends_rows ? all[message.source] : at::empty({1}, at::kByte);
       transfers.push_back(start(message));
     }
     for (const auto& transfer : transfers) transfer->finish();

@@ -5,8 +5,10 @@ that names the culprit, and never a hang."""
 import os
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import ringattn
@@ -341,6 +343,53 @@ def test_a_repeated_call_that_one_rank_refuses_fails_on_all_at_once(operation, w
     for outcome in own_pool(2).outcomes(refused_by_one, operation, wrong):
         # The group works on: its messages carry the number of their call.
         assert outcome.value == ["right", "ValueError", "right", "right"], outcome
+        assert outcome.seconds < AT_ONCE_S
+
+
+def ends_of(*calls: Callable[[], object]) -> list[str]:
+    ends = []
+    for attempt in calls:
+        try:
+            attempt()
+            ends.append("right")
+        except (ValueError, dist.DistBackendError) as error:
+            ends.append(type(error).__name__)
+    return ends
+
+
+def refuse_after_another_call() -> list[str]:
+    """Known calls, of which rank 2 makes another one; then each rank refuses one."""
+    partition = Partition.contiguous([1, 1, 1, 0], [0, 1, 3, 2])
+    case = Case(partition)
+    q, k, v = case.local_inputs()
+    token = torch.ones(2, 1, 4, 64)
+    rotate = partial(lambda x: ringattn.rotate_kv(x, partition).wait(), torch.stack((k, v)))
+    decode, ring = partial(ringattn.decode_attention, token, k, v), partial(ring_call, case)
+    wrong = partial(ringattn.ring_attention, q, k, v, partition, softcap=-1.0)
+    for warm in (rotate, rotate, decode, decode, ring, ring):
+        warm()
+    return ends_of(decode if this().rank == 2 else rotate, wrong, rotate, rotate, ring)
+
+
+def test_a_refusal_does_not_hide_which_call_came_before(own_pool):
+    for rank, outcome in enumerate(own_pool(4).outcomes(refuse_after_another_call)):
+        # Rank 1 and those that it rotates with are in one call.
+        first = "right" if rank == 1 else "ValueError"
+        assert outcome.value == [first, "ValueError", "right", "right", "right"], outcome
+        assert outcome.seconds < AT_ONCE_S
+
+
+def gather_nothing_or_attend() -> list[str]:
+    empty = partial(Partition.even(0, 2).gather, torch.zeros(1, 0, 4, 16))
+    ring = partial(ring_call, even(2))
+    for warm in (empty, empty, ring, ring):
+        warm()
+    return ends_of(ring if this().rank == 0 else empty, ring, empty)
+
+
+def test_a_gather_of_nothing_is_noticed_beside_another_call(own_pool):
+    for outcome in own_pool(2).outcomes(gather_nothing_or_attend):
+        assert outcome.value == ["ValueError", "right", "right"], outcome
         assert outcome.seconds < AT_ONCE_S
 
 
