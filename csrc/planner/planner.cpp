@@ -116,13 +116,12 @@ const Partition& fastest(const std::vector<Partition>& partitions, const TimeMod
   return *best;
 }
 
-// The least depth at which a partition is as fast as with all blocks in flight.
-int64_t find_min_depth(const Partition& partition, const TimeModel& model) {
+// The least depth at which a partition is as fast as at `deepest`.
+int64_t find_min_depth(const Partition& partition, const TimeModel& model, int64_t deepest) {
   const auto ms = [&](int64_t depth) { return slowest(model.step_ms(partition, depth)); };
-  const int deepest = static_cast<int>(depth_used({}, model.world_size()));
   const double enough_ms = ms(deepest) * (1 + kWaitTolerance);
-  const auto shallower = std::views::iota(1, deepest);  // more blocks take no longer
-  const auto waits = [&](int depth) { return ms(depth) > enough_ms; };
+  const auto shallower = std::views::iota(int64_t{1}, deepest);  // more blocks take no longer
+  const auto waits = [&](int64_t depth) { return ms(depth) > enough_ms; };
   return 1 + (std::ranges::partition_point(shallower, waits) - shallower.begin());
 }
 
@@ -170,7 +169,9 @@ Partition leave_out_ranks(const TimeModel& whole, int64_t depth) {
 Partition reduce_waits_and_padding(const std::vector<Partition>& filled, const TimeModel& model,
                                    int64_t depth) {
   int64_t min_depth = depth;  // of orders that are as fast, the one that needs no more is taken
-  for (const Partition& in : filled) min_depth = std::min(min_depth, find_min_depth(in, model));
+  for (const Partition& in : filled) {
+    min_depth = std::min(min_depth, find_min_depth(in, model, depth));
+  }
   std::vector<Partition> starts = {fastest(filled, model, min_depth)};
   if (model.may_wait(depth)) {
     starts.push_back(reversed(starts[0], model));
@@ -198,7 +199,7 @@ Plan describe(const Partition& partition, const TimeModel& model, int64_t depth,
   // With short segments, tiles of another kind than the first can have less masked work than the
   // model assumes.
   const double ideal = std::min(ideal_ms(model), slowest(rank_ms));
-  Plan plan{partition, depth, find_min_depth(partition, model), rank_ms, ideal, {}};
+  Plan plan{partition, depth, find_min_depth(partition, model, depth), rank_ms, ideal, {}};
   for (int64_t rank = 0; rank < partition.world_size(); ++rank) {
     plan.memory_bytes.push_back(kv_bytes * held_tokens(partition, rank, model, depth));
   }

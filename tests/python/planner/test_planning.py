@@ -275,6 +275,15 @@ def test_depth_is_all_there_is_or_what_is_asked():
     assert two_slow.min_depth == 1 and abs(order.index(2) - order.index(3)) == 2
 
 
+@pytest.mark.parametrize("depth", [1, 2, None])
+def test_no_more_depth_is_asked_for_than_is_used(depth: int | None) -> None:
+    profiles = [RankProfile(tflops, 100.0) for tflops in (10.0, 1.0, 30.0, 5.0)] * 2
+    model = ModelCost(4 * 32 * 128, 4e8, 4096)
+    options = {"causal": False, "window_size": (64, 64), "depth": depth}
+    planned = ringattn.plan(5000, profiles, model, layout="zigzag", **options)
+    assert planned.min_depth <= planned.depth
+
+
 def test_memory_in_training_is_all_blocks_and_float32_gradients():
     block = 1000 * ATTENTION.kv_bytes
     for depth in (1, 3):
