@@ -87,8 +87,10 @@ class Backward {
       slope = capped.square().neg_().add_(1.0);
       scores = capped.mul(softcap);
     }
-    // Hidden pairs are selected, not multiplied: what they hold may be NaN.
-    const at::Tensor weights = scores.sub_(rows_of(lse_)).exp_().masked_fill_(hidden, 0.0);
+    // Hidden pairs are selected, not multiplied: what they hold may be NaN. No weight exceeds 1;
+    // large scores may, by a last bit that the forward rounded otherwise.
+    const at::Tensor weights =
+        scores.sub_(rows_of(lse_)).clamp_max_(0.0).exp_().masked_fill_(hidden, 0.0);
     at::Tensor grad_scores = products(grad_out, v).sub_(rows_of(delta_)).mul_(weights);
     if (slope.defined()) grad_scores.mul_(slope);
     grad_scores = flat(grad_scores.mul_(scoring_.scale).masked_fill_(hidden, 0.0));
