@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "core/process_singleton.h"
+#include "core/refusal.h"
 #include "transport/group/group_backend.h"
 #include "transport/p2p/process_group.h"
 #include "transport/registry.h"
@@ -299,7 +300,14 @@ class ProcessGroupBackend : public GroupBackend {
 };
 
 std::shared_ptr<GroupBackend> find_process_group(const std::string& name) {
-  return std::make_shared<ProcessGroupBackend>(name, c10d::resolve_process_group(name));
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  try {
+    group = c10d::resolve_process_group(name);
+  } catch (const c10::Error&) {
+    TORCH_CHECK(false, kRefusalPrefix,
+                "group_name must be of a process group that is there, got \"", name, "\"");
+  }
+  return std::make_shared<ProcessGroupBackend>(name, std::move(group));
 }
 
 const bool registered = register_backend(&find_process_group) &&

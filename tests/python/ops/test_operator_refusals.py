@@ -166,3 +166,9 @@ def test_states_of_another_dtype_are_refused_in_torchs_names() -> None:
         merge(q, lse, q.bfloat16(), lse)
     with pytest.raises(RuntimeError, match=r"kv must be of a floating point .* got torch\.int64"):
         torch.ops.ringattn.rotate_kv(torch.zeros(2, 1, 2, 2, 8).long(), [2], [], "", "auto")
+
+
+def test_an_unknown_group_is_named():
+    rows = torch.zeros(1, 6, 2)
+    with pytest.raises(RuntimeError, match="group_name must be of a process group that is there"):
+        torch.ops.ringattn.gather(rows, [6], [0], "zigzag", 1, "nope", None)
