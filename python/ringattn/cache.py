@@ -4,6 +4,7 @@
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,11 +122,17 @@ class ShardedKVCache:
     def check_rows(self, name: str, tokens: torch.Tensor) -> None:
         """ValueError where new tokens ``[B, ...]`` have another number of batch rows than the keys:
         one row would be broadcast into all of them."""
-        storage = next(iter(self._layers.values()), None)
-        if storage is not None and storage.size(1) != tokens.size(0):
+        num_rows = self._num_rows
+        if num_rows is not None and num_rows != tokens.size(0):
             raise ValueError(
-                f"{name} must have the {storage.size(1)} rows of the cache, got {tokens.size(0)}"
+                f"{name} must have the {num_rows} rows of the cache, got {tokens.size(0)}"
             )
+
+    @property
+    def _num_rows(self) -> int | None:
+        """Batch rows; None before a layer has keys."""
+        storage = next(iter(self._layers.values()), None)
+        return None if storage is None else storage.size(1)
 
     @property
     def older_key_lengths(self) -> torch.Tensor | None:
@@ -260,8 +267,16 @@ class ShardedKVCache:
         keys, values = self._layers[layer].unbind(0)
         return keys, values
 
-    def select(self, rows: torch.Tensor) -> None:
-        """Keeps these batch rows, int64 ``[B']``, in this order; one may be named several times."""
+    def select(self, rows: Any) -> None:
+        """Keeps these batch rows, in this order; one may be named several times. ``rows`` is what
+        indexes a tensor ``[B]``: numbers ``[B']``, negative ones from the end, or a bool mask
+        ``[B]``, as a tensor or a list. On CUDA the host waits for a tensor.
+
+        Raises:
+            ValueError: rows that are not there.
+        """
+        if self._num_rows is not None:
+            rows = _selected(rows, self._num_rows)
         self.storage_version += 1
         self._begun = None
         self._begins.clear()
@@ -382,6 +397,20 @@ def _exchange(
     )
     assert work is not None  # async_op
     return [work]
+
+
+def _selected(rows: Any, num_rows: int) -> torch.Tensor:
+    """The numbers of the rows that ``x[rows]`` has of ``x``, ``[num_rows, ...]``: int64 ``[B']`` on
+    the CPU, whose indexing refuses what is beyond; a CUDA device would be lost."""
+    given = rows.cpu() if isinstance(rows, torch.Tensor) else rows
+    try:
+        found = torch.arange(num_rows, device="cpu")[given, ...]
+    except (IndexError, TypeError):
+        found = None
+    if found is None or found.dim() != 1:
+        got = given.tolist() if isinstance(given, torch.Tensor) else given
+        raise ValueError(f"batch rows must be of the {num_rows} of the cache, got {got!r}")
+    return found
 
 
 # Note: not an inference tensor, which later steps outside of inference mode could not write to.

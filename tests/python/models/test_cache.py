@@ -3,6 +3,7 @@
 
 import copy
 import itertools
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -263,6 +264,65 @@ def test_a_crop_of_the_newest_step_is_one_that_never_was() -> None:
     cache.crop(3)
     once.crop(3)
     assert cache.history == once.history != 7
+
+
+def filled() -> ShardedKVCache:
+    """Of two ranks, after a step; the batch rows differ."""
+    cache = new_cache([4, 3], rank=0, new_tokens=1)
+    cache.history = torch.tensor(7)
+    cache.begin(cache.history)
+    cache.advance()
+    for layer in range(LAYERS):
+        keys, values = cache.view(layer)
+        keys.copy_(torch.arange(BATCH).view(-1, 1, 1, 1).expand_as(keys))
+        values.copy_(-keys)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("given", "numbers"),
+    [
+        (torch.tensor([1, 0, 1]), [1, 0, 1]),
+        (torch.tensor([-1]), [1]),
+        (torch.tensor([False, True]), [1]),
+        ([1, -2], [1, 0]),
+        ([True, False], [0]),
+        (slice(1, None), [1]),
+    ],
+)
+def test_batch_rows_are_selected_as_those_of_a_tensor(given: Any, numbers: list[int]) -> None:
+    cache, by_number = filled(), filled()
+    expected = cache.view(0)[0][given]
+    cache.select(given)
+    by_number.select(torch.tensor(numbers))
+    for layer in range(LAYERS):
+        keys, values = cache.view(layer)
+        assert torch.equal(keys, expected) and torch.equal(values, -expected)
+    assert cache.history == by_number.history != 7
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (torch.tensor([0, 2]), "[0, 2]"),
+        ([-3], "[-3]"),
+        (torch.tensor([True, False, True]), "[True, False, True]"),
+        (torch.tensor([0.0]), "[0.0]"),
+        (1, "1"),
+        (None, "None"),
+        ("all", "'all'"),
+    ],
+)
+def test_batch_rows_that_are_not_there_are_refused_before_anything_changes(
+    given: Any, got: str
+) -> None:
+    cache = filled()
+    with pytest.raises(ValueError, match="batch rows must be of the 2 of the cache, got ") as error:
+        cache.select(given)
+    assert str(error.value).endswith(f"got {got}")
+    assert cache.history == 7 and cache.storage_version == 0
+    cache.undo()  # the step is still known
+    assert cache.lengths == [4, 3] and cache.view(0)[0].size(0) == BATCH
 
 
 def test_views_share_the_storage() -> None:

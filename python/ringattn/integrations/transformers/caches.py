@@ -71,8 +71,9 @@ class RingLayer(CacheLayerMixin):
             "pass it to the parallelized model that filled it"
         )
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps these batch rows. The first layer does it for all, which share their storage."""
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keeps these batch rows, numbers or a bool mask. The first layer does it for all, which
+        share their storage."""
         if self.padding is not None:
             raise ValueError("cache must have no padding to select batch rows, got a padded one")
         if self.index == 0:
