@@ -49,6 +49,7 @@ def attend_newest(ring: GroupInfo, cache: ShardedKVCache, given: LayerInputs) ->
 def attend_next(ring: GroupInfo, cache: ShardedKVCache, given: LayerInputs) -> torch.Tensor:
     """Several tokens, for which the cache has been advanced. Collective."""
     layer, q, k, v, scale, mask, sinks = given
+    cache.append(layer, k, v)  # first: it refuses a cache of other keys
     left, _ = check_window(mask.window_size)
     num_before, cap = cache.seq_len - q.size(1), mask.softcap
     # Sinks join once. Results are rounded once, at the end.
@@ -78,7 +79,6 @@ def attend_next(ring: GroupInfo, cache: ShardedKVCache, given: LayerInputs) -> t
     out, lse = states[0]
     for state in states[1:]:
         out, lse = merge_states(out, lse, *state)
-    cache.append(layer, k, v)
     return out.to(q.dtype)
 
 

@@ -365,6 +365,11 @@ class ShardedKVCache:
                 f"cache must hold keys of the model's {num_kv_heads} heads of {head_dim}, "
                 f"got {held.size(3)} of {held.size(4)}: another model filled it"
             )
+        elif held.dtype != k.dtype:  # new keys would be rounded to it
+            raise ValueError(
+                f"cache must hold keys of this call's dtype, {k.dtype}, got {held.dtype}: go on in "
+                "the dtype that filled it"
+            )
 
     def _grow(self, capacity: int) -> None:
         self.storage_version += 1

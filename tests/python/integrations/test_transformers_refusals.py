@@ -305,6 +305,24 @@ def of_other_heads() -> DynamicCache:
     return cache
 
 
+def caches_of_another_dtype(window: int | None) -> None:
+    model, half = (ringattn.parallelize(model_of("mistral", sliding_window=window)) for _ in "ab")
+    half.to(torch.bfloat16)
+    ids, cache = token_ids(12), DynamicCache()
+    half(ids[:, :6], **{CACHE: cache})
+    for count in (1, 2, 12):  # on every rank, and spread over them
+        message = r"this call's dtype, torch.float32, got torch.bfloat16: go on in the dtype"
+        with pytest.raises(ValueError, match=message):
+            model(ids[:, :count], **{CACHE: cache})
+    given = half(ids[:, 6:], **{CACHE: cache}).logits
+    assert_near(given.float(), half(ids).logits[:, 6:].float(), 0.1)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_cache_of_another_dtype_is_refused(rank_pool: Any, window: int | None) -> None:
+    rank_pool(2).run(caches_of_another_dtype, window)
+
+
 def refused_calls() -> None:
     plain = model_of("mistral", sliding_window=256)
     model, ids = ringattn.parallelize(copy.deepcopy(plain)), token_ids(6)
