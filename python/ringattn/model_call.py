@@ -205,7 +205,11 @@ class ModelCall:
         padding = number_of(self.padding)
         cache = self.cache
         given = Given(
-            {f"shape of {inputs.name}": list(tokens.shape[:2]), **more.facts},
+            {
+                "the argument with the tokens": inputs.name,  # first: the next name depends on it
+                f"shape of {inputs.name}": list(tokens.shape[:2]),
+                **more.facts,
+            },
             {
                 "cache": None if cache is None else chained(cache.history, cache.seq_len),
                 inputs.name: ids,

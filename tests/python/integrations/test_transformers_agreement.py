@@ -21,6 +21,7 @@ from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 Pools = Callable[..., RankPool]
 
 _ONES = [[1] * 8, [1] * 8]
+_EMBEDDED = torch.ones(2, 8, 64).tolist()
 _PADDED = [[[0, 0] + [1] * 6, [1] * 8], [[0] * 3 + [1] * 5, [1] * 8]]
 
 
@@ -43,6 +44,11 @@ CALLS: dict[str, tuple[Any, Any, str]] = {
     "two ids": ({"input_ids": [[3, 1]]}, {"input_ids": [[1, 2]]}, _same("input_ids")),
     "shards": ("first half", "second half", _same("input_ids")),
     "lengths": ({}, {"input_ids": [[1, 2], [3, 4]]}, r"shape of input_ids, got \[2, 8\] on rank 0"),
+    "embeddings": (
+        {},
+        {"input_ids": None, "inputs_embeds": _EMBEDDED},
+        "the argument with the tokens, got 'input_ids' on rank 0 and 'inputs_embeds' on rank 1",
+    ),
     "masks": (
         {"attention_mask": _PADDED[0]},
         {"attention_mask": _PADDED[1]},
