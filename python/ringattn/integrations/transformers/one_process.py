@@ -42,6 +42,11 @@ def mask(
         ValueError: a query that sees later keys, padding, a cache with room for later tokens.
     """
     _check_one_rank()
+    if attention_mask is not None and attention_mask.dim() == 3:  # made here, before the call
+        raise ValueError(
+            "attention_mask must be [B, S], got one that generate has made for a static cache: a "
+            'static cache is not supported by "ringattn"'
+        )
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError(
             "attention_mask must be all ones, got padding: pass the model to "
