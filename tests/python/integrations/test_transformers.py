@@ -156,6 +156,22 @@ def test_a_cache_is_filled_in_place_and_takes_the_next_turns_of_a_chat(
     ring.run(a_chat, family)
 
 
+def after_a_crop_to_nothing() -> None:
+    plain, model = both(WEIGHTS[this().world_size])
+    ids, cache = token_ids(13), DynamicCache()
+    mask = torch.tensor(MASKS["before"], device=ids.device)
+    for given in (None, mask):
+        model(token_ids(9, seed=3), **{CACHE: cache})
+        cache.crop(-cache.get_seq_length())
+        logits = model(ids, attention_mask=given, **{CACHE: cache}).logits
+        assert_near(logits, plain(ids, attention_mask=given).logits)
+        assert cache.get_seq_length() == 13
+
+
+def test_a_cache_cropped_to_nothing_takes_any_prompt(rank_pool: Any) -> None:
+    rank_pool(2).run(after_a_crop_to_nothing)
+
+
 class StopsEarlier(StoppingCriteria):
     """Each rank wants to stop at another length: the first rank's holds."""
 

@@ -148,7 +148,7 @@ def ring_layer(cache: object) -> RingLayer | None:
         )
     layers = list(cache.layers)
     if layers and isinstance(layers[0], RingLayer):
-        return layers[0]
+        return layers[0] if layers[0].store.seq_len > 0 else None
     if type(cache) is not DynamicCache:
         raise ValueError(f"cache must be a DynamicCache, got {type(cache).__name__}")
     held = cache.get_seq_length()
