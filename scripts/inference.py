@@ -188,6 +188,17 @@ def generated(
     return result, seconds
 
 
+def check_lengths(model: Any, prompts: list[torch.Tensor], num_tokens: int) -> None:
+    """ValueError where the model has no position for a token that it is given; the last new one is
+    not."""
+    longest, most = max(len(prompt) for prompt in prompts), model.config.max_expected_seq_len
+    if longest + num_tokens - 1 > most:
+        raise ValueError(
+            f"prompt and --max_new_tokens must be at most the model's {most} tokens together, "
+            f"got {longest} and {num_tokens}"
+        )
+
+
 def show_rows(tokenizer: Any, result: torch.Tensor) -> None:
     for row in result:
         ids = truncate_after_eos(trim_prefix(row), tokenizer.eos_token_id).cpu()
@@ -237,8 +248,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device_type", choices=devices, default="auto", help="(default: auto)")
     made.add_argument("--default_dtype", choices=DTYPES, default="fp32", help="(default: fp32)")
     made.add_argument("--no_use_cache", action="store_true", help="every token a whole prompt")
-    made.add_argument("--prompt", action="append", metavar="TEXT", help="may be given repeatedly")
-    made.add_argument("--prompt_file", type=Path, metavar="FILE")
+    prompt = made.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", action="append", metavar="TEXT", help="may be given repeatedly")
+    prompt.add_argument("--prompt_file", type=Path, metavar="FILE")
     made.add_argument("--max_new_tokens", type=int, default=64, metavar="N", help="(default: 64)")
     made.add_argument(
         *("--partition", "--block_lens"),
@@ -258,6 +270,8 @@ def main() -> int:
     options = parser().parse_args()
     rank = os.environ.get("RANK", "0")
     try:
+        if options.max_new_tokens < 1:
+            raise ValueError(f"--max_new_tokens must be at least 1, got {options.max_new_tokens}")
         choose_model(options)
         tokenizer = tokenizer_of(options.tokenizer)
         prompts = prompt_ids(tokenizer, options)
@@ -269,7 +283,7 @@ def main() -> int:
             )
         # Note: FMS is loaded before the group: torch.distributed.nn, which it imports, keeps one
         # alive.
-        with process_group(options.device_type) as (device, world_size):
+        with process_group(options.device_type, "--device_type") as (device, world_size):
             return run(options, tokenizer, prompts, device, world_size, rank == "0")
     except (ValueError, OSError) as error:
         print(f"inference: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr)
@@ -301,6 +315,7 @@ def run(
             block_lens=options.partition,
         )
     model = model.eval().requires_grad_(False)
+    check_lengths(model, prompts, options.max_new_tokens)
     if first:
         count = sum(parameter.numel() for parameter in model.parameters())
         seconds = time.perf_counter() - begun

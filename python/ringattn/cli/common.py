@@ -36,8 +36,9 @@ def check_json(path: Path | None) -> None:
 
 
 @contextmanager
-def process_group(device: str) -> Iterator[tuple[torch.device, int]]:
-    """The group that torchrun describes, if it does: this rank's device and the number of ranks."""
+def process_group(device: str, flag: str = "--device") -> Iterator[tuple[torch.device, int]]:
+    """The group that torchrun describes, if it does: this rank's device and the number of ranks.
+    ``flag``: what errors call ``device``."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -46,11 +47,11 @@ def process_group(device: str) -> Iterator[tuple[torch.device, int]]:
         device = "cuda" if 0 < local_ranks <= num_devices else "cpu"
     if device == "cuda" and not _build_info.WITH_CUDA:
         raise ValueError(
-            "--device cuda must have a ringattn built with CUDA kernels, got one without "
+            f"{flag} cuda must have a ringattn built with CUDA kernels, got one without "
             f"({_build_info.NO_CUDA_BECAUSE})"
         )
     if device == "cuda" and local_ranks > num_devices:
-        raise ValueError(f"--device cuda must find {local_ranks} CUDA devices, got {num_devices}")
+        raise ValueError(f"{flag} cuda must find {local_ranks} CUDA devices, got {num_devices}")
     place = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(place)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from _commands import run_command
 from _llama import save, tiny_llama
+from ringattn._library import DEVICES
 
 pytest.importorskip("fms")
 
@@ -77,6 +78,7 @@ def test_a_folder_alone_is_in_the_format_of_hugging_face(tmp_path: Path) -> None
         (["--architecture", "lama"], "llama, "),
         (["--prompt_file", "nowhere"], "No such file or directory: 'nowhere'"),
         (["--tokenizer", "nowhere.model"], "--tokenizer must be a folder with a tokenizer, or "),
+        (["--max_new_tokens", "0"], "--max_new_tokens must be at least 1, got 0"),
     ],
 )
 def test_wrong_usage_is_one_sentence(arguments: list[str], message: str) -> None:
@@ -84,6 +86,26 @@ def test_wrong_usage_is_one_sentence(arguments: list[str], message: str) -> None
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("inference: ") and done.stderr.count("\n") == 1
     assert message in done.stderr
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused_before_the_first() -> None:
+    done = run_command([SCRIPT, "--device_type", "cpu", "--max_new_tokens", "2000000"])
+    assert done.returncode == 2 and "time" not in done.stdout
+    message = "prompt and --max_new_tokens must be at most the model's 1024 tokens together, got 76"
+    assert done.stderr.splitlines()[-1] == f"inference: {message} and 2000000"
+
+
+@pytest.mark.skipif("cuda" in DEVICES, reason="a build without CUDA kernels refuses the device")
+def test_a_device_that_is_not_there_is_refused_under_the_name_of_the_flag() -> None:
+    done = run_command([SCRIPT, "--device_type", "cuda"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("inference: --device_type cuda must have a ringattn built with ")
+
+
+def test_a_prompt_beside_a_file_is_refused() -> None:
+    done = run_command([SCRIPT, "--prompt", "a", "--prompt_file", "prompt.txt"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--prompt_file: not allowed with argument --prompt" in done.stderr
 
 
 def test_wrong_lengths_are_one_sentence() -> None:
