@@ -48,7 +48,8 @@ class Sampling:
         """float32 ``[B, V]`` from logits ``[B, V]``; tokens that do not stay have 0."""
         logits = logits.float()
         if self.temperature is not None:
-            logits = logits / self.temperature
+            # The differences that softmax takes: a small temperature makes logits infinite.
+            logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         if self.top_k is not None and self.top_k < logits.size(-1):
             least = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < least, -math.inf)

@@ -62,6 +62,15 @@ def test_the_fewest_tokens_that_reach_the_mass_stay(top_p: float, kept: int) -> 
     torch.testing.assert_close(Sampling(top_p=top_p).probabilities(logits), expected)
 
 
+@pytest.mark.parametrize("temperature", [1e-36, torch.finfo(torch.float32).tiny])
+def test_next_to_a_temperature_of_zero_the_likeliest_are_drawn(temperature: float) -> None:
+    logits = torch.tensor([[400.0, -400.0, 400.0, -math.inf], [-700.0, -699.0, -701.0, -700.0]])
+    expected = torch.tensor([[0.5, 0, 0.5, 0], [0, 1, 0, 0]])
+    for options in ({}, {"top_k": 2}, {"top_p": 0.9}):
+        found = Sampling(temperature, **options).probabilities(logits)
+        assert torch.equal(found, expected)
+
+
 def test_draws_follow_the_probabilities() -> None:
     sampling = Sampling(temperature=0.8, top_k=5, top_p=0.9)
     logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(0)).expand(20_000, 10)
