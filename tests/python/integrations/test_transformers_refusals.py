@@ -436,6 +436,7 @@ def refused_generations() -> None:
         ({"attention_mask": padded}, 'tokenize with padding_side="left"'),
         ({"token_healing": True}, r"False .*: give it the ids that model.heal_tokens\("),
         ({"cache_implementation": "static"}, "got StaticCache: a ring keeps its own"),
+        ({"cache_implementation": "paged"}, "got continuous batching"),
         ({"max_new_tokens": 3 + this().rank}, "max_length must be the same on all ranks"),
         ({"inputs": ids + this().rank}, "input_ids.* must be the same on all ranks"),
         ({"do_sample": this().rank == 1}, "do_sample must be the same on all ranks"),
@@ -444,6 +445,8 @@ def refused_generations() -> None:
         with pytest.raises(ValueError, match=message):
             model.generate(**{"inputs": ids, "max_new_tokens": 3, **options})
         assert torch.equal(model.generate(ids, max_new_tokens=3), right)
+    with pytest.raises(ValueError, match="for a parallelized model, got continuous batching"):
+        model.generate_batch(ids.tolist(), max_new_tokens=3)
     with pytest.raises((TypeError, ValueError), match="inputs must be given once"):
         model.generate(ids, max_new_tokens=3, **({"inputs": ids} if this().rank == 1 else {}))
     assert torch.equal(model.generate(ids, max_new_tokens=3), right)

@@ -15,7 +15,7 @@ from ringattn.integrations.forward import RingForward
 from ringattn.integrations.transformers.attention import NAME
 from ringattn.integrations.transformers.body import BodyForward
 from ringattn.integrations.transformers.forward import Forward
-from ringattn.integrations.transformers.generate import Generate
+from ringattn.integrations.transformers.generate import Generate, refuse_batching
 from ringattn.integrations.transformers.support import body_of
 from ringattn.parallel import ATTACHED, RingSettings
 from ringattn.planning import ModelCost
@@ -62,6 +62,7 @@ def attach(model: Any, settings: RingSettings) -> None:
         forward.put_on()
     if hasattr(model, "generate"):
         model.generate = Generate(model, settings.ring)
+        model.init_continuous_batching = refuse_batching
     setattr(body, ATTACHED, attached)
 
 
@@ -72,7 +73,8 @@ def detach(model: Any) -> None:
         return
     for forward in attached.forwards:
         forward.take_off()
-        vars(forward.model).pop("generate", None)
+        for name in ("generate", "init_continuous_batching"):
+            vars(forward.model).pop(name, None)
     for module, config in attached.configs:
         module.config = config
     for config, own, before in attached.copies:

@@ -88,6 +88,14 @@ class Generate:
         return next((value for each in configs if (value := getattr(each, name, None))), None)
 
 
+def refuse_batching(*args: Any, **kwargs: Any) -> Any:
+    """What ``generate_batch``, and ``generate`` with a paged cache, call to begin."""
+    raise ValueError(
+        "generation must be model.generate() with the ring's own cache for a parallelized model, "
+        'got continuous batching (generate_batch, cache_implementation="paged")'
+    )
+
+
 class Decode:
     """What transformers calls once it has prepared a generation."""
 
