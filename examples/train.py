@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,17 @@ except ModuleNotFoundError:
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
 COLUMNS = ("step", "loss", "learning_rate", "gradient_norm", "tokens_per_s", "mfu")
 KEPT_CHECKPOINTS = 2
+#: What says the model's shape, by the fields of its config.
+SAID_BY = {
+    "src_vocab_size": "vocabulary of --data",
+    "emb_dim": "--width",
+    "nlayers": "--layers",
+    "nheads": "--heads",
+    "kvheads": "--kv-heads",
+    "hidden_dim": "--hidden",
+    "rope_theta": "--rope-base",
+    "tie_heads": "--tie-heads",
+}
 
 
 @dataclass(frozen=True)
@@ -300,6 +311,7 @@ class Run:
         checkpoints.save(state, checkpoint_id=unfinished)
         self.ranks.barrier()
         if self.ranks.rank == 0:
+            (unfinished / "config.json").write_text(json.dumps(asdict(trainer.model.config)))
             shutil.rmtree(place, ignore_errors=True)
             unfinished.rename(place)
             for old in self.checkpoints()[:-KEPT_CHECKPOINTS]:
@@ -310,6 +322,7 @@ class Run:
         """Goes on after the latest checkpoint; from the start where there is none."""
         found = self.checkpoints()
         if found:
+            check_config(trainer, json.loads((found[-1] / "config.json").read_text()))
             model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
             state = {"model": model, "optimizer": optimizer, "step": 0}
             checkpoints.load(state, checkpoint_id=found[-1])
@@ -346,6 +359,18 @@ class Run:
                 trainer.model, self.folder / "model", dtype=trainer.options.dtype, config=more
             )
         self.ranks.barrier()
+
+
+def check_config(trainer: Trainer, before: dict[str, Any]) -> None:
+    """Ends this process where the model is not the one that ``before`` is the config of: a
+    checkpoint of more layers, or of other heads in the same shapes, would load without an error."""
+    now = json.loads(json.dumps(asdict(trainer.model.config)))
+    for name, right in before.items():
+        if name not in ("max_expected_seq_len", "eos_ids") and now[name] != right:
+            subject = f"{name} of --init"
+            if trainer.options.init is None:
+                subject = SAID_BY.get(name, subject)
+            sys.exit(f"{subject} must be {right} with --resume, got {now[name]}")
 
 
 def train(options: argparse.Namespace, ranks: Ranks) -> None:

@@ -129,6 +129,29 @@ def test_a_run_that_was_killed_goes_on_with_the_same_losses(
     assert refused.returncode != 0 and "without --resume" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--layers", 1], "--layers must be 2 with --resume, got 1"),
+        (["--layers", 3], "--layers must be 2 with --resume, got 3"),
+        (["--heads", 2, "--kv-heads", 1], "--heads must be 4 with --resume, got 2"),  # same shapes
+        (["--tie-heads"], "--tie-heads must be False with --resume, got True"),
+    ],
+)
+def test_another_model_does_not_go_on_from_a_checkpoint(
+    data: Path, alone: Path, tmp_path: Path, more: list[Any], sentence: str
+) -> None:
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    shutil.copytree(alone, tmp_path, dirs_exist_ok=True)
+    before = files()
+    command = [SCRIPT, "--data", data, "--out", tmp_path, *OPTIONS, "--resume", *more]
+    refused = run_command(command, CUDA_VISIBLE_DEVICES="")
+    assert refused.returncode == 1 and refused.stderr.endswith(f"{sentence}\n")
+    assert files() == before
+
+
 def test_dropout_depends_on_the_step_alone(data: Path, alone: Path, tmp_path: Path) -> None:
     more = ["--dropout", 0.2, "--across-documents", "--recompute"]
     expected = losses(train(data, tmp_path, *more, ranks=2))
