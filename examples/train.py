@@ -334,11 +334,14 @@ class Run:
             trainer.step = state["step"]
         if self.ranks.rank == 0 and self.losses.exists():  # rows of steps that are done again
             lines = self.losses.read_text().splitlines(keepends=True)
-            kept = [row for row in lines[1:] if int(row.split(",")[0]) <= trainer.step]
+            rows = (row for row in lines[1:] if row.strip())
+            kept = [row for row in rows if int(row.split(",")[0]) <= trainer.step]
             self.losses.write_text("".join((*lines[:1], *kept)))
 
     def rows(self) -> Iterator[Any]:
-        """A writer of losses.csv, whose rows are in the file at once."""
+        """A writer of losses.csv, whose rows are in the file at once. A run without a step has no
+        file: its folder is still a new one."""
+        figures = yield
         self.folder.mkdir(parents=True, exist_ok=True)
         begins = not self.losses.exists() or self.losses.stat().st_size == 0
         with self.losses.open("a", newline="", buffering=1) as file:
@@ -346,7 +349,8 @@ class Run:
             if begins:
                 writer.writeheader()
             while True:
-                writer.writerow((yield))
+                writer.writerow(figures)
+                figures = yield
 
     def export(self, trainer: Trainer) -> None:
         """model/, as Hugging Face has it."""
@@ -441,18 +445,31 @@ def parse() -> argparse.Namespace:
     add("--rope-base", type=float, default=5e5, help="of its positions (default: 500000)")
     add("--tie-heads", action="store_true", help="its head has the embedding's weights")
     options = parser.parse_args()
-    for name in ("tokens", "accumulate", "steps", "checkpoint-every", "layers", "heads"):
+    sizes = ("layers", "width", "heads", "hidden")
+    for name in ("tokens", "accumulate", "steps", "checkpoint-every", *sizes):
         if (number := getattr(options, name.replace("-", "_"))) < 1:
             parser.error(f"--{name} must be at least 1, got {number}")
     if not (options.data / "meta.json").is_file():
         parser.error(f"--data must be a folder of scripts/prepare_data.py, got {options.data}")
     if options.kv_heads < 1 or options.heads % options.kv_heads != 0:
         parser.error(f"--kv-heads must divide --heads {options.heads}, got {options.kv_heads}")
+    most, step = 256 * options.heads, 8 * options.heads  # head dimensions that kernels take
+    if options.width % step != 0 or options.width > most:
+        parser.error(
+            f"--width must be a multiple of {step}, at most {most}, with --heads {options.heads}, "
+            f"got {options.width}"
+        )
+    if not 0 <= options.dropout <= 1:
+        parser.error(f"--dropout must be from 0 to 1, got {options.dropout}")
+    if options.init is not None and options.tie_heads:
+        parser.error("--tie-heads must be left out with --init, whose model says it")
     if options.weights is not None and options.partition == "auto":
         parser.error("--weights must be left out with --partition auto, which measures them")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if options.weights is not None and len(options.weights) != world_size:
-        parser.error(f"--weights must be {world_size} numbers, got {len(options.weights)}")
+    try:
+        Partition.packed([0, options.tokens], world_size, weights=options.weights)
+    except ValueError as error:
+        parser.error(f"--{error}")
     return options
 
 

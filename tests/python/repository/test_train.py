@@ -58,8 +58,13 @@ def train(data: Path, out: Path, *more: Any, ranks: int = 1) -> list[dict[str, f
             "--weights must be left out with --partition auto",
         ),
         (["--data", "nowhere"], "--data must be a folder of scripts/prepare_data.py, got nowhere"),
-        (["--weights", 1, 2], "--weights must be 1 numbers, got 2"),
+        (["--weights", 1, 2], "--weights must be 1 finite numbers"),
+        (["--weights", -1], "--weights must be 1 finite numbers, not negative"),
         (["--kv-heads", 3], "--kv-heads must divide --heads"),
+        (["--width", 0], "--width must be at least 1, got 0"),
+        (["--width", 63], "--width must be a multiple of 64, at most 2048, with --heads 8, got 63"),
+        (["--dropout", 2], "--dropout must be from 0 to 1, got 2.0"),
+        (["--init", "model", "--tie-heads"], "--tie-heads must be left out with --init"),
     ],
 )
 def test_wrong_usage_is_said_before_anything_runs(
@@ -124,9 +129,21 @@ def test_a_run_that_was_killed_goes_on_with_the_same_losses(
         time.sleep(0.02)
     process.kill()
     process.wait()
+    with (tmp_path / "losses.csv").open("a") as file:
+        file.write("\n")  # as an editor leaves it
     assert losses(train(data, tmp_path, "--resume")) == of(alone)
     refused = run_command([SCRIPT, "--data", data, "--out", tmp_path, *OPTIONS])
     assert refused.returncode != 0 and "without --resume" in refused.stderr
+
+
+def test_a_start_without_a_step_leaves_the_folder_new(
+    data: Path, alone: Path, tmp_path: Path
+) -> None:
+    more = ["--init", alone / "model", "--steps", 1]
+    command = [SCRIPT, "--data", data, "--out", tmp_path, *OPTIONS, *more]
+    refused = run_command([*command, "--tokens", 97], CUDA_VISIBLE_DEVICES="")
+    assert refused.returncode == 1 and "at most the 96 tokens" in refused.stderr
+    assert [row["step"] for row in train(data, tmp_path, *more)] == [1]
 
 
 @pytest.mark.parametrize(
