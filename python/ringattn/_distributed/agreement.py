@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._guards import detect_fake_mode
 
 from ringattn._distributed.checksums import checksum, number_of
@@ -81,6 +82,10 @@ class Agreement:
             return
         # Ranks exchange nothing while a call is traced, and nothing reads what a graph compares.
         if torch.compiler.is_compiling() or detect_fake_mode() is not None:
+            return
+        # Nor does a rank that runs a compiled model's call as it is, past Dynamo's recompile_limit:
+        # its peers may have a graph of the same call.
+        if get_eval_frame_callback() is not None:
             return
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return

@@ -419,3 +419,34 @@ def equal_nans() -> None:
 
 def test_equal_nans_in_weights_are_accepted(rank_pool: Pools) -> None:
     rank_pool(2).run(equal_nans)
+
+
+# ---- compiled -----------------------------------------------------------------------------------
+
+
+def compiled_on_one_rank_at_last() -> int:
+    """The number of graphs: past its limit, Dynamo leaves calls of new lengths as they are."""
+    limit = 8 if this().rank == 0 else 1
+    plain, model, graphs = model_of(), ringattn.parallelize(model_of()), 0
+
+    def backend(graph: Any, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    compiled = torch.compile(model, backend=backend)
+    torch._dynamo.reset()
+    try:
+        with torch._dynamo.config.patch(recompile_limit=limit):
+            for num_tokens in (8, 9, 12):
+                ids = token_ids(num_tokens)
+                assert_near(compiled(ids).logits, plain(ids).logits)
+    finally:
+        torch._dynamo.reset()  # what it has left stays so
+    refusal(model, token_ids(8, seed=this().rank), token_ids(8), _same("input_ids"))
+    return graphs
+
+
+def test_a_rank_that_compiles_no_more_agrees_with_one_that_does(rank_pool: Pools) -> None:
+    many, one = rank_pool(2).run(compiled_on_one_rank_at_last)
+    assert many > one
