@@ -92,7 +92,7 @@ struct DiagonalBounds {
   }
 };
 
-/// Tiles of `block_k` keys, counted from key 0.
+/// Tiles of `block_k` keys, counted from where `visible` is.
 struct KeyTiles {
   int begin, end;                    // with keys that a row may see; begin == end: there are none
   int unmasked_begin, unmasked_end;  // of these, the ones that every row sees wholly

@@ -223,7 +223,7 @@ void CallAgreement::read_missing(int64_t call, Statements& statements) {
 void CallAgreement::refuse(int64_t call, const std::string& message) {
   compare_known_ = true;
   // A peer may still be in the call before, which this rank publishes in no later one.
-  publish_request(call - 1);
+  publish_asked(call - 1);
   publish(call, kRefusal + message);
   backend_->put(refused_key(backend_->rank()), std::to_string(call));
 }
@@ -241,11 +241,14 @@ void CallAgreement::leave(int64_t call, const std::string& sentence) {
 void CallAgreement::publish_request(int64_t call) {
   // The call before, too: a peer may still be in it, and wait for a message that this rank did not
   // send.
-  for (const int64_t number : {call - 1, call}) {
-    const Recent* request = recent(number);
-    if (request != nullptr && find_published(key(number, backend_->rank())) == published_.end()) {
-      publish(number, statement(*request->signature, request->calls_before));
-    }
+  publish_asked(call - 1);
+  publish_asked(call);
+}
+
+void CallAgreement::publish_asked(int64_t call) {
+  const Recent* request = recent(call);
+  if (request != nullptr && find_published(key(call, backend_->rank())) == published_.end()) {
+    publish(call, statement(*request->signature, request->calls_before));
   }
 }
 

@@ -131,6 +131,8 @@ class RINGATTN_API CallAgreement {
   bool differs(const Statements& statements, const std::string& mine) const;
   void read_missing(int64_t call, Statements& statements);
   void publish(int64_t call, const std::string& text);
+  // The signature of a recent call, unless this rank has published for it.
+  void publish_asked(int64_t call);
   // The number under a key of another rank: of a call since this rank last compared one.
   std::optional<int64_t> announced(const std::string& key);
   // Whether this rank is, or was, in untagged call `number`. Of one that is no longer recent, it is

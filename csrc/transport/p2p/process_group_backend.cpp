@@ -303,9 +303,10 @@ std::shared_ptr<GroupBackend> find_process_group(const std::string& name) {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   try {
     group = c10d::resolve_process_group(name);
-  } catch (const c10::Error&) {
+  } catch (const c10::Error& error) {
     TORCH_CHECK(false, kRefusalPrefix,
-                "group_name must be of a process group that is there, got \"", name, "\"");
+                "group_name must be of a process group that is there, got \"", name, "\" (",
+                error.what_without_backtrace(), ")");
   }
   return std::make_shared<ProcessGroupBackend>(name, std::move(group));
 }

@@ -387,9 +387,12 @@ def test_a_process_ends_well_after_a_backward_with_tables() -> None:
     )
     command = [sys.executable, "-c", script]
     ends = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    for end in ends:
-        stderr = end.communicate(timeout=300)[1]
-        assert end.returncode == 0, stderr
+    try:
+        errors = [end.communicate(timeout=300)[1] for end in ends]
+    finally:
+        for end in ends:
+            end.kill()
+    assert [end.returncode for end in ends] == [0] * 4, errors
 
 
 def test_a_cuda_graph_holds_both_passes(ring: RankPool) -> None:

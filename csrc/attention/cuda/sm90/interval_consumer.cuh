@@ -164,7 +164,8 @@ __device__ __forceinline__ void consume_intervals(const SegmentedParams<kSegment
             consumer_tiles<Tile>(visible_keys(keys, at).some, consumer_keys(keys, at, consumer));
       }
       const KeyTiles& own = visible.own;
-      // With a single segment the results of a row that sees nothing are cleared.
+      // No NaN of a value may reach a row that sees nothing of this segment, and may see others.
+      // (Of a single segment, such a row is cleared.)
       if (kSegments > 1 && visible.disjoint) {
         const QueryTile at = shared.tile(consumer, queries_parity);
         const int first_row = at.first_row + consumer * kConsumerRows + threadIdx.x % 32;

@@ -112,9 +112,8 @@ struct ConsumerTiles {
   int above;     // tiles before those that the consumer's rows see
   KeyTiles own;  // of every row of an unmasked tile, a higher tile has a key that it sees, too
   int below;     // tiles after them
-  int near_begin, near_end;  // tiles whose keys are at most kNearKeys from keys that each row sees,
-                             // unless a row between the first and the last sees none
-  bool disjoint;             // no key is seen by all rows
+  int near_begin, near_end;  // tiles whose keys are at most kNearKeys from keys that each row sees
+  bool disjoint;  // no key is seen by all rows: one may see none, and no tile is near then
   // All that rows see of the highest tile are its first kPartKeys; of the lowest one its last.
   bool ends_early, begins_late;
 };

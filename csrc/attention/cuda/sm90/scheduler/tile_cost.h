@@ -17,7 +17,8 @@ namespace ringattn::cuda::sm90 {
 constexpr int tile_overhead(int block_q) { return block_q > 128 ? 4 : 3; }
 
 /// A segment's tiles of keys that rows [first_row, rows_end) see. Of a table that the host does not
-/// know: as if it were under the diagonal 0.
+/// know: as if it were under the diagonal 0. Counted from key 0, so with up to a tile more than a
+/// kernel of a single segment walks.
 inline int visible_tiles(const KeySegment& keys, int first_row, int rows_end, int block_k) {
   if (keys.host_table.ranges != nullptr) {
     const auto* ranges = reinterpret_cast<const KeyRange*>(keys.host_table.ranges);
