@@ -322,7 +322,10 @@ class Run:
         """Goes on after the latest checkpoint; from the start where there is none."""
         found = self.checkpoints()
         if found:
-            check_config(trainer, json.loads((found[-1] / "config.json").read_text()))
+            config = found[-1] / "config.json"
+            if not config.is_file():
+                sys.exit(f"--resume must find {config}, got a checkpoint without it")
+            check_config(trainer, json.loads(config.read_text()))
             model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
             state = {"model": model, "optimizer": optimizer, "step": 0}
             checkpoints.load(state, checkpoint_id=found[-1])
@@ -370,11 +373,11 @@ def check_config(trainer: Trainer, before: dict[str, Any]) -> None:
     checkpoint of more layers, or of other heads in the same shapes, would load without an error."""
     now = json.loads(json.dumps(asdict(trainer.model.config)))
     for name, right in before.items():
-        if name not in ("max_expected_seq_len", "eos_ids") and now[name] != right:
+        if name not in ("max_expected_seq_len", "eos_ids") and now.get(name) != right:
             subject = f"{name} of --init"
             if trainer.options.init is None:
                 subject = SAID_BY.get(name, subject)
-            sys.exit(f"{subject} must be {right} with --resume, got {now[name]}")
+            sys.exit(f"{subject} must be {right} with --resume, got {now.get(name)}")
 
 
 def train(options: argparse.Namespace, ranks: Ranks) -> None:
@@ -454,7 +457,7 @@ def parse() -> argparse.Namespace:
     if options.kv_heads < 1 or options.heads % options.kv_heads != 0:
         parser.error(f"--kv-heads must divide --heads {options.heads}, got {options.kv_heads}")
     most, step = 256 * options.heads, 8 * options.heads  # head dimensions that kernels take
-    if options.width % step != 0 or options.width > most:
+    if options.init is None and (options.width % step != 0 or options.width > most):
         parser.error(
             f"--width must be a multiple of {step}, at most {most}, with --heads {options.heads}, "
             f"got {options.width}"

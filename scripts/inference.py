@@ -33,6 +33,7 @@ from fms.utils.tokenizers import char_tokenizer, get_tokenizer
 from ringattn.cli.common import process_group
 from ringattn.cli.progress import Progress, TextStream, visible
 from ringattn.integrations.fms import generate, get_model
+from ringattn.integrations.fms.support import body_of, num_positions
 from ringattn.models.loading import model_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -188,11 +189,13 @@ def generated(
     return result, seconds
 
 
-def check_lengths(model: Any, prompts: list[torch.Tensor], num_tokens: int) -> None:
+def check_lengths(
+    model: Any, device: torch.device, prompts: list[torch.Tensor], num_tokens: int
+) -> None:
     """ValueError where the model has no position for a token that it is given; the last new one is
     not."""
-    longest, most = max(len(prompt) for prompt in prompts), model.config.max_expected_seq_len
-    if longest + num_tokens - 1 > most:
+    longest, most = max(len(prompt) for prompt in prompts), num_positions(body_of(model), device)
+    if most is not None and longest + num_tokens - 1 > most:
         raise ValueError(
             f"prompt and --max_new_tokens must be at most the model's {most} tokens together, "
             f"got {longest} and {num_tokens}"
@@ -315,7 +318,7 @@ def run(
             block_lens=options.partition,
         )
     model = model.eval().requires_grad_(False)
-    check_lengths(model, prompts, options.max_new_tokens)
+    check_lengths(model, device, prompts, options.max_new_tokens)
     if first:
         count = sum(parameter.numel() for parameter in model.parameters())
         seconds = time.perf_counter() - begun

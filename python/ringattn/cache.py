@@ -130,9 +130,10 @@ class ShardedKVCache:
 
     @property
     def _num_rows(self) -> int | None:
-        """Batch rows; None before a layer has keys."""
-        storage = next(iter(self._layers.values()), None)
-        return None if storage is None else storage.size(1)
+        """Batch rows; None before a layer has keys, unless rows have unequal lengths."""
+        for storage in self._layers.values():
+            return storage.size(1)
+        return None if self.key_lengths is None else self.key_lengths.numel()
 
     @property
     def older_key_lengths(self) -> torch.Tensor | None:
@@ -270,24 +271,27 @@ class ShardedKVCache:
     def select(self, rows: Any) -> None:
         """Keeps these batch rows, in this order; one may be named several times. ``rows`` is what
         indexes a tensor ``[B]``: numbers ``[B']``, negative ones from the end, or a bool mask
-        ``[B]``, as a tensor or a list. On CUDA the host waits for a tensor.
+        ``[B]``, as a tensor or a list. On CUDA the host waits.
 
         Raises:
             ValueError: rows that are not there.
         """
-        if self._num_rows is not None:
-            rows = _selected(rows, self._num_rows)
+        if self._num_rows is None:
+            return
+        rows = _selected(rows, self._num_rows)
         self.storage_version += 1
         self._begun = None
         self._begins.clear()
+        if self.key_lengths is not None and self.positions is not None:
+            self.positions.select(rows.tolist())
         if isinstance(self.history, torch.Tensor):
-            self.history = chained(self.history, checksum(rows.to(self.history.device)))
+            rows = rows.to(self.history.device)  # copied once
+            self.history = chained(self.history, checksum(rows))
         for layer, storage in self._layers.items():
-            self._layers[layer] = storage.index_select(1, rows.to(storage.device))
+            rows = rows.to(storage.device)
+            self._layers[layer] = storage.index_select(1, rows)
         if self.key_lengths is not None:
             self.key_lengths = self.key_lengths.index_select(0, rows.to(self.key_lengths.device))
-            if self.positions is not None:
-                self.positions.select(rows.tolist())
 
     def crop(self, num_tokens: int) -> None:
         """Keeps the first ``num_tokens`` of the sequence, in every layer; nothing is copied. Every

@@ -97,14 +97,19 @@ def check_keywords(given: Mapping[str, Any]) -> None:
     shared.check_keywords(given, _OTHER_KEYWORDS)
 
 
+def num_positions(body: Any, device: torch.device) -> int | None:
+    """In the model's table of rotations; None: it has no such table."""
+    rotary = getattr(body, "rot_emb", None)
+    if not isinstance(rotary, RotaryEmbedding):
+        return None
+    return rotary.max_seq_len_cached.get(device.index, rotary.rope_scaling.orig_max_seq_len)
+
+
 def check_positions(body: Any, device: torch.device, highest: int) -> None:
     """ValueError where position ``highest`` is past the model's table of rotations, which FMS does
     not extend: on CUDA reading past it ends the process."""
-    rotary = getattr(body, "rot_emb", None)
-    if not isinstance(rotary, RotaryEmbedding):
-        return
-    known = rotary.max_seq_len_cached.get(device.index, rotary.rope_scaling.orig_max_seq_len)
-    if highest >= known:
+    known = num_positions(body, device)
+    if known is not None and highest >= known:
         raise ValueError(
             f"sequence must fit into max_expected_seq_len, {known} tokens, got {highest + 1}: pass "
             "max_expected_seq_len= to get_model()"
