@@ -254,8 +254,8 @@ def test_one_process_refuses_a_static_cache() -> None:
     cache = StaticCache(config=model.config, max_cache_len=16)
     with pytest.raises(ValueError, match="a static cache is not supported"):
         model(torch.ones(1, 4, dtype=torch.int64), **{CACHE: cache})
-    windowed = alone(family="mistral", sliding_window=5)
     for num_tokens in (3, 13):  # of a longer prompt, a static cache has no room for later tokens
+        windowed = alone(family="mistral", sliding_window=5)
         with pytest.raises(ValueError, match="a static cache is not supported"):
             windowed.generate(ids_of(num_tokens), max_new_tokens=2, cache_implementation="static")
 
