@@ -47,7 +47,7 @@ Mask make_mask(bool causal, int64_t window_left, int64_t window_right,
   mask.cu_seqlens = *cu_seqlens;
   const auto end = std::unique(mask.cu_seqlens.begin(), mask.cu_seqlens.end());
   mask.cu_seqlens.erase(end, mask.cu_seqlens.end());
-  if (mask.cu_seqlens.size() <= 2) mask.cu_seqlens.clear();
+  if (!mask.has_documents()) mask.cu_seqlens.clear();
   return mask;
 }
 

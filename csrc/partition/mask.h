@@ -36,9 +36,12 @@ struct Mask {
   // Empty: the sequence is one document.
   std::vector<int64_t> cu_seqlens = {};
 
+  /// Whether there is more than one document.
+  bool has_documents() const { return cu_seqlens.size() > 2; }
+
   /// Whether `causal` says all.
   bool is_plain() const {
-    return window_left == kUnlimited && window_right == kUnlimited && cu_seqlens.size() <= 2;
+    return window_left == kUnlimited && window_right == kUnlimited && !has_documents();
   }
 
   /// The document of a position of a sequence of `seq_len` tokens.

@@ -44,7 +44,7 @@ class RINGATTN_API KeyTables {
   /// Whether there are any.
   bool any() const { return any_; }
   /// Whether some are of packed documents.
-  bool has_documents() const { return any_ && mask_.cu_seqlens.size() > 2; }
+  bool has_documents() const { return any_ && mask_.has_documents(); }
   /// Whether on() would have to make them, which a stream that is captured cannot.
   bool must_be_made(c10::Device device) const { return any_ && device_ != device; }
 
