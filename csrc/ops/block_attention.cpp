@@ -5,7 +5,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <cstdint>
 #include <tuple>
 
 #include "attention/block_attention_backward.h"
@@ -25,9 +24,7 @@ at::Tensor check_key_ranges(const at::Tensor& key_ranges, const at::Tensor& q) {
       "key_ranges must have shape [S_q, 2], S_q = ", q.size(1), ", got ", key_ranges.sizes());
   RINGATTN_CHECK(key_ranges.device() == q.device(), "key_ranges must be on the device of q, ",
                  q.device(), ", got ", key_ranges.device());
-  at::Tensor table = key_ranges.contiguous();
-  constexpr uintptr_t kEntry = 2 * sizeof(int32_t);
-  if (reinterpret_cast<uintptr_t>(table.const_data_ptr()) % kEntry != 0) table = table.clone();
+  const at::Tensor table = aligned(key_ranges, 2 * sizeof(int32_t));
   if (!table.is_cpu()) return table;
   const int32_t* const bounds = table.const_data_ptr<int32_t>();
   for (int64_t i = 2; i < table.numel(); ++i) {

@@ -202,6 +202,11 @@ void check_scoring(const at::Tensor& q, double softcap, const std::optional<at::
                  ", got ", sinks->device());
 }
 
+at::Tensor aligned(const at::Tensor& x, size_t bytes) {
+  const at::Tensor rows = x.contiguous();
+  return reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % bytes == 0 ? rows : rows.clone();
+}
+
 Scoring make_scoring(const at::Tensor& q, double scale, double softcap,
                      const std::optional<at::Tensor>& sinks) {
   Scoring scoring(scale);

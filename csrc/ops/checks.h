@@ -62,6 +62,10 @@ struct MaskArguments {
 /// Their mask over a sequence of `seq_len` tokens.
 Mask check_mask(const MaskArguments& mask, int64_t seq_len);
 
+/// x itself where it is contiguous and its address a multiple of `bytes`, as kernels read it; else
+/// a copy.
+at::Tensor aligned(const at::Tensor& x, size_t bytes);
+
 /// softcap is finite and not negative; sinks, where there are any, are floats [H] on q's device.
 void check_scoring(const at::Tensor& q, double softcap, const std::optional<at::Tensor>& sinks);
 

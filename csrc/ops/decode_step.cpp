@@ -31,11 +31,7 @@ void check_like(const at::Tensor& x, const char* name, const at::Tensor& first,
                  first.device(), ", got ", x.device());
 }
 
-// For kernels that read 16 bytes at a time.
-at::Tensor aligned(const at::Tensor& x) {
-  const at::Tensor rows = x.contiguous();
-  return reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0 ? rows : rows.clone();
-}
+constexpr size_t kVectorBytes = 16;  // that kernels read at a time
 
 // Rows of whole vectors: [..., E] with E a multiple of 8, and a dtype that the kernels have.
 void check_row(const at::Tensor& x, const char* name) {
@@ -59,8 +55,8 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm_op(const at::Tensor& given_x,
                  "weight must have shape [E], E = ", given_x.size(-1), ", got ",
                  given_weight.sizes());
   const c10::DeviceGuard guard(given_x.device());
-  const at::Tensor x = aligned(given_x), delta = aligned(given_delta),
-                   weight = aligned(given_weight);
+  const at::Tensor x = aligned(given_x, kVectorBytes), delta = aligned(given_delta, kVectorBytes),
+                   weight = aligned(given_weight, kVectorBytes);
   at::Tensor sum = at::empty_like(x), normed = at::empty_like(x);
   AddRmsNormParams params;
   params.x = x.const_data_ptr();
@@ -81,7 +77,7 @@ at::Tensor gated_silu_op(const at::Tensor& given) {
   RINGATTN_CHECK(given.size(-1) % 16 == 0, "gate_up must have rows of a multiple of 16 elements, ",
                  "got shape ", given.sizes());
   const c10::DeviceGuard guard(given.device());
-  const at::Tensor gate_up = aligned(given);
+  const at::Tensor gate_up = aligned(given, kVectorBytes);
   at::Tensor out =
       at::empty_like(gate_up.narrow(-1, 0, gate_up.size(-1) / 2), at::MemoryFormat::Contiguous);
   GatedSiluParams params;
