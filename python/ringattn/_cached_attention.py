@@ -55,15 +55,14 @@ def attend_next(ring: GroupInfo, cache: ShardedKVCache, given: LayerInputs) -> t
     # Sinks join once. Results are rounded once, at the end.
     if not 0 <= left < cache.seq_len - 1:
         if num_before == 0:
-            state = block_attention(q, k, v, scale=scale, diagonal=0, softcap=cap, sinks=sinks)
+            out, _ = block_attention(q, k, v, scale=scale, diagonal=0, softcap=cap, sinks=sinks)
         else:
             keys, values = cache.view(layer, newest=False)
             lengths = cache.older_key_lengths
-            state = attend_cached(
+            out, lse = attend_cached(
                 *(ring, q, keys, values, scale, lengths, None, cap, sinks), wide=True
             )
-            call(_ops.block_attention_, *state, q, k, v, scale, 0, cap)
-        states = [state]
+            call(_ops.block_attention_, out, lse, q, k, v, scale, 0, cap)
     else:
         rows = torch.arange(q.size(1), dtype=torch.int32, device=q.device)
         ranges = torch.stack(((rows - left).clamp_(min=0), rows + 1), 1)
@@ -76,9 +75,9 @@ def attend_next(ring: GroupInfo, cache: ShardedKVCache, given: LayerInputs) -> t
             own = _in_windows(cache, wide_q, keys, values, left, options)
             outs, lses = (all_gather(ring, "decode_window", x) for x in own)
             states = [*zip(outs.unbind(0), lses.unbind(0), strict=True), newer]
-    out, lse = states[0]
-    for state in states[1:]:
-        out, lse = merge_states(out, lse, *state)
+        out, lse = states[0]
+        for state in states[1:]:
+            out, lse = merge_states(out, lse, *state)
     return out.to(q.dtype)
 
 
